@@ -1,0 +1,64 @@
+"""The device a call is planned for, as a plain value."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What planning needs to know of a device; made up freely in tests and for compiling ahead."""
+
+    platform: str  # "cpu", "cuda", "rocm", "tpu"
+    kind: str
+    compute_capability: tuple[int, int] | None = None  # CUDA only
+    sm_count: int = 0
+
+    @property
+    def arch(self) -> str:
+        """The compiler's name of the architecture, as "sm_90a" or "sm_80"."""
+        if self.compute_capability is None:
+            raise ValueError(f"{self.kind} is not a CUDA device")
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+CPU = Device("cpu", "cpu")
+H100 = Device("cuda", "NVIDIA H100", (9, 0), 132)
+
+_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
+
+
+def current() -> Device:
+    """The device that a call traced now is planned for: JAX's default device, or the assumed one."""
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
+    default = jax.config.jax_default_device
+    if default is None:
+        return _describe(jax.local_devices()[0])
+    if isinstance(default, str):
+        return _describe(jax.local_devices(backend=default)[0])
+    return _describe(default)
+
+
+@contextlib.contextmanager
+def assume(device: Device) -> Iterator[None]:
+    """Plan as if for `device`: to lower, export or compile ahead on a machine that lacks it."""
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def _describe(device: jax.Device) -> Device:
+    if device.platform != "gpu":
+        return Device(device.platform, device.device_kind)
+    if "rocm" in device.client.platform_version.lower():
+        return Device("rocm", device.device_kind)
+    major, minor = map(int, str(device.compute_capability).split("."))
+    return Device("cuda", device.device_kind, (major, minor), device.core_count)

@@ -1,0 +1,116 @@
+"""What one attention call is: everything static in `AttentionSpec`, every array in `Operands`.
+
+All implementations take exactly this pair, so a new feature is one field here, its meaning in
+`_reference.py`, and its support in each implementation.
+
+Letters, here and everywhere: `B` batch, `T` queries, `S` keys, `N` query heads, `K` key heads
+(`N % K == 0`), `H` head dim of queries and keys, `V` head dim of values.
+"""
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Everything static about a call. Hashable, so that it keys every cache.
+
+    The window is in keys relative to the diagonal aligned to the bottom right: query `i` sees keys
+    `i + S - T - left <= j <= i + S - T + right`; None on a side is unbounded. Causal attention is
+    `right == 0`, and has no field of its own.
+    """
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+    return_residual: bool = False
+
+
+Leaf = TypeVar("Leaf")
+"""What an `Operands` holds: arrays, tracers, `jax.ShapeDtypeStruct`s, or a fact about each."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands(Generic[Leaf]):
+    """The arrays of a call in canonical form: one leading batch axis, ranks fixed, absent ones None.
+
+    `batch_axis_may_be_one` lists the fields whose leading axis may be 1 to mean "the same for every
+    batch row".
+    """
+
+    query: Leaf  # (B, T, N, H)
+    key: Leaf  # (B, S, K, H)
+    value: Leaf  # (B, S, K, V)
+    bias: Leaf | None = None  # (B|1, N|1, T|1, S|1) floating
+    mask: Leaf | None = None  # (B|1, N|1, T|1, S|1) bool, True attends
+    alibi_slopes: Leaf | None = None  # (B|1, N) float32
+    sinks: Leaf | None = None  # (B|1, N) float32
+    query_seq_lengths: Leaf | None = None  # (B,) int32
+    key_value_seq_lengths: Leaf | None = None  # (B,) int32
+    query_segment_ids: Leaf | None = None  # (B, T) int32
+    key_value_segment_ids: Leaf | None = None  # (B, S) int32
+    dropout_seeds: Leaf | None = None  # (B, N, 2) uint32, one seed for each batch row and head
+
+    def present(self) -> dict[str, Leaf]:
+        """The operands that are there, by name, in field order."""
+        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return {name: leaf for name, leaf in fields if leaf is not None}
+
+    def replace(self, **changes: Any) -> "Operands":
+        return dataclasses.replace(self, **changes)
+
+
+BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gradients(Generic[Leaf]):
+    """Cotangents of the differentiable operands, each with its operand's shape and dtype.
+
+    None exactly where the operand is None.
+    """
+
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    bias: Leaf | None = None
+    alibi_slopes: Leaf | None = None
+    sinks: Leaf | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The letters of one call."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    V: int
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.N // self.K
+
+
+def sizes(operands: Operands) -> Sizes:
+    B, T, N, H = operands.query.shape
+    _, S, K, V = operands.value.shape
+    return Sizes(B, T, S, N, K, H, V)
+
+
+def shapes_of(operands: Operands) -> Operands:
+    """The same operands as `jax.ShapeDtypeStruct`s: what `supports` and `plan` look at."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)), operands)
