@@ -1,0 +1,45 @@
+// Shared-memory matrix descriptors of wgmma, for tiles that TMA wrote with the 128-byte swizzle.
+//
+// A tile of [rows][columns] 16-bit elements lies in panels of 64 columns, each panel [rows][64] from a
+// 1024-byte boundary: 128 bytes a row, with 16-byte chunk c of row r stored at chunk c ^ (r % 8).
+#pragma once
+#include "types.cuh"
+
+namespace descriptor {
+
+constexpr int panel_columns = 64;
+constexpr int row_bytes = 128;
+constexpr int atom_bytes = 1024;  // 8 rows: the swizzle's period
+
+// Bytes of a panel with this many rows.
+constexpr int panel_bytes(int rows) { return rows * row_bytes; }
+
+__device__ __forceinline__ uint64_t encode(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
+    constexpr uint64_t swizzle_128 = 1ull << 62;
+    return swizzle_128 | static_cast<uint64_t>(stride_bytes >> 4) << 32 |
+           static_cast<uint64_t>(leading_bytes >> 4) << 16 | ((address & 0x3ffff) >> 4);
+}
+
+// The contraction runs along the columns. k16 step s of a tile with `rows` rows starts at
+// `k_major_offset`; the leading offset is unused with a swizzled layout.
+__device__ __forceinline__ uint64_t k_major(uint32_t address) { return encode(address, 16, atom_bytes); }
+constexpr int k_major_offset(int step, int rows) {
+    return step / 4 * panel_bytes(rows) + step % 4 * 32;
+}
+
+// The contraction runs along the rows, the operand is "transposed": its other extent spans panels,
+// `rows` rows apart in memory. k16 step s starts 16 rows further.
+__device__ __forceinline__ uint64_t mn_major(uint32_t address, int rows) {
+    return encode(address, panel_bytes(rows), atom_bytes);
+}
+constexpr int mn_major_offset(int step) { return step * 16 * row_bytes; }
+
+// `descriptor` moved by a number of bytes (a multiple of 16).
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
+
+// Byte offset of a 16-byte chunk inside a panel.
+__device__ __forceinline__ int swizzled_offset(int row, int chunk) {
+    return row * row_bytes + ((chunk ^ (row & 7)) << 4);
+}
+
+}  // namespace descriptor

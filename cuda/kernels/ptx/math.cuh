@@ -1,0 +1,55 @@
+// Arithmetic that has an instruction of its own.
+#pragma once
+#include "types.cuh"
+
+// 2^x on the special-function unit; 2^-inf is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats rounded to nearest and packed, `low` at the lower address.
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    if constexpr (is_same<Element, bfloat16>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+        static_assert(is_same<Element, float16>, "elements are bfloat16 or float16");
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+}
+
+// The inverse of `pack`.
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+    float2 values;
+    if constexpr (is_same<Element, bfloat16>) {
+        values.x = __uint_as_float(packed << 16);
+        values.y = __uint_as_float(packed & 0xffff0000u);
+    } else {
+        static_assert(is_same<Element, float16>, "elements are bfloat16 or float16");
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+            : "=f"(values.x), "=f"(values.y)
+            : "r"(packed));
+    }
+    return values;
+}
+
+// Reductions over the four lanes that share a row of a wgmma accumulator.
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}

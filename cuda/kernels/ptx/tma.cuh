@@ -1,0 +1,53 @@
+// The tensor memory accelerator: bulk tensor copies between global and shared memory (PTX ISA,
+// "cp.async.bulk.tensor"). Coordinates are innermost first, as in the tensor map.
+#pragma once
+#include "types.cuh"
+
+namespace tma {
+
+__device__ __forceinline__ void prefetch_descriptor(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// global → shared; completes on `barrier` by its bytes, zero-filled ones outside of the tensor included.
+__device__ __forceinline__ void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1,
+                                     int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+// shared → global; elements outside of the tensor are not written.
+__device__ __forceinline__ void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+// shared → global, adding float32 elements to what is there.
+__device__ __forceinline__ void reduce_add(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+// Closes the group of this thread's stores and reductions so far.
+__device__ __forceinline__ void commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` of this thread's groups still read their shared-memory source.
+template <int pending>
+__device__ __forceinline__ void wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+// Waits until at most `pending` of this thread's groups are incomplete, their writes included.
+template <int pending>
+__device__ __forceinline__ void wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+}  // namespace tma

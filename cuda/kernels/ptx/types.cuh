@@ -1,0 +1,34 @@
+// Fixed-width names and element types. The kernels include no CUDA header: NVRTC then needs no include
+// path and saves their parsing time, which is most of a small kernel's compile time.
+#pragma once
+
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using int32_t = int;
+using int64_t = long long;
+
+// Element types of 16 bits. They are only moved, and converted by `pack`.
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// A TMA descriptor (CUtensorMap); passed as a __grid_constant__ kernel parameter.
+struct alignas(64) TensorMap {
+    unsigned char bytes[128];
+};
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Address in the shared window, as PTX takes it.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
