@@ -1,0 +1,189 @@
+"""The definition of attention that every implementation is tested against.
+
+`reference` says API.md line by line over whole `(B, N, T, S)` arrays, in float32 or float64. It is
+slow and large on purpose: nothing here is shared with an implementation but the hash that decides
+which probabilities dropout keeps, which is part of the definition.
+
+- `reference`: forward, traceable and differentiable by JAX itself.
+- `reference_with_gradients`: forward and gradients in float64, as NumPy arrays: the oracle.
+- `plain_with_gradients`: what plain attention gets in the operands' own dtype: the yardstick that
+  tolerances are multiples of.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _dropout
+from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands, sizes
+
+
+def reference(spec: AttentionSpec, operands: Operands, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """Attention by its definition, everything computed in `dtype`.
+
+    Args:
+      spec: what to compute; `return_residual` is ignored, the residual is always returned.
+      operands: arrays as `Operands` lists them, of any floating dtype.
+      dtype: float32, or float64 under `jax.enable_x64(True)`.
+
+    Returns:
+      out `(B, T, N, V)` and lse `(B, N, T)`, both in `dtype`. A row with no key to attend to has
+      out 0 and lse −inf (with sinks too), and its gradients are 0.
+    """
+    return _attention(spec, operands, dtype, rounding=None)
+
+
+def plain_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Plain attention in query's dtype, by way of the whole matrix of probabilities.
+
+    As `softmax(query @ key.T) @ value` with operands of that dtype on a tensor unit: products are
+    summed in float32, softmax is float32, and what goes into the next product (the probabilities,
+    and backward the cotangents of probabilities and logits) is rounded to the dtype.
+
+    Returns:
+      out `(B, T, N, V)` in query's dtype and lse `(B, N, T)` float32.
+    """
+    dtype = operands.query.dtype
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    out, lse = _attention(spec, operands, accumulator, rounding=dtype)
+    return out.astype(dtype), lse
+
+
+def reference_with_gradients(
+    spec: AttentionSpec, operands: Operands, d_out, d_lse=None
+) -> tuple[np.ndarray, np.ndarray, Gradients]:
+    """`reference` in float64, and its gradients for the cotangents `d_out` and `d_lse`.
+
+    Args:
+      d_out: `(B, T, N, V)`.
+      d_lse: `(B, N, T)`, or None for zeros. Where lse is −inf its cotangent is ignored.
+
+    Returns:
+      out, lse and Gradients as float64 NumPy arrays, whether or not 64-bit types are enabled.
+    """
+    with jax.enable_x64(True):
+        operands, d_out, d_lse = jax.tree.map(_widen, (operands, d_out, d_lse))
+        results = _with_gradients(_reference_float64, spec, operands, d_out, d_lse)
+        return jax.tree.map(np.asarray, results)
+
+
+def plain_with_gradients(
+    spec: AttentionSpec, operands: Operands, d_out, d_lse=None
+) -> tuple[np.ndarray, np.ndarray, Gradients]:
+    """`plain_attention` and its gradients, in the operands' dtypes, as NumPy arrays."""
+    return jax.tree.map(np.asarray, _with_gradients(plain_attention, spec, operands, d_out, d_lse))
+
+
+def _reference_float64(spec, operands):
+    return reference(spec, operands, jnp.float64)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _with_gradients(attention, spec, operands, d_out, d_lse):
+    differentiable = {name: x for name, x in operands.present().items() if name in DIFFERENTIABLE}
+    (out, lse), vjp = jax.vjp(
+        lambda inputs: attention(spec, operands.replace(**inputs)), differentiable
+    )
+    d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse.astype(lse.dtype)
+    (gradients,) = vjp((d_out.astype(out.dtype), d_lse))
+    return out, lse, Gradients(**gradients)
+
+
+def _widen(x):
+    x = np.asarray(x)
+    return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _attention(spec, operands, dtype, rounding):
+    size = sizes(operands)
+    product = functools.partial(
+        jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
+    )
+    narrow = (lambda x: x) if rounding is None else (lambda x: x.astype(rounding).astype(dtype))
+    query = operands.query.astype(dtype)
+    key = jnp.repeat(operands.key.astype(dtype), size.group, axis=2)
+    value = jnp.repeat(operands.value.astype(dtype), size.group, axis=2)
+
+    x = product("btnh,bsnh->bnts", query, key)
+    if rounding is not None:
+        x = _round_cotangent(x, rounding)
+    x = x * spec.scale
+    if spec.logits_soft_cap is not None:
+        x = spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)
+    if operands.bias is not None:
+        x = x + operands.bias.astype(dtype)
+    if operands.alibi_slopes is not None:
+        slopes = operands.alibi_slopes.astype(dtype)[:, :, None, None]
+        x = x - slopes * jnp.abs(_distance(operands)).astype(dtype)
+    allowed = _allowed(spec, operands)
+
+    # Stable softmax. The maximum cancels, so no gradient flows through it, and a row with nothing
+    # in it takes 0 for its maximum, so that no -inf meets a -inf.
+    x = jnp.where(allowed, x, -jnp.inf)
+    top = jax.lax.stop_gradient(x.max(-1, keepdims=True))
+    empty = jnp.isneginf(top)
+    if operands.sinks is not None:
+        sinks = operands.sinks.astype(dtype)[:, :, None, None]
+        top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+    top = jnp.where(empty, 0.0, top)
+    e = jnp.where(allowed, jnp.exp(jnp.where(allowed, x - top, 0.0)), 0.0)
+    total = e.sum(-1, keepdims=True)
+    if operands.sinks is not None:
+        total = total + jnp.exp(jnp.where(empty, 0.0, sinks - top))
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
+    p = jnp.where(empty, 0.0, e / total)
+
+    if spec.dropout_rate:
+        kept = _dropout.keep(
+            operands.dropout_seeds, jnp.arange(size.T), jnp.arange(size.S), spec.dropout_rate
+        )
+        p = jnp.where(kept, p / (1 - spec.dropout_rate), 0.0)
+    return product("bnts,bsnv->btnv", narrow(p), value), lse
+
+
+def _distance(operands):
+    """Key column minus the column on the diagonal of each row: `j - (i + S - T)`, `(B|1, 1, T, S)`."""
+    size = sizes(operands)
+    queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths
+    queries = jnp.full((1,), size.T) if queries is None else queries
+    keys = jnp.full((1,), size.S) if keys is None else keys
+    i = jnp.arange(size.T)[:, None]
+    j = jnp.arange(size.S)[None, :]
+    return j - (i + (keys - queries)[:, None, None, None])
+
+
+def _allowed(spec, operands):
+    """Which keys each query may attend to: bool `(B, N, T, S)`."""
+    size = sizes(operands)
+    allowed = jnp.ones((size.B, size.N, size.T, size.S), bool)
+    if operands.mask is not None:
+        allowed &= operands.mask
+    distance = _distance(operands)
+    if spec.left is not None:
+        allowed &= distance >= -spec.left
+    if spec.right is not None:
+        allowed &= distance <= spec.right
+    if operands.query_segment_ids is not None:
+        queries = operands.query_segment_ids[:, None, :, None]
+        keys = operands.key_value_segment_ids[:, None, None, :]
+        allowed &= queries == keys
+    if operands.query_seq_lengths is not None:
+        allowed &= jnp.arange(size.T)[:, None] < operands.query_seq_lengths[:, None, None, None]
+    if operands.key_value_seq_lengths is not None:
+        allowed &= jnp.arange(size.S) < operands.key_value_seq_lengths[:, None, None, None]
+    return allowed
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _round_cotangent(x, dtype):
+    """`x` as it is; its cotangent rounded to `dtype`, as it would be before the next product."""
+    return x
+
+
+_round_cotangent.defvjp(
+    lambda x, dtype: (x, None),
+    lambda dtype, _, cotangent: (cotangent.astype(dtype).astype(cotangent.dtype),),
+)
