@@ -12,7 +12,7 @@ constexpr int row_bytes = 128;
 constexpr int atom_bytes = 1024;  // 8 rows: the swizzle's period
 
 // Bytes of a panel with this many rows.
-constexpr int panel_bytes(int rows) { return rows * row_bytes; }
+__device__ constexpr int panel_bytes(int rows) { return rows * row_bytes; }
 
 __device__ __forceinline__ uint64_t encode(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
     constexpr uint64_t swizzle_128 = 1ull << 62;
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint64_t encode(uint32_t address, uint32_t leading_by
 // The contraction runs along the columns. k16 step s of a tile with `rows` rows starts at
 // `k_major_offset`; the leading offset is unused with a swizzled layout.
 __device__ __forceinline__ uint64_t k_major(uint32_t address) { return encode(address, 16, atom_bytes); }
-constexpr int k_major_offset(int step, int rows) {
+__device__ constexpr int k_major_offset(int step, int rows) {
     return step / 4 * panel_bytes(rows) + step % 4 * 32;
 }
 
@@ -32,7 +32,7 @@ constexpr int k_major_offset(int step, int rows) {
 __device__ __forceinline__ uint64_t mn_major(uint32_t address, int rows) {
     return encode(address, panel_bytes(rows), atom_bytes);
 }
-constexpr int mn_major_offset(int step) { return step * 16 * row_bytes; }
+__device__ constexpr int mn_major_offset(int step) { return step * 16 * row_bytes; }
 
 // `descriptor` moved by a number of bytes (a multiple of 16).
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }

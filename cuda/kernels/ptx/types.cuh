@@ -26,7 +26,7 @@ struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Address in the shared window, as PTX takes it.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

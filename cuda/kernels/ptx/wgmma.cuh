@@ -33,42 +33,42 @@ enum class Major { K = 0, MN = 1 };  // which axis of a shared-memory operand is
 template <int N>
 struct Wgmma;
 
-// REGS and OUT list the N/2 accumulators; the numbers are those of the operands after them.
-#define JAX_FLASH_WGMMA_SS(N, TYPE, REGS, OUT, I0, I1, I2, I3, I4)                                                    \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I2 ", 0;\n"                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, %" I0 ", %" I1          \
-                 ", accumulate, 1, 1, %" I3 ", %" I4 ";\n}\n"                                                         \
-                 : OUT                                                                                                 \
+// C = N/8 names the lists of the N/2 accumulators; the numbers are those of the operands after them.
+#define JAX_FLASH_WGMMA_SS(N, C, TYPE, I0, I1, I2, I3, I4)                                                           \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I2 ", 0;\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C "}, %" I0 ", %" I1 \
+                 ", accumulate, 1, 1, %" I3 ", %" I4 ";\n}\n"                                                        \
+                 : JAX_FLASH_OUT##C                                                                                  \
                  : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)))
-#define JAX_FLASH_WGMMA_RS(N, TYPE, REGS, OUT, I0, I1, I2, I3, I4, I5, I6)                                            \
-    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I5 ", 0;\n"                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {%" I0 ", %" I1         \
-                 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1, %" I6 ";\n}\n"                                      \
-                 : OUT                                                                                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                                \
+#define JAX_FLASH_WGMMA_RS(N, C, TYPE, I0, I1, I2, I3, I4, I5, I6)                                                   \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I5 ", 0;\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C "}, {%" I0 ", %" I1 \
+                 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1, %" I6 ";\n}\n"                                     \
+                 : JAX_FLASH_OUT##C                                                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                              \
                    "n"(static_cast<int>(b_major)))
-#define JAX_FLASH_WGMMA(N, REGS, OUT, I0, I1, I2, I3, I4, I5, I6)                                                     \
-    template <>                                                                                                       \
-    struct Wgmma<N> {                                                                                                 \
-        /* A and B from shared memory, by descriptor */                                                               \
-        template <class Element, Major a_major, Major b_major>                                                        \
-        static __device__ __forceinline__ void issue(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {     \
-            if constexpr (is_same<Element, bfloat16>) {                                                               \
-                JAX_FLASH_WGMMA_SS(N, "bf16", REGS, OUT, I0, I1, I2, I3, I4);                                         \
-            } else {                                                                                                  \
-                JAX_FLASH_WGMMA_SS(N, "f16", REGS, OUT, I0, I1, I2, I3, I4);                                          \
-            }                                                                                                         \
-        }                                                                                                             \
-        /* A from registers */                                                                                        \
-        template <class Element, Major b_major>                                                                       \
-        static __device__ __forceinline__ void issue(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,           \
-                                                     int accumulate) {                                                \
-            if constexpr (is_same<Element, bfloat16>) {                                                               \
-                JAX_FLASH_WGMMA_RS(N, "bf16", REGS, OUT, I0, I1, I2, I3, I4, I5, I6);                                 \
-            } else {                                                                                                  \
-                JAX_FLASH_WGMMA_RS(N, "f16", REGS, OUT, I0, I1, I2, I3, I4, I5, I6);                                  \
-            }                                                                                                         \
-        }                                                                                                             \
+#define JAX_FLASH_WGMMA(N, C, I0, I1, I2, I3, I4, I5, I6)                                                            \
+    template <>                                                                                                      \
+    struct Wgmma<N> {                                                                                                \
+        /* A and B from shared memory, by descriptor */                                                              \
+        template <class Element, Major a_major, Major b_major>                                                       \
+        static __device__ __forceinline__ void issue(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {    \
+            if constexpr (is_same<Element, bfloat16>) {                                                              \
+                JAX_FLASH_WGMMA_SS(N, C, "bf16", I0, I1, I2, I3, I4);                                                \
+            } else {                                                                                                 \
+                JAX_FLASH_WGMMA_SS(N, C, "f16", I0, I1, I2, I3, I4);                                                 \
+            }                                                                                                        \
+        }                                                                                                            \
+        /* A from registers */                                                                                       \
+        template <class Element, Major b_major>                                                                      \
+        static __device__ __forceinline__ void issue(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,          \
+                                                     int accumulate) {                                               \
+            if constexpr (is_same<Element, bfloat16>) {                                                              \
+                JAX_FLASH_WGMMA_RS(N, C, "bf16", I0, I1, I2, I3, I4, I5, I6);                                        \
+            } else {                                                                                                 \
+                JAX_FLASH_WGMMA_RS(N, C, "f16", I0, I1, I2, I3, I4, I5, I6);                                         \
+            }                                                                                                        \
+        }                                                                                                            \
     };
 
 // The accumulators of the first n·8 columns, as text and as constraints.
@@ -137,37 +137,37 @@ struct Wgmma;
 #define JAX_FLASH_OUT31 JAX_FLASH_OUT30, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define JAX_FLASH_OUT32 JAX_FLASH_OUT31, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-JAX_FLASH_WGMMA(8, JAX_FLASH_REGS1, JAX_FLASH_OUT1, "4", "5", "6", "7", "8", "9", "10")
-JAX_FLASH_WGMMA(16, JAX_FLASH_REGS2, JAX_FLASH_OUT2, "8", "9", "10", "11", "12", "13", "14")
-JAX_FLASH_WGMMA(24, JAX_FLASH_REGS3, JAX_FLASH_OUT3, "12", "13", "14", "15", "16", "17", "18")
-JAX_FLASH_WGMMA(32, JAX_FLASH_REGS4, JAX_FLASH_OUT4, "16", "17", "18", "19", "20", "21", "22")
-JAX_FLASH_WGMMA(40, JAX_FLASH_REGS5, JAX_FLASH_OUT5, "20", "21", "22", "23", "24", "25", "26")
-JAX_FLASH_WGMMA(48, JAX_FLASH_REGS6, JAX_FLASH_OUT6, "24", "25", "26", "27", "28", "29", "30")
-JAX_FLASH_WGMMA(56, JAX_FLASH_REGS7, JAX_FLASH_OUT7, "28", "29", "30", "31", "32", "33", "34")
-JAX_FLASH_WGMMA(64, JAX_FLASH_REGS8, JAX_FLASH_OUT8, "32", "33", "34", "35", "36", "37", "38")
-JAX_FLASH_WGMMA(72, JAX_FLASH_REGS9, JAX_FLASH_OUT9, "36", "37", "38", "39", "40", "41", "42")
-JAX_FLASH_WGMMA(80, JAX_FLASH_REGS10, JAX_FLASH_OUT10, "40", "41", "42", "43", "44", "45", "46")
-JAX_FLASH_WGMMA(88, JAX_FLASH_REGS11, JAX_FLASH_OUT11, "44", "45", "46", "47", "48", "49", "50")
-JAX_FLASH_WGMMA(96, JAX_FLASH_REGS12, JAX_FLASH_OUT12, "48", "49", "50", "51", "52", "53", "54")
-JAX_FLASH_WGMMA(104, JAX_FLASH_REGS13, JAX_FLASH_OUT13, "52", "53", "54", "55", "56", "57", "58")
-JAX_FLASH_WGMMA(112, JAX_FLASH_REGS14, JAX_FLASH_OUT14, "56", "57", "58", "59", "60", "61", "62")
-JAX_FLASH_WGMMA(120, JAX_FLASH_REGS15, JAX_FLASH_OUT15, "60", "61", "62", "63", "64", "65", "66")
-JAX_FLASH_WGMMA(128, JAX_FLASH_REGS16, JAX_FLASH_OUT16, "64", "65", "66", "67", "68", "69", "70")
-JAX_FLASH_WGMMA(136, JAX_FLASH_REGS17, JAX_FLASH_OUT17, "68", "69", "70", "71", "72", "73", "74")
-JAX_FLASH_WGMMA(144, JAX_FLASH_REGS18, JAX_FLASH_OUT18, "72", "73", "74", "75", "76", "77", "78")
-JAX_FLASH_WGMMA(152, JAX_FLASH_REGS19, JAX_FLASH_OUT19, "76", "77", "78", "79", "80", "81", "82")
-JAX_FLASH_WGMMA(160, JAX_FLASH_REGS20, JAX_FLASH_OUT20, "80", "81", "82", "83", "84", "85", "86")
-JAX_FLASH_WGMMA(168, JAX_FLASH_REGS21, JAX_FLASH_OUT21, "84", "85", "86", "87", "88", "89", "90")
-JAX_FLASH_WGMMA(176, JAX_FLASH_REGS22, JAX_FLASH_OUT22, "88", "89", "90", "91", "92", "93", "94")
-JAX_FLASH_WGMMA(184, JAX_FLASH_REGS23, JAX_FLASH_OUT23, "92", "93", "94", "95", "96", "97", "98")
-JAX_FLASH_WGMMA(192, JAX_FLASH_REGS24, JAX_FLASH_OUT24, "96", "97", "98", "99", "100", "101", "102")
-JAX_FLASH_WGMMA(200, JAX_FLASH_REGS25, JAX_FLASH_OUT25, "100", "101", "102", "103", "104", "105", "106")
-JAX_FLASH_WGMMA(208, JAX_FLASH_REGS26, JAX_FLASH_OUT26, "104", "105", "106", "107", "108", "109", "110")
-JAX_FLASH_WGMMA(216, JAX_FLASH_REGS27, JAX_FLASH_OUT27, "108", "109", "110", "111", "112", "113", "114")
-JAX_FLASH_WGMMA(224, JAX_FLASH_REGS28, JAX_FLASH_OUT28, "112", "113", "114", "115", "116", "117", "118")
-JAX_FLASH_WGMMA(232, JAX_FLASH_REGS29, JAX_FLASH_OUT29, "116", "117", "118", "119", "120", "121", "122")
-JAX_FLASH_WGMMA(240, JAX_FLASH_REGS30, JAX_FLASH_OUT30, "120", "121", "122", "123", "124", "125", "126")
-JAX_FLASH_WGMMA(248, JAX_FLASH_REGS31, JAX_FLASH_OUT31, "124", "125", "126", "127", "128", "129", "130")
-JAX_FLASH_WGMMA(256, JAX_FLASH_REGS32, JAX_FLASH_OUT32, "128", "129", "130", "131", "132", "133", "134")
+JAX_FLASH_WGMMA(8, 1, "4", "5", "6", "7", "8", "9", "10")
+JAX_FLASH_WGMMA(16, 2, "8", "9", "10", "11", "12", "13", "14")
+JAX_FLASH_WGMMA(24, 3, "12", "13", "14", "15", "16", "17", "18")
+JAX_FLASH_WGMMA(32, 4, "16", "17", "18", "19", "20", "21", "22")
+JAX_FLASH_WGMMA(40, 5, "20", "21", "22", "23", "24", "25", "26")
+JAX_FLASH_WGMMA(48, 6, "24", "25", "26", "27", "28", "29", "30")
+JAX_FLASH_WGMMA(56, 7, "28", "29", "30", "31", "32", "33", "34")
+JAX_FLASH_WGMMA(64, 8, "32", "33", "34", "35", "36", "37", "38")
+JAX_FLASH_WGMMA(72, 9, "36", "37", "38", "39", "40", "41", "42")
+JAX_FLASH_WGMMA(80, 10, "40", "41", "42", "43", "44", "45", "46")
+JAX_FLASH_WGMMA(88, 11, "44", "45", "46", "47", "48", "49", "50")
+JAX_FLASH_WGMMA(96, 12, "48", "49", "50", "51", "52", "53", "54")
+JAX_FLASH_WGMMA(104, 13, "52", "53", "54", "55", "56", "57", "58")
+JAX_FLASH_WGMMA(112, 14, "56", "57", "58", "59", "60", "61", "62")
+JAX_FLASH_WGMMA(120, 15, "60", "61", "62", "63", "64", "65", "66")
+JAX_FLASH_WGMMA(128, 16, "64", "65", "66", "67", "68", "69", "70")
+JAX_FLASH_WGMMA(136, 17, "68", "69", "70", "71", "72", "73", "74")
+JAX_FLASH_WGMMA(144, 18, "72", "73", "74", "75", "76", "77", "78")
+JAX_FLASH_WGMMA(152, 19, "76", "77", "78", "79", "80", "81", "82")
+JAX_FLASH_WGMMA(160, 20, "80", "81", "82", "83", "84", "85", "86")
+JAX_FLASH_WGMMA(168, 21, "84", "85", "86", "87", "88", "89", "90")
+JAX_FLASH_WGMMA(176, 22, "88", "89", "90", "91", "92", "93", "94")
+JAX_FLASH_WGMMA(184, 23, "92", "93", "94", "95", "96", "97", "98")
+JAX_FLASH_WGMMA(192, 24, "96", "97", "98", "99", "100", "101", "102")
+JAX_FLASH_WGMMA(200, 25, "100", "101", "102", "103", "104", "105", "106")
+JAX_FLASH_WGMMA(208, 26, "104", "105", "106", "107", "108", "109", "110")
+JAX_FLASH_WGMMA(216, 27, "108", "109", "110", "111", "112", "113", "114")
+JAX_FLASH_WGMMA(224, 28, "112", "113", "114", "115", "116", "117", "118")
+JAX_FLASH_WGMMA(232, 29, "116", "117", "118", "119", "120", "121", "122")
+JAX_FLASH_WGMMA(240, 30, "120", "121", "122", "123", "124", "125", "126")
+JAX_FLASH_WGMMA(248, 31, "124", "125", "126", "127", "128", "129", "130")
+JAX_FLASH_WGMMA(256, 32, "128", "129", "130", "131", "132", "133", "134")
 
 }  // namespace wgmma

@@ -1,0 +1,85 @@
+// The forward kernel's compile-time facts, in one struct, and its shared-memory map.
+//
+// Defines, all set by jax_flash/cuda/forward_plan.py:
+//   ELEMENT     bfloat16 or float16
+//   HEAD_DIM    head dim of queries, keys and values, rounded up to a multiple of 16
+//   CONSUMERS   consumer warpgroups; each owns 64 rows of the query tile
+//   KEYS        keys in a block
+//   STAGES      blocks of keys, and of values, in flight
+//   PINGPONG    1: the warpgroups take turns at the tensor cores
+//   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
+//   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
+#pragma once
+#include "../ptx/descriptor.cuh"
+#include "../ptx/types.cuh"
+
+struct Traits {
+    using Element = ELEMENT;
+    static constexpr int head_dim = HEAD_DIM;
+    static constexpr int consumers = CONSUMERS;
+    static constexpr int rows = 64 * consumers;  // queries in a tile
+    static constexpr int keys = KEYS;
+    static constexpr int stages = STAGES;
+    static constexpr bool pingpong = PINGPONG;
+    static constexpr bool has_left = HAS_LEFT;
+    static constexpr bool has_right = HAS_RIGHT;
+    static constexpr int score_sign = SCORE_SIGN;
+
+    static constexpr int threads = 128 * (1 + consumers);
+    // setmaxnreg: what is given to consumers has to fit the 64K registers of a multiprocessor.
+    static constexpr int producer_registers = consumers == 3 ? 32 : 40;
+    static constexpr int consumer_registers = consumers == 3 ? 160 : 232;
+
+    static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
+    static constexpr int query_bytes = panels * descriptor::panel_bytes(rows);
+    static constexpr int block_bytes = panels * descriptor::panel_bytes(keys);  // one stage of K, or of V
+
+    static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
+    static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
+    static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
+    static_assert(stages >= 2, "K of the next block is read while V of this one still is");
+};
+
+// Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
+struct SharedMemory {
+    uint32_t base;
+
+    static constexpr int query = 0;  // the output tile is staged here too, once the last QK^T has read it
+    static constexpr int key = query + Traits::query_bytes;
+    static constexpr int value = key + Traits::stages * Traits::block_bytes;
+    static constexpr int barriers = value + Traits::stages * Traits::block_bytes;
+    static constexpr int bytes = barriers + 8 * (2 + 4 * Traits::stages);
+    static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
+
+    __device__ uint32_t query_tile() const { return base + query; }
+    __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::block_bytes; }
+    __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::block_bytes; }
+
+    __device__ uint32_t query_full() const { return base + barriers; }
+    __device__ uint32_t query_empty() const { return base + barriers + 8; }
+    __device__ uint32_t key_full(int stage) const { return base + barriers + 8 * (2 + stage); }
+    __device__ uint32_t key_empty(int stage) const { return key_full(stage) + 8 * Traits::stages; }
+    __device__ uint32_t value_full(int stage) const { return key_full(stage) + 16 * Traits::stages; }
+    __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * Traits::stages; }
+};
+
+// A place in a ring of `Traits::stages` slots, and the parity of its current round.
+struct PipelineState {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance() {
+        if (++stage == Traits::stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Scalars of the call.
+struct Shape {
+    int queries, keys;       // T, S
+    int query_heads, group;  // N, N / K
+    int batch;
+    int left, right;  // the window, read only where Traits has that side
+};
