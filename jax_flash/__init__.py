@@ -1,0 +1,22 @@
+"""Exact attention for JAX that never stores the matrix of logits.
+
+`jax_flash.flax`, the `attention_fn` for Flax modules, is imported on demand, since Flax is optional.
+"""
+
+from jax_flash import flash_attn
+from jax_flash._attention import flash_attention
+from jax_flash._dot_product_attention import dot_product_attention
+from jax_flash._dropout import dropout_mask
+from jax_flash._explain import explain
+from jax_flash._varlen import flash_attention_varlen
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "dot_product_attention",
+    "dropout_mask",
+    "explain",
+    "flash_attention",
+    "flash_attention_varlen",
+    "flash_attn",
+]

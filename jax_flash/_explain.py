@@ -1,0 +1,132 @@
+"""`explain`: which implementation runs a call, and why not the others."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax
+
+from jax_flash import _attention, _device, _dispatch, _validate
+from jax_flash._device import Device
+from jax_flash._spec import AttentionSpec, Operands, shapes_of
+
+_ARRAYS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "mask",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+    "alibi_slopes",
+    "sinks",
+    "dropout_key",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One implementation's answer to a call."""
+
+    name: str
+    reason: str | None  # why it can't run the call; None where it can
+    kernel: str | None  # its kernel and tile shape, where it can
+
+    @property
+    def runs(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return f"{self.name:<7} {'runs: ' if self.runs else 'does not run: '}{self.kernel or self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `flash_attention` would do with a call here; print it, or read its fields."""
+
+    spec: AttentionSpec
+    shapes: Operands[jax.ShapeDtypeStruct]  # canonical: one batch axis
+    device: Device  # that the call would be planned for
+    choices: tuple[Choice, ...]  # in order of preference; none where there is nothing to compute
+    automatic: str | None  # what implementation=None picks
+    requested: tuple[str, ...] | None  # the `implementation` argument; None for the automatic choice
+    picked: str | None  # what the argument as it was given picks; None where that can't run
+
+    def __str__(self) -> str:
+        device = f"{self.device.kind} ({self.device.platform})"
+        lines = [f"flash_attention on {device}"]
+        lines += [f"  {name} {x.dtype} {x.shape}" for name, x in self.shapes.present().items()]
+        lines.append(f"  {_described(self.spec)}")
+        if not self.choices:
+            return "\n".join([*lines, "nothing to compute: no implementation is called"])
+        lines += [str(choice) for choice in self.choices]
+        lines.append(f"implementation=None picks {self.automatic}")
+        if self.requested is not None:
+            picked = self.picked or "none, and raises NotImplementedError"
+            lines.append(f"implementation={self.requested} picks {picked}")
+        return "\n".join(lines)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Which implementation would run this call on this device, and why not the others.
+
+    Args:
+      *args, **kwargs: the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s. Nothing is
+        computed.
+
+    Returns:
+      a value to print, or to read: for each implementation whether it would run the call, and its
+      kernel's tile shape or the reason why not; and which one `implementation=None` picks.
+
+    Raises:
+      TypeError, ValueError: as `flash_attention` does.
+    """
+    arguments = _SIGNATURE.bind(*args, **kwargs).arguments
+    requested = _validate.implementations(arguments.pop("implementation", None))
+    window = _validate.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
+    arrays = {name: arguments.pop(name) for name in _ARRAYS if name in arguments}
+    call: _attention.Call | None = None
+
+    def prepare(arrays: dict[str, Any]) -> None:
+        nonlocal call
+        prepared = _attention.prepare(**arrays, **arguments, window=window)
+        call = dataclasses.replace(prepared, operands=shapes_of(prepared.operands))
+
+    jax.eval_shape(prepare, arrays)
+    assert call is not None
+    device = _device.current()
+    if call.is_empty:
+        return Explanation(call.spec, call.operands, device, (), None, requested, None)
+    choices = tuple(_choice(name, call, device) for name in _dispatch.IMPLEMENTATIONS)
+    runs = [choice.name for choice in choices if choice.runs]
+    return Explanation(
+        spec=call.spec,
+        shapes=call.operands,
+        device=device,
+        choices=choices,
+        automatic=next(iter(runs), None),
+        requested=requested,
+        picked=next((name for name in requested or runs if name in runs), None),
+    )
+
+
+_SIGNATURE = inspect.signature(_attention.flash_attention)
+explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
+
+
+def _choice(name: str, call: _attention.Call, device: Device) -> Choice:
+    reason = _dispatch.reason(name, call.spec, call.operands, device)
+    kernel = None if reason else _dispatch.get(name).describe(call.spec, call.operands, device)
+    return Choice(name, reason, kernel)
+
+
+def _described(spec: AttentionSpec) -> str:
+    """The fields of `spec` that are not their defaults."""
+    set_fields = [
+        f"{field.name}={getattr(spec, field.name)}"
+        for field in dataclasses.fields(spec)
+        if field.default is dataclasses.MISSING or getattr(spec, field.name) != field.default
+    ]
+    return ", ".join(set_fields)

@@ -1,0 +1,453 @@
+"""The official `flash_attn` package's functions, for code ported from it.
+
+Names, argument names, order and shapes are those of flash_attn 2.8. What JAX does otherwise:
+
+- `dropout_p > 0` needs the added argument `dropout_key`, a key as from `jax.random.key`;
+- `return_attn_probs=True` returns `(out, softmax_lse, None)`: the third is that package's testing aid
+  S_dmask, in the place of which `jax_flash.dropout_mask` tells what dropout keeps. A row with nothing to
+  attend to has softmax_lse −inf, and gradients flow through softmax_lse;
+- sequence lengths that are shapes (`max_seqlen`, `size`) are Python ints.
+
+Errors are those of `jax_flash.flash_attention`, which calls q, k and v query, key and value.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_flash import _validate
+from jax_flash._attention import flash_attention
+from jax_flash._varlen import flash_attention_varlen
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "pad_input",
+    "unpad_input",
+]
+
+Window = tuple[int, int]
+Results = jax.Array | tuple[jax.Array, jax.Array, None]
+
+
+def flash_attn_func(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    dropout_key: ArrayLike | None = None,
+) -> Results:
+    """Attention of queries to keys; multi-head, grouped-query or multi-query.
+
+    Args:
+      q: `(batch_size, seqlen_q, nheads, headdim)`, floating.
+      k: `(batch_size, seqlen_k, nheads_k, headdim)`, q's dtype; nheads is a multiple of nheads_k.
+      v: `(batch_size, seqlen_k, nheads_k, headdim_v)`, q's dtype.
+      dropout_p: the share of probabilities to drop, in [0, 1).
+      softmax_scale: of the logits; `1 / sqrt(headdim)` by default.
+      causal: row i sees the keys `j <= i + seqlen_k - seqlen_q`: aligned to the bottom right.
+      window_size: `(left, right)`: row i sees the keys from `i + seqlen_k - seqlen_q - left` to
+        `i + seqlen_k - seqlen_q + right`, both included; -1 is unbounded.
+      softcap: logits x become `softcap * tanh(x / softcap)`; 0 for no cap.
+      alibi_slopes: `(nheads,)` or `(batch_size, nheads)`: `-slope * |i + seqlen_k - seqlen_q - j|` is
+        added to the logits.
+      deterministic: make gradients bitwise equal from run to run.
+      return_attn_probs: return softmax_lse too.
+      dropout_key: one key, as from `jax.random.key`; needed when `dropout_p > 0`.
+
+    Returns:
+      `(batch_size, seqlen_q, nheads, headdim_v)` in q's dtype; with `return_attn_probs` the tuple
+      `(out, softmax_lse, None)`, softmax_lse float32 `(batch_size, nheads, seqlen_q)`.
+
+    Raises:
+      TypeError, ValueError: as `jax_flash.flash_attention`, when traced.
+    """
+    options = _options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        dropout_key,
+    )
+    return _results(flash_attention(q, k, v, **options))
+
+
+def flash_attn_kvpacked_func(
+    q: ArrayLike,
+    kv: ArrayLike,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    dropout_key: ArrayLike | None = None,
+) -> Results:
+    """`flash_attn_func` with keys and values in one array.
+
+    Args:
+      q: `(batch_size, seqlen_q, nheads, headdim)`, floating.
+      kv: `(batch_size, seqlen_k, 2, nheads_k, headdim)`, q's dtype.
+
+    All else as `flash_attn_func`.
+    """
+    k, v = _unstack("kv", kv, "(batch_size, seqlen_k, 2, nheads_k, headdim)")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        dropout_key=dropout_key,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: ArrayLike,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    dropout_key: ArrayLike | None = None,
+) -> Results:
+    """`flash_attn_func` with queries, keys and values in one array.
+
+    Args:
+      qkv: `(batch_size, seqlen, 3, nheads, headdim)`, floating.
+
+    All else as `flash_attn_func`.
+    """
+    q, k, v = _unstack("qkv", qkv, "(batch_size, seqlen, 3, nheads, headdim)")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        dropout_key=dropout_key,
+    )
+
+
+def flash_attn_varlen_func(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: ArrayLike | None = None,
+    *,
+    dropout_key: ArrayLike | None = None,
+) -> Results:
+    """Attention over packed sequences, each to itself alone, with its own lengths in every alignment.
+
+    Args:
+      q: `(total_q, nheads, headdim)`, floating.
+      k: `(total_k, nheads_k, headdim)`, q's dtype.
+      v: `(total_k, nheads_k, headdim_v)`, q's dtype.
+      cu_seqlens_q: `(batch_size + 1,)`, integer: where each sequence starts in q, and where the last ends.
+      cu_seqlens_k: the same for k and v.
+      max_seqlen_q: at least the queries of the longest sequence, a Python int.
+      max_seqlen_k: the same for keys.
+      block_table: paged keys and values, which are not supported: None.
+
+    All else as `flash_attn_func`.
+
+    Returns:
+      `(total_q, nheads, headdim_v)`; with `return_attn_probs` the tuple `(out, softmax_lse, None)`,
+      softmax_lse float32 `(nheads, total_q)`.
+
+    Raises:
+      NotImplementedError: block_table is given.
+    """
+    if block_table is not None:
+        raise NotImplementedError("block_table must be None: paged keys and values are not supported")
+    options = _options(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        dropout_key,
+    )
+    results = flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_k,
+        **options,
+    )
+    return _results(results)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: ArrayLike,
+    kv: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    dropout_key: ArrayLike | None = None,
+) -> Results:
+    """`flash_attn_varlen_func` with keys and values in one array.
+
+    Args:
+      q: `(total_q, nheads, headdim)`, floating.
+      kv: `(total_k, 2, nheads_k, headdim)`, q's dtype.
+
+    All else as `flash_attn_varlen_func`.
+    """
+    k, v = _unstack("kv", kv, "(total_k, 2, nheads_k, headdim)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        dropout_key=dropout_key,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: ArrayLike,
+    cu_seqlens: ArrayLike,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    dropout_key: ArrayLike | None = None,
+) -> Results:
+    """`flash_attn_varlen_func` with queries, keys and values in one array.
+
+    Args:
+      qkv: `(total, 3, nheads, headdim)`, floating.
+      cu_seqlens: `(batch_size + 1,)`, integer: where each sequence starts, and where the last ends.
+      max_seqlen: at least the length of the longest sequence, a Python int.
+
+    All else as `flash_attn_varlen_func`.
+    """
+    q, k, v = _unstack("qkv", qkv, "(total, 3, nheads, headdim)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        dropout_key=dropout_key,
+    )
+
+
+def unpad_input(
+    hidden_states: ArrayLike,
+    attention_mask: ArrayLike,
+    unused_mask: ArrayLike | None = None,
+    *,
+    size: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, int, jax.Array]:
+    """The tokens of a padded batch that a mask selects, packed one behind the other.
+
+    Args:
+      hidden_states: `(batch, seqlen, …)`.
+      attention_mask: `(batch, seqlen)`, bool or integer: not 0 selects the token.
+      unused_mask: the same: tokens that get room too, but don't count in seqused.
+      size: how many tokens to return, a Python int; by default as many as are selected. Under `jit`,
+        where that number is not known, size is needed: fewer are filled up with zeros, and what is
+        more is cut off.
+
+    Returns:
+      hidden_states: `(total, …)`, total being size where that is given.
+      indices: int32 `(total,)`, of the tokens in `(batch * seqlen,)`; batch * seqlen where filled up.
+      cu_seqlens: int32 `(batch + 1,)`, where each sequence starts, and where the last ends.
+      max_seqlen_in_batch: int, the longest sequence; seqlen, which bounds it, where the mask is traced.
+      seqused: int32 `(batch,)`, tokens selected by attention_mask alone.
+
+    Raises:
+      TypeError, ValueError: a mask's dtype or shape doesn't fit, or size is missing under `jit`.
+    """
+    hidden_states = _validate.array("hidden_states", hidden_states)
+    if hidden_states.ndim < 2:
+        raise ValueError(
+            f"hidden_states must have shape (batch, seqlen, …); got {_validate.described(hidden_states)}"
+        )
+    batch, seqlen = hidden_states.shape[:2]
+    used = _token_mask("attention_mask", attention_mask, (batch, seqlen))
+    selected = used if unused_mask is None else used | _token_mask("unused_mask", unused_mask, used.shape)
+    lengths = jnp.sum(selected, axis=1, dtype=jnp.int32)
+    is_traced = isinstance(selected, jax.core.Tracer)
+    if size is not None:
+        size = _validate.integer("size", size)
+    elif is_traced:
+        raise ValueError("size must be an int when attention_mask is traced, as under jit; got None")
+    (indices,) = jnp.nonzero(selected.ravel(), size=size, fill_value=batch * seqlen)
+    tokens = hidden_states.reshape(batch * seqlen, *hidden_states.shape[2:])
+    return (
+        tokens.at[indices].get(mode="fill", fill_value=0),
+        indices.astype(jnp.int32),
+        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
+        seqlen if is_traced else int(jnp.max(lengths, initial=0)),
+        jnp.sum(used, axis=1, dtype=jnp.int32),
+    )
+
+
+def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: int) -> jax.Array:
+    """The inverse of `unpad_input`: packed tokens back in a padded batch, zeros elsewhere.
+
+    Args:
+      hidden_states: `(total, …)`.
+      indices: `(total,)`, integer, from `unpad_input`; batch * seqlen and above are left out.
+      batch: Python int.
+      seqlen: Python int.
+
+    Returns:
+      `(batch, seqlen, …)`.
+    """
+    hidden_states = _validate.array("hidden_states", hidden_states)
+    indices = _validate.array("indices", indices, "integer")
+    if indices.ndim != 1 or hidden_states.shape[:1] != indices.shape:
+        raise ValueError(
+            "hidden_states and indices must have shapes (total, …) and (total,); "
+            f"got {_validate.described(hidden_states)} and {_validate.described(indices)}"
+        )
+    batch, seqlen = _validate.integer("batch", batch), _validate.integer("seqlen", seqlen)
+    rest = hidden_states.shape[1:]
+    tokens = jnp.zeros((batch * seqlen, *rest), hidden_states.dtype)
+    return tokens.at[indices].set(hidden_states, mode="drop").reshape(batch, seqlen, *rest)
+
+
+def _options(
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    return_attn_probs: Any,
+    dropout_key: Any,
+) -> dict[str, Any]:
+    """The arguments by `flash_attention`'s names; errors here still have the ones of this module."""
+    rate, dropout_key = _validate.dropout(dropout_p, dropout_key, rate_name="dropout_p")
+    left, right = _validate.window_pair(window_size, name="window_size")
+    softcap = _validate.number("softcap", softcap)
+    return {
+        "scale": None if softmax_scale is None else _validate.number("softmax_scale", softmax_scale),
+        "is_causal": _validate.flag("causal", causal),
+        # Any negative number is unbounded.
+        "local_window_size": tuple(None if side is None or side < 0 else side for side in (left, right)),
+        "logits_soft_cap": softcap if softcap > 0 else None,
+        "alibi_slopes": alibi_slopes,
+        "dropout_rate": rate,
+        "dropout_key": dropout_key,
+        "deterministic": deterministic,
+        "return_residual": _validate.flag("return_attn_probs", return_attn_probs),
+    }
+
+
+def _results(results: Any) -> Results:
+    if isinstance(results, tuple):
+        out, lse = results
+        return out, jnp.swapaxes(lse, -1, -2), None
+    return results
+
+
+def _unstack(name: str, packed: Any, letters: str) -> tuple[jax.Array, ...]:
+    """The parts of an array that has them along its third axis from the end."""
+    packed = _validate.array(name, packed, "floating")
+    axes = letters.strip("()").split(", ")
+    if packed.ndim != len(axes) or packed.shape[-3] != int(axes[-3]):
+        raise ValueError(f"{name} must have shape {letters}; got {_validate.described(packed)}")
+    return tuple(packed[..., part, :, :] for part in range(packed.shape[-3]))
+
+
+def _token_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    kind = "bool" if getattr(mask, "dtype", None) == np.bool_ else "integer"
+    return _validate.shaped(name, mask, {"(batch, seqlen)": shape}, kind) != 0
