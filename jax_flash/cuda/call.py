@@ -1,0 +1,104 @@
+"""Launch plans as XLA custom calls."""
+
+import concurrent.futures
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash.cuda import _launcher, launch_plan
+from jax_flash.cuda.compile import compile_kernel, describe
+from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap
+
+# The names that operations have in HLO and in profiles. All run the same launcher.
+TARGETS = ("jax_flash_forward", "jax_flash_backward")
+
+for _target in TARGETS:
+    jax.ffi.register_ffi_target(_target, _launcher.handlers(), platform="CUDA")
+
+
+def call(target: str, plan: LaunchPlan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Runs `plan` on `arrays`, its operands in order; returns its results in order.
+
+    `target` is one of `TARGETS`. Kernels are compiled here, while the caller is traced, so that an
+    error in one is raised where the call was made. A plan is made for these very shapes: mapping with
+    `vmap` is refused, and must fold the mapped axis into the shapes before planning.
+
+    Raises ValueError where `arrays` are not what `plan` was made for, CompileError, and
+    NvrtcNotFoundError.
+    """
+    _check_operands(plan.operands, arrays)
+    text = launch_plan.dump(plan)
+    _register(text, plan)
+    results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in plan.results]
+    return tuple(jax.ffi.ffi_call(target, results)(*arrays, plan=text))
+
+
+def resolve(text: str) -> None:
+    """Registers the plan that `text`, a custom call's attribute, describes.
+
+    The launcher calls this for a program that another process traced.
+    """
+    _register(text, launch_plan.load(text))
+
+
+def build(plan: LaunchPlan) -> "_launcher.Plan":
+    """`plan` as the launcher takes it: kernels compiled, buffers numbered."""
+    kernels = _compile_all(plan)
+    number = {buffer.name: i for i, buffer in enumerate((*plan.operands, *plan.results))}
+
+    def parameter(p):
+        match p:
+            case Pointer():
+                return _launcher.Pointer(number[p.buffer])
+            case Scalar():
+                return _launcher.Scalar(p.type, p.value)
+            case TensorMap():
+                return _launcher.TensorMap(number[p.buffer], p.dtype, p.sizes, p.strides, p.box, p.swizzle)
+
+    def step(s):
+        if not isinstance(s, Launch):
+            return _launcher.Zero(number[s.buffer])
+        return _launcher.Launch(
+            kernels[s.kernel],
+            s.grid,
+            s.block,
+            s.shared_bytes,
+            s.cluster,
+            s.overlap_previous,
+            [parameter(p) for p in s.parameters],
+        )
+
+    return _launcher.Plan(
+        operand_bytes=[buffer.bytes for buffer in plan.operands],
+        result_bytes=[buffer.bytes for buffer in plan.results],
+        steps=[step(s) for s in plan.steps],
+    )
+
+
+def _register(text: str, plan: LaunchPlan) -> None:
+    if not _launcher.is_registered(text):
+        _launcher.register_plan(text, build(plan))
+
+
+def _compile_all(plan: LaunchPlan) -> "dict[Kernel, _launcher.Kernel]":
+    kernels = list({launch.kernel: None for launch in plan.launches})
+    if not kernels:
+        return {}
+    # NVRTC runs without the GIL.
+    with concurrent.futures.ThreadPoolExecutor(len(kernels)) as threads:
+        return dict(zip(kernels, threads.map(_launcher_kernel, kernels), strict=True))
+
+
+@functools.cache
+def _launcher_kernel(kernel: Kernel) -> "_launcher.Kernel":
+    # One object for all plans that launch it, as each object loads its own module.
+    return _launcher.Kernel(compile_kernel(kernel).cubin, kernel.entry, describe(kernel))
+
+
+def _check_operands(operands: tuple[Buffer, ...], arrays: tuple[jax.Array, ...]) -> None:
+    got = [f"{jnp.dtype(array.dtype).name}{list(array.shape)}" for array in arrays]
+    want = [f"{jnp.dtype(buffer.dtype).name}{list(buffer.shape)}" for buffer in operands]
+    if got != want:
+        names = ", ".join(buffer.name for buffer in operands)
+        raise ValueError(f"the launch plan takes {names} as {want}; got {got}")
