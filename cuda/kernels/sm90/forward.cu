@@ -259,13 +259,14 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     forward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
             const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap out_map,
             float* __restrict__ lse,  // (B, N, T)
-            const Shape shape,
-            int section_heads,  // see tile_at
-            float scale_log2)   // |scale|·log2(e)
+            int queries, int keys, int query_heads, int group, int batch, int left, int right,  // see Shape
+            int section_heads,                                                                  // see tile_at
+            float scale_log2)                                                                   // |scale|·log2(e)
 {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const SharedMemory shared{shared_address(shared_memory)};
     const TensorMaps maps{query_map, key_map, value_map, out_map};
+    const Shape shape{queries, keys, query_heads, group, batch, left, right};
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries

@@ -1,0 +1,95 @@
+"""CUDA kernels for Hopper, compiled by NVRTC for the call at hand and run as XLA custom calls.
+
+From here: `forward_plan.py` and `backward_plan.py` turn a call into a launch plan, `call.py` makes the
+custom call of it, `compile.py` the machine code, and the module `_launcher` (cuda/launcher) runs it.
+"""
+
+import jax
+
+from jax_flash._device import Device, current
+from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
+
+name = "cuda"
+
+MAX_HEAD_DIM = 256
+_UNSUPPORTED_OPERANDS = (
+    "bias",
+    "mask",
+    "alibi_slopes",
+    "sinks",
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
+
+
+def supports(
+    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
+) -> str | None:
+    """Why these kernels can't run the call on `device`, or None."""
+    if device.platform != "cuda":
+        return f"it needs a CUDA GPU, and JAX's default device is {device.kind} ({device.platform})"
+    if device.compute_capability is None or device.compute_capability[0] != 9:
+        return f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
+    for operand in _UNSUPPORTED_OPERANDS:
+        if getattr(shapes, operand) is not None:
+            return f"{operand} is not supported"
+    if spec.dropout_rate > 0:
+        return "dropout_rate > 0 is not supported"
+    if spec.logits_soft_cap is not None:
+        return "logits_soft_cap is not supported"
+    if spec.deterministic:
+        return "deterministic=True is not supported: query's gradient is summed in any order"
+    n = sizes(shapes)
+    if shapes.query.dtype.name not in ("bfloat16", "float16"):
+        return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
+    if n.H != n.V:
+        return f"the head dims of key ({n.H}) and value ({n.V}) differ"
+    if n.H % 8 != 0 or n.H > MAX_HEAD_DIM:
+        return f"the head dim is {n.H}; it may be a multiple of 8 up to {MAX_HEAD_DIM}"
+    limit = 2**31 - 2**10  # 32-bit coordinates, with room for a tile beyond the end
+    if max(n.T, n.S) >= limit or n.B * n.N >= limit:
+        return f"query and key sequences and batch times heads are limited to {limit}"
+    return None
+
+
+def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
+    """The kernels' names and tile shapes for a call that `supports` accepts."""
+    from jax_flash.cuda import forward_plan
+    from jax_flash.cuda.window import binding_window
+
+    n = sizes(shapes)
+    head_dim = forward_plan.padded_head_dim(n.H)
+    tile = forward_plan.tile(head_dim, binding_window(spec, n))
+    return f"sm90 forward, head dim {head_dim}, {tile.rows} queries × {tile.keys} keys, {tile.stages} stages"
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
+    from jax_flash.cuda.call import call
+    from jax_flash.cuda.forward_plan import plan_forward
+
+    plan = plan_forward(spec, shapes_of(operands), current())
+    out, lse = call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
+    return out, lse
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Gradients of query, key and value; `d_lse (B, N, T)` is None where lse was not returned."""
+    from jax_flash.cuda.backward_plan import plan_backward
+    from jax_flash.cuda.call import call
+
+    plan = plan_backward(spec, shapes_of(operands), current())
+    arrays = [operands.query, operands.key, operands.value, out, lse, d_out]
+    if d_lse is not None:
+        arrays.append(d_lse)
+    d_query, d_key, d_value, *_scratch = call("jax_flash_backward", plan, *arrays)
+    return Gradients(d_query, d_key, d_value)
