@@ -1,0 +1,35 @@
+"""Attention in plain JAX: any device, any dtype, every feature, memory linear in the sequence.
+
+Blocks of queries meet blocks of keys in loops that XLA compiles once, with the softmax kept online as
+in FlashAttention, and the backward pass recomputes what it needs. Blocks that causality, a window or
+the lengths rule out are never visited.
+
+    blocks    how the sequences and the batch are cut, and which key blocks a query block needs
+    logits    one block of logits: scale, soft cap, bias, alibi, every kind of masking
+    forward   the forward pass
+    backward  the backward pass
+"""
+
+from jax_flash._device import Device
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.xla import blocks
+from jax_flash.xla.backward import backward
+from jax_flash.xla.forward import forward
+
+__all__ = ["backward", "describe", "forward", "name", "supports"]
+
+name = "xla"
+
+
+def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
+    """None: it runs every call on every device."""
+    return None
+
+
+def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
+    """The loops a call becomes, for `explain`."""
+    plan = blocks.plan(shapes)
+    return (
+        f"plain JAX, blocks of {plan.queries.size} queries by {plan.keys.size} keys, "
+        f"{plan.batch.size} of {plan.batch.length} batch rows at a time"
+    )

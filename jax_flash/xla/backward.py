@@ -1,0 +1,160 @@
+"""The backward pass: each block of logits is computed again, and every gradient takes its share.
+
+With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient of a logit is
+`p * (d_out · v - delta)`: what the sum over the row and the residual contribute is in `delta` alone.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
+from jax_flash.xla import blocks, logits, loops
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Gradients of every differentiable operand that is there.
+
+    Args:
+      out: `(B, T, N, V)`, from `forward`.
+      lse: `(B, N, T)`, from `forward`.
+      d_out: `(B, T, N, V)`.
+      d_lse: `(B, N, T)`, or None where nothing depends on lse.
+
+    Returns:
+      Gradients in their operands' shapes and dtypes; a broadcast axis is summed over.
+    """
+    cut = blocks.plan(operands)
+    dtype = logits.accumulator(operands)
+    operands, out, lse, d_out, d_lse = loops.vary_alike((operands, out, lse, d_out, d_lse))
+
+    lse = lse.astype(dtype)
+    empty = jnp.isneginf(lse)
+    delta = jnp.einsum("btnv,btnv->bnt", d_out, out, preferred_element_type=dtype)
+    if d_lse is not None:
+        delta -= d_lse.astype(dtype)
+    # p = exp(x - inf) = 0 for a row with nothing to attend to, whatever its cotangents are.
+    lse = jnp.where(empty, jnp.inf, lse)
+    delta = jnp.where(empty, 0, delta)
+
+    def attend(operands, others, sums):
+        return _backward(spec, operands, cut, *others, sums)
+
+    shared = loops.shared_operands(operands)
+    sums = {name: x for name, x in _zero_sums(operands, dtype).items() if name in shared}
+    gradients, sums = loops.over_batch(cut.batch, attend, operands, (lse, delta, d_out), sums)
+    gradients |= sums
+    if operands.sinks is not None:
+        p = jnp.exp(operands.sinks.astype(dtype)[..., None] - lse)
+        gradients["sinks"] = _sum_to(-(p * delta).sum(-1), operands.sinks.shape)
+    present = operands.present()
+    return Gradients(
+        **{name: x.reshape(present[name].shape).astype(present[name].dtype) for name, x in gradients.items()}
+    )
+
+
+def _zero_sums(operands, dtype):
+    """Where the gradients of bias and alibi_slopes gather, by name, with heads grouped."""
+    K = sizes(operands).K
+    return {
+        name: loops.full(logits.by_group(x, K).shape, 0, dtype, like=operands.query)
+        for name, x in operands.present().items()
+        if name in ("bias", "alibi_slopes")
+    }
+
+
+def _backward(spec, operands, cut, lse, delta, d_out, sums):
+    """Gradients of as many batch rows as fit at once, as a dict, and `sums` with theirs added."""
+    size = sizes(operands)
+    dtype = logits.accumulator(operands)
+    diagonal = blocks.diagonal(operands)
+    grouped = logits.heads_first(operands)
+    lse, delta = logits.by_group(lse, size.K), logits.by_group(delta, size.K)
+    d_out = logits.by_group(d_out.astype(operands.value.dtype).swapaxes(1, 2), size.K)
+    shared = tuple(sums)
+    sums = _zero_sums(operands, dtype) | sums
+
+    def query_block(index, state):
+        d_query, d_key, d_value, sums = state
+        query = cut.queries.take(grouped.query, index, 3)
+        d_out_block = cut.queries.take(d_out, index, 3)
+        # Transposed once here, so that d_key and d_value come from products without a transposition.
+        query_t, d_out_t = query.swapaxes(3, 4), d_out_block.swapaxes(3, 4)
+        lse_block = cut.queries.take(lse, index, 3)
+        if not cut.queries.even:
+            lse_block = jnp.where(cut.queries.fresh(index), lse_block, jnp.inf)
+        delta_block = cut.queries.take(delta, index, 3)
+
+        def key_block(key_index, state):
+            d_query, d_key, d_value, sums = state
+            key = cut.keys.take(grouped.key, key_index, 2)
+            value = cut.keys.take(grouped.value, key_index, 2)
+            block = logits.block(spec, grouped, diagonal, cut, query, key, index, key_index)
+            p = jnp.exp(block.x - lse_block[..., None])
+            dp = logits.product(d_out_block, value, ((4,), (3,)), dtype)
+            p_kept = p
+            if block.kept is not None:
+                p_kept = jnp.where(block.kept, p / (1 - spec.dropout_rate), 0)
+                dp = jnp.where(block.kept, dp / (1 - spec.dropout_rate), 0)
+            dx = p * (dp - delta_block[..., None])
+            sums = {name: _add_sum(name, x, dx, block, cut, index, key_index) for name, x in sums.items()}
+            if block.capped is not None:
+                dx *= 1 - jnp.square(block.capped)
+            dx = dx.astype(key.dtype)
+            p_kept = p_kept.astype(value.dtype)
+            d_query += logits.product(dx, key, ((4,), (2,)), dtype)
+            d_key = cut.keys.add(
+                d_key, logits.product(query_t, dx, ((2, 4), (2, 3)), dtype), key_index, 3
+            )
+            d_value = cut.keys.add(
+                d_value, logits.product(d_out_t, p_kept, ((2, 4), (2, 3)), dtype), key_index, 3
+            )
+            return d_query, d_key, d_value, sums
+
+        first, end = blocks.key_blocks(spec, operands, cut, index)
+        state = loops.full(query.shape, 0, dtype, like=query), d_key, d_value, sums
+        d_query_block, d_key, d_value, sums = jax.lax.fori_loop(first, end, key_block, state)
+        d_query_block = logits.by_head(d_query_block * spec.scale).swapaxes(1, 2)
+        return cut.queries.add(d_query, d_query_block, index, 1), d_key, d_value, sums
+
+    def zeros(shape, dtype):
+        return loops.full(shape, 0, dtype, like=operands.query)
+
+    state = (
+        zeros(operands.query.shape, operands.query.dtype),
+        zeros((size.B, size.K, size.H, size.S), dtype),
+        zeros((size.B, size.K, size.V, size.S), dtype),
+        sums,
+    )
+    d_query, d_key, d_value, sums = jax.lax.fori_loop(0, cut.queries.count, query_block, state)
+    gradients = {
+        "query": d_query,
+        "key": (d_key * spec.scale).transpose(0, 3, 1, 2),
+        "value": d_value.transpose(0, 3, 1, 2),
+    }
+    own = {name: x for name, x in sums.items() if name not in shared}
+    return gradients | own, {name: sums[name] for name in shared}
+
+
+def _add_sum(name, x, dx, block, cut, query_block, key_block):
+    """`x`, the gradient of bias or alibi_slopes so far, with one block's share added."""
+    if name == "alibi_slopes":
+        return x + _sum_to(-(dx * block.distance).sum((-2, -1)), x.shape)
+    starts = [0] * x.ndim
+    shape = list(x.shape)
+    for axis, positions, index in ((-2, cut.queries, query_block), (-1, cut.keys, key_block)):
+        if x.shape[axis] != 1:
+            starts[axis], shape[axis] = positions.start(index), positions.size
+    share = jax.lax.dynamic_slice(x, starts, shape) + _sum_to(dx, shape)
+    return jax.lax.dynamic_update_slice(x, share, starts)
+
+
+def _sum_to(x, shape):
+    """`x` summed over the axes that are 1 in `shape`."""
+    return x.sum([axis for axis, length in enumerate(shape) if length == 1], keepdims=True)

@@ -1,0 +1,124 @@
+"""How a call is cut into blocks, and which key blocks a block of queries needs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import AttentionSpec, Operands, sizes
+
+QUERIES_PER_BLOCK = 512
+QUERIES_AT_LEAST = 64
+KEYS_PER_BLOCK = 512
+LOGITS_PER_BLOCK = 8 * 512 * 512
+"""Logits held at once, over batch rows and heads. Tuned with `benchmarks/cpu.py`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of `length` cut into `count` blocks of `size`.
+
+    Where the size does not divide the length, the last block is moved back to end with the axis and
+    so overlaps the one before: no operand is ever padded. `fresh` tells its own positions.
+    """
+
+    length: int
+    size: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.length // self.size)
+
+    @property
+    def even(self) -> bool:
+        return self.length % self.size == 0
+
+    def start(self, index) -> jax.Array:
+        """First position of block `index`, a traced integer."""
+        return jnp.minimum(index * self.size, self.length - self.size)
+
+    def positions(self, index) -> jax.Array:
+        """Positions of block `index`: int32 `(size,)`."""
+        return self.start(index) + jnp.arange(self.size, dtype=jnp.int32)
+
+    def fresh(self, index) -> jax.Array | None:
+        """Which positions no earlier block holds: bool `(size,)`, or None for all of them."""
+        return None if self.even else self.positions(index) >= index * self.size
+
+    def take(self, x: jax.Array, index, axis: int) -> jax.Array:
+        """Block `index` of `x`; all of it where that axis is 1 and stands for every position."""
+        if x.shape[axis] == 1:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, self.start(index), self.size, axis)
+
+    def put(self, x: jax.Array, block: jax.Array, index, axis: int) -> jax.Array:
+        """`x` with block `index` set."""
+        return jax.lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), self.start(index), axis)
+
+    def add(self, x: jax.Array, block: jax.Array, index, axis: int) -> jax.Array:
+        """`x` with `block` added to block `index`."""
+        return self.put(x, self.take(x, index, axis) + block, index, axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The three axes that are cut: batch rows outermost, then queries, then keys."""
+
+    batch: Axis
+    queries: Axis
+    keys: Axis
+
+
+def plan(operands: Operands) -> Plan:
+    """The blocks of a call, from its shapes alone."""
+    size = sizes(operands)
+    keys = _even_blocks(size.S, KEYS_PER_BLOCK)
+    room = LOGITS_PER_BLOCK // (size.N * keys.size)
+    queries = _even_blocks(size.T, min(max(room, QUERIES_AT_LEAST), QUERIES_PER_BLOCK))
+    rows = max(1, room // queries.size)
+    rows = max(divisor for divisor in range(1, min(rows, size.B) + 1) if size.B % divisor == 0)
+    return Plan(Axis(size.B, rows), queries, keys)
+
+
+def _even_blocks(length: int, most: int) -> Axis:
+    """As few blocks as hold `length` at no more than `most` each, all of about the same size."""
+    count = -(-length // most)
+    size = -(-length // count)
+    return Axis(length, size if count == 1 else min(length, 16 * math.ceil(size / 16)))
+
+
+def diagonal(operands: Operands) -> int | jax.Array:
+    """Key position on the diagonal of query 0: `S - T`, or int32 `(B,)` where lengths are given."""
+    size = sizes(operands)
+    queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths
+    return (size.S if keys is None else keys) - (size.T if queries is None else queries)
+
+
+def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) -> tuple:
+    """First key block that `query_block` needs, and the one after its last.
+
+    Python integers where nothing rules a block out, traced ones otherwise. Masks and segment ids are
+    not looked at.
+    """
+    if (
+        spec.left is None
+        and spec.right is None
+        and operands.query_seq_lengths is None
+        and operands.key_value_seq_lengths is None
+    ):
+        return 0, cut.keys.count
+    top = cut.queries.start(query_block)
+    bottom = top + cut.queries.size - 1
+    offset = jnp.asarray(diagonal(operands), jnp.int32)
+    first = jnp.int32(0)
+    end = jnp.int32(cut.keys.length)
+    if spec.left is not None:
+        first = jnp.maximum(first, top + offset.min() - spec.left)
+    if spec.right is not None:
+        end = jnp.minimum(end, bottom + offset.max() + spec.right + 1)
+    if operands.key_value_seq_lengths is not None:
+        end = jnp.minimum(end, operands.key_value_seq_lengths.max())
+    if operands.query_seq_lengths is not None:
+        end = jnp.where(top < operands.query_seq_lengths.max(), end, 0)
+    return first // cut.keys.size, -(-end // cut.keys.size)

@@ -1,0 +1,77 @@
+"""The forward pass: for each block of queries, an online softmax over the blocks of keys."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.xla import blocks, logits, loops
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention.
+
+    Returns:
+      out `(B, T, N, V)` in query's dtype, and lse `(B, N, T)` in float32 (float64 for float64
+      operands), −inf where a row has nothing to attend to.
+    """
+    cut = blocks.plan(operands)
+    operands = loops.vary_alike(operands)
+    results, _ = loops.over_batch(
+        cut.batch, lambda rows, others, carry: (_forward(spec, rows, cut), carry), operands, (), ()
+    )
+    return results
+
+
+def _forward(spec, operands, cut):
+    """`forward` of as many batch rows as fit at once."""
+    size = sizes(operands)
+    dtype = logits.accumulator(operands)
+    diagonal = blocks.diagonal(operands)
+    grouped = logits.heads_first(operands)
+    sinks = None if operands.sinks is None else logits.by_group(operands.sinks.astype(dtype), size.K)
+
+    def query_block(index, results):
+        out, lse = results
+        query = cut.queries.take(grouped.query, index, 3)
+
+        def key_block(key_index, state):
+            top, total, accumulated = state
+            key = cut.keys.take(grouped.key, key_index, 2)
+            value = cut.keys.take(grouped.value, key_index, 2)
+            block = logits.block(spec, grouped, diagonal, cut, query, key, index, key_index)
+            new_top = jnp.maximum(top, block.x.max(-1))
+            p = jnp.exp(block.x - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            total = total * shrink + p.sum(-1)
+            if block.kept is not None:
+                p = jnp.where(block.kept, p, 0)
+            p_value = logits.product(p.astype(value.dtype), value, ((4,), (2,)), dtype)
+            return new_top, total, accumulated * shrink[..., None] + p_value
+
+        # The running maximum starts finite, so that a row with nothing to attend to so far has
+        # exp(-inf - finite) = 0 everywhere and never -inf - -inf.
+        rows = query.shape[:4]
+        state = (
+            loops.full(rows, jnp.finfo(dtype).min, dtype, like=query),
+            loops.full(rows, 0, dtype, like=query),
+            loops.full((*rows, size.V), 0, dtype, like=query),
+        )
+        first, end = blocks.key_blocks(spec, operands, cut, index)
+        top, total, accumulated = jax.lax.fori_loop(first, end, key_block, state)
+
+        empty = total == 0
+        if sinks is not None:
+            new_top = jnp.maximum(top, sinks[..., None])
+            shrink = jnp.exp(top - new_top)
+            total = total * shrink + jnp.exp(sinks[..., None] - new_top)
+            accumulated *= shrink[..., None]
+            top = new_top
+        total = jnp.where(empty, 1, total)
+        block_out = accumulated / (total * (1 - spec.dropout_rate))[..., None]
+        block_lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+        out = cut.queries.put(out, logits.by_head(block_out).swapaxes(1, 2), index, 1)
+        return out, cut.queries.put(lse, logits.by_head(block_lse), index, 2)
+
+    out = loops.full((size.B, size.T, size.N, size.V), 0, operands.query.dtype, like=operands.query)
+    lse = loops.full((size.B, size.N, size.T), 0, dtype, like=operands.query)
+    return jax.lax.fori_loop(0, cut.queries.count, query_block, (out, lse))

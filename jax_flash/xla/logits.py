@@ -1,0 +1,148 @@
+"""One block of logits: what forward and backward both recompute.
+
+Inside of the loops query heads are grouped by the key head that they share, and heads stand before
+positions, so that every product is a batch of contiguous matrices and keys are never repeated:
+
+    query (B, K, G, T, H)   key (B, K, S, H)   value (B, K, S, V)   logits (B, K, G, T, S),  G = N / K
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _dropout
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.xla import blocks
+
+UNBOUNDED = 2**30
+"""A window side this wide excludes nothing; wider ones would overflow int32 positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Logits of one block of queries and keys, `(B, K, G, T, S)`, −inf where masked out."""
+
+    x: jax.Array
+    capped: jax.Array | None  # tanh of the soft cap, in (−1, 1); None without one
+    distance: jax.Array | None  # what alibi multiplies by −slope: |j − i − diagonal|, float
+    kept: jax.Array | None  # bool, by dropout
+
+
+def accumulator(operands: Operands) -> jnp.dtype:
+    """The dtype of everything between the products: float32, or float64 for float64 operands."""
+    return jnp.promote_types(operands.query.dtype, jnp.float32)
+
+
+def by_group(x: jax.Array, key_heads: int) -> jax.Array:
+    """`(B, N, *rest)` to `(B, K, G, *rest)`; a head axis of 1 stays, as `(B, 1, 1, *rest)`."""
+    batch, heads, *rest = x.shape
+    grouped = (1, 1) if heads == 1 else (key_heads, heads // key_heads)
+    return x.reshape(batch, *grouped, *rest)
+
+
+def by_head(x: jax.Array) -> jax.Array:
+    """`(B, K, G, *rest)` back to `(B, N, *rest)`."""
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+
+
+def heads_first(operands: Operands) -> Operands:
+    """The same operands, laid out for the loops: shapes as this module's docstring says."""
+    K = sizes(operands).K
+
+    def group(x):
+        return None if x is None else by_group(x, K)
+
+    return operands.replace(
+        query=by_group(operands.query.swapaxes(1, 2), K),
+        key=operands.key.swapaxes(1, 2),
+        value=operands.value.swapaxes(1, 2),
+        bias=group(operands.bias),
+        mask=group(operands.mask),
+        alibi_slopes=group(operands.alibi_slopes),
+        dropout_seeds=group(operands.dropout_seeds),
+    )
+
+
+def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype) -> jax.Array:
+    """Matrix product of blocks, batched over their first two axes `(B, K)` and summed in `dtype`.
+
+    `contract` holds the axes of `left`, and those of `right`, that are summed over.
+    """
+    return jax.lax.dot_general(
+        left, right, (contract, ((0, 1), (0, 1))), preferred_element_type=dtype
+    )
+
+
+def block(
+    spec: AttentionSpec,
+    operands: Operands,
+    diagonal: int | jax.Array,
+    cut: blocks.Plan,
+    query: jax.Array,
+    key: jax.Array,
+    query_block,
+    key_block,
+) -> Block:
+    """The logits of `query` (block `query_block`) on `key` (block `key_block`).
+
+    Args:
+      operands: from `heads_first`.
+      diagonal: from `blocks.diagonal`.
+      query: `(B, K, G, block of T, H)`.
+      key: `(B, K, block of S, H)`.
+    """
+    dtype = accumulator(operands)
+
+    def tile(x):
+        """The block of a `(…, T|1, S|1)` operand."""
+        return cut.keys.take(cut.queries.take(x, query_block, -2), key_block, -1)
+
+    x = product(query, key, ((4,), (3,)), dtype) * spec.scale
+    capped = None
+    if spec.logits_soft_cap is not None:
+        capped = jnp.tanh(x / spec.logits_soft_cap)
+        x = spec.logits_soft_cap * capped
+    if operands.bias is not None:
+        x += tile(operands.bias).astype(dtype)
+
+    rows = cut.queries.positions(query_block)[:, None]
+    columns = cut.keys.positions(key_block)
+    offset = columns - rows - _to_logits(diagonal)  # 0 on the diagonal, (B|1, 1, 1, T, S)
+    distance = None
+    if operands.alibi_slopes is not None:
+        distance = jnp.abs(offset).astype(dtype)
+        x -= operands.alibi_slopes[..., None, None].astype(dtype) * distance
+
+    conditions = []
+    if operands.mask is not None:
+        conditions.append(tile(operands.mask))
+    if spec.left is not None:
+        conditions.append(offset >= -min(spec.left, UNBOUNDED))
+    if spec.right is not None:
+        conditions.append(offset <= min(spec.right, UNBOUNDED))
+    if operands.query_segment_ids is not None:
+        queries = cut.queries.take(operands.query_segment_ids, query_block, -1)
+        keys = cut.keys.take(operands.key_value_segment_ids, key_block, -1)
+        conditions.append((queries[:, :, None] == keys[:, None, :])[:, None, None])
+    if operands.query_seq_lengths is not None:
+        conditions.append(rows < _to_logits(operands.query_seq_lengths))
+    if operands.key_value_seq_lengths is not None:
+        conditions.append(columns < _to_logits(operands.key_value_seq_lengths))
+    if not cut.keys.even:
+        conditions.append(cut.keys.fresh(key_block))
+    if conditions:
+        allowed = conditions[0]
+        for condition in conditions[1:]:
+            allowed &= condition
+        x = jnp.where(allowed, x, -jnp.inf)
+
+    kept = None
+    if spec.dropout_rate:
+        kept = _dropout.keep(operands.dropout_seeds, rows[:, 0], columns, spec.dropout_rate)
+    return Block(x, capped, distance, kept)
+
+
+def _to_logits(x: int | jax.Array) -> int | jax.Array:
+    """A number for each batch row, `(B,)`, shaped to meet logits."""
+    return x if isinstance(x, int) else x[:, None, None, None, None]

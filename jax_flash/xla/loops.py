@@ -1,0 +1,72 @@
+"""Loops over blocks: over the batch, and carries that are typed right inside of `shard_map`.
+
+Inside of `shard_map` an array's type says over which mesh axes it varies, and a loop's carry must
+come out with the type that it went in with. So all operands are made to vary over the same axes, and
+what loops start from is made to vary as they do.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, Operands
+from jax_flash.xla import blocks
+
+
+def _varying(x: jax.Array) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    missing = axes - _varying(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def vary_alike(tree):
+    """The same arrays, each varying over every mesh axis that one of them varies over."""
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: _vary(x, axes), tree)
+
+
+def full(shape: tuple[int, ...], fill, dtype, like: jax.Array) -> jax.Array:
+    """`jnp.full`, varying over the mesh axes that `like` varies over."""
+    return _vary(jnp.full(shape, fill, dtype), _varying(like))
+
+
+def over_batch(batch: blocks.Axis, attend: Callable, operands: Operands, others, carry):
+    """Call `attend` on `batch.size` rows at a time, one call after another.
+
+    Args:
+      batch: how the leading axis is cut; its size divides its length.
+      attend: `(operands, others, carry) -> (results, carry)`, on so many rows.
+      operands: those whose leading axis is 1 for "every row" are handed to each call whole.
+      others: a tree of arrays with a leading batch axis.
+      carry: what one call hands to the next.
+
+    Returns:
+      The results of all calls joined along their leading axis, and the last carry.
+    """
+    if batch.count == 1:
+        return attend(operands, others, carry)
+
+    shared = shared_operands(operands)
+    rows = (operands.replace(**dict.fromkeys(shared)), others)
+    rows = jax.tree.map(lambda x: x.reshape(batch.count, batch.size, *x.shape[1:]), rows)
+
+    def step(carry, rows):
+        operands, others = rows
+        results, carry = attend(operands.replace(**shared), others, carry)
+        return carry, results
+
+    carry, results = jax.lax.scan(step, carry, rows)
+    return jax.tree.map(lambda x: x.reshape(batch.length, *x.shape[2:]), results), carry
+
+
+def shared_operands(operands: Operands) -> dict[str, jax.Array]:
+    """The operands with a leading axis of 1 that stands for every batch row, by name."""
+    return {
+        name: x
+        for name, x in operands.present().items()
+        if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1
+    }
