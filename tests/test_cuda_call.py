@@ -1,0 +1,137 @@
+"""Launch plans as custom calls: traced, lowered and exported for CUDA with no GPU."""
+
+import dataclasses
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_flash.cuda import _launcher, call, compile, launch_plan
+from jax_flash.cuda.compile import CompileError
+from jax_flash.cuda.launch_plan import (
+    Buffer,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    TensorMap,
+    Zero,
+)
+
+SOURCE = """
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+extern "C" __global__ void double_it(const __grid_constant__ TensorMap in, float* out, int n) { out[n] = FACTOR; }
+"""
+ROWS = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "double.cu").write_text(SOURCE)
+    monkeypatch.setattr(compile, "kernels_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def make_plan(factor: int | str = 2) -> LaunchPlan:
+    """One of every kind of step and parameter."""
+    launch = Launch(
+        kernel=Kernel("double.cu", "double_it", "sm_90a", (("FACTOR", factor),)),
+        grid=(1, 1, 1),
+        block=32,
+        shared_bytes=1024,
+        parameters=(
+            TensorMap("rows", "float32", (8, 4), (32,), (8, 4), 32),
+            Pointer("doubled"),
+            Scalar("int32", 32),
+        ),
+    )
+    return LaunchPlan(
+        operands=(Buffer("rows", (4, 8), "float32"),),
+        results=(Buffer("doubled", (4, 8), "bfloat16"), Buffer("scratch", (256,), "uint8")),
+        steps=(Zero("scratch"), launch, dataclasses.replace(launch, cluster=2, overlap_previous=True)),
+    )
+
+
+def doubled(rows: jax.Array) -> jax.Array:
+    return call.call("jax_flash_forward", make_plan(), rows)[0]
+
+
+def test_dump_and_load_are_inverse():
+    plan = make_plan()
+    assert launch_plan.load(launch_plan.dump(plan)) == plan
+    assert launch_plan.dump(launch_plan.load(launch_plan.dump(plan))) == launch_plan.dump(plan)
+
+
+def test_results_have_the_shapes_of_the_plan():
+    out, scratch = jax.eval_shape(lambda x: call.call("jax_flash_backward", make_plan(), x), ROWS)
+    assert (out.shape, out.dtype) == ((4, 8), jnp.bfloat16)
+    assert (scratch.shape, scratch.dtype) == ((256,), jnp.uint8)
+
+
+@pytest.mark.parametrize("target", call.TARGETS)
+def test_lowers_to_a_custom_call_of_its_name(target):
+    exported = jax.export.export(
+        jax.jit(lambda x: call.call(target, make_plan(), x)),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(target)],
+    )(ROWS)
+    module = exported.mlir_module()
+    assert re.search(rf"custom_call @{target}\(", module)
+    assert "double.cu" in module
+    assert len(module) < 8000  # the plan travels in the program, and the machine code does not
+
+
+def test_tracing_compiles_and_registers_the_plan():
+    plan = make_plan(factor=3)
+    text = launch_plan.dump(plan)
+    assert not _launcher.is_registered(text)
+    jax.eval_shape(lambda x: call.call("jax_flash_forward", plan, x), ROWS)
+    assert _launcher.is_registered(text)
+
+
+def test_resolve_registers_a_plan_from_its_text():
+    text = launch_plan.dump(make_plan(factor=4))
+    call.resolve(text)
+    assert _launcher.is_registered(text)
+
+
+def test_a_kernel_that_does_not_compile_fails_where_it_was_called():
+    with pytest.raises(CompileError, match=r"double_it of double\.cu for sm_90a \(FACTOR=unheard_of\)"):
+        jax.eval_shape(lambda x: call.call("jax_flash_forward", make_plan("unheard_of"), x), ROWS)
+
+
+def test_plans_share_the_kernels_that_they_have_in_common():
+    assert len(call._compile_all(make_plan())) == 1
+    (kernel,) = call._compile_all(make_plan()).values()
+    smaller = dataclasses.replace(make_plan(), steps=make_plan().launches[:1])
+    assert list(call._compile_all(smaller).values()) == [kernel]
+
+
+@pytest.mark.parametrize(
+    "operand, got",
+    [
+        (jax.ShapeDtypeStruct((4, 9), jnp.float32), r"float32\[4, 9\]"),
+        (jax.ShapeDtypeStruct((4, 8), jnp.float16), r"float16\[4, 8\]"),
+    ],
+)
+def test_operands_that_the_plan_was_not_made_for_are_refused(operand, got):
+    with pytest.raises(ValueError, match=rf"takes rows as \['float32\[4, 8\]'\]; got \['{got}'\]"):
+        jax.eval_shape(doubled, operand)
+
+
+def test_vmap_is_refused():
+    with pytest.raises(NotImplementedError, match="vmap"):
+        jax.eval_shape(jax.vmap(doubled), jax.ShapeDtypeStruct((3, 4, 8), jnp.float32))
+
+
+def test_traces_inside_shard_map():
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(doubled, mesh=mesh, in_specs=spec, out_specs=spec)
+    out = jax.eval_shape(sharded, jax.ShapeDtypeStruct((8, 8), jnp.float32))
+    assert out.shape == (8, 8)
