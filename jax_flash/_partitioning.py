@@ -1,0 +1,321 @@
+"""How a sharded `jit` splits a call: batch and heads partition freely, sequence and head dim don't.
+
+With shardings left to the compiler (`AxisType.Auto`), `custom_partitioning` says so twice: a Shardy
+rule, from which shardings propagate through the call, and a `partition` callback, which settles the
+layout and gives the computation of one device. With shardings in the types (`AxisType.Explicit`)
+the layout is known when the call is traced, and a `shard_map` over it does the same.
+
+Query heads are a compound axis, key heads major and the queries of one group minor. A mesh axis
+that does not divide the key heads divides groups: each device then takes the key heads that its
+query heads attend to, and the gradients of keys and values are summed over that mesh axis. So is
+every gradient whose operand lacks an axis that was partitioned, as that of a bias shared by heads.
+"""
+
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_flash import _lowering
+from jax_flash._lowering import AXES, Call
+from jax_flash._spec import Gradients, Operands
+
+MeshAxes = tuple[str, ...]
+Specs = dict[str, PartitionSpec]
+
+# Inputs and results by name. Every array is one of these: an operand or its gradient under the
+# operand's own name, `out` and `lse`, or their cotangents.
+Arrays = dict[str, Any]
+LETTERS = AXES | {"d_out": AXES["out"], "d_lse": AXES["lse"]}
+FINGERPRINT = "fingerprint"
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`out` and `lse`; see `_lowering.forward`."""
+
+    def local(inputs: Arrays) -> Arrays:
+        out, lse = _lowering.forward(call, Operands(**inputs))
+        return {"out": out, "lse": lse}
+
+    results = _partitioned(local, call, operands.present())
+    return results["out"], results["lse"]
+
+
+def backward(
+    call: Call,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Gradients of the differentiable operands; see `_lowering.backward`."""
+    rest = {"out": out, "lse": lse, "d_out": d_out}
+    if d_lse is not None:
+        rest["d_lse"] = d_lse
+
+    def local(inputs: Arrays) -> Arrays:
+        operands = Operands(**{name: x for name, x in inputs.items() if name not in rest})
+        gradients = _lowering.backward(call, operands, *map(inputs.get, ("out", "lse", "d_out", "d_lse")))
+        return {name: x for name, x in vars(gradients).items() if x is not None}
+
+    return Gradients(**_partitioned(local, call, operands.present() | rest))
+
+
+def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays) -> Arrays:
+    mesh = jax.typeof(inputs["query"]).sharding.mesh
+    if AxisType.Explicit in mesh.axis_types:
+        return _partition_by_type(local, mesh, inputs)
+
+    def whole(inputs: Arrays) -> Arrays:
+        return local({name: x for name, x in inputs.items() if name != FINGERPRINT})
+
+    def partition(_: Any, args: tuple[Arrays], results: Arrays) -> Any:
+        inputs = {name: x for name, x in args[0].items() if name != FINGERPRINT}
+        mesh = _finest_mesh(inputs["query"])
+        specs = {name: _spec_on(mesh, x) for name, x in inputs.items()}
+        layout = Layout.of(dict(mesh.shape), inputs, specs)
+
+        def lower(inputs: Arrays) -> Arrays:
+            inputs = {name: x for name, x in inputs.items() if name != FINGERPRINT}
+            return layout.run(local, inputs, {name: x.spec for name, x in in_shardings.items()})
+
+        def sharding(name: str, x: Any) -> NamedSharding:
+            return NamedSharding(mesh, layout.spec(name, x.shape))
+
+        in_shardings = {name: sharding(name, x) for name, x in inputs.items()}
+        in_shardings[FINGERPRINT] = NamedSharding(mesh, PartitionSpec())
+        return mesh, lower, {name: sharding(name, x) for name, x in results.items()}, (in_shardings,)
+
+    # The partitioned computation is not in the program that the compiler's caches key on, which
+    # names it by an address alone; so what it depends on goes in as a constant.
+    inputs = inputs | {FINGERPRINT: np.uint32(zlib.crc32(repr(call).encode()))}
+    results = jax.eval_shape(whole, inputs)
+    function = custom_partitioning(whole)
+    function.def_partition(
+        partition,
+        sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), inputs, results),
+        decode_shardings=False,
+    )
+    return function(inputs)
+
+
+def _partition_by_type(local: Callable[[Arrays], Arrays], mesh: Any, inputs: Arrays) -> Arrays:
+    axes = frozenset(mesh.explicit_axes)
+    specs = {name: jax.typeof(x).sharding.spec for name, x in inputs.items()}
+    layout = Layout.of({name: mesh.shape[name] for name in axes}, inputs, specs)
+    in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
+    results = jax.eval_shape(local, inputs)
+    out_specs = {name: layout.spec(name, x.shape) for name, x in results.items()}
+    # A sharded sequence or head dim is gathered here, as it is in a `jit` with automatic shardings.
+    inputs = {name: jax.sharding.reshard(x, in_specs[name]) for name, x in inputs.items()}
+    run = jax.shard_map(
+        lambda inputs: layout.run(local, _lowering.vary_over(inputs, layout.used), in_specs),
+        mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=axes,
+    )  # fmt: skip
+    results = run(inputs)
+    # A gradient is typed as its operand was.
+    return {
+        name: jax.sharding.reshard(x, specs[name]) if name in specs else x for name, x in results.items()
+    }
+
+
+def sharding_rule(mesh: dict[str, int], inputs: Arrays, results: Arrays) -> tuple[str, dict[str, Any]]:
+    """The Shardy rule of a call, and the options of `def_partition` that go with it.
+
+    Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; all others
+    need replication. An axis of size 1 is a factor of its own, for it does not partition along.
+
+    Where some mesh axis does not divide the key heads, query heads are one factor `n` of their own
+    instead of `(k g)`. Linked, they would pass on to keys and values a part of that mesh axis, and
+    gradients would come out sharded otherwise than what they are gradients of.
+    """
+    query_heads = inputs["query"].shape[-2]
+    key_heads = inputs["key"].shape[-2]
+    heads = ["k", "g"]
+    if query_heads == key_heads:
+        heads = ["k"]
+    elif key_heads == 1 or any(key_heads % size for size in mesh.values()):
+        heads = ["n"]
+    singles = (f"one{i}" for i in itertools.count())
+    replicated: dict[str, None] = {}  # a set in order of first appearance, which Shardy asks for
+
+    def factor(letter: str, size: int) -> str:
+        if size > 1 and letter == "N":
+            return heads[0] if len(heads) == 1 else f"({' '.join(heads)})"
+        if size > 1 and (letter == "K" or letter.startswith("b")):
+            return letter.lower()
+        name = letter.lower() if size > 1 else next(singles)
+        replicated.setdefault(name)
+        return name
+
+    def mapping(name: str, x: Any) -> str:
+        if name == FINGERPRINT:
+            return ""
+        letters = LETTERS[name]
+        batch = [f"b{i}" for i in range(len(x.shape) - len(letters))]
+        return " ".join(map(factor, [*batch, *letters], x.shape))
+
+    # Dictionaries are flattened by sorted name.
+    left, right = (", ".join(mapping(name, arrays[name]) for name in sorted(arrays)) for arrays in (inputs, results))
+    options: dict[str, Any] = {"need_replication_factors": tuple(replicated)}
+    if len(heads) > 1:
+        options["g"] = query_heads // key_heads
+    return f"{left} -> {right}", options
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The mesh axes that one call is partitioned over."""
+
+    mesh: dict[str, int]  # sizes of the mesh axes
+    batch: tuple[MeshAxes, ...]  # for each batch axis
+    key_heads: MeshAxes  # divide the key heads, and the query heads with them
+    group: MeshAxes  # divide the query heads that are left of each key head
+    query_heads_per_key_head: int
+
+    @staticmethod
+    def of(mesh: dict[str, int], inputs: Arrays, specs: Specs) -> "Layout":
+        """The layout that the inputs suggest, query's shardings before the others'.
+
+        Mesh axes that don't divide an axis evenly, and those on an axis that does not partition,
+        are left out: there every device does the same work.
+        """
+        query, key = inputs["query"].shape, inputs["key"].shape
+        batch_rank = len(query) - len(LETTERS["query"])
+        taken: set[str] = set()
+
+        def choose(size: int, candidates: list[tuple[str, int]]) -> MeshAxes:
+            for name, axis in candidates:
+                if inputs[name].shape[axis] == 1:
+                    continue
+                axes = _axes_at(specs[name], axis)
+                if axes and not taken.intersection(axes) and size % math.prod(map(mesh.get, axes)) == 0:
+                    taken.update(axes)
+                    return axes
+            return ()
+
+        order = ["query", *(name for name in inputs if name != "query")]
+        batch = tuple(
+            choose(
+                max(x.shape[i] for name, x in inputs.items() if i < len(x.shape) - len(LETTERS[name])),
+                [(name, i) for name in order],
+            )
+            for i in range(batch_rank)
+        )
+        heads = choose(
+            query[-2],
+            [
+                (name, len(inputs[name].shape) - len(LETTERS[name]) + LETTERS[name].index(letter))
+                for letter in "NK"
+                for name in order
+                if letter in LETTERS[name]
+            ],
+        )
+        divide_keys = [axes for i in range(len(heads) + 1) if key[-2] % _size(mesh, axes := heads[:i]) == 0]
+        key_heads = divide_keys[-1]
+        return Layout(mesh, batch, key_heads, heads[len(key_heads) :], query[-2] // key[-2])
+
+    @property
+    def used(self) -> frozenset[str]:
+        return frozenset(itertools.chain(*self.batch, self.key_heads, self.group))
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """How the array of that name and (whole) shape is partitioned."""
+        letters = LETTERS[name]
+        heads = {"N": self.key_heads + self.group, "K": self.key_heads}
+        axes = [*self.batch, *(heads.get(letter, ()) for letter in letters)]
+        return PartitionSpec(*(a if a and size > 1 else None for a, size in zip(axes, shape, strict=True)))
+
+    def run(self, local: Callable[[Arrays], Arrays], inputs: Arrays, specs: Specs) -> Arrays:
+        """Runs `local` on one device's part of the inputs, with the mesh axes in use manual.
+
+        `specs` are those of the (whole) inputs. A result under an input's name is its gradient.
+        """
+        key_heads = inputs["key"].shape[-2]
+        heads = self._key_heads_needed(inputs["query"].shape[-2], key_heads)
+        if heads is not None:
+            inputs = inputs | {name: jnp.take(inputs[name], heads, axis=-2) for name in ("key", "value")}
+        results = local(inputs)
+        for name in results.keys() & inputs.keys():
+            x = results[name]
+            if heads is not None and name in ("key", "value"):
+                whole = jnp.zeros((*x.shape[:-2], key_heads, x.shape[-1]), x.dtype)
+                x = whole.at[..., heads, :].add(x)
+            partitioned = set(itertools.chain(*(_axes_at(specs[name], i) for i in range(len(specs[name])))))
+            lacking = tuple(sorted(self.used - partitioned))
+            results[name] = jax.lax.psum(x, lacking) if lacking else x
+        return results
+
+    def _key_heads_needed(self, query_heads: int, key_heads: int) -> jax.Array | None:
+        """Which of its key heads a device takes; None for all of them, each with a whole group.
+
+        Where a device's query heads neither make up whole groups nor lie in one, the key heads are
+        repeated for each query head.
+        """
+        if not self.group or key_heads == 1:
+            return None
+        group = self.query_heads_per_key_head
+        first = jax.lax.axis_index(self.group) * query_heads
+        if query_heads % group == 0:
+            return first // group + jnp.arange(query_heads // group)
+        if group % query_heads == 0:
+            return (first // group)[None]
+        return (first + jnp.arange(query_heads)) // group
+
+
+def _finest_mesh(x: Any) -> Mesh:
+    """The devices of a partitioned program, in its order, along axes of prime size.
+
+    Whatever mesh the user has, and whichever parts of its axes Shardy has picked, a partitioned
+    axis is partitioned over some of these.
+    """
+    devices = list(x.sharding.devices_indices_map((x.sharding.num_devices,) * len(x.shape)))
+    shape, rest = [], len(devices)
+    for divisor in range(2, rest + 1):
+        while rest % divisor == 0:
+            shape.append(divisor)
+            rest //= divisor
+    return Mesh(np.array(devices).reshape(shape), tuple(f"p{i}" for i in range(len(shape))))
+
+
+def _spec_on(mesh: Mesh, x: Any) -> PartitionSpec:
+    """The sharding of `x` in terms of `mesh`; an axis that it can't express counts as replicated."""
+    # On a stand-in that every sharding divides, so that the real shape need not.
+    indices = x.sharding.devices_indices_map((mesh.size,) * len(x.shape))
+
+    def axes_of(axis: int) -> MeshAxes:
+        starts = np.array([indices[d][axis].start or 0 for d in mesh.devices.flat]).reshape(mesh.devices.shape)
+        steps = {
+            name: int(np.take(starts, 1, i).flat[0] - starts.flat[0]) for i, name in enumerate(mesh.axis_names)
+        }
+        axes = sorted((name for name in steps if steps[name] > 0), key=lambda name: -steps[name])
+        # The axes found must give every device's part: they count up through the parts, in order.
+        part = mesh.size // _size(dict(mesh.shape), tuple(axes))
+        expected = np.zeros_like(starts)
+        for name in reversed(axes):
+            i = mesh.axis_names.index(name)
+            expected += part * np.arange(mesh.shape[name]).reshape([-1 if j == i else 1 for j in range(starts.ndim)])
+            part *= mesh.shape[name]
+        return tuple(axes) if np.array_equal(starts, expected) else ()
+
+    return PartitionSpec(*(axes_of(i) or None for i in range(len(x.shape))))
+
+
+def _axes_at(spec: PartitionSpec, axis: int) -> MeshAxes:
+    axes = spec[axis] if axis < len(spec) else None
+    if axes is None or axes is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _size(mesh: dict[str, int], axes: MeshAxes) -> int:
+    return math.prod(mesh[name] for name in axes)
