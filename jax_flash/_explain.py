@@ -86,12 +86,15 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     arguments = _SIGNATURE.bind(*args, **kwargs).arguments
     requested = _validate.implementations(arguments.pop("implementation", None))
     window = _validate.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
-    arrays = {name: arguments.pop(name) for name in _ARRAYS if name in arguments}
+    # What is no array stays as it is, for `prepare` to refuse.
+    given = {name: arguments[name] for name in _ARRAYS if name in arguments}
+    arrays = {name: x for name, x in given.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+    others = {name: x for name, x in arguments.items() if name not in arrays}
     call: _attention.Call | None = None
 
     def prepare(arrays: dict[str, Any]) -> None:
         nonlocal call
-        prepared = _attention.prepare(**arrays, **arguments, window=window)
+        prepared = _attention.prepare(**arrays, **others, window=window)
         call = dataclasses.replace(prepared, operands=shapes_of(prepared.operands))
 
     jax.eval_shape(prepare, arrays)
@@ -124,9 +127,10 @@ def _choice(name: str, call: _attention.Call, device: Device) -> Choice:
 
 def _described(spec: AttentionSpec) -> str:
     """The fields of `spec` that are not their defaults."""
-    set_fields = [
-        f"{field.name}={getattr(spec, field.name)}"
-        for field in dataclasses.fields(spec)
-        if field.default is dataclasses.MISSING or getattr(spec, field.name) != field.default
-    ]
-    return ", ".join(set_fields)
+    given = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    return ", ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in given.items()
+        if value != defaults[name]
+    )

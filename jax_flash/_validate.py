@@ -18,7 +18,11 @@ from jax_flash._dispatch import IMPLEMENTATIONS
 Window = tuple[int | None, int | None]
 """Keys seen to the left and to the right of the diagonal; None is unbounded."""
 
-_KINDS = {"floating": jnp.floating, "bool": jnp.bool_, "integer": jnp.integer}
+_KINDS = {
+    "floating": ("a floating", jnp.floating),
+    "bool": ("a bool", jnp.bool_),
+    "integer": ("an integer", jnp.integer),
+}
 
 
 def array(name: str, value: Any, kind: str | None = None) -> jax.Array:
@@ -27,9 +31,11 @@ def array(name: str, value: Any, kind: str | None = None) -> jax.Array:
         if not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__jax_array__"):
             raise TypeError(f"{name} must be an array; got {_short(value)}")
         value = jnp.asarray(value)
-    if kind is not None and not jnp.issubdtype(value.dtype, _KINDS[kind]):
-        advice = " (an additive mask goes into bias)" if name == "mask" else ""
-        raise TypeError(f"{name} must have a {kind} dtype{advice}; got {described(value)}")
+    if kind is not None:
+        a_kind, dtypes = _KINDS[kind]
+        if not jnp.issubdtype(value.dtype, dtypes):
+            advice = " (an additive mask goes into bias)" if name == "mask" else ""
+            raise TypeError(f"{name} must have {a_kind} dtype{advice}; got {described(value)}")
     return value
 
 

@@ -1,0 +1,115 @@
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import _device, _dispatch
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def arguments():
+    return struct(2, 3, 4, 4, 8), struct(2, 3, 5, 2, 8), struct(2, 3, 5, 2, 16)
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Implementations that are all about what they say: pallas lacks the soft cap."""
+
+    def get(name):
+        def supports(spec, shapes, device):
+            if name == "cuda" and device.platform != "cuda":
+                return "it needs a GPU"
+            return "it has no logits_soft_cap yet" if name == "pallas" and spec.logits_soft_cap else None
+
+        return types.SimpleNamespace(
+            supports=supports, describe=lambda spec, shapes, device: f"{name} tiles of 128 x 64"
+        )
+
+    monkeypatch.setattr(_dispatch, "get", get)
+
+
+def test_value(fakes):
+    with _device.assume(_device.H100):
+        explanation = jax_flash.explain(*arguments(), logits_soft_cap=30.0)
+    assert [(c.name, c.runs, c.reason, c.kernel) for c in explanation.choices] == [
+        ("cuda", True, None, "cuda tiles of 128 x 64"),
+        ("pallas", False, "it has no logits_soft_cap yet", None),
+        ("xla", True, None, "xla tiles of 128 x 64"),
+    ]
+    assert explanation.automatic == explanation.picked == "cuda"
+    assert explanation.device == _device.H100
+    assert explanation.shapes.query.shape == (6, 4, 4, 8)
+
+
+def test_text(fakes):
+    with _device.assume(_device.CPU):
+        text = str(jax_flash.explain(*arguments(), is_causal=True, implementation="cuda"))
+    assert text.splitlines() == [
+        "flash_attention on cpu (cpu)",
+        "  query float32 (6, 4, 4, 8)",
+        "  key float32 (6, 5, 2, 8)",
+        "  value float32 (6, 5, 2, 16)",
+        "  scale=0.353553, right=0",
+        "cuda    does not run: it needs a GPU",
+        "pallas  runs: pallas tiles of 128 x 64",
+        "xla     runs: xla tiles of 128 x 64",
+        "implementation=None picks pallas",
+        "implementation=('cuda',) picks none, and raises NotImplementedError",
+    ]
+
+
+def test_what_is_requested(fakes):
+    with _device.assume(_device.CPU):
+        explanation = jax_flash.explain(*arguments(), implementation=["cuda", "xla"])
+    assert (explanation.automatic, explanation.picked) == ("pallas", "xla")
+
+
+def test_agrees_with_what_runs():
+    query = jnp.ones((1, 4, 2, 8))
+    explanation = jax_flash.explain(query, query, query)
+    for choice in explanation.choices:
+        if choice.runs:
+            jax_flash.flash_attention(query, query, query, implementation=choice.name)
+        else:
+            with pytest.raises(NotImplementedError) as raised:
+                jax_flash.flash_attention(query, query, query, implementation=choice.name)
+            assert choice.reason in str(raised.value)
+    assert explanation.picked in [choice.name for choice in explanation.choices if choice.runs]
+
+
+def test_arrays_and_shapes_say_the_same():
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(2, 4, 2, 8)).astype(np.float32)
+    options = dict(
+        bias=rng.normal(size=(2, 1, 4)).astype(np.float32),
+        mask=np.ones((2, 1, 1, 4), bool),
+        key_value_seq_lengths=np.array([1, 2], np.int32),
+        query_segment_ids=np.zeros((2, 4), np.int32),
+        key_value_segment_ids=np.zeros((2, 4), np.int32),
+        alibi_slopes=np.ones(2, np.float32),
+        sinks=np.ones(2, np.float32),
+        dropout_key=jax.random.key(0),
+    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), options)
+    static = dict(dropout_rate=0.1, local_window_size=2, return_residual=True)
+    with_arrays = jax_flash.explain(query, query, query, **options, **static)
+    with_shapes = jax_flash.explain(*[struct(2, 4, 2, 8)] * 3, **shapes, **static)
+    assert with_arrays == with_shapes
+    assert set(with_arrays.shapes.present()) >= {"bias", "mask", "sinks", "dropout_seeds"}
+
+
+def test_nothing_to_compute():
+    explanation = jax_flash.explain(struct(2, 0, 4, 8), struct(2, 5, 2, 8), struct(2, 5, 2, 8))
+    assert explanation.choices == () and explanation.automatic is None
+    assert "nothing to compute" in str(explanation)
+
+
+def test_a_wrong_argument():
+    with pytest.raises(TypeError, match="num_heads"):
+        jax_flash.explain(*arguments(), num_heads=3)
