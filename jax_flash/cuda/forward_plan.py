@@ -36,12 +36,12 @@ class ForwardTile:
         return (self.rows + 2 * self.stages * self.keys) * row + 8 * (2 + 4 * self.stages)
 
 
-# Head dim, rounded up to a multiple of 16, at most → tile of full and of windowed attention. Each is the
-# largest block of keys whose scores, probabilities and output fit a consumer's registers (docs/tuning.md).
+# Head dim, rounded up to a multiple of 16, at most → tile of full and of windowed attention. 64, 128 and
+# 256 are the fastest of benchmarks/results/tiles_forward_h200.json; 96 and 192 are the largest that fit.
 _TILES = {
-    64: (ForwardTile(3, 128, 2, True), ForwardTile(3, 128, 2, True)),
+    64: (ForwardTile(3, 128, 2, True), ForwardTile(2, 128, 2, False)),
     96: (ForwardTile(2, 160, 2, True), ForwardTile(2, 128, 2, True)),
-    128: (ForwardTile(2, 176, 2, True), ForwardTile(2, 128, 2, True)),
+    128: (ForwardTile(2, 128, 2, True), ForwardTile(2, 128, 2, True)),
     192: (ForwardTile(2, 112, 2, True), ForwardTile(2, 112, 2, True)),
     256: (ForwardTile(2, 80, 2, True), ForwardTile(2, 80, 2, True)),
 }
