@@ -90,6 +90,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
             ("SCORE_SIGN", (spec.scale > 0) - (spec.scale < 0)),
+            ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         ),
     )
     query = Buffer("query", shapes.query.shape, dtype)

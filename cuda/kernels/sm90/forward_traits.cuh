@@ -9,6 +9,7 @@
 //   PINGPONG    1: the warpgroups take turns at the tensor cores
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
+//   SHARED_BYTES  dynamic shared memory of the launch
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
@@ -49,7 +50,7 @@ struct SharedMemory {
     static constexpr int value = key + Traits::stages * Traits::block_bytes;
     static constexpr int barriers = value + Traits::stages * Traits::block_bytes;
     static constexpr int bytes = barriers + 8 * (2 + 4 * Traits::stages);
-    static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
+    static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile() const { return base + query; }
     __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::block_bytes; }

@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import launch_plan
+from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.launch_plan import TensorMap
+
+
+def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16):
+    query = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    key = jax.ShapeDtypeStruct((B, S, K, H), dtype)
+    return Operands(query, key, key)
+
+
+def defines(plan):
+    return dict(plan.launches[0].kernel.defines)
+
+
+def test_buffers_are_those_of_the_call():
+    plan = plan_forward(AttentionSpec(0.1), shapes(), H100)
+    assert [(b.name, b.shape, b.dtype) for b in plan.operands] == [
+        ("query", (2, 1000, 8, 128), "bfloat16"),
+        ("key", (2, 777, 2, 128), "bfloat16"),
+        ("value", (2, 777, 2, 128), "bfloat16"),
+    ]
+    assert [(b.name, b.shape, b.dtype) for b in plan.results] == [
+        ("out", (2, 1000, 8, 128), "bfloat16"),
+        ("lse", (2, 8, 1000), "float32"),
+    ]
+
+
+def test_survives_the_attribute():
+    plan = plan_forward(AttentionSpec(0.1, 5, 0), shapes(H=80, dtype=jnp.float16), H100)
+    assert launch_plan.load(launch_plan.dump(plan)) == plan
+
+
+def test_kernels_do_not_depend_on_sizes_or_scale():
+    # One compilation serves every batch, length, head count and scale.
+    kernels = {
+        plan_forward(AttentionSpec(scale), shapes(B=B, T=T, N=N), H100).launches[0].kernel
+        for scale, B, T, N in [(0.1, 1, 1, 2), (2.0, 3, 4097, 16)]
+    }
+    assert len(kernels) == 1
+
+
+def test_a_side_that_hides_nothing_costs_nothing():
+    full = defines(plan_forward(AttentionSpec(0.1), shapes(T=64, S=64), H100))
+    assert defines(plan_forward(AttentionSpec(0.1, 63, 63), shapes(T=64, S=64), H100)) == full
+    assert defines(plan_forward(AttentionSpec(0.1, 62, 63), shapes(T=64, S=64), H100))["HAS_LEFT"] == 1
+    assert defines(plan_forward(AttentionSpec(0.1, None, 0), shapes(T=64, S=64), H100))["HAS_RIGHT"] == 1
+    # A single query sees every key of a causal call, as when decoding.
+    assert defines(plan_forward(AttentionSpec(0.1, None, 0), shapes(T=1, S=64), H100))["HAS_RIGHT"] == 0
+
+
+@pytest.mark.parametrize("scale,sign,factor", [(2.0, 1, 2.0), (-2.0, -1, 2.0), (0.0, 0, None)])
+def test_the_sign_of_the_scale_is_the_kernels_and_its_size_a_parameter(scale, sign, factor):
+    plan = plan_forward(AttentionSpec(scale), shapes(), H100)
+    assert defines(plan)["SCORE_SIGN"] == sign
+    scale_log2 = plan.launches[0].parameters[-1].value
+    assert scale_log2 > 0
+    assert factor is None or scale_log2 == pytest.approx(factor / jnp.log(2.0))
+
+
+def test_the_grid_has_a_cta_for_each_tile_up_to_one_a_multiprocessor():
+    def grid(**sizes):
+        return plan_forward(AttentionSpec(0.1), shapes(**sizes), H100).launches[0].grid
+
+    assert grid(B=1, T=129, N=2) == (4, 1, 1)
+    assert grid(B=8, T=4096, N=16) == (H100.sm_count, 1, 1)
+
+
+@pytest.mark.parametrize("head_dim,columns", [(8, 8), (64, 64), (80, 80), (200, 200)])
+def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
+    plan = plan_forward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+    maps = [p for p in plan.launches[0].parameters if isinstance(p, TensorMap)]
+    assert [m.buffer for m in maps] == ["query", "key", "value", "out"]
+    for m in maps:
+        B, rows, heads, H = next(b.shape for b in plan.operands + plan.results if b.name == m.buffer)
+        assert m.sizes == (columns, heads, rows, B)
+        assert m.strides == (2 * H, 2 * H * heads, 2 * H * heads * rows)
+        assert m.box[0] == 64 and m.box[1] == m.box[3] == 1
+    assert defines(plan)["HEAD_DIM"] % 16 == 0
