@@ -22,18 +22,19 @@ _KINDS = {
     "floating": ("a floating", jnp.floating),
     "bool": ("a bool", jnp.bool_),
     "integer": ("an integer", jnp.integer),
+    "bool or integer": ("a bool or integer", jnp.bool_, jnp.integer),
 }
 
 
 def array(name: str, value: Any, kind: str | None = None) -> jax.Array:
-    """`value` as a JAX array; `kind` is "floating", "bool" or "integer", or None for any."""
+    """`value` as a JAX array; `kind` is a key of `_KINDS`, or None for any dtype."""
     if not isinstance(value, jax.Array):
         if not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__jax_array__"):
             raise TypeError(f"{name} must be an array; got {_short(value)}")
         value = jnp.asarray(value)
     if kind is not None:
-        a_kind, dtypes = _KINDS[kind]
-        if not jnp.issubdtype(value.dtype, dtypes):
+        a_kind, *allowed = _KINDS[kind]
+        if not any(jnp.issubdtype(value.dtype, dtype) for dtype in allowed):
             advice = " (an additive mask goes into bias)" if name == "mask" else ""
             raise TypeError(f"{name} must have {a_kind} dtype{advice}; got {described(value)}")
     return value

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _validate
@@ -449,5 +448,4 @@ def _unstack(name: str, packed: Any, letters: str) -> tuple[jax.Array, ...]:
 
 
 def _token_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    kind = "bool" if getattr(mask, "dtype", None) == np.bool_ else "integer"
-    return _validate.shaped(name, mask, {"(batch, seqlen)": shape}, kind) != 0
+    return _validate.shaped(name, mask, {"(batch, seqlen)": shape}, "bool or integer") != 0
