@@ -1,0 +1,158 @@
+// Attention backward for Hopper: keys outside, queries inside, in the manner of FlashAttention-3 (Shah et
+// al., arXiv:2407.08608) on plain PTX.
+//
+// A CTA owns a tile of keys of one key head, with its gradients in registers, and streams the query blocks
+// that see it, for every query head of the group in turn, so that dK and dV are summed over the group in
+// place. One thread of warpgroup 0 loads; another of its warps adds dQ to the float32 sum of it in global
+// memory; two warpgroups compute. Scores are computed transposed, keys down and queries across, because
+// the accumulators of Pᵀ and dSᵀ are then the register operands of dV += PᵀdO and dK += dSᵀQ. How the two
+// share a block:
+//
+//   keys      (backward_split_keys.cuh)      each owns 64 of 128 keys: head dims up to 128;
+//   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
+//             keys: larger head dims, where the registers of a warpgroup hold one gradient and not two.
+#include "../ptx/mbarrier.cuh"
+#include "backward_call.cuh"
+#include "backward_split_keys.cuh"
+#include "backward_split_products.cuh"
+
+// ---------------------------------------------------------------------------------------- producer
+
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int rows,
+                                            int head, int first_row, int batch) {
+#pragma unroll 1  // the thread has few registers
+    for (int panel = 0; panel < Traits::panels; ++panel) {
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
+                  panel * descriptor::panel_columns, head, first_row, batch);
+    }
+}
+
+// Runs in one thread.
+__device__ __forceinline__ void produce(const Call& call) {
+    const SharedMemory& shared = call.shared;
+    const KeyTile& tile = call.work.tile;
+    if (call.work.blocks.count() == 0) return;
+    mbarrier::arrive_expect(shared.key_full(), Traits::key_bytes);
+    load_panels(shared.key_tile(), call.maps.key, shared.key_full(), Traits::keys, tile.head, tile.first_key,
+                tile.batch);
+    mbarrier::arrive_expect(shared.value_full(), Traits::key_bytes);
+    load_panels(shared.value_tile(), call.maps.value, shared.value_full(), Traits::keys, tile.head, tile.first_key,
+                tile.batch);
+    PipelineState slot;
+    call.work.for_each_block(call.shape, [&](int head, int block, int) {
+        const float* statistics = call.statistics_block(head, block);
+        const int first_row = block * Traits::queries, stage = slot.stage;
+        mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
+        mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
+        load_panels(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::queries, head,
+                    first_row, tile.batch);
+        bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
+                   shared.query_full(stage));
+        mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
+        mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
+        load_panels(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::queries, head,
+                    first_row, tile.batch);
+        bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
+                   Traits::statistics_bytes, shared.d_out_full(stage));
+        slot.advance();
+    });
+}
+
+// ---------------------------------------------------------------------------------------- dQ warp
+
+// Adds each consumer's part of dQ to global memory as it is staged. All 32 lanes of one warp run it.
+__device__ __forceinline__ void add_d_query(const Call& call) {
+    const bool elected = elect_one();
+    const int last_iteration = call.work.iterations(call.shape) - 1;
+    call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
+        float* sum = call.d_query_block(head, block);
+#pragma unroll
+        for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
+            named_barrier_sync(d_query_full + consumer, 160);
+            if (elected) {
+                bulk::reduce_add(sum + DqPart::offset(consumer) / 4,
+                                 call.shared.base + SharedMemory::d_query + DqPart::offset(consumer),
+                                 DqPart::bytes(consumer));
+                tma::commit_group();
+            }
+            __syncwarp();
+        }
+        if (iteration < last_iteration) {
+            if (elected) tma::wait_group_read<1>();
+            __syncwarp();
+            named_barrier_arrive(d_query_empty, 160);
+            if (elected) tma::wait_group_read<0>();
+            __syncwarp();
+            named_barrier_arrive(d_query_empty + 1, 160);
+        }
+    });
+    if (elected) tma::wait_group<0>();
+}
+
+// ---------------------------------------------------------------------------------------- entry
+
+extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
+    backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
+             const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap d_out_map,
+             const __grid_constant__ TensorMap d_key_map, const __grid_constant__ TensorMap d_value_map,
+             const float* __restrict__ statistics, float* __restrict__ d_query_sum, int queries, int keys,
+             int key_heads, int group, int batch, int left, int right,
+             int section_heads,  // see key_tile_at
+             float scale) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const Shape shape{queries, keys, key_heads, group, batch, left, right};
+    const KeyTile tile = key_tile_at(blockIdx.x, shape, section_heads);
+    const Call call{{shared_memory, shared_address(shared_memory)},
+                    {query_map, key_map, value_map, d_out_map, d_key_map, d_value_map},
+                    shape,
+                    {tile, query_blocks(tile, shape)},
+                    statistics,
+                    d_query_sum,
+                    scale};
+    const SharedMemory& shared = call.shared;
+
+    if (threadIdx.x == 0) {
+        if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
+        tma::prefetch_descriptor(query_map);
+        tma::prefetch_descriptor(key_map);
+        tma::prefetch_descriptor(value_map);
+        tma::prefetch_descriptor(d_out_map);
+        tma::prefetch_descriptor(d_key_map);
+        tma::prefetch_descriptor(d_value_map);
+        mbarrier::init(shared.key_full(), 1);
+        mbarrier::init(shared.value_full(), 1);
+        for (int stage = 0; stage < Traits::stages; ++stage) {
+            mbarrier::init(shared.query_full(stage), 1);
+            mbarrier::init(shared.d_out_full(stage), 1);
+            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers);  // a lane of each warp
+            mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers);
+        }
+        mbarrier::fence_init();
+    }
+    __syncthreads();
+
+    const int warp = warp_index();
+    if (warp < 4) {
+        release_registers<Traits::producer_registers>();
+        if (warp == 0 && elect_one()) produce(call);
+        if (Traits::dq_by_tma && warp == 1) add_d_query(call);
+    } else {
+        take_registers<Traits::consumer_registers>();
+        const int consumer = warp / 4 - 1;
+        if constexpr (Traits::split_products) {
+            if (consumer == 0) {
+                consume_values(call);
+            } else {
+                consume_keys(call);
+            }
+        } else if constexpr (DqPart::columns(0) == DqPart::columns(1)) {
+            consume_split_keys<DqPart::columns(0)>(call, consumer);
+        } else {
+            if (consumer == 0) {
+                consume_split_keys<DqPart::columns(0)>(call, 0);
+            } else {
+                consume_split_keys<DqPart::columns(1)>(call, 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,69 @@
+// Before the backward kernel: for each query D = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
+// the backward kernel loads them, and the float32 sum of dQ set to zero.
+#include "../ptx/math.cuh"
+#include "backward_traits.cuh"
+
+constexpr int threads = 256;
+// Lanes that share a row: each takes 8 elements, 16 bytes.
+constexpr int row_lanes = Traits::head_dim <= 64 ? 8 : Traits::head_dim <= 128 ? 16 : 32;
+constexpr int pass_rows = threads / row_lanes;
+static_assert(Traits::queries % pass_rows == 0, "every thread has a row in every pass");
+
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack<Traits::Element>(left[i]), y = unpack<Traits::Element>(right[i]);
+        sum += x.x * y.x + x.y * y.y;
+    }
+    return sum;
+}
+
+// One CTA a block of queries, head and batch row.
+extern "C" __global__ void __launch_bounds__(threads)
+    backward_prepare(const uint4* __restrict__ out, const uint4* __restrict__ d_out,  // (B, T, N, H)
+                     const float* __restrict__ lse,    // (B, N, T), natural
+                     const float* __restrict__ d_lse,  // (B, N, T) or null
+                     float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
+                     float4* __restrict__ d_query_sum,  // (B, N, query blocks, queries · head_dim)
+                     int queries, int query_heads, int head_dim) {
+    const int query_blocks = ceil_div(queries, Traits::queries);
+    const int64_t block_index = blockIdx.x;
+    const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
+    const int head = head_index % query_heads, batch = head_index / query_heads;
+    const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
+
+    constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
+    for (int i = threadIdx.x; i < sum_vectors; i += threads) {
+        d_query_sum[block_index * sum_vectors + i] = {0, 0, 0, 0};
+    }
+
+    constexpr float log2_e = 1.4426950408889634f;
+    const float infinity = __int_as_float(0x7f800000);
+    float* block_statistics = statistics + block_index * (2 * Traits::queries);
+#pragma unroll 4
+    for (int pass = 0; pass < Traits::queries / pass_rows; ++pass) {
+        const int row = pass * pass_rows + pass_row;  // in the block
+        const int query = block * Traits::queries + row;
+        const bool there = query < queries;
+        float sum = 0;
+        if (there && lane * 8 < head_dim) {
+            const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * head_dim;
+            sum = dot(out[element / 8 + lane], d_out[element / 8 + lane]);
+        }
+#pragma unroll
+        for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
+            sum += __shfl_xor_sync(0xffffffff, sum, distance);
+        }
+        if (lane == 0) {
+            const int64_t index = static_cast<int64_t>(head_index) * queries + query;
+            const float row_lse = there ? lse[index] : -infinity;
+            // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
+            const bool attends = row_lse != -infinity;
+            if (attends && d_lse != nullptr) sum -= d_lse[index];
+            block_statistics[row] = attends ? row_lse * log2_e : infinity;
+            block_statistics[Traits::queries + row] = attends ? sum : 0;
+        }
+    }
+}

@@ -1,0 +1,138 @@
+// The five products of a block as wgmmas, and what happens to accumulators between them.
+#pragma once
+#include "../ptx/bulk.cuh"
+#include "../ptx/math.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
+#include "../ptx/wgmma.cuh"
+#include "backward_traits.cuh"
+
+using wgmma::Major;
+using wgmma::Wgmma;
+
+constexpr int score_count = Traits::queries / 2;      // accumulators a thread holds of Sᵀ or dPᵀ, for 64 keys
+constexpr int gradient_count = Traits::head_dim / 2;  // … of dK or dV, for 64 keys
+constexpr int query_steps = Traits::queries / 16;     // k16 steps of a contraction over queries
+
+// Sᵀ = K Qᵀ or dPᵀ = V dOᵀ for 64 keys, issued and committed as one group.
+__device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint32_t key_rows, uint32_t query_block) {
+    const uint64_t a = descriptor::k_major(key_rows), b = descriptor::k_major(query_block);
+    wgmma::pin(scores);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < Traits::head_dim / 16; ++step) {
+        Wgmma<Traits::queries>::issue<Traits::Element, Major::K, Major::K>(
+            scores, descriptor::advance(a, descriptor::k_major_offset(step, Traits::keys)),
+            descriptor::advance(b, descriptor::k_major_offset(step, Traits::queries)), step > 0);
+    }
+    wgmma::commit();
+    wgmma::pin(scores);
+}
+
+// dV += Pᵀ dO or dK += dSᵀ Q for 64 keys, issued and committed as one group.
+__device__ __forceinline__ void issue_gradient(float (&gradient)[gradient_count],
+                                               const uint32_t (&transposed)[query_steps][4], uint32_t query_block) {
+    const uint64_t b = descriptor::mn_major(query_block, Traits::queries);
+    wgmma::pin(gradient);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < query_steps; ++step) {
+        Wgmma<Traits::head_dim>::issue<Traits::Element, Major::MN>(
+            gradient, transposed[step], descriptor::advance(b, descriptor::mn_major_offset(step)), 1);
+    }
+    wgmma::commit();
+    wgmma::pin(gradient);
+}
+
+// This consumer's part of dQ = dS K, issued and committed as one group.
+template <int columns>
+__device__ __forceinline__ void issue_d_query(float (&d_query)[columns / 2], uint32_t d_scores, uint32_t key_tile,
+                                              int consumer) {
+    constexpr int panel = descriptor::panel_bytes(Traits::keys);
+    const uint64_t a =
+        descriptor::mn_major(d_scores + DqPart::first_row(consumer) / 64 * panel, Traits::keys);
+    const uint64_t b = descriptor::mn_major(
+        key_tile + DqPart::first_column(consumer) / descriptor::panel_columns * panel, Traits::keys);
+    wgmma::pin(d_query);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < Traits::keys / 16; ++step) {
+        Wgmma<columns>::template issue<Traits::Element, Major::MN, Major::MN>(
+            d_query, descriptor::advance(a, descriptor::mn_major_offset(step)),
+            descriptor::advance(b, descriptor::mn_major_offset(step)), step > 0);
+    }
+    wgmma::commit();
+    wgmma::pin(d_query);
+}
+
+// Sᵀ becomes Pᵀ. A thread's columns are pairs of queries: 2·(lane % 4) and the next, in every eight.
+__device__ __forceinline__ void exponentiate(float (&scores)[score_count], const float2* lse, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < score_count; i += 4) {
+        const float2 row = lse[i + threadIdx.x % 4];
+        scores[i] = exp2_approx(scores[i] * scale_log2 - row.x);
+        scores[i + 1] = exp2_approx(scores[i + 1] * scale_log2 - row.y);
+        scores[i + 2] = exp2_approx(scores[i + 2] * scale_log2 - row.x);
+        scores[i + 3] = exp2_approx(scores[i + 3] * scale_log2 - row.y);
+    }
+}
+
+// Four accumulators of dPᵀ become dSᵀ = Pᵀ ∘ (dPᵀ − D); the scale comes in with dK and dQ.
+__device__ __forceinline__ void differentiate(float* d_probabilities, float4 probabilities, float2 delta) {
+    d_probabilities[0] = probabilities.x * (d_probabilities[0] - delta.x);
+    d_probabilities[1] = probabilities.y * (d_probabilities[1] - delta.y);
+    d_probabilities[2] = probabilities.z * (d_probabilities[2] - delta.x);
+    d_probabilities[3] = probabilities.w * (d_probabilities[3] - delta.y);
+}
+
+__device__ __forceinline__ void pack_operand(uint32_t (&packed)[query_steps][4], const float (&values)[score_count]) {
+#pragma unroll
+    for (int i = 0; i < score_count / 2; ++i) {
+        packed[i / 4][i % 4] = pack<Traits::Element>(values[2 * i], values[2 * i + 1]);
+    }
+}
+
+// dSᵀ of 64 keys from row `first_row` of the buffer on. Lanes address the rows of four 8×8 matrices: keys
+// and keys + 8 of eight queries, then of the next eight.
+__device__ __forceinline__ void store_d_scores(const uint32_t (&packed)[query_steps][4], uint32_t buffer,
+                                               int first_row) {
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+    const int half = threadIdx.x / 16 % 2;
+#pragma unroll
+    for (int step = 0; step < query_steps; ++step) {
+        const uint32_t panel = buffer + step / 4 * descriptor::panel_bytes(Traits::keys);
+        store_matrix_x4(panel + descriptor::swizzled_offset(row, step % 4 * 2 + half), packed[step][0],
+                        packed[step][1], packed[step][2], packed[step][3]);
+    }
+}
+
+// Stages dK or dV of 64 keys over `tile`'s rows from `first_row` on, and stores it by TMA, which clips rows
+// and columns that are not there. All of one warpgroup's threads call it, once nobody reads the tile.
+__device__ __forceinline__ void store_gradient(const float (&gradient)[gradient_count], float factor,
+                                               const TensorMap& map, uint32_t tile, int first_row, int barrier,
+                                               int head, int first_key, int batch) {
+    const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
+    const int half = threadIdx.x / 16 % 2;
+#pragma unroll
+    for (int i = 0; i < gradient_count; i += 8) {
+        const int chunk = i / 4 + half;
+        const uint32_t panel = tile + chunk / 8 * descriptor::panel_bytes(Traits::keys);
+        store_matrix_x4(panel + descriptor::swizzled_offset(row, chunk % 8),
+                        pack<Traits::Element>(gradient[i] * factor, gradient[i + 1] * factor),
+                        pack<Traits::Element>(gradient[i + 2] * factor, gradient[i + 3] * factor),
+                        pack<Traits::Element>(gradient[i + 4] * factor, gradient[i + 5] * factor),
+                        pack<Traits::Element>(gradient[i + 6] * factor, gradient[i + 7] * factor));
+    }
+    fence_proxy_async();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int panel = 0; panel < Traits::panels; ++panel) {
+            tma::store(map,
+                       tile + panel * descriptor::panel_bytes(Traits::keys) + first_row * descriptor::row_bytes,
+                       panel * descriptor::panel_columns, head, first_key, batch);
+        }
+        tma::commit_group();
+        tma::wait_group_read<0>();
+    }
+}

@@ -1,0 +1,66 @@
+// Which tile of keys a CTA works on, which blocks of queries see it, and which scores are masked.
+#pragma once
+#include "backward_traits.cuh"
+
+struct KeyTile {
+    int first_key;
+    int head, batch;  // of keys
+};
+
+// Tile `index` of the grid. Heads go by in sections of `section_heads`, chosen so that what a section
+// reads and adds to stays in L2; within a section the key tiles go from the first, which most queries see
+// where attention is causal, to the last, and all heads of the section share each turn.
+__device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, int section_heads) {
+    const int key_tiles = ceil_div(shape.keys, Traits::keys);
+    const int heads = shape.key_heads * shape.batch;
+    const int section = index / (section_heads * key_tiles);
+    const int in_section = index - section * section_heads * key_tiles;
+    const int width = min(section_heads, heads - section * section_heads);
+    const int turn = in_section / width;
+    const int head = section * section_heads + in_section - turn * width;
+    return {turn * Traits::keys, head % shape.key_heads, head / shape.key_heads};
+}
+
+// The query blocks [first, last) in which some query sees some key of the tile.
+struct QueryBlocks {
+    int first, last;
+
+    __device__ int count() const { return max(last - first, 0); }
+};
+
+__device__ __forceinline__ QueryBlocks query_blocks(const KeyTile& tile, const Shape& shape) {
+    const int last_key = min(tile.first_key + Traits::keys, shape.keys) - 1;
+    const int begin = max(0, tile.first_key - shape.diagonal() - shape.right);
+    const int end = min(shape.queries, last_key - shape.diagonal() + shape.left + 1);
+    if (end <= begin) return {0, 0};
+    return {begin / Traits::queries, ceil_div(end, Traits::queries)};
+}
+
+// Whether a score of keys [first_key, first_key + 64) and the block's queries may be masked. Rows of
+// queries that are not there need no mask: their lse makes P zero.
+__device__ __forceinline__ bool crosses(int first_key, int block, const Shape& shape) {
+    const int last_key = first_key + 63;
+    const int first_aligned = block * Traits::queries + shape.diagonal();
+    const int last_aligned = first_aligned + Traits::queries - 1;
+    return last_key >= shape.keys || last_key > first_aligned + shape.right || first_key < last_aligned - shape.left;
+}
+
+// Zeroes the masked elements of Pᵀ, an accumulator of 64 keys × a block of queries. `key` is the thread's
+// first row, its other one is 8 below.
+template <int count>
+__device__ __forceinline__ void mask(float (&probabilities)[count], int key, int block, const Shape& shape) {
+    const int first_column = block * Traits::queries + threadIdx.x % 4 * 2;
+    constexpr int never = 1 << 30;
+    int first_query[2], last_query[2];  // that see the row, counted from the thread's first column
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int aligned = key + 8 * r - shape.diagonal() - first_column;
+        first_query[r] = key + 8 * r < shape.keys ? aligned - shape.right : never;
+        last_query[r] = aligned + shape.left;
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const int r = i / 2 % 2, column = i / 4 * 8 + i % 2;
+        if (column < first_query[r] || column > last_query[r]) probabilities[i] = 0;
+    }
+}

@@ -1,0 +1,172 @@
+"""Launch plans of the backward pass."""
+
+import dataclasses
+import math
+
+import jax
+
+from jax_flash._device import Device
+from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
+from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar
+from jax_flash.cuda.window import Window, binding_window
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardTile:
+    """Tile shape of one variant of the kernels.
+
+    Two consumer warpgroups share a block. They split its keys, each with dK and dV of 64 keys in
+    registers, or, where the head dim leaves room for one of the two, its products.
+    """
+
+    queries: int  # in a block
+    keys: int  # of a CTA
+    split_products: bool
+    stages: int  # blocks of Q, and of dO, in flight
+    dq_by_tma: bool  # dQ goes to its float32 sum through shared memory, or straight from registers
+
+    threads = 384
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
+        row = math.ceil(head_dim / PANEL) * PANEL * 2
+        keys_and_values = 2 * self.keys * row
+        blocks = 2 * self.stages * self.queries * row
+        d_scores = (1 if self.split_products else 2) * self.queries * self.keys * 2
+        exchange = self.queries * self.keys * 4 if self.split_products else 0
+        d_query = self.queries * head_dim * 4 if self.dq_by_tma else 0
+        statistics = 2 * self.stages * self.queries * 4
+        barriers = 8 * (2 + 4 * self.stages)
+        return keys_and_values + blocks + d_scores + exchange + d_query + statistics + barriers
+
+
+# Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides,
+# in registers of 240: gradients, the larger of scores with dP and of packed P with dS and dQ:
+#
+#   head dim   gradients           S, dP      packed P, dS + dQ   shared KB
+#   64         2 x 32              64 + 64    32 + 32 + 32        194
+#   96         2 x 48              32 + 32    16 + 16 + 32        186
+#   128        2 x 64              32 + 32    16 + 16 + 32        194
+#   192        96 (dK or dV)       32         16 + 64             218
+#   256        128 (dK or dV)      32         16 + 64             217
+_TILES = {
+    64: BackwardTile(128, 128, split_products=False, stages=2, dq_by_tma=True),
+    128: BackwardTile(64, 128, split_products=False, stages=2, dq_by_tma=True),
+    192: BackwardTile(64, 64, split_products=True, stages=2, dq_by_tma=True),
+    256: BackwardTile(64, 64, split_products=True, stages=2, dq_by_tma=False),
+}
+
+# What a section of the tile walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
+_SECTION_BYTES = 24 << 20
+
+# The kernels' arithmetic on a window's side that does not bind stays in 32 bits with this in its place.
+_UNBOUNDED = 1 << 29
+
+
+def tile(head_dim: int) -> BackwardTile:
+    return next(shape for limit, shape in _TILES.items() if head_dim <= limit)
+
+
+def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
+    """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
+
+    Operands are query, key, value, out, lse, d_out and, where the spec returns the residual, d_lse;
+    results are d_query, d_key and d_value, and two of scratch memory after them.
+    """
+    n = sizes(shapes)
+    dtype = shapes.query.dtype.name
+    window = binding_window(spec, n)
+    head_dim = padded_head_dim(n.H)
+    shape = tile(head_dim)
+    query_blocks = math.ceil(n.T / shape.queries)
+
+    def kernel(source: str, entry: str) -> Kernel:
+        defines = (
+            ("ELEMENT", dtype),
+            ("HEAD_DIM", head_dim),
+            ("QUERIES", shape.queries),
+            ("KEYS", shape.keys),
+            ("SPLIT_PRODUCTS", int(shape.split_products)),
+            ("STAGES", shape.stages),
+            ("DQ_BY_TMA", int(shape.dq_by_tma)),
+        )
+        return Kernel(source, entry, device.arch, defines)
+
+    query = Buffer("query", shapes.query.shape, dtype)
+    key = Buffer("key", shapes.key.shape, dtype)
+    value = Buffer("value", shapes.value.shape, dtype)
+    out = Buffer("out", query.shape, dtype)
+    lse = Buffer("lse", (n.B, n.N, n.T), "float32")
+    d_out = Buffer("d_out", query.shape, dtype)
+    d_lse = Buffer("d_lse", lse.shape, "float32")
+    d_query = Buffer("d_query", query.shape, dtype)
+    d_key = Buffer("d_key", key.shape, dtype)
+    d_value = Buffer("d_value", value.shape, dtype)
+    statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
+    d_query_sum = Buffer("d_query_sum", (n.B, n.N, query_blocks, shape.queries * head_dim), "float32")
+
+    prepare = Launch(
+        kernel=kernel("sm90/backward_prepare.cu", "backward_prepare"),
+        grid=(query_blocks * n.N * n.B, 1, 1),
+        block=256,
+        shared_bytes=0,
+        parameters=(
+            Pointer("out"),
+            Pointer("d_out"),
+            Pointer("lse"),
+            Pointer("d_lse") if spec.return_residual else Scalar("int64", 0),
+            Pointer("statistics"),
+            Pointer("d_query_sum"),
+            *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
+        ),
+    )
+    main = Launch(
+        kernel=kernel("sm90/backward.cu", "backward"),
+        grid=(math.ceil(n.S / shape.keys) * n.K * n.B, 1, 1),
+        block=shape.threads,
+        shared_bytes=shape.shared_bytes(head_dim),
+        parameters=(
+            rows_map(query, shape.queries),
+            rows_map(key, shape.keys),
+            rows_map(value, shape.keys),
+            rows_map(d_out, shape.queries),
+            rows_map(d_key, 64),
+            rows_map(d_value, 64),
+            Pointer("statistics"),
+            Pointer("d_query_sum"),
+            *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
+            *(Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right)),
+            Scalar("int32", _section_heads(n, window)),
+            Scalar("float32", spec.scale),
+        ),
+    )
+    finish = Launch(
+        kernel=kernel("sm90/backward_finish.cu", "backward_finish"),
+        grid=(query_blocks * n.N * n.B, 1, 1),
+        block=256,
+        shared_bytes=0,
+        parameters=(
+            Pointer("d_query_sum"),
+            Pointer("d_query"),
+            *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
+            Scalar("float32", spec.scale),
+        ),
+    )
+    return LaunchPlan(
+        operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
+        results=(d_query, d_key, d_value, statistics, d_query_sum),
+        steps=(prepare, main, finish),
+    )
+
+
+def _section_heads(n: Sizes, window: Window) -> int:
+    """Key heads whose tiles are walked together (`key_tile_at` in cuda/kernels/sm90/backward_tile.cuh).
+
+    Without a window all tiles take equally long: one head at a time keeps its queries in L2. With one,
+    the longest tiles of many heads go first, so that the last wave is short.
+    """
+    if window.unbounded:
+        return 1
+    bytes_per_key_head = n.group * n.T * n.H * (2 + 2 + 4)
+    return max(1, min(n.B * n.K, _SECTION_BYTES // bytes_per_key_head))
