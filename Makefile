@@ -1,0 +1,45 @@
+# Two commands from a clean checkout: `make train` and `make test`. They need python3, git and a C++ compiler.
+#
+#   make train EXTRAS=cuda13 TRAIN_FLAGS="--layers=24 --heads=16 --width=1024"    on a GPU
+#   make test PYTHON=python3.12 VENV=.venv312                                     another Python
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?=
+TRAIN_FLAGS ?=
+TEST_FLAGS ?= -n 2
+
+BIN := $(VENV)/bin
+comma := ,
+with_extras = $(1)$(if $(EXTRAS),$(comma)$(EXTRAS))
+# One stamp for each set of extras installed; what is compiled or declared makes them stale.
+BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cuda/launcher/*)
+EXAMPLES_STAMP := $(VENV)/.installed-$(call with_extras,examples)
+TEST_STAMP := $(VENV)/.installed-$(call with_extras,test)
+
+.PHONY: train test test-gpu lint clean
+
+train: $(EXAMPLES_STAMP)
+	JAX_PLATFORMS=$(if $(EXTRAS),$(JAX_PLATFORMS),cpu) $(BIN)/python examples/train_gpt.py $(TRAIN_FLAGS)
+
+test: $(TEST_STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --ignore=tests/gpu $(TEST_FLAGS)
+
+test-gpu: $(TEST_STAMP)
+	$(BIN)/python -m pytest -q tests/gpu
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Editable: a change in Python or in a kernel's source is there without installing again.
+$(VENV)/.installed-%: $(BUILT_FROM) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build runs

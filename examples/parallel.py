@@ -1,0 +1,77 @@
+"""Data parallelism over all local devices: the batch is split, parameters and optimizer state are copied."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXIS = "batch"
+
+
+class Parallel(Protocol):
+    """How a step runs on several devices.
+
+    `axis` is the name over which a step must average its gradients, or None where the compiler does.
+    """
+
+    axis: str | None
+
+    def compile(self, step: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """`step(state, tokens)` for the devices; `donate` are arguments whose memory the results may take."""
+        ...
+
+    def copy_to_all(self, state: Any) -> Any: ...
+
+    def copy_of_first(self, state: Any) -> Any: ...
+
+    def split(self, tokens: np.ndarray) -> jax.Array:
+        """`tokens (batch, length)`, each device's part of the batch on it."""
+        ...
+
+
+class ShardedJit:
+    """One program over a mesh of the devices: the compiler adds the sums over them."""
+
+    axis = None
+
+    def __init__(self, devices: list[jax.Device]):
+        mesh = Mesh(np.array(devices), (AXIS,))
+        self._split = NamedSharding(mesh, PartitionSpec(AXIS))
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+
+    def compile(self, step: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        shardings = self._replicated, self._split
+        return jax.jit(step, in_shardings=shardings, out_shardings=self._replicated, donate_argnums=donate)
+
+    def copy_to_all(self, state: Any) -> Any:
+        return jax.device_put(state, self._replicated)
+
+    def copy_of_first(self, state: Any) -> Any:
+        return jax.tree.map(lambda x: x.addressable_data(0), state)
+
+    def split(self, tokens: np.ndarray) -> jax.Array:
+        return jax.device_put(tokens, self._split)
+
+
+class Pmap:
+    """One program for each device, which sum among themselves by `jax.lax.pmean` over `AXIS`."""
+
+    axis = AXIS
+
+    def __init__(self, devices: list[jax.Device]):
+        self._devices = devices
+
+    def compile(self, step: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        return jax.pmap(step, AXIS, devices=self._devices, donate_argnums=donate)
+
+    def copy_to_all(self, state: Any) -> Any:
+        copy = jax.pmap(lambda _, state: state, in_axes=(0, None), devices=self._devices)
+        return copy(np.arange(len(self._devices)), state)
+
+    def copy_of_first(self, state: Any) -> Any:
+        return jax.tree.map(lambda x: x[0], state)
+
+    def split(self, tokens: np.ndarray) -> Any:
+        return tokens.reshape(len(self._devices), -1, tokens.shape[-1])

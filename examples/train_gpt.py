@@ -1,0 +1,311 @@
+r"""Train a byte-level GPT whose attention is `jax_flash.flash_attention`.
+
+    python examples/train_gpt.py
+    python examples/train_gpt.py --text=book.txt --checkpoint-dir=runs/book
+    python examples/train_gpt.py --text=book.txt --checkpoint-dir=runs/book --resume
+
+The defaults suit two CPU cores and a few minutes. On a GPU, the size of GPT-2 medium:
+
+    python examples/train_gpt.py --layers=24 --heads=16 --width=1024 --sequence-length=2048 --batch-size=16 \
+        --learning-rate=3e-4 --steps=1000
+
+Writes losses.csv, loss.png and sample.txt into --output-dir. Training resumed from a checkpoint gives, bit for bit,
+the losses of training without a break. Data-parallel over all local devices: a `jit` over a sharded batch, or
+`jax.pmap` with --pmap.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import report
+import tqdm
+from absl import app, flags
+from checkpoints import Checkpoints
+from flax import nnx
+from parallel import Parallel, Pmap, ShardedJit
+
+import data
+import jax_flash
+
+
+def _flag(default: Any, description: str, choices: list[str] | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"description": description, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One run; each field is a flag of the program."""
+
+    text: str | None = _flag(None, "File or folder to train on. Default: the Python standard library's source.")
+    output_dir: str = _flag("runs/gpt", "Where losses.csv, loss.png and sample.txt go.")
+    checkpoint_dir: str | None = _flag(None, "Where checkpoints go. Default: none are made.")
+    resume: bool = _flag(False, "Go on from the newest checkpoint in --checkpoint-dir.")
+
+    implementation: str | None = _flag(
+        None, "Of attention. Default: the fastest that can.", ["cuda", "pallas", "xla"]
+    )
+    dtype: str | None = _flag(
+        None, "Of the computation. Default: float32 on a CPU, else bfloat16.", ["float32", "bfloat16"]
+    )
+    layers: int = _flag(4, "Layers.")
+    heads: int = _flag(2, "Query heads.")
+    key_heads: int | None = _flag(None, "Key and value heads; fewer than heads is GQA. Default: as many as heads.")
+    width: int = _flag(128, "Features of a token; width / heads is the head dim.")
+    remat: bool = _flag(False, "Recompute each layer in the backward pass: less memory, more work.")
+    pmap: bool = _flag(False, "Use jax.pmap in place of jit over a sharded batch.")
+
+    sequence_length: int = _flag(128, "Bytes in a sequence.")
+    batch_size: int = _flag(16, "Sequences in a batch, over all devices.")
+    steps: int = _flag(750, "Steps of the whole run.")
+    learning_rate: float = _flag(3e-3, "The highest; it warms up over 5 % of the steps, then falls as a cosine to 10 %.")
+    weight_decay: float = _flag(0.1, "Of matrices.")
+    seed: int = _flag(0, "Of parameters, of the order of the data and of the sample.")
+
+    steps_per_report: int = _flag(10, "Steps between updates of the progress bar.")
+    steps_per_validation: int = _flag(125, "Steps between measurements on the held-out text.")
+    steps_per_checkpoint: int = _flag(250, "Steps between checkpoints.")
+    prompt: str = _flag("def ", "What the sample starts with.")
+    sample_length: int = _flag(400, "Bytes in the sample.")
+    temperature: float = _flag(0.7, "Of sampling.")
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    parameters: nnx.State
+    optimizer: optax.OptState
+
+
+VALIDATION_BATCHES = 8
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """AdamW behind clipping of the gradient's norm, with warm-up and cosine decay."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=settings.learning_rate,
+        warmup_steps=max(settings.steps // 20, 1),
+        decay_steps=max(settings.steps, 2),
+        end_value=settings.learning_rate / 10,
+    )
+
+    def matrices(parameters: Any) -> Any:
+        return jax.tree.map(lambda x: x.ndim > 1, parameters)
+
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def make_steps(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, parallel: Parallel
+) -> tuple[Callable[..., tuple[State, jax.Array]], Callable[..., jax.Array]]:
+    """The two compiled functions: `train(state, tokens) -> state, loss` and `validate(parameters, tokens) -> loss`.
+
+    `tokens` is uint8 `(batch, sequence_length + 1)`, as `parallel.split` returns it.
+    """
+
+    def mean_over_devices(values: Any) -> Any:
+        return values if parallel.axis is None else jax.lax.pmean(values, parallel.axis)
+
+    def loss(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
+        tokens = tokens.astype(jnp.int32)
+        return gpt.mean_loss(nnx.merge(graph, parameters)(tokens[:, :-1]), tokens[:, 1:])
+
+    def train(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
+        value, gradients = mean_over_devices(jax.value_and_grad(loss)(state.parameters, tokens))
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
+        return State(optax.apply_updates(state.parameters, updates), optimizer_state), value
+
+    def validate(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
+        return mean_over_devices(loss(parameters, tokens))
+
+    return parallel.compile(train, donate=(0,)), parallel.compile(validate)
+
+
+class Progress:
+    """The progress bar and the history, fed with losses that the device may still be computing.
+
+    A loss is fetched one report later than it was started, so the device always has steps to run.
+    """
+
+    def __init__(self, settings: Settings, history: report.History, start: int):
+        self.history = history
+        self._tokens_per_step = settings.batch_size * settings.sequence_length
+        self._started: list[tuple[int, list[jax.Array], bool]] = []
+        self._bar = tqdm.tqdm(total=settings.steps, initial=start, unit="step", smoothing=0.1)
+        self._last_report: float | None = None
+
+    def add(self, step: int, losses: list[jax.Array], validation: bool = False) -> None:
+        """Losses of `step`, whose mean counts; each may have an axis of devices, all with the same value."""
+        self._started.append((step, losses, validation))
+
+    def report(self, keep: int = 0) -> None:
+        """Fetch all losses but those of the last `keep` additions."""
+        ready, self._started = self._started[: len(self._started) - keep], self._started[len(self._started) - keep :]
+        steps = 0
+        for step, losses, validation in ready:
+            loss = float(np.mean([np.ravel(loss)[0] for loss in losses]))
+            if validation:
+                self.history.validation[step] = loss
+            else:
+                self.history.training.append(loss)
+                steps += 1
+        if not steps:
+            return
+        now = time.perf_counter()
+        shown = {"loss": f"{self.history.training[-1]:.3f}"}
+        if self.history.validation:
+            shown["validation"] = f"{list(self.history.validation.values())[-1]:.3f}"
+        if self._last_report is not None:  # the first report's time is mostly compilation
+            shown["tokens/s"] = f"{steps * self._tokens_per_step / (now - self._last_report):,.0f}"
+        self._last_report = now
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(steps)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def explain(settings: Settings, config: gpt.GPTConfig, devices: int) -> str:
+    """Which implementation runs the model's attention on one device, and why."""
+
+    def operand(heads: int) -> jax.ShapeDtypeStruct:
+        shape = settings.batch_size // devices, settings.sequence_length, heads, config.head_dim
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+
+    query, key = operand(config.heads), operand(config.key_heads)
+    return str(jax_flash.explain(query, key, key, is_causal=True, implementation=settings.implementation))
+
+
+def train(settings: Settings) -> report.History:
+    """Run `settings` to the end, writing its files. Returns all losses, those before a resumption too."""
+    devices = jax.local_devices()
+    if settings.batch_size % len(devices):
+        raise ValueError(
+            f"--batch-size must be a multiple of the number of devices, got {settings.batch_size} for {len(devices)}"
+        )
+    if settings.resume and settings.checkpoint_dir is None:
+        raise ValueError("--resume needs --checkpoint-dir")
+    config = gpt.GPTConfig(
+        layers=settings.layers,
+        heads=settings.heads,
+        key_heads=settings.key_heads or settings.heads,
+        width=settings.width,
+        dtype=settings.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16"),
+        implementation=settings.implementation,
+        remat=settings.remat,
+    )
+    corpus = data.load(settings.text)
+    graph, parameters = nnx.split(gpt.GPT(config, nnx.Rngs(settings.seed)))
+    print(f"text: {corpus.source}, {len(corpus.train):,} bytes and {len(corpus.validation):,} held out")
+    print(f"model: {sum(x.size for x in jax.tree.leaves(parameters)):,} parameters, {config.dtype}")
+    print(f"devices: {len(devices)} × {devices[0].device_kind}, by {'pmap' if settings.pmap else 'sharded jit'}")
+    print(explain(settings, config, len(devices)), flush=True)
+
+    optimizer = make_optimizer(settings)
+    state = State(parameters, optimizer.init(parameters))
+    parallel = Pmap(devices) if settings.pmap else ShardedJit(devices)
+    train_step, validation_step = make_steps(graph, optimizer, parallel)
+
+    def tokens(of: np.ndarray, seed: int, step: int) -> Any:
+        return parallel.split(data.batch(of, seed, step, settings.batch_size, settings.sequence_length))
+
+    # What a checkpoint must agree in for the resumed run to be the same run.
+    free = "text", "output_dir", "checkpoint_dir", "resume", "steps_per_report", "steps_per_checkpoint"
+    free += "prompt", "sample_length", "temperature"
+    identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
+    identity |= {"dtype": config.dtype, "text_sha256": hashlib.sha256(corpus.train.tobytes()).hexdigest()}
+
+    output = pathlib.Path(settings.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    start, history = 0, report.History()
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if settings.checkpoint_dir is not None:
+            checkpoints = stack.enter_context(Checkpoints(pathlib.Path(settings.checkpoint_dir)))
+            if settings.resume:
+                start, state, saved = checkpoints.restore(state, identity)
+                history = report.History.from_json(saved)
+                print(f"resumed after {start} steps", flush=True)
+            else:
+                checkpoints.require_none()
+
+        state = parallel.copy_to_all(state)
+        validation = [tokens(corpus.validation, settings.seed, i) for i in range(VALIDATION_BATCHES)]
+        progress = Progress(settings, history, start)
+        stack.callback(progress.close)
+        for step in range(start, settings.steps):
+            state, loss = train_step(state, tokens(corpus.train, settings.seed, step))
+            done, last = step + 1, step + 1 == settings.steps
+            progress.add(done, [loss])
+            if last or done % settings.steps_per_validation == 0:
+                losses = [validation_step(state.parameters, batch) for batch in validation]
+                progress.add(done, losses, validation=True)
+            if done % settings.steps_per_report == 0:
+                progress.report(keep=settings.steps_per_report)
+            if checkpoints is not None and (last or done % settings.steps_per_checkpoint == 0):
+                progress.report()
+                checkpoints.save(done, parallel.copy_of_first(state), identity, history.to_json())
+        progress.report()
+
+    report.write_csv(history, output / "losses.csv")
+    report.plot(history, f"Byte-level GPT, {settings.layers} layers, width {settings.width}", output / "loss.png")
+    model = nnx.merge(graph, parallel.copy_of_first(state.parameters))
+    sample = gpt.generate(
+        model,
+        jax.random.key(settings.seed),
+        settings.prompt.encode(),
+        settings.sample_length,
+        settings.sequence_length,
+        settings.temperature,
+    )
+    text = settings.prompt + sample.decode(errors="replace")
+    (output / "sample.txt").write_text(text)
+    print(f"validation loss {history.validation[settings.steps]:.3f} nats per byte after {settings.steps} steps")
+    print(f"wrote losses.csv, loss.png and sample.txt to {output}\n\n{text}")
+    return history
+
+
+def flag_name(field: dataclasses.Field) -> str:
+    return field.name.replace("_", "-")
+
+
+def define_flags() -> None:
+    """One flag for each field of `Settings`."""
+    for field in dataclasses.fields(Settings):
+        name, description, choices = flag_name(field), field.metadata["description"], field.metadata["choices"]
+        if choices:
+            flags.DEFINE_enum(name, field.default, choices, description)
+        elif field.type is bool:
+            flags.DEFINE_bool(name, field.default, description)
+        elif field.type in (int, int | None):
+            flags.DEFINE_integer(name, field.default, description)
+        elif field.type is float:
+            flags.DEFINE_float(name, field.default, description)
+        else:
+            flags.DEFINE_string(name, field.default, description)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"flags only, got {argv[1:]}")
+    values = {field.name: flags.FLAGS[flag_name(field)].value for field in dataclasses.fields(Settings)}
+    try:
+        train(Settings(**values))
+    except (ValueError, NotImplementedError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)

@@ -1,0 +1,154 @@
+"""`attention_fn` for Flax's attention layers, linen and NNX alike.
+
+    flax.linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=jax_flash.flax.dot_product_attention)
+    flax.nnx.MultiHeadAttention(num_heads=8, ..., attention_fn=jax_flash.flax.dot_product_attention)
+
+Flax itself is not imported.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_flash import _attention, _dropout, _validate
+from jax_flash._spec import sizes
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Any] | None = None,
+    qk_attn_weights_einsum: Callable[..., Any] | None = None,
+    attn_weights_value_einsum: Callable[..., Any] | None = None,
+    promote_dtype: Callable[..., Any] | None = None,
+    is_causal: bool = False,
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> jax.Array:
+    """What `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention` mean, by our implementations.
+
+    Three things differ from Flax's own. The softmax is float32 whatever the dtype, as if
+    `force_fp32_for_softmax` were always set. A row that the mask leaves nothing to attend to gives 0, where Flax
+    averages all values. Dropout keeps other probabilities than Flax's for the same `dropout_rng`, at the same rate:
+    those of `jax_flash.dropout_mask`.
+
+    A layer passes its own arguments; bind more with `functools.partial`, as in
+    `functools.partial(dot_product_attention, implementation="xla")`.
+
+    Letters: `*B` any leading batch axes, `T` queries, `S` keys, `N` query heads, `K` key heads (`N % K == 0`),
+    `H` head dim of queries and keys, `V` head dim of values.
+
+    Args:
+      query: `(*B, T, N, H)`.
+      key: `(*B, S, K, H)`.
+      value: `(*B, S, K, V)`.
+      bias: broadcastable to `(*B, N, T, S)`, floating. Added to the logits.
+      mask: broadcastable to `(*B, N, T, S)`, bool or numbers; True, or other than 0, attends.
+      broadcast_dropout: all batch rows and heads drop the same (query, key) pairs.
+      dropout_rng: the key of dropout; needed when `dropout_rate > 0` and not `deterministic`.
+      dropout_rate: the share of probabilities to drop, in [0, 1).
+      deterministic: no dropout.
+      dtype: what query, key and value are cast to; None for the dtype that they promote to.
+      precision: None or `jax.lax.Precision.DEFAULT`. More can be asked of 16-bit inputs alone, where the matrix
+        products are exact to float32 accumulation as they are.
+      module: must be None: the attention weights, which it would sow, are never formed.
+      force_fp32_for_softmax: has no effect, see above.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there are no such
+        einsums to replace.
+      promote_dtype: a function as `flax.nnx.nn.dtypes.promote_dtype`, to take its place.
+      is_causal: row i sees the keys `j <= i` (aligned to the top left, as in Flax).
+      implementation: as in `jax_flash.flash_attention`.
+
+    Returns:
+      `(*B, T, N, V)` in the dtype of the computation.
+
+    Raises:
+      TypeError: an argument is of the wrong dtype or kind.
+      ValueError: an argument has a shape or value that doesn't fit.
+      NotImplementedError: an argument asks for what can't be done without storing the attention weights, or no
+        implementation that was named can run the call.
+    """
+    del force_fp32_for_softmax
+    _refuse(
+        module=(module, "as with sow_weights=True", "the attention weights are never formed, so can't be sown"),
+        einsum_dot_general=(einsum_dot_general, "", "the attention weights come from no einsum"),
+        qk_attn_weights_einsum=(
+            qk_attn_weights_einsum,
+            "as with qk_attn_weights_einsum_cls",
+            "the attention weights come from no einsum",
+        ),
+        attn_weights_value_einsum=(
+            attn_weights_value_einsum,
+            "as with attn_weights_value_einsum_cls",
+            "the output comes from no einsum",
+        ),
+    )
+    query, key, value = (promote_dtype or _promote)((query, key, value), dtype=dtype)
+    _check_precision(precision, query.dtype)
+    drops = not _validate.flag("deterministic", deterministic) and dropout_rate != 0
+    if drops and dropout_rng is None:
+        raise ValueError("dropout_rng must be a key where dropout_rate > 0 and deterministic is False; got None")
+    causal = _validate.flag("is_causal", is_causal)
+    call = _attention.prepare(
+        query,
+        key,
+        value,
+        bias,
+        None if mask is None else _validate.array("mask", mask).astype(bool),
+        # The window counts from the diagonal that ends in the bottom right corner.
+        window=(None, query.shape[-3] - key.shape[-3]) if causal and query.ndim >= 3 <= key.ndim else (None, None),
+        dropout_rate=dropout_rate if drops else 0.0,
+        dropout_key=dropout_rng if drops else None,
+    )
+    if drops and _validate.flag("broadcast_dropout", broadcast_dropout):
+        n = sizes(call.operands)
+        one_seed = _dropout.seeds(dropout_rng, 1, 1)
+        seeds = jnp.broadcast_to(one_seed, (n.B, n.N, 2))
+        call = dataclasses.replace(call, operands=call.operands.replace(dropout_seeds=seeds))
+    return _attention.attend(call, implementation)
+
+
+def _refuse(**arguments: tuple[Any, str, str]) -> None:
+    """Raise for the first of `name=(value, where it comes from, why it can't be)` whose value isn't None."""
+    for name, (value, origin, why) in arguments.items():
+        if value is not None:
+            got = type(value).__name__ + (f" ({origin})" if origin else "")
+            raise NotImplementedError(f"{name} must be None, because {why}; got {got}")
+
+
+def _promote(arrays: tuple[Any, ...], dtype: Any) -> tuple[jax.Array, ...]:
+    """The arrays in `dtype`; where it's None, in the floating dtype that they promote to together."""
+    if dtype is None:
+        dtype = jnp.result_type(*arrays)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            dtype = jnp.promote_types(jnp.float32, dtype)
+    return tuple(jnp.asarray(x, dtype) for x in arrays)
+
+
+def _check_precision(precision: Any, dtype: Any) -> None:
+    """Raise where `precision` asks for more, or other, than the matrix products do."""
+    default = (None, "default", jax.lax.Precision.DEFAULT)
+    choices = precision if isinstance(precision, tuple | list) else (precision,)
+    if all(choice in default for choice in choices):
+        return
+    if jnp.dtype(dtype).itemsize == 2 and all(isinstance(choice, str | jax.lax.Precision) for choice in choices):
+        return
+    raise NotImplementedError(
+        "precision must be None or jax.lax.Precision.DEFAULT (float16 and bfloat16 take any jax.lax.Precision, "
+        f"their products being exact); got {precision!r} with {jnp.dtype(dtype).name}"
+    )
