@@ -83,9 +83,7 @@ def _reference_float64(spec, operands):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _with_gradients(attention, spec, operands, d_out, d_lse):
     differentiable = {name: x for name, x in operands.present().items() if name in DIFFERENTIABLE}
-    (out, lse), vjp = jax.vjp(
-        lambda inputs: attention(spec, operands.replace(**inputs)), differentiable
-    )
+    (out, lse), vjp = jax.vjp(lambda inputs: attention(spec, operands.replace(**inputs)), differentiable)
     d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse.astype(lse.dtype)
     (gradients,) = vjp((d_out.astype(out.dtype), d_lse))
     return out, lse, Gradients(**gradients)
@@ -98,9 +96,7 @@ def _widen(x):
 
 def _attention(spec, operands, dtype, rounding):
     size = sizes(operands)
-    product = functools.partial(
-        jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
-    )
+    product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
     narrow = (lambda x: x) if rounding is None else (lambda x: x.astype(rounding).astype(dtype))
     query = operands.query.astype(dtype)
     key = jnp.repeat(operands.key.astype(dtype), size.group, axis=2)

@@ -109,9 +109,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             dx = dx.astype(key.dtype)
             p_kept = p_kept.astype(value.dtype)
             d_query += logits.product(dx, key, ((4,), (2,)), dtype)
-            d_key = cut.keys.add(
-                d_key, logits.product(query_t, dx, ((2, 4), (2, 3)), dtype), key_index, 3
-            )
+            d_key = cut.keys.add(d_key, logits.product(query_t, dx, ((2, 4), (2, 3)), dtype), key_index, 3)
             d_value = cut.keys.add(
                 d_value, logits.product(d_out_t, p_kept, ((2, 4), (2, 3)), dtype), key_index, 3
             )

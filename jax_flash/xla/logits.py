@@ -69,9 +69,7 @@ def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype
 
     `contract` holds the axes of `left`, and those of `right`, that are summed over.
     """
-    return jax.lax.dot_general(
-        left, right, (contract, ((0, 1), (0, 1))), preferred_element_type=dtype
-    )
+    return jax.lax.dot_general(left, right, (contract, ((0, 1), (0, 1))), preferred_element_type=dtype)
 
 
 def block(

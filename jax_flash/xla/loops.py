@@ -66,7 +66,5 @@ def over_batch(batch: blocks.Axis, attend: Callable, operands: Operands, others,
 def shared_operands(operands: Operands) -> dict[str, jax.Array]:
     """The operands with a leading axis of 1 that stands for every batch row, by name."""
     return {
-        name: x
-        for name, x in operands.present().items()
-        if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1
+        name: x for name, x in operands.present().items() if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1
     }
