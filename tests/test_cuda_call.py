@@ -24,7 +24,9 @@ from jax_flash.cuda.launch_plan import (
 
 SOURCE = """
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
-extern "C" __global__ void double_it(const __grid_constant__ TensorMap in, float* out, int n) { out[n] = FACTOR; }
+extern "C" __global__ void double_it(const __grid_constant__ TensorMap rows, float* doubled, int n) {
+    doubled[n] = FACTOR;
+}
 """
 ROWS = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 

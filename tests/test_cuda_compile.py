@@ -34,7 +34,12 @@ def compilations(monkeypatch):
     """The kernels that the compiler is given from here on."""
     seen = []
     real = compile._compile
-    monkeypatch.setattr(compile, "_compile", lambda kernel, folder: (seen.append(kernel), real(kernel, folder))[1])
+
+    def noted(kernel, folder):
+        seen.append(kernel)
+        return real(kernel, folder)
+
+    monkeypatch.setattr(compile, "_compile", noted)
     return seen
 
 
@@ -179,9 +184,11 @@ def test_no_driver_is_needed(sources):
         import ctypes, pathlib, sys
         from jax_flash.cuda.compile import compile_kernel
         from jax_flash.cuda.launch_plan import Kernel
-        compile_kernel(Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3),)), pathlib.Path(sys.argv[1]))
+        kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3),))
+        compile_kernel(kernel, pathlib.Path(sys.argv[1]))
         print("libcuda.so" in pathlib.Path("/proc/self/maps").read_text())
     """
+    command = [sys.executable, "-c", program, sources]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program, sources], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

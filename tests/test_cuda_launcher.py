@@ -1,4 +1,7 @@
-"""The launcher against a driver that records its calls (fake_libcuda.cc), with no GPU."""
+"""The launcher against a driver that records its calls (fake_libcuda.cc), with no GPU.
+
+Its handlers are called as XLA would (fake_xla.cc).
+"""
 
 import ctypes
 import json
@@ -10,7 +13,7 @@ import threading
 
 import pytest
 
-from jax_flash.cuda import _launcher
+from jax_flash.cuda import _launcher, call
 
 HERE = pathlib.Path(__file__).parent
 OPERAND, SCRATCH = 0x1000, 0x2000  # addresses
@@ -35,16 +38,19 @@ class FakeDriver:
         return [line for line in lines if name in (None, line["call"])]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def build_library(folder: pathlib.Path, source: str) -> pathlib.Path:
     finder = HERE.parent / "cuda" / "launcher" / "find_headers.py"
     found = subprocess.run([sys.executable, finder], capture_output=True, text=True, check=True).stdout
-    library = tmp_path_factory.mktemp("fake") / "libcuda.so"
-    subprocess.run(
-        ["g++", "-std=c++17", "-shared", "-fPIC", "-isystem", found.split(";")[1], "-o", library]
-        + [HERE / "fake_libcuda.cc"],
-        check=True,
-    )
+    headers = [flag for path in found.split(";") for flag in ("-isystem", path)]
+    library = folder / source.replace(".cc", ".so")
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", *headers, "-o", library, HERE / source]
+    subprocess.run(command, check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    library = build_library(tmp_path_factory.mktemp("fake"), "fake_libcuda.cc")
     os.environ["JAX_FLASH_LIBCUDA"] = str(library)
     try:
         _launcher.driver_version()  # the launcher keeps the first driver that it finds
@@ -56,6 +62,44 @@ def library(tmp_path_factory):
 @pytest.fixture
 def driver(library):
     return FakeDriver(library)
+
+
+class FakeXla:
+    """Calls the launcher's handlers."""
+
+    INVALID_ARGUMENT, INTERNAL = 3, 13  # error codes
+
+    def __init__(self, library: pathlib.Path):
+        self._library = ctypes.CDLL(str(library))
+        self._library.call_handler.restype = ctypes.c_char_p
+
+    def call(self, stage: str, text: str, operand_bytes=(512,), result_bytes=(256,), stream: int = 77) -> str:
+        """The error, as "code: message", or an empty text. Addresses are 4096, 8192, and so on."""
+        sizes = (*operand_bytes, *result_bytes)
+        return self._library.call_handler(
+            self._handler(stage),
+            {"initialize": 2, "execute": 3}[stage],
+            ctypes.c_uint64(stream),
+            text.encode(),
+            len(operand_bytes),
+            len(result_bytes),
+            (ctypes.c_uint64 * len(sizes))(*(0x1000 * (i + 1) for i in range(len(sizes)))),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+        ).decode()
+
+    def traits(self, stage: str) -> int:
+        return self._library.handler_traits(self._handler(stage))
+
+    def _handler(self, stage: str) -> ctypes.c_void_p:
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype = ctypes.c_void_p
+        pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
+        return ctypes.c_void_p(pointer_of(_launcher.handlers()[stage], None))
+
+
+@pytest.fixture(scope="module")
+def xla(tmp_path_factory):
+    return FakeXla(build_library(tmp_path_factory.mktemp("fake"), "fake_xla.cc"))
 
 
 def make_kernel(entry: str = "forward") -> "_launcher.Kernel":
@@ -130,7 +174,7 @@ def test_tensor_maps_are_encoded_for_the_buffers_of_each_run(driver):
     assert {key: encoded[0][key] for key in want} == want
     assert (encoded[1]["type"], encoded[1]["strides"], encoded[1]["swizzle"]) == (7, [], 0)
     launched = driver.calls("cuLaunchKernelEx")
-    assert [x for call in launched for x in call["parameters"]] == [e["id"] for e in encoded]
+    assert [x for launch in launched for x in launch["parameters"]] == [e["id"] for e in encoded]
 
 
 def test_steps_run_in_order(driver):
@@ -184,7 +228,7 @@ def test_many_threads_load_a_kernel_once(driver):
 
 
 @pytest.mark.parametrize(
-    "call, subject",
+    "failing_call, subject",
     [
         ("cuCtxGetId", "no CUDA context is current"),
         ("cuModuleLoadData", "forward of some.cu"),
@@ -195,13 +239,13 @@ def test_many_threads_load_a_kernel_once(driver):
         ("cuMemsetD8Async", "zeroing buffer 1"),
     ],
 )
-def test_errors_name_the_call_the_error_and_the_kernel(driver, call, subject):
+def test_errors_name_the_call_the_error_and_the_kernel(driver, failing_call, subject):
     tensor_map = _launcher.TensorMap(0, "float16", (8, 4), (16,), (8, 4), 32)
     plan = make_plan(make_launch([tensor_map], shared_bytes=1000), _launcher.Zero(1))
-    driver.reset(layout="m", failing_call=call)
+    driver.reset(layout="m", failing_call=failing_call)
     with pytest.raises(RuntimeError) as raised:
         plan.run([OPERAND, SCRATCH], stream=0)
-    message = f"{call} failed with CUDA_ERROR_INVALID_VALUE (invalid argument): {subject}"
+    message = f"{failing_call} failed with CUDA_ERROR_INVALID_VALUE (invalid argument): {subject}"
     assert str(raised.value) == message
 
 
@@ -239,6 +283,70 @@ def test_registry_keeps_the_first_plan():
     _launcher.register_plan("a plan of this test", make_plan())
     _launcher.register_plan("a plan of this test", make_plan())
     assert _launcher.is_registered("a plan of this test")
+
+
+def test_handlers_run_a_registered_plan(driver, xla):
+    driver.reset(layout="pp")
+    pointers = [_launcher.Pointer(0), _launcher.Pointer(1)]
+    _launcher.register_plan("handlers", make_plan(make_launch(pointers), _launcher.Zero(1)))
+    assert xla.call("initialize", "handlers") == ""
+    assert [line["call"] for line in driver.calls()] == ["cuModuleLoadData", "cuModuleGetFunction"]
+    driver.reset(layout="pp")
+    assert xla.call("execute", "handlers", stream=77) == ""
+    launched, zeroed = driver.calls()  # nothing is loaded any more
+    assert (launched["stream"], launched["parameters"]) == (77, [OPERAND, SCRATCH])
+    assert (zeroed["address"], zeroed["bytes"]) == (SCRATCH, 256)
+
+
+def test_handlers_are_compatible_with_command_buffers(xla):
+    assert xla.traits("initialize") == xla.traits("execute") == 1
+
+
+@pytest.mark.parametrize("stage", ["initialize", "execute"])
+def test_handlers_resolve_a_plan_of_another_process(driver, xla, stage, monkeypatch):
+    text = f"resolved by {stage}"
+    resolved = []
+
+    def resolve(text):
+        resolved.append(text)
+        _launcher.register_plan(text, make_plan(make_launch()))
+
+    monkeypatch.setattr(call, "resolve", resolve)
+    assert xla.call(stage, text) == ""
+    assert xla.call(stage, text) == ""
+    assert resolved == [text]
+
+
+def test_handlers_report_what_goes_wrong_in_python(driver, xla, monkeypatch):
+    def resolve(text):
+        raise RuntimeError("a kernel that does not compile")
+
+    monkeypatch.setattr(call, "resolve", resolve)
+    error = xla.call("initialize", "of no process")
+    assert error.startswith(f"{xla.INTERNAL}: jax_flash: RuntimeError: a kernel that does not compile")
+
+
+def test_handlers_report_errors_of_the_driver(driver, xla):
+    _launcher.register_plan("failing", make_plan(make_launch()))
+    driver.reset(failing_call="cuLaunchKernelEx")
+    error = xla.call("execute", "failing")
+    message = "cuLaunchKernelEx failed with CUDA_ERROR_INVALID_VALUE (invalid argument): forward of some.cu"
+    assert error == f"{xla.INTERNAL}: jax_flash: {message}"
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"operand_bytes": (512, 512)}, "number of operands: the call has 2 and its launch plan 1"),
+        ({"result_bytes": ()}, "number of results: the call has 0 and its launch plan 1"),
+        ({"operand_bytes": (511,)}, "bytes of operand 0: the call has 511 and its launch plan 512"),
+        ({"result_bytes": (512,)}, "bytes of result 0: the call has 512 and its launch plan 256"),
+    ],
+)
+def test_handlers_refuse_buffers_that_the_plan_was_not_made_for(driver, xla, sizes, message):
+    _launcher.register_plan("sizes", make_plan(make_launch()))
+    assert xla.call("execute", "sizes", **sizes) == f"{xla.INVALID_ARGUMENT}: jax_flash: {message}"
+    assert driver.calls("cuLaunchKernelEx") == []
 
 
 def test_without_a_driver_the_module_imports_and_says_what_is_missing():

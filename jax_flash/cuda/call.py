@@ -42,7 +42,7 @@ def resolve(text: str) -> None:
     _register(text, launch_plan.load(text))
 
 
-def build(plan: LaunchPlan) -> "_launcher.Plan":
+def build(plan: LaunchPlan) -> _launcher.Plan:
     """`plan` as the launcher takes it: kernels compiled, buffers numbered."""
     kernels = _compile_all(plan)
     number = {buffer.name: i for i, buffer in enumerate((*plan.operands, *plan.results))}
@@ -81,7 +81,7 @@ def _register(text: str, plan: LaunchPlan) -> None:
         _launcher.register_plan(text, build(plan))
 
 
-def _compile_all(plan: LaunchPlan) -> "dict[Kernel, _launcher.Kernel]":
+def _compile_all(plan: LaunchPlan) -> dict[Kernel, _launcher.Kernel]:
     kernels = list({launch.kernel: None for launch in plan.launches})
     if not kernels:
         return {}
@@ -91,7 +91,7 @@ def _compile_all(plan: LaunchPlan) -> "dict[Kernel, _launcher.Kernel]":
 
 
 @functools.cache
-def _launcher_kernel(kernel: Kernel) -> "_launcher.Kernel":
+def _launcher_kernel(kernel: Kernel) -> _launcher.Kernel:
     # One object for all plans that launch it, as each object loads its own module.
     return _launcher.Kernel(compile_kernel(kernel).cubin, kernel.entry, describe(kernel))
 

@@ -1,0 +1,64 @@
+"""Runs launch plans on XLA's stream through the CUDA driver (cuda/launcher/module.cc)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+class Kernel:
+    def __init__(self, cubin: bytes, entry: str, description: str) -> None: ...
+
+class Pointer:
+    def __init__(self, buffer: int) -> None: ...
+
+class Scalar:
+    def __init__(self, type: str, value: int | float) -> None: ...
+
+class TensorMap:
+    def __init__(
+        self,
+        buffer: int,
+        dtype: str,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        box: Sequence[int],
+        swizzle: int,
+    ) -> None: ...
+
+class Launch:
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: int,
+        shared_bytes: int,
+        cluster: int,
+        overlap_previous: bool,
+        parameters: Sequence[Pointer | Scalar | TensorMap],
+    ) -> None: ...
+
+class Zero:
+    def __init__(self, buffer: int) -> None: ...
+
+class Plan:
+    def __init__(
+        self,
+        operand_bytes: Sequence[int],
+        result_bytes: Sequence[int],
+        steps: Sequence[Launch | Zero],
+    ) -> None: ...
+    def load(self) -> None:
+        """Loads the kernels in the current CUDA context."""
+
+    def run(self, buffers: Sequence[int], stream: int) -> None:
+        """Runs the steps on a stream of the current CUDA context, on device addresses, operands first."""
+
+def register_plan(text: str, plan: Plan) -> None:
+    """Makes `text`, a custom call's attribute, mean `plan`."""
+
+def is_registered(text: str) -> bool:
+    """Whether `text` means a plan already."""
+
+def handlers() -> dict[str, Any]:
+    """The stages of every custom call, for `jax.ffi.register_ffi_target`."""
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA (major, minor) that the driver supports; RuntimeError where there is none."""
