@@ -20,7 +20,7 @@ TEST_STAMP := $(VENV)/.installed-$(call with_extras,test)
 .PHONY: train test test-gpu lint clean
 
 train: $(EXAMPLES_STAMP)
-	JAX_PLATFORMS=$(if $(EXTRAS),$(JAX_PLATFORMS),cpu) $(BIN)/python examples/train_gpt.py $(TRAIN_FLAGS)
+	$(BIN)/python examples/train_gpt.py $(TRAIN_FLAGS)
 
 test: $(TEST_STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --ignore=tests/gpu $(TEST_FLAGS)
