@@ -90,6 +90,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("SPLIT_PRODUCTS", int(shape.split_products)),
             ("STAGES", shape.stages),
             ("DQ_BY_TMA", int(shape.dq_by_tma)),
+            ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
 

@@ -7,6 +7,7 @@
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
 //   DQ_BY_TMA       1: dQ is added to global memory from shared memory, 0: straight from registers
+//   SHARED_BYTES    dynamic shared memory that the plan asks for
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
@@ -77,6 +78,7 @@ struct SharedMemory {
     static constexpr int statistics = d_query + (Traits::dq_by_tma ? DqPart::block_elements * 4 : 0);
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int bytes = barriers + 8 * (2 + 4 * Traits::stages);
+    static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
     __device__ uint32_t key_tile() const { return base + key; }

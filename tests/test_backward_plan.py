@@ -1,0 +1,121 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import backward_plan, launch_plan
+from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda.launch_plan import Pointer, Scalar, TensorMap
+
+HEAD_DIMS = range(8, 257, 8)
+
+
+def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16):
+    query = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    key = jax.ShapeDtypeStruct((B, S, K, H), dtype)
+    return Operands(query, key, key)
+
+
+def main_launch(plan):
+    (launch,) = (launch for launch in plan.launches if launch.kernel.entry == "backward")
+    return launch
+
+
+def scalars(launch):
+    return [p.value for p in launch.parameters if isinstance(p, Scalar)]
+
+
+def test_buffers_are_those_of_the_call_and_scratch_comes_last():
+    plan = plan_backward(AttentionSpec(0.1), shapes(), H100)
+    assert [(b.name, b.shape, b.dtype) for b in plan.operands] == [
+        ("query", (2, 1000, 8, 128), "bfloat16"),
+        ("key", (2, 777, 2, 128), "bfloat16"),
+        ("value", (2, 777, 2, 128), "bfloat16"),
+        ("out", (2, 1000, 8, 128), "bfloat16"),
+        ("lse", (2, 8, 1000), "float32"),
+        ("d_out", (2, 1000, 8, 128), "bfloat16"),
+    ]
+    assert [(b.name, b.shape, b.dtype) for b in plan.results] == [
+        ("d_query", (2, 1000, 8, 128), "bfloat16"),
+        ("d_key", (2, 777, 2, 128), "bfloat16"),
+        ("d_value", (2, 777, 2, 128), "bfloat16"),
+        ("statistics", (2, 8, 16, 2, 64), "float32"),
+        ("d_query_sum", (2, 8, 16, 64 * 128), "float32"),
+    ]
+
+
+def test_d_lse_is_an_operand_only_of_calls_that_return_lse():
+    without = plan_backward(AttentionSpec(0.1), shapes(), H100)
+    with_lse = plan_backward(AttentionSpec(0.1, return_residual=True), shapes(), H100)
+    assert [b.name for b in with_lse.operands] == [b.name for b in without.operands] + ["d_lse"]
+    assert Pointer("d_lse") in with_lse.launches[0].parameters
+    assert without.launches[0].parameters[3] == Scalar("int64", 0)  # a null pointer
+
+
+def test_survives_the_attribute():
+    plan = plan_backward(AttentionSpec(0.1, 5, 0), shapes(H=80, dtype=jnp.float16), H100)
+    assert launch_plan.load(launch_plan.dump(plan)) == plan
+
+
+def test_kernels_depend_on_head_dim_and_dtype_alone():
+    kernels = {
+        tuple(launch.kernel for launch in plan_backward(spec, shapes(B=B, T=T, N=N), H100).launches)
+        for spec, B, T, N in [
+            (AttentionSpec(0.1), 1, 1, 2),
+            (AttentionSpec(-2.0, 7, 0, return_residual=True), 3, 4097, 16),
+        ]
+    }
+    assert len(kernels) == 1
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles_fit_the_hardware(head_dim):
+    plan = plan_backward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+    main = main_launch(plan)
+    assert main.shared_bytes <= 227 * 1024
+    assert main.block == 384
+    for p in main.parameters:
+        if isinstance(p, TensorMap):
+            assert all(stride % 16 == 0 for stride in p.strides)
+            assert all(0 < extent <= 256 for extent in p.box)
+            assert p.box[0] * 2 == p.swizzle == 128
+            assert p.sizes[0] == head_dim  # the padding is TMA's, not the array's
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_tile_has_a_cta_and_every_block_scratch(head_dim):
+    plan = plan_backward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+    shape = backward_plan.tile(head_dim)
+    blocks = math.ceil(1000 / shape.queries)
+    prepare, main, finish = plan.launches
+    assert main.grid == (math.ceil(777 / shape.keys) * 2 * 2, 1, 1)  # a CTA a key head, not a query head
+    assert prepare.grid == finish.grid == (blocks * 8 * 2, 1, 1)
+    buffers = {b.name: b for b in plan.results}
+    assert buffers["statistics"].shape[2:] == (blocks, 2, shape.queries)
+    assert buffers["d_query_sum"].bytes == 2 * 8 * blocks * shape.queries * head_dim * 4
+    assert buffers["d_query_sum"].shape[2] == blocks
+
+
+def test_a_side_of_the_window_that_hides_nothing_is_out_of_reach():
+    def window(spec, **sizes):
+        return scalars(main_launch(plan_backward(spec, shapes(**sizes), H100)))[5:7]
+
+    left, right = window(AttentionSpec(0.1))
+    assert left == right
+    # As far as lengths go that fit 32 bits with it, on either side of the diagonal.
+    assert left >= 2**28 and 2 * left + 2**28 < 2**31
+    assert window(AttentionSpec(0.1, 63, 63), T=64, S=64) == [left, right]
+    assert window(AttentionSpec(0.1, 5, 0)) == [5, 0]
+    assert window(AttentionSpec(0.1, -3, None)) == [-3, right]
+
+
+def test_heads_share_turns_where_tiles_differ_in_length():
+    def section_heads(spec, **sizes):
+        return scalars(main_launch(plan_backward(spec, shapes(**sizes), H100)))[7]
+
+    assert section_heads(AttentionSpec(0.1)) == 1
+    assert section_heads(AttentionSpec(0.1, None, 0)) == 2 * 2  # no more than there are
+    assert section_heads(AttentionSpec(0.1, None, 0), T=1 << 20, S=1 << 20) == 1
