@@ -26,9 +26,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash import _lowering
 from jax_flash._lowering import AXES, Call
-from jax_flash._spec import Gradients, Operands
+from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 
 MeshAxes = tuple[str, ...]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
 Specs = dict[str, PartitionSpec]
 
 # Inputs and results by name. Every array is one of these: an operand or its gradient under the
@@ -45,8 +47,11 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         out, lse = _lowering.forward(call, Operands(**inputs))
         return {"out": out, "lse": lse}
 
-    results = _partitioned(local, call, operands.present())
-    return results["out"], results["lse"]
+    *_, T, N, _ = operands.query.shape
+    batch = _lowering.batch_shape(operands)
+    results = {"out": (*batch, T, N, operands.value.shape[-1]), "lse": (*batch, N, T)}
+    arrays = _partitioned(local, call, operands.present(), results)
+    return arrays["out"], arrays["lse"]
 
 
 def backward(
@@ -67,18 +72,23 @@ def backward(
         gradients = _lowering.backward(call, operands, *map(inputs.get, ("out", "lse", "d_out", "d_lse")))
         return {name: x for name, x in vars(gradients).items() if x is not None}
 
-    return Gradients(**_partitioned(local, call, operands.present() | rest))
+    results = {name: x.shape for name, x in operands.present().items() if name in DIFFERENTIABLE}
+    return Gradients(**_partitioned(local, call, operands.present() | rest, results))
 
 
-def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays) -> Arrays:
+def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, results: Shapes) -> Arrays:
     mesh = jax.typeof(inputs["query"]).sharding.mesh
     if AxisType.Explicit in mesh.axis_types:
-        return _partition_by_type(local, mesh, inputs)
+        return _partition_by_type(local, mesh, inputs, results)
+    if AxisType.Manual in mesh.axis_types:
+        # Inside `shard_map` arrays are local already. Should it leave some mesh axes automatic, an
+        # opaque call is replicated over those: a partitioner has no say in a partly manual region.
+        return local(inputs)
 
     def whole(inputs: Arrays) -> Arrays:
         return local({name: x for name, x in inputs.items() if name != FINGERPRINT})
 
-    def partition(_: Any, args: tuple[Arrays], results: Arrays) -> Any:
+    def partition(_mesh: Any, args: tuple[Arrays], _results: Arrays) -> Any:
         inputs = {name: x for name, x in args[0].items() if name != FINGERPRINT}
         mesh = _finest_mesh(inputs["query"])
         specs = {name: _spec_on(mesh, x) for name, x in inputs.items()}
@@ -88,47 +98,50 @@ def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays) 
             inputs = {name: x for name, x in inputs.items() if name != FINGERPRINT}
             return layout.run(local, inputs, {name: x.spec for name, x in in_shardings.items()})
 
-        def sharding(name: str, x: Any) -> NamedSharding:
-            return NamedSharding(mesh, layout.spec(name, x.shape))
+        def sharding(name: str, shape: Shape) -> NamedSharding:
+            return NamedSharding(mesh, layout.spec(name, shape))
 
-        in_shardings = {name: sharding(name, x) for name, x in inputs.items()}
+        in_shardings = {name: sharding(name, x.shape) for name, x in inputs.items()}
         in_shardings[FINGERPRINT] = NamedSharding(mesh, PartitionSpec())
-        return mesh, lower, {name: sharding(name, x) for name, x in results.items()}, (in_shardings,)
+        out_shardings = {name: sharding(name, shape) for name, shape in results.items()}
+        return mesh, lower, out_shardings, (in_shardings,)
 
     # The partitioned computation is not in the program that the compiler's caches key on, which
     # names it by an address alone; so what it depends on goes in as a constant.
     inputs = inputs | {FINGERPRINT: np.uint32(zlib.crc32(repr(call).encode()))}
-    results = jax.eval_shape(whole, inputs)
+    shapes = {name: x.shape for name, x in inputs.items()}
     function = custom_partitioning(whole)
     function.def_partition(
         partition,
-        sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), inputs, results),
+        sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), shapes, results),
         decode_shardings=False,
     )
     return function(inputs)
 
 
-def _partition_by_type(local: Callable[[Arrays], Arrays], mesh: Any, inputs: Arrays) -> Arrays:
+def _partition_by_type(
+    local: Callable[[Arrays], Arrays], mesh: Any, inputs: Arrays, results: Shapes
+) -> Arrays:
     axes = frozenset(mesh.explicit_axes)
     specs = {name: jax.typeof(x).sharding.spec for name, x in inputs.items()}
     layout = Layout.of({name: mesh.shape[name] for name in axes}, inputs, specs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
-    results = jax.eval_shape(local, inputs)
-    out_specs = {name: layout.spec(name, x.shape) for name, x in results.items()}
+    out_specs = {name: layout.spec(name, shape) for name, shape in results.items()}
     # A sharded sequence or head dim is gathered here, as it is in a `jit` with automatic shardings.
-    inputs = {name: jax.sharding.reshard(x, in_specs[name]) for name, x in inputs.items()}
+    inputs = {name: _reshard(x, mesh, in_specs[name]) for name, x in inputs.items()}
     run = jax.shard_map(
         lambda inputs: layout.run(local, _lowering.vary_over(inputs, layout.used), in_specs),
         mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=axes,
     )  # fmt: skip
-    results = run(inputs)
     # A gradient is typed as its operand was.
-    return {
-        name: jax.sharding.reshard(x, specs[name]) if name in specs else x for name, x in results.items()
-    }
+    return {name: _reshard(x, mesh, specs.get(name, out_specs[name])) for name, x in run(inputs).items()}
 
 
-def sharding_rule(mesh: dict[str, int], inputs: Arrays, results: Arrays) -> tuple[str, dict[str, Any]]:
+def _reshard(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def sharding_rule(mesh: dict[str, int], inputs: Shapes, results: Shapes) -> tuple[str, dict[str, Any]]:
     """The Shardy rule of a call, and the options of `def_partition` that go with it.
 
     Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; all others
@@ -138,8 +151,8 @@ def sharding_rule(mesh: dict[str, int], inputs: Arrays, results: Arrays) -> tupl
     instead of `(k g)`. Linked, they would pass on to keys and values a part of that mesh axis, and
     gradients would come out sharded otherwise than what they are gradients of.
     """
-    query_heads = inputs["query"].shape[-2]
-    key_heads = inputs["key"].shape[-2]
+    query_heads = inputs["query"][-2]
+    key_heads = inputs["key"][-2]
     heads = ["k", "g"]
     if query_heads == key_heads:
         heads = ["k"]
@@ -157,15 +170,15 @@ def sharding_rule(mesh: dict[str, int], inputs: Arrays, results: Arrays) -> tupl
         replicated.setdefault(name)
         return name
 
-    def mapping(name: str, x: Any) -> str:
+    def mapping(name: str, shape: Shape) -> str:
         if name == FINGERPRINT:
             return ""
         letters = LETTERS[name]
-        batch = [f"b{i}" for i in range(len(x.shape) - len(letters))]
-        return " ".join(map(factor, [*batch, *letters], x.shape))
+        batch = [f"b{i}" for i in range(len(shape) - len(letters))]
+        return " ".join(map(factor, [*batch, *letters], shape))
 
     # Dictionaries are flattened by sorted name.
-    left, right = (", ".join(mapping(name, arrays[name]) for name in sorted(arrays)) for arrays in (inputs, results))
+    left, right = (", ".join(mapping(*item) for item in sorted(x.items())) for x in (inputs, results))
     options: dict[str, Any] = {"need_replication_factors": tuple(replicated)}
     if len(heads) > 1:
         options["g"] = query_heads // key_heads
@@ -220,15 +233,19 @@ class Layout:
                 if letter in LETTERS[name]
             ],
         )
-        divide_keys = [axes for i in range(len(heads) + 1) if key[-2] % _size(mesh, axes := heads[:i]) == 0]
-        key_heads = divide_keys[-1]
+        # Keys and values keep the sharding that they have as far as query heads share it. Dividing
+        # them further would cost nothing, but then their gradients would have to be gathered.
+        given = _axes_at(specs["key"], len(key) - 2)
+        key_heads = heads
+        while key_heads and (given[: len(key_heads)] != key_heads or key[-2] % _size(mesh, key_heads)):
+            key_heads = key_heads[:-1]
         return Layout(mesh, batch, key_heads, heads[len(key_heads) :], query[-2] // key[-2])
 
     @property
     def used(self) -> frozenset[str]:
         return frozenset(itertools.chain(*self.batch, self.key_heads, self.group))
 
-    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    def spec(self, name: str, shape: Shape) -> PartitionSpec:
         """How the array of that name and (whole) shape is partitioned."""
         letters = LETTERS[name]
         heads = {"N": self.key_heads + self.group, "K": self.key_heads}
@@ -293,19 +310,17 @@ def _spec_on(mesh: Mesh, x: Any) -> PartitionSpec:
     indices = x.sharding.devices_indices_map((mesh.size,) * len(x.shape))
 
     def axes_of(axis: int) -> MeshAxes:
-        starts = np.array([indices[d][axis].start or 0 for d in mesh.devices.flat]).reshape(mesh.devices.shape)
-        steps = {
-            name: int(np.take(starts, 1, i).flat[0] - starts.flat[0]) for i, name in enumerate(mesh.axis_names)
-        }
-        axes = sorted((name for name in steps if steps[name] > 0), key=lambda name: -steps[name])
-        # The axes found must give every device's part: they count up through the parts, in order.
-        part = mesh.size // _size(dict(mesh.shape), tuple(axes))
+        starts = np.array([indices[device][axis].start or 0 for device in mesh.devices.flat])
+        starts = starts.reshape(mesh.devices.shape)
+        steps = [np.take(starts, 1, i).flat[0] - starts.flat[0] for i in range(starts.ndim)]
+        major_first = sorted((i for i, step in enumerate(steps) if step), key=lambda i: -steps[i])
+        # They must count up through the parts in order, so that they give every device's part.
+        part = mesh.size // math.prod(mesh.devices.shape[i] for i in major_first)
         expected = np.zeros_like(starts)
-        for name in reversed(axes):
-            i = mesh.axis_names.index(name)
-            expected += part * np.arange(mesh.shape[name]).reshape([-1 if j == i else 1 for j in range(starts.ndim)])
-            part *= mesh.shape[name]
-        return tuple(axes) if np.array_equal(starts, expected) else ()
+        for i in reversed(major_first):
+            expected += part * np.indices(starts.shape)[i]
+            part *= starts.shape[i]
+        return tuple(mesh.axis_names[i] for i in major_first) if np.array_equal(starts, expected) else ()
 
     return PartitionSpec(*(axes_of(i) or None for i in range(len(x.shape))))
 
