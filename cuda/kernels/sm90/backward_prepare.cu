@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(threads)
             // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
             const bool attends = row_lse != -infinity;
             if (attends && d_lse != nullptr) sum -= d_lse[index];
-            block_statistics[row] = attends ? row_lse * log2_e : infinity;
-            block_statistics[Traits::queries + row] = attends ? sum : 0;
+            block_statistics[statistics_slot(row)] = attends ? row_lse * log2_e : infinity;
+            block_statistics[Traits::queries + statistics_slot(row)] = attends ? sum : 0;
         }
     }
 }

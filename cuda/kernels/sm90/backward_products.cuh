@@ -65,24 +65,38 @@ __device__ __forceinline__ void issue_d_query(float (&d_query)[columns / 2], uin
     wgmma::pin(d_query);
 }
 
-// Sᵀ becomes Pᵀ. A thread's columns are pairs of queries: 2·(lane % 4) and the next, in every eight.
-__device__ __forceinline__ void exponentiate(float (&scores)[score_count], const float2* lse, float scale_log2) {
+// Eight accumulators' columns are four queries: those of the first four, then of the last four.
+__device__ __forceinline__ float of_column(float4 queries, int accumulator) {
+    const float2 pair = accumulator % 8 < 4 ? float2{queries.x, queries.y} : float2{queries.z, queries.w};
+    return accumulator % 2 == 0 ? pair.x : pair.y;
+}
+
+// Sᵀ becomes Pᵀ.
+__device__ __forceinline__ void exponentiate(float (&scores)[score_count], const float4* lse, float scale_log2) {
 #pragma unroll
-    for (int i = 0; i < score_count; i += 4) {
-        const float2 row = lse[i + threadIdx.x % 4];
-        scores[i] = exp2_approx(scores[i] * scale_log2 - row.x);
-        scores[i + 1] = exp2_approx(scores[i + 1] * scale_log2 - row.y);
-        scores[i + 2] = exp2_approx(scores[i + 2] * scale_log2 - row.x);
-        scores[i + 3] = exp2_approx(scores[i + 3] * scale_log2 - row.y);
+    for (int i = 0; i < score_count; i += 8) {
+        const float4 queries = lse[i / 2 + threadIdx.x % 4];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) scores[i + j] = exp2_approx(scores[i + j] * scale_log2 - of_column(queries, j));
     }
 }
 
-// Four accumulators of dPᵀ become dSᵀ = Pᵀ ∘ (dPᵀ − D); the scale comes in with dK and dQ.
-__device__ __forceinline__ void differentiate(float* d_probabilities, float4 probabilities, float2 delta) {
-    d_probabilities[0] = probabilities.x * (d_probabilities[0] - delta.x);
-    d_probabilities[1] = probabilities.y * (d_probabilities[1] - delta.y);
-    d_probabilities[2] = probabilities.z * (d_probabilities[2] - delta.x);
-    d_probabilities[3] = probabilities.w * (d_probabilities[3] - delta.y);
+// dPᵀ becomes dSᵀ = Pᵀ ∘ (dPᵀ − D); the scale comes in with dK and dQ. `probabilities(i)` gives elements i … i+3.
+template <class Probabilities>
+__device__ __forceinline__ void differentiate(float (&d_scores)[score_count], const float4* delta,
+                                              Probabilities probabilities) {
+#pragma unroll
+    for (int i = 0; i < score_count; i += 8) {
+        const float4 queries = delta[i / 2 + threadIdx.x % 4];
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+            const float4 p = probabilities(i + j);
+            d_scores[i + j] = p.x * (d_scores[i + j] - of_column(queries, j));
+            d_scores[i + j + 1] = p.y * (d_scores[i + j + 1] - of_column(queries, j + 1));
+            d_scores[i + j + 2] = p.z * (d_scores[i + j + 2] - of_column(queries, j + 2));
+            d_scores[i + j + 3] = p.w * (d_scores[i + j + 3] - of_column(queries, j + 3));
+        }
+    }
 }
 
 __device__ __forceinline__ void pack_operand(uint32_t (&packed)[query_steps][4], const float (&values)[score_count]) {

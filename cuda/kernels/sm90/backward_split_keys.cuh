@@ -68,11 +68,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
         wgmma::wait<0>();
         wgmma::pin(d_scores);
-        const float2* delta = shared.delta(stage) + threadIdx.x % 4;
-#pragma unroll
-        for (int i = 0; i < score_count; i += 4) {
-            differentiate(d_scores + i, {scores[i], scores[i + 1], scores[i + 2], scores[i + 3]}, delta[i]);
-        }
+        differentiate(d_scores, shared.delta(stage), [&](int i) {
+            return float4{scores[i], scores[i + 1], scores[i + 2], scores[i + 3]};
+        });
         pack_operand(d_scores_operand, d_scores);
         // The other warpgroup has read this buffer two blocks ago: it has since passed d_scores_full.
         store_d_scores(d_scores_operand, d_scores_buffer, first_row);

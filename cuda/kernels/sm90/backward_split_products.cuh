@@ -86,11 +86,8 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         wgmma::pin(d_scores);
 
         named_barrier_sync(exchange_full, 256);
-        const float2* delta = shared.delta(stage) + lane % 4;
-#pragma unroll
-        for (int i = 0; i < score_count; i += 4) {
-            differentiate(d_scores + i, shared.exchange_tile()[i / 4 * 128 + thread], delta[i]);
-        }
+        differentiate(d_scores, shared.delta(stage),
+                      [&](int i) { return shared.exchange_tile()[i / 4 * 128 + thread]; });
         if (iteration < last_iteration) named_barrier_arrive(exchange_empty, 256);
         __syncwarp();
         if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));

@@ -63,6 +63,12 @@ struct DqPart {
     __device__ static constexpr int offset(int consumer) { return consumer * bytes(0); }
 };
 
+// Where the statistics of a row lie in its block: in each 16 rows, those that a thread meets as columns of
+// Sᵀ, 2t, 2t + 1, 2t + 8 and 2t + 9, follow each other, so that it reads them as one vector.
+__device__ constexpr int statistics_slot(int row) {
+    return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
 struct SharedMemory {
     unsigned char* data;
@@ -87,12 +93,13 @@ struct SharedMemory {
     __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::query_bytes; }
     __device__ uint32_t d_scores_buffer(int index) const { return base + d_scores + index * Traits::d_scores_bytes; }
 
-    // Statistics of a block's rows: lse in base 2, and D. As addresses for TMA, and as arrays.
+    // Statistics of a block's rows: lse in base 2, and D. As addresses for TMA, and as arrays of
+    // `statistics_slot`s.
     __device__ static constexpr int lse_offset(int stage) { return statistics + 2 * stage * Traits::statistics_bytes; }
     __device__ static constexpr int delta_offset(int stage) { return lse_offset(stage) + Traits::statistics_bytes; }
-    __device__ const float2* lse(int stage) const { return reinterpret_cast<const float2*>(data + lse_offset(stage)); }
-    __device__ const float2* delta(int stage) const {
-        return reinterpret_cast<const float2*>(data + delta_offset(stage));
+    __device__ const float4* lse(int stage) const { return reinterpret_cast<const float4*>(data + lse_offset(stage)); }
+    __device__ const float4* delta(int stage) const {
+        return reinterpret_cast<const float4*>(data + delta_offset(stage));
     }
     // P on its way from one warpgroup to the other, in the order of the accumulators, as in DqPart.
     __device__ float4* exchange_tile() const { return reinterpret_cast<float4*>(data + exchange); }
