@@ -158,7 +158,7 @@ def test_a_kernel_that_does_not_compile_shows_the_log_and_the_kernel(sources):
 def test_missing_nvrtc_names_the_extra(sources, monkeypatch, missing):
     compile._nvrtc.cache_clear()
     if missing == "bindings":
-        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     else:
         from cuda.bindings import nvrtc
 

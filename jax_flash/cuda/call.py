@@ -8,7 +8,17 @@ import jax.numpy as jnp
 
 from jax_flash.cuda import _launcher, launch_plan
 from jax_flash.cuda.compile import compile_kernel, describe
-from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap
+from jax_flash.cuda.launch_plan import (
+    Buffer,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Parameter,
+    Pointer,
+    Scalar,
+    TensorMap,
+    Zero,
+)
 
 # The names that operations have in HLO and in profiles. All run the same launcher.
 TARGETS = ("jax_flash_forward", "jax_flash_backward")
@@ -47,7 +57,7 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
     kernels = _compile_all(plan)
     number = {buffer.name: i for i, buffer in enumerate((*plan.operands, *plan.results))}
 
-    def parameter(p):
+    def parameter(p: Parameter) -> _launcher.Pointer | _launcher.Scalar | _launcher.TensorMap:
         match p:
             case Pointer():
                 return _launcher.Pointer(number[p.buffer])
@@ -56,7 +66,7 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
             case TensorMap():
                 return _launcher.TensorMap(number[p.buffer], p.dtype, p.sizes, p.strides, p.box, p.swizzle)
 
-    def step(s):
+    def step(s: Launch | Zero) -> _launcher.Launch | _launcher.Zero:
         if not isinstance(s, Launch):
             return _launcher.Zero(number[s.buffer])
         return _launcher.Launch(

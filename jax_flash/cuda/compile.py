@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import threading
 from pathlib import Path
@@ -152,8 +153,7 @@ def _compile(kernel: Kernel, folder: Path) -> Compiled:
 def _nvrtc():
     """The module of NVRTC's bindings, once NVRTC itself was found."""
     try:
-        from cuda.bindings import nvrtc
-
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # no bindings; bindings that find no library
         raise NvrtcNotFoundError(
