@@ -175,6 +175,7 @@ class ImplementationSuite:
     # Tests.
 
     def test_matches_the_definition(self, case, record_property):
+        record_property("implementation", self.implementation)
         record_property("category", case.category)
         arguments, spec, operands, d_out, d_lse = draw(case)
         got = self.run(arguments, d_out, d_lse)

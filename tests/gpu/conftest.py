@@ -1,0 +1,135 @@
+"""What every GPU test starts from, and the summary that the suite leaves behind.
+
+    pytest tests/gpu [-n 8] [--gpu-summary FILE]
+
+Without a CUDA device each file is skipped as a whole, and says so.
+"""
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from pathlib import Path
+
+# Before JAX starts: parallel test processes share the GPU's memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jaxlib
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+_started = time.time()
+_reports: list[pytest.TestReport] = []
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--gpu-summary",
+        default=None,
+        help="where to write the suite's summary, JSON (benchmarks/results/gpu_suite_<device>.json)",
+    )
+
+
+class Skipped(pytest.Module):
+    """A test file that isn't even imported, as the GPUs it needs aren't there."""
+
+    def collect(self):
+        needed = "two CUDA devices" if _devices_needed(self.path) == 2 else "a CUDA device"
+        there = len(cuda_devices()) or "none"
+        pytest.skip(f"{self.path.name} needs {needed}; JAX sees {there}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if len(cuda_devices()) < _devices_needed(module_path):
+        return Skipped.from_parent(parent, path=module_path)
+    return None
+
+
+def _devices_needed(path):
+    return 2 if "two_gpus" in path.name else 1
+
+
+def pytest_runtest_logreport(report):
+    if "tests/gpu" in report.nodeid:
+        _reports.append(report)
+
+
+def pytest_sessionfinish(session):
+    """Writes the summary, from the process that sees all reports, if a GPU test ran."""
+    calls = [r for r in _reports if r.when == "call" or (r.when == "setup" and not r.passed)]
+    if hasattr(session.config, "workerinput") or not any(r.when == "call" for r in calls):
+        return
+    summary = {**environment(), **summarise(calls), "seconds": round(time.time() - _started)}
+    kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
+    # A run of some tests must not pass for the suite: it is written only where it is asked to be.
+    partial = session.config.option.keyword or session.config.option.markexpr or len(calls) < 20
+    path = session.config.getoption("--gpu-summary", None)
+    if path is None and partial:
+        return
+    path = Path(path or RESULTS / f"gpu_suite_{kind}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"\nsummary in {path}")
+
+
+def cuda_devices() -> list[jax.Device]:
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:  # no such backend
+        return []
+
+
+def environment() -> dict[str, str]:
+    """What the tests ran on."""
+    from jax_flash.cuda.compile import nvrtc_version
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        driver = []
+    return {
+        "device": cuda_devices()[0].device_kind,
+        "devices": len(cuda_devices()),
+        "driver": driver[0] if driver else "unknown",
+        "nvrtc": ".".join(map(str, nvrtc_version())),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def summarise(reports) -> dict:
+    """Counts, the worst error by implementation and category, and what the sanitizer said.
+
+    Errors are multiples of plain attention's error in the same dtype on the same inputs.
+    """
+    counts = {
+        outcome: sum(r.outcome == outcome for r in reports) for outcome in ("passed", "failed", "skipped")
+    }
+    worst: dict[str, dict[str, float]] = {}
+    sanitizer = {}
+    for report in reports:
+        properties = dict(report.user_properties)
+        for result, ratio in properties.get("error_ratios", {}).items():
+            where = f"{properties['implementation']} {properties['category']}"
+            ratios = worst.setdefault(where, {})
+            ratios[result] = max(ratios.get(result, 0.0), round(ratio, 3))
+        sanitizer |= properties.get("sanitizer", {})
+    failed = [r.nodeid for r in reports if r.outcome == "failed"]
+    skipped = sorted(
+        {r.longrepr[2] for r in reports if r.outcome == "skipped" and isinstance(r.longrepr, tuple)}
+    )
+    return {
+        "counts": {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
+        "failed": failed,
+        "skipped": sorted(skipped),
+        "worst_error_over_plain": worst,
+        "sanitizer": sanitizer or "not run",
+    }

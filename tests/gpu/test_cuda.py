@@ -1,0 +1,76 @@
+"""The CUDA kernels on the GPU, through the suite that every implementation runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from implementation_suite import Case, ImplementationSuite, compare, draw
+
+import jax_flash
+
+
+def poison(nbytes: int) -> None:
+    """Leaves NaN in the memory that the next computation is likely to get.
+
+    JAX's allocator hands freed blocks out again: large ones are split from the end that was freed
+    last, small ones are reused as they are.
+    """
+    sizes = [max(nbytes, 1 << 26)] + [max(nbytes >> shift, 256) for shift in range(4) for _ in range(3)]
+    jax.block_until_ready([jnp.full(size // 4, jnp.nan, jnp.float32) for size in sizes])
+
+
+class TestCuda(ImplementationSuite):
+    implementation = "cuda"
+    head_dims = (64, 80, 96, 128, 160, 192, 256, 40)
+    thorough = True
+
+    def before_run(self, nbytes):
+        poison(nbytes)
+
+    @pytest.mark.parametrize("head_dim", (64, 128, 256))
+    def test_many_waves_of_tiles(self, head_dim, dtype, record_property):
+        """More tiles than the GPU has room for at once: each CTA takes several in turn.
+
+        Two batch rows and key heads are compared with the definition, the rest would take too long.
+        """
+        case = Case("many waves", dtype, B=4, T=2100, S=2000, N=12, K=4, H=head_dim, is_causal=True)
+        arguments, spec, operands, d_out, d_lse = draw(case)
+        out, lse, gradients = self.run(arguments, d_out, d_lse)
+        group = case.N // case.K
+        for b, k in ((0, 0), (case.B - 1, case.K - 1)):
+            queries, keys = np.s_[b : b + 1, :, k * group : (k + 1) * group], np.s_[b : b + 1, :, k : k + 1]
+            part = dataclasses.replace(case, B=1, N=group, K=1)
+            got = (
+                out[queries],
+                lse[queries],
+                {name: x[queries if name == "query" else keys] for name, x in gradients.items()},
+            )
+            slices = operands.replace(
+                query=operands.query[queries], key=operands.key[keys], value=operands.value[keys]
+            )
+            ratios = compare(part, spec, slices, d_out[queries], d_lse[queries], got)
+            record_property("category", case.category)
+            record_property("implementation", self.implementation)
+            record_property("error_ratios", ratios)
+
+    def test_is_the_automatic_choice(self):
+        shape = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+        assert jax_flash.explain(shape, shape, shape).automatic == "cuda"
+
+    def test_one_program_runs_on_the_cpu_too(self):
+        """A `jit` over CPU arrays on a machine with a GPU must not end in a CUDA kernel."""
+        arguments, spec, operands, d_out, _ = draw(Case("cpu", "bfloat16", T=65, S=65))
+        cpu = jax.local_devices(backend="cpu")[0]
+        query, key, value = (jax.device_put(arguments[name], cpu) for name in ("query", "key", "value"))
+
+        @jax.jit
+        def run(inputs):
+            out, vjp = jax.vjp(lambda x: jax_flash.flash_attention(**x), inputs)
+            return out, None, vjp(jax.device_put(d_out, cpu))[0]
+
+        out, _, gradients = run({"query": query, "key": key, "value": value})
+        assert out.devices() == {cpu}
+        got = jax.tree.map(np.asarray, (out, None, gradients))
+        compare(Case("cpu", "bfloat16", T=65, S=65), spec, operands, d_out, None, got)
