@@ -110,9 +110,7 @@ def summarise(reports) -> dict:
 
     Errors are multiples of plain attention's error in the same dtype on the same inputs.
     """
-    counts = {
-        outcome: sum(r.outcome == outcome for r in reports) for outcome in ("passed", "failed", "skipped")
-    }
+    outcomes = [r.outcome for r in reports]
     worst: dict[str, dict[str, float]] = {}
     sanitizer = {}
     for report in reports:
@@ -123,9 +121,7 @@ def summarise(reports) -> dict:
             ratios[result] = max(ratios.get(result, 0.0), round(ratio, 3))
         sanitizer |= properties.get("sanitizer", {})
     failed = [r.nodeid for r in reports if r.outcome == "failed"]
-    skipped = sorted(
-        {r.longrepr[2] for r in reports if r.outcome == "skipped" and isinstance(r.longrepr, tuple)}
-    )
+    skipped = {r.longrepr[2] for r in reports if r.skipped and isinstance(r.longrepr, tuple)}
     return {
         "counts": {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
         "failed": failed,

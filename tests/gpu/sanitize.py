@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py
 
 XLA's own kernels are kept out of it: inputs are copied from the host, and everything but the custom
-calls happens there. `test_sanitizer.py` runs it with the right filters.
+calls happens there. `test_sanitizer.py` runs it and reads the verdict.
 """
 
 import os
