@@ -1,0 +1,350 @@
+"""The portable implementation: the shared suite, then what is its own: every feature at once, how it
+cuts a call into blocks, its memory, and its loops inside of `shard_map`."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from implementation_suite import FEATURES, ImplementationSuite
+from jax.sharding import PartitionSpec as P
+
+from jax_flash import _dropout, _reference, xla
+from jax_flash._device import CPU
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.xla import blocks
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks so small that a short sequence has many, and none divides an odd length."""
+    monkeypatch.setattr(blocks, "QUERIES_PER_BLOCK", 32)
+    monkeypatch.setattr(blocks, "QUERIES_AT_LEAST", 32)
+    monkeypatch.setattr(blocks, "KEYS_PER_BLOCK", 48)
+
+
+@pytest.mark.usefixtures("small_blocks")
+class TestXla(ImplementationSuite):
+    implementation = "xla"
+    dtypes = ("float32", "bfloat16", "float16")
+    lengths = (1, 7, 63, 65, 127, 257)
+    typical_length = 65
+    head_dims = (64, 40)
+    heads = ((3, 1), (8, 2))
+    features = FEATURES
+
+
+@pytest.fixture
+def draw():
+    return np.random.default_rng(0)
+
+
+def normal(draw, *shape):
+    return draw.standard_normal(shape).astype(np.float32)
+
+
+def qkv(draw, B=2, T=70, S=70, N=4, K=2, H=16, V=8):
+    return Operands(normal(draw, B, T, N, H), normal(draw, B, S, K, H), normal(draw, B, S, K, V))
+
+
+def cotangents(draw, operands):
+    B, T, N, _ = operands.query.shape
+    return normal(draw, B, T, N, operands.value.shape[3]), normal(draw, B, N, T)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(spec, operands, d_out, d_lse):
+    out, lse = xla.forward(spec, operands)
+    return out, lse, xla.backward(spec, operands, out, lse, d_out, d_lse)
+
+
+def check(spec, operands, d_out, d_lse, tolerance=1e-5, dtype=np.float32):
+    """Run it afresh (blocks may have been patched) and compare everything with the oracle."""
+    run.clear_cache()
+    got = run(spec, operands, d_out, d_lse)
+    expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for result, exact in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        result = np.asarray(result)
+        assert result.shape == exact.shape
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(np.isneginf(result), np.isneginf(exact))
+        result, exact = (np.where(np.isneginf(x), 0, x) for x in (result, exact))
+        assert np.linalg.norm(result - exact) <= tolerance * (np.linalg.norm(exact) + 1e-3)
+
+
+# Ten features, each on in three of five calls, no two in the same three: so every pair of them meets
+# in a call, and every one of a pair is somewhere on without the other.
+TEN = (
+    "bias mask window seq_lengths segment_ids logits_soft_cap alibi_slopes sinks dropout batch_of_one".split()
+)
+FIVE = [
+    [name for name, calls in zip(TEN, itertools.combinations(range(5), 3), strict=True) if call in calls]
+    for call in range(5)
+]
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("features", FIVE, ids="+".join)
+def test_every_pair_of_features(draw, features):
+    B, N = 2, 4
+    T, S = (70, 129) if "window" in features else (129, 70)
+    rows = 1 if "batch_of_one" in features else B  # of the operands that may be shared by all rows
+    operands, spec = qkv(draw, B, T, S, N), {"scale": 0.3}
+    for feature in features:
+        match feature:
+            case "bias":
+                operands = operands.replace(bias=normal(draw, rows, N, T, S))
+            case "mask":
+                operands = operands.replace(mask=draw.random((rows, 1, T, S)) < 0.7)
+            case "window":
+                spec |= {"left": 40, "right": 5}
+            case "seq_lengths":
+                operands = operands.replace(
+                    query_seq_lengths=np.array([T - 9, 3], np.int32),
+                    key_value_seq_lengths=np.array([S - 30, S], np.int32),
+                )
+            case "segment_ids":
+                operands = operands.replace(
+                    query_segment_ids=np.sort(draw.integers(0, 3, (B, T), np.int32)),
+                    key_value_segment_ids=np.sort(draw.integers(0, 3, (B, S), np.int32)),
+                )
+            case "logits_soft_cap":
+                spec |= {"logits_soft_cap": 2.0}
+            case "alibi_slopes":
+                slopes = draw.uniform(0.01, 0.5, (rows, N)).astype(np.float32)
+                operands = operands.replace(alibi_slopes=slopes)
+            case "sinks":
+                operands = operands.replace(sinks=normal(draw, rows, N))
+            case "dropout":
+                spec |= {"dropout_rate": 0.3}
+                operands = operands.replace(dropout_seeds=_dropout.seeds(jax.random.key(1), B, N))
+    check(AttentionSpec(**spec), operands, *cotangents(draw, operands))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("shape", "batch_at_a_time"),
+    [("BNTS", 1), ("1111", 1), ("B1T1", 1), ("1N1S", 1), ("1NTS", 1), ("B11S", 4), ("1N1S", 4)],
+)
+def test_gradient_of_bias_sums_over_its_broadcast_axes(draw, monkeypatch, shape, batch_at_a_time):
+    monkeypatch.setattr(blocks, "LOGITS_PER_BLOCK", batch_at_a_time * 4 * 32 * 48)
+    operands = qkv(draw, B=4, T=65, S=97)
+    lengths = {"B": 4, "N": 4, "T": 65, "S": 97, "1": 1}
+    operands = operands.replace(
+        bias=normal(draw, *(lengths[letter] for letter in shape)),
+        alibi_slopes=normal(draw, lengths[shape[0]], 4) * 0.1,
+        sinks=normal(draw, lengths[shape[0]], 4),
+    )
+    assert blocks.plan(operands).batch.size == batch_at_a_time
+    check(AttentionSpec(0.3, right=0), operands, *cotangents(draw, operands))
+
+
+def test_blocks_of_the_usual_size(draw):
+    operands = qkv(draw, B=1, T=700, S=1100, N=2, K=1)
+    cut = blocks.plan(operands)
+    assert cut.queries.count > 1
+    assert cut.keys.count > 1
+    check(AttentionSpec(0.3, right=0), operands, *cotangents(draw, operands))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_float64(draw):
+    operands = jax.tree.map(lambda x: x.astype(np.float64), qkv(draw))
+    d_out, d_lse = (x.astype(np.float64) for x in cotangents(draw, operands))
+    with jax.enable_x64(True):
+        check(AttentionSpec(0.3, right=0), operands, d_out, d_lse, tolerance=1e-13, dtype=np.float64)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("how", ["mask", "causal", "seq_lengths", "segment_ids", "bias"])
+def test_a_row_with_nothing_to_attend_to(draw, how):
+    """Zeros, −inf and no gradient, whatever rules the row out and whatever its cotangents are."""
+    operands = qkv(draw, T=70, S=50).replace(sinks=normal(draw, 1, 4))
+    nothing = np.zeros((2, 70), bool)
+    nothing[0, :20] = True
+    right = None
+    match how:
+        case "mask":
+            operands = operands.replace(mask=~nothing[:, None, :, None])
+        case "causal":
+            nothing[:, :20], right = True, 0
+        case "seq_lengths":
+            nothing = nothing[:, ::-1]
+            operands = operands.replace(query_seq_lengths=np.array([50, 70], np.int32))
+        case "segment_ids":
+            operands = operands.replace(
+                query_segment_ids=nothing.astype(np.int32), key_value_segment_ids=np.zeros((2, 50), np.int32)
+            )
+        case "bias":
+            bias = np.where(nothing, -np.inf, 0).astype(np.float32)
+            operands = operands.replace(bias=bias[:, None, :, None])
+    d_out, d_lse = cotangents(draw, operands)
+    d_lse = np.where(nothing[:, None], np.inf, d_lse)
+    run.clear_cache()
+    out, lse, gradients = run(AttentionSpec(0.3, right=right), operands, d_out, d_lse)
+    assert np.all(np.asarray(out)[nothing] == 0)
+    np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(nothing[:, None], lse.shape))
+    assert np.all(np.asarray(gradients.query)[nothing] == 0)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_large_finite_numbers_never_give_nan(draw):
+    """Logits beyond float32's range of exp, and a bias of the least finite number for a mask."""
+    operands = jax.tree.map(lambda x: 1e4 * x, qkv(draw))
+    bias = np.where(draw.random((1, 1, 70, 70)) < 0.5, np.finfo(np.float32).min, 0).astype(np.float32)
+    bias[:, :, :10] = np.finfo(np.float32).min
+    operands = operands.replace(bias=bias, sinks=normal(draw, 1, 4))
+    run.clear_cache()
+    for x in jax.tree.leaves(run(AttentionSpec(1.0), operands, *cotangents(draw, operands))):
+        assert np.all(np.isfinite(x))
+
+
+# How a call is cut.
+
+
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 2048, 2049, 5000])
+def test_blocks_cover_an_axis_once(length):
+    axis = blocks.plan(qkv(np.random.default_rng(0), B=1, T=length, S=1, N=1, K=1, H=1, V=1)).queries
+    assert axis.size <= blocks.QUERIES_PER_BLOCK
+    fresh = []
+    for index in range(axis.count):
+        positions = np.asarray(axis.positions(index))
+        mask = axis.fresh(index)
+        fresh.extend(positions if mask is None else positions[np.asarray(mask)])
+        assert positions.min() >= 0
+    np.testing.assert_array_equal(fresh, np.arange(length))
+
+
+def test_a_large_batch_is_taken_in_parts():
+    def parts(B, N):
+        shapes = Operands(*(jax.ShapeDtypeStruct((B, 4096, N, 64), np.float32) for _ in range(3)))
+        cut = blocks.plan(shapes)
+        assert cut.batch.size * N * cut.queries.size * cut.keys.size <= blocks.LOGITS_PER_BLOCK
+        assert B % cut.batch.size == 0
+        return cut.batch
+
+    assert parts(1, 8).count == 1
+    assert parts(64, 8).count > 1
+    assert parts(7, 2).count > 1
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", [(None, 0), (20, 0), (0, 30), (None, None)])
+@pytest.mark.parametrize("lengths", [None, ((70, 100), (90, 90)), ((10, 0), (0, 33))])
+@pytest.mark.parametrize(("T", "S"), [(97, 130), (130, 97)])
+def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
+    operands = qkv(np.random.default_rng(0), T=T, S=S)
+    if lengths is not None:
+        queries, keys = (np.minimum(np.array(x, np.int32), n) for x, n in zip(lengths, (T, S), strict=True))
+        operands = operands.replace(query_seq_lengths=queries, key_value_seq_lengths=keys)
+    spec = AttentionSpec(1.0, *window)
+    allowed = np.asarray(_reference._allowed(spec, operands)).any((0, 1))
+    cut = blocks.plan(operands)
+    for query_block in range(cut.queries.count):
+        rows = allowed[np.asarray(cut.queries.positions(query_block))]
+        columns = [cut.keys.positions(key_block) for key_block in range(cut.keys.count)]
+        fresh = [cut.keys.fresh(key_block) for key_block in range(cut.keys.count)]
+        needed = [
+            index
+            for index in range(cut.keys.count)
+            if rows[:, np.asarray(columns[index])][:, np.asarray(fresh[index])].any()
+        ]
+        first, end = map(int, blocks.key_blocks(spec, operands, cut, query_block))
+        assert all(first <= index < end for index in needed)
+        if needed and lengths is None:
+            assert (first, end) == (needed[0], needed[-1] + 1)
+
+
+def test_describes_its_blocks():
+    operands = qkv(np.random.default_rng(0), T=1024, S=2048)
+    assert xla.supports(AttentionSpec(1.0), operands, CPU) is None
+    assert "512 queries by 512 keys" in xla.describe(AttentionSpec(1.0), operands, CPU)
+
+
+# Memory and size of the program.
+
+
+def forward_and_backward(spec, operands, d_out):
+    out, lse = xla.forward(spec, operands)
+    return xla.backward(spec, operands, out, lse, d_out, None)
+
+
+def shapes(length):
+    x = jax.ShapeDtypeStruct((2, length, 4, 64), jnp.float32)
+    return Operands(x, x, x, bias=jax.ShapeDtypeStruct((1, 4, 1, length), jnp.float32)), x
+
+
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("direction", ["forward", "forward and backward"])
+def test_memory_is_linear_in_the_sequence(right, direction):
+    spec = AttentionSpec(0.125, right=right)
+
+    def temporary_bytes(length):
+        operands, d_out = shapes(length)
+        if direction == "forward":
+            lowered = jax.jit(functools.partial(xla.forward, spec)).lower(operands)
+        else:
+            lowered = jax.jit(functools.partial(forward_and_backward, spec)).lower(operands, d_out)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    used = [temporary_bytes(length) for length in (2048, 4096, 8192)]
+    assert used[1] <= 2.05 * used[0]
+    assert used[2] <= 2.05 * used[1]
+    one_matrix = 2 * 4 * 8192**2 * 4
+    assert used[2] < one_matrix / 10
+
+
+def test_program_does_not_grow_with_the_sequence():
+    def equations(length):
+        operands, d_out = shapes(length)
+        spec = AttentionSpec(0.125, 300, 0)
+        return str(jax.make_jaxpr(functools.partial(forward_and_backward, spec))(operands, d_out)).count("\n")
+
+    assert equations(1024) == equations(65536)
+
+
+# Under shard_map, whose check of replication types every loop's carry.
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("axis", ["batch", "heads"])
+def test_inside_shard_map(draw, axis):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    operands = qkv(draw, B=4, T=65, S=97).replace(
+        bias=normal(draw, 1, 4, 1, 97),
+        alibi_slopes=np.full((1, 4), 0.1, np.float32),
+        key_value_seq_lengths=np.array([97, 50, 3, 0], np.int32),
+    )
+    d_out, d_lse = cotangents(draw, operands)
+    spec = AttentionSpec(0.3, 60, 0)
+    if axis == "batch":
+        rows, heads, lengths, whole = P("d"), P("d"), P("d"), P()
+        specs = Operands(rows, rows, rows, bias=whole, alibi_slopes=whole, key_value_seq_lengths=lengths)
+        residual = P("d")
+    else:
+        heads = P(None, None, "d")
+        specs = Operands(
+            heads, heads, heads, bias=P(None, "d"), alibi_slopes=P(None, "d"), key_value_seq_lengths=P()
+        )
+        residual = P(None, "d")
+
+    def local(operands, d_out, d_lse):
+        out, lse = xla.forward(spec, operands)
+        gradients = xla.backward(spec, operands, out, lse, d_out, d_lse)
+        bias, slopes = gradients.bias, gradients.alibi_slopes
+        if axis == "batch":
+            bias, slopes = jax.lax.psum((bias, slopes), "d")
+        return out, lse, gradients.query, gradients.key, gradients.value, bias, slopes
+
+    out_specs = (specs.query, residual, specs.query, specs.key, specs.value, specs.bias, specs.alibi_slopes)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(specs, specs.query, residual), out_specs=out_specs)
+    got = jax.jit(sharded)(operands, d_out, d_lse)
+    run.clear_cache()
+    out, lse, gradients = run(spec, operands, d_out, d_lse)
+    expected = (out, lse, *jax.tree.leaves(gradients))
+    for result, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(result, other, rtol=1e-4, atol=1e-4)
