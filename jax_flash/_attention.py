@@ -22,11 +22,24 @@ def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
     *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    query_segment_ids: ArrayLike | None = ...,
+    key_value_segment_ids: ArrayLike | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    deterministic: bool = ...,
     return_residual: Literal[False] = ...,
-    **options: Any,
+    implementation: str | Sequence[str] | None = ...,
 ) -> jax.Array: ...
 
 
@@ -35,11 +48,24 @@ def flash_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
     *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    query_segment_ids: ArrayLike | None = ...,
+    key_value_segment_ids: ArrayLike | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    deterministic: bool = ...,
     return_residual: Literal[True],
-    **options: Any,
+    implementation: str | Sequence[str] | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -269,7 +295,7 @@ def prepare(
     return Call(spec, operands, batch_shape)
 
 
-def attend(call: Call, implementation: Any) -> jax.Array | tuple[jax.Array, jax.Array]:
+def attend(call: Call, implementation: Any) -> Any:
     """Run `call` and give the results the caller's batch axes, lse as `(*B, T, N)`."""
     names = _validate.implementations(implementation)
     if call.is_empty:

@@ -15,11 +15,16 @@ def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
     *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: str | Sequence[str] | None = ...,
     return_residual: Literal[False] = ...,
-    **options: Any,
 ) -> jax.Array: ...
 
 
@@ -28,11 +33,16 @@ def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
     *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: str | Sequence[str] | None = ...,
     return_residual: Literal[True],
-    **options: Any,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -107,7 +117,7 @@ def dot_product_attention(
     if key_value_seq_lengths is not None:
         key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, B)
 
-    padding: dict[str, jax.Array | None] = {
+    padding: dict[str, Any] = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
     }

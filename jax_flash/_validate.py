@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_flash._dispatch import IMPLEMENTATIONS
 
@@ -100,7 +101,7 @@ def shaped(name: str, value: Any, shapes: dict[str, tuple[int, ...]], kind: str)
 
 def number(name: str, value: Any) -> float:
     """A finite number that is static: known when the call is traced."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{name} must be a Python number, known when the call is traced; got the traced value {value}"
         )
@@ -125,7 +126,7 @@ def flag(name: str, value: Any) -> bool:
 def integer(name: str, value: Any) -> int:
     """A static integer."""
     try:
-        if isinstance(value, bool | np.bool_ | jax.core.Tracer):
+        if isinstance(value, bool | np.bool_ | Tracer):
             raise TypeError
         return operator.index(value)
     except TypeError:

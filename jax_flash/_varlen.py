@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _validate
-from jax_flash._attention import flash_attention
+from jax_flash import _attention, _validate
 
 
 @overload
@@ -25,8 +24,17 @@ def flash_attention_varlen(
     cu_seqlens_kv: ArrayLike,
     max_seqlen_q: int,
     max_seqlen_kv: int,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    deterministic: bool = ...,
     return_residual: Literal[False] = ...,
-    **options: Any,
+    implementation: str | Sequence[str] | None = ...,
 ) -> jax.Array: ...
 
 
@@ -40,8 +48,17 @@ def flash_attention_varlen(
     cu_seqlens_kv: ArrayLike,
     max_seqlen_q: int,
     max_seqlen_kv: int,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    deterministic: bool = ...,
     return_residual: Literal[True],
-    **options: Any,
+    implementation: str | Sequence[str] | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -114,15 +131,14 @@ def flash_attention_varlen(
     max_seqlen_q = _length("max_seqlen_q", max_seqlen_q)
     max_seqlen_kv = _length("max_seqlen_kv", max_seqlen_kv)
 
-    results = flash_attention(
+    call = _attention.prepare(
         _unpack(query, offsets_q, max_seqlen_q),
         _unpack(key, offsets_kv, max_seqlen_kv),
         _unpack(value, offsets_kv, max_seqlen_kv),
+        window=_validate.window(is_causal, local_window_size),
         query_seq_lengths=jnp.diff(offsets_q),
         key_value_seq_lengths=jnp.diff(offsets_kv),
         scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -130,10 +146,10 @@ def flash_attention_varlen(
         dropout_key=dropout_key,
         deterministic=deterministic,
         return_residual=return_residual,
-        implementation=implementation,
     )
+    results = _attention.attend(call, implementation)
     tokens = query.shape[0]
-    if not return_residual:
+    if not call.spec.return_residual:
         return _pack(results, offsets_q, tokens, 0)
     out, lse = results
     return _pack(out, offsets_q, tokens, 0), _pack(lse, offsets_q, tokens, -jnp.inf)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_flash import _validate
@@ -361,7 +362,7 @@ def unpad_input(
     used = _token_mask("attention_mask", attention_mask, (batch, seqlen))
     selected = used if unused_mask is None else used | _token_mask("unused_mask", unused_mask, used.shape)
     lengths = jnp.sum(selected, axis=1, dtype=jnp.int32)
-    is_traced = isinstance(selected, jax.core.Tracer)
+    is_traced = isinstance(selected, Tracer)
     if size is not None:
         size = _validate.integer("size", size)
     elif is_traced:

@@ -10,7 +10,7 @@ import pytest
 import jax_flash
 
 B, N, K, H = 2, 4, 2, 8
-SIZES = [(6, 6), (5, 7), (7, 4)]
+SIZES = [(5, 7), (7, 4)]
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -22,17 +22,23 @@ def inputs(T, S, batch=(B,), dtype=jnp.float32):
     return [normal(seed, *shape, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
-def compare(query, key, value, *args, valid=True, **options):
+def compare(query, key, value, bias=None, mask=None, *, valid=True, lengths=None, **options):
     """Ours and JAX's; `valid` marks the rows `(B, T, 1)` with something to attend to: the others give 0."""
-    out, lse = jax_flash.dot_product_attention(query, key, value, *args, **options, return_residual=True)
-    expected, expected_lse = jax.nn.dot_product_attention(
-        query, key, value, *args, **options, return_residual=True, implementation="xla"
-    )
+
+    @jax.jit  # one compilation for both
+    def both(arrays, lengths):
+        return [
+            function(*arrays, **lengths, **options, return_residual=True, implementation="xla")
+            for function in (jax_flash.dot_product_attention, jax.nn.dot_product_attention)
+        ]
+
+    arrays = (query, key, value, bias, mask)
+    (out, lse), (expected, expected_lse) = both(arrays, lengths or {})
     assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
     assert (lse.shape, lse.dtype) == (expected_lse.shape, expected_lse.dtype)
     valid = np.broadcast_to(valid, lse.shape)
-    expected = jnp.where(valid[..., None], expected, 0)
-    expected_lse = jnp.where(valid, expected_lse, -jnp.inf)
+    expected = np.where(valid[..., None], expected, 0)
+    expected_lse = np.where(valid, expected_lse, -np.inf)
     tolerance = dict(rtol=2e-5, atol=2e-5) if out.dtype == jnp.float32 else dict(rtol=2e-2, atol=2e-2)
     np.testing.assert_allclose(out.astype(float), expected.astype(float), **tolerance)
     np.testing.assert_allclose(lse.astype(float), expected_lse.astype(float), **tolerance)
@@ -53,7 +59,7 @@ def test_signature():
 
 @pytest.mark.parametrize(("T", "S"), SIZES)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("window", [None, 2, (3, 1), (-1, 3)], ids=str)
+@pytest.mark.parametrize("window", [None, 2, (-1, 3)], ids=str)
 def test_causality_and_windows_are_aligned_to_the_top_left(T, S, is_causal, window):
     i, j = np.ogrid[:T, :S]
     allowed = (j <= i) if is_causal else np.ones((T, S), bool)
@@ -63,15 +69,14 @@ def test_causality_and_windows_are_aligned_to_the_top_left(T, S, is_causal, wind
     compare(*inputs(T, S), is_causal=is_causal, local_window_size=window, valid=some(allowed[None]))
 
 
-@pytest.mark.parametrize(("T", "S"), SIZES[1:])
-@pytest.mark.parametrize("which", ["query", "key_value", "both"])
+@pytest.mark.parametrize(("T", "S", "which"), [(5, 7, "query"), (7, 4, "key_value"), (5, 7, "both")])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (1, 2)}], ids=str)
 def test_lengths_leave_the_alignment_alone(T, S, which, options):
     lengths = {}
     if which != "key_value":
-        lengths["query_seq_lengths"] = jnp.array([T - 1, 3])
+        lengths["query_seq_lengths"] = np.array([T - 1, 3], np.int32)
     if which != "query":
-        lengths["key_value_seq_lengths"] = jnp.array([2, S])
+        lengths["key_value_seq_lengths"] = np.array([2, S], np.int32)
     i, j = np.ogrid[:T, :S]
     allowed = i < np.reshape(lengths.get("query_seq_lengths", T), (-1, 1, 1))
     allowed = allowed & (j < np.reshape(lengths.get("key_value_seq_lengths", S), (-1, 1, 1)))
@@ -79,22 +84,23 @@ def test_lengths_leave_the_alignment_alone(T, S, which, options):
         allowed = allowed & (j <= i)
     if "local_window_size" in options:
         allowed = allowed & (j >= i - 1) & (j <= i + 2)
-    compare(*inputs(T, S), **lengths, **options, valid=some(allowed))
+    compare(*inputs(T, S), lengths=lengths, **options, valid=some(allowed))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "shape", [(B, N, 5, 7), (1, N, 1, 7), (B, 1, 5, 1), (N, 5, 7), (5, 7), (7,), ()], ids=str
-)
-def test_bias(shape, dtype):
-    compare(*inputs(5, 7, dtype=dtype), normal(3, *shape, dtype=dtype), is_causal=True)
+@pytest.mark.parametrize("shape", [(B, N, 5, 7), (1, N, 1, 7), (B, 1, 5, 1), (N, 5, 7), (7,), ()], ids=str)
+def test_bias(shape):
+    compare(*inputs(5, 7), normal(3, *shape), is_causal=True)
+
+
+def test_bfloat16():
+    compare(*inputs(5, 7, dtype=jnp.bfloat16), normal(3, N, 5, 7, dtype=jnp.bfloat16), is_causal=True)
 
 
 def test_bias_of_integers():
     compare(*inputs(5, 7), jnp.arange(7))
 
 
-@pytest.mark.parametrize("shape", [(B, N, 5, 7), (1, N, 5, 7), (B, 1, 1, 7), (N, 5, 7), (5, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(B, N, 5, 7), (B, 1, 1, 7), (5, 7)], ids=str)
 def test_mask_beside_bias_and_lengths(shape):
     # The first key is never masked out, so that every row within the lengths has something to attend to.
     mask = (np.random.default_rng(4).random(shape) < 0.5) | (np.arange(7) == 0)
@@ -105,7 +111,7 @@ def test_mask_beside_bias_and_lengths(shape):
         normal(3, 1, N, 5, 7),
         jnp.asarray(mask),
         is_causal=True,
-        query_seq_lengths=jnp.asarray(lengths),
+        lengths={"query_seq_lengths": jnp.asarray(lengths)},
         scale=0.3,
         valid=valid,
     )
