@@ -28,7 +28,9 @@ def load(text: str | None) -> Corpus:
     """
     if text is None:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)]
+        paths = [
+            path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.parts)
+        ]
         source = f"the source of Python's standard library ({root})"
     else:
         root = pathlib.Path(text)

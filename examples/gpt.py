@@ -34,7 +34,9 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.width % (2 * self.heads):
-            raise ValueError(f"width must be an even multiple of heads, got width={self.width}, heads={self.heads}")
+            raise ValueError(
+                f"width must be an even multiple of heads, got width={self.width}, heads={self.heads}"
+            )
         if self.heads % self.key_heads:
             raise ValueError(f"heads must be a multiple of key_heads, got {self.heads} and {self.key_heads}")
 
@@ -43,7 +45,9 @@ class GPTConfig:
         return self.width // self.heads
 
 
-def _linear(features_in: int, features_out: int, stddev: float, config: GPTConfig, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(
+    features_in: int, features_out: int, stddev: float, config: GPTConfig, rngs: nnx.Rngs
+) -> nnx.Linear:
     return nnx.Linear(
         features_in,
         features_out,
@@ -109,14 +113,14 @@ class GPT(nnx.Module):
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        def layer(block: Block, x: jax.Array) -> jax.Array:
-            return block(x)
-
-        if self.config.remat:
-            layer = nnx.remat(layer)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = layer(block, x)
+            graph, state = nnx.split(block)
+
+            def layer(state: nnx.State, x: jax.Array, graph: nnx.GraphDef = graph) -> jax.Array:
+                return nnx.merge(graph, state)(x)
+
+            x = (jax.checkpoint(layer) if self.config.remat else layer)(state, x)
         return self.embedding.attend(self.norm(x)).astype(jnp.float32)
 
 
@@ -126,7 +130,9 @@ def mean_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return -jnp.mean(log_likelihood)
 
 
-def generate(model: GPT, key: jax.Array, prompt: bytes, length: int, window: int, temperature: float) -> bytes:
+def generate(
+    model: GPT, key: jax.Array, prompt: bytes, length: int, window: int, temperature: float
+) -> bytes:
     """Continue `prompt` by `length` bytes, sampled at `temperature`; the model sees the last `window` bytes.
 
     Every byte recomputes the whole window at one fixed shape, which costs more than a cache of keys and values but

@@ -33,7 +33,9 @@ def write_csv(history: History, path: pathlib.Path) -> None:
         writer = csv.writer(file)
         writer.writerow(["step", "training_loss", "validation_loss"])
         for step, loss in enumerate(history.training, start=1):
-            writer.writerow([step, repr(loss), repr(history.validation[step]) if step in history.validation else ""])
+            writer.writerow(
+                [step, repr(loss), repr(history.validation[step]) if step in history.validation else ""]
+            )
 
 
 def plot(history: History, title: str, path: pathlib.Path) -> None:
@@ -45,7 +47,9 @@ def plot(history: History, title: str, path: pathlib.Path) -> None:
     if width > 1:
         smooth = np.convolve(history.training, np.ones(width) / width, mode="valid")
         axes.plot(steps[width - 1 :], smooth, color="#08519c", label=f"training, mean of {width} steps")
-    axes.plot(*zip(*sorted(history.validation.items()), strict=True), "o-", color="#d94801", label="validation")
+    axes.plot(
+        *zip(*sorted(history.validation.items()), strict=True), "o-", color="#d94801", label="validation"
+    )
     axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

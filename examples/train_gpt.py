@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import data
 import gpt
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,6 @@ from checkpoints import Checkpoints
 from flax import nnx
 from parallel import Parallel, Pmap, ShardedJit
 
-import data
 import jax_flash
 
 
@@ -46,7 +46,9 @@ def _flag(default: Any, description: str, choices: list[str] | None = None) -> A
 class Settings:
     """One run; each field is a flag of the program."""
 
-    text: str | None = _flag(None, "File or folder to train on. Default: the Python standard library's source.")
+    text: str | None = _flag(
+        None, "File or folder to train on. Default: the Python standard library's source."
+    )
     output_dir: str = _flag("runs/gpt", "Where losses.csv, loss.png and sample.txt go.")
     checkpoint_dir: str | None = _flag(None, "Where checkpoints go. Default: none are made.")
     resume: bool = _flag(False, "Go on from the newest checkpoint in --checkpoint-dir.")
@@ -59,7 +61,9 @@ class Settings:
     )
     layers: int = _flag(4, "Layers.")
     heads: int = _flag(2, "Query heads.")
-    key_heads: int | None = _flag(None, "Key and value heads; fewer than heads is GQA. Default: as many as heads.")
+    key_heads: int | None = _flag(
+        None, "Key and value heads; fewer than heads is GQA. Default: as many as heads."
+    )
     width: int = _flag(128, "Features of a token; width / heads is the head dim.")
     remat: bool = _flag(False, "Recompute each layer in the backward pass: less memory, more work.")
     pmap: bool = _flag(False, "Use jax.pmap in place of jit over a sharded batch.")
@@ -67,7 +71,9 @@ class Settings:
     sequence_length: int = _flag(128, "Bytes in a sequence.")
     batch_size: int = _flag(16, "Sequences in a batch, over all devices.")
     steps: int = _flag(750, "Steps of the whole run.")
-    learning_rate: float = _flag(3e-3, "The highest; it warms up over 5 % of the steps, then falls as a cosine to 10 %.")
+    learning_rate: float = _flag(
+        3e-3, "The highest; it warms up over 5 % of the steps, then falls as a cosine to 10 %."
+    )
     weight_decay: float = _flag(0.1, "Of matrices.")
     seed: int = _flag(0, "Of parameters, of the order of the data and of the sample.")
 
@@ -151,7 +157,10 @@ class Progress:
 
     def report(self, keep: int = 0) -> None:
         """Fetch all losses but those of the last `keep` additions."""
-        ready, self._started = self._started[: len(self._started) - keep], self._started[len(self._started) - keep :]
+        ready, self._started = (
+            self._started[: len(self._started) - keep],
+            self._started[len(self._started) - keep :],
+        )
         steps = 0
         for step, losses, validation in ready:
             loss = float(np.mean([np.ravel(loss)[0] for loss in losses]))
@@ -209,7 +218,9 @@ def train(settings: Settings) -> report.History:
     graph, parameters = nnx.split(gpt.GPT(config, nnx.Rngs(settings.seed)))
     print(f"text: {corpus.source}, {len(corpus.train):,} bytes and {len(corpus.validation):,} held out")
     print(f"model: {sum(x.size for x in jax.tree.leaves(parameters)):,} parameters, {config.dtype}")
-    print(f"devices: {len(devices)} × {devices[0].device_kind}, by {'pmap' if settings.pmap else 'sharded jit'}")
+    print(
+        f"devices: {len(devices)} × {devices[0].device_kind}, by {'pmap' if settings.pmap else 'sharded jit'}"
+    )
     print(explain(settings, config, len(devices)), flush=True)
 
     optimizer = make_optimizer(settings)
@@ -259,7 +270,9 @@ def train(settings: Settings) -> report.History:
         progress.report()
 
     report.write_csv(history, output / "losses.csv")
-    report.plot(history, f"Byte-level GPT, {settings.layers} layers, width {settings.width}", output / "loss.png")
+    report.plot(
+        history, f"Byte-level GPT, {settings.layers} layers, width {settings.width}", output / "loss.png"
+    )
     model = nnx.merge(graph, parallel.copy_of_first(state.parameters))
     sample = gpt.generate(
         model,
@@ -271,7 +284,9 @@ def train(settings: Settings) -> report.History:
     )
     text = settings.prompt + sample.decode(errors="replace")
     (output / "sample.txt").write_text(text)
-    print(f"validation loss {history.validation[settings.steps]:.3f} nats per byte after {settings.steps} steps")
+    print(
+        f"validation loss {history.validation[settings.steps]:.3f} nats per byte after {settings.steps} steps"
+    )
     print(f"wrote losses.csv, loss.png and sample.txt to {output}\n\n{text}")
     return history
 
@@ -283,7 +298,11 @@ def flag_name(field: dataclasses.Field) -> str:
 def define_flags() -> None:
     """One flag for each field of `Settings`."""
     for field in dataclasses.fields(Settings):
-        name, description, choices = flag_name(field), field.metadata["description"], field.metadata["choices"]
+        name, description, choices = (
+            flag_name(field),
+            field.metadata["description"],
+            field.metadata["choices"],
+        )
         if choices:
             flags.DEFINE_enum(name, field.default, choices, description)
         elif field.type is bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_flash import _attention, _dropout, _validate
+from jax_flash import _attention, _device, _dropout, _validate
 from jax_flash._spec import sizes
 
 
@@ -64,8 +64,8 @@ def dot_product_attention(
       dropout_rate: the share of probabilities to drop, in [0, 1).
       deterministic: no dropout.
       dtype: what query, key and value are cast to; None for the dtype that they promote to.
-      precision: None or `jax.lax.Precision.DEFAULT`. More can be asked of 16-bit inputs alone, where the matrix
-        products are exact to float32 accumulation as they are.
+      precision: None or `jax.lax.Precision.DEFAULT`; any `jax.lax.Precision` where the products are no less
+        precise as they are: in float16 and bfloat16, and on a CPU.
       module: must be None: the attention weights, which it would sow, are never formed.
       force_fp32_for_softmax: has no effect, see above.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there are no such
@@ -85,7 +85,11 @@ def dot_product_attention(
     """
     del force_fp32_for_softmax
     _refuse(
-        module=(module, "as with sow_weights=True", "the attention weights are never formed, so can't be sown"),
+        module=(
+            module,
+            "as with sow_weights=True",
+            "the attention weights are never formed, so can't be sown",
+        ),
         einsum_dot_general=(einsum_dot_general, "", "the attention weights come from no einsum"),
         qk_attn_weights_einsum=(
             qk_attn_weights_einsum,
@@ -102,7 +106,9 @@ def dot_product_attention(
     _check_precision(precision, query.dtype)
     drops = not _validate.flag("deterministic", deterministic) and dropout_rate != 0
     if drops and dropout_rng is None:
-        raise ValueError("dropout_rng must be a key where dropout_rate > 0 and deterministic is False; got None")
+        raise ValueError(
+            "dropout_rng must be a key where dropout_rate > 0 and deterministic is False; got None"
+        )
     causal = _validate.flag("is_causal", is_causal)
     call = _attention.prepare(
         query,
@@ -111,7 +117,9 @@ def dot_product_attention(
         bias,
         None if mask is None else _validate.array("mask", mask).astype(bool),
         # The window counts from the diagonal that ends in the bottom right corner.
-        window=(None, query.shape[-3] - key.shape[-3]) if causal and query.ndim >= 3 <= key.ndim else (None, None),
+        window=(None, query.shape[-3] - key.shape[-3])
+        if causal and query.ndim >= 3 <= key.ndim
+        else (None, None),
         dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng if drops else None,
     )
@@ -146,9 +154,11 @@ def _check_precision(precision: Any, dtype: Any) -> None:
     choices = precision if isinstance(precision, tuple | list) else (precision,)
     if all(choice in default for choice in choices):
         return
-    if jnp.dtype(dtype).itemsize == 2 and all(isinstance(choice, str | jax.lax.Precision) for choice in choices):
+    # Products of 16-bit numbers are exact in float32, and CPUs multiply float32 in float32.
+    exact = jnp.dtype(dtype).itemsize == 2 or _device.current().platform == "cpu"
+    if exact and all(isinstance(choice, jax.lax.Precision | str | None) for choice in choices):
         return
     raise NotImplementedError(
-        "precision must be None or jax.lax.Precision.DEFAULT (float16 and bfloat16 take any jax.lax.Precision, "
-        f"their products being exact); got {precision!r} with {jnp.dtype(dtype).name}"
+        "precision must be None or jax.lax.Precision.DEFAULT (any jax.lax.Precision in float16 and bfloat16, and on "
+        f"a CPU); got {precision!r} with {jnp.dtype(dtype).name} on {_device.current().platform}"
     )
