@@ -21,6 +21,7 @@ class ForwardTile:
     keys: int  # keys in a block
     stages: int  # blocks in flight
     pingpong: bool
+    query_stages: int  # query tiles in shared memory
 
     @property
     def rows(self) -> int:
@@ -33,17 +34,18 @@ class ForwardTile:
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: Q, the rings of K and V, and the barriers."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
-        return (self.rows + 2 * self.stages * self.keys) * row + 8 * (2 + 4 * self.stages)
+        rows = self.query_stages * self.rows + 2 * self.stages * self.keys
+        return rows * row + 8 * (2 * self.query_stages + 4 * self.stages)
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile of full and of windowed attention. 64, 128 and
-# 256 are the fastest of benchmarks/results/tiles_forward_h200.json; 96 and 192 are the largest that fit.
+# 256 are the fastest of benchmarks/results/*_forward_h200.json; 96 and 192 are the largest that fit.
 _TILES = {
-    64: (ForwardTile(3, 128, 2, True), ForwardTile(2, 128, 2, False)),
-    96: (ForwardTile(2, 160, 2, True), ForwardTile(2, 128, 2, True)),
-    128: (ForwardTile(2, 128, 2, True), ForwardTile(2, 128, 2, True)),
-    192: (ForwardTile(2, 112, 2, True), ForwardTile(2, 112, 2, True)),
-    256: (ForwardTile(2, 80, 2, True), ForwardTile(2, 80, 2, True)),
+    64: (ForwardTile(3, 128, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
+    96: (ForwardTile(2, 160, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
+    128: (ForwardTile(2, 128, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
+    192: (ForwardTile(2, 112, 2, True, 1), ForwardTile(2, 112, 2, True, 1)),
+    256: (ForwardTile(2, 80, 2, True, 1), ForwardTile(2, 80, 2, True, 1)),
 }
 
 # Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside
@@ -86,6 +88,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             ("CONSUMERS", shape.consumers),
             ("KEYS", shape.keys),
             ("STAGES", shape.stages),
+            ("QUERY_STAGES", shape.query_stages),
             ("PINGPONG", int(shape.pingpong)),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),

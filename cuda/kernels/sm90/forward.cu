@@ -43,8 +43,8 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
 // Runs in one thread. Blocks go from the last to the first; K runs one block ahead of V, as they are used.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
                                         int section_heads) {
-    PipelineState key_slot, value_slot;
-    uint32_t query_parity = 0;
+    PipelineState<Traits::stages> key_slot, value_slot;
+    PipelineState<Traits::query_stages> query_slot;
     for (int index = blockIdx.x; index < tile_count(shape); index += gridDim.x) {
         const Tile tile = tile_at(index, shape, section_heads);
         const KeyBlocks blocks = key_blocks(tile.first_row, shape);
@@ -63,11 +63,11 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             value_slot.advance();
         };
 
-        if (blocks.count() > 0) load_key(blocks.last - 1);  // before Q, whose slot the last tile frees late
-        mbarrier::wait(shared.query_empty(), query_parity ^ 1);
-        load_panels(shared.query_tile(), maps.query, shared.query_full(), Traits::rows, tile.head, tile.first_row,
-                    tile.batch);
-        query_parity ^= 1;
+        if (blocks.count() > 0) load_key(blocks.last - 1);  // before Q, whose slot is freed late
+        mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
+        load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage), Traits::rows,
+                    tile.head, tile.first_row, tile.batch);
+        query_slot.advance();
 #pragma unroll 1  // the producer has few registers
         for (int block = blocks.last - 2; block >= blocks.first; --block) {
             load_key(block);
@@ -128,9 +128,8 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 // Normalises O, stages it over this warpgroup's rows of Q, and stores it by TMA, which clips rows and
 // columns that are not there.
 __device__ __forceinline__ void store_out(float (&out)[out_count], const float (&normalise)[2], const TensorMap& map,
-                                          const SharedMemory& shared, const Tile& tile, int consumer) {
+                                          uint32_t staging, uint32_t query_empty, const Tile& tile, int consumer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const uint32_t staging = shared.query_tile() + consumer * descriptor::panel_bytes(64);
     const int row = warp * 16 + lane % 16;
     named_barrier_sync(own_barrier(consumer), 128);  // every warp's QK^T has read Q
 #pragma unroll
@@ -153,7 +152,7 @@ __device__ __forceinline__ void store_out(float (&out)[out_count], const float (
         }
         tma::commit_group();
         tma::wait_group_read<0>();
-        mbarrier::arrive(shared.query_empty());
+        mbarrier::arrive(query_empty);
     }
 }
 
@@ -162,9 +161,8 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
     const int consumer = warp_index() / 4 - 1;
     const int lane = threadIdx.x % 32;
     const int row_in_tile = 64 * consumer + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const uint64_t query = descriptor::k_major(shared.query_tile() + consumer * descriptor::panel_bytes(64));
-    PipelineState key_slot, value_slot;
-    uint32_t query_parity = 0;
+    PipelineState<Traits::stages> key_slot, value_slot;
+    PipelineState<Traits::query_stages> query_slot;
     if (Traits::pingpong && consumer == Traits::consumers - 1) pass_turn(consumer);  // warpgroup 0 goes first
 
     for (int index = blockIdx.x; index < tile_count(shape); index += gridDim.x) {
@@ -173,8 +171,9 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
         const int row = tile.first_row + row_in_tile;
         OnlineSoftmax softmax;
         float out[out_count] = {};
-        mbarrier::wait(shared.query_full(), query_parity);
-        query_parity ^= 1;
+        const uint32_t query_rows = shared.query_tile(query_slot.stage) + consumer * descriptor::panel_bytes(64);
+        const uint64_t query = descriptor::k_major(query_rows);
+        mbarrier::wait(shared.query_full(query_slot.stage), query_slot.parity);
 
         if (blocks.count() > 0) {
             float scores[score_count];
@@ -249,7 +248,8 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
                 if (row + 8 * r < shape.queries) tile_lse[row + 8 * r] = row_lse[r];
             }
         }
-        store_out(out, normalise, maps.out, shared, tile, consumer);
+        store_out(out, normalise, maps.out, query_rows, shared.query_empty(query_slot.stage), tile, consumer);
+        query_slot.advance();
     }
 }
 
@@ -274,8 +274,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(key_map);
         tma::prefetch_descriptor(value_map);
         tma::prefetch_descriptor(out_map);
-        mbarrier::init(shared.query_full(), 1);
-        mbarrier::init(shared.query_empty(), Traits::consumers);
+        for (int stage = 0; stage < Traits::query_stages; ++stage) {
+            mbarrier::init(shared.query_full(stage), 1);
+            mbarrier::init(shared.query_empty(stage), Traits::consumers);
+        }
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.key_full(stage), 1);
             mbarrier::init(shared.value_full(stage), 1);

@@ -6,6 +6,7 @@
 //   CONSUMERS   consumer warpgroups; each owns 64 rows of the query tile
 //   KEYS        keys in a block
 //   STAGES      blocks of keys, and of values, in flight
+//   QUERY_STAGES  query tiles in shared memory: with 2 the next tile is loaded while this one is computed
 //   PINGPONG    1: the warpgroups take turns at the tensor cores
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
@@ -21,6 +22,7 @@ struct Traits {
     static constexpr int rows = 64 * consumers;  // queries in a tile
     static constexpr int keys = KEYS;
     static constexpr int stages = STAGES;
+    static constexpr int query_stages = QUERY_STAGES;
     static constexpr bool pingpong = PINGPONG;
     static constexpr bool has_left = HAS_LEFT;
     static constexpr bool has_right = HAS_RIGHT;
@@ -45,32 +47,33 @@ struct Traits {
 struct SharedMemory {
     uint32_t base;
 
-    static constexpr int query = 0;  // the output tile is staged here too, once the last QK^T has read it
-    static constexpr int key = query + Traits::query_bytes;
+    static constexpr int query = 0;  // the output tile is staged over its Q, once the last QK^T has read that
+    static constexpr int key = query + Traits::query_stages * Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::block_bytes;
     static constexpr int barriers = value + Traits::stages * Traits::block_bytes;
-    static constexpr int bytes = barriers + 8 * (2 + 4 * Traits::stages);
+    static constexpr int bytes = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
-    __device__ uint32_t query_tile() const { return base + query; }
+    __device__ uint32_t query_tile(int stage) const { return base + query + stage * Traits::query_bytes; }
     __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::block_bytes; }
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::block_bytes; }
 
-    __device__ uint32_t query_full() const { return base + barriers; }
-    __device__ uint32_t query_empty() const { return base + barriers + 8; }
-    __device__ uint32_t key_full(int stage) const { return base + barriers + 8 * (2 + stage); }
+    __device__ uint32_t query_full(int stage) const { return base + barriers + 8 * stage; }
+    __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::query_stages; }
+    __device__ uint32_t key_full(int stage) const { return query_full(stage) + 16 * Traits::query_stages; }
     __device__ uint32_t key_empty(int stage) const { return key_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t value_full(int stage) const { return key_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * Traits::stages; }
 };
 
-// A place in a ring of `Traits::stages` slots, and the parity of its current round.
+// A place in a ring of `stages` slots, and the parity of its current round.
+template <int stages>
 struct PipelineState {
     int stage = 0;
     uint32_t parity = 0;
 
     __device__ void advance() {
-        if (++stage == Traits::stages) {
+        if (++stage == stages) {
             stage = 0;
             parity ^= 1;
         }
