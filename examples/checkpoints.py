@@ -25,8 +25,8 @@ class Checkpoints:
     def require_none(self) -> None:
         if self._manager.latest_step() is not None:
             raise ValueError(
-                f"--checkpoint-dir={self._folder} holds checkpoints already: add --resume to go on from the newest, "
-                "or name another folder"
+                f"--checkpoint-dir={self._folder} holds checkpoints already: add --resume to go on from the "
+                "newest, or name another folder"
             )
 
     def save(self, step: int, state: Any, settings: dict[str, Any], history: dict[str, Any]) -> None:
@@ -52,9 +52,10 @@ class Checkpoints:
             raise ValueError(f"--resume needs a checkpoint, and --checkpoint-dir={self._folder} holds none")
         run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         for name, value in settings.items():
-            if run["settings"].get(name) != value:
+            saved = run["settings"].get(name)
+            if saved != value:
                 raise ValueError(
-                    f"--resume: the checkpoint in {self._folder} was made with {name}={run['settings'].get(name)!r}, "
+                    f"--resume: the checkpoint in {self._folder} was made with {name}={saved!r}, "
                     f"this run has {name}={value!r}"
                 )
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)

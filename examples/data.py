@@ -21,10 +21,11 @@ class Corpus:
 
 
 def load(text: str | None) -> Corpus:
-    """Read `text`: a file, a folder (every file under it that holds no NUL byte), or None for the standard library.
+    """Read `text`: a file, a folder, or None for the standard library.
 
-    Files of a folder follow each other in an order that depends on their names alone but mixes the subfolders, so
-    that the end of the text, which is held out, resembles the rest.
+    Of a folder, every file that holds no NUL byte is read, those of its subfolders too. They follow each
+    other in an order that depends on their names alone but mixes the subfolders, so that the end of the
+    text, which is held out, resembles the rest.
     """
     if text is None:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -50,14 +51,14 @@ def load(text: str | None) -> Corpus:
 
 
 def batch(data: np.ndarray, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
-    """Random windows of `data`: uint8 `(batch_size, sequence_length + 1)`, inputs and targets overlapping.
+    """Random windows of `data`: uint8 `(batch_size, sequence_length + 1)`, inputs and targets.
 
-    A pure function of its arguments, so training resumed at a step sees what it would have seen without a break.
+    A pure function of its arguments, so that a resumed run sees what it would have seen without a break.
     """
     if len(data) <= sequence_length:
         raise ValueError(
-            f"the text is too short for --sequence-length={sequence_length}: training and held-out part each need "
-            f"more than {sequence_length} bytes, this one has {len(data)}"
+            f"the text is too short for --sequence-length={sequence_length}: training and held-out part "
+            f"each need more than {sequence_length} bytes, this one has {len(data)}"
         )
     starts = np.random.default_rng([seed, step]).integers(len(data) - sequence_length, size=batch_size)
     return data[starts[:, None] + np.arange(sequence_length + 1)]

@@ -19,9 +19,9 @@ VOCABULARY = 256
 class GPTConfig:
     """The size of a model and how it computes.
 
-    Parameters are float32 whatever `dtype` is; activations and attention are in `dtype`, softmax and loss in float32.
-    `key_heads < heads` is grouped-query attention. `remat` recomputes each layer in the backward pass: memory for
-    about a third more work.
+    Parameters are float32 whatever `dtype` is; activations and attention are in `dtype`, softmax and loss in
+    float32. `key_heads < heads` is grouped-query attention. `remat` recomputes each layer in the backward
+    pass: less memory for about a third more work.
     """
 
     layers: int
@@ -133,11 +133,11 @@ def mean_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def generate(
     model: GPT, key: jax.Array, prompt: bytes, length: int, window: int, temperature: float
 ) -> bytes:
-    """Continue `prompt` by `length` bytes, sampled at `temperature`; the model sees the last `window` bytes.
+    """`length` bytes that continue `prompt`, sampled at `temperature`.
 
-    Every byte recomputes the whole window at one fixed shape, which costs more than a cache of keys and values but
-    needs no second code path through the model. Bytes right of the newest one are padding, which causal attention
-    never sees.
+    The model sees the last `window` bytes. Every byte recomputes the whole window at one fixed shape, which
+    costs more than a cache of keys and values but needs no second code path through the model. Bytes right
+    of the newest one are padding, which causal attention never sees.
     """
     graph, parameters = nnx.split(model)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class History:
-    """Losses in nats per byte: `training[i]` of step i + 1, `validation` by the number of steps done before it."""
+    """Losses in nats per byte: `training[i]` of step i + 1, `validation` by the steps done before it."""
 
     training: list[float] = dataclasses.field(default_factory=list)
     validation: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -28,7 +28,7 @@ class History:
 
 
 def write_csv(history: History, path: pathlib.Path) -> None:
-    """One row a step; the validation loss where it was measured. Digits enough to give back the same floats."""
+    """One row a step; the validation loss where it was measured. Reading it gives the same floats."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "training_loss", "validation_loss"])

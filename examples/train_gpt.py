@@ -9,9 +9,9 @@ The defaults suit two CPU cores and a few minutes. On a GPU, the size of GPT-2 m
     python examples/train_gpt.py --layers=24 --heads=16 --width=1024 --sequence-length=2048 --batch-size=16 \
         --learning-rate=3e-4 --steps=1000
 
-Writes losses.csv, loss.png and sample.txt into --output-dir. Training resumed from a checkpoint gives, bit for bit,
-the losses of training without a break. Data-parallel over all local devices: a `jit` over a sharded batch, or
-`jax.pmap` with --pmap.
+Writes losses.csv, loss.png and sample.txt into --output-dir. Training resumed from a checkpoint gives, bit
+for bit, the losses of training without a break. Data-parallel over all local devices: a `jit` over a sharded
+batch, or `jax.pmap` with --pmap.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 def make_steps(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, parallel: Parallel
 ) -> tuple[Callable[..., tuple[State, jax.Array]], Callable[..., jax.Array]]:
-    """The two compiled functions: `train(state, tokens) -> state, loss` and `validate(parameters, tokens) -> loss`.
+    """Compile `train(state, tokens) -> state, loss` and `validate(parameters, tokens) -> loss`.
 
     `tokens` is uint8 `(batch, sequence_length + 1)`, as `parallel.split` returns it.
     """
@@ -201,7 +201,8 @@ def train(settings: Settings) -> report.History:
     devices = jax.local_devices()
     if settings.batch_size % len(devices):
         raise ValueError(
-            f"--batch-size must be a multiple of the number of devices, got {settings.batch_size} for {len(devices)}"
+            "--batch-size must be a multiple of the number of devices, "
+            f"got {settings.batch_size} for {len(devices)}"
         )
     if settings.resume and settings.checkpoint_dir is None:
         raise ValueError("--resume needs --checkpoint-dir")

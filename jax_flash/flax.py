@@ -40,18 +40,18 @@ def dot_product_attention(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
-    """What `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention` mean, by our implementations.
+    """What `dot_product_attention` means in `flax.linen` and `flax.nnx`, by our implementations.
 
     Three things differ from Flax's own. The softmax is float32 whatever the dtype, as if
-    `force_fp32_for_softmax` were always set. A row that the mask leaves nothing to attend to gives 0, where Flax
-    averages all values. Dropout keeps other probabilities than Flax's for the same `dropout_rng`, at the same rate:
-    those of `jax_flash.dropout_mask`.
+    `force_fp32_for_softmax` were always set. A row that the mask leaves nothing to attend to gives 0, where
+    Flax averages all values. Dropout keeps other probabilities than Flax's for the same `dropout_rng`, at
+    the same rate: those of `jax_flash.dropout_mask`.
 
     A layer passes its own arguments; bind more with `functools.partial`, as in
     `functools.partial(dot_product_attention, implementation="xla")`.
 
-    Letters: `*B` any leading batch axes, `T` queries, `S` keys, `N` query heads, `K` key heads (`N % K == 0`),
-    `H` head dim of queries and keys, `V` head dim of values.
+    Letters: `*B` any leading batch axes, `T` queries, `S` keys, `N` query heads, `K` key heads
+    (`N % K == 0`), `H` head dim of queries and keys, `V` head dim of values.
 
     Args:
       query: `(*B, T, N, H)`.
@@ -80,8 +80,8 @@ def dot_product_attention(
     Raises:
       TypeError: an argument is of the wrong dtype or kind.
       ValueError: an argument has a shape or value that doesn't fit.
-      NotImplementedError: an argument asks for what can't be done without storing the attention weights, or no
-        implementation that was named can run the call.
+      NotImplementedError: an argument asks for what can't be done without storing the attention weights,
+        or no implementation that was named can run the call.
     """
     del force_fp32_for_softmax
     _refuse(
@@ -102,7 +102,8 @@ def dot_product_attention(
             "the output comes from no einsum",
         ),
     )
-    query, key, value = (promote_dtype or _promote)((query, key, value), dtype=dtype)
+    promoted = (promote_dtype or _promote)((query, key, value), dtype=dtype)
+    query, key, value = _validate.query_key_value(*promoted)
     _check_precision(precision, query.dtype)
     drops = not _validate.flag("deterministic", deterministic) and dropout_rate != 0
     if drops and dropout_rng is None:
@@ -117,16 +118,13 @@ def dot_product_attention(
         bias,
         None if mask is None else _validate.array("mask", mask).astype(bool),
         # The window counts from the diagonal that ends in the bottom right corner.
-        window=(None, query.shape[-3] - key.shape[-3])
-        if causal and query.ndim >= 3 <= key.ndim
-        else (None, None),
+        window=(None, query.shape[-3] - key.shape[-3] if causal else None),
         dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng if drops else None,
     )
     if drops and _validate.flag("broadcast_dropout", broadcast_dropout):
         n = sizes(call.operands)
-        one_seed = _dropout.seeds(dropout_rng, 1, 1)
-        seeds = jnp.broadcast_to(one_seed, (n.B, n.N, 2))
+        seeds = jnp.broadcast_to(_dropout.seeds(dropout_rng, 1, 1), (n.B, n.N, 2))
         call = dataclasses.replace(call, operands=call.operands.replace(dropout_seeds=seeds))
     return _attention.attend(call, implementation)
 
@@ -158,7 +156,8 @@ def _check_precision(precision: Any, dtype: Any) -> None:
     exact = jnp.dtype(dtype).itemsize == 2 or _device.current().platform == "cpu"
     if exact and all(isinstance(choice, jax.lax.Precision | str | None) for choice in choices):
         return
+    got = f"{precision!r} with {jnp.dtype(dtype).name} on {_device.current().platform}"
     raise NotImplementedError(
-        "precision must be None or jax.lax.Precision.DEFAULT (any jax.lax.Precision in float16 and bfloat16, and on "
-        f"a CPU); got {precision!r} with {jnp.dtype(dtype).name} on {_device.current().platform}"
+        "precision must be None or jax.lax.Precision.DEFAULT (any jax.lax.Precision in float16 and "
+        f"bfloat16, and on a CPU); got {got}"
     )

@@ -251,7 +251,7 @@ def test_sow_weights_is_refused():
     x = normal(0, B, T, FEATURES)
     variables = theirs.init(jax.random.key(3), x)
     with pytest.raises(
-        NotImplementedError, match="module must be None, because the attention weights.*sow_weights"
+        NotImplementedError, match=r"module must be None, because the attention weights.*sow_weights"
     ):
         ours.apply(variables, x, sow_weights=True, mutable=["intermediates"])
     with pytest.raises(NotImplementedError, match="module must be None"):
