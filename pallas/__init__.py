@@ -1,0 +1,96 @@
+"""Attention in Pallas, by its Triton lowering: NVIDIA GPUs from Ampere on.
+
+One of the implementations behind `jax_flash.flash_attention`, in kernels of plain Python.
+"""
+
+import jax
+
+from jax_flash import _device
+from jax_flash._device import Device
+from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
+
+from . import compat, tiles
+
+name = "pallas"
+
+_DTYPES = ("bfloat16", "float16")
+_MAX_HEAD_DIM = 256
+_MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int32
+
+
+def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
+    """The reason why this implementation can't run such a call on `device`, or None."""
+    return _device_reason(device) or _call_reason(spec, shapes)
+
+
+def _device_reason(device: Device) -> str | None:
+    if compat.interpreting():
+        return None
+    if device.platform != "cuda" or device.compute_capability is None:
+        return f"it needs an NVIDIA GPU, and the device is {device.platform!r}"
+    if device.compute_capability < (8, 0):
+        major, minor = device.compute_capability
+        return f"it needs compute capability 8.0 (Ampere) or newer, and {device.kind} has {major}.{minor}"
+    return compat.no_triton()
+
+
+def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
+    size = sizes(shapes)
+    extra = [field for field in shapes.present() if field not in ("query", "key", "value")]
+    if extra:
+        return f"it doesn't take {', '.join(extra)} yet"
+    if spec.logits_soft_cap is not None:
+        return "it has no logits_soft_cap yet"
+    if spec.dropout_rate:
+        return "it has no dropout yet"
+    dtypes = [str(x.dtype) for x in (shapes.query, shapes.key, shapes.value)]
+    if len(set(dtypes)) != 1 or dtypes[0] not in _DTYPES:
+        return f"query, key and value must all be bfloat16 or all float16, not {', '.join(dtypes)}"
+    if max(size.H, size.V) > _MAX_HEAD_DIM:
+        return f"head dims must be at most {_MAX_HEAD_DIM}, not {max(size.H, size.V)}"
+    if max(size.T, size.S) > _MAX_SEQUENCE:
+        return f"sequences must be at most {_MAX_SEQUENCE} long, not {max(size.T, size.S)}"
+    return None
+
+
+def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
+    """The kernels that would run, and their tile shapes."""
+    size = sizes(shapes)
+    return (
+        f"Triton forward ({tiles.forward(size, device)}), "
+        f"backward of keys ({tiles.backward_keys(size, device)}) "
+        f"and of queries ({tiles.backward_queries(size, device)})"
+    )
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), all bfloat16 or all float16, heads as they are.
+
+    Returns:
+      out (B,T,N,V) in query's dtype and lse (B,N,T) float32, the natural log-sum-exp. Rows that have no key
+      to attend to get 0 and -inf.
+    """
+    from . import triton_forward
+
+    tile = tiles.forward(sizes(operands), _device.current())
+    return triton_forward.forward(spec, operands, tile)
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """What `forward` took and gave, with d_out (B,T,N,V) and d_lse (B,N,T) float32 or None for zeros.
+
+    Returns:
+      Gradients of query, key and value, in their shapes and dtypes, bitwise equal from run to run.
+    """
+    from . import triton_backward
+
+    size, device = sizes(operands), _device.current()
+    keys_tile, queries_tile = tiles.backward_keys(size, device), tiles.backward_queries(size, device)
+    return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, keys_tile, queries_tile)

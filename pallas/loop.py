@@ -1,0 +1,31 @@
+"""The loop over the blocks of a band."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+from jax import lax
+
+from .band import Blocks, Index
+
+Carry = TypeVar("Carry")
+
+
+def over_blocks(blocks: Blocks, body: Callable[[bool, Index, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `body(edge, block, carry)` over the blocks in order, `edge` (static) where one is not met whole.
+
+    Whole blocks get a loop of their own, free of masks.
+    """
+    ranges = (
+        (True, blocks.start, blocks.full_start),
+        (False, blocks.full_start, blocks.full_stop),
+        (True, blocks.full_stop, blocks.stop),
+    )
+    for edge, start, stop in ranges:
+        if isinstance(start, int) and isinstance(stop, int):
+            if start == stop:
+                continue
+            # int32 even where 64-bit types are on
+            start, stop = np.int32(start), np.int32(stop)
+        carry = lax.fori_loop(start, stop, lambda j, carry, edge=edge: body(edge, j, carry), carry)
+    return carry

@@ -1,0 +1,196 @@
+"""Pallas on the CPU: its kernels in the interpreter against the definition, and their lowering for GPUs."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from implementation_suite import ImplementationSuite
+
+from jax_flash import _device, pallas
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.pallas import compat, tiles
+from jax_flash.pallas.band import Band, keys_of_queries
+
+# JAX 0.11 and newer say at every lowering that the Triton lowering will go.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
+T4 = _device.Device("cuda", "Tesla T4", (7, 5), 40)
+
+
+class TestPallasInterpreted(ImplementationSuite):
+    implementation = "pallas"
+    lengths = (1, 7, 65, 129, 150)
+    head_dims = (64, 16, 80, 256)
+    heads = ((3, 1), (6, 2))
+    features = ("value_head_dim", "deterministic")
+
+    def environment(self):
+        return compat.interpret()
+
+
+class TestPallasInterpretedAsForHopper(TestPallasInterpreted):
+    """The tiles of another table, and lengths that they divide."""
+
+    lengths = (128, 256)
+    typical_length = 256
+    head_dims = (32,)
+    heads = ((4, 2),)
+
+    @pytest.fixture(autouse=True)
+    def assume_hopper(self):
+        with _device.assume(_device.H100):
+            yield
+
+
+def shapes(B=1, T=257, S=300, N=4, K=2, H=64, V=None, dtype="bfloat16") -> Operands:
+    V = H if V is None else V
+    query, key, value = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
+    return Operands(*(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (query, key, value)))
+
+
+def forward_and_backward(spec: AttentionSpec, operands: Operands, d_lse: bool = True):
+    """A function of the operands, out's cotangent taken as out, and lse's as lse or None."""
+    out, lse = pallas.forward(spec, operands)
+    return out, lse, pallas.backward(spec, operands, out, lse, out, lse if d_lse else None)
+
+
+def exported_for(device: _device.Device, spec: AttentionSpec, operands: Operands) -> jax.export.Exported:
+    call = "__gpu$xla.gpu.triton"
+    with _device.assume(device), compat.lowering_for(device.kind):
+        function = jax.jit(lambda operands: forward_and_backward(spec, operands))
+        checks = [jax.export.DisabledSafetyCheck.custom_call(call)]
+        exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(operands)
+    assert exported.mlir_module().count(call) == 3
+    return exported
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_lowers_for_cuda(head_dim, dtype):
+    spec = AttentionSpec(head_dim**-0.5, left=None, right=0)
+    operands = shapes(H=head_dim, dtype=dtype)
+    exported = exported_for(_device.H100, spec, operands)
+    leaves = [operands.query, operands.key, operands.value]
+    assert [(x.shape, x.dtype) for x in exported.out_avals[2:]] == [(x.shape, x.dtype) for x in leaves]
+
+
+@pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
+@pytest.mark.parametrize("T, S", [(1, 1), (256, 256), (3, 1000)])
+def test_lowers_every_mask_and_length(T, S, window, device):
+    left, right = window
+    exported_for(device, AttentionSpec(0.125, left, right), shapes(T=T, S=S, V=128))
+
+
+def test_lowers_with_64_bit_types():
+    with jax.enable_x64(True):
+        exported_for(_device.H100, AttentionSpec(0.125, 5, 3), shapes())
+
+
+def test_kernels_take_their_sum_in_float32_whatever_the_default_precision():
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        exported_for(_device.H100, AttentionSpec(0.125), shapes())
+
+
+@pytest.mark.parametrize(
+    "spec, changes, device, reason",
+    [
+        ({}, {}, _device.CPU, "needs an NVIDIA GPU.*'cpu'"),
+        ({}, {}, _device.Device("rocm", "MI300X"), "needs an NVIDIA GPU.*'rocm'"),
+        ({}, {}, T4, "compute capability 8.0.*Tesla T4 has 7.5"),
+        ({}, {"H": 257}, A10, "at most 256, not 257"),
+        ({}, {"V": 320}, A10, "at most 256, not 320"),
+        ({}, {"dtype": "float32"}, A10, "bfloat16 or all float16, not float32"),
+        ({}, {"S": 2**30}, A10, "at most 536870912 long"),
+        ({"logits_soft_cap": 30.0}, {}, A10, "logits_soft_cap"),
+        ({"dropout_rate": 0.1}, {}, A10, "dropout"),
+    ],
+)
+def test_says_what_it_can_not_do(spec, changes, device, reason):
+    spec = AttentionSpec(**{"scale": 0.125, **spec})
+    said = pallas.supports(spec, shapes(**changes), device)
+    assert said is not None
+    with pytest.raises(NotImplementedError, match=reason):
+        raise NotImplementedError(said)
+
+
+def test_says_which_operands_it_does_not_take():
+    operands = shapes()
+    operands = operands.replace(bias=jax.ShapeDtypeStruct((1, 1, 257, 300), jnp.bfloat16))
+    assert "bias" in pallas.supports(AttentionSpec(0.125), operands, A10)
+
+
+@pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)
+def test_supports_and_describes(device):
+    spec, operands = AttentionSpec(0.125), shapes()
+    assert pallas.supports(spec, operands, device) is None
+    for tile in (tiles.forward, tiles.backward_keys, tiles.backward_queries):
+        assert str(tile(sizes(operands), device)) in pallas.describe(spec, operands, device)
+
+
+def test_runs_on_the_cpu_only_where_it_is_asked_to_interpret():
+    assert pallas.supports(AttentionSpec(0.125), shapes(), _device.CPU) is not None
+    with compat.interpret():
+        assert pallas.supports(AttentionSpec(0.125), shapes(), _device.CPU) is None
+    assert pallas.supports(AttentionSpec(0.125), shapes(), _device.CPU) is not None
+
+
+@pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)
+@pytest.mark.parametrize("T", [1, 100, 4096])
+@pytest.mark.parametrize("S", [1, 100, 4096])
+@pytest.mark.parametrize("H", [1, 64, 80, 129, 256])
+def test_tiles_are_powers_of_two(T, S, H, device):
+    size = sizes(shapes(T=T, S=S, H=H))
+    for choose in (tiles.forward, tiles.backward_keys, tiles.backward_queries):
+        tile = choose(size, device)
+        for extent in (tile.queries, tile.keys, tile.num_warps):
+            assert extent & (extent - 1) == 0
+        assert min(tile.queries, tile.keys) >= 16
+
+
+def met_directly(band: Band) -> np.ndarray:
+    distance = np.arange(band.columns)[None, :] - np.arange(band.rows)[:, None]
+    met = np.ones(distance.shape, bool)
+    if band.low is not None:
+        met &= distance >= band.low
+    if band.high is not None:
+        met &= distance <= band.high
+    return met
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("T, S", [(10, 10), (7, 23), (23, 7), (1, 30)])
+def test_band_visits_every_block_that_is_met_and_masks_what_is_not_whole(T, S, transposed):
+    sides = (None, 0, 2, 5, 40)
+    for left, right in itertools.product(sides, sides):
+        spec = AttentionSpec(1.0, left, right)
+        band = keys_of_queries(spec, sizes(shapes(T=T, S=S)))
+        wanted = np.arange(S)[None, :] - np.arange(T)[:, None] - (S - T)
+        wanted = (wanted >= -np.inf if left is None else wanted >= -left) & (
+            wanted <= np.inf if right is None else wanted <= right
+        )
+        np.testing.assert_array_equal(met_directly(band), wanted)
+        if transposed:
+            band, wanted = band.transposed(), wanted.T
+            np.testing.assert_array_equal(met_directly(band), wanted)
+        height, width = 4, 3
+        for first in range(0, band.rows, height):
+            blocks = band.blocks(first, height, width)
+            start, full_start, full_stop, stop = (int(x) for x in dataclasses.astuple(blocks))
+            assert 0 <= start <= full_start <= full_stop <= stop <= -(-band.columns // width)
+            rows = wanted[first : first + height]
+            visited = np.zeros(band.columns, bool)
+            visited[start * width : stop * width] = True
+            assert not rows[:, ~visited].any(), (band, first)
+            assert full_stop * width <= band.columns
+            assert rows[:, full_start * width : full_stop * width].all(), (band, first)
+
+
+def test_a_bound_that_binds_nowhere_costs_nothing():
+    band = keys_of_queries(AttentionSpec(1.0, left=299, right=256), sizes(shapes(T=257, S=300)))
+    assert (band.low, band.high) == (None, None)
+    assert band.blocks(0, 64, 100) == dataclasses.replace(band.blocks(0, 64, 100), start=0, stop=3, full_stop=3)
