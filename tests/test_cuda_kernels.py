@@ -1,0 +1,294 @@
+"""Every CUDA kernel as its compiler sees it, and every launch plan against the hardware, with no GPU.
+
+A kernel that spills, or whose wgmma the compiler serialised, is right and slow: nothing but this shows it.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import supports
+from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda.compile import compile_kernel, kernels_folder
+from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.launch_plan import (
+    ELEMENT_BYTES,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    TensorMap,
+    Zero,
+)
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128, 160, 192, 256)
+OTHER_HEAD_DIMS = (16, 32, 48, 112, 144, 176, 208, 224, 240)  # with those above, all that are compiled for
+WINDOWS = ((None, None), (None, 0), (100, None), (100, 30))
+
+# Compute capability 9.0, from the tables of the CUDA programming guide.
+THREADS_PER_CTA = 1024
+REGISTERS_PER_SM = 65536
+REGISTERS_PER_THREAD = 255
+SHARED_BYTES_PER_CTA = 232448  # 227 KB, of which 1 KB is the system's in what a multiprocessor has
+NAMED_BARRIERS = 16
+
+
+def plans(
+    head_dim=128,
+    dtype="bfloat16",
+    window=(None, None),
+    scale=0.1,
+    return_residual=True,
+    B=2,
+    T=1000,
+    S=777,
+    N=8,
+    K=2,
+) -> tuple[LaunchPlan, LaunchPlan]:
+    """Forward and backward of one call on an H100."""
+    query = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.dtype(dtype))
+    key = jax.ShapeDtypeStruct((B, S, K, head_dim), jnp.dtype(dtype))
+    left, right = window
+    spec = AttentionSpec(scale=scale, left=left, right=right, return_residual=return_residual)
+    operands = Operands(query, key, key)
+    assert supports(spec, operands, H100) is None
+    return plan_forward(spec, operands, H100), plan_backward(spec, operands, H100)
+
+
+def launches(**call) -> list[Launch]:
+    return [launch for plan in plans(**call) for launch in plan.launches]
+
+
+def variants() -> dict[Kernel, Launch]:
+    """Every kernel of the head dims that models have, and each code path at all other head dims."""
+    calls = [
+        dict(zip(("head_dim", "dtype", "window"), call, strict=True))
+        for call in itertools.product(HEAD_DIMS, DTYPES, WINDOWS)
+    ]
+    for i, head_dim in enumerate(OTHER_HEAD_DIMS):
+        for j, window in enumerate(WINDOWS):
+            calls.append({"head_dim": head_dim, "dtype": DTYPES[(i + j) % 2], "window": window})
+    for i, head_dim in enumerate(HEAD_DIMS):  # the sign of the scale is compiled in
+        calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
+    calls.append({"scale": 0.0})
+    return {launch.kernel: launch for call in calls for launch in launches(**call)}
+
+
+VARIANTS = variants()
+
+
+def kernel_id(kernel: Kernel) -> str:
+    values = "-".join(str(value) for name, value in kernel.defines if name != "SHARED_BYTES")
+    return f"{kernel.entry}-{values}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """ptxas's account of one entry point."""
+
+    registers: int
+    barriers: int
+    static_shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+def read_report(log: str, entry: str) -> Report:
+    """Raises AssertionError where the log doesn't give each figure exactly once for `entry`."""
+
+    def number(pattern, default=None):
+        found = re.findall(pattern, log)
+        if not found and default is not None:
+            return default
+        assert len(found) == 1, f"{pattern!r} is {len(found)} times in:\n{log}"
+        return int(found[0])
+
+    assert re.findall(r"Compiling entry function '(\w+)'", log) == [entry], log
+    return Report(
+        registers=number(r"Used (\d+) registers"),
+        barriers=number(r"used (\d+) barriers"),
+        static_shared_bytes=number(r"(\d+) bytes smem", default=0),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+    )
+
+
+@pytest.mark.parametrize("kernel", VARIANTS, ids=kernel_id)
+def test_compiles_without_spills_or_warnings(kernel):
+    log = compile_kernel(kernel).log
+    # C7510 and its kin (wgmma serialised), C7508 (setmaxnreg ignored), and whatever else may come.
+    assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+    report = read_report(log, kernel.entry)
+    assert report.spill_bytes == 0, log
+    assert report.stack_bytes == 0, log
+    launch = VARIANTS[kernel]
+    assert report.registers <= REGISTERS_PER_THREAD, log
+    assert _allocated(report.registers) * launch.block <= REGISTERS_PER_SM, log
+    assert report.barriers <= NAMED_BARRIERS, log
+    assert report.static_shared_bytes + launch.shared_bytes <= SHARED_BYTES_PER_CTA, log
+
+
+def _allocated(registers: int) -> int:
+    """Registers are given out to warps in units of 256, eight a thread."""
+    return math.ceil(registers / 8) * 8
+
+
+# One of each tile shape: the sides of a window and the dtype don't change it.
+SPECIALISED = [
+    kernel
+    for kernel in dict.fromkeys(
+        launch.kernel
+        for head_dim, window in itertools.product(HEAD_DIMS, WINDOWS[::3])
+        for launch in launches(head_dim=head_dim, window=window)
+    )
+    if kernel.entry in ("forward", "backward")
+]
+
+
+@pytest.mark.parametrize("kernel", SPECIALISED, ids=kernel_id)
+def test_register_pool_covers_what_warpgroups_ask_for(kernel):
+    """A setmaxnreg.inc that asks for more than the pool has waits for ever."""
+    ptx = compile_to_ptx(kernel)
+    released = [int(n) for n in re.findall(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+(\d+)", ptx)]
+    taken = [int(n) for n in re.findall(r"setmaxnreg\.inc\.sync\.aligned\.u32\s+(\d+)", ptx)]
+    threads = VARIANTS[kernel].block
+    at_launch = _allocated(read_report(compile_kernel(kernel).log, kernel.entry).registers)
+    if not released and not taken:
+        return
+    assert len(released) == 1 and len(taken) == 1, "one producer role and one consumer role"
+    (producer,), (consumer,) = released, taken
+    for count in (producer, consumer):
+        assert count % 8 == 0 and 24 <= count <= 256
+    assert producer <= at_launch <= consumer
+    warpgroups = threads // 128
+    assert threads % 128 == 0
+    assert producer + (warpgroups - 1) * consumer <= warpgroups * at_launch
+
+
+def compile_to_ptx(kernel: Kernel) -> str:
+    from cuda.bindings import nvrtc
+
+    folder = kernels_folder()
+    path = folder / kernel.source
+    options = [
+        "--std=c++17",
+        f"--gpu-architecture={kernel.arch.replace('sm_', 'compute_')}",
+        f"--include-path={path.parent}",
+        f"--include-path={folder}",
+        *(f"-D{name}={value}" for name, value in kernel.defines),
+    ]
+    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), kernel.source.encode(), 0, [], [])
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
+        assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        ptx = bytearray(size)
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return ptx.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+# Launch plans.
+
+CALLS = [
+    *({"head_dim": head_dim} for head_dim in range(8, 257, 8)),
+    *({"head_dim": 64, "T": T, "S": S} for T, S in itertools.product((1, 127, 129, 4096), repeat=2)),
+    *({"window": window, "head_dim": 256, "dtype": "float16"} for window in WINDOWS),
+    {"B": 1, "T": 1, "S": 1, "N": 1, "K": 1, "head_dim": 8},
+    {"B": 1, "T": 1 << 20, "S": 1 << 20, "N": 32, "K": 8},
+    {"B": 1, "T": 1, "S": 1 << 24, "N": 64, "K": 1},
+    {"B": 4096, "T": 128, "S": 128, "N": 64, "K": 64},
+    {"return_residual": False},
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(f"{k}{v}" for k, v in call.items()))
+def test_plan_is_within_hardware_limits(call):
+    for plan in plans(**call):
+        buffers = {buffer.name: buffer for buffer in (*plan.operands, *plan.results)}
+        assert len(buffers) == len(plan.operands) + len(plan.results), "buffers have names of their own"
+        for step in plan.steps:
+            if isinstance(step, Zero):
+                assert step.buffer in buffers
+            else:
+                check_launch(step, buffers)
+
+
+def check_launch(launch: Launch, buffers):
+    assert launch.kernel.arch == "sm_90a"
+    assert (kernels_folder() / launch.kernel.source).is_file()
+    assert 1 <= launch.block <= THREADS_PER_CTA and launch.block % 32 == 0
+    assert 0 <= launch.shared_bytes <= SHARED_BYTES_PER_CTA
+    x, y, z = launch.grid
+    assert 1 <= x < 2**31 and 1 <= y < 2**16 and 1 <= z < 2**16
+    assert 1 <= launch.cluster <= 8 and x % launch.cluster == 0
+    for parameter in launch.parameters:
+        match parameter:
+            case Pointer():
+                assert parameter.buffer in buffers
+            case TensorMap():
+                check_tensor_map(parameter, buffers[parameter.buffer])
+            case Scalar(type="int32"):
+                assert -(2**31) <= parameter.value < 2**31
+            case Scalar(type="uint32"):
+                assert 0 <= parameter.value < 2**32
+            case Scalar(type="int64"):
+                assert -(2**63) <= parameter.value < 2**63
+            case Scalar(type="float32"):
+                assert math.isfinite(parameter.value) and abs(parameter.value) < 3.4e38
+            case _:
+                raise AssertionError(f"no such parameter: {parameter}")
+
+
+def check_tensor_map(m: TensorMap, buffer):
+    """What cuTensorMapEncodeTiled asks for, and that no element lies outside of the buffer."""
+    element = ELEMENT_BYTES[m.dtype]
+    rank = len(m.sizes)
+    assert 1 <= rank <= 5 and len(m.box) == rank and len(m.strides) == rank - 1
+    assert all(1 <= size <= 2**32 for size in m.sizes)
+    assert all(1 <= extent <= 256 for extent in m.box)
+    assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in m.strides)
+    inner_bytes = m.box[0] * element
+    assert inner_bytes % 16 == 0
+    assert m.swizzle in (0, 32, 64, 128)
+    assert m.swizzle == 0 or inner_bytes <= m.swizzle
+    assert m.dtype == buffer.dtype
+    last = (m.sizes[0] - 1) * element
+    last += sum((size - 1) * stride for size, stride in zip(m.sizes[1:], m.strides, strict=True))
+    assert last + element <= buffer.bytes
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_scratch_memory_is_linear_in_the_sequence(head_dim):
+    def scratch(T, S):
+        """Bytes that are not results of the call."""
+        forward, backward = plans(head_dim=head_dim, T=T, S=S)
+        results = ("out", "lse", "d_query", "d_key", "d_value")
+        return [sum(b.bytes for b in plan.results if b.name not in results) for plan in (forward, backward)]
+
+    base, queries, keys, both = (
+        scratch(T, S) for T, S in ((4096, 4096), (8192, 4096), (4096, 8192), (8192, 8192))
+    )
+    for i in range(2):
+        # Each axis adds what the other doesn't change: no term of their product.
+        assert both[i] - keys[i] == queries[i] - base[i]
+        assert both[i] <= 2 * base[i]
+
+
+def test_kernels_are_shared_between_calls():
+    """Sizes, scale and residual don't compile anything anew."""
+    kernels = {launch.kernel for launch in launches()}
+    for call in ({"B": 7, "T": 3, "S": 9000, "N": 3, "K": 3}, {"scale": 3.0}, {"return_residual": False}):
+        assert {launch.kernel for launch in launches(**call)} == kernels
