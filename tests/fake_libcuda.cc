@@ -23,144 +23,153 @@ unsigned long long count = 0;  // of modules, functions and tensor maps: their h
 std::map<CUfunction, std::string> functions;
 
 CUresult Record(const std::string& call, const std::string& fields) {
-  calls << "{\"call\": \"" << call << "\"" << (fields.empty() ? "" : ", ") << fields << "}\n";
-  return call == failing_call ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    calls << "{\"call\": \"" << call << "\"" << (fields.empty() ? "" : ", ") << fields << "}\n";
+    return call == failing_call ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 template <typename T>
 std::string List(const T* values, unsigned size) {
-  std::ostringstream text;
-  for (unsigned i = 0; i < size; ++i) text << (i ? ", " : "[") << values[i];
-  if (size == 0) text << "[";
-  return text.str() + "]";
+    std::ostringstream text;
+    for (unsigned i = 0; i < size; ++i) text << (i ? ", " : "[") << values[i];
+    if (size == 0) text << "[";
+    return text.str() + "]";
 }
 
 template <typename T>
 T Read(const void* address) {
-  return *static_cast<const T*>(address);
+    return *static_cast<const T*>(address);
 }
 
 }  // namespace
 
 extern "C" {
 
-void fake_reset(const char* parameter_layout, unsigned long long current_context,
-                const char* call_that_fails) {
-  std::lock_guard<std::mutex> lock(mutex);
-  calls.str("");
-  layout = parameter_layout;
-  context = current_context;
-  failing_call = call_that_fails;
+void fake_reset(const char* parameter_layout, unsigned long long current_context, const char* call_that_fails) {
+    std::lock_guard<std::mutex> lock(mutex);
+    calls.str("");
+    layout = parameter_layout;
+    context = current_context;
+    failing_call = call_that_fails;
 }
 
 const char* fake_log() {
-  std::lock_guard<std::mutex> lock(mutex);
-  log_copy = calls.str();
-  return log_copy.c_str();
+    std::lock_guard<std::mutex> lock(mutex);
+    log_copy = calls.str();
+    return log_copy.c_str();
 }
 
 CUresult cuGetErrorName(CUresult, const char** text) {
-  *text = "CUDA_ERROR_INVALID_VALUE";
-  return CUDA_SUCCESS;
+    *text = "CUDA_ERROR_INVALID_VALUE";
+    return CUDA_SUCCESS;
 }
 
 CUresult cuGetErrorString(CUresult, const char** text) {
-  *text = "invalid argument";
-  return CUDA_SUCCESS;
+    *text = "invalid argument";
+    return CUDA_SUCCESS;
 }
 
 CUresult cuDriverGetVersion(int* version) {
-  *version = 12080;
-  return CUDA_SUCCESS;
+    *version = 12080;
+    return CUDA_SUCCESS;
 }
 
 CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
-  std::lock_guard<std::mutex> lock(mutex);
-  *id = context;
-  return failing_call == "cuCtxGetId" ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    std::lock_guard<std::mutex> lock(mutex);
+    *id = context;
+    return failing_call == "cuCtxGetId" ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  std::lock_guard<std::mutex> lock(mutex);
-  *module = reinterpret_cast<CUmodule>(++count);
-  return Record("cuModuleLoadData", "\"image\": \"" + std::string(static_cast<const char*>(image), 4) + "\"");
+    std::lock_guard<std::mutex> lock(mutex);
+    *module = reinterpret_cast<CUmodule>(++count);
+    return Record("cuModuleLoadData", "\"image\": \"" + std::string(static_cast<const char*>(image), 4) + "\"");
 }
 
 CUresult cuModuleUnload(CUmodule) {
-  std::lock_guard<std::mutex> lock(mutex);
-  return Record("cuModuleUnload", "");
+    std::lock_guard<std::mutex> lock(mutex);
+    return Record("cuModuleUnload", "");
 }
 
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
-  std::lock_guard<std::mutex> lock(mutex);
-  *function = reinterpret_cast<CUfunction>(++count);
-  functions[*function] = name;
-  return Record("cuModuleGetFunction", "\"name\": \"" + std::string(name) + "\"");
+    std::lock_guard<std::mutex> lock(mutex);
+    *function = reinterpret_cast<CUfunction>(++count);
+    functions[*function] = name;
+    return Record("cuModuleGetFunction", "\"name\": \"" + std::string(name) + "\"");
 }
 
 CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute attribute, int value) {
-  std::lock_guard<std::mutex> lock(mutex);
-  return Record("cuFuncSetAttribute", "\"attribute\": " + std::to_string(attribute) +
-                                          ", \"value\": " + std::to_string(value));
+    std::lock_guard<std::mutex> lock(mutex);
+    return Record("cuFuncSetAttribute",
+                  "\"attribute\": " + std::to_string(attribute) + ", \"value\": " + std::to_string(value));
 }
 
-CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
-                                void* address, const cuuint64_t* sizes, const cuuint64_t* strides,
-                                const cuuint32_t* box, const cuuint32_t* element_strides,
-                                CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                const cuuint32_t* element_strides, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  std::lock_guard<std::mutex> lock(mutex);
-  *map = CUtensorMap{};
-  map->opaque[0] = ++count;
-  std::ostringstream fields;
-  fields << "\"id\": " << count << ", \"aligned\": " << (reinterpret_cast<size_t>(map) % 64 == 0)
-         << ", \"type\": " << type << ", \"address\": " << reinterpret_cast<size_t>(address)
-         << ", \"sizes\": " << List(sizes, rank) << ", \"strides\": " << List(strides, rank - 1)
-         << ", \"box\": " << List(box, rank)
-         << ", \"element_strides\": " << List(element_strides, rank) << ", \"swizzle\": " << swizzle;
-  return Record("cuTensorMapEncodeTiled", fields.str());
+    std::lock_guard<std::mutex> lock(mutex);
+    *map = CUtensorMap{};
+    map->opaque[0] = ++count;
+    std::ostringstream fields;
+    fields << "\"id\": " << count << ", \"aligned\": " << (reinterpret_cast<size_t>(map) % 64 == 0)
+           << ", \"type\": " << type << ", \"address\": " << reinterpret_cast<size_t>(address)
+           << ", \"sizes\": " << List(sizes, rank) << ", \"strides\": " << List(strides, rank - 1)
+           << ", \"box\": " << List(box, rank) << ", \"element_strides\": " << List(element_strides, rank)
+           << ", \"swizzle\": " << swizzle;
+    return Record("cuTensorMapEncodeTiled", fields.str());
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t size, CUstream stream) {
-  std::lock_guard<std::mutex> lock(mutex);
-  std::ostringstream fields;
-  fields << "\"address\": " << address << ", \"value\": " << int(value) << ", \"bytes\": " << size
-         << ", \"stream\": " << reinterpret_cast<size_t>(stream);
-  return Record("cuMemsetD8Async", fields.str());
+    std::lock_guard<std::mutex> lock(mutex);
+    std::ostringstream fields;
+    fields << "\"address\": " << address << ", \"value\": " << int(value) << ", \"bytes\": " << size
+           << ", \"stream\": " << reinterpret_cast<size_t>(stream);
+    return Record("cuMemsetD8Async", fields.str());
 }
 
-CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters,
-                          void** extra) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (extra != nullptr) return CUDA_ERROR_INVALID_VALUE;
-  const unsigned grid[] = {config->gridDimX, config->gridDimY, config->gridDimZ};
-  const unsigned block[] = {config->blockDimX, config->blockDimY, config->blockDimZ};
-  std::ostringstream fields;
-  fields << "\"name\": \"" << functions[function] << "\", \"grid\": " << List(grid, 3)
-         << ", \"block\": " << List(block, 3) << ", \"shared_bytes\": " << config->sharedMemBytes
-         << ", \"stream\": " << reinterpret_cast<size_t>(config->hStream);
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    const CUlaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
-      fields << ", \"cluster\": " << List(&attribute.value.clusterDim.x, 3);
-    } else if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
-      fields << ", \"overlap\": " << attribute.value.programmaticStreamSerializationAllowed;
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (extra != nullptr) return CUDA_ERROR_INVALID_VALUE;
+    const unsigned grid[] = {config->gridDimX, config->gridDimY, config->gridDimZ};
+    const unsigned block[] = {config->blockDimX, config->blockDimY, config->blockDimZ};
+    std::ostringstream fields;
+    fields << "\"name\": \"" << functions[function] << "\", \"grid\": " << List(grid, 3)
+           << ", \"block\": " << List(block, 3) << ", \"shared_bytes\": " << config->sharedMemBytes
+           << ", \"stream\": " << reinterpret_cast<size_t>(config->hStream);
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        const CUlaunchAttribute& attribute = config->attrs[i];
+        if (attribute.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+            fields << ", \"cluster\": " << List(&attribute.value.clusterDim.x, 3);
+        } else if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+            fields << ", \"overlap\": " << attribute.value.programmaticStreamSerializationAllowed;
+        }
     }
-  }
-  fields << ", \"parameters\": [";
-  for (size_t i = 0; i < layout.size(); ++i) {
-    fields << (i ? ", " : "");
-    switch (layout[i]) {
-      case 'p': fields << Read<CUdeviceptr>(parameters[i]); break;
-      case 'i': fields << Read<int>(parameters[i]); break;
-      case 'u': fields << Read<unsigned>(parameters[i]); break;
-      case 'l': fields << Read<long long>(parameters[i]); break;
-      case 'f': fields << Read<float>(parameters[i]); break;
-      case 'm': fields << static_cast<const CUtensorMap*>(parameters[i])->opaque[0]; break;
+    fields << ", \"parameters\": [";
+    for (size_t i = 0; i < layout.size(); ++i) {
+        fields << (i ? ", " : "");
+        switch (layout[i]) {
+            case 'p':
+                fields << Read<CUdeviceptr>(parameters[i]);
+                break;
+            case 'i':
+                fields << Read<int>(parameters[i]);
+                break;
+            case 'u':
+                fields << Read<unsigned>(parameters[i]);
+                break;
+            case 'l':
+                fields << Read<long long>(parameters[i]);
+                break;
+            case 'f':
+                fields << Read<float>(parameters[i]);
+                break;
+            case 'm':
+                fields << static_cast<const CUtensorMap*>(parameters[i])->opaque[0];
+                break;
+        }
     }
-  }
-  fields << "]";
-  return Record("cuLaunchKernelEx", fields.str());
+    fields << "]";
+    return Record("cuLaunchKernelEx", fields.str());
 }
 
 }  // extern "C"

@@ -11,17 +11,17 @@
 namespace jax_flash {
 
 struct Driver {
-  decltype(&::cuGetErrorName) get_error_name;
-  decltype(&::cuGetErrorString) get_error_string;
-  decltype(&::cuDriverGetVersion) driver_get_version;
-  decltype(&::cuCtxGetId) ctx_get_id;
-  decltype(&::cuModuleLoadData) module_load_data;
-  decltype(&::cuModuleUnload) module_unload;
-  decltype(&::cuModuleGetFunction) module_get_function;
-  decltype(&::cuFuncSetAttribute) func_set_attribute;
-  decltype(&::cuTensorMapEncodeTiled) tensor_map_encode_tiled;
-  decltype(&::cuMemsetD8Async) memset_d8_async;
-  decltype(&::cuLaunchKernelEx) launch_kernel_ex;
+    decltype(&::cuGetErrorName) get_error_name;
+    decltype(&::cuGetErrorString) get_error_string;
+    decltype(&::cuDriverGetVersion) driver_get_version;
+    decltype(&::cuCtxGetId) ctx_get_id;
+    decltype(&::cuModuleLoadData) module_load_data;
+    decltype(&::cuModuleUnload) module_unload;
+    decltype(&::cuModuleGetFunction) module_get_function;
+    decltype(&::cuFuncSetAttribute) func_set_attribute;
+    decltype(&::cuTensorMapEncodeTiled) tensor_map_encode_tiled;
+    decltype(&::cuMemsetD8Async) memset_d8_async;
+    decltype(&::cuLaunchKernelEx) launch_kernel_ex;
 };
 
 // The driver's functions. Throws std::runtime_error where there is no driver, or one older than

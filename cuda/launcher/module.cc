@@ -21,129 +21,131 @@ namespace py = pybind11;
 
 template <typename T>
 Scalar MakeScalarOf(py::handle value) {
-  const T number = value.cast<T>();
-  Scalar scalar{0};
-  std::memcpy(&scalar.bits, &number, sizeof number);
-  return scalar;
+    const T number = value.cast<T>();
+    Scalar scalar{0};
+    std::memcpy(&scalar.bits, &number, sizeof number);
+    return scalar;
 }
 
 Scalar MakeScalar(const std::string& type, py::handle value) {
-  if (type == "int32") return MakeScalarOf<std::int32_t>(value);
-  if (type == "uint32") return MakeScalarOf<std::uint32_t>(value);
-  if (type == "int64") return MakeScalarOf<std::int64_t>(value);
-  if (type == "float32") return MakeScalarOf<float>(value);
-  throw std::invalid_argument("type is \"" + type +
-                              "\"; it may be int32, uint32, int64 or float32");
+    if (type == "int32") return MakeScalarOf<std::int32_t>(value);
+    if (type == "uint32") return MakeScalarOf<std::uint32_t>(value);
+    if (type == "int64") return MakeScalarOf<std::int64_t>(value);
+    if (type == "float32") return MakeScalarOf<float>(value);
+    throw std::invalid_argument("type is \"" + type + "\"; it may be int32, uint32, int64 or float32");
 }
 
 CUtensorMapDataType ElementType(const std::string& dtype) {
-  if (dtype == "bfloat16") return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  if (dtype == "float16") return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  if (dtype == "float32") return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-  if (dtype == "int32") return CU_TENSOR_MAP_DATA_TYPE_INT32;
-  if (dtype == "uint8") return CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  throw std::invalid_argument("dtype is \"" + dtype +
-                              "\"; it may be bfloat16, float16, float32, int32 or uint8");
+    if (dtype == "bfloat16") return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    if (dtype == "float16") return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    if (dtype == "float32") return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    if (dtype == "int32") return CU_TENSOR_MAP_DATA_TYPE_INT32;
+    if (dtype == "uint8") return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    throw std::invalid_argument("dtype is \"" + dtype + "\"; it may be bfloat16, float16, float32, int32 or uint8");
 }
 
 CUtensorMapSwizzle Swizzle(int bytes) {
-  switch (bytes) {
-    case 0: return CU_TENSOR_MAP_SWIZZLE_NONE;
-    case 32: return CU_TENSOR_MAP_SWIZZLE_32B;
-    case 64: return CU_TENSOR_MAP_SWIZZLE_64B;
-    case 128: return CU_TENSOR_MAP_SWIZZLE_128B;
-  }
-  throw std::invalid_argument("swizzle is " + std::to_string(bytes) +
-                              "; it may be 0, 32, 64 or 128");
+    switch (bytes) {
+        case 0:
+            return CU_TENSOR_MAP_SWIZZLE_NONE;
+        case 32:
+            return CU_TENSOR_MAP_SWIZZLE_32B;
+        case 64:
+            return CU_TENSOR_MAP_SWIZZLE_64B;
+        case 128:
+            return CU_TENSOR_MAP_SWIZZLE_128B;
+    }
+    throw std::invalid_argument("swizzle is " + std::to_string(bytes) + "; it may be 0, 32, 64 or 128");
 }
 
 TensorMap MakeTensorMap(std::size_t buffer, const std::string& dtype, std::vector<cuuint64_t> sizes,
                         std::vector<cuuint64_t> strides, std::vector<cuuint32_t> box, int swizzle) {
-  // The driver reads as many strides and box sizes as there are axes.
-  if (sizes.empty() || sizes.size() > 5 || strides.size() != sizes.size() - 1 ||
-      box.size() != sizes.size()) {
-    throw std::invalid_argument("a tensor map has 1 to 5 sizes, one stride fewer, and as many box "
-                                "sizes; got " + std::to_string(sizes.size()) + ", " +
-                                std::to_string(strides.size()) + " and " +
-                                std::to_string(box.size()));
-  }
-  return TensorMap{buffer,         ElementType(dtype), std::move(sizes), std::move(strides),
-                   std::move(box), Swizzle(swizzle)};
+    // The driver reads as many strides and box sizes as there are axes.
+    if (sizes.empty() || sizes.size() > 5 || strides.size() != sizes.size() - 1 || box.size() != sizes.size()) {
+        throw std::invalid_argument(
+            "a tensor map has 1 to 5 sizes, one stride fewer, and as many box "
+            "sizes; got " +
+            std::to_string(sizes.size()) + ", " + std::to_string(strides.size()) + " and " +
+            std::to_string(box.size()));
+    }
+    return TensorMap{buffer,         ElementType(dtype), std::move(sizes), std::move(strides),
+                     std::move(box), Swizzle(swizzle)};
 }
 
-Launch MakeLaunch(std::shared_ptr<Kernel> kernel, std::array<unsigned, 3> grid, unsigned block,
-                  unsigned shared_bytes, unsigned cluster, bool overlap_previous,
-                  std::vector<Parameter> parameters) {
-  return Launch{std::move(kernel), {grid[0], grid[1], grid[2]}, block, shared_bytes,
-                cluster,           overlap_previous,            std::move(parameters)};
+Launch MakeLaunch(std::shared_ptr<Kernel> kernel, std::array<unsigned, 3> grid, unsigned block, unsigned shared_bytes,
+                  unsigned cluster, bool overlap_previous, std::vector<Parameter> parameters) {
+    return Launch{std::move(kernel), {grid[0], grid[1], grid[2]}, block, shared_bytes, cluster,
+                  overlap_previous,  std::move(parameters)};
 }
 
 // A handler as jax.ffi.register_ffi_target takes it.
 py::capsule HandlerCapsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
-  return py::capsule(reinterpret_cast<void*>(handler));
+    return py::capsule(reinterpret_cast<void*>(handler));
 }
 
 void Run(const Plan& plan, const std::vector<CUdeviceptr>& buffers, std::uintptr_t stream) {
-  const std::size_t count = plan.operand_bytes().size() + plan.result_bytes().size();
-  if (buffers.size() != count) {
-    throw std::invalid_argument("got " + std::to_string(buffers.size()) + " addresses for " +
-                                std::to_string(count) + " buffers");
-  }
-  plan.Run(buffers, reinterpret_cast<CUstream>(stream));
+    const std::size_t count = plan.operand_bytes().size() + plan.result_bytes().size();
+    if (buffers.size() != count) {
+        throw std::invalid_argument("got " + std::to_string(buffers.size()) + " addresses for " +
+                                    std::to_string(count) + " buffers");
+    }
+    plan.Run(buffers, reinterpret_cast<CUstream>(stream));
 }
 
 PYBIND11_MODULE(_launcher, m) {
-  m.doc() = "Runs launch plans on XLA's stream through the CUDA driver.";
+    m.doc() = "Runs launch plans on XLA's stream through the CUDA driver.";
 
-  py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel")
-      .def(py::init([](const py::bytes& cubin, std::string entry, std::string description) {
-             return std::make_shared<Kernel>(std::string(cubin), std::move(entry),
-                                             std::move(description));
-           }),
-           py::arg("cubin"), py::arg("entry"), py::arg("description"));
+    py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel")
+        .def(py::init([](const py::bytes& cubin, std::string entry, std::string description) {
+                 return std::make_shared<Kernel>(std::string(cubin), std::move(entry), std::move(description));
+             }),
+             py::arg("cubin"), py::arg("entry"), py::arg("description"));
 
-  py::class_<Pointer>(m, "Pointer").def(py::init([](std::size_t buffer) { return Pointer{buffer}; }),
-                                        py::arg("buffer"));
-  py::class_<Scalar>(m, "Scalar").def(py::init(&MakeScalar), py::arg("type"), py::arg("value"));
-  py::class_<TensorMap>(m, "TensorMap")
-      .def(py::init(&MakeTensorMap), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"),
-           py::arg("strides"), py::arg("box"), py::arg("swizzle"));
+    py::class_<Pointer>(m, "Pointer")
+        .def(py::init([](std::size_t buffer) { return Pointer{buffer}; }), py::arg("buffer"));
+    py::class_<Scalar>(m, "Scalar").def(py::init(&MakeScalar), py::arg("type"), py::arg("value"));
+    py::class_<TensorMap>(m, "TensorMap")
+        .def(py::init(&MakeTensorMap), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
+             py::arg("box"), py::arg("swizzle"));
 
-  py::class_<Launch>(m, "Launch")
-      .def(py::init(&MakeLaunch), py::arg("kernel"), py::arg("grid"), py::arg("block"),
-           py::arg("shared_bytes"), py::arg("cluster"), py::arg("overlap_previous"),
-           py::arg("parameters"));
-  py::class_<Zero>(m, "Zero").def(py::init([](std::size_t buffer) { return Zero{buffer}; }),
-                                  py::arg("buffer"));
+    py::class_<Launch>(m, "Launch")
+        .def(py::init(&MakeLaunch), py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
+             py::arg("cluster"), py::arg("overlap_previous"), py::arg("parameters"));
+    py::class_<Zero>(m, "Zero").def(py::init([](std::size_t buffer) { return Zero{buffer}; }), py::arg("buffer"));
 
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def(py::init<std::vector<std::size_t>, std::vector<std::size_t>,
-                    std::vector<std::variant<Launch, Zero>>>(),
-           py::arg("operand_bytes"), py::arg("result_bytes"), py::arg("steps"))
-      .def("load", &Plan::Load, py::call_guard<py::gil_scoped_release>(),
-           "Loads the kernels in the current CUDA context.")
-      .def("run", &Run, py::arg("buffers"), py::arg("stream"),
-           py::call_guard<py::gil_scoped_release>(),
-           "Runs the steps on the stream with this address, of the current CUDA context. `buffers` "
-           "are device addresses, operands first.");
+    py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+        .def(py::init<std::vector<std::size_t>, std::vector<std::size_t>, std::vector<std::variant<Launch, Zero>>>(),
+             py::arg("operand_bytes"), py::arg("result_bytes"), py::arg("steps"))
+        .def("load", &Plan::Load, py::call_guard<py::gil_scoped_release>(),
+             "Loads the kernels in the current CUDA context.")
+        .def("run", &Run, py::arg("buffers"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
+             "Runs the steps on the stream with this address, of the current CUDA context. `buffers` "
+             "are device addresses, operands first.");
 
-  m.def("register_plan", [](const std::string& text, std::shared_ptr<Plan> plan) {
-    RegisterPlan(text, std::move(plan));
-  }, py::arg("text"), py::arg("plan"),
-        "Makes `text`, a custom call's attribute, mean `plan`.");
-  m.def("is_registered", [](const std::string& text) { return FindPlan(text) != nullptr; },
-        py::arg("text"), "Whether `text` means a plan already.");
-  m.def("handlers", [] {
-    py::dict stages;
-    stages["initialize"] = HandlerCapsule(&Initialize);
-    stages["execute"] = HandlerCapsule(&Execute);
-    return stages;
-  }, "The stages of every custom call, for jax.ffi.register_ffi_target.");
-  m.def("driver_version", [] {
-    int version = 0;
-    Check(GetDriver().driver_get_version(&version), "cuDriverGetVersion", "asking for the version");
-    return std::make_pair(version / 1000, version % 1000 / 10);
-  }, "The newest CUDA (major, minor) that the driver supports; RuntimeError where there is none.");
+    m.def(
+        "register_plan",
+        [](const std::string& text, std::shared_ptr<Plan> plan) { RegisterPlan(text, std::move(plan)); },
+        py::arg("text"), py::arg("plan"), "Makes `text`, a custom call's attribute, mean `plan`.");
+    m.def(
+        "is_registered", [](const std::string& text) { return FindPlan(text) != nullptr; }, py::arg("text"),
+        "Whether `text` means a plan already.");
+    m.def(
+        "handlers",
+        [] {
+            py::dict stages;
+            stages["initialize"] = HandlerCapsule(&Initialize);
+            stages["execute"] = HandlerCapsule(&Execute);
+            return stages;
+        },
+        "The stages of every custom call, for jax.ffi.register_ffi_target.");
+    m.def(
+        "driver_version",
+        [] {
+            int version = 0;
+            Check(GetDriver().driver_get_version(&version), "cuDriverGetVersion", "asking for the version");
+            return std::make_pair(version / 1000, version % 1000 / 10);
+        },
+        "The newest CUDA (major, minor) that the driver supports; RuntimeError where there is none.");
 }
 
 }  // namespace
