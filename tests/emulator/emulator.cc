@@ -1,0 +1,376 @@
+// The emulator itself, compiled together with one kernel: -DSOURCE=… -DENTRY=….
+#include "emulator.h"
+
+#include <ucontext.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+Dim3 threadIdx, blockIdx, gridDim;
+alignas(1024) thread_local unsigned char shared_memory[emulator::shared_bytes];
+
+using Action = std::function<void()>;
+
+namespace {
+
+constexpr int max_threads = 1024;
+constexpr size_t stack_bytes = 256 << 10;
+constexpr int patience = 1000;  // rounds without progress that are a deadlock, as rounds leave warps out
+
+struct Fiber {
+    ucontext_t context;
+    bool done;
+};
+struct Meeting {
+    int arrived = 0;
+    int64_t round = 0;
+    std::array<void*, 128> brought;
+};
+struct NamedBarrier {
+    int arrived = 0, threads = 0;
+    int64_t round = 0;
+};
+struct MBarrier {
+    int arrivals, pending;
+    int64_t bytes = 0;
+    uint32_t parity = 0;  // of the phase that is under way
+};
+struct Groups {  // of asynchronous actions: the one that is open, and those that are committed
+    std::vector<Action> open;
+    std::deque<std::vector<Action>> committed;
+
+    void commit() { committed.push_back(std::exchange(open, {})); }
+    void carry_out_until(size_t pending) {
+        while (committed.size() > pending) {
+            for (Action& act : committed.front()) act();
+            committed.pop_front();
+        }
+    }
+};
+
+struct Cta {
+    Action body;
+    int threads;
+    std::vector<char> stacks;
+    std::vector<Fiber> fibers;
+    ucontext_t scheduler;
+    int64_t progress = 0;
+    std::map<std::pair<int, int>, Meeting> meetings;  // by scope and index
+    std::array<NamedBarrier, 16> named;
+    std::map<uint32_t, MBarrier> mbarriers;
+    std::vector<Action> in_flight;     // loads of TMA
+    std::map<int, Groups> bulk;        // stores and reductions, by thread
+    std::array<Groups, 8> products;    // wgmma, by warpgroup
+};
+Cta* cta;
+uint64_t random_state;
+
+void enter() {
+    cta->body();
+    cta->fibers[threadIdx.x].done = true;
+    emulator::progressed();
+    swapcontext(&cta->fibers[threadIdx.x].context, &cta->scheduler);
+}
+
+MBarrier& mbarrier_at(uint32_t address) {
+    auto found = cta->mbarriers.find(address);
+    if (found == cta->mbarriers.end()) emulator::fail("an mbarrier that was not initialised");
+    return found->second;
+}
+
+void settle(MBarrier& barrier) {
+    if (barrier.pending < 0) emulator::fail("more arrivals at an mbarrier than it counts");
+    if (barrier.pending == 0 && barrier.bytes == 0) {
+        barrier.parity ^= 1;
+        barrier.pending = barrier.arrivals;
+    }
+    emulator::progressed();
+}
+
+// Carries the 128-byte swizzle out on an address: 16-byte chunk c of 128-byte row r is at chunk c ^ (r % 8).
+uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+
+template <class Copy>
+void for_each_box_element(const TensorMap& map, uint32_t tile, std::array<int, 4> at, Copy copy) {
+    if (tile % 128 != 0) emulator::fail("a TMA tile off its alignment");
+    if (map.box[0] * 2 != 128) emulator::fail("a TMA box of other than 128 bytes a row");
+    if (map.box[1] != 1 || map.box[3] != 1) emulator::fail("a TMA box of several heads or batch rows");
+    for (int row = 0; row < map.box[2]; ++row) {
+        for (int column = 0; column < map.box[0]; ++column) {
+            const std::array<int, 4> element{at[0] + column, at[1], at[2] + row, at[3]};
+            bool inside = true;
+            for (int axis = 0; axis < 4; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
+            char* global = map.base + element[0] * 2;
+            for (int axis = 1; axis < 4; ++axis) global += element[axis] * map.strides[axis - 1];
+            copy(shared_memory + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
+        }
+    }
+}
+
+void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
+    if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || shared % 16 != 0 || bytes % 16 != 0) {
+        emulator::fail("a bulk copy off its alignment");
+    }
+}
+
+// Runs one CTA to its end.
+void run_cta(int threads, Action body) {
+    Cta state;
+    cta = &state;
+    state.body = std::move(body);
+    state.threads = threads;
+    state.stacks.resize(threads * stack_bytes);
+    state.fibers.resize(threads);
+    std::vector<int> warps;
+    for (int i = 0; i < threads; ++i) {
+        Fiber& fiber = state.fibers[i];
+        fiber.done = false;
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = state.stacks.data() + i * stack_bytes;
+        fiber.context.uc_stack.ss_size = stack_bytes;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, enter, 0);
+        if (i % 32 == 0) warps.push_back(i / 32);
+    }
+    for (int left = threads, idle = 0; left > 0;) {
+        const int64_t before = state.progress;
+        for (size_t i = warps.size(); i > 1; --i) std::swap(warps[i - 1], warps[emulator::random() % i]);
+        for (int warp : warps) {
+            if (emulator::random() % 3 == 0) continue;
+            for (int i = warp * 32; i < warp * 32 + 32; ++i) {
+                if (state.fibers[i].done) continue;
+                threadIdx = {i, 0, 0};
+                swapcontext(&state.scheduler, &state.fibers[i].context);
+            }
+        }
+        if (!state.in_flight.empty() && emulator::random() % 2 == 0) {
+            std::swap(state.in_flight[emulator::random() % state.in_flight.size()], state.in_flight.back());
+            Action act = std::move(state.in_flight.back());
+            state.in_flight.pop_back();
+            act();
+        }
+        left = 0;
+        for (const Fiber& fiber : state.fibers) left += !fiber.done;
+        idle = state.progress == before && state.in_flight.empty() ? idle + 1 : 0;
+        if (idle > patience) emulator::fail("deadlock");
+    }
+    if (!state.in_flight.empty()) emulator::fail("the CTA ended before its TMA loads");
+    for (auto& [thread, groups] : state.bulk) {
+        if (!groups.open.empty() || !groups.committed.empty()) emulator::fail("the CTA ended before its TMA stores");
+    }
+}
+
+template <class... Parameters, size_t... i>
+void launch(void (*entry)(Parameters...), int grid, int block, void** values, std::index_sequence<i...>) {
+    for (int index = 0; index < grid; ++index) {
+        blockIdx = {index, 0, 0};
+        memset(shared_memory, 0xff, sizeof(shared_memory));  // NaN
+        run_cta(block, [=] { entry(*static_cast<std::remove_const_t<Parameters>*>(values[i])...); });
+    }
+}
+
+template <class... Parameters>
+void launch_entry(void (*entry)(Parameters...), int grid, int block, void** values) {
+    launch(entry, grid, block, values, std::index_sequence_for<Parameters...>());
+}
+
+}  // namespace
+
+namespace emulator {
+
+void fail(const char* what) {
+    fprintf(stderr, "kernel emulator: %s, in thread %d of CTA %d\n", what, threadIdx.x, blockIdx.x);
+    for (int id = 0; id < 16; ++id) {
+        const NamedBarrier& barrier = cta->named[id];
+        if (barrier.arrived) fprintf(stderr, "  barrier %d: %d of %d\n", id, barrier.arrived, barrier.threads);
+    }
+    abort();
+}
+
+void yield() {
+    const Dim3 me = threadIdx;
+    swapcontext(&cta->fibers[me.x].context, &cta->scheduler);
+}
+
+void progressed() { ++cta->progress; }
+
+uint32_t random() {  // xorshift64
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state >> 20;
+}
+
+int warpgroup() { return threadIdx.x / 128; }
+int threads() { return cta->threads; }
+
+void together(Scope scope, void* mine, const std::function<void(void**)>& act) {
+    Meeting& meeting = cta->meetings[{scope, threadIdx.x / scope}];
+    meeting.brought[threadIdx.x % scope] = mine;
+    progressed();
+    if (++meeting.arrived == scope) {
+        meeting.arrived = 0;
+        ++meeting.round;
+        act(meeting.brought.data());
+    } else {
+        for (const int64_t round = meeting.round; meeting.round == round;) yield();
+    }
+}
+
+void later(Action act) {
+    cta->in_flight.push_back(std::move(act));
+    progressed();
+}
+
+}  // namespace emulator
+
+void named_barrier_arrive(int id, int threads) {
+    if (id < 0 || id > 15 || threads % 32 != 0) emulator::fail("a named barrier that there is not");
+    NamedBarrier& barrier = cta->named[id];
+    if (barrier.arrived && barrier.threads != threads) emulator::fail("counts of a named barrier that differ");
+    barrier.threads = threads;
+    if (++barrier.arrived == threads) {
+        barrier.arrived = 0;
+        ++barrier.round;
+    }
+    emulator::progressed();
+}
+void named_barrier_sync(int id, int threads) {
+    const int64_t round = cta->named[id & 15].round;
+    named_barrier_arrive(id, threads);
+    while (cta->named[id].round == round) emulator::yield();
+    emulator::progressed();
+}
+void __syncthreads() { named_barrier_sync(0, emulator::threads()); }
+
+void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    struct Lane {
+        uint32_t address, registers[4];
+    } mine{address, {a, b, c, d}};
+    emulator::together(emulator::warp, &mine, [](void** of_each) {
+        for (int row = 0; row < 32; ++row) {  // eight of each of the four matrices
+            const uint32_t to = static_cast<Lane*>(of_each[row])->address;
+            if (to % 16 != 0) emulator::fail("a matrix row off its alignment");
+            for (int i = 0; i < 4; ++i) {
+                memcpy(shared_memory + to + 4 * i,
+                       &static_cast<Lane*>(of_each[row % 8 * 4 + i])->registers[row / 8], 4);
+            }
+        }
+    });
+}
+
+namespace mbarrier {
+void init(uint32_t barrier, int arrivals) { cta->mbarriers[barrier] = {arrivals, arrivals}; }
+void arrive(uint32_t barrier) { arrive_expect(barrier, 0); }
+void arrive_expect(uint32_t barrier, uint32_t bytes) {
+    MBarrier& at = mbarrier_at(barrier);
+    at.bytes += bytes;
+    --at.pending;
+    settle(at);
+}
+void complete_bytes(uint32_t barrier, uint32_t bytes) {
+    MBarrier& at = mbarrier_at(barrier);
+    at.bytes -= bytes;
+    settle(at);
+}
+void wait(uint32_t barrier, uint32_t parity) {
+    const MBarrier& at = mbarrier_at(barrier);
+    while (at.parity == parity) emulator::yield();
+    emulator::progressed();
+}
+}  // namespace mbarrier
+
+namespace tma {
+void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+    if (destination % 1024 != 0) emulator::fail("a swizzled tile that starts within a period of the swizzle");
+    const TensorMap tensor = map;
+    emulator::later([=] {
+        for_each_box_element(tensor, destination, {c0, c1, c2, c3}, [](unsigned char* shared, const char* global) {
+            if (global != nullptr) memcpy(shared, global, 2);
+            if (global == nullptr) memset(shared, 0, 2);
+        });
+        mbarrier::complete_bytes(barrier, tensor.box[2] * 128);
+    });
+}
+void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
+    const TensorMap tensor = map;
+    cta->bulk[threadIdx.x].open.push_back([=] {
+        for_each_box_element(tensor, source, {c0, c1, c2, c3}, [](const unsigned char* shared, char* global) {
+            if (global != nullptr) memcpy(global, shared, 2);
+        });
+    });
+}
+void commit_group() { cta->bulk[threadIdx.x].commit(); }
+void wait_for_groups(int pending) { cta->bulk[threadIdx.x].carry_out_until(pending); }
+}  // namespace tma
+
+namespace bulk {
+void load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
+    check_bulk(source, destination, bytes);
+    emulator::later([=] {
+        memcpy(shared_memory + destination, source, bytes);
+        mbarrier::complete_bytes(barrier, bytes);
+    });
+}
+void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
+    check_bulk(destination, source, bytes);
+    cta->bulk[threadIdx.x].open.push_back([=] {
+        const float* values = reinterpret_cast<const float*>(shared_memory + source);
+        for (uint32_t i = 0; i < bytes / 4; ++i) destination[i] += values[i];
+    });
+}
+void reduce_add(float* destination, float a, float b, float c, float d) {
+    check_bulk(destination, 0, 16);
+    const float values[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) destination[i] += values[i];
+}
+}  // namespace bulk
+
+namespace wgmma {
+uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k) {
+    const uint32_t start = (descriptor & 0x3fff) << 4;
+    const uint32_t leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+    if (descriptor >> 62 != 1) emulator::fail("a descriptor of other than the 128-byte swizzle");
+    // Groups of eight rows, 128 bytes each. Along a row lies the contraction, or 64 of the other extent.
+    const uint32_t offset = major == Major::K ? mn / 8 * stride + mn % 8 * 128 + k * 2
+                                              : mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2;
+    uint16_t bits;
+    memcpy(&bits, shared_memory + swizzled(start + offset), 2);
+    return bits;
+}
+void issue(Action product) { cta->products[emulator::warpgroup()].open.push_back(std::move(product)); }
+void commit() {
+    emulator::together(emulator::warpgroup_scope, nullptr, [](void**) {
+        Groups& groups = cta->products[emulator::warpgroup()];
+        groups.commit();
+        if (emulator::random() % 2 == 0) groups.carry_out_until(0);
+    });
+}
+void wait_for_groups(int pending) {
+    emulator::together(emulator::warpgroup_scope, nullptr,
+                       [=](void**) { cta->products[emulator::warpgroup()].carry_out_until(pending); });
+}
+}  // namespace wgmma
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+#include TEXT(SOURCE)
+
+// Runs the kernel; `parameters` are addresses of values, as cuLaunchKernel takes them.
+extern "C" void emulate(int grid, int block, uint64_t seed, void** parameters) {
+    gridDim = {grid, 1, 1};
+    random_state = seed | 1;
+    launch_entry(ENTRY, grid, block, parameters);
+}

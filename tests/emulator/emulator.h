@@ -1,0 +1,96 @@
+// Runs CUDA kernels of cuda/kernels on a CPU: what their sources need of CUDA, and what the emulated PTX
+// layer (ptx/) is built on.
+//
+// Every CUDA thread is a fiber; one OS thread runs them in turn, warps in random order, and switches only
+// where a thread waits. What the hardware does asynchronously happens at a random moment between its issue
+// and the wait that the program makes for it, so that a wait that is missing shows, sooner or later, as a
+// wrong number. A CTA in which nobody can go on is reported as a deadlock. Memory ordering between
+// proxies, registers and speed are not emulated.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __restrict__
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __shared__ thread_local  // one OS thread runs the CTAs one after the other
+
+struct Dim3 {
+    int x, y, z;
+};
+extern Dim3 threadIdx, blockIdx, gridDim;
+
+struct float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+};
+
+template <class T>
+T min(T a, T b) {
+    return a < b ? a : b;
+}
+template <class T>
+T max(T a, T b) {
+    return a > b ? a : b;
+}
+template <class To, class From>
+To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+}
+inline float __int_as_float(int x) { return bit_cast<float>(x); }
+inline float __uint_as_float(uint32_t x) { return bit_cast<float>(x); }
+
+namespace emulator {
+
+constexpr int shared_bytes = 227 * 1024;
+
+// Ends the process: a kernel did what the hardware forbids.
+[[noreturn]] void fail(const char* what);
+// Lets other threads run.
+void yield();
+// Notes that the CTA got on, so that it is not in a deadlock.
+void progressed();
+uint32_t random();
+int warpgroup();
+int threads();
+
+enum Scope { warp = 32, warpgroup_scope = 128 };
+// Waits until every thread of the warp or warpgroup is here; the last one runs `act` on what each brought.
+void together(Scope scope, void* mine, const std::function<void(void** of_each)>& act);
+// Runs `act` at some later moment.
+void later(std::function<void()> act);
+
+}  // namespace emulator
+
+extern thread_local unsigned char shared_memory[];
+
+void __syncthreads();
+inline void __syncwarp() {
+    emulator::together(emulator::warp, nullptr, [](void**) {});
+}
+[[noreturn]] inline void __trap() { emulator::fail("__trap"); }
+
+inline float __shfl_xor_sync(uint32_t, float value, int distance) {
+    struct Exchange {
+        float given, taken;
+    } mine{value, 0};
+    emulator::together(emulator::warp, &mine, [distance](void** of_each) {
+        for (int lane = 0; lane < 32; ++lane) {
+            static_cast<Exchange*>(of_each[lane])->taken = static_cast<Exchange*>(of_each[lane ^ distance])->given;
+        }
+    });
+    return mine.taken;
+}

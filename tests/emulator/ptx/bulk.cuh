@@ -1,0 +1,11 @@
+// Emulation of cuda/kernels/ptx/bulk.cuh.
+#pragma once
+#include "types.cuh"
+
+namespace bulk {
+
+void load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier);
+void reduce_add(float* destination, uint32_t source, uint32_t bytes);
+void reduce_add(float* destination, float a, float b, float c, float d);
+
+}  // namespace bulk

@@ -1,0 +1,61 @@
+// Emulation of cuda/kernels/ptx/math.cuh.
+#pragma once
+#include <cmath>
+
+#include "types.cuh"
+
+inline float exp2_approx(float x) { return exp2f(x); }
+inline float log2_approx(float x) { return log2f(x); }
+
+// Rounds `x` to nearest even at a multiple of 2^`exponent`.
+inline float round_at(float x, int exponent) { return ldexpf(nearbyintf(ldexpf(x, -exponent)), exponent); }
+
+template <class Element>
+uint16_t narrow(float x) {
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    if constexpr (is_same<Element, bfloat16>) {
+        if (std::isnan(x)) return 0x7fff;
+        return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    } else {
+        const uint16_t sign = bits >> 16 & 0x8000;
+        if (std::isnan(x)) return 0x7fff;
+        int exponent = 0;
+        if (x != 0 && !std::isinf(x)) exponent = std::max(std::ilogb(x), -14);
+        const float magnitude = fabsf(std::isinf(x) ? x : round_at(x, exponent - 10));
+        if (magnitude >= 65520) return sign | 0x7c00;
+        const int units = static_cast<int>(ldexpf(magnitude, 24));  // of the smallest subnormal
+        if (units < 1 << 10) return sign | units;
+        exponent = std::ilogb(magnitude);
+        return sign | ((exponent + 15) << 10) + (static_cast<int>(ldexpf(magnitude, 10 - exponent)) - 1024);
+    }
+}
+
+template <class Element>
+float widen(uint16_t bits) {
+    if constexpr (is_same<Element, bfloat16>) {
+        return bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+    } else {
+        const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+        float magnitude = exponent == 0 ? ldexpf(fraction, -24) : ldexpf(1024 + fraction, exponent - 25);
+        if (exponent == 31) magnitude = fraction ? NAN : INFINITY;
+        return bits & 0x8000 ? -magnitude : magnitude;
+    }
+}
+
+template <class Element>
+uint32_t pack(float low, float high) {
+    return narrow<Element>(low) | static_cast<uint32_t>(narrow<Element>(high)) << 16;
+}
+template <class Element>
+float2 unpack(uint32_t packed) {
+    return {widen<Element>(packed), widen<Element>(packed >> 16)};
+}
+
+inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}

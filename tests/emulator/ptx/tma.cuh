@@ -1,0 +1,22 @@
+// Emulation of cuda/kernels/ptx/tma.cuh, for the 128-byte swizzle.
+#pragma once
+#include "types.cuh"
+
+namespace tma {
+
+void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3);
+void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3);
+void commit_group();
+void wait_for_groups(int pending);
+inline void prefetch_descriptor(const TensorMap&) {}
+
+template <int pending>
+void wait_group_read() {
+    wait_for_groups(pending);
+}
+template <int pending>
+void wait_group() {
+    wait_for_groups(pending);
+}
+
+}  // namespace tma

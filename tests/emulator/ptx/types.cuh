@@ -1,0 +1,29 @@
+// Emulation of cuda/kernels/ptx/types.cuh.
+#pragma once
+#include "../emulator.h"
+
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+// What cuTensorMapEncodeTiled is given for 16-bit elements of rank 4, axes innermost first.
+struct alignas(64) TensorMap {
+    char* base;
+    int64_t sizes[4];
+    int64_t strides[3];  // bytes, of axes 1…
+    int64_t box[4];
+};
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+inline uint32_t shared_address(const void* pointer) {
+    return static_cast<const unsigned char*>(pointer) - shared_memory;
+}

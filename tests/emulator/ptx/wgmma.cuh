@@ -1,0 +1,89 @@
+// Emulation of cuda/kernels/ptx/wgmma.cuh: operands are read as the descriptor says, when the group is
+// carried out.
+#pragma once
+#include <vector>
+
+#include "math.cuh"
+#include "types.cuh"
+
+namespace wgmma {
+
+void issue(std::function<void()> product);  // by one thread for its warpgroup
+void commit();
+void wait_for_groups(int pending);
+inline void fence() {}
+template <int pending>
+void wait() {
+    wait_for_groups(pending);
+}
+template <int count>
+void pin(float (&)[count]) {}
+
+enum class Major { K = 0, MN = 1 };
+
+// The element at row or column `mn` and contraction index `k` of a shared-memory operand.
+uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k);
+
+template <int N>
+struct Wgmma {
+    struct Thread {
+        float* d;
+        const uint32_t* a_registers;
+        uint64_t a, b;
+        int accumulate;
+    };
+
+    template <class Element, Major a_major, Major b_major>
+    static void issue(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {
+        issue_together<Element, a_major, b_major>({d, nullptr, a, b, accumulate});
+    }
+    template <class Element, Major b_major>
+    static void issue(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+        issue_together<Element, Major::K, b_major>({d, a, 0, b, accumulate});
+    }
+
+   private:
+    template <class Element, Major a_major, Major b_major>
+    static void issue_together(Thread mine) {
+        emulator::together(emulator::warpgroup_scope, &mine, [](void** of_each) {
+            std::vector<Thread> threads;
+            for (int i = 0; i < 128; ++i) {
+                threads.push_back(*static_cast<Thread*>(of_each[i]));
+                if (threads[i].a != threads[0].a || threads[i].b != threads[0].b) {
+                    emulator::fail("descriptors differ within a warpgroup");
+                }
+            }
+            wgmma::issue([threads] { multiply<Element, a_major, b_major>(threads); });
+        });
+    }
+
+    template <class Element, Major a_major, Major b_major>
+    static void multiply(const std::vector<Thread>& threads) {
+        static float a[64][16], b[16][N], d[64][N];
+        for (int k = 0; k < 16; ++k) {
+            for (int n = 0; n < N; ++n) b[k][n] = widen<Element>(operand_bits(threads[0].b, b_major, n, k));
+            for (int m = 0; m < 64; ++m) {
+                if (threads[0].a_registers == nullptr) {
+                    a[m][k] = widen<Element>(operand_bits(threads[0].a, a_major, m, k));
+                } else {
+                    const Thread& thread = threads[m / 16 * 32 + m % 8 * 4 + k % 8 / 2];
+                    a[m][k] = widen<Element>(thread.a_registers[m % 16 / 8 + k / 8 * 2] >> k % 2 * 16);
+                }
+            }
+        }
+        for (int m = 0; m < 64; ++m) {
+            for (int n = 0; n < N; ++n) d[m][n] = 0;
+            for (int k = 0; k < 16; ++k) {
+                for (int n = 0; n < N; ++n) d[m][n] += a[m][k] * b[k][n];
+            }
+        }
+        for (int i = 0; i < 128; ++i) {
+            for (int j = 0; j < N / 2; ++j) {
+                const int row = i / 32 * 16 + i % 32 / 4 + j / 2 % 2 * 8, column = j / 4 * 8 + i % 4 * 2 + j % 2;
+                threads[i].d[j] = d[row][column] + (threads[i].accumulate ? threads[i].d[j] : 0);
+            }
+        }
+    }
+};
+
+}  // namespace wgmma

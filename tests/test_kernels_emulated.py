@@ -1,0 +1,86 @@
+"""The Hopper kernels run on a CPU (tests/kernel_emulator.py) and compared with the definition.
+
+This is about indices, masks, barriers and the order of things. Speed, and what the hardware makes of an
+instruction, are for tests/gpu.
+"""
+
+import dataclasses
+import secrets
+
+import jax
+import numpy as np
+import pytest
+from kernel_emulator import DTYPES, KernelEmulator
+
+from jax_flash import _reference
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands, shapes_of
+from jax_flash.cuda.backward_plan import plan_backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    H: int
+    T: int
+    S: int
+    N: int = 1
+    K: int = 1
+    B: int = 1
+    left: int | None = None
+    right: int | None = None
+    dtype: str = "bfloat16"
+    return_residual: bool = False
+
+    def __str__(self):
+        return "-".join(
+            f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default
+        )
+
+
+# A case for each variant of the kernels, and between them for whatever runs through it.
+BACKWARD = (
+    Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
+    Case(H=40, T=1, S=1, dtype="float16"),
+    Case(H=80, T=65, S=129, left=30, right=10),
+    Case(H=96, T=129, S=64, dtype="float16"),
+    Case(H=128, T=130, S=200, right=0, N=4, K=2, B=2, return_residual=True),  # 200 keys are not whole tiles
+    Case(H=128, T=140, S=300, right=-150),  # the last keys are seen by no query
+    Case(H=160, T=100, S=70, right=0),
+    Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),
+    Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),
+    Case(H=256, T=64, S=130, left=-3),
+)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    return KernelEmulator(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.mark.parametrize("case", BACKWARD, ids=str)
+def test_backward(case, emulator):
+    seed = secrets.randbits(32)
+    print(f"{seed=}")
+    random = np.random.default_rng(seed)
+    dtype = DTYPES[case.dtype]
+    c = case
+    query = random.standard_normal((c.B, c.T, c.N, c.H)).astype(dtype)
+    key, value = (random.standard_normal((c.B, c.S, c.K, c.H)).astype(dtype) for _ in range(2))
+    d_out = random.standard_normal(query.shape).astype(dtype)
+    d_lse = random.standard_normal((c.B, c.N, c.T)).astype(np.float32) if c.return_residual else None
+    spec = AttentionSpec(c.H**-0.5, c.left, c.right, return_residual=c.return_residual)
+    operands = Operands(*map(jax.numpy.asarray, (query, key, value)))
+    out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+
+    plan = plan_backward(spec, shapes_of(operands), H100)
+    arrays = dict(query=query, key=key, value=value, out=out, lse=lse, d_out=d_out, d_lse=d_lse)
+    results = emulator.run(plan, arrays, seed)
+
+    roundoff = 2.0**-8 if c.dtype == "bfloat16" else 2.0**-11
+    for name in ("query", "key", "value"):
+        got, want = results[f"d_{name}"].astype(np.float64), getattr(expected, name)
+        assert np.isfinite(got).all(), name
+        # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
+        # With a single key dS is a difference of equals, and what is left of it is noise.
+        noise = 0 if c.S > 1 or name == "value" else roundoff * c.H**0.5
+        assert np.linalg.norm(got - want) <= roundoff * np.linalg.norm(want) + noise, name
