@@ -9,6 +9,7 @@ the attention of a rematerialised block is not run a second time.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,28 +35,31 @@ def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Opera
     return _attend(call, _lowering.vary_alike(operands))
 
 
+def _differentiable_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(call, *args)`, with a clear error in the place of a second derivative."""
+    guarded = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+    @guarded.defjvp
+    def refuse(call: Call, primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(
+            "jax_flash attention can be differentiated once, in reverse mode; second derivatives "
+            "(jax.hessian, jax.grad of jax.grad) are not supported"
+        )
+
+    return guarded
+
+
 # Compiled as one program when called outside of `jit`; inside, one function for all layers alike.
+@_differentiable_once
 @functools.partial(jax.jit, static_argnums=0)
 def jax_flash_forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return _batching.forward(call, operands)
 
 
+@_differentiable_once
 @functools.partial(jax.jit, static_argnums=0)
 def jax_flash_backward(call: Call, *args: Any) -> Gradients:
     return _batching.backward(call, *args)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(call: Call, *args: Any) -> Gradients:
-    return jax_flash_backward(call, *args)
-
-
-@_backward.defjvp
-def _refuse_second_derivative(call: Call, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "jax_flash attention can be differentiated once, in reverse mode; second derivatives "
-        "(jax.hessian, grad of grad) are not supported"
-    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -74,7 +78,7 @@ def _attend_forward(call: Call, operands: Operands) -> Any:
 def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
-    gradients = _backward(call, operands, out, lse, d_out, d_lse)
+    gradients = jax_flash_backward(call, operands, out, lse, d_out, d_lse)
     # None stands for the absent cotangent of an operand that is not differentiable.
     differentiable = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
     rest = {name: None for name in operands.present() if name not in DIFFERENTIABLE}
