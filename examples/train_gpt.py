@@ -30,7 +30,7 @@ import numpy as np
 import optax
 import report
 import tqdm
-from absl import app, flags
+from absl import app, flags, logging
 from checkpoints import Checkpoints
 from flax import nnx
 from parallel import Parallel, Pmap, ShardedJit
@@ -319,6 +319,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"flags only, got {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # JAX and orbax report each step of theirs at INFO
     values = {field.name: flags.FLAGS[flag_name(field)].value for field in dataclasses.fields(Settings)}
     try:
         train(Settings(**values))
