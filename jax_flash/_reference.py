@@ -80,13 +80,28 @@ def _reference_float64(spec, operands):
     return reference(spec, operands, jnp.float64)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _with_gradients(attention, spec, operands, d_out, d_lse):
+    size = sizes(operands)
+    small = size.B * size.N * size.T * size.S <= 2**20
+    compiled = _compiled_quickly if small else _compiled
+    return compiled(attention, spec, operands, d_out, d_lse)
+
+
+def _forward_and_backward(attention, spec, operands, d_out, d_lse):
     differentiable = {name: x for name, x in operands.present().items() if name in DIFFERENTIABLE}
     (out, lse), vjp = jax.vjp(lambda inputs: attention(spec, operands.replace(**inputs)), differentiable)
     d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse.astype(lse.dtype)
     (gradients,) = vjp((d_out.astype(out.dtype), d_lse))
     return out, lse, Gradients(**gradients)
+
+
+_compiled = jax.jit(_forward_and_backward, static_argnums=(0, 1))
+# Compiling a small case takes far longer than running it: without optimisation, half as long.
+_compiled_quickly = jax.jit(
+    _forward_and_backward,
+    static_argnums=(0, 1),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
 
 
 def _widen(x):

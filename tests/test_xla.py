@@ -29,9 +29,9 @@ def small_blocks(monkeypatch):
 class TestXla(ImplementationSuite):
     implementation = "xla"
     dtypes = ("float32", "bfloat16", "float16")
-    lengths = (1, 7, 63, 65, 127, 257)
+    lengths = (1, 7, 65, 127)
     typical_length = 65
-    head_dims = (64, 40)
+    head_dims = (40,)
     heads = ((3, 1), (8, 2))
     features = FEATURES
 
@@ -54,7 +54,7 @@ def cotangents(draw, operands):
     return normal(draw, B, T, N, operands.value.shape[3]), normal(draw, B, N, T)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def run(spec, operands, d_out, d_lse):
     out, lse = xla.forward(spec, operands)
     return out, lse, xla.backward(spec, operands, out, lse, d_out, d_lse)
