@@ -16,6 +16,7 @@ from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda.forward_plan import plan_forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +38,28 @@ class Case:
         )
 
 
+# So few multiprocessors that a persistent CTA has several tiles.
+DEVICE = dataclasses.replace(H100, sm_count=2)
+
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
     Case(H=40, T=1, S=1, dtype="float16"),
-    Case(H=80, T=65, S=129, left=30, right=10),
+    Case(H=80, T=65, S=129, B=2, left=30, right=10),
     Case(H=96, T=129, S=64, dtype="float16"),
-    Case(H=128, T=130, S=200, right=0, N=4, K=2, B=2, return_residual=True),  # 200 keys are not whole tiles
+    Case(H=128, T=130, S=200, right=0, N=4, K=2, return_residual=True),  # 200 keys are not whole tiles
     Case(H=128, T=140, S=300, right=-150),  # the last keys are seen by no query
     Case(H=160, T=100, S=70, right=0),
     Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),
     Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),
     Case(H=256, T=64, S=130, left=-3),
+)
+FORWARD = (
+    Case(H=64, T=300, S=130, N=2),
+    Case(H=64, T=200, S=300, right=0, dtype="float16"),
+    Case(H=80, T=65, S=129, B=2, left=30, right=10),
+    Case(H=128, T=130, S=300, right=0, N=4, K=2, B=2),
+    Case(H=256, T=200, S=130, right=0),  # 70 queries see no key
 )
 
 
@@ -57,30 +68,48 @@ def emulator(tmp_path_factory):
     return KernelEmulator(tmp_path_factory.mktemp("emulator"))
 
 
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward(case, emulator):
+    spec, operands, _, _, seed = draw(case)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(operands.query.shape))
+    got = results["out"].astype(np.float64)
+    assert np.linalg.norm(got - out) <= roundoff(case) * np.linalg.norm(out)
+    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", BACKWARD, ids=str)
 def test_backward(case, emulator):
-    seed = secrets.randbits(32)
-    print(f"{seed=}")
-    random = np.random.default_rng(seed)
-    dtype = DTYPES[case.dtype]
-    c = case
-    query = random.standard_normal((c.B, c.T, c.N, c.H)).astype(dtype)
-    key, value = (random.standard_normal((c.B, c.S, c.K, c.H)).astype(dtype) for _ in range(2))
-    d_out = random.standard_normal(query.shape).astype(dtype)
-    d_lse = random.standard_normal((c.B, c.N, c.T)).astype(np.float32) if c.return_residual else None
-    spec = AttentionSpec(c.H**-0.5, c.left, c.right, return_residual=c.return_residual)
-    operands = Operands(*map(jax.numpy.asarray, (query, key, value)))
+    spec, operands, d_out, d_lse, seed = draw(case)
     out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
-
-    plan = plan_backward(spec, shapes_of(operands), H100)
-    arrays = dict(query=query, key=key, value=value, out=out, lse=lse, d_out=d_out, d_lse=d_lse)
-    results = emulator.run(plan, arrays, seed)
-
-    roundoff = 2.0**-8 if c.dtype == "bfloat16" else 2.0**-11
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
+    results = emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed)
     for name in ("query", "key", "value"):
         got, want = results[f"d_{name}"].astype(np.float64), getattr(expected, name)
         assert np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
         # With a single key dS is a difference of equals, and what is left of it is noise.
-        noise = 0 if c.S > 1 or name == "value" else roundoff * c.H**0.5
-        assert np.linalg.norm(got - want) <= roundoff * np.linalg.norm(want) + noise, name
+        noise = 0 if case.S > 1 or name == "value" else roundoff(case) * case.H**0.5
+        assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
+
+
+def draw(case):
+    """A case's spec, random operands and cotangents, and the seed that they came from."""
+    seed = secrets.randbits(32)
+    print(f"{seed=}")  # pytest shows it where the test fails
+    random = np.random.default_rng(seed)
+
+    def normal(length, heads):
+        return random.standard_normal((case.B, length, heads, case.H)).astype(DTYPES[case.dtype])
+
+    query, key, value = normal(case.T, case.N), normal(case.S, case.K), normal(case.S, case.K)
+    d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
+    spec = AttentionSpec(case.H**-0.5, case.left, case.right, return_residual=case.return_residual)
+    operands = Operands(*map(jax.numpy.asarray, (query, key, value)))
+    return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed
+
+
+def roundoff(case):
+    return 2.0**-8 if case.dtype == "bfloat16" else 2.0**-11
