@@ -11,10 +11,11 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _autodiff, _device, _dispatch, _dropout, _validate
-from jax_flash._spec import AttentionSpec, Operands, shapes_of, sizes
+from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
 
 
 @overload
@@ -187,16 +188,32 @@ def flash_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call that passed every check, in canonical form."""
+    """A call that passed every check.
+
+    Its operands are canonical but for one thing: the caller's leading axes are still apart, since to merge
+    them where an inner one is sharded would gather. They are merged on each device.
+    """
 
     spec: AttentionSpec
-    operands: Operands
-    batch_shape: tuple[int, ...]  # the caller's leading axes, one axis in `operands`
+    operands: Operands  # leading axes: those of `batch_shape`, or one of size 1 where there are none
+    batch_shape: tuple[int, ...]  # the caller's leading axes
+
+    @property
+    def shapes(self) -> Operands[jax.ShapeDtypeStruct]:
+        """The canonical operands, with one batch axis, as shapes: what implementations are asked about."""
+        axes = max(len(self.batch_shape), 1)
+        batch = math.prod(self.batch_shape)
+
+        def merged(name: str, x: jax.Array) -> jax.ShapeDtypeStruct:
+            is_shared = name in BATCH_AXIS_MAY_BE_ONE and math.prod(x.shape[:axes]) == 1
+            return jax.ShapeDtypeStruct((1 if is_shared else batch, *x.shape[axes:]), np.dtype(x.dtype))
+
+        return Operands(**{name: merged(name, x) for name, x in self.operands.present().items()})
 
     @property
     def is_empty(self) -> bool:
         """Nothing to compute: no row, or no key for any row."""
-        n = sizes(self.operands)
+        n = sizes(self.shapes)
         return 0 in (n.B, n.T, n.S, n.N)
 
 
@@ -229,23 +246,26 @@ def prepare(
     query, key, value = _validate.query_key_value(query, key, value)
     *lead, T, N, H = query.shape
     batch_shape = tuple(lead)
-    B, S = math.prod(batch_shape), key.shape[-3]
+    S = key.shape[-3]
 
-    def one_batch_axis(x: jax.Array) -> jax.Array:
-        return _validate.reshaped(x, (B, *x.shape[len(batch_shape) :]))
+    def with_batch(x: jax.Array) -> jax.Array:
+        return x if batch_shape else x[None]
+
+    def for_all(x: jax.Array) -> jax.Array:
+        return _validate.reshaped(x, (1,) * max(len(batch_shape), 1) + x.shape)
 
     def per_logit(name: str, x: Any, kind: str) -> jax.Array | None:
         if x is None:
             return None
         x = _validate.broadcastable(name, x, (*batch_shape, N, T, S), "(*B, N, T, S)", kind)
-        return _fold_batch(x, batch_shape)
+        return with_batch(x)
 
     def per_batch(name: str, x: Any, size: int | None, letters: str) -> jax.Array | None:
         if x is None:
             return None
         shape = batch_shape if size is None else (*batch_shape, size)
         x = _validate.shaped(name, x, {letters: shape}, "integer").astype(jnp.int32)
-        return one_batch_axis(x)
+        return with_batch(x)
 
     def lengths(name: str, x: Any, size: int) -> jax.Array | None:
         x = per_batch(name, x, None, "(*B,)")
@@ -260,12 +280,16 @@ def prepare(
     if alibi_slopes is not None:
         shapes = {"(N,)": (N,), "(*B, N)": (*batch_shape, N)}
         alibi_slopes = _validate.shaped("alibi_slopes", alibi_slopes, shapes, "floating").astype(jnp.float32)
-        alibi_slopes = _validate.reshaped(alibi_slopes, (B if alibi_slopes.ndim > 1 else 1, N))
+        alibi_slopes = for_all(alibi_slopes) if alibi_slopes.ndim == 1 else alibi_slopes
     if sinks is not None:
         sinks = _validate.shaped("sinks", sinks, {"(N,)": (N,)}, "floating").astype(jnp.float32)
-        sinks = _validate.reshaped(sinks, (1, N))
+        sinks = for_all(sinks)
 
     rate, dropout_key = _validate.dropout(dropout_rate, dropout_key)
+    seeds = None
+    if dropout_key is not None:
+        seeds = _dropout.seeds(dropout_key, math.prod(batch_shape), N)
+        seeds = _validate.reshaped(seeds, (*(batch_shape or (1,)), N, 2))
     left, right = window
     spec = AttentionSpec(
         scale=1 / math.sqrt(H) if scale is None else _validate.number("scale", scale),
@@ -279,9 +303,9 @@ def prepare(
         return_residual=_validate.flag("return_residual", return_residual),
     )
     operands = Operands(
-        query=one_batch_axis(query),
-        key=one_batch_axis(key),
-        value=one_batch_axis(value),
+        query=with_batch(query),
+        key=with_batch(key),
+        value=with_batch(value),
         bias=per_logit("bias", bias, "floating"),
         mask=per_logit("mask", mask, "bool"),
         alibi_slopes=alibi_slopes,
@@ -290,41 +314,28 @@ def prepare(
         key_value_seq_lengths=lengths("key_value_seq_lengths", key_value_seq_lengths, S),
         query_segment_ids=per_batch("query_segment_ids", query_segment_ids, T, "(*B, T)"),
         key_value_segment_ids=per_batch("key_value_segment_ids", key_value_segment_ids, S, "(*B, S)"),
-        dropout_seeds=None if dropout_key is None else _dropout.seeds(dropout_key, B, N),
+        dropout_seeds=seeds,
     )
     return Call(spec, operands, batch_shape)
 
 
 def attend(call: Call, implementation: Any) -> Any:
-    """Run `call` and give the results the caller's batch axes, lse as `(*B, T, N)`."""
+    """Run `call`: out `(*B, T, N, V)`, and with the residual also lse `(*B, T, N)`."""
     names = _validate.implementations(implementation)
     if call.is_empty:
-        results = _nothing(call)
-    else:
-        shapes = shapes_of(call.operands)
-        chosen = _dispatch.select(call.spec, shapes, names, _device.current())
-        results = _autodiff.attend(call.spec, chosen, call.operands)
+        return _nothing(call)
+    chosen = _dispatch.select(call.spec, call.shapes, names, _device.current())
+    results = _autodiff.attend(call.spec, chosen, call.operands)
     if call.spec.return_residual:
         out, lse = results
-        results = out, jnp.swapaxes(lse, 1, 2)
-    return jax.tree.map(lambda x: _validate.reshaped(x, (*call.batch_shape, *x.shape[1:])), results)
+        results = out, jnp.swapaxes(lse, -1, -2)
+    return results if call.batch_shape else jax.tree.map(lambda x: x[0], results)
 
 
 def _nothing(call: Call) -> Any:
     """The results where no row has a key to attend to."""
-    n = sizes(call.operands)
-    out = jnp.zeros((n.B, n.T, n.N, n.V), call.operands.query.dtype)
+    n = sizes(call.shapes)
+    out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), call.operands.query.dtype)
     if not call.spec.return_residual:
         return out
-    return out, jnp.full((n.B, n.N, n.T), -jnp.inf, jnp.float32)
-
-
-def _fold_batch(x: jax.Array, batch_shape: tuple[int, ...]) -> jax.Array:
-    """The leading axes of `x`, each of size 1 or batch_shape's, as one: of size 1 where all are."""
-    lead, rest = x.shape[: len(batch_shape)], x.shape[len(batch_shape) :]
-    if all(n == 1 for n in lead):
-        return _validate.reshaped(x, (1, *rest))
-    if lead != batch_shape:
-        # Only some of several batch axes broadcast: no single axis says that, so they are repeated.
-        x = jnp.broadcast_to(x, (*batch_shape, *rest))
-    return _validate.reshaped(x, (math.prod(batch_shape), *rest))
+    return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, jnp.float32)

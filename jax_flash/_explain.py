@@ -8,7 +8,7 @@ import jax
 
 from jax_flash import _attention, _device, _dispatch, _validate
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Operands, shapes_of
+from jax_flash._spec import AttentionSpec, Operands
 
 _ARRAYS = (
     "query",
@@ -94,19 +94,18 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     def prepare(arrays: dict[str, Any]) -> None:
         nonlocal call
-        prepared = _attention.prepare(**arrays, **others, window=window)
-        call = dataclasses.replace(prepared, operands=shapes_of(prepared.operands))
+        call = _attention.prepare(**arrays, **others, window=window)
 
     jax.eval_shape(prepare, arrays)
     assert call is not None
     device = _device.current()
     if call.is_empty:
-        return Explanation(call.spec, call.operands, device, (), None, requested, None)
+        return Explanation(call.spec, call.shapes, device, (), None, requested, None)
     choices = tuple(_choice(name, call, device) for name in _dispatch.IMPLEMENTATIONS)
     runs = [choice.name for choice in choices if choice.runs]
     return Explanation(
         spec=call.spec,
-        shapes=call.operands,
+        shapes=call.shapes,
         device=device,
         choices=choices,
         automatic=next(iter(runs), None),
@@ -120,8 +119,8 @@ explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # typ
 
 
 def _choice(name: str, call: _attention.Call, device: Device) -> Choice:
-    reason = _dispatch.reason(name, call.spec, call.operands, device)
-    kernel = None if reason else _dispatch.get(name).describe(call.spec, call.operands, device)
+    reason = _dispatch.reason(name, call.spec, call.shapes, device)
+    kernel = None if reason else _dispatch.get(name).describe(call.spec, call.shapes, device)
     return Choice(name, reason, kernel)
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_flash import _attention, _device, _dropout, _validate
-from jax_flash._spec import sizes
 
 
 def dot_product_attention(
@@ -123,8 +122,8 @@ def dot_product_attention(
         dropout_key=dropout_rng if drops else None,
     )
     if drops and _validate.flag("broadcast_dropout", broadcast_dropout):
-        n = sizes(call.operands)
-        seeds = jnp.broadcast_to(_dropout.seeds(dropout_rng, 1, 1), (n.B, n.N, 2))
+        shared = _dropout.seeds(dropout_rng, 1, 1)
+        seeds = jnp.broadcast_to(shared, call.operands.dropout_seeds.shape)
         call = dataclasses.replace(call, operands=call.operands.replace(dropout_seeds=seeds))
     return _attention.attend(call, implementation)
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import _attention
@@ -102,17 +104,17 @@ def test_mask_broadcasts(shape):
     check(named(*inputs(2, 3)), {"mask": mask}, allowed=mask)
 
 
-def test_only_what_must_be_is_repeated():
-    """Of several batch axes, a bias may have one and lack another; alone or all of size 1 they stay 1."""
+def test_broadcast_axes_are_not_repeated():
     query, key, value = inputs(2, 3)
 
     def canonical(*shape):
-        return _attention.prepare(query, key, value, jnp.zeros(shape)).operands.bias.shape
+        call = _attention.prepare(query, key, value, jnp.zeros(shape))
+        return call.operands.bias.shape, call.shapes.bias.shape
 
-    assert canonical(T, S) == (1, 1, T, S)
-    assert canonical(1, 1, N, 1, S) == (1, N, 1, S)
-    assert canonical(2, 3, 1, T, 1) == (6, 1, T, 1)
-    assert canonical(3, 1, T, 1) == (6, 1, T, 1)
+    assert canonical(T, S) == ((1, 1, 1, T, S), (1, 1, T, S))
+    assert canonical(1, 1, N, 1, S) == ((1, 1, N, 1, S), (1, N, 1, S))
+    assert canonical(2, 3, 1, T, 1) == ((2, 3, 1, T, 1), (6, 1, T, 1))
+    assert canonical(3, 1, T, 1) == ((1, 3, 1, T, 1), (6, 1, T, 1))
 
 
 @pytest.mark.parametrize("shape", [(N,), (2, 3, N)], ids=str)
@@ -303,6 +305,27 @@ def test_one_trace_serves_calls_of_equal_shape():
     for lengths in ([1, 2], [3, 4]):
         attend(query, key, value, jnp.array(lengths))
     assert next(traces) == 1
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P(None, "y", None, "x")], ids=str)
+def test_sharded_leading_axes_stay_as_they_are(axis_type, spec):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+
+    @jax.jit
+    @jax.grad
+    def gradients(arrays):
+        return jnp.sum(jax_flash.flash_attention(**arrays, is_causal=True) ** 2)
+
+    arrays = named(*inputs(4, 2))
+    expected = gradients(arrays)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(arrays, NamedSharding(mesh, spec))
+        assert "all-gather" not in gradients.lower(sharded).compile().as_text()
+        results = gradients(sharded)
+    for name, x in results.items():
+        assert x.sharding.is_equivalent_to(sharded[name].sharding, x.ndim)
+        np.testing.assert_allclose(x, expected[name], **TOLERANCE)
 
 
 def test_the_public_names():
