@@ -1,0 +1,51 @@
+"""How long a jitted call takes: kernel time on a GPU, wall-clock time elsewhere."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+
+ITERATIONS = 7
+WARM_UP = 2
+
+
+def method() -> str:
+    """How `milliseconds` measures on this machine, in words."""
+    if jax.default_backend() != "gpu":
+        return f"wall clock, median of {ITERATIONS}"
+    if _profiler() is not None:
+        return f"kernel time by CUPTI, median of {ITERATIONS}"
+    return f"wall clock of {ITERATIONS} calls in flight at once, divided by {ITERATIONS}; least of 3"
+
+
+def milliseconds(function: Callable, *args: jax.Array) -> float:
+    """Time of one call of `function`, jitted, once it is compiled and warm."""
+    function = jax.jit(function)
+    for _ in range(WARM_UP):
+        jax.block_until_ready(function(*args))
+    if jax.default_backend() != "gpu":
+        return statistics.median(_wall_clock(function, args, 1) for _ in range(ITERATIONS))
+    profiler = _profiler()
+    if profiler is None:
+        # The queue never runs empty, so what launching costs on the host is hidden.
+        return min(_wall_clock(function, args, ITERATIONS) for _ in range(3))
+    _, times = profiler.measure(function, iterations=ITERATIONS)(*args)
+    if times is None:
+        raise RuntimeError("it launched no kernel")
+    return statistics.median(times)
+
+
+def _wall_clock(function, args, calls: int) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready([function(*args) for _ in range(calls)])
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def _profiler():
+    """JAX's access to CUPTI; None where this JAX has none."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+    except ImportError:
+        return None
+    return profiler if hasattr(profiler, "measure") else None
