@@ -141,7 +141,7 @@ def product_ceiling(dtype: str) -> float | None:
 
 
 def geometric_means(rows: Sequence[dict], baseline: str) -> list[dict]:
-    """For each contender and pass: the mean over its cases, and of its ratios to `baseline` where both ran."""
+    """For each contender and pass: the mean over its cases, and of its ratios to `baseline`."""
     rates = {(row["peer"], row["case"], key): row[key] for row in rows for key in chart.PASSES if key in row}
     means = []
     for name in dict.fromkeys(row["peer"] for row in rows):

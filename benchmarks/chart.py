@@ -46,7 +46,7 @@ def draw(path: Path) -> Path:
         len(passes),
         squeeze=False,
         sharex=True,
-        figsize=(max(6.0, 0.6 + 0.16 * len(cases) * (len(peers) + 1.5)), 0.9 + 3.1 * len(passes)),
+        figsize=(max(6.0, 0.6 + 0.11 * len(cases) * (len(peers) + 1.5)), 0.9 + 3.1 * len(passes)),
         layout="constrained",
     )
     width = 0.86 / len(peers)
