@@ -4,6 +4,9 @@ From here: `forward_plan.py` and `backward_plan.py` turn a call into a launch pl
 custom call of it, `compile.py` the machine code, and the module `_launcher` (cuda/launcher) runs it.
 """
 
+import functools
+import warnings
+
 import jax
 
 from jax_flash._device import Device, current
@@ -24,14 +27,16 @@ _UNSUPPORTED_OPERANDS = (
 )
 
 
-def supports(
-    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
-) -> str | None:
+def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str | None:
     """Why these kernels can't run the call on `device`, or None."""
     if device.platform != "cuda":
         return f"it needs a CUDA GPU, and JAX's default device is {device.kind} ({device.platform})"
     if device.compute_capability is None or device.compute_capability[0] != 9:
-        return f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
+        return (
+            f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
+        )
+    if nvrtc_missing := _nvrtc_missing():
+        return nvrtc_missing
     for operand in _UNSUPPORTED_OPERANDS:
         if getattr(shapes, operand) is not None:
             return f"{operand} is not supported"
@@ -51,6 +56,19 @@ def supports(
     limit = 2**31 - 2**10  # 32-bit coordinates, with room for a tile beyond the end
     if max(n.T, n.S) >= limit or n.B * n.N >= limit:
         return f"query and key sequences and batch times heads are limited to {limit}"
+    return None
+
+
+@functools.cache
+def _nvrtc_missing() -> str | None:
+    """What to install, where NVRTC is missing. Warns, once: a Hopper GPU would run something slower unasked."""
+    from jax_flash.cuda.compile import NvrtcNotFoundError, nvrtc_version
+
+    try:
+        nvrtc_version()
+    except NvrtcNotFoundError as error:
+        warnings.warn(f"jax_flash's CUDA kernels can't be used on this GPU: {error}", stacklevel=2)
+        return str(error)
     return None
 
 

@@ -1,0 +1,72 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_flash.cuda as cuda
+from jax_flash._device import CPU, H100, Device
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import compile as compile_
+
+
+def shapes(H=64, V=None, dtype=jnp.bfloat16, **operands):
+    query = jax.ShapeDtypeStruct((2, 128, 4, H), dtype)
+    value = jax.ShapeDtypeStruct((2, 128, 4, V or H), dtype)
+    return Operands(query, query, value, **operands)
+
+
+def reason(spec=None, device=H100, **kwargs):
+    return cuda.supports(spec or AttentionSpec(0.1), shapes(**kwargs), device)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_supports_every_head_dim_of_the_contract(head_dim, dtype):
+    assert reason(H=head_dim, dtype=dtype) is None
+    spec = AttentionSpec(0.1, left=5, right=0, return_residual=True)
+    assert reason(spec, H=head_dim, dtype=dtype) is None
+
+
+def test_says_what_device_it_needs():
+    assert "needs a CUDA GPU" in reason(device=CPU)
+    assert "needs a Hopper GPU" in reason(device=Device("cuda", "NVIDIA A100", (8, 0), 108))
+
+
+@pytest.mark.parametrize(
+    "change,says",
+    [
+        ({"dropout_rate": 0.1}, "dropout_rate"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"deterministic": True}, "deterministic"),
+    ],
+)
+def test_refuses_what_a_spec_field_asks(change, says):
+    assert says in reason(dataclasses.replace(AttentionSpec(0.1), **change))
+
+
+def test_refuses_operands_and_types():
+    assert "bias" in reason(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.float32))
+    assert "float32" in reason(dtype=jnp.float32)
+    assert "256" in reason(H=264)
+    assert "multiple of 8" in reason(H=60)
+    assert "differ" in reason(H=64, V=128)
+
+
+def test_missing_nvrtc_names_the_extra_and_warns_once(monkeypatch):
+    def missing():
+        raise compile_.NvrtcNotFoundError("pip install 'jax_flash[cuda13]'")
+
+    monkeypatch.setattr(compile_, "nvrtc_version", missing)
+    cuda._nvrtc_missing.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="cuda13"):
+            assert "cuda13" in reason()
+        assert "cuda13" in reason()
+    finally:
+        cuda._nvrtc_missing.cache_clear()
+
+
+def test_describe_names_the_tile():
+    text = cuda.describe(AttentionSpec(0.1), shapes(H=80), H100)
+    assert "head dim 80" in text and "128 queries" in text
