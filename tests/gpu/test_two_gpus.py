@@ -42,10 +42,10 @@ def mesh(axis):
 
 
 def assert_equal(results, expected):
-    """Not to the bit: the order in which query's gradient is summed differs from run to run."""
+    """Within bfloat16's rounding: the order of sums may differ, and which roundings XLA leaves out."""
     for result, reference in zip(results, expected, strict=True):
         result, reference = (np.asarray(x, np.float64) for x in (result, reference))
-        assert np.linalg.norm(result - reference) <= 2e-3 * np.linalg.norm(reference)
+        assert np.linalg.norm(result - reference) <= 1e-2 * np.linalg.norm(reference)
 
 
 def test_pmap(inputs, expected):
