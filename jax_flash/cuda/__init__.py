@@ -11,6 +11,10 @@ import jax
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
+from jax_flash.cuda import compile, forward_plan
+from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda.call import call
+from jax_flash.cuda.window import binding_window
 
 name = "cuda"
 
@@ -61,12 +65,10 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
 @functools.cache
 def _nvrtc_missing() -> str | None:
-    """What to install, where NVRTC is missing. Warns, once: a Hopper GPU would run something slower unasked."""
-    from jax_flash.cuda.compile import NvrtcNotFoundError, nvrtc_version
-
+    """What to install, where NVRTC is missing. Warns, once: as a Hopper GPU runs something slower then."""
     try:
-        nvrtc_version()
-    except NvrtcNotFoundError as error:
+        compile.nvrtc_version()
+    except compile.NvrtcNotFoundError as error:
         warnings.warn(f"jax_flash's CUDA kernels can't be used on this GPU: {error}", stacklevel=2)
         return str(error)
     return None
@@ -74,9 +76,6 @@ def _nvrtc_missing() -> str | None:
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
     """The kernels' names and tile shapes for a call that `supports` accepts."""
-    from jax_flash.cuda import forward_plan
-    from jax_flash.cuda.window import binding_window
-
     n = sizes(shapes)
     head_dim = forward_plan.padded_head_dim(n.H)
     tile = forward_plan.tile(head_dim, binding_window(spec, n))
@@ -85,10 +84,7 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
-    from jax_flash.cuda.call import call
-    from jax_flash.cuda.forward_plan import plan_forward
-
-    plan = plan_forward(spec, shapes_of(operands), current())
+    plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
     out, lse = call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
     return out, lse
 
@@ -102,9 +98,6 @@ def backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of query, key and value; `d_lse (B, N, T)` is None where lse was not returned."""
-    from jax_flash.cuda.backward_plan import plan_backward
-    from jax_flash.cuda.call import call
-
     plan = plan_backward(spec, shapes_of(operands), current())
     arrays = [operands.query, operands.key, operands.value, out, lse, d_out]
     if d_lse is not None:
