@@ -108,7 +108,8 @@ def environment() -> dict[str, str]:
 def summarise(reports) -> dict:
     """Counts, the worst error by implementation and category, and what the sanitizer said.
 
-    Errors are multiples of plain attention's error in the same dtype on the same inputs.
+    Errors are multiples of plain attention's error in the same dtype on the same inputs, where that is
+    what bounds them (see `_floor` in implementation_suite.py).
     """
     outcomes = [r.outcome for r in reports]
     worst: dict[str, dict[str, float]] = {}
