@@ -1,7 +1,7 @@
 """The Pallas kernels on the GPU, through the suite that every implementation runs."""
 
+from gpu_memory import poison
 from implementation_suite import ImplementationSuite
-from test_cuda import poison
 
 
 class TestPallas(ImplementationSuite):
