@@ -3,7 +3,8 @@
 `jax_flash.flax`, the `attention_fn` for Flax modules, is imported on demand, since Flax is optional.
 """
 
-import jax_flash.cuda.call  # noqa: F401: registers the custom calls, which an exported program may hold
+# Registers the custom calls, which a program exported elsewhere may hold.
+import jax_flash.cuda.call  # noqa: F401
 from jax_flash import flash_attn
 from jax_flash._attention import flash_attention
 from jax_flash._dot_product_attention import dot_product_attention

@@ -11,9 +11,8 @@ import jax
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import compile, forward_plan
+from jax_flash.cuda import call, compile, forward_plan
 from jax_flash.cuda.backward_plan import plan_backward
-from jax_flash.cuda.call import call
 from jax_flash.cuda.window import binding_window
 
 name = "cuda"
@@ -85,7 +84,7 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    out, lse = call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
+    out, lse = call.call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
     return out, lse
 
 
@@ -102,5 +101,5 @@ def backward(
     arrays = [operands.query, operands.key, operands.value, out, lse, d_out]
     if d_lse is not None:
         arrays.append(d_lse)
-    d_query, d_key, d_value, *_scratch = call("jax_flash_backward", plan, *arrays)
+    d_query, d_key, d_value, *_scratch = call.call("jax_flash_backward", plan, *arrays)
     return Gradients(d_query, d_key, d_value)
