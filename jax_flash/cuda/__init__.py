@@ -11,8 +11,7 @@ import jax
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import call, compile, forward_plan
-from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda import backward_plan, call, compile, forward_plan
 from jax_flash.cuda.window import binding_window
 
 name = "cuda"
@@ -56,7 +55,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         return f"the head dims of key ({n.H}) and value ({n.V}) differ"
     if n.H % 8 != 0 or n.H > MAX_HEAD_DIM:
         return f"the head dim is {n.H}; it may be a multiple of 8 up to {MAX_HEAD_DIM}"
-    limit = 2**31 - 2**10  # 32-bit coordinates, with room for a tile beyond the end
+    limit = 2**29  # the kernels add up rows, keys and window sides in 32 bits
     if max(n.T, n.S) >= limit or n.B * n.N >= limit:
         return f"query and key sequences and batch times heads are limited to {limit}"
     return None
@@ -77,8 +76,12 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     """The kernels' names and tile shapes for a call that `supports` accepts."""
     n = sizes(shapes)
     head_dim = forward_plan.padded_head_dim(n.H)
-    tile = forward_plan.tile(head_dim, binding_window(spec, n))
-    return f"sm90 forward, head dim {head_dim}, {tile.rows} queries × {tile.keys} keys, {tile.stages} stages"
+    ahead = forward_plan.tile(head_dim, binding_window(spec, n))
+    back = backward_plan.tile(head_dim)
+    return (
+        f"sm_90 kernels for head dim {head_dim}: forward {ahead.rows} queries × {ahead.keys} keys, "
+        f"{ahead.stages} stages; backward {back.queries} × {back.keys}, {back.stages} stages"
+    )
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +100,7 @@ def backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of query, key and value; `d_lse (B, N, T)` is None where lse was not returned."""
-    plan = plan_backward(spec, shapes_of(operands), current())
+    plan = backward_plan.plan_backward(spec, shapes_of(operands), current())
     arrays = [operands.query, operands.key, operands.value, out, lse, d_out]
     if d_lse is not None:
         arrays.append(d_lse)
