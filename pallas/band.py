@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_flash._spec import AttentionSpec, Sizes
@@ -47,12 +48,12 @@ class Band:
         if self.high is not None:
             met = jnp.clip(last_row + self.high + 1, 0, self.columns)
             met_by_all = jnp.clip(first_row + self.high + 1, 0, self.columns)
-            stop, full_stop = lax.div(met + (block - 1), block), lax.div(met_by_all, block)
+            stop, full_stop = _over(met + (block - 1), block), _over(met_by_all, block)
         if self.low is not None:
             met = jnp.clip(first_row + self.low, 0, self.columns)
             met_by_all = jnp.clip(last_row + self.low, 0, self.columns)
-            start = jnp.minimum(lax.div(met, block), stop)
-            full_start = jnp.clip(lax.div(met_by_all + (block - 1), block), start, stop)
+            start = jnp.minimum(_over(met, block), stop)
+            full_start = jnp.clip(_over(met_by_all + (block - 1), block), start, stop)
             full_stop = jnp.clip(full_stop, full_start, stop)
         return Blocks(start, full_start, full_stop, stop)
 
@@ -68,6 +69,10 @@ class Band:
             below = columns - rows <= self.high
             met = below if met is None else met & below
         return met
+
+
+def _over(index: jax.Array, block: int) -> jax.Array:
+    return lax.div(index, np.int32(block))
 
 
 def keys_of_queries(spec: AttentionSpec, size: Sizes) -> Band:

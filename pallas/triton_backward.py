@@ -171,7 +171,7 @@ def backward(
     (d_query,) = triton_call(
         functools.partial(flash_backward_queries, band=band, tile=queries_tile, **shared),
         grid=(pl.cdiv(size.T, queries_tile.queries), size.N, size.B),
-        in_specs=_specs(size, heads=None, key_head=lambda n: lax.div(n, size.group)),
+        in_specs=_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
         out_specs=[pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0))],
         out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
         num_warps=queries_tile.num_warps,

@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -91,7 +92,7 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
         return pl.BlockSpec((None, size.T, None, width), lambda _, n, b: (b, 0, n, 0))
 
     def of_keys(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, size.S, None, width), lambda _, n, b: (b, 0, lax.div(n, size.group), 0))
+        return pl.BlockSpec((None, size.S, None, width), lambda _, n, b: (b, 0, lax.div(n, np.int32(size.group)), 0))
 
     return triton_call(
         kernel,

@@ -23,9 +23,9 @@ T4 = _device.Device("cuda", "Tesla T4", (7, 5), 40)
 
 class TestPallasInterpreted(ImplementationSuite):
     implementation = "pallas"
-    lengths = (1, 7, 65, 129, 150)
-    head_dims = (64, 16, 80, 256)
-    heads = ((3, 1), (6, 2))
+    lengths = (1, 65, 150)
+    head_dims = (64, 80, 256)
+    heads = ((6, 2),)
     features = ("value_head_dim", "deterministic")
 
     def environment(self):
@@ -33,12 +33,14 @@ class TestPallasInterpreted(ImplementationSuite):
 
 
 class TestPallasInterpretedAsForHopper(TestPallasInterpreted):
-    """The tiles of another table, and lengths that they divide."""
+    """The tiles of the other table, at lengths that they divide."""
 
     lengths = (128, 256)
     typical_length = 256
-    head_dims = (32,)
-    heads = ((4, 2),)
+
+    @classmethod
+    def cases(cls):
+        return [case for case in super().cases() if case.category in ("length", "cross")]
 
     @pytest.fixture(autouse=True)
     def assume_hopper(self):
@@ -78,10 +80,9 @@ def test_lowers_for_cuda(head_dim, dtype):
     assert [(x.shape, x.dtype) for x in exported.out_avals[2:]] == [(x.shape, x.dtype) for x in leaves]
 
 
-@pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
-@pytest.mark.parametrize("T, S", [(1, 1), (256, 256), (3, 1000)])
-def test_lowers_every_mask_and_length(T, S, window, device):
+@pytest.mark.parametrize("device, T, S", [(A10, 1, 1), (_device.H100, 256, 256), (A10, 3, 1000)])
+def test_lowers_every_mask_and_length(device, T, S, window):
     left, right = window
     exported_for(device, AttentionSpec(0.125, left, right), shapes(T=T, S=S, V=128))
 
@@ -179,14 +180,14 @@ def test_band_visits_every_block_that_is_met_and_masks_what_is_not_whole(T, S, t
             np.testing.assert_array_equal(met_directly(band), wanted)
         height, width = 4, 3
         for first in range(0, band.rows, height):
-            blocks = band.blocks(first, height, width)
+            blocks = band.blocks(np.int32(first), height, width)
             start, full_start, full_stop, stop = (int(x) for x in dataclasses.astuple(blocks))
             assert 0 <= start <= full_start <= full_stop <= stop <= -(-band.columns // width)
             rows = wanted[first : first + height]
             visited = np.zeros(band.columns, bool)
             visited[start * width : stop * width] = True
             assert not rows[:, ~visited].any(), (band, first)
-            assert full_stop * width <= band.columns
+            assert full_start == full_stop or full_stop * width <= band.columns
             assert rows[:, full_start * width : full_stop * width].all(), (band, first)
 
 
