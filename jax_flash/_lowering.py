@@ -34,11 +34,11 @@ AXES = {
     "key_value_seq_lengths": "",
     "query_segment_ids": "T",
     "key_value_segment_ids": "S",
-    "dropout_seeds": "N2",
+    "dropout_seeds": "NW",
     "out": "TNV",
     "lse": "NT",
 }
-"""The axes of every array after its batch axes, in the letters of `_spec.py`."""
+"""The axes of every array after its batch axes, in the letters of `_spec.py`; `W` words of a seed."""
 
 
 @dataclasses.dataclass(frozen=True)
