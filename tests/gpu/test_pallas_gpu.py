@@ -1,7 +1,10 @@
 """The Pallas kernels on the GPU, through the suite that every implementation runs."""
 
+import pytest
 from gpu_memory import poison
 from implementation_suite import ImplementationSuite
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
 class TestPallas(ImplementationSuite):
