@@ -18,7 +18,7 @@ Index = int | jax.Array  # an int where static, else an int32 scalar
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks `[start, stop)` hold everything that is met; those in `[full_start, full_stop)` are met whole."""
+    """Blocks `[start, stop)` hold all that is met; those in `[full_start, full_stop)` are met whole."""
 
     start: Index
     full_start: Index

@@ -28,7 +28,7 @@ def _inside(start, count: int, rows: int | None, padded_width: int, width: int) 
 
 
 def load(ref, start, count: int, *, width: int, rows: int | None = None, head=None) -> jax.Array:
-    """Rows `[start, start + count)` of a `(rows, padded width)` ref, or of its `(rows, heads, padded width)` `head`.
+    """Rows `[start, start + count)` of a ref `(rows, width)`, or of one head of `(rows, heads, width)`.
 
     Columns at `width` and beyond read as zero, and so do rows at `rows` and beyond where it is given.
     """
@@ -46,7 +46,10 @@ def store(ref, start, tile: jax.Array, *, width: int, rows: int | None = None) -
 
 
 def load_vector(ref, start, count: int, *, rows: int | None, other: float, head=None) -> jax.Array:
-    """Entries `[start, start + count)` of a `(rows,)` ref, or of a `(heads, rows)` one's `head`; beyond `rows`: `other`."""
+    """Entries `[start, start + count)` of a ref `(rows,)`, or of one head of `(heads, rows)`.
+
+    Entries at `rows` and beyond read as `other`, where `rows` is given.
+    """
     entries = ref.at[pl.ds(start, count)] if head is None else ref.at[head, pl.ds(start, count)]
     if rows is None:
         return triton.load(entries)

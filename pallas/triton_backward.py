@@ -27,7 +27,7 @@ from .triton_forward import LOG2_E
 
 
 def flash_backward_keys(
-    query, key, value, d_out, lse_2, delta, d_key, d_value, *, scale: float, band: Band, size: Sizes, tile: Tile
+    query, key, value, d_out, lse_2, delta, d_key, d_value, *, scale, band: Band, size: Sizes, tile: Tile
 ) -> None:
     """A program owns a block of keys of one key head and walks over the queries of each head that shares it.
 
@@ -74,7 +74,7 @@ def flash_backward_keys(
 
 
 def flash_backward_queries(
-    query, key, value, d_out, lse_2, delta, d_query, *, scale: float, band: Band, size: Sizes, tile: Tile
+    query, key, value, d_out, lse_2, delta, d_query, *, scale, band: Band, size: Sizes, tile: Tile
 ) -> None:
     """A program owns a block of queries of one head and walks over its keys.
 
@@ -163,7 +163,7 @@ def backward(
             pl.BlockSpec((None, size.S, None, padded(size.H)), lambda block, k, b: (b, 0, k, 0)),
             pl.BlockSpec((None, size.S, None, padded(size.V)), lambda block, k, b: (b, 0, k, 0)),
         ],
-        out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)],
         num_warps=keys_tile.num_warps,
         num_stages=keys_tile.num_stages,
         name="jax_flash_pallas_backward_keys",

@@ -26,8 +26,8 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 
-def flash_forward(query, key, value, out, lse, *, scale: float, band: Band, size: Sizes, tile: Tile) -> None:
-    """Refs: query (T,H), key (S,H), value (S,V) -> out (T,V), lse (T,); head dims padded, dtypes as in `forward`."""
+def flash_forward(query, key, value, out, lse, *, scale, band: Band, size: Sizes, tile: Tile) -> None:
+    """Refs: query (T,H), key (S,H), value (S,V) -> out (T,V), lse (T,); head dims padded."""
     T, S, H, V = size.T, size.S, size.H, size.V
     block = pl.program_id(0)
     if band.high is not None:
@@ -92,7 +92,8 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
         return pl.BlockSpec((None, size.T, None, width), lambda _, n, b: (b, 0, n, 0))
 
     def of_keys(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, size.S, None, width), lambda _, n, b: (b, 0, lax.div(n, np.int32(size.group)), 0))
+        group = np.int32(size.group)
+        return pl.BlockSpec((None, size.S, None, width), lambda _, n, b: (b, 0, lax.div(n, group), 0))
 
     return triton_call(
         kernel,

@@ -12,7 +12,7 @@ from implementation_suite import ImplementationSuite
 from jax_flash import _device, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, tiles
-from jax_flash.pallas.band import Band, keys_of_queries
+from jax_flash.pallas.band import Band, Blocks, keys_of_queries
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -194,4 +194,4 @@ def test_band_visits_every_block_that_is_met_and_masks_what_is_not_whole(T, S, t
 def test_a_bound_that_binds_nowhere_costs_nothing():
     band = keys_of_queries(AttentionSpec(1.0, left=299, right=256), sizes(shapes(T=257, S=300)))
     assert (band.low, band.high) == (None, None)
-    assert band.blocks(0, 64, 100) == dataclasses.replace(band.blocks(0, 64, 100), start=0, stop=3, full_stop=3)
+    assert band.blocks(np.int32(0), 64, 100) == Blocks(start=0, full_start=0, full_stop=3, stop=3)
