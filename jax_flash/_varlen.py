@@ -96,8 +96,8 @@ def flash_attention_varlen(
       query: `(ΣT, N, H)`, floating.
       key: `(ΣS, K, H)`, query's dtype.
       value: `(ΣS, K, V)`, query's dtype.
-      cu_seqlens_q: `(B + 1,)`, integer, ascending from 0: where each sequence starts, and where the last
-        one ends. Tokens behind that are padding, and give 0 (lse −inf).
+      cu_seqlens_q: `(B + 1,)`, integer, ascending: where each sequence starts, and where the last one
+        ends. Tokens before the first and behind the last are padding, and give 0 (lse −inf).
       cu_seqlens_kv: the same for keys.
       max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape. What
         a sequence has beyond it gives 0.
@@ -194,7 +194,7 @@ def _pack(x: jax.Array, offsets: jax.Array, tokens: int, fill: float) -> jax.Arr
         return jnp.full((tokens, *x.shape[2:]), fill, x.dtype)
     token = jnp.arange(tokens)
     sequence = jnp.searchsorted(offsets, token, side="right") - 1
-    within = token - offsets[jnp.clip(sequence, 0, batch)]
-    outside = (sequence < 0) | (sequence >= batch) | (within >= length)
-    # One index out of bounds is enough, and a negative one would count from the end.
-    return x.at[jnp.where(outside, batch, sequence), within].get(mode="fill", fill_value=fill)
+    within = token - offsets[sequence]
+    # Behind the last sequence and beyond the length, the index is out of bounds, which gives `fill`;
+    # before the first it would be negative, and count from the end.
+    return x.at[jnp.where(sequence < 0, batch, sequence), within].get(mode="fill", fill_value=fill)

@@ -3,6 +3,7 @@
 `plain` is attention by its definition on whole matrices, with the caller's own batch axes.
 """
 
+import importlib.metadata
 import itertools
 
 import jax
@@ -338,3 +339,7 @@ def test_the_public_names():
         "flash_attn",
     ]
     assert all(hasattr(jax_flash, name) for name in jax_flash.__all__)
+
+
+def test_the_version_is_that_of_the_package():
+    assert jax_flash.__version__ == importlib.metadata.version("jax_flash")

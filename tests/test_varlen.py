@@ -104,19 +104,22 @@ def test_offsets_are_data_and_lengths_beyond_the_longest_are_room():
     np.testing.assert_allclose(packed(OFFSETS_Q, OFFSETS_KV), expected, rtol=2e-5, atol=2e-5)
 
 
-def test_tokens_behind_the_last_sequence_are_padding():
-    arrays = inputs(padding=3)
+def test_tokens_outside_of_all_sequences_are_padding():
+    before, behind = 2, 3
+    within = slice(before, -behind)
+    arrays = tuple(jnp.pad(x, ((before, behind), (0, 0), (0, 0)), constant_values=9.0) for x in inputs())
+    packing = PACKING | {"cu_seqlens_q": OFFSETS_Q + before, "cu_seqlens_kv": OFFSETS_KV + before}
 
     def packed(*arrays):
-        return jax_flash.flash_attention_varlen(*arrays, **PACKING, return_residual=True)
+        return jax_flash.flash_attention_varlen(*arrays, **packing, return_residual=True)
 
-    gradients, (out, lse) = jax.grad(lambda arrays: loss(packed, arrays), has_aux=True)(arrays)
-    expected, _ = one_by_one(*inputs())
-    assert out.shape[0] == OFFSETS_Q[-1] + 3
-    np.testing.assert_array_equal(out[-3:], 0)
-    np.testing.assert_array_equal(lse[-3:], -np.inf)
-    assert all((g[-3:] == 0).all() and np.isfinite(g).all() for g in gradients)
-    assert expected.shape[0] == OFFSETS_Q[-1]
+    gradients, (out, lse) = jax.jit(jax.grad(lambda arrays: loss(packed, arrays), has_aux=True))(arrays)
+    expected, expected_lse = jax.jit(one_by_one)(*inputs())
+    np.testing.assert_allclose(out[within], expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(lse[within], expected_lse, rtol=2e-5, atol=2e-5)
+    for x, padding in ((out, 0), (lse, -np.inf), *((gradient, 0) for gradient in gradients)):
+        np.testing.assert_array_equal(x[:before], padding)
+        np.testing.assert_array_equal(x[-behind:], padding)
 
 
 @pytest.mark.parametrize(
