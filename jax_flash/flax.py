@@ -121,10 +121,10 @@ def dot_product_attention(
         dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng if drops else None,
     )
-    if drops and _validate.flag("broadcast_dropout", broadcast_dropout):
-        shared = _dropout.seeds(dropout_rng, 1, 1)
-        seeds = jnp.broadcast_to(shared, call.operands.dropout_seeds.shape)
-        call = dataclasses.replace(call, operands=call.operands.replace(dropout_seeds=seeds))
+    seeds = call.operands.dropout_seeds
+    if seeds is not None and _validate.flag("broadcast_dropout", broadcast_dropout):
+        shared = jnp.broadcast_to(_dropout.seeds(dropout_rng, 1, 1), seeds.shape)
+        call = dataclasses.replace(call, operands=call.operands.replace(dropout_seeds=shared))
     return _attention.attend(call, implementation)
 
 
