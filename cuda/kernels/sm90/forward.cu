@@ -45,8 +45,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
                                         int section_heads) {
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
-    for (int index = blockIdx.x; index < tile_count(shape); index += gridDim.x) {
-        const Tile tile = tile_at(index, shape, section_heads);
+    for_each_tile(shape, section_heads, [&](const Tile& tile) {
         const KeyBlocks blocks = key_blocks(tile.first_row, shape);
         const int key_head = tile.head / shape.group;
 
@@ -74,7 +73,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             load_value(block + 1);
         }
         if (blocks.count() > 0) load_value(blocks.first);
-    }
+    });
 }
 
 // ---------------------------------------------------------------------------------------- consumers
@@ -165,8 +164,7 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
     PipelineState<Traits::query_stages> query_slot;
     if (Traits::pingpong && consumer == Traits::consumers - 1) pass_turn(consumer);  // warpgroup 0 goes first
 
-    for (int index = blockIdx.x; index < tile_count(shape); index += gridDim.x) {
-        const Tile tile = tile_at(index, shape, section_heads);
+    for_each_tile(shape, section_heads, [&](const Tile& tile) {
         const KeyBlocks blocks = key_blocks(tile.first_row, shape);
         const int row = tile.first_row + row_in_tile;
         OnlineSoftmax softmax;
@@ -250,7 +248,7 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
         }
         store_out(out, normalise, maps.out, query_rows, shared.query_empty(query_slot.stage), tile, consumer);
         query_slot.advance();
-    }
+    });
 }
 
 // ---------------------------------------------------------------------------------------- entry
