@@ -6,7 +6,6 @@ machine that has none.
 """
 
 import contextlib
-import contextvars
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,21 +13,23 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-_interpreting: contextvars.ContextVar[bool] = contextvars.ContextVar("interpreting", default=False)
+# Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
+_interpreting = False
 
 
 @contextlib.contextmanager
 def interpret() -> Iterator[None]:
     """Trace kernels for Pallas' interpreter, which runs them on any device, slowly: for tests."""
-    token = _interpreting.set(True)
+    global _interpreting
+    before, _interpreting = _interpreting, True
     try:
         yield
     finally:
-        _interpreting.reset(token)
+        _interpreting = before
 
 
 def interpreting() -> bool:
-    return _interpreting.get()
+    return _interpreting
 
 
 @contextlib.contextmanager
@@ -46,6 +47,11 @@ def no_triton() -> str | None:
     except ImportError as error:
         return f"JAX {jax.__version__} has no Triton lowering of Pallas ({error})"
     return None
+
+
+def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a kernel makes from `like`: under `jax.shard_map`, it varies over the same mesh axes."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
 
 
 def triton_call(

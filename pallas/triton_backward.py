@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .band import Band, keys_of_queries
-from .compat import triton_call
+from .compat import result, triton_call
 from .loop import over_blocks
 from .memory import dot, dot_transposed, indices, load, load_vector, store
 from .tiles import Tile, padded
@@ -163,7 +163,7 @@ def backward(
             pl.BlockSpec((None, size.S, None, padded(size.H)), lambda block, k, b: (b, 0, k, 0)),
             pl.BlockSpec((None, size.S, None, padded(size.V)), lambda block, k, b: (b, 0, k, 0)),
         ],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)],
+        out_shape=[result(x.shape, x.dtype, like=x) for x in (key, value)],
         num_warps=keys_tile.num_warps,
         num_stages=keys_tile.num_stages,
         name="jax_flash_pallas_backward_keys",
@@ -173,7 +173,7 @@ def backward(
         grid=(pl.cdiv(size.T, queries_tile.queries), size.N, size.B),
         in_specs=_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
         out_specs=[pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0))],
-        out_shape=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
+        out_shape=[result(query.shape, query.dtype, like=query)],
         num_warps=queries_tile.num_warps,
         num_stages=queries_tile.num_stages,
         name="jax_flash_pallas_backward_queries",

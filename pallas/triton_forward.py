@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from .band import Band, keys_of_queries
-from .compat import triton_call
+from .compat import result, triton_call
 from .loop import over_blocks
 from .memory import dot, dot_transposed, indices, load, store, store_vector
 from .tiles import Tile, padded
@@ -104,8 +104,8 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
             pl.BlockSpec((None, None, size.T), lambda _, n, b: (b, n, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((size.B, size.T, size.N, size.V), operands.query.dtype),
-            jax.ShapeDtypeStruct((size.B, size.N, size.T), jnp.float32),
+            result((size.B, size.T, size.N, size.V), operands.query.dtype, like=operands.query),
+            result((size.B, size.N, size.T), jnp.float32, like=operands.query),
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

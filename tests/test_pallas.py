@@ -1,6 +1,7 @@
 """Pallas on the CPU: its kernels in the interpreter against the definition, and their lowering for GPUs."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from implementation_suite import ImplementationSuite
 
+import jax_flash
 from jax_flash import _device, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, tiles
@@ -18,6 +20,7 @@ from jax_flash.pallas.band import Band, Blocks, keys_of_queries
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
+TRITON_CALL = "__gpu$xla.gpu.triton"
 T4 = _device.Device("cuda", "Tesla T4", (7, 5), 40)
 
 
@@ -61,12 +64,11 @@ def forward_and_backward(spec: AttentionSpec, operands: Operands, d_lse: bool = 
 
 
 def exported_for(device: _device.Device, spec: AttentionSpec, operands: Operands) -> jax.export.Exported:
-    call = "__gpu$xla.gpu.triton"
     with _device.assume(device), compat.lowering_for(device.kind):
         function = jax.jit(lambda operands: forward_and_backward(spec, operands))
-        checks = [jax.export.DisabledSafetyCheck.custom_call(call)]
+        checks = [jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
         exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(operands)
-    assert exported.mlir_module().count(call) == 3
+    assert exported.mlir_module().count(TRITON_CALL) == 3
     return exported
 
 
@@ -95,6 +97,40 @@ def test_lowers_with_64_bit_types():
 def test_kernels_take_their_sum_in_float32_whatever_the_default_precision():
     with jax.default_matmul_precision("BF16_BF16_F32_X3"):
         exported_for(_device.H100, AttentionSpec(0.125), shapes())
+
+
+def test_lowers_within_shard_map_and_its_replication_check():
+    operands = shapes(B=2)
+    device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
+    split = jax.sharding.PartitionSpec("batch", None, "heads", None)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+    def gradients(query, key, value):
+        def loss(*arrays):
+            out = jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas")
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
+        traced = jax.jit(gradients).trace(operands.query, operands.key, operands.value)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count(TRITON_CALL) == 3
+
+
+def test_a_sharded_jit_stays_sharded():
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = jax.sharding.PartitionSpec("batch", None, "heads", None)
+    sharding = jax.sharding.NamedSharding(mesh, split)
+    keys = jax.random.split(jax.random.key(0), 3)
+    whole = [jax.random.normal(key, (2, 20, 2, 16), jnp.bfloat16) for key in keys]
+    with compat.interpret():
+        attend = jax.jit(lambda *arrays: jax_flash.flash_attention(*arrays, implementation="pallas"))
+        parts = [jax.device_put(x, sharding) for x in whole]
+        assert "all-gather" not in attend.lower(*parts).compile().as_text()
+        np.testing.assert_array_equal(attend(*parts), attend(*whole))
 
 
 @pytest.mark.parametrize(
