@@ -143,7 +143,7 @@ def test_gradient_of_bias_sums_over_its_broadcast_axes(draw, monkeypatch, shape,
 
 
 def test_blocks_of_the_usual_size(draw):
-    operands = qkv(draw, B=1, T=700, S=1100, N=2, K=1)
+    operands = qkv(draw, B=1, T=1100, S=1300, N=2, K=1)
     cut = blocks.plan(operands)
     assert cut.queries.count > 1
     assert cut.keys.count > 1
@@ -208,8 +208,9 @@ def test_large_finite_numbers_never_give_nan(draw):
 
 @pytest.mark.parametrize("length", [1, 511, 512, 513, 2048, 2049, 5000])
 def test_blocks_cover_an_axis_once(length):
-    axis = blocks.plan(qkv(np.random.default_rng(0), B=1, T=length, S=1, N=1, K=1, H=1, V=1)).queries
-    assert axis.size <= blocks.QUERIES_PER_BLOCK
+    shape = (1, length, 1, 8)
+    axis = blocks.plan(Operands(*(jax.ShapeDtypeStruct(shape, np.float32) for _ in range(3)))).keys
+    assert axis.size <= blocks.KEYS_PER_BLOCK
     fresh = []
     for index in range(axis.count):
         positions = np.asarray(axis.positions(index))
@@ -217,6 +218,12 @@ def test_blocks_cover_an_axis_once(length):
         fresh.extend(positions if mask is None else positions[np.asarray(mask)])
         assert positions.min() >= 0
     np.testing.assert_array_equal(fresh, np.arange(length))
+
+
+@pytest.mark.parametrize(("T", "S"), [(1, 10_000), (10_000, 1)])
+def test_a_short_sequence_gets_long_blocks_of_the_other(T, S):
+    cut = blocks.plan(qkv(np.random.default_rng(0), B=1, T=T, S=S))
+    assert (cut.queries.count, cut.keys.count) == (1, 1)
 
 
 def test_a_large_batch_is_taken_in_parts():

@@ -12,7 +12,7 @@ QUERIES_PER_BLOCK = 512
 QUERIES_AT_LEAST = 64
 KEYS_PER_BLOCK = 512
 LOGITS_PER_BLOCK = 8 * 512 * 512
-"""Logits held at once, over batch rows and heads. Tuned with `benchmarks/cpu.py`."""
+"""Logits held at once, over batch rows and heads; with the sizes above, tuned with `benchmarks/cpu.py`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,11 @@ class Plan:
 def plan(operands: Operands) -> Plan:
     """The blocks of a call, from its shapes alone."""
     size = sizes(operands)
-    keys = _even_blocks(size.S, KEYS_PER_BLOCK)
+    # Where one sequence is short, as when decoding, a block of the other may be as much longer.
+    tile = QUERIES_PER_BLOCK * KEYS_PER_BLOCK
+    keys = _even_blocks(size.S, max(KEYS_PER_BLOCK, tile // size.T))
     room = LOGITS_PER_BLOCK // (size.N * keys.size)
-    queries = _even_blocks(size.T, min(max(room, QUERIES_AT_LEAST), QUERIES_PER_BLOCK))
+    queries = _even_blocks(size.T, max(min(room, tile // keys.size), QUERIES_AT_LEAST))
     rows = max(1, room // queries.size)
     rows = max(divisor for divisor in range(1, min(rows, size.B) + 1) if size.B % divisor == 0)
     return Plan(Axis(size.B, rows), queries, keys)
