@@ -1,7 +1,7 @@
 """What differs between JAX releases, and the one place that calls a Pallas kernel.
 
 The Triton lowering takes the same kernels in JAX 0.10 to 0.12. What moved: from 0.11 on it warns that it is
-deprecated in favour of Mosaic GPU and will be removed, and 0.12 wants to be told the GPU when it lowers on a
+deprecated in favour of Mosaic GPU and will be removed, and wants to be told the GPU when it lowers on a
 machine that has none.
 """
 
