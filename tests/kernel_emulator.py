@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_flash.cuda.compile import describe, kernels_folder
-from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap
+from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap, Zero
 
 EMULATOR = Path(__file__).parent / "emulator"
 DTYPES = {
@@ -56,8 +56,11 @@ class KernelEmulator:
             arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
         for buffer in plan.operands:
             arrays[buffer.name][...] = operands[buffer.name]
-        for launch in plan.launches:
-            self._launch(launch, arrays, seed)
+        for step in plan.steps:
+            if isinstance(step, Zero):
+                arrays[step.buffer][...] = 0
+            else:
+                self._launch(step, arrays, seed)
         return {buffer.name: arrays[buffer.name] for buffer in plan.results}
 
     def _launch(self, launch: Launch, arrays: dict[str, np.ndarray], seed: int):

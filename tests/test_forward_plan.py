@@ -6,7 +6,7 @@ from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
 from jax_flash.cuda.forward_plan import plan_forward
-from jax_flash.cuda.launch_plan import TensorMap
+from jax_flash.cuda.launch_plan import Launch, TensorMap, Zero
 
 
 def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16):
@@ -83,3 +83,14 @@ def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
         assert m.strides == (2 * H, 2 * H * heads, 2 * H * heads * rows)
         assert m.box[0] == 64 and m.box[1] == m.box[3] == 1
     assert defines(plan)["HEAD_DIM"] % 16 == 0
+
+
+def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
+    def results(spec, **sizes):
+        plan = plan_forward(spec, shapes(**sizes), H100)
+        return [b.name for b in plan.results], [type(step) for step in plan.steps]
+
+    causal, full = AttentionSpec(0.1, None, 0), AttentionSpec(0.1)
+    assert results(causal, B=8) == (["out", "lse", "next_tile"], [Zero, Launch])
+    assert results(causal, B=1, T=128) == (["out", "lse"], [Launch])
+    assert results(full, B=8) == (["out", "lse"], [Launch])

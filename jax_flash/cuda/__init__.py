@@ -87,7 +87,7 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    out, lse = call.call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
+    out, lse, *_scratch = call.call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
     return out, lse
 
 

@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
-from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap
+from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap, Zero
 from jax_flash.cuda.window import Window, binding_window
 
 PANEL = 64  # columns of a 16-bit tile under the 128-byte swizzle
@@ -35,13 +35,13 @@ class ForwardTile:
         """Dynamic shared memory: Q, the rings of K and V, and the barriers."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
         rows = self.query_stages * self.rows + 2 * self.stages * self.keys
-        return rows * row + 8 * (2 * self.query_stages + 4 * self.stages)
+        return rows * row + 8 * (2 * self.query_stages + 4 * self.stages) + 4 * self.query_stages
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile of full and of windowed attention. 64, 128 and
 # 256 are the fastest of benchmarks/results/*_forward_h200.json; 96 and 192 are the largest that fit.
 _TILES = {
-    64: (ForwardTile(3, 128, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
+    64: (ForwardTile(3, 128, 2, True, 2), ForwardTile(3, 128, 2, True, 2)),
     96: (ForwardTile(2, 160, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
     128: (ForwardTile(2, 128, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
     192: (ForwardTile(2, 112, 2, True, 1), ForwardTile(2, 112, 2, True, 1)),
@@ -50,7 +50,7 @@ _TILES = {
 
 # Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside
 # what else passes through it.
-_SECTION_BYTES = 24 << 20
+_SECTION_BYTES = 32 << 20
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -102,6 +102,9 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     out = Buffer("out", shapes.query.shape, dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     tiles = math.ceil(n.T / shape.rows) * n.N * n.B
+    # Under a window tiles take unequally long: CTAs take the next from a counter. Its zeroing costs 2 µs.
+    counted = not window.unbounded and tiles > device.sm_count
+    next_tile = Buffer("next_tile", (1,), "int32")
     launch = Launch(
         kernel=kernel,
         grid=(min(tiles, device.sm_count), 1, 1),
@@ -116,20 +119,26 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B)),
             *(Scalar("int32", x or 0) for x in (window.left, window.right)),
             Scalar("int32", _section_heads(n, window)),
+            Pointer("next_tile") if counted else Scalar("int64", 0),
             # Where the scale is zero the scores are too, and any factor does.
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
         ),
     )
-    return LaunchPlan(operands=(query, key, value), results=(out, lse), steps=(launch,))
+    operands = (query, key, value)
+    if counted:
+        return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
+    return LaunchPlan(operands, (out, lse), (launch,))
 
 
 def _section_heads(n: Sizes, window: Window) -> int:
     """Query heads whose tiles are walked together (`tile_at` in cuda/kernels/sm90/tile.cuh).
 
     Without a window all tiles take equally long: one head at a time keeps its keys and values in L2.
-    With one, the longest tiles of many heads go first, so that the last wave is short.
+    With one, the longest tiles of many heads go first, so that CTAs end together.
     """
     if window.unbounded:
         return 1
-    bytes_per_query_head = 2 * n.S * n.H * 2 // n.group
-    return max(1, min(n.B * n.N, _SECTION_BYTES // bytes_per_query_head))
+    heads = n.B * n.N
+    bytes_per_query_head = 2 * n.S * n.H * 2 / n.group
+    sections = math.ceil(heads * bytes_per_query_head / _SECTION_BYTES)
+    return math.ceil(heads / sections)  # all sections alike: a small last one would end in a ragged wave

@@ -83,6 +83,13 @@ inline void __syncwarp() {
 }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
+// CTAs run one after the other.
+inline int atomicAdd(int* address, int value) {
+    const int before = *address;
+    *address += value;
+    return before;
+}
+
 inline float __shfl_xor_sync(uint32_t, float value, int distance) {
     struct Exchange {
         float given, taken;

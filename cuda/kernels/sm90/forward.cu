@@ -1,7 +1,7 @@
 // Attention forward for Hopper: FlashAttention-3's schedule (Shah et al., arXiv:2407.08608) on plain PTX.
 //
-// A persistent CTA takes query tiles in turn. One thread of warpgroup 0 loads: Q once a tile, K and V in
-// blocks of keys through rings of stages. Each consumer warpgroup owns 64 query rows: S = QK^T, online
+// A persistent CTA takes query tiles in turn. One thread of warpgroup 0 picks them and loads: Q once a tile, K
+// and V in blocks of keys through rings of stages. Each consumer warpgroup owns 64 query rows: S = QK^T, online
 // softmax, O += PV with P straight from registers. Two overlaps hide the softmax: a warpgroup issues the
 // next block's QK^T and this block's PV before the softmax of the next; and warpgroups take turns at the
 // tensor cores, so that one computes products while another computes exponentials.
@@ -40,12 +40,20 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
-// Runs in one thread. Blocks go from the last to the first; K runs one block ahead of V, as they are used.
+constexpr int no_more_tiles = -1;
+
+// Runs in one thread. Tiles come by stride, or, where they take unequally long, from the counter `next_tile`
+// that all CTAs share. Blocks go from the last to the first; K runs one block ahead of V, as they are used.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
-                                        int section_heads) {
+                                        int section_heads, int* next_tile) {
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
-    for_each_tile(shape, section_heads, [&](const Tile& tile) {
+    const int tiles = tile_count(shape), grid = gridDim.x;
+    int next;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < tiles; index = next) {
+        next = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;  // its latency passes while we load
+        const Tile tile = tile_at(index, shape, section_heads);
         const KeyBlocks blocks = key_blocks(tile.first_row, shape);
         const int key_head = tile.head / shape.group;
 
@@ -64,6 +72,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
 
         if (blocks.count() > 0) load_key(blocks.last - 1);  // before Q, whose slot is freed late
         mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
+        shared.tile_index(query_slot.stage) = index;
         load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage), Traits::rows,
                     tile.head, tile.first_row, tile.batch);
         query_slot.advance();
@@ -73,7 +82,10 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             load_value(block + 1);
         }
         if (blocks.count() > 0) load_value(blocks.first);
-    });
+    }
+    mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
+    shared.tile_index(query_slot.stage) = no_more_tiles;
+    mbarrier::arrive(shared.query_full(query_slot.stage));
 }
 
 // ---------------------------------------------------------------------------------------- consumers
@@ -164,14 +176,17 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
     PipelineState<Traits::query_stages> query_slot;
     if (Traits::pingpong && consumer == Traits::consumers - 1) pass_turn(consumer);  // warpgroup 0 goes first
 
-    for_each_tile(shape, section_heads, [&](const Tile& tile) {
+    while (true) {
+        mbarrier::wait(shared.query_full(query_slot.stage), query_slot.parity);
+        const int index = shared.tile_index(query_slot.stage);
+        if (index == no_more_tiles) break;
+        const Tile tile = tile_at(index, shape, section_heads);
         const KeyBlocks blocks = key_blocks(tile.first_row, shape);
         const int row = tile.first_row + row_in_tile;
         OnlineSoftmax softmax;
         float out[out_count] = {};
         const uint32_t query_rows = shared.query_tile(query_slot.stage) + consumer * descriptor::panel_bytes(64);
         const uint64_t query = descriptor::k_major(query_rows);
-        mbarrier::wait(shared.query_full(query_slot.stage), query_slot.parity);
 
         if (blocks.count() > 0) {
             float scores[score_count];
@@ -248,7 +263,7 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
         }
         store_out(out, normalise, maps.out, query_rows, shared.query_empty(query_slot.stage), tile, consumer);
         query_slot.advance();
-    });
+    }
 }
 
 // ---------------------------------------------------------------------------------------- entry
@@ -259,10 +274,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             float* __restrict__ lse,  // (B, N, T)
             int queries, int keys, int query_heads, int group, int batch, int left, int right,  // see Shape
             int section_heads,                                                                  // see tile_at
+            int* __restrict__ next_tile,                                                        // see produce
             float scale_log2)                                                                   // |scale|·log2(e)
 {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    const SharedMemory shared{shared_address(shared_memory)};
+    const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const TensorMaps maps{query_map, key_map, value_map, out_map};
     const Shape shape{queries, keys, query_heads, group, batch, left, right};
 
@@ -288,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
 
     if (warp_index() < 4) {
         if constexpr (Traits::consumers > 1) release_registers<Traits::producer_registers>();
-        if (warp_index() == 0 && elect_one()) produce(maps, shared, shape, section_heads);
+        if (warp_index() == 0 && elect_one()) produce(maps, shared, shape, section_heads, next_tile);
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
         consume(maps, lse, shared, shape, section_heads, scale_log2);

@@ -45,16 +45,20 @@ struct Traits {
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
 struct SharedMemory {
-    uint32_t base;
+    unsigned char* data;
+    uint32_t base;  // the address of `data`
 
     static constexpr int query = 0;  // the output tile is staged over its Q, once the last QK^T has read that
     static constexpr int key = query + Traits::query_stages * Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::block_bytes;
     static constexpr int barriers = value + Traits::stages * Traits::block_bytes;
-    static constexpr int bytes = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
+    static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
+    static constexpr int bytes = tiles + 4 * Traits::query_stages;
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile(int stage) const { return base + query + stage * Traits::query_bytes; }
+    // Which tile the Q in that stage belongs to; written before `query_full` completes.
+    __device__ int& tile_index(int stage) const { return reinterpret_cast<int*>(data + tiles)[stage]; }
     __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::block_bytes; }
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::block_bytes; }
 

@@ -7,7 +7,7 @@ struct Tile {
     int head, batch;
 };
 
-// Tile `index` of the persistent walk. Heads go by in sections of `section_heads`, chosen so that the
+// Tile `index` of the walk. Heads go by in sections of `section_heads`, chosen so that the
 // keys and values of a section stay in L2; within a section the query tiles go from the last, which is
 // the longest where attention is causal, to the first, and all heads of the section share each turn.
 __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int section_heads) {
@@ -23,19 +23,6 @@ __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int secti
 
 __device__ __forceinline__ int tile_count(const Shape& shape) {
     return ceil_div(shape.queries, Traits::rows) * shape.query_heads * shape.batch;
-}
-
-// Calls visit(tile) for each tile of this CTA. Every other round of the grid goes backwards: tiles of a
-// round grow shorter along the grid where attention is causal, and so each CTA gets long and short ones.
-template <class Visit>
-__device__ __forceinline__ void for_each_tile(const Shape& shape, int section_heads, Visit visit) {
-    const int tiles = tile_count(shape), grid = gridDim.x, cta = blockIdx.x;
-#pragma unroll 1
-    for (int first = 0, backwards = 0;; first += grid, backwards ^= 1) {
-        const int index = first + (backwards ? grid - 1 - cta : cta);
-        if (index >= tiles) return;
-        visit(tile_at(index, shape, section_heads));
-    }
 }
 
 // The key blocks [first, last) that rows [first_row, first_row + rows) see.
