@@ -26,7 +26,7 @@ test: $(TEST_STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --ignore=tests/gpu $(TEST_FLAGS)
 
 test-gpu: $(TEST_STAMP)
-	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python -m pytest -q tests/gpu -n 8
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check
