@@ -149,7 +149,7 @@ class Progress:
         self._tokens_per_step = settings.batch_size * settings.sequence_length
         self._started: list[tuple[int, list[jax.Array], bool]] = []
         self._bar = tqdm.tqdm(total=settings.steps, initial=start, unit="step", smoothing=0.1)
-        self._last_report: float | None = None
+        self._first_report: tuple[float, int] | None = None  # when, and steps until then
 
     def add(self, step: int, losses: list[jax.Array], validation: bool = False) -> None:
         """Losses of `step`, whose mean counts; each may have an axis of devices, all with the same value."""
@@ -175,9 +175,12 @@ class Progress:
         shown = {"loss": f"{self.history.training[-1]:.3f}"}
         if self.history.validation:
             shown["validation"] = f"{list(self.history.validation.values())[-1]:.3f}"
-        if self._last_report is not None:  # the first report's time is mostly compilation
-            shown["tokens/s"] = f"{steps * self._tokens_per_step / (now - self._last_report):,.0f}"
-        self._last_report = now
+        done = len(self.history.training)
+        if self._first_report is None:  # until then time is mostly compilation
+            self._first_report = now, done
+        else:
+            since, before = self._first_report
+            shown["tokens/s"] = f"{(done - before) * self._tokens_per_step / (now - since):,.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(steps)
 
