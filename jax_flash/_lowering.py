@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_flash import _device, _dispatch
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
@@ -113,7 +114,7 @@ def backward(
 def batch_shape(operands: Operands) -> tuple[int, ...]:
     """The batch axes of the call as a whole; in any one operand each may be 1."""
     leading = (x.shape[: x.ndim - len(AXES[name])] for name, x in operands.present().items())
-    return jnp.broadcast_shapes(*leading)
+    return np.broadcast_shapes(*leading)
 
 
 def fold(operands: Operands, batch: tuple[int, ...]) -> Operands:

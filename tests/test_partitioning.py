@@ -95,6 +95,37 @@ def test_partitions_over_batch_and_heads(case, kind):
     cases.assert_close(gradients, cases.split(pullback(cotangents)[0])[0])
 
 
+@pytest.mark.parametrize("explicit", ["x", "y"])
+def test_mesh_with_axes_of_both_kinds(explicit):
+    kinds = tuple(AxisType.Explicit if axis == explicit else AxisType.Auto for axis in "xy")
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+    operands = cases.make_operands(N=8, K=4)
+    sharded = put(operands, mesh, by("x", "y"))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(cases.attend).lower(sharded).compile()
+        gradients = cases.gradients(cases.attend, sharded)
+    assert "all-gather" not in compiled.as_text()
+    cases.assert_close(compiled(sharded), cases.definition(operands))
+    cases.assert_close(gradients, cases.gradients(cases.definition, operands))
+
+
+def test_shard_map_over_one_axis_of_an_explicit_mesh():
+    mesh = make_mesh(AxisType.Explicit)
+    operands = cases.make_operands(N=8, K=4)
+    specs = {name: P(*(a if a == "x" else None for a in spec)) for name, spec in by("x", "y").items()}
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            cases.attend,
+            in_specs=(Operands(**{name: specs.get(name, P()) for name in operands.present()}),),
+            out_specs=(P("x"), P("x")),
+            axis_names={"x"},
+        )
+        sharded = put(operands, mesh, by("x", "y"))
+        cases.assert_close(jax.jit(mapped)(sharded), cases.definition(operands))
+        actual = cases.gradients(mapped, sharded)
+    cases.assert_close(actual, cases.gradients(cases.definition, operands))
+
+
 @pytest.mark.parametrize("sharded", [{"query": P(None, "x", None, "y")}, {"key": P(None, "y")}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequence_and_head_dim_are_gathered(sharded, kind):
