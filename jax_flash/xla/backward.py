@@ -7,6 +7,7 @@ With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient 
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.xla import blocks, logits, loops
 
@@ -30,7 +31,7 @@ def backward(
     Returns:
       Gradients in their operands' shapes and dtypes; a broadcast axis is summed over.
     """
-    cut = blocks.plan(operands)
+    cut = blocks.plan(operands, _device.current())
     dtype = logits.accumulator(operands)
     operands, out, lse, d_out, d_lse = loops.vary_alike((operands, out, lse, d_out, d_lse))
 

@@ -6,13 +6,17 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
-QUERIES_PER_BLOCK = 512
+QUERIES_PER_BLOCK = 256
 QUERIES_AT_LEAST = 64
-KEYS_PER_BLOCK = 512
-LOGITS_PER_BLOCK = 8 * 512 * 512
-"""Logits held at once, over batch rows and heads; with the sizes above, tuned with `benchmarks/cpu.py`."""
+KEYS_PER_BLOCK = 256
+LOGITS_PER_BLOCK = {"cpu": 16 * 256 * 256}
+"""Logits held at once, over batch rows and heads, by platform. On CPUs what a step touches should stay
+in the cache: this and the sizes above were tuned with `benchmarks/cpu.py`, on two cores."""
+LOGITS_PER_BLOCK_ELSEWHERE = 256 * 256 * 256
+"""An accelerator needs enough work in each step to fill it: 64 MiB of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +74,13 @@ class Plan:
     keys: Axis
 
 
-def plan(operands: Operands) -> Plan:
-    """The blocks of a call, from its shapes alone."""
+def plan(operands: Operands, device: Device) -> Plan:
+    """The blocks of a call on a device, from its shapes alone."""
     size = sizes(operands)
     # Where one sequence is short, as when decoding, a block of the other may be as much longer.
     tile = QUERIES_PER_BLOCK * KEYS_PER_BLOCK
     keys = _even_blocks(size.S, max(KEYS_PER_BLOCK, tile // size.T))
-    room = LOGITS_PER_BLOCK // (size.N * keys.size)
+    room = LOGITS_PER_BLOCK.get(device.platform, LOGITS_PER_BLOCK_ELSEWHERE) // (size.N * keys.size)
     queries = _even_blocks(size.T, max(min(room, tile // keys.size), QUERIES_AT_LEAST))
     rows = max(1, room // queries.size)
     rows = max(divisor for divisor in range(1, min(rows, size.B) + 1) if size.B % divisor == 0)
