@@ -21,13 +21,16 @@ from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
 
 
 def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Operands) -> Any:
-    """Runs a validated call on canonical operands.
+    """Runs a validated call on canonical operands; where they have one batch axis, here may be more.
+
+    Of several, each may be 1 in the operands whose batch axis may be. Implementations get them as
+    one: see `_lowering.py`.
 
     `implementation` names the one to run, as `("cuda",)`; two names, `("cuda", "xla")`, mean the
     first where the program is lowered for the platform planned for, and the second elsewhere.
 
-    Returns `out (B, T, N, V)` in query's dtype, and with `spec.return_residual` also `lse (B, N, T)`
-    float32. Differentiable in reverse mode, once.
+    Returns `out (*B, T, N, V)` in query's dtype, and with `spec.return_residual` also
+    `lse (*B, N, T)` float32. Differentiable in reverse mode, once.
     """
     call = Call(spec, implementation, _device.current())
     # Outside of the custom derivative, so that the gradient of an operand which is replicated under

@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import jax_flash
 from jax_flash import _lowering
 from jax_flash._lowering import AXES, Call
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
@@ -108,7 +109,8 @@ def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, 
 
     # The partitioned computation is not in the program that the compiler's caches key on, which
     # names it by an address alone; so what it depends on goes in as a constant.
-    inputs = inputs | {FINGERPRINT: np.uint32(zlib.crc32(repr(call).encode()))}
+    depends_on = repr((jax_flash.__version__, call))
+    inputs = inputs | {FINGERPRINT: np.uint32(zlib.crc32(depends_on.encode()))}
     shapes = {name: x.shape for name, x in inputs.items()}
     function = custom_partitioning(whole)
     function.def_partition(
@@ -124,7 +126,7 @@ def _partition_by_type(
 ) -> Arrays:
     axes = frozenset(mesh.explicit_axes)
     specs = {name: jax.typeof(x).sharding.spec for name, x in inputs.items()}
-    layout = Layout.of({name: mesh.shape[name] for name in axes}, inputs, specs)
+    layout = Layout.of({name: mesh.shape[name] for name in mesh.explicit_axes}, inputs, specs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
     out_specs = {name: layout.spec(name, shape) for name, shape in results.items()}
     # A sharded sequence or head dim is gathered here, as it is in a `jit` with automatic shardings.
@@ -262,8 +264,10 @@ class Layout:
         if heads is not None:
             inputs = inputs | {name: jnp.take(inputs[name], heads, axis=-2) for name in ("key", "value")}
         results = local(inputs)
-        for name in results.keys() & inputs.keys():
-            x = results[name]
+        # In the results' order: all processes of a program must enter its collectives in the same one.
+        for name, x in results.items():
+            if name not in inputs:
+                continue
             if heads is not None and name in ("key", "value"):
                 whole = jnp.zeros((*x.shape[:-2], key_heads, x.shape[-1]), x.dtype)
                 x = whole.at[..., heads, :].add(x)

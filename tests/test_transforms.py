@@ -203,6 +203,27 @@ def test_sharded_jit_with_tensor_parallel_weights(kind, expected):
     cases.assert_close(compiled(put, x), jax.value_and_grad(project_and_attend)(WEIGHTS, INPUTS))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded_axis_behind_another_batch_axis(kind):
+    arrays = {"query": normal(2, B, T, N, H), "key": normal(2, B, T, N, H), "bias": normal(B, 1, T, T)}
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    specs = {
+        "query": P(None, "data", None, "model"),
+        "key": P(None, "data", None, "model"),
+        "bias": P("data"),
+    }
+    sharded = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+
+    def step(arrays):
+        results, pullback = jax.vjp(lambda arrays: attention(**arrays, sinks=None), arrays)
+        return results, pullback(jax.tree.map(jnp.sin, results))
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(sharded).compile()
+    assert "all-gather" not in compiled.as_text()
+    cases.assert_close(compiled(sharded), jax.jit(step)(arrays))
+
+
 def test_dropout_is_the_same_under_any_sharding():
     arrays = normal(B, T, N, H), normal(B, T, N, H), normal(B, T, N, H)
     mesh = make_mesh()
