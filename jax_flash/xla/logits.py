@@ -67,9 +67,17 @@ def heads_first(operands: Operands) -> Operands:
 def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype) -> jax.Array:
     """Matrix product of blocks, batched over their first two axes `(B, K)` and summed in `dtype`.
 
-    `contract` holds the axes of `left`, and those of `right`, that are summed over.
+    `contract` holds the axes of `left`, and those of `right`, that are summed over. float32 is
+    multiplied as float32 on accelerators too, unless `jax.default_matmul_precision` says otherwise.
     """
-    return jax.lax.dot_general(left, right, (contract, ((0, 1), (0, 1))), preferred_element_type=dtype)
+    chosen = jax.config.jax_default_matmul_precision
+    return jax.lax.dot_general(
+        left,
+        right,
+        (contract, ((0, 1), (0, 1))),
+        precision=jax.lax.Precision.HIGHEST if chosen is None else None,
+        preferred_element_type=dtype,
+    )
 
 
 def block(
