@@ -138,16 +138,18 @@ def test_gradient_of_bias_sums_over_its_broadcast_axes(draw, monkeypatch, shape,
         alibi_slopes=normal(draw, lengths[shape[0]], 4) * 0.1,
         sinks=normal(draw, lengths[shape[0]], 4),
     )
-    assert blocks.plan(operands, CPU).batch.size == batch_at_a_time
-    check(AttentionSpec(0.3, right=0), operands, *cotangents(draw, operands))
+    spec = AttentionSpec(0.3, right=0)
+    assert blocks.plan(spec, operands, CPU).batch.size == batch_at_a_time
+    check(spec, operands, *cotangents(draw, operands))
 
 
-def test_blocks_of_the_usual_size(draw):
-    operands = qkv(draw, B=1, T=1100, S=1300, N=2, K=1)
-    cut = blocks.plan(operands, CPU)
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+def test_blocks_of_the_usual_size(draw, right):
+    operands, spec = qkv(draw, B=1, T=700, S=600, N=2, K=1), AttentionSpec(0.3, right=right)
+    cut = blocks.plan(spec, operands, CPU)
     assert cut.queries.count > 1
     assert cut.keys.count > 1
-    check(AttentionSpec(0.3, right=0), operands, *cotangents(draw, operands))
+    check(spec, operands, *cotangents(draw, operands))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -206,11 +208,15 @@ def test_large_finite_numbers_never_give_nan(draw):
 # How a call is cut.
 
 
+def plan(B, T, S, N, right=None, device=CPU):
+    query, key = (jax.ShapeDtypeStruct((B, length, N, 64), np.float32) for length in (T, S))
+    return blocks.plan(AttentionSpec(1.0, right=right), Operands(query, key, key), device)
+
+
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 2048, 2049, 5000])
 def test_blocks_cover_an_axis_once(length):
-    shape = (1, length, 1, 8)
-    axis = blocks.plan(Operands(*(jax.ShapeDtypeStruct(shape, np.float32) for _ in range(3))), CPU).keys
-    assert axis.size <= blocks.KEYS_PER_BLOCK
+    axis = plan(1, length, length, 1, right=0).keys
+    assert axis.size <= max(blocks.KEYS_PER_BLOCK, 256**2 // length)
     fresh = []
     for index in range(axis.count):
         positions = np.asarray(axis.positions(index))
@@ -222,24 +228,27 @@ def test_blocks_cover_an_axis_once(length):
 
 @pytest.mark.parametrize(("T", "S"), [(1, 10_000), (10_000, 1)])
 def test_a_short_sequence_gets_long_blocks_of_the_other(T, S):
-    cut = blocks.plan(qkv(np.random.default_rng(0), B=1, T=T, S=S), CPU)
+    cut = plan(1, T, S, 4)
     assert (cut.queries.count, cut.keys.count) == (1, 1)
 
 
-def test_a_large_batch_is_taken_in_parts():
-    def parts(B, N, device=CPU):
-        shapes = Operands(*(jax.ShapeDtypeStruct((B, 4096, N, 64), np.float32) for _ in range(3)))
-        cut = blocks.plan(shapes, device)
-        if device == CPU:
-            at_once = cut.batch.size * N * cut.queries.size * cut.keys.size
-            assert at_once <= blocks.LOGITS_PER_BLOCK["cpu"]
-        assert B % cut.batch.size == 0
-        return cut.batch
-
-    assert parts(1, 8).count == 1
-    assert parts(64, 8).count > 1
-    assert parts(17, 2).count > 1
-    assert parts(16, 8, H100).count == 1
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("B", "N", "device", "in_parts"),
+    [
+        (1, 8, CPU, False),
+        (64, 8, CPU, True),
+        (17, 2, CPU, True),
+        (16, 8, H100, False),
+    ],
+)
+def test_a_large_batch_is_taken_in_parts(B, N, device, in_parts, right):
+    cut = plan(B, 4096, 4096, N, right, device)
+    assert B % cut.batch.size == 0
+    assert (cut.batch.count > 1) == in_parts
+    if device == CPU:
+        at_once = cut.batch.size * N * cut.queries.size * cut.keys.size
+        assert at_once <= 2 * blocks.LOGITS_PER_BLOCK["cpu"]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -253,7 +262,7 @@ def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
         operands = operands.replace(query_seq_lengths=queries, key_value_seq_lengths=keys)
     spec = AttentionSpec(1.0, *window)
     allowed = np.asarray(_reference._allowed(spec, operands)).any((0, 1))
-    cut = blocks.plan(operands, CPU)
+    cut = blocks.plan(spec, operands, CPU)
     for query_block in range(cut.queries.count):
         rows = allowed[np.asarray(cut.queries.positions(query_block))]
         columns = [cut.keys.positions(key_block) for key_block in range(cut.keys.count)]
@@ -272,7 +281,7 @@ def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
 def test_describes_its_blocks():
     operands = qkv(np.random.default_rng(0), T=1024, S=2048)
     assert xla.supports(AttentionSpec(1.0), operands, CPU) is None
-    assert "256 queries by 256 keys" in xla.describe(AttentionSpec(1.0), operands, CPU)
+    assert "256 queries by 256 keys" in xla.describe(AttentionSpec(1.0, right=0), operands, CPU)
 
 
 # Memory and size of the program.

@@ -28,7 +28,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The loops a call becomes, for `explain`."""
-    plan = blocks.plan(shapes, device)
+    plan = blocks.plan(spec, shapes, device)
     return (
         f"plain JAX, blocks of {plan.queries.size} queries by {plan.keys.size} keys, "
         f"{plan.batch.size} of {plan.batch.length} batch rows at a time"

@@ -31,7 +31,7 @@ def backward(
     Returns:
       Gradients in their operands' shapes and dtypes; a broadcast axis is summed over.
     """
-    cut = blocks.plan(operands, _device.current())
+    cut = blocks.plan(spec, operands, _device.current())
     dtype = logits.accumulator(operands)
     operands, out, lse, d_out, d_lse = loops.vary_alike((operands, out, lse, d_out, d_lse))
 

@@ -74,17 +74,31 @@ class Plan:
     keys: Axis
 
 
-def plan(operands: Operands, device: Device) -> Plan:
-    """The blocks of a call on a device, from its shapes alone."""
+def plan(spec: AttentionSpec, operands: Operands, device: Device) -> Plan:
+    """The blocks of a call on a device, from its shapes and spec alone."""
     size = sizes(operands)
+    logits = LOGITS_PER_BLOCK.get(device.platform, LOGITS_PER_BLOCK_ELSEWHERE)
+    most_queries, most_keys = QUERIES_PER_BLOCK, KEYS_PER_BLOCK
+    if not _may_skip(spec, operands):
+        # Fine blocks are for skipping many of them. Where there is none to skip coarser ones are a
+        # tenth faster, and 512 keys are best in one piece.
+        most_queries, logits = 2 * most_queries, 2 * logits
+        if size.S <= 2 * most_keys:
+            most_keys *= 2
     # Where one sequence is short, as when decoding, a block of the other may be as much longer.
-    tile = QUERIES_PER_BLOCK * KEYS_PER_BLOCK
-    keys = _even_blocks(size.S, max(KEYS_PER_BLOCK, tile // size.T))
-    room = LOGITS_PER_BLOCK.get(device.platform, LOGITS_PER_BLOCK_ELSEWHERE) // (size.N * keys.size)
+    tile = most_queries * most_keys
+    keys = _even_blocks(size.S, max(most_keys, tile // size.T))
+    room = logits // (size.N * keys.size)
     queries = _even_blocks(size.T, max(min(room, tile // keys.size), QUERIES_AT_LEAST))
     rows = max(1, room // queries.size)
     rows = max(divisor for divisor in range(1, min(rows, size.B) + 1) if size.B % divisor == 0)
     return Plan(Axis(size.B, rows), queries, keys)
+
+
+def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether anything that `key_blocks` looks at may rule a block out."""
+    limits = spec.left, spec.right, operands.query_seq_lengths, operands.key_value_seq_lengths
+    return any(limit is not None for limit in limits)
 
 
 def _even_blocks(length: int, most: int) -> Axis:
@@ -107,12 +121,7 @@ def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) 
     Python integers where nothing rules a block out, traced ones otherwise. Masks and segment ids are
     not looked at.
     """
-    if (
-        spec.left is None
-        and spec.right is None
-        and operands.query_seq_lengths is None
-        and operands.key_value_seq_lengths is None
-    ):
+    if not _may_skip(spec, operands):
         return 0, cut.keys.count
     top = cut.queries.start(query_block)
     bottom = top + cut.queries.size - 1

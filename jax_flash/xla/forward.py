@@ -15,7 +15,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out `(B, T, N, V)` in query's dtype, and lse `(B, N, T)` in float32 (float64 for float64
       operands), −inf where a row has nothing to attend to.
     """
-    cut = blocks.plan(operands, _device.current())
+    cut = blocks.plan(spec, operands, _device.current())
     operands = loops.vary_alike(operands)
     results, _ = loops.over_batch(
         cut.batch, lambda rows, others, carry: (_forward(spec, rows, cut), carry), operands, (), ()
