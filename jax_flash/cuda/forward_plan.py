@@ -42,10 +42,10 @@ class ForwardTile:
 # 256 are the fastest of benchmarks/results/*_forward_h200.json; 96 and 192 are the largest that fit.
 _TILES = {
     64: (ForwardTile(3, 128, 2, True, 2), ForwardTile(3, 128, 2, True, 2)),
-    96: (ForwardTile(2, 160, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
-    128: (ForwardTile(2, 128, 2, True, 2), ForwardTile(2, 128, 2, True, 2)),
-    192: (ForwardTile(2, 112, 2, True, 1), ForwardTile(2, 112, 2, True, 1)),
-    256: (ForwardTile(2, 80, 2, True, 1), ForwardTile(2, 80, 2, True, 1)),
+    96: (ForwardTile(2, 160, 2, False, 2), ForwardTile(2, 128, 2, False, 2)),
+    128: (ForwardTile(2, 128, 2, False, 2), ForwardTile(2, 128, 2, False, 2)),
+    192: (ForwardTile(2, 112, 2, False, 1), ForwardTile(2, 112, 2, False, 1)),
+    256: (ForwardTile(2, 80, 2, False, 1), ForwardTile(2, 80, 2, False, 1)),
 }
 
 # Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside

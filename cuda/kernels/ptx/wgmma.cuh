@@ -28,6 +28,18 @@ __device__ __forceinline__ void pin(float (&registers)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// Keeps a `wait` that follows behind the computation of a sum that is never negative. ptxas treats the wait as
+// arithmetic and hoists it as far as registers allow, but not over an access to shared memory; this one, to
+// any valid address, never happens.
+__device__ __forceinline__ void hold_wait_behind(float sum, uint32_t address) {
+    asm volatile(
+        "{\n.reg .pred never;\n"
+        "setp.lt.f32 never, %0, 0f00000000;\n"
+        "@never st.volatile.shared.f32 [%1], %0;\n}\n" ::"f"(sum),
+        "r"(address)
+        : "memory");
+}
+
 enum class Major { K = 0, MN = 1 };  // which axis of a shared-memory operand is contiguous
 
 template <int N>

@@ -227,6 +227,11 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
                 transform_scores(scores);
                 if (masked) mask_scores(scores, row, block * Traits::keys, shape);
                 softmax.update(scores, rescale, scale_log2);
+                // The exponentials are to hide PV. In turns they hide the other warpgroup's products as well, and
+                // ptxas's own order is faster (docs/tuning.md).
+                if constexpr (!Traits::pingpong) {
+                    wgmma::hold_wait_behind(softmax.row_sum[0] + softmax.row_sum[1], shared.query_tile(0));
+                }
                 wgmma::wait<0>();
                 wgmma::pin(out);
                 if (lane == 0) mbarrier::arrive(shared.value_empty(value_slot.stage));

@@ -18,6 +18,7 @@ void wait() {
 }
 template <int count>
 void pin(float (&)[count]) {}
+inline void hold_wait_behind(float, uint32_t) {}
 
 enum class Major { K = 0, MN = 1 };
 
