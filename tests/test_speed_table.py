@@ -32,10 +32,11 @@ def table(result: dict) -> str:
     lines = [
         f"![Rates of attention on an {result['device']}](benchmarks/results/{RESULT.stem}.png)",
         "",
-        f"TFLOP/s forward / backward on one {result['device']}, {result['dtype']}, kernel time, JAX {result['versions']['jax']},",
+        f"TFLOP/s forward / backward on one {result['device']}, {result['dtype']}, kernel time, "
+        f"JAX {result['versions']['jax']},",
         f"{result['date'][:10]}; case: batch, length, query / key heads, head dim. From",
-        f"[{RESULT.name}](benchmarks/results/{RESULT.name}) by `python benchmarks/attention.py`, which measures",
-        "every peer that is installed in one run.",
+        f"[{RESULT.name}](benchmarks/results/{RESULT.name}) by `python benchmarks/attention.py`, which",
+        "measures every peer that is installed in one run.",
         "",
         f"| case | {' | '.join(COLUMNS.values())} |",
         "| --- " * (1 + len(COLUMNS)) + "|",
