@@ -394,7 +394,8 @@ def _floor(name, case, reference, lse):
     - Sums in float32 of terms that cancel leave a rest, though the true result be 0: a gradient
       where there is one key, say. It is measured against the size of the terms. With half-precision
       products the terms pass through the approximate base-2 exponential and the tensor cores'
-      shorter sums, a few bits worse than float32 in order.
+      shorter sums, a few bits worse than float32 in order. What is summed over a whole head has a
+      term for each row, of the size of dP, about sqrt(H), and for a slope times the distance.
     - Large logits are known from their lse alone when the backward pass computes them again, and
       `exp(x - lse)` turns the rounding of lse, absolute, into a relative error. And as one
       probability of a row is nearly 1, its dP nearly equals D = rowsum(dO * O): what is left of
@@ -406,6 +407,10 @@ def _floor(name, case, reference, lse):
     terms = {"out": 1, "lse": 2, "d_value": 0}.get(name, 2)  # how many large factors they have
     size_of_terms = case.magnitude**terms * np.sqrt(reference.size)
     noise = 2.0**-20 if case.dtype == "float32" else 2.0**-16
+    if name in ("d_alibi_slopes", "d_sinks"):
+        distance = max(case.T, case.S) if name == "d_alibi_slopes" else 1
+        size_of_terms *= distance * np.sqrt(case.B * case.T * case.H)
+        noise = 2 * float32
     relative = 16 * roundoff if name in ("d_alibi_slopes", "d_sinks") else roundoff / 2
     if case.category == "large" and name.startswith("d_"):
         relative = max(relative, float32 * np.max(np.abs(lse), initial=0, where=np.isfinite(lse)))
