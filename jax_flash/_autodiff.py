@@ -15,9 +15,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import _batching, _device, _lowering
+from jax_flash import _batching, _device
 from jax_flash._lowering import Call
 from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_flash._varying import vary_alike
 
 
 def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Operands) -> Any:
@@ -35,7 +36,7 @@ def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Opera
     call = Call(spec, implementation, _device.current())
     # Outside of the custom derivative, so that the gradient of an operand which is replicated under
     # `shard_map` is summed over the mesh by the transpose of this very cast.
-    return _attend(call, _lowering.vary_alike(operands))
+    return _attend(call, vary_alike(operands))
 
 
 def _differentiable_once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from jax_flash import _device, _dispatch
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
+from jax_flash._varying import vary_over, varying_axes
 
 AXES = {
     "query": "TNH",
@@ -53,26 +54,6 @@ class Call:
     spec: AttentionSpec
     implementation: tuple[str, ...]
     device: _device.Device
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """The manual mesh axes over which `x` may differ between devices, under `jax.shard_map`."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def vary_over(tree: Any, axes: frozenset[str]) -> Any:
-    """The same arrays, typed as varying over at least `axes`; custom calls lose what they had."""
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
-
-
-def vary_alike(tree: Any) -> Any:
-    """The same arrays, each typed as varying over every axis that any of them varies over."""
-    return vary_over(tree, frozenset().union(*map(varying_axes, jax.tree.leaves(tree))))
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -137,7 +118,7 @@ def _unfold(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _run(call: Call, entry: str, *args: Any) -> Any:
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(args)))
+    axes = varying_axes(args)  # a custom call's results vary over none until they are told to
 
     def runner(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(_dispatch.get(name), entry))

@@ -28,6 +28,7 @@ import jax_flash
 from jax_flash import _lowering
 from jax_flash._lowering import AXES, Call
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
+from jax_flash._varying import vary_over
 
 MeshAxes = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -132,7 +133,7 @@ def _partition_by_type(
     # A sharded sequence or head dim is gathered here, as it is in a `jit` with automatic shardings.
     inputs = {name: _reshard(x, mesh, in_specs[name]) for name, x in inputs.items()}
     run = jax.shard_map(
-        lambda inputs: layout.run(local, _lowering.vary_over(inputs, layout.used), in_specs),
+        lambda inputs: layout.run(local, vary_over(inputs, layout.used), in_specs),
         mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=axes,
     )  # fmt: skip
     # A gradient is typed as its operand was.

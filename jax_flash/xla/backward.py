@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_flash import _device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
+from jax_flash._varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
 
 
@@ -33,7 +34,7 @@ def backward(
     """
     cut = blocks.plan(spec, operands, _device.current())
     dtype = logits.accumulator(operands)
-    operands, out, lse, d_out, d_lse = loops.vary_alike((operands, out, lse, d_out, d_lse))
+    operands, out, lse, d_out, d_lse = vary_alike((operands, out, lse, d_out, d_lse))
 
     lse = lse.astype(dtype)
     empty = jnp.isneginf(lse)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jax_flash import _device
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
 
 
@@ -16,7 +17,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       operands), −inf where a row has nothing to attend to.
     """
     cut = blocks.plan(spec, operands, _device.current())
-    operands = loops.vary_alike(operands)
+    operands = vary_alike(operands)
     results, _ = loops.over_batch(
         cut.batch, lambda rows, others, carry: (_forward(spec, rows, cut), carry), operands, (), ()
     )

@@ -11,27 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, Operands
+from jax_flash._varying import vary_over, varying_axes
 from jax_flash.xla import blocks
-
-
-def _varying(x: jax.Array) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _vary(x: jax.Array, axes: frozenset) -> jax.Array:
-    missing = axes - _varying(x)
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-
-def vary_alike(tree):
-    """The same arrays, each varying over every mesh axis that one of them varies over."""
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
-    return jax.tree.map(lambda x: _vary(x, axes), tree)
 
 
 def full(shape: tuple[int, ...], fill, dtype, like: jax.Array) -> jax.Array:
     """`jnp.full`, varying over the mesh axes that `like` varies over."""
-    return _vary(jnp.full(shape, fill, dtype), _varying(like))
+    return vary_over(jnp.full(shape, fill, dtype), varying_axes(like))
 
 
 def over_batch(batch: blocks.Axis, attend: Callable, operands: Operands, others, carry):

@@ -1,0 +1,31 @@
+"""Types under `jax.shard_map`: over which manual mesh axes an array may differ between devices.
+
+With its replication check on, operands of one operation, a loop's carry and a custom call's results
+must all say so alike. Outside of `shard_map` nothing varies, and these functions change nothing.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+
+Tree = TypeVar("Tree")
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The manual mesh axes over which any of the arrays may differ between devices."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
+
+
+def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
+    """The same arrays, each typed as varying over `axes` at least."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def vary_alike(tree: Tree) -> Tree:
+    """The same arrays, each typed as varying over every axis that any of them varies over."""
+    return vary_over(tree, varying_axes(tree))
