@@ -1,5 +1,6 @@
 """The disk cache, as one process and as many."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -28,6 +29,16 @@ def test_round_trip(folder):
     cache.write("other", b"")
     assert cache.read("key") == b"content"
     assert cache.read("other") == b""
+
+
+def test_other_users_may_read_what_the_umask_lets_them(folder):
+    """As where an image is built by one user and run by another."""
+    before = os.umask(0o022)
+    try:
+        cache.write("key", b"content")
+    finally:
+        os.umask(before)
+    assert only_entry(folder).stat().st_mode & 0o777 == 0o644
 
 
 def test_usage(folder):

@@ -8,7 +8,7 @@ would have been kept is then made again in every process.
 import contextlib
 import hashlib
 import os
-import tempfile
+import uuid
 import warnings
 from pathlib import Path
 
@@ -43,9 +43,10 @@ def write(key: str, content: bytes) -> None:
     try:
         path = folder() / (key + SUFFIX)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+        # Not by `tempfile`, whose files only their owner may read: one user may fill the cache for others.
+        temporary = path.parent / f".writing-{uuid.uuid4().hex}"
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(temporary, "xb") as file:
                 file.write(_header(content))
                 file.write(content)
             os.replace(temporary, path)
