@@ -20,7 +20,7 @@ class ForwardTile:
     consumers: int  # warpgroups, 64 queries each
     keys: int  # keys in a block
     stages: int  # blocks in flight
-    pingpong: bool
+    pingpong: bool  # warpgroups take turns at the tensor cores
     query_stages: int  # query tiles in shared memory
 
     @property
@@ -39,7 +39,8 @@ class ForwardTile:
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile of full and of windowed attention. 64, 128 and
-# 256 are the fastest of benchmarks/results/*_forward_h200.json; 96 and 192 are the largest that fit.
+# 256 are the fastest over all cases of benchmarks/results/*_forward_h200.json, one tile for all lengths. 96
+# and 192 were not measured: they are the largest that fit, but that 96 is as 128 under a window.
 _TILES = {
     64: (ForwardTile(3, 128, 2, True, 2), ForwardTile(3, 128, 2, True, 2)),
     96: (ForwardTile(2, 160, 2, False, 2), ForwardTile(2, 128, 2, False, 2)),

@@ -38,7 +38,7 @@ __device__ __forceinline__ void produce(const Call& call) {
     mbarrier::arrive_expect(shared.value_full(), Traits::key_bytes);
     load_panels(shared.value_tile(), call.maps.value, shared.value_full(), Traits::keys, tile.head, tile.first_key,
                 tile.batch);
-    PipelineState slot;
+    BlockSlot slot;
     call.work.for_each_block(call.shape, [&](int head, int block, int) {
         const float* statistics = call.statistics_block(head, block);
         const int first_row = block * Traits::queries, stage = slot.stage;

@@ -14,8 +14,6 @@ enum Barrier {
     d_query_empty = own + 4,  // and the next
 };
 
-constexpr float log2_e = 1.4426950408889634f;
-
 struct TensorMaps {
     const TensorMap &query, &key, &value, &d_out, &d_key, &d_value;
 };

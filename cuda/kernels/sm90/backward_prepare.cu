@@ -39,7 +39,6 @@ extern "C" __global__ void __launch_bounds__(threads)
         d_query_sum[block_index * sum_vectors + i] = {0, 0, 0, 0};
     }
 
-    constexpr float log2_e = 1.4426950408889634f;
     const float infinity = __int_as_float(0x7f800000);
     float* block_statistics = statistics + block_index * (2 * Traits::queries);
 #pragma unroll 4

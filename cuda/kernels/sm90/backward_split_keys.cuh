@@ -42,7 +42,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
     float d_key[gradient_count] = {};
     float d_value[gradient_count] = {};
-    PipelineState slot;
+    BlockSlot slot;
 
     call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
         const int stage = slot.stage;

@@ -17,7 +17,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     const float scale_log2 = call.scale * log2_e;
 
     float d_value[gradient_count] = {};
-    PipelineState slot;
+    BlockSlot slot;
 
     call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
         const int stage = slot.stage;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     const int last_iteration = call.work.iterations(call.shape) - 1;
 
     float d_key[gradient_count] = {};
-    PipelineState slot;
+    BlockSlot slot;
 
     call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
         const int stage = slot.stage;

@@ -11,6 +11,9 @@
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
+#include "pipeline.cuh"
+
+constexpr float log2_e = 1.4426950408889634f;
 
 struct Traits {
     using Element = ELEMENT;
@@ -115,18 +118,8 @@ struct SharedMemory {
     __device__ uint32_t d_out_empty(int stage) const { return query_full(stage) + 24 * Traits::stages; }
 };
 
-// A place in the ring of stages, and the parity of its current round. Q and dO go round together.
-struct PipelineState {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ void advance() {
-        if (++stage == Traits::stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
+// Q and dO go round together.
+using BlockSlot = PipelineState<Traits::stages>;
 
 // Sizes of the call. A side of the window that is not bounded is so large that it never bounds.
 struct Shape {

@@ -2,9 +2,11 @@
 //
 // A persistent CTA takes query tiles in turn. One thread of warpgroup 0 picks them and loads: Q once a tile, K
 // and V in blocks of keys through rings of stages. Each consumer warpgroup owns 64 query rows: S = QK^T, online
-// softmax, O += PV with P straight from registers. Two overlaps hide the softmax: a warpgroup issues the
-// next block's QK^T and this block's PV before the softmax of the next; and warpgroups take turns at the
-// tensor cores, so that one computes products while another computes exponentials.
+// softmax, O += PV with P straight from registers. Two overlaps hide the softmax: a warpgroup issues the next
+// block's QK^T beside this block's PV, and computes the next block's exponentials while PV still runs; and one
+// warpgroup computes products while another computes exponentials. At small head dims the warpgroups take turns
+// at the tensor cores for the second (PINGPONG); at larger ones they run freely, and the first is enforced
+// (wgmma::hold_wait_behind). docs/tuning.md has what each gave.
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
@@ -227,8 +229,8 @@ __device__ __forceinline__ void consume(const TensorMaps& maps, float* __restric
                 transform_scores(scores);
                 if (masked) mask_scores(scores, row, block * Traits::keys, shape);
                 softmax.update(scores, rescale, scale_log2);
-                // The exponentials are to hide PV. In turns they hide the other warpgroup's products as well, and
-                // ptxas's own order is faster (docs/tuning.md).
+                // The exponentials are to hide under PV. With turns they hide under the other warpgroups' products as
+                // well, and ptxas's own order is faster (docs/tuning.md).
                 if constexpr (!Traits::pingpong) {
                     wgmma::hold_wait_behind(softmax.row_sum[0] + softmax.row_sum[1], shared.query_tile(0));
                 }

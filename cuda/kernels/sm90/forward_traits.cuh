@@ -14,6 +14,7 @@
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
+#include "pipeline.cuh"
 
 struct Traits {
     using Element = ELEMENT;
@@ -68,20 +69,6 @@ struct SharedMemory {
     __device__ uint32_t key_empty(int stage) const { return key_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t value_full(int stage) const { return key_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * Traits::stages; }
-};
-
-// A place in a ring of `stages` slots, and the parity of its current round.
-template <int stages>
-struct PipelineState {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ void advance() {
-        if (++stage == stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 // Scalars of the call.
