@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_flash import cuda
+from jax_flash import _validate, cuda
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import cache
@@ -75,12 +75,11 @@ def _compile(kernel: Kernel) -> str:
 
 def _calls(options: argparse.Namespace):
     """Pairs of spec and shapes, one for each combination of the options."""
-    window = options.local_window_size or (None, None)
     for head_dim, dtype, causal in itertools.product(options.head_dim, options.dtype, options.causal):
         # Kernels don't depend on the number of batch rows or heads.
         array = jax.ShapeDtypeStruct((1, options.seq_len, 1, head_dim), jnp.dtype(dtype))
-        right = 0 if causal else window[1]
-        spec = AttentionSpec(scale=head_dim**-0.5, left=window[0], right=right)
+        left, right = _validate.window(causal, options.local_window_size)
+        spec = AttentionSpec(scale=head_dim**-0.5, left=left, right=right)
         yield spec, Operands(array, array, array)
 
 
@@ -101,10 +100,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--head-dim", "head dims", type=int, nargs="+", default=HEAD_DIMS)
     add("--dtype", "dtypes", nargs="+", default=("bfloat16", "float16"), choices=("bfloat16", "float16"))
     add("--causal", "causal or not", type=_bool, nargs="+", default=(True, False), metavar="{true,false}")
-    add("--local-window-size", "keys seen to the left and right", type=int, nargs=2)
+    add("--local-window-size", "keys seen to the left and right, -1 for all", type=int, nargs=2)
     add("--seq-len", "length of queries and keys: a window wider than it is none", type=int, default=8192)
     add("--jobs", "compilations at once", type=int, default=os.cpu_count() or 1)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        _validate.window(False, options.local_window_size)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def _arch(text: str) -> Device:

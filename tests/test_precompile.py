@@ -80,6 +80,15 @@ def test_a_window_compiles_its_own_kernels(wanted):
     wanted.clear()
     precompile.main([*arguments.split(), "--local-window-size", "256", "0"])
     assert set(wanted) != full
+    wanted.clear()
+    precompile.main([*arguments.split(), "--local-window-size", "-1", "-1"])
+    assert set(wanted) == full
+
+
+def test_a_window_that_is_none_is_refused(wanted, capsys):
+    with pytest.raises(SystemExit):
+        precompile.main("--arch sm_90a --local-window-size -2 0".split())
+    assert "local_window_size must hold sizes of at least 0" in capsys.readouterr().err
 
 
 def test_calls_that_cannot_run_are_named(wanted, capsys):
