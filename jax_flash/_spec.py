@@ -41,7 +41,7 @@ Leaf = TypeVar("Leaf")
 class Operands(Generic[Leaf]):
     """The arrays of a call in canonical form: one leading batch axis, ranks fixed, absent ones None.
 
-    `batch_axis_may_be_one` lists the fields whose leading axis may be 1 to mean "the same for every
+    `BATCH_AXIS_MAY_BE_ONE` lists the fields whose leading axis may be 1 to mean "the same for every
     batch row".
     """
 
