@@ -20,7 +20,7 @@ Window = tuple[int | None, int | None]
 """Keys seen to the left and to the right of the diagonal; None is unbounded."""
 
 _KINDS = {
-    "floating": ("a floating", jnp.floating),
+    "floating": ("a floating", jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64),
     "bool": ("a bool", jnp.bool_),
     "integer": ("an integer", jnp.integer),
     "bool or integer": ("a bool or integer", jnp.bool_, jnp.integer),
@@ -37,6 +37,8 @@ def array(name: str, value: Any, kind: str | None = None) -> jax.Array:
         a_kind, *allowed = _KINDS[kind]
         if not any(jnp.issubdtype(value.dtype, dtype) for dtype in allowed):
             advice = " (an additive mask goes into bias)" if name == "mask" else ""
+            if kind == "floating" and jnp.issubdtype(value.dtype, jnp.floating):
+                advice = " of 16 bits at least"
             raise TypeError(f"{name} must have {a_kind} dtype{advice}; got {described(value)}")
     return value
 
@@ -190,6 +192,8 @@ def dropout(
         raise TypeError(f"dropout_key must be a key, as from jax.random.key; got {described(key)}")
     if key.ndim != (0 if is_typed else 1):
         raise ValueError(f"dropout_key must be one key, not an array of them; got {described(key)}")
+    if not is_typed and key.shape != (wanted := jax.eval_shape(jax.random.PRNGKey, 0).shape):
+        raise ValueError(f"dropout_key must have shape {wanted}, as from PRNGKey; got {described(key)}")
     return rate, key
 
 

@@ -62,6 +62,11 @@ ERRORS = {
         TypeError,
         "query must have a floating dtype; got int32 (2, 4, 4, 8)",
     ),
+    "query of 8-bit floats": (
+        dict(query=zeros(B, T, N, H, dtype=jnp.float8_e4m3fn)),
+        TypeError,
+        "query must have a floating dtype of 16 bits at least; got float8_e4m3fn (2, 4, 4, 8)",
+    ),
     "mixed dtypes": (
         dict(key=zeros(B, S, K, H, dtype=jnp.bfloat16)),
         TypeError,
@@ -192,6 +197,11 @@ ERRORS = {
         dict(dropout_rate=0.5, dropout_key=jax.random.split(jax.random.key(0))),
         ValueError,
         "dropout_key must be one key, not an array of them; got key<fry> (2,)",
+    ),
+    "a raw key of three words": (
+        dict(dropout_rate=0.5, dropout_key=zeros(3, dtype=jnp.uint32)),
+        ValueError,
+        "dropout_key must have shape (2,), as from PRNGKey; got uint32 (3,)",
     ),
     # Values.
     "query segments alone": (
