@@ -205,6 +205,23 @@ def test_large_finite_numbers_never_give_nan(draw):
         assert np.all(np.isfinite(x))
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e8), ("float32", 1e18), ("bfloat16", 3e38)])
+def test_huge_logits_pick_a_key(draw, dtype, size):
+    """Logits whose rounding is beyond the range of exp, and logits that overflow."""
+    T, S = 5, 6
+    operands = qkv(draw, B=2, T=T, S=S)
+    signs = np.where(np.arange(S) == 3, 1, -1)[None, :, None, None]
+    query = np.full_like(operands.query, size)
+    operands = operands.replace(query=query, key=np.broadcast_to(size * signs, operands.key.shape))
+    operands = jax.tree.map(lambda x: jax.numpy.asarray(x, dtype), operands)
+    d_out, _ = cotangents(draw, operands)
+    out, lse, gradients = run(AttentionSpec(0.3), operands, d_out.astype(dtype), None)
+    group = query.shape[2] // operands.value.shape[2]
+    np.testing.assert_array_equal(out, np.repeat(operands.value[:, 3:4], group, 2).repeat(T, 1))
+    for x in (lse, *jax.tree.leaves(gradients)):
+        assert np.all(np.isfinite(np.asarray(x, np.float32)))
+
+
 # How a call is cut.
 
 

@@ -98,7 +98,8 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             key = cut.keys.take(grouped.key, key_index, 2)
             value = cut.keys.take(grouped.value, key_index, 2)
             block = logits.block(spec, grouped, diagonal, cut, query, key, index, key_index)
-            p = jnp.exp(block.x - lse_block[..., None])
+            # 0 at most but for rounding, which among huge logits is large enough for an overflow.
+            p = jnp.exp(jnp.minimum(block.x - lse_block[..., None], 0))
             dp = logits.product(d_out_block, value, ((4,), (3,)), dtype)
             p_kept = p
             if block.kept is not None:

@@ -104,7 +104,11 @@ def block(
         """The block of a `(…, T|1, S|1)` operand."""
         return cut.keys.take(cut.queries.take(x, query_block, -2), key_block, -1)
 
-    x = product(query, key, ((4,), (3,)), dtype) * spec.scale
+    # Clipped, so that logits that overflow are a row's largest and no inf - inf. It also keeps the compiler
+    # from fusing the scaling with the subtraction of the row's maximum: the maximum is rounded, so the
+    # difference, which is to be 0 at most, would be as large as the rounding of the logits.
+    limits = jnp.finfo(dtype)
+    x = jnp.clip(product(query, key, ((4,), (3,)), dtype) * spec.scale, limits.min, limits.max)
     capped = None
     if spec.logits_soft_cap is not None:
         capped = jnp.tanh(x / spec.logits_soft_cap)
