@@ -398,6 +398,8 @@ def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: 
             f"got {_validate.described(hidden_states)} and {_validate.described(indices)}"
         )
     batch, seqlen = _validate.integer("batch", batch), _validate.integer("seqlen", seqlen)
+    if min(batch, seqlen) < 0:
+        raise ValueError(f"batch and seqlen must be at least 0; got {batch} and {seqlen}")
     rest = hidden_states.shape[1:]
     tokens = jnp.zeros((batch * seqlen, *rest), hidden_states.dtype)
     return tokens.at[indices].set(hidden_states, mode="drop").reshape(batch, seqlen, *rest)

@@ -242,3 +242,5 @@ def test_errors_of_padding():
         jax.jit(flash_attn.unpad_input)(states, mask)
     with pytest.raises(ValueError, match=r"hidden_states and indices must have shapes"):
         flash_attn.pad_input(states[0], jnp.arange(2), 2, 3)
+    with pytest.raises(ValueError, match="batch and seqlen must be at least 0; got -1 and 3"):
+        flash_attn.pad_input(jnp.zeros((2, 4)), jnp.arange(2), -1, 3)
