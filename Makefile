@@ -31,7 +31,7 @@ test-gpu: $(TEST_STAMP)
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python # else it takes the python on PATH, which lacks jax
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -95,6 +95,23 @@ def test_backward(case, emulator):
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
 
 
+@pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5, 1e15))
+@pytest.mark.parametrize("head_dim", (64, 256))
+def test_huge_logits_give_no_nan(magnitude, head_dim, emulator):
+    """Logits whose own rounding is far more than 1: there is no number to compare with."""
+    case = Case(H=head_dim, T=130, S=130, right=0)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    for name in ("query", "key"):
+        arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(arrays[name].dtype)
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
+    results |= emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    for name in ("out", "d_query", "d_key", "d_value"):
+        assert np.isfinite(results[name].astype(np.float64)).all(), name
+    assert (results["lse"] < np.inf).all()  # -inf: no key is left of the row
+
+
 def draw(case):
     """A case's spec, random operands and cotangents, and the seed that they came from."""
     seed = secrets.randbits(32)

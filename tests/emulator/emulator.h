@@ -7,6 +7,7 @@
 // wrong number. A CTA in which nobody can go on is reported as a deadlock. Memory ordering between
 // proxies, registers and speed are not emulated.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -82,6 +83,13 @@ inline void __syncwarp() {
     emulator::together(emulator::warp, nullptr, [](void**) {});
 }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
+
+// The float32 product rounded up; the double one is exact.
+inline float __fmul_ru(float a, float b) {
+    const double exact = static_cast<double>(a) * b;
+    const float nearest = static_cast<float>(exact);
+    return nearest < exact ? std::nextafter(nearest, INFINITY) : nearest;
+}
 
 // CTAs run one after the other.
 inline int atomicAdd(int* address, int value) {

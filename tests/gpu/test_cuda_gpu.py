@@ -46,6 +46,23 @@ class TestCuda(ImplementationSuite):
             record_property("implementation", self.implementation)
             record_property("error_ratios", ratios)
 
+    @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5))
+    @pytest.mark.parametrize("head_dim", (64, 256))
+    def test_huge_logits_give_no_nan(self, magnitude, head_dim):
+        """Logits of 1e7 to 1e11, whose own rounding is far more than 1: no number to compare, but finite."""
+        keys = jax.random.split(jax.random.key(0), 4)
+        query, key, value, d_out = (
+            jax.random.normal(k, (1, 257, 2, head_dim), jnp.bfloat16) * factor
+            for k, factor in zip(keys, (magnitude, magnitude, 1, 1), strict=True)
+        )
+
+        def attend(*inputs):
+            return jax_flash.flash_attention(*inputs, is_causal=True, implementation="cuda")
+
+        out, vjp = jax.vjp(attend, query, key, value)
+        for x in (out, *vjp(d_out)):
+            assert np.isfinite(np.asarray(x, np.float32)).all()
+
     def test_is_the_automatic_choice(self):
         shape = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
         assert jax_flash.explain(shape, shape, shape).automatic == "cuda"

@@ -20,6 +20,13 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     return sum;
 }
 
+// lse in base 2. Where it is so large that its own rounding moves exponents by whole numbers, a few units
+// more: probabilities are then too small, but never infinite.
+__device__ __forceinline__ float to_base_2(float lse) {
+    const float rounded = lse * log2_e, size = fabsf(rounded);
+    return size < 0x1p27f ? rounded : rounded + size * 0x1p-21f;
+}
+
 // One CTA a block of queries, head and batch row.
 extern "C" __global__ void __launch_bounds__(threads)
     backward_prepare(const uint4* __restrict__ out, const uint4* __restrict__ d_out,  // (B, T, N, H)
@@ -61,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(threads)
             // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
             const bool attends = row_lse != -infinity;
             if (attends && d_lse != nullptr) sum -= d_lse[index];
-            block_statistics[statistics_slot(row)] = attends ? row_lse * log2_e : infinity;
+            block_statistics[statistics_slot(row)] = attends ? to_base_2(row_lse) : infinity;
             block_statistics[Traits::queries + statistics_slot(row)] = attends ? sum : 0;
         }
     }

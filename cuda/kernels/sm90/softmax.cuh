@@ -53,8 +53,9 @@ struct OnlineSoftmax {
                 if (row_of(i) == r) block_max = fmaxf(block_max, scores[i]);
             }
             const float new_max = fmaxf(row_max[r], quad_max(block_max));
-            // A row that has seen no key yet has maximum -inf; any finite offset gives it zeros, no NaN.
-            offset[r] = new_max == -infinity ? 0.0f : new_max * scale_log2;
+            // A row that has seen no key yet has maximum -inf; any finite offset gives it zeros, no NaN. Rounded
+            // up, so that no exponent is positive however large the logits are.
+            offset[r] = new_max == -infinity ? 0.0f : __fmul_ru(new_max, scale_log2);
             rescale[r] = exp2_approx(row_max[r] * scale_log2 - offset[r]);
             row_max[r] = new_max;
             row_sum[r] *= rescale[r];
@@ -67,14 +68,15 @@ struct OnlineSoftmax {
     }
 
     // Sums over the row's lanes. Gives the factor that normalises the output and the row's natural
-    // log-sum-exp: 0 and -inf for a row that saw no key.
+    // log-sum-exp: 0 and -inf for a row that saw no key, or none that rounding of its huge logits left.
     __device__ __forceinline__ void finish(float (&normalise)[2], float (&lse)[2], float scale_log2) {
         constexpr float ln2 = 0.69314718055994531f;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(row_sum[r]);
-            normalise[r] = sum > 0.0f ? 1.0f / sum : 0.0f;
-            lse[r] = sum > 0.0f ? (row_max[r] * scale_log2 + log2_approx(sum)) * ln2 : -infinity;
+            const bool seen = sum >= 0x1p-126f;  // the inverse of less is not finite
+            normalise[r] = seen ? 1.0f / sum : 0.0f;
+            lse[r] = seen ? (__fmul_ru(row_max[r], scale_log2) + log2_approx(sum)) * ln2 : -infinity;
         }
     }
 };
