@@ -37,7 +37,7 @@ def current() -> Device:
     assumed = _assumed.get()
     if assumed is not None:
         return assumed
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if default is None:
         return _describe(jax.local_devices()[0])
     if isinstance(default, str):

@@ -70,7 +70,7 @@ def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype
     `contract` holds the axes of `left`, and those of `right`, that are summed over. float32 is
     multiplied as float32 on accelerators too, unless `jax.default_matmul_precision` says otherwise.
     """
-    chosen = jax.config.jax_default_matmul_precision
+    chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     return jax.lax.dot_general(
         left,
         right,
