@@ -11,14 +11,10 @@ Only figures of one run compare.
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import importlib.metadata
-import json
 import logging
 import math
 import statistics
-import subprocess
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +23,9 @@ import chart
 import contenders
 import jax
 import jax.numpy as jnp
-import jaxlib
+import report
 import timing
+from cases import SHAPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +52,6 @@ class Case:
         return 2.5 * self.forward_flops
 
 
-SHAPES = (
-    (4, 4096, 16, 16, 128),
-    (1, 16384, 16, 16, 128),
-    (4, 4096, 32, 32, 64),
-    (4, 4096, 8, 8, 256),
-    (4, 4096, 32, 8, 128),
-    (16, 1024, 16, 16, 128),
-)
 DEFAULT_CASES = tuple(Case(*shape, causal) for shape in SHAPES for causal in (False, True))
 
 
@@ -90,54 +79,8 @@ def measure(case: Case, name: str, dtype: str, backward: bool) -> dict:
                 raise RuntimeError("both passes took less time than the forward one alone: noise")
             row["backward"] = case.backward_flops / backward_ms / 1e9
     except Exception as error:  # whatever a contender refuses with is its answer
-        row["error"] = f"{type(error).__name__}: {error}"[:300]
+        row["error"] = report.error(error)
     return row
-
-
-def environment() -> dict:
-    """The device and the versions that figures belong to."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.default_backend(),
-        "driver": _driver(),
-        "versions": {
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "cuda": _version("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
-            **contenders.versions(),
-        },
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "timing": timing.method(),
-    }
-
-
-def _version(*distributions: str) -> str | None:
-    for distribution in distributions:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def _driver() -> str | None:
-    if jax.default_backend() != "gpu":
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return lines[0] if lines else None
-
-
-def product_ceiling(dtype: str) -> float | None:
-    """TFLOP/s of a large matrix product, in the same run: what the tensor cores give at most. GPU only."""
-    if jax.default_backend() != "gpu":
-        return None
-    n = 8192
-    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.dtype(dtype)) for i in (0, 1))
-    return 2 * n**3 / timing.milliseconds(jnp.matmul, a, b) / 1e9
 
 
 def geometric_means(rows: Sequence[dict], baseline: str) -> list[dict]:
@@ -161,16 +104,12 @@ def geometric_means(rows: Sequence[dict], baseline: str) -> list[dict]:
 
 def print_case(rows: Sequence[dict], case: Case) -> None:
     def cell(row):
-        return "/".join(_rate(row.get(key)) for key in chart.PASSES)
+        return "/".join(report.rate(row.get(key)) for key in chart.PASSES)
 
     print(f"{case!s:28}" + "".join(f"{cell(row):>18}" for row in rows))
     for row in rows:
         if "error" in row:
             print(f"    {row['peer']}: {' '.join(row['error'].split())[:160]}")
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -237,10 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
-    result = environment() | {"dtype": options.dtype, "ceiling": product_ceiling(options.dtype), "rows": []}
-    ceiling = f", 8192³ product {result['ceiling']:.0f} TFLOP/s" if result["ceiling"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    print(f"{result['device']}{ceiling}; {versions}")
+    ceiling = report.product_ceiling(options.dtype)
+    result = report.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": []}
+    print(report.heading(result))
     print(f"TFLOP/s forward/backward, {options.dtype}, {result['timing']}")
     print(f"{'case':28}" + "".join(f"{name:>18}" for name in options.peers), flush=True)
     for case in options.cases:
@@ -248,15 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_case(rows, case)
         result["rows"] += rows
         if options.out:  # each time, so that a run cut short leaves what it had
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            report.write(result, options.out)
 
     print(
         "\ngeometric means over the cases that ran"
         + ("; behind them, ratios to cudnn" if _has_cudnn(result) else "")
     )
     for mean in geometric_means(result["rows"], baseline="cudnn"):
-        name, rate, ratio = f"{mean['peer']:18}{mean['pass']:10}", _rate(mean["mean"]), mean["ratio"]
+        name, rate, ratio = f"{mean['peer']:18}{mean['pass']:10}", report.rate(mean["mean"]), mean["ratio"]
         print(
             f"  {name}{rate:>6} TFLOP/s over {mean['cases']:2}"
             + ("" if math.isnan(ratio) else f"  {ratio:.2f}")

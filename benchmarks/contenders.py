@@ -1,6 +1,7 @@
 """The attention functions that are measured: ours, and every other one that JAX can call.
 
-Each takes query `(B, T, N, H)`, key and value `(B, S, K, H)` and whether to mask causally, and returns
+Each takes query `(B, T, N, H)`, key and value `(B, S, K, H)`, whether to mask causally, aligned to the last
+key, and with `window` how many keys a causal query sees at most, its own included. It returns
 `(B, T, N, H)`. One that isn't installed raises ImportError when called, one that can't do a case whatever
 it raises; both are results.
 """
@@ -12,47 +13,76 @@ import jax
 import jax.numpy as jnp
 
 
-def _ours(query, key, value, causal, implementation):
+def _ours(query, key, value, causal, window=None, *, implementation):
     import jax_flash
 
-    return jax_flash.flash_attention(query, key, value, is_causal=causal, implementation=implementation)
+    return jax_flash.flash_attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        local_window_size=_left_and_right(window),
+        implementation=implementation,
+    )
 
 
-def cudnn(query, key, value, causal):
-    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
+def cudnn(query, key, value, causal, window=None):
+    _refuse_alignment_to_the_first_key(query, key, causal)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        local_window_size=_left_and_right(window),
+        implementation="cudnn",
+    )
 
 
-def fa3_cu12(query, key, value, causal):
+def fa3_cu12(query, key, value, causal, window=None):
     """FlashAttention-3 by the wheel flash-attn3-jax, which is built for one head dim."""
     import flash_attn3_jax
 
     if query.shape[-1] != 128:
         raise NotImplementedError(f"built for head dim 128, not {query.shape[-1]}")
-    return flash_attn3_jax.flash_mha(query, key, value, is_causal=causal)
+    return flash_attn3_jax.flash_mha(query, key, value, **_fa3_mask(causal, window))
 
 
-def fa3_cu13(query, key, value, causal):
+def fa3_cu13(query, key, value, causal, window=None):
     """FlashAttention-3 by the wheel dew-flash-attn-cu13."""
     import dew_flash_attn
 
-    return dew_flash_attn.flash_mha(query, key, value, is_causal=causal)
+    return dew_flash_attn.flash_mha(query, key, value, **_fa3_mask(causal, window))
 
 
-def tokamax(query, key, value, causal):
+def tokamax(query, key, value, causal, window=None):
     import tokamax as package
 
-    return package.dot_product_attention(query, key, value, is_causal=causal, implementation="mosaic")
+    _refuse_alignment_to_the_first_key(query, key, causal)
+    return package.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        local_window_size=_left_and_right(window),
+        implementation="mosaic",
+    )
 
 
-def jax_mgpu(query, key, value, causal):
-    """JAX's own example for Hopper in Pallas: float16 alone, and no gradients of causal attention."""
+def jax_mgpu(query, key, value, causal, window=None):
+    """JAX's own example for Hopper in Pallas: float16 alone, no scale, no gradients of causal attention."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
+    if window is not None:
+        raise NotImplementedError("it has no windows")
+    _refuse_alignment_to_the_first_key(query, key, causal)
+    block_kv, steps = 128 if query.shape[-1] <= 128 else 64, 2
+    if key.shape[1] < steps * block_kv:
+        raise NotImplementedError(f"it loads {steps} blocks of {block_kv} keys ahead, of {key.shape[1]}")
     backward_blocks = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     config = attention_mgpu.TuningConfig(
         block_q=64,
-        block_kv=128 if query.shape[-1] <= 128 else 64,
-        max_concurrent_steps=2,
+        block_kv=block_kv,
+        max_concurrent_steps=steps,
         causal=causal,
         **({} if causal else dict.fromkeys(backward_blocks, 64)),
     )
@@ -60,11 +90,28 @@ def jax_mgpu(query, key, value, causal):
     return attention_mgpu.attention(*inputs, config).astype(query.dtype)
 
 
+def _left_and_right(window):
+    return None if window is None else (window - 1, 0)
+
+
+def _fa3_mask(causal, window):
+    """FA3 takes a window in place of causality: its causal kernels have no left side."""
+    if window is None:
+        return {"is_causal": causal}
+    return {"is_causal": False, "window_size": _left_and_right(window)}
+
+
+def _refuse_alignment_to_the_first_key(query, key, causal):
+    if causal and query.shape[1] != key.shape[1]:
+        raise NotImplementedError("its causal mask is aligned to the first key")
+
+
 OURS = {
     f"jax_flash_{name}": functools.partial(_ours, implementation=name) for name in ("cuda", "pallas", "xla")
 }
 PEERS = {f.__name__: f for f in (cudnn, fa3_cu12, fa3_cu13, tokamax, jax_mgpu)}
 CONTENDERS = {**OURS, **PEERS}
+UNSCALED = ("jax_mgpu",)  # what these return is not comparable with the others' results
 
 DISTRIBUTIONS = {
     "fa3_cu12": ("flash-attn3-jax",),

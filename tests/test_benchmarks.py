@@ -1,12 +1,21 @@
 """The benchmark's arithmetic, its command line on the CPU, and the chart; its GPU timing runs only there."""
 
+import dataclasses
+import functools
 import json
+import logging
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+from jax_flash.cuda.window import Window
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -101,3 +110,143 @@ def test_chart_leaves_out_what_has_no_figures(tmp_path):
     path.write_text(json.dumps({"device": "made up", "dtype": "bfloat16", "rows": rows[2:]}))
     with pytest.raises(ValueError, match="no figures"):
         chart.draw(path)
+
+
+def brute_force_pairs(case):
+    def sees(i, j):
+        diagonal = i + case.keys - case.queries
+        if case.causal and j > diagonal:
+            return False
+        return case.window is None or j > diagonal - case.window
+
+    return [[sees(i, j) for j in range(case.keys)] for i in range(case.queries)]
+
+
+@pytest.mark.parametrize("queries,keys", ((50, 50), (30, 70), (70, 30)))
+@pytest.mark.parametrize("causal,window", ((False, None), (True, None), (True, 1), (True, 20), (True, 100)))
+def test_forward_counts_what_is_attended_to_and_what_is_visited(queries, keys, causal, window, monkeypatch):
+    import forward
+
+    from jax_flash._device import H100
+    from jax_flash.cuda import forward_plan
+
+    tile = forward_plan.tile(64, Window(None, None))
+    tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16)
+    monkeypatch.setattr(forward_plan, "tile", lambda *_: tile)
+    case = forward.Case(2, queries, keys, 6, 3, 40, causal, window)
+    pairs = brute_force_pairs(case)
+    assert case.flops == 4 * 2 * 6 * 40 * sum(map(sum, pairs))
+
+    blocks = 0
+    for first in range(0, queries, 64):
+        rows = pairs[first : first + 64]
+        seen = [j for j in range(keys) if any(row[j] for row in rows)]
+        if seen:  # the blocks between the first key and the last that any row sees
+            blocks += max(seen) // 16 - min(seen) // 16 + 1
+    assert forward.visited_flops(case, H100) == 4 * 2 * 6 * 48 * 64 * 16 * blocks
+
+
+def test_forward_cases_have_names_of_their_own():
+    import forward
+
+    for cases in forward.GROUPS.values():
+        assert len({str(case) for case in cases}) == len(cases)
+    assert str(forward.Case(4, 1000, 4096, 16, 2, 80, True)) == "b4 t1000 s4096 h16/2 d80 causal"
+    assert str(forward.Case(1, 64, 64, 2, 2, 64, True, 16, "float16")) == "b1 s64 h2/2 d64 window 16 float16"
+    for wrong in (["--groups", "short,long"], ["--peers", "nobody"]):
+        with pytest.raises(SystemExit):
+            forward.parse(wrong)
+
+
+def test_a_chain_computes_what_its_calls_compute():
+    import contenders
+    import forward
+
+    case = forward.Case(2, 24, 24, 4, 2, 16, dtype="float32", calls=32)
+    attend = functools.partial(contenders.CONTENDERS["jax_flash_xla"], causal=True, window=5)
+    query, key, value = case.inputs()
+    chained = forward.chain(attend, case.calls)(query, key, value)
+    for _ in range(32):
+        query = attend(query, key, value)
+    np.testing.assert_allclose(chained, query, rtol=1e-5, atol=1e-6)
+
+
+def test_forward_refuses_answers_to_another_question(monkeypatch):
+    import contenders
+    import forward
+
+    xla = contenders.CONTENDERS["jax_flash_xla"]
+    monkeypatch.setitem(contenders.CONTENDERS, "tokamax", lambda *x, causal, window: xla(*x, not causal))
+    monkeypatch.setitem(contenders.CONTENDERS, "cudnn", lambda *x, causal, window: xla(*x, causal) * jnp.nan)
+    case = forward.Case(1, 48, 48, 2, 1, 16, causal=True, dtype="float32")
+    ran, other, nan = forward.measure("short", case, ("jax_flash_xla", "tokamax", "cudnn"))
+    assert ran["forward"] == pytest.approx(case.flops / ran["milliseconds"] / 1e9)
+    for row in (other, nan):
+        assert "forward" not in row and "differs from the first contender's" in row["error"]
+
+
+def test_contenders_mask_causally_in_windows_aligned_to_the_last_key():
+    import contenders
+    import forward
+
+    case = forward.Case(1, 30, 50, 2, 1, 16, causal=True, window=7, dtype="float32")
+    query, key, value = case.inputs()
+    out = contenders.CONTENDERS["jax_flash_xla"](query, key, value, causal=True, window=7)
+    logits = jnp.einsum("btnh,bskh->bnts", query, key) / 4
+    weights = jax.nn.softmax(jnp.where(np.array(brute_force_pairs(case)), logits, -jnp.inf))
+    np.testing.assert_allclose(out, jnp.einsum("bnts,bskh->btnh", weights, value), rtol=1e-4, atol=1e-5)
+    assert contenders._fa3_mask(True, 7) == {"is_causal": False, "window_size": (6, 0)}
+    assert contenders._fa3_mask(True, None) == {"is_causal": True}
+    for name in ("cudnn", "tokamax", "jax_mgpu"):
+        with pytest.raises((NotImplementedError, ImportError)):
+            contenders.CONTENDERS[name](query, key, value, causal=True)
+
+
+def test_forward_compares_with_the_best_peer_and_with_fa3():
+    import forward
+
+    def row(group, case, peer, **figures):
+        return {"group": group, "case": case, "peer": peer, **figures}
+
+    rows = [
+        row("short", "a", "jax_flash_cuda", forward=90.0),
+        row("short", "a", "cudnn", forward=100.0),
+        row("short", "a", "fa3_cu13", forward=60.0),
+        row("odd", "a", "jax_flash_cuda", forward=50.0),
+        row("odd", "a", "jax_flash_xla", forward=80.0),  # ours too, not a peer
+        row("odd", "a", "cudnn", forward=40.0),
+        row("odd", "a", "tokamax", error="not here"),
+        row("windows", "d64", "jax_flash_cuda", forward=300.0, visited=400.0),
+        row("windows", "d64 window 9", "jax_flash_cuda", forward=200.0, visited=380.0),
+    ]
+    assert forward.compare(rows) == [
+        {"group": "short", "case": "a", "best": "cudnn", "to_best": 0.9, "to_fa3": 1.5},
+        {"group": "odd", "case": "a", "best": "cudnn", "to_best": 1.25},
+    ]
+    assert forward.window_ratios(rows) == {"d64 window 9": 0.95}
+
+
+def test_forward_command_line_on_the_cpu(tmp_path, monkeypatch, capsys):
+    import forward
+
+    groups = {
+        "windows": [forward.Case(1, 48, 48, 2, 1, 16, causal=True, window=9)],
+        "launch": [forward.Case(1, 16, 16, 2, 2, 16, calls=3)],
+    }
+    monkeypatch.setattr(forward, "GROUPS", groups)
+    monkeypatch.setattr(warnings, "filterwarnings", lambda *_: None)
+    monkeypatch.setattr(logging, "disable", lambda _: None)
+    out = tmp_path / "result.json"
+    forward.main(["--peers", "jax_flash_xla,jax_flash_cuda", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert {"device", "versions", "date", "timing", "rows", "ratios", "window_ratios"} <= set(result)
+    assert [(row["group"], row["peer"], "forward" in row) for row in result["rows"]] == [
+        ("windows", "jax_flash_xla", True),
+        ("windows", "jax_flash_cuda", False),
+        ("launch", "jax_flash_xla", True),
+        ("launch", "jax_flash_cuda", False),
+    ]
+    assert "needs a CUDA GPU" in result["rows"][1]["error"]
+    assert result["rows"][2]["call_microseconds"] > 0
+    printed = capsys.readouterr().out
+    assert "b1 s48 h2/1 d16 window 9" in printed and "µs a call" in printed

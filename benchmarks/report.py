@@ -1,0 +1,81 @@
+"""What every result of a GPU benchmark says: where it was measured, and figures as one reads them."""
+
+import datetime
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+
+import contenders
+import jax
+import jax.numpy as jnp
+import jaxlib
+import timing
+
+
+def environment() -> dict:
+    """The device and the versions that figures belong to."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "driver": _driver(),
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "cuda": _version("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+            **contenders.versions(),
+        },
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "timing": timing.method(),
+    }
+
+
+def _version(*distributions: str) -> str | None:
+    for distribution in distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _driver() -> str | None:
+    if jax.default_backend() != "gpu":
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return lines[0] if lines else None
+
+
+def product_ceiling(dtype: str) -> float | None:
+    """TFLOP/s of a large matrix product, in the same run: what the tensor cores give at most. GPU only."""
+    if jax.default_backend() != "gpu":
+        return None
+    n = 8192
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.dtype(dtype)) for i in (0, 1))
+    return 2 * n**3 / timing.milliseconds(jnp.matmul, a, b) / 1e9
+
+
+def heading(result: dict) -> str:
+    """The device, its ceiling and the versions of `result`, on one line."""
+    ceiling = f", 8192³ product {result['ceiling']:.0f} TFLOP/s" if result["ceiling"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    return f"{result['device']}{ceiling}; {versions}"
+
+
+def error(exception: Exception) -> str:
+    """What a row says in place of figures."""
+    return f"{type(exception).__name__}: {exception}"[:300]
+
+
+def rate(value: float | None) -> str:
+    """TFLOP/s in a table's cell."""
+    return "-" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def write(result: dict, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
