@@ -84,6 +84,10 @@ class Case:
             for i, shape in enumerate(self.shapes())
         ]
 
+    def spec(self) -> AttentionSpec:
+        left = None if self.window is None else self.window - 1
+        return AttentionSpec(scale=self.head_dim**-0.5, left=left, right=0 if self.causal else None)
+
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         query = (self.batch, self.queries, self.heads, self.head_dim)
         key = (self.batch, self.keys, self.kv_heads, self.head_dim)
@@ -147,9 +151,7 @@ def visited_flops(case: Case, device: Device) -> int:
 
     Rows and keys of a block are those of the plan.
     """
-    left = None if case.window is None else case.window - 1
-    spec = AttentionSpec(scale=1.0, left=left, right=0 if case.causal else None)
-    plan = plan_forward(spec, Operands(*case.shapes()), device)
+    plan = plan_forward(case.spec(), Operands(*case.shapes()), device)
     defines = dict(plan.launches[0].kernel.defines)
     rows, keys = 64 * int(defines["CONSUMERS"]), int(defines["KEYS"])
     first = np.arange(0, case.queries, rows)
@@ -200,7 +202,7 @@ def check_agreement(out: jax.Array, expected: jax.Array) -> None:
     """Raises ValueError where `out` is not `expected` but for rounding."""
     relative = float(_relative_difference(out, expected))
     if not relative <= AGREEMENT:  # NaN too
-        raise ValueError(f"its output differs from the first contender's by {relative:.3g} of its norm")
+        raise ValueError(f"its output differs from the first one's by {relative:.3g} of its norm")
 
 
 @jax.jit

@@ -182,7 +182,7 @@ def test_forward_refuses_answers_to_another_question(monkeypatch):
     ran, other, nan = forward.measure("short", case, ("jax_flash_xla", "tokamax", "cudnn"))
     assert ran["forward"] == pytest.approx(case.flops / ran["milliseconds"] / 1e9)
     for row in (other, nan):
-        assert "forward" not in row and "differs from the first contender's" in row["error"]
+        assert "forward" not in row and "differs from the first one's" in row["error"]
 
 
 def test_contenders_mask_causally_in_windows_aligned_to_the_last_key():
