@@ -23,7 +23,7 @@ import chart
 import contenders
 import jax
 import jax.numpy as jnp
-import report
+import record
 import timing
 from cases import SHAPES
 
@@ -79,7 +79,7 @@ def measure(case: Case, name: str, dtype: str, backward: bool) -> dict:
                 raise RuntimeError("both passes took less time than the forward one alone: noise")
             row["backward"] = case.backward_flops / backward_ms / 1e9
     except Exception as error:  # whatever a contender refuses with is its answer
-        row["error"] = report.error(error)
+        row["error"] = record.error(error)
     return row
 
 
@@ -104,7 +104,7 @@ def geometric_means(rows: Sequence[dict], baseline: str) -> list[dict]:
 
 def print_case(rows: Sequence[dict], case: Case) -> None:
     def cell(row):
-        return "/".join(report.rate(row.get(key)) for key in chart.PASSES)
+        return "/".join(record.rate(row.get(key)) for key in chart.PASSES)
 
     print(f"{case!s:28}" + "".join(f"{cell(row):>18}" for row in rows))
     for row in rows:
@@ -176,9 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
-    ceiling = report.product_ceiling(options.dtype)
-    result = report.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": []}
-    print(report.heading(result))
+    ceiling = record.product_ceiling(options.dtype)
+    result = record.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": []}
+    print(record.heading(result))
     print(f"TFLOP/s forward/backward, {options.dtype}, {result['timing']}")
     print(f"{'case':28}" + "".join(f"{name:>18}" for name in options.peers), flush=True)
     for case in options.cases:
@@ -186,14 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_case(rows, case)
         result["rows"] += rows
         if options.out:  # each time, so that a run cut short leaves what it had
-            report.write(result, options.out)
+            record.write(result, options.out)
 
     print(
         "\ngeometric means over the cases that ran"
         + ("; behind them, ratios to cudnn" if _has_cudnn(result) else "")
     )
     for mean in geometric_means(result["rows"], baseline="cudnn"):
-        name, rate, ratio = f"{mean['peer']:18}{mean['pass']:10}", report.rate(mean["mean"]), mean["ratio"]
+        name, rate, ratio = f"{mean['peer']:18}{mean['pass']:10}", record.rate(mean["mean"]), mean["ratio"]
         print(
             f"  {name}{rate:>6} TFLOP/s over {mean['cases']:2}"
             + ("" if math.isnan(ratio) else f"  {ratio:.2f}")

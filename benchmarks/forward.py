@@ -25,7 +25,7 @@ import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
+import record
 import timing
 from cases import SHAPES
 
@@ -179,7 +179,7 @@ def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:
             if name == OURS and group == "windows":
                 row["visited"] = visited_flops(case, current()) / row["milliseconds"] / 1e9
         except Exception as error:  # whatever a contender refuses with is its answer
-            row["error"] = report.error(error)
+            row["error"] = record.error(error)
         rows.append(row)
     return rows
 
@@ -244,7 +244,7 @@ def window_ratios(rows: Sequence[dict]) -> dict[str, float]:
 
 def print_case(case: Case, rows: Sequence[dict], seconds: float) -> None:
     ratio = "".join(f"{r['to_best']:>7.2f} of {r['best']}" for r in compare(rows))
-    cells = "".join(f"{report.rate(row.get('forward')):>15}" for row in rows)
+    cells = "".join(f"{record.rate(row.get('forward')):>15}" for row in rows)
     print(f"{case!s:38}{cells}{ratio}  ({seconds:.0f} s)", flush=True)
     for row in rows:
         if "error" in row:
@@ -298,8 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
-    result = report.environment() | {"ceiling": report.product_ceiling("bfloat16"), "rows": []}
-    print(report.heading(result))
+    result = record.environment() | {"ceiling": record.product_ceiling("bfloat16"), "rows": []}
+    print(record.heading(result))
     print(f"TFLOP/s forward, {result['timing']}")
     print(f"{'case':38}" + "".join(f"{name:>15}" for name in options.peers), flush=True)
     for group in options.groups:
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result["rows"] += rows
             result |= {"ratios": compare(result["rows"]), "window_ratios": window_ratios(result["rows"])}
             if options.out:  # each time, so that a run cut short leaves what it had
-                report.write(result, options.out)
+                record.write(result, options.out)
     print_summary(result)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-import report
+import record
 import timing
 from forward import Case, check_agreement
 
@@ -249,7 +249,7 @@ class Tiles:
                     check_agreement(out, self._expected[i])
                     milliseconds.append(timing.milliseconds(forward, *self._inputs[i]))
             except Exception as error:  # a tile that fails is no reason to end the search
-                self.refused[tile] = f"{case}: {report.error(error)}"
+                self.refused[tile] = f"{case}: {record.error(error)}"
                 raise RefusedError(self.refused[tile]) from error
         return milliseconds
 
@@ -299,8 +299,8 @@ def rows(head_dim: int, mask: str, tiles: Tiles, times: Times) -> list[dict]:
 def print_rows(found: Sequence[dict]) -> None:
     for row in found:
         if "mean" in row:
-            rates = "".join(f"{report.rate(rate):>6}" for rate in row["forward"].values())
-            print(f"  {source(ForwardTile(**row['tile'])):48}{report.rate(row['mean']):>6}  of{rates}")
+            rates = "".join(f"{record.rate(rate):>6}" for rate in row["forward"].values())
+            print(f"  {source(ForwardTile(**row['tile'])):48}{record.rate(row['mean']):>6}  of{rates}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -365,9 +365,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason := cuda.supports(case.spec(), Operands(*case.shapes()), current()):
         sys.exit(f"tune.py: the CUDA kernels can't run here: {reason}")
 
-    ceiling = report.product_ceiling(options.dtype)
-    result = report.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": [], "table": {}}
-    print(report.heading(result))
+    ceiling = record.product_ceiling(options.dtype)
+    result = record.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": [], "table": {}}
+    print(record.heading(result))
     print(f"TFLOP/s forward, {options.dtype}, {result['timing']}: geometric mean over the cases, then each")
     for head_dim in options.head_dim:
         best = {}
@@ -376,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result["rows"] += found
             result["table"][head_dim] = {name: dataclasses.asdict(tile) for name, tile in best.items()}
             if options.out:  # each time, so that a run cut short leaves what it had
-                report.write(result, options.out)
+                record.write(result, options.out)
         print(table_row(head_dim, best), flush=True)
 
 

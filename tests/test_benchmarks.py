@@ -25,6 +25,12 @@ def on_path(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
 
 
+def test_scripts_of_two_folders_share_no_module_name():
+    """They import their neighbours by bare names, and one process may run the tests of both folders."""
+    examples = {path.stem for path in (FOLDER.parent / "examples").glob("*.py")}
+    assert not examples & {path.stem for path in FOLDER.glob("*.py")}
+
+
 def test_counts_operations():
     import attention
 
