@@ -16,26 +16,12 @@ import jax.numpy as jnp
 def _ours(query, key, value, causal, window=None, *, implementation):
     import jax_flash
 
-    return jax_flash.flash_attention(
-        query,
-        key,
-        value,
-        is_causal=causal,
-        local_window_size=_left_and_right(window),
-        implementation=implementation,
-    )
+    return _called_as_jax_nn(jax_flash.flash_attention, implementation, query, key, value, causal, window)
 
 
 def cudnn(query, key, value, causal, window=None):
     _refuse_alignment_to_the_first_key(query, key, causal)
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=causal,
-        local_window_size=_left_and_right(window),
-        implementation="cudnn",
-    )
+    return _called_as_jax_nn(jax.nn.dot_product_attention, "cudnn", query, key, value, causal, window)
 
 
 def fa3_cu12(query, key, value, causal, window=None):
@@ -58,14 +44,7 @@ def tokamax(query, key, value, causal, window=None):
     import tokamax as package
 
     _refuse_alignment_to_the_first_key(query, key, causal)
-    return package.dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=causal,
-        local_window_size=_left_and_right(window),
-        implementation="mosaic",
-    )
+    return _called_as_jax_nn(package.dot_product_attention, "mosaic", query, key, value, causal, window)
 
 
 def jax_mgpu(query, key, value, causal, window=None):
@@ -88,6 +67,17 @@ def jax_mgpu(query, key, value, causal, window=None):
     )
     inputs = (x.astype(jnp.float16) for x in (query, key, value))
     return attention_mgpu.attention(*inputs, config).astype(query.dtype)
+
+
+def _called_as_jax_nn(attention, implementation, query, key, value, causal, window):
+    return attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        local_window_size=_left_and_right(window),
+        implementation=implementation,
+    )
 
 
 def _left_and_right(window):
