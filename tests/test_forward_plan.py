@@ -3,10 +3,11 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import launch_plan
-from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.forward_plan import pack, plan_forward, tile
 from jax_flash.cuda.launch_plan import Launch, TensorMap, Zero
+from jax_flash.cuda.window import Window
 
 
 def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16):
@@ -76,7 +77,7 @@ def test_the_grid_has_a_cta_for_each_tile_up_to_one_a_multiprocessor():
 def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
     plan = plan_forward(AttentionSpec(0.1), shapes(H=head_dim), H100)
     maps = [p for p in plan.launches[0].parameters if isinstance(p, TensorMap)]
-    assert [m.buffer for m in maps] == ["query", "key", "value", "out"]
+    assert [m.buffer for m in maps] == ["query", "key", "value"]
     for m in maps:
         B, rows, heads, H = next(b.shape for b in plan.operands + plan.results if b.name == m.buffer)
         assert m.sizes == (columns, heads, rows, B)
@@ -94,3 +95,32 @@ def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
     assert results(causal, B=8) == (["out", "lse", "next_tile"], [Zero, Launch])
     assert results(causal, B=1, T=128) == (["out", "lse"], [Launch])
     assert results(full, B=8) == (["out", "lse"], [Launch])
+
+
+@pytest.mark.parametrize("keys,block", [(128, 128), (257, 144), (512, 128), (1000, 144), (4096, 128), (16384, 176)])
+def test_blocks_of_keys_fit_their_number(keys, block):
+    assert tile(128, Window(None, None), keys).keys == block
+
+
+@pytest.mark.parametrize(
+    "queries,heads,key_heads,packed",
+    [
+        (1, 8, 1, 8),
+        (1, 8, 8, 1),
+        (16, 64, 4, 8),  # 8 · 16 rows fill a tile
+        (64, 32, 4, 2),
+        (257, 8, 1, 8),  # 3 tiles a head, or 17 for all eight
+        (4096, 32, 8, 1),
+        (1, 5, 1, 1),  # a tile of 128 rows can't hold 5 heads alike
+    ],
+)
+def test_heads_are_packed_where_that_makes_fewer_tiles(queries, heads, key_heads, packed):
+    assert pack(sizes(shapes(T=queries, N=heads, K=key_heads)), 128) == packed
+
+
+def test_packed_heads_lie_together_in_the_query_map():
+    plan = plan_forward(AttentionSpec(0.1), shapes(T=16, N=64, K=4), H100)
+    query = next(p for p in plan.launches[0].parameters if isinstance(p, TensorMap))
+    assert query.box == (64, 8, 16, 1)
+    assert defines(plan)["PACK"] == 8
+    assert plan.launches[0].grid == (2 * 8, 1, 1)

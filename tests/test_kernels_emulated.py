@@ -60,6 +60,11 @@ FORWARD = (
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
     Case(H=128, T=130, S=300, right=0, N=4, K=2, B=2),
     Case(H=256, T=200, S=130, right=0),  # 70 queries see no key
+    Case(H=128, T=130, S=257),  # its blocks have 144 keys
+    # Query heads of one key head share a tile.
+    Case(H=128, T=10, S=200, right=0, N=8, B=2),
+    Case(H=64, T=65, S=300, left=90, right=3, N=16, K=2, return_residual=True),
+    Case(H=64, T=3, S=30, N=64),
 )
 
 

@@ -15,13 +15,14 @@ PANEL = 64  # columns of a 16-bit tile under the 128-byte swizzle
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
-    """Tile shape of one kernel variant."""
+    """Tile shape and schedule of one kernel variant."""
 
-    consumers: int  # warpgroups, 64 queries each
+    consumers: int  # warpgroups, 64 rows each
     keys: int  # keys in a block
     stages: int  # blocks in flight
     pingpong: bool  # warpgroups take turns at the tensor cores
     query_stages: int  # query tiles in shared memory
+    split: int  # 16-key steps of PV that are issued before the row maxima are taken; at most keys / 16
 
     @property
     def rows(self) -> int:
@@ -32,21 +33,50 @@ class ForwardTile:
         return 128 * (1 + self.consumers)
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q, the rings of K and V, and the barriers."""
+        """Dynamic shared memory: Q, the rings of K and V, a warp's rows of the output, barriers and tiles."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
         rows = self.query_stages * self.rows + 2 * self.stages * self.keys
-        return rows * row + 8 * (2 * self.query_stages + 4 * self.stages) + 4 * self.query_stages
+        staging = 4 * self.consumers * 16 * PANEL * 2
+        return rows * row + staging + 8 * (2 * self.query_stages + 4 * self.stages) + 20 * self.query_stages
 
 
-# Head dim, rounded up to a multiple of 16, at most → tile of full and of windowed attention. 64, 128 and
-# 256 are the fastest over all cases of benchmarks/results/*_forward_h200.json, one tile for all lengths. 96
-# and 192 were not measured: they are the largest that fit, but that 96 is as 128 under a window.
-_TILES = {
-    64: (ForwardTile(3, 128, 2, True, 2), ForwardTile(3, 128, 2, True, 2)),
-    96: (ForwardTile(2, 160, 2, False, 2), ForwardTile(2, 128, 2, False, 2)),
-    128: (ForwardTile(2, 128, 2, False, 2), ForwardTile(2, 128, 2, False, 2)),
-    192: (ForwardTile(2, 112, 2, False, 1), ForwardTile(2, 112, 2, False, 1)),
-    256: (ForwardTile(2, 80, 2, False, 1), ForwardTile(2, 80, 2, False, 1)),
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A tile, and what a key costs with it, relative to the first choice of the same row."""
+
+    tile: ForwardTile
+    key_cost: float = 1.0
+
+
+# Head dim, rounded up to a multiple of 16, at most → choices for full attention, and for windowed (causal too).
+# Found on an H200, over the lengths of benchmarks/results/schedule_forward_h200.json, by varying one field at a
+# time as `benchmarks/tune.py` does; docs/tuning.md says what each gave. 160 was timed with the row of 192, and 80
+# with that of 96. Larger blocks of keys cost less a key where they divide the keys well.
+_TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
+    64: (
+        (Choice(ForwardTile(3, 128, 2, True, 2, 6)),),
+        (Choice(ForwardTile(3, 128, 2, True, 2, 8)),),
+    ),
+    96: (
+        (Choice(ForwardTile(3, 96, 2, True, 2, 5)),),
+        (Choice(ForwardTile(3, 96, 2, True, 2, 6)),),
+    ),
+    128: (
+        (
+            Choice(ForwardTile(2, 128, 2, True, 2, 6)),
+            Choice(ForwardTile(2, 144, 2, True, 2, 7), 0.985),
+            Choice(ForwardTile(2, 176, 2, True, 1, 8), 0.97),
+        ),
+        (Choice(ForwardTile(2, 128, 2, True, 2, 6)),),
+    ),
+    192: (
+        (Choice(ForwardTile(2, 96, 2, True, 1, 5)),),
+        (Choice(ForwardTile(2, 96, 2, True, 1, 6)),),
+    ),
+    256: (
+        (Choice(ForwardTile(2, 64, 2, True, 1, 3)),),
+        (Choice(ForwardTile(2, 64, 2, True, 1, 3)),),
+    ),
 }
 
 # Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside
@@ -59,17 +89,38 @@ def padded_head_dim(head_dim: int) -> int:
     return math.ceil(head_dim / 16) * 16
 
 
-def tile(head_dim: int, window: Window) -> ForwardTile:
-    full, windowed = next(tiles for limit, tiles in _TILES.items() if head_dim <= limit)
-    return full if window.unbounded else windowed
+def tile(head_dim: int, window: Window, keys: int) -> ForwardTile:
+    """The tile for a padded head dim: of the row's choices the one that passes over `keys` at the least cost."""
+    full, windowed = next(choices for limit, choices in _TILES.items() if head_dim <= limit)
+
+    def cost(choice: Choice) -> float:
+        block = choice.tile.keys
+        # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
+        return (math.ceil(keys / block) + 1) * block * choice.key_cost
+
+    return min(full if window.unbounded else windowed, key=cost).tile
 
 
-def rows_map(buffer: Buffer, rows: int) -> TensorMap:
-    """A map over `(B, rows, heads, head dim)` that copies `rows` rows of one head, one panel of columns."""
+def pack(n: Sizes, rows: int) -> int:
+    """How many query heads of a key head share a tile of `rows`: the fewest that make a twentieth fewer tiles."""
+
+    def tiles(heads: int) -> int:
+        return math.ceil(n.T * heads / rows) * (n.N // heads)
+
+    best = 1
+    for heads in range(2, min(n.group, rows) + 1):
+        if n.group % heads == 0 and rows % heads == 0 and tiles(heads) <= 0.95 * tiles(best):
+            best = heads
+    return best
+
+
+def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
+    """A map over `(B, rows, heads, head dim)` that copies `rows / pack` rows of `pack` heads, one panel of
+    columns; the heads of a row stand together."""
     B, T, N, H = buffer.shape
     element = buffer.bytes // math.prod(buffer.shape)
     strides = (H * element, N * H * element, T * N * H * element)
-    return TensorMap(buffer.name, buffer.dtype, (H, N, T, B), strides, (PANEL, 1, rows, 1))
+    return TensorMap(buffer.name, buffer.dtype, (H, N, T, B), strides, (PANEL, pack, rows // pack, 1))
 
 
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
@@ -78,7 +129,8 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
-    shape = tile(head_dim, window)
+    shape = tile(head_dim, window, n.S)
+    heads = pack(n, shape.rows)
     kernel = Kernel(
         source="sm90/forward.cu",
         entry="forward",
@@ -91,6 +143,8 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             ("STAGES", shape.stages),
             ("QUERY_STAGES", shape.query_stages),
             ("PINGPONG", int(shape.pingpong)),
+            ("SPLIT", shape.split),
+            ("PACK", heads),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
             ("SCORE_SIGN", (spec.scale > 0) - (spec.scale < 0)),
@@ -102,7 +156,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     value = Buffer("value", shapes.value.shape, dtype)
     out = Buffer("out", shapes.query.shape, dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
-    tiles = math.ceil(n.T / shape.rows) * n.N * n.B
+    tiles = math.ceil(n.T * heads / shape.rows) * (n.N // heads) * n.B
     # Under a window tiles take unequally long: CTAs take the next from a counter. Its zeroing costs 2 µs.
     counted = not window.unbounded and tiles > device.sm_count
     next_tile = Buffer("next_tile", (1,), "int32")
@@ -111,15 +165,16 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         grid=(min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
+        overlap_previous=True,
         parameters=(
-            rows_map(query, shape.rows),
+            rows_map(query, shape.rows, heads),
             rows_map(key, shape.keys),
             rows_map(value, shape.keys),
-            rows_map(out, 64),
+            Pointer("out"),
             Pointer("lse"),
-            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B)),
+            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.H)),
             *(Scalar("int32", x or 0) for x in (window.left, window.right)),
-            Scalar("int32", _section_heads(n, window)),
+            Scalar("int32", _section_heads(n, window, heads)),
             Pointer("next_tile") if counted else Scalar("int64", 0),
             # Where the scale is zero the scores are too, and any factor does.
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
@@ -131,15 +186,15 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     return LaunchPlan(operands, (out, lse), (launch,))
 
 
-def _section_heads(n: Sizes, window: Window) -> int:
-    """Query heads whose tiles are walked together (`tile_at` in cuda/kernels/sm90/tile.cuh).
+def _section_heads(n: Sizes, window: Window, pack: int) -> int:
+    """Packs of query heads whose tiles are walked together (`tile_at` in cuda/kernels/sm90/tile.cuh).
 
-    Without a window all tiles take equally long: one head at a time keeps its keys and values in L2.
-    With one, the longest tiles of many heads go first, so that CTAs end together.
+    Without a window all tiles take equally long: one pack at a time keeps its keys and values in L2.
+    With one, the longest tiles of many packs go first, so that CTAs end together.
     """
     if window.unbounded:
         return 1
-    heads = n.B * n.N
-    bytes_per_query_head = 2 * n.S * n.H * 2 / n.group
-    sections = math.ceil(heads * bytes_per_query_head / _SECTION_BYTES)
-    return math.ceil(heads / sections)  # all sections alike: a small last one would end in a ragged wave
+    packs = n.B * n.N // pack
+    bytes_per_pack = 2 * n.S * n.H * 2 / (n.group / pack)
+    sections = math.ceil(packs * bytes_per_pack / _SECTION_BYTES)
+    return math.ceil(packs / sections)  # all sections alike: a small last one would end in a ragged wave

@@ -106,10 +106,11 @@ template <class Copy>
 void for_each_box_element(const TensorMap& map, uint32_t tile, std::array<int, 4> at, Copy copy) {
     if (tile % 128 != 0) emulator::fail("a TMA tile off its alignment");
     if (map.box[0] * 2 != 128) emulator::fail("a TMA box of other than 128 bytes a row");
-    if (map.box[1] != 1 || map.box[3] != 1) emulator::fail("a TMA box of several heads or batch rows");
-    for (int row = 0; row < map.box[2]; ++row) {
+    if (map.box[3] != 1) emulator::fail("a TMA box of several batch rows");
+    for (int row = 0; row < map.box[1] * map.box[2]; ++row) {
         for (int column = 0; column < map.box[0]; ++column) {
-            const std::array<int, 4> element{at[0] + column, at[1], at[2] + row, at[3]};
+            const std::array<int, 4> element{at[0] + column, static_cast<int>(at[1] + row % map.box[1]),
+                                             static_cast<int>(at[2] + row / map.box[1]), at[3]};
             bool inside = true;
             for (int axis = 0; axis < 4; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
             char* global = map.base + element[0] * 2;
@@ -301,7 +302,7 @@ void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, 
             if (global != nullptr) memcpy(shared, global, 2);
             if (global == nullptr) memset(shared, 0, 2);
         });
-        mbarrier::complete_bytes(barrier, tensor.box[2] * 128);
+        mbarrier::complete_bytes(barrier, tensor.box[1] * tensor.box[2] * 128);
     });
 }
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {

@@ -98,9 +98,22 @@ inline int atomicAdd(int* address, int value) {
     return before;
 }
 
-inline float __shfl_xor_sync(uint32_t, float value, int distance) {
+inline bool __any_sync(uint32_t, bool value) {
     struct Exchange {
-        float given, taken;
+        bool given, taken;
+    } mine{value, false};
+    emulator::together(emulator::warp, &mine, [](void** of_each) {
+        bool any = false;
+        for (int lane = 0; lane < 32; ++lane) any |= static_cast<Exchange*>(of_each[lane])->given;
+        for (int lane = 0; lane < 32; ++lane) static_cast<Exchange*>(of_each[lane])->taken = any;
+    });
+    return mine.taken;
+}
+
+template <class T>
+T __shfl_xor_sync(uint32_t, T value, int distance) {
+    struct Exchange {
+        T given, taken;
     } mine{value, 0};
     emulator::together(emulator::warp, &mine, [distance](void** of_each) {
         for (int lane = 0; lane < 32; ++lane) {

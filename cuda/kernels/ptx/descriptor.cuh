@@ -34,6 +34,17 @@ __device__ __forceinline__ uint64_t mn_major(uint32_t address, int rows) {
 }
 __device__ constexpr int mn_major_offset(int step) { return step * 16 * row_bytes; }
 
+// The same without 64-bit arithmetic, which the few uniform registers can't hold: the lower word, which alone
+// has the address, and `at` a number of bytes (a multiple of 16) from there.
+constexpr uint32_t high_word = 1u << 30 | atom_bytes >> 4;
+__device__ __forceinline__ uint32_t k_major_low(uint32_t address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
+__device__ __forceinline__ uint32_t mn_major_low(uint32_t address, int rows) {
+    return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(panel_bytes(rows) >> 4) << 16;
+}
+__device__ __forceinline__ uint64_t at(uint32_t low, int bytes) {
+    return static_cast<uint64_t>(high_word) << 32 | (low + (bytes >> 4));
+}
+
 // `descriptor` moved by a number of bytes (a multiple of 16).
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 

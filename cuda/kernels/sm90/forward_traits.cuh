@@ -8,6 +8,8 @@
 //   STAGES      blocks of keys, and of values, in flight
 //   QUERY_STAGES  query tiles in shared memory: with 2 the next tile is loaded while this one is computed
 //   PINGPONG    1: the warpgroups take turns at the tensor cores
+//   SPLIT       how many of the KEYS / 16 steps of PV are issued before the row maxima are taken
+//   PACK        query heads of one key head whose queries share a tile
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
 //   SHARED_BYTES  dynamic shared memory of the launch
@@ -20,7 +22,8 @@ struct Traits {
     using Element = ELEMENT;
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int consumers = CONSUMERS;
-    static constexpr int rows = 64 * consumers;  // queries in a tile
+    static constexpr int rows = 64 * consumers;  // of a tile; row r holds query r / pack of head r % pack
+    static constexpr int pack = PACK;
     static constexpr int keys = KEYS;
     static constexpr int stages = STAGES;
     static constexpr int query_stages = QUERY_STAGES;
@@ -28,6 +31,9 @@ struct Traits {
     static constexpr bool has_left = HAS_LEFT;
     static constexpr bool has_right = HAS_RIGHT;
     static constexpr int score_sign = SCORE_SIGN;
+
+    static constexpr int value_steps = keys / 16;  // wgmmas of PV
+    static constexpr int split = SPLIT;
 
     static constexpr int threads = 128 * (1 + consumers);
     // setmaxnreg: what is given to consumers has to fit the 64K registers of a multiprocessor.
@@ -37,11 +43,24 @@ struct Traits {
     static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
     static constexpr int query_bytes = panels * descriptor::panel_bytes(rows);
     static constexpr int block_bytes = panels * descriptor::panel_bytes(keys);  // one stage of K, or of V
+    static constexpr int staging_bytes = descriptor::panel_bytes(16);           // a warp's rows of the output
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
+    static_assert(consumers > 1 || !pingpong, "one warpgroup has nobody to take turns with");
     static_assert(stages >= 2, "K of the next block is read while V of this one still is");
+    static_assert(split >= 1 && split <= value_steps, "a part of PV is issued on either side of the maxima, or all before");
+    static_assert(rows % pack == 0, "a query's heads are in one tile");
+};
+
+// A tile of rows and the key blocks [first, last) that they see.
+struct Tile {
+    int first_row;    // negative where there are no more tiles
+    int head, batch;  // the first of its query heads
+    int first, last;
+
+    __device__ int count() const { return last - first; }
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
@@ -49,19 +68,22 @@ struct SharedMemory {
     unsigned char* data;
     uint32_t base;  // the address of `data`
 
-    static constexpr int query = 0;  // the output tile is staged over its Q, once the last QK^T has read that
+    static constexpr int query = 0;
     static constexpr int key = query + Traits::query_stages * Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::block_bytes;
-    static constexpr int barriers = value + Traits::stages * Traits::block_bytes;
+    static constexpr int staging = value + Traits::stages * Traits::block_bytes;
+    static constexpr int barriers = staging + 4 * Traits::consumers * Traits::staging_bytes;
     static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
-    static constexpr int bytes = tiles + 4 * Traits::query_stages;
+    static constexpr int bytes = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile(int stage) const { return base + query + stage * Traits::query_bytes; }
     // Which tile the Q in that stage belongs to; written before `query_full` completes.
-    __device__ int& tile_index(int stage) const { return reinterpret_cast<int*>(data + tiles)[stage]; }
+    __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(data + tiles)[stage]; }
     __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::block_bytes; }
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::block_bytes; }
+    // A consumer warp's own place to turn rows of accumulators into rows of memory.
+    __device__ int staging_offset(int consumer_warp) const { return staging + consumer_warp * Traits::staging_bytes; }
 
     __device__ uint32_t query_full(int stage) const { return base + barriers + 8 * stage; }
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::query_stages; }
@@ -75,6 +97,6 @@ struct SharedMemory {
 struct Shape {
     int queries, keys;       // T, S
     int query_heads, group;  // N, N / K
-    int batch;
-    int left, right;  // the window, read only where Traits has that side
+    int batch, columns;      // B, H
+    int left, right;         // the window, read only where Traits has that side
 };

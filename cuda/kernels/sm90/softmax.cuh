@@ -37,46 +37,62 @@ __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int
 }
 
 struct OnlineSoftmax {
-    float row_max[2] = {-infinity, -infinity};  // of the scores, before the scale
-    float row_sum[2] = {0.0f, 0.0f};            // over this thread's columns alone until `finish`
+    // Probabilities are relative to a maximum that may lag behind the row's by this much: they stay below 2^8, and
+    // the output is hardly ever rescaled. Exact all the same, as the sum that normalises has the same factor (the
+    // conditional rescaling of FlashAttention-4).
+    static constexpr float slack = 8.0f;
+    // Finite, so that scores of -inf give zeros and no NaN where a row has seen no key yet.
+    static constexpr float no_key = -1e30f;
 
-    // Replaces scores by probabilities relative to the new maximum; `rescale` is what earlier
-    // probabilities, and the output so far, have to be multiplied by.
+    float row_max[2] = {no_key, no_key};  // in base 2
+    float row_sum[2] = {0.0f, 0.0f};      // over this thread's columns alone until `finish`
+    float rescale[2];  // what earlier probabilities, and the output so far, have to be multiplied by
+
+    // Takes the maxima of a block. Whether a row of this lane has a `rescale` other than 1.
     template <int count>
-    __device__ __forceinline__ void update(float (&scores)[count], float (&rescale)[2], float scale_log2) {
-        float offset[2];
+    __device__ __forceinline__ bool take_maxima(const float (&scores)[count], float scale_log2) {
+        bool any_grows = false;
+        float first_max;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float block_max = scores[2 * r];
+            float block_max = r == 0 ? scores[0] : fmaxf(scores[2], minus_infinity_after(first_max));
 #pragma unroll
             for (int i = 0; i < count; ++i) {
                 if (row_of(i) == r) block_max = fmaxf(block_max, scores[i]);
             }
-            const float new_max = fmaxf(row_max[r], quad_max(block_max));
-            // A row that has seen no key yet has maximum -inf; any finite offset gives it zeros, no NaN. Rounded
-            // up, so that no exponent is positive however large the logits are.
-            offset[r] = new_max == -infinity ? 0.0f : __fmul_ru(new_max, scale_log2);
-            rescale[r] = exp2_approx(row_max[r] * scale_log2 - offset[r]);
-            row_max[r] = new_max;
+            if (r == 0) first_max = block_max;
+            // Rounded up, so that no exponent exceeds the slack however large the logits are.
+            const float top = __fmul_ru(quad_max(block_max), scale_log2);
+            const bool grows = top > row_max[r] + slack;
+            const float before = row_max[r];
+            row_max[r] = grows ? top : before;
+            rescale[r] = exp2_approx(before - row_max[r]);
             row_sum[r] *= rescale[r];
+            any_grows |= grows;
         }
+        return any_grows;
+    }
+
+    // Scores [begin, end) become probabilities relative to the maxima.
+    template <int begin, int end, int count>
+    __device__ __forceinline__ void exponentiate(float (&scores)[count], float scale_log2) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
-            scores[i] = exp2_approx(scores[i] * scale_log2 - offset[row_of(i)]);
+        for (int i = begin; i < end; ++i) {
+            scores[i] = exp2_approx(scores[i] * scale_log2 - row_max[row_of(i)]);
             row_sum[row_of(i)] += scores[i];
         }
     }
 
     // Sums over the row's lanes. Gives the factor that normalises the output and the row's natural
     // log-sum-exp: 0 and -inf for a row that saw no key, or none that rounding of its huge logits left.
-    __device__ __forceinline__ void finish(float (&normalise)[2], float (&lse)[2], float scale_log2) {
+    __device__ __forceinline__ void finish(float (&normalise)[2], float (&lse)[2]) {
         constexpr float ln2 = 0.69314718055994531f;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(row_sum[r]);
             const bool seen = sum >= 0x1p-126f;  // the inverse of less is not finite
-            normalise[r] = seen ? 1.0f / sum : 0.0f;
-            lse[r] = seen ? (__fmul_ru(row_max[r], scale_log2) + log2_approx(sum)) * ln2 : -infinity;
+            normalise[r] = seen ? reciprocal_approx(sum) : 0.0f;
+            lse[r] = seen ? (row_max[r] + log2_approx(sum)) * ln2 : -infinity;
         }
     }
 };

@@ -1,0 +1,69 @@
+// The loading role of the forward kernel: one thread of warpgroup 0.
+#pragma once
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warpgroup.cuh"
+#include "tile.cuh"
+
+struct TensorMaps {
+    const TensorMap &query, &key, &value;
+};
+
+// One copy for each panel of 64 columns; `barrier` expects the bytes of all of them.
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int rows,
+                                            int head, int first_row, int batch) {
+    mbarrier::arrive_expect(barrier, Traits::panels * descriptor::panel_bytes(rows));
+#pragma unroll
+    for (int panel = 0; panel < Traits::panels; ++panel) {
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
+                  panel * descriptor::panel_columns, head, first_row, batch);
+    }
+}
+
+// Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share.
+// Blocks go from the last to the first; K runs one block ahead of V, as they are used.
+__device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
+                                        int section_heads, int* next_tile) {
+    PipelineState<Traits::stages> key_slot, value_slot;
+    PipelineState<Traits::query_stages> query_slot;
+    const int tiles = tile_count(shape), grid = gridDim.x;
+    int next;
+    wait_for_previous_kernel();
+#pragma unroll 1
+    for (int index = blockIdx.x; index < tiles; index = next) {
+        const Tile tile = tile_at(index, shape, section_heads);
+        const int key_head = tile.head / shape.group;
+
+        auto load_key = [&](int block) {
+            mbarrier::wait(shared.key_empty(key_slot.stage), key_slot.parity ^ 1);
+            load_panels(shared.key_block(key_slot.stage), maps.key, shared.key_full(key_slot.stage), Traits::keys,
+                        key_head, block * Traits::keys, tile.batch);
+            key_slot.advance();
+        };
+        auto load_value = [&](int block) {
+            mbarrier::wait(shared.value_empty(value_slot.stage), value_slot.parity ^ 1);
+            load_panels(shared.value_block(value_slot.stage), maps.value, shared.value_full(value_slot.stage),
+                        Traits::keys, key_head, block * Traits::keys, tile.batch);
+            value_slot.advance();
+        };
+
+        if (tile.count() > 0) load_key(tile.last - 1);  // before Q, whose slot is freed later
+        mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
+        shared.tile(query_slot.stage) = tile;
+        load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage), Traits::rows,
+                    tile.head, tile.first_row / Traits::pack, tile.batch);
+        query_slot.advance();
+#pragma unroll 1  // the producer has few registers
+        for (int block = tile.last - 2; block >= tile.first; --block) {
+            load_key(block);
+            load_value(block + 1);
+        }
+        // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
+        // hold its next one, while others run out (docs/tuning.md).
+        next = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
+        if (tile.count() > 0) load_value(tile.first);
+    }
+    mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
+    shared.tile(query_slot.stage).first_row = -1;
+    mbarrier::arrive(shared.query_full(query_slot.stage));
+}
