@@ -75,7 +75,7 @@ def test_the_grid_has_a_cta_for_each_tile_up_to_one_a_multiprocessor():
 
 @pytest.mark.parametrize("head_dim,columns", [(8, 8), (64, 64), (80, 80), (200, 200)])
 def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
-    plan = plan_forward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+    plan = plan_forward(AttentionSpec(0.1), shapes(H=head_dim, N=2), H100)
     maps = [p for p in plan.launches[0].parameters if isinstance(p, TensorMap)]
     assert [m.buffer for m in maps] == ["query", "key", "value"]
     for m in maps:
