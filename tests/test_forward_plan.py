@@ -5,7 +5,7 @@ import pytest
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import launch_plan
-from jax_flash.cuda.forward_plan import pack, plan_forward, tile
+from jax_flash.cuda.forward_plan import cut_last_wave, pack, plan_forward, tile
 from jax_flash.cuda.launch_plan import Launch, TensorMap, Zero
 from jax_flash.cuda.window import Window
 
@@ -124,3 +124,30 @@ def test_packed_heads_lie_together_in_the_query_map():
     assert query.box == (64, 8, 16, 1)
     assert defines(plan)["PACK"] == 8
     assert plan.launches[0].grid == (2 * 8, 1, 1)
+
+
+def test_a_ragged_last_wave_is_cut_where_that_pays():
+    assert cut_last_wave(2048, 132, 94) == (15 * 132, 132)  # 68 tiles would leave 64 CTAs idle
+    assert cut_last_wave(4096, 132, 32) == (31 * 132, 4 * 8)  # 4 tiles, each in 8 pieces
+    assert cut_last_wave(2 * 132, 132, 94) == (2 * 132, 0)
+    assert cut_last_wave(131, 132, 94) == (131, 0)
+    assert cut_last_wave(2048, 132, 8) == (2048, 0)  # a CTA's second tile would cost as much as it spares
+    assert cut_last_wave(3, 132, 512) == (0, 3 * 8)  # one query, many keys
+    for tiles in range(1, 300):
+        for blocks in (1, 2, 3, 50):
+            whole, sharers = cut_last_wave(tiles, 132, blocks)
+            assert whole == tiles or sharers <= (tiles - whole) * blocks  # nobody without a block
+
+
+def test_cut_tiles_have_places_for_all_pieces():
+    plan = plan_forward(AttentionSpec(0.1), shapes(B=1, T=16384, S=16384, N=16, K=16), H100)
+    assert [b.name for b in plan.results] == ["out", "lse", "pieces", "arrived"]
+    assert [type(step) for step in plan.steps] == [Zero, Launch]
+    pieces, arrived = plan.results[2:]
+    assert pieces.shape == (132 + 68, 8, 32 * (64 + 4))
+    assert arrived.shape == (68, 8)
+    assert defines(plan)["CUT"] == 1
+    # Tiles under a window are not alike, and at head dim 256 the kernel has no registers for it.
+    for spec, H in ((AttentionSpec(0.1, None, 0), 128), (AttentionSpec(0.1), 256)):
+        plan = plan_forward(spec, shapes(B=1, T=16384, S=16384, N=16, K=16, H=H), H100)
+        assert defines(plan)["CUT"] == 0

@@ -16,6 +16,7 @@ from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda import forward_plan
 from jax_flash.cuda.forward_plan import plan_forward
 
 
@@ -73,15 +74,38 @@ def emulator(tmp_path_factory):
     return KernelEmulator(tmp_path_factory.mktemp("emulator"))
 
 
-@pytest.mark.parametrize("case", FORWARD, ids=str)
-def test_forward(case, emulator):
+def check_forward(case, device, emulator):
     spec, operands, _, _, seed = draw(case)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    results = emulator.run(plan_forward(spec, shapes_of(operands), device), arrays, seed)
     out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(operands.query.shape))
     got = results["out"].astype(np.float64)
     assert np.linalg.norm(got - out) <= roundoff(case) * np.linalg.norm(out)
     np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward(case, emulator):
+    check_forward(case, DEVICE, emulator)
+
+
+@pytest.mark.parametrize(
+    "case,ctas,sharers",
+    [
+        (Case(H=128, T=300, S=700, N=3, B=2), 4, 4),  # two tiles of 18, of 6 blocks each
+        (Case(H=128, T=300, S=700, N=3, B=2), 4, 3),  # shares of both tiles, and a CTA with none
+        (Case(H=64, T=200, S=900, N=5, K=1, return_residual=True), 3, 2),
+        (Case(H=96, T=65, S=500, N=3), 2, 2),
+        (Case(H=160, T=100, S=480, N=4, K=4, dtype="float16"), 3, 3),
+        (Case(H=128, T=3, S=1500, N=8), 5, 5),  # fewer tiles than CTAs
+    ],
+    ids=str,
+)
+def test_pieces_of_cut_tiles(case, ctas, sharers, emulator, monkeypatch):
+    monkeypatch.setattr(
+        forward_plan, "cut_last_wave", lambda tiles, ctas, blocks: (tiles - tiles % ctas, sharers)
+    )
+    check_forward(case, dataclasses.replace(H100, sm_count=ctas), emulator)
 
 
 @pytest.mark.parametrize("case", BACKWARD, ids=str)

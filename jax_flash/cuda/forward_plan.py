@@ -37,7 +37,7 @@ class ForwardTile:
         row = math.ceil(head_dim / PANEL) * PANEL * 2
         rows = self.query_stages * self.rows + 2 * self.stages * self.keys
         staging = 4 * self.consumers * 16 * PANEL * 2
-        return rows * row + staging + 8 * (2 * self.query_stages + 4 * self.stages) + 20 * self.query_stages
+        return rows * row + staging + 8 * (2 * self.query_stages + 4 * self.stages) + 24 * self.query_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,11 @@ _TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
 # Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside
 # what else passes through it.
 _SECTION_BYTES = 32 << 20
+
+# Pieces that a tile is cut into, at most: its last CTA reads them all.
+_PIECES = 8
+# Beyond it the kernel has no registers left to put pieces together without spilling.
+_CUT_HEAD_DIM = 192
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -131,6 +136,23 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     head_dim = padded_head_dim(n.H)
     shape = tile(head_dim, window, n.S)
     heads = pack(n, shape.rows)
+    query = Buffer("query", shapes.query.shape, dtype)
+    key = Buffer("key", shapes.key.shape, dtype)
+    value = Buffer("value", shapes.value.shape, dtype)
+    out = Buffer("out", shapes.query.shape, dtype)
+    lse = Buffer("lse", (n.B, n.N, n.T), "float32")
+    tiles = math.ceil(n.T * heads / shape.rows) * (n.N // heads) * n.B
+    # Under a window tiles take unequally long: CTAs take the next from a counter. Its zeroing costs 2 µs.
+    counted = not window.unbounded and tiles > device.sm_count
+    next_tile = Buffer("next_tile", (1,), "int32")
+    whole_tiles, cut_ctas = tiles, 0
+    if window.unbounded and head_dim <= _CUT_HEAD_DIM:
+        whole_tiles, cut_ctas = cut_last_wave(tiles, device.sm_count, math.ceil(n.S / shape.keys))
+    cut_tiles = tiles - whole_tiles
+    warps = 4 * shape.consumers
+    words = 32 * (head_dim // 2 + 4)
+    pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
+    arrived = Buffer("arrived", (cut_tiles, warps), "int32")
     kernel = Kernel(
         source="sm90/forward.cu",
         entry="forward",
@@ -145,24 +167,16 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             ("PINGPONG", int(shape.pingpong)),
             ("SPLIT", shape.split),
             ("PACK", heads),
+            ("CUT", int(cut_tiles > 0)),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
             ("SCORE_SIGN", (spec.scale > 0) - (spec.scale < 0)),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         ),
     )
-    query = Buffer("query", shapes.query.shape, dtype)
-    key = Buffer("key", shapes.key.shape, dtype)
-    value = Buffer("value", shapes.value.shape, dtype)
-    out = Buffer("out", shapes.query.shape, dtype)
-    lse = Buffer("lse", (n.B, n.N, n.T), "float32")
-    tiles = math.ceil(n.T * heads / shape.rows) * (n.N // heads) * n.B
-    # Under a window tiles take unequally long: CTAs take the next from a counter. Its zeroing costs 2 µs.
-    counted = not window.unbounded and tiles > device.sm_count
-    next_tile = Buffer("next_tile", (1,), "int32")
     launch = Launch(
         kernel=kernel,
-        grid=(min(tiles, device.sm_count), 1, 1),
+        grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
         overlap_previous=True,
@@ -176,6 +190,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             *(Scalar("int32", x or 0) for x in (window.left, window.right)),
             Scalar("int32", _section_heads(n, window, heads)),
             Pointer("next_tile") if counted else Scalar("int64", 0),
+            Scalar("int32", whole_tiles),
+            Scalar("int32", cut_ctas),
+            Scalar("int32", cut_tiles),
+            Scalar("int32", math.ceil(n.S / shape.keys)),
+            *((Pointer("pieces"), Pointer("arrived")) if cut_tiles else 2 * (Scalar("int64", 0),)),
             # Where the scale is zero the scores are too, and any factor does.
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
         ),
@@ -183,7 +202,24 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     operands = (query, key, value)
     if counted:
         return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
+    if cut_tiles:
+        return LaunchPlan(operands, (out, lse, pieces, arrived), (Zero("arrived"), launch))
     return LaunchPlan(operands, (out, lse), (launch,))
+
+
+def cut_last_wave(tiles: int, ctas: int, blocks: int) -> tuple[int, int]:
+    """How many of `tiles`, each of `blocks`, are handed out whole, and how many CTAs share the others' blocks.
+
+    Tiles that don't fill a wave leave CTAs idle. Sharing them costs: a second tile's beginning and end, the
+    zeroing of a counter, and reading the pieces of a tile. Times are counted in blocks.
+    """
+    rest = tiles % ctas
+    if rest == 0:
+        return tiles, 0
+    sharers = min(ctas, rest * _PIECES, rest * blocks)  # each has a block at least, as the kernel counts on
+    whole = math.ceil(tiles / ctas) * (blocks + 1)
+    shared = tiles // ctas * (blocks + 1) + rest * blocks / sharers + 5 + sharers / rest / 2 + 0.5
+    return (tiles - rest, sharers) if shared < 0.985 * whole else (tiles, 0)
 
 
 def _section_heads(n: Sizes, window: Window, pack: int) -> int:

@@ -110,6 +110,20 @@ inline bool __any_sync(uint32_t, bool value) {
     return mine.taken;
 }
 
+inline void __threadfence() {}
+
+template <class T>
+T __shfl_sync(uint32_t, T value, int source) {
+    struct Exchange {
+        T given, taken;
+    } mine{value, 0};
+    emulator::together(emulator::warp, &mine, [source](void** of_each) {
+        for (int lane = 0; lane < 32; ++lane) {
+            static_cast<Exchange*>(of_each[lane])->taken = static_cast<Exchange*>(of_each[source])->given;
+        }
+    });
+    return mine.taken;
+}
 template <class T>
 T __shfl_xor_sync(uint32_t, T value, int distance) {
     struct Exchange {

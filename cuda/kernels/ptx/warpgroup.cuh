@@ -19,6 +19,13 @@ __device__ __forceinline__ bool elect_one() {
 // The warp's index in its CTA, in a uniform register.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
+// threadIdx.x, read again: what is computed from it is not kept in registers from long before.
+__device__ __forceinline__ int thread_index_anew() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 // Gives registers back to (or takes them from) the CTA's pool: `count` for each thread from here on.
 template <int count>
 __device__ __forceinline__ void release_registers() {

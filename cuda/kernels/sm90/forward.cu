@@ -9,6 +9,7 @@
 // maxima are taken in between; the exponentials follow beside its rest. Warpgroups take turns at the tensor cores
 // (PINGPONG), and what is left of one's softmax runs beside the other's products. docs/tuning.md has what each gave.
 #include "../ptx/wgmma.cuh"
+#include "forward_cut.cuh"
 #include "forward_load.cuh"
 #include "forward_store.cuh"
 
@@ -68,8 +69,8 @@ __device__ __forceinline__ void pass_turn(int consumer) {
     if constexpr (Traits::pingpong) named_barrier_arrive(1 + (consumer + 1) % Traits::consumers, 256);
 }
 
-__device__ __forceinline__ void consume(const SharedMemory& shared, const Results& results, const Shape& shape,
-                                        float scale_log2) {
+__device__ __forceinline__ void consume(const SharedMemory& shared, const Results& results, const Partials& partials,
+                                        const Shape& shape, const Cut& cut, float scale_log2) {
     const int warp = warp_index() - 4, consumer = warp / 4;
     const int lane = threadIdx.x % 32;
     PipelineState<Traits::stages> key_slot, value_slot;
@@ -191,8 +192,14 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             release_query();
             start_out();
             start_rest_of_out();
-            finish();  // beside the last PV
-            finish_out();
+            if constexpr (Traits::cut) {
+                finish_out();
+                if (tile.cut >= 0 && !combine_pieces(out, softmax, partials, cut, tile)) continue;
+                finish();
+            } else {
+                finish();  // beside the last PV
+                finish_out();
+            }
         } else {
             release_query();
             finish();
@@ -207,11 +214,14 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             int queries, int keys, int query_heads, int group, int batch, int columns, int left, int right,  // see Shape
             int section_heads,                                                                               // see tile_at
             int* __restrict__ next_tile,                                                                     // see produce
-            float scale_log2)  // |scale|·log2(e)
+            int whole_tiles, int cut_ctas, int cut_tiles, int tile_blocks,  // see Cut
+            float* __restrict__ pieces, int* __restrict__ arrived,           // see Partials
+            float scale_log2)                                                                      // |scale|·log2(e)
 {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{queries, keys, query_heads, group, batch, columns, left, right};
+    const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
@@ -236,10 +246,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     if (warp_index() < 4) {
         if constexpr (Traits::consumers > 1) release_registers<Traits::producer_registers>();
         if (warp_index() == 0 && elect_one()) {
-            produce({query_map, key_map, value_map}, shared, shape, section_heads, next_tile);
+            produce({query_map, key_map, value_map}, shared, shape, cut, section_heads, next_tile);
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
-        consume(shared, {out, lse}, shape, scale_log2);
+        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, scale_log2);
     }
 }

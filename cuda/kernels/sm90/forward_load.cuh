@@ -20,18 +20,29 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
-// Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share.
-// Blocks go from the last to the first; K runs one block ahead of V, as they are used.
+// Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share; after
+// those, where the last tiles are cut, this CTA's share of them. Blocks go from the last to the first; K runs one
+// block ahead of V, as they are used.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
-                                        int section_heads, int* next_tile) {
+                                        const Cut& cut, int section_heads, int* next_tile) {
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
-    const int tiles = tile_count(shape), grid = gridDim.x;
-    int next;
+    const int grid = gridDim.x;
+    int index = blockIdx.x;
+    int cut_block = Traits::cut ? cut.begin(blockIdx.x) : 0;
+    const int cut_end = Traits::cut ? cut.begin(blockIdx.x + 1) : 0;
     wait_for_previous_kernel();
 #pragma unroll 1
-    for (int index = blockIdx.x; index < tiles; index = next) {
-        const Tile tile = tile_at(index, shape, section_heads);
+    while (true) {
+        Tile tile;
+        if (index < cut.whole_tiles) {
+            tile = tile_at(index, shape, section_heads);
+        } else if (Traits::cut && cut_block < cut_end) {
+            tile = piece_at(cut_block, cut_end, cut, shape, section_heads);
+            cut_block += tile.count();
+        } else {
+            break;
+        }
         const int key_head = tile.head / shape.group;
 
         auto load_key = [&](int block) {
@@ -60,7 +71,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
         // hold its next one, while others run out (docs/tuning.md).
-        next = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
+        index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
         if (tile.count() > 0) load_value(tile.first);
     }
     mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);

@@ -10,6 +10,7 @@
 //   PINGPONG    1: the warpgroups take turns at the tensor cores
 //   SPLIT       how many of the KEYS / 16 steps of PV are issued before the row maxima are taken
 //   PACK        query heads of one key head whose queries share a tile
+//   CUT         1: the last tiles' keys are shared out among CTAs
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
 //   SHARED_BYTES  dynamic shared memory of the launch
@@ -28,6 +29,7 @@ struct Traits {
     static constexpr int stages = STAGES;
     static constexpr int query_stages = QUERY_STAGES;
     static constexpr bool pingpong = PINGPONG;
+    static constexpr bool cut = CUT;
     static constexpr bool has_left = HAS_LEFT;
     static constexpr bool has_right = HAS_RIGHT;
     static constexpr int score_sign = SCORE_SIGN;
@@ -51,6 +53,7 @@ struct Traits {
     static_assert(consumers > 1 || !pingpong, "one warpgroup has nobody to take turns with");
     static_assert(stages >= 2, "K of the next block is read while V of this one still is");
     static_assert(split >= 1 && split <= value_steps, "a part of PV is issued on either side of the maxima, or all before");
+    static_assert(!cut || !(has_left || has_right), "the cut tiles are taken to be of one length");
     static_assert(rows % pack == 0, "a query's heads are in one tile");
 };
 
@@ -59,8 +62,20 @@ struct Tile {
     int first_row;    // negative where there are no more tiles
     int head, batch;  // the first of its query heads
     int first, last;
+    int cut;  // which of the cut tiles this is a piece of; negative for a whole one
 
     __device__ int count() const { return last - first; }
+};
+
+// How the last tiles are cut along their keys, so that all CTAs end together (stream-K, Osama et al.,
+// arXiv:2301.03598). The blocks of all tiles from `whole_tiles` on lie in a row, of which each of the first `ctas`
+// CTAs takes an equal share: parts of one tile or of several.
+struct Cut {
+    int whole_tiles, ctas;
+    int tiles, tile_blocks;  // that are cut, and the blocks of each
+
+    __device__ int begin(int cta) const { return min(cta, ctas) * (tiles * tile_blocks) / ctas; }
+    __device__ int owner(int block) const { return ((block + 1) * ctas - 1) / (tiles * tile_blocks); }
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.

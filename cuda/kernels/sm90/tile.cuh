@@ -45,5 +45,15 @@ __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int secti
     const int pack = section * section_heads + in_section - turn * width;
     const int first_row = (row_tiles - 1 - turn) * Traits::rows;
     const KeyBlocks blocks = key_blocks(first_row, shape);
-    return {first_row, pack % packs * Traits::pack, pack / packs, blocks.first, blocks.last};
+    return {first_row, pack % packs * Traits::pack, pack / packs, blocks.first, blocks.last, -1};
+}
+
+// The piece of a cut tile that starts at `block` of the row of blocks, for a CTA whose share ends at `end`.
+__device__ __forceinline__ Tile piece_at(int block, int end, const Cut& cut, const Shape& shape, int section_heads) {
+    const int index = block / cut.tile_blocks, first_block = index * cut.tile_blocks;
+    Tile tile = tile_at(cut.whole_tiles + index, shape, section_heads);
+    tile.first = block - first_block;
+    tile.last = min(end - first_block, cut.tile_blocks);
+    tile.cut = index;
+    return tile;
 }
