@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from jax_flash import _validate, cuda
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import cache
+from jax_flash.cuda import cache, forward_plan
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.compile import compile_kernel, describe
-from jax_flash.cuda.forward_plan import plan_forward
 from jax_flash.cuda.launch_plan import Kernel
 
 HEAD_DIMS = (64, 80, 96, 128, 160, 192, 256)
@@ -42,9 +41,10 @@ def device_of(arch: str) -> Device:
 
 
 def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
-    """Every kernel of the call's forward and backward passes, for a call that `cuda.supports` accepts."""
-    plans = plan_forward(spec, shapes, device), plan_backward(spec, shapes, device)
-    return list(dict.fromkeys(launch.kernel for plan in plans for launch in plan.launches))
+    """Every kernel of such calls' forward and backward passes, at any length."""
+    backward = plan_backward(spec, shapes, device)
+    found = forward_plan.kernels(spec, shapes, device) + [launch.kernel for launch in backward.launches]
+    return list(dict.fromkeys(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,11 +76,14 @@ def _compile(kernel: Kernel) -> str:
 def _calls(options: argparse.Namespace):
     """Pairs of spec and shapes, one for each combination of the options."""
     for head_dim, dtype, causal in itertools.product(options.head_dim, options.dtype, options.causal):
-        # Kernels don't depend on the number of batch rows or heads.
-        array = jax.ShapeDtypeStruct((1, options.seq_len, 1, head_dim), jnp.dtype(dtype))
+        # Kernels depend on how many query heads share a key head, and not on how many there are.
+        query, key = (
+            jax.ShapeDtypeStruct((1, options.seq_len, heads, head_dim), jnp.dtype(dtype))
+            for heads in (options.group, 1)
+        )
         left, right = _validate.window(causal, options.local_window_size)
         spec = AttentionSpec(scale=head_dim**-0.5, left=left, right=right)
-        yield spec, Operands(array, array, array)
+        yield spec, Operands(query, key, key)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -101,6 +104,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", "dtypes", nargs="+", default=("bfloat16", "float16"), choices=("bfloat16", "float16"))
     add("--causal", "causal or not", type=_bool, nargs="+", default=(True, False), metavar="{true,false}")
     add("--local-window-size", "keys seen to the left and right, -1 for all", type=int, nargs=2)
+    add("--group", "query heads of each key head", type=int, default=1)
     add("--seq-len", "length of queries and keys: a window wider than it is none", type=int, default=8192)
     add("--jobs", "compilations at once", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ import pytest
 
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import supports
+from jax_flash.cuda import forward_plan, supports
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.compile import compile_kernel, kernels_folder
 from jax_flash.cuda.forward_plan import plan_forward
@@ -45,7 +45,7 @@ SHARED_BYTES_PER_CTA = 232448  # 227 KB, of which 1 KB is the system's in what a
 NAMED_BARRIERS = 16
 
 
-def plans(
+def spec_and_operands(
     head_dim=128,
     dtype="bfloat16",
     window=(None, None),
@@ -56,15 +56,19 @@ def plans(
     S=777,
     N=8,
     K=2,
-) -> tuple[LaunchPlan, LaunchPlan]:
-    """Forward and backward of one call on an H100."""
+) -> tuple[AttentionSpec, Operands]:
     query = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.dtype(dtype))
     key = jax.ShapeDtypeStruct((B, S, K, head_dim), jnp.dtype(dtype))
     left, right = window
     spec = AttentionSpec(scale=scale, left=left, right=right, return_residual=return_residual)
     operands = Operands(query, key, key)
     assert supports(spec, operands, H100) is None
-    return plan_forward(spec, operands, H100), plan_backward(spec, operands, H100)
+    return spec, operands
+
+
+def plans(**call) -> tuple[LaunchPlan, LaunchPlan]:
+    """Forward and backward of one call on an H100."""
+    return plan_forward(*spec_and_operands(**call), H100), plan_backward(*spec_and_operands(**call), H100)
 
 
 def launches(**call) -> list[Launch]:
@@ -83,7 +87,17 @@ def variants() -> dict[Kernel, Launch]:
     for i, head_dim in enumerate(HEAD_DIMS):  # the sign of the scale is compiled in
         calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
     calls.append({"scale": 0.0})
-    return {launch.kernel: launch for call in calls for launch in launches(**call)}
+    found = {launch.kernel: launch for call in calls for launch in launches(**call)}
+    # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
+    calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
+    calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]
+    for call in calls:
+        launch = next(launch for launch in launches(**call) if launch.kernel.entry == "forward")
+        for kernel in forward_plan.kernels(*spec_and_operands(**call), H100):
+            shared = dict(kernel.defines)["SHARED_BYTES"]
+            threads = 128 * (1 + dict(kernel.defines)["CONSUMERS"])
+            found[kernel] = dataclasses.replace(launch, kernel=kernel, shared_bytes=shared, block=threads)
+    return found
 
 
 VARIANTS = variants()
@@ -284,14 +298,26 @@ def test_scratch_memory_is_linear_in_the_sequence(head_dim):
     base, queries, keys, both = (
         scratch(T, S) for T, S in ((4096, 4096), (8192, 4096), (4096, 8192), (8192, 8192))
     )
-    for i in range(2):
-        # Each axis adds what the other doesn't change: no term of their product.
-        assert both[i] - keys[i] == queries[i] - base[i]
-        assert both[i] <= 2 * base[i]
+    # Each axis adds what the other doesn't change: no term of their product.
+    assert both[1] - keys[1] == queries[1] - base[1]
+    assert both[1] <= 2 * base[1]
+    # Pieces of tiles that CTAs share: two a CTA at most, whatever the lengths.
+    rows_of_all_ctas = H100.sm_count * 192 * (head_dim + 8) * 4
+    assert all(lengths[0] <= 2 * rows_of_all_ctas for lengths in (base, queries, keys, both))
 
 
 def test_kernels_are_shared_between_calls():
-    """Sizes, scale and residual don't compile anything anew."""
-    kernels = {launch.kernel for launch in launches()}
-    for call in ({"B": 7, "T": 3, "S": 9000, "N": 3, "K": 3}, {"scale": 3.0}, {"return_residual": False}):
-        assert {launch.kernel for launch in launches(**call)} == kernels
+    """Sizes, scale and residual don't compile anything beyond what was found for calls of a kind."""
+    kind = spec_and_operands(N=8, K=1)
+    backward = {launch.kernel for launch in plan_backward(*kind, H100).launches}
+    kernels = {*forward_plan.kernels(*kind, H100), *backward}
+    for call in (
+        {"B": 7, "T": 3, "S": 9000},
+        {"T": 8192, "S": 8192},
+        {"scale": 3.0},
+        {"return_residual": False},
+    ):
+        assert {launch.kernel for launch in launches(**{"N": 8, "K": 1} | call)} <= kernels
+    # One compilation serves lengths that are much alike.
+    one, other = ({launch.kernel for launch in launches(T=T, S=T, N=2, K=2)} for T in (2040, 2048))
+    assert one == other

@@ -38,8 +38,8 @@ def test_survives_the_attribute():
     assert launch_plan.load(launch_plan.dump(plan)) == plan
 
 
-def test_kernels_do_not_depend_on_sizes_or_scale():
-    # One compilation serves every batch, length, head count and scale.
+def test_kernels_do_not_depend_on_batch_heads_or_scale():
+    # One compilation serves every batch, head count and scale, and lengths alike.
     kernels = {
         plan_forward(AttentionSpec(scale), shapes(B=B, T=T, N=N), H100).launches[0].kernel
         for scale, B, T, N in [(0.1, 1, 1, 2), (2.0, 3, 4097, 16)]
@@ -97,7 +97,9 @@ def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
     assert results(full, B=8) == (["out", "lse"], [Launch])
 
 
-@pytest.mark.parametrize("keys,block", [(128, 128), (257, 144), (512, 128), (1000, 144), (4096, 128), (16384, 176)])
+@pytest.mark.parametrize(
+    "keys,block", [(128, 128), (257, 144), (512, 128), (1000, 144), (4096, 128), (16384, 176)]
+)
 def test_blocks_of_keys_fit_their_number(keys, block):
     assert tile(128, Window(None, None), keys).keys == block
 

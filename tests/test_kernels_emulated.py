@@ -15,8 +15,8 @@ from kernel_emulator import DTYPES, KernelEmulator
 from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda import forward_plan
+from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
 
 

@@ -48,7 +48,7 @@ def test_other_names_of_architectures_are_refused(arch, capsys):
 
 
 def test_calls_find_every_kernel_that_was_compiled_ahead(monkeypatch, capsys):
-    arguments = "--arch sm_90a --head-dim 64 --dtype bfloat16 --causal true --jobs 2"
+    arguments = "--arch sm_90a --head-dim 64 --dtype bfloat16 --causal true --group 8 --jobs 2"
     precompile.main(arguments.split())
     entries, size = cache.usage()
     printed = capsys.readouterr().out

@@ -48,10 +48,10 @@ class Choice:
     key_cost: float = 1.0
 
 
-# Head dim, rounded up to a multiple of 16, at most → choices for full attention, and for windowed (causal too).
-# Found on an H200, over the lengths of benchmarks/results/schedule_forward_h200.json, by varying one field at a
-# time as `benchmarks/tune.py` does; docs/tuning.md says what each gave. 160 was timed with the row of 192, and 80
-# with that of 96. Larger blocks of keys cost less a key where they divide the keys well.
+# Head dim, rounded up to a multiple of 16, at most → choices for full attention, and for windowed (causal
+# is one). Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json), as
+# `benchmarks/tune.py` does anew; docs/tuning.md says what each gave. 160 was timed with the row of 192, and
+# 80 with that of 96. Larger blocks of keys cost less a key where they divide the keys well.
 _TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     64: (
         (Choice(ForwardTile(3, 128, 2, True, 2, 6)),),
@@ -95,28 +95,37 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def tile(head_dim: int, window: Window, keys: int) -> ForwardTile:
-    """The tile for a padded head dim: of the row's choices the one that passes over `keys` at the least cost."""
-    full, windowed = next(choices for limit, choices in _TILES.items() if head_dim <= limit)
+    """The tile for a padded head dim: of the choices the one that passes over `keys` at the least cost."""
 
     def cost(choice: Choice) -> float:
         block = choice.tile.keys
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return (math.ceil(keys / block) + 1) * block * choice.key_cost
 
-    return min(full if window.unbounded else windowed, key=cost).tile
+    return min(_choices(head_dim, window), key=cost).tile
+
+
+def _choices(head_dim: int, window: Window) -> tuple[Choice, ...]:
+    full, windowed = next(choices for limit, choices in _TILES.items() if head_dim <= limit)
+    return full if window.unbounded else windowed
 
 
 def pack(n: Sizes, rows: int) -> int:
-    """How many query heads of a key head share a tile of `rows`: the fewest that make a twentieth fewer tiles."""
+    """How many query heads of a key head share a tile of `rows`: more than one for a twentieth fewer tiles."""
 
     def tiles(heads: int) -> int:
         return math.ceil(n.T * heads / rows) * (n.N // heads)
 
     best = 1
-    for heads in range(2, min(n.group, rows) + 1):
-        if n.group % heads == 0 and rows % heads == 0 and tiles(heads) <= 0.95 * tiles(best):
+    for heads in _packs(n.group, rows):
+        if tiles(heads) <= 0.95 * tiles(best):
             best = heads
     return best
+
+
+def _packs(group: int, rows: int) -> list[int]:
+    """How many heads of a group can share a tile, each with equally many of its rows."""
+    return [heads for heads in range(1, min(group, rows) + 1) if group % heads == 0 and rows % heads == 0]
 
 
 def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
@@ -126,6 +135,53 @@ def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
     element = buffer.bytes // math.prod(buffer.shape)
     strides = (H * element, N * H * element, T * N * H * element)
     return TensorMap(buffer.name, buffer.dtype, (H, N, T, B), strides, (PANEL, pack, rows // pack, 1))
+
+
+def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
+    """Every kernel that calls of this kind may run, whatever their lengths and number of heads."""
+    n = sizes(shapes)
+    window = binding_window(spec, n)
+    head_dim = padded_head_dim(n.H)
+    cuts = (False, True) if window.unbounded and head_dim <= _CUT_HEAD_DIM else (False,)
+    return [
+        _kernel(spec, shapes.query.dtype.name, head_dim, window, device.arch, choice.tile, heads, cut)
+        for choice in _choices(head_dim, window)
+        for heads in _packs(n.group, choice.tile.rows)
+        for cut in cuts
+    ]
+
+
+def _kernel(
+    spec: AttentionSpec,
+    dtype: str,
+    head_dim: int,
+    window: Window,
+    arch: str,
+    tile: ForwardTile,
+    pack: int,
+    cut: bool,
+) -> Kernel:
+    return Kernel(
+        source="sm90/forward.cu",
+        entry="forward",
+        arch=arch,
+        defines=(
+            ("ELEMENT", dtype),
+            ("HEAD_DIM", head_dim),
+            ("CONSUMERS", tile.consumers),
+            ("KEYS", tile.keys),
+            ("STAGES", tile.stages),
+            ("QUERY_STAGES", tile.query_stages),
+            ("PINGPONG", int(tile.pingpong)),
+            ("SPLIT", tile.split),
+            ("PACK", pack),
+            ("CUT", int(cut)),
+            ("HAS_LEFT", int(window.left is not None)),
+            ("HAS_RIGHT", int(window.right is not None)),
+            ("SCORE_SIGN", (spec.scale > 0) - (spec.scale < 0)),
+            ("SHARED_BYTES", tile.shared_bytes(head_dim)),
+        ),
+    )
 
 
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
@@ -153,27 +209,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     words = 32 * (head_dim // 2 + 4)
     pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
     arrived = Buffer("arrived", (cut_tiles, warps), "int32")
-    kernel = Kernel(
-        source="sm90/forward.cu",
-        entry="forward",
-        arch=device.arch,
-        defines=(
-            ("ELEMENT", dtype),
-            ("HEAD_DIM", head_dim),
-            ("CONSUMERS", shape.consumers),
-            ("KEYS", shape.keys),
-            ("STAGES", shape.stages),
-            ("QUERY_STAGES", shape.query_stages),
-            ("PINGPONG", int(shape.pingpong)),
-            ("SPLIT", shape.split),
-            ("PACK", heads),
-            ("CUT", int(cut_tiles > 0)),
-            ("HAS_LEFT", int(window.left is not None)),
-            ("HAS_RIGHT", int(window.right is not None)),
-            ("SCORE_SIGN", (spec.scale > 0) - (spec.scale < 0)),
-            ("SHARED_BYTES", shape.shared_bytes(head_dim)),
-        ),
-    )
+    kernel = _kernel(spec, dtype, head_dim, window, device.arch, shape, heads, cut_tiles > 0)
     launch = Launch(
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
@@ -208,7 +244,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
 
 
 def cut_last_wave(tiles: int, ctas: int, blocks: int) -> tuple[int, int]:
-    """How many of `tiles`, each of `blocks`, are handed out whole, and how many CTAs share the others' blocks.
+    """How many of `tiles`, of `blocks` each, are handed out whole, and how many CTAs share the others.
 
     Tiles that don't fill a wave leave CTAs idle. Sharing them costs: a second tile's beginning and end, the
     zeroing of a counter, and reading the pieces of a tile. Times are counted in blocks.
