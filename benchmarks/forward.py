@@ -149,16 +149,17 @@ def chain(attend: Callable, calls: int) -> Callable:
 def visited_flops(case: Case, device: Device) -> int:
     """Of the blocks that our kernel visits on `device`, masked parts of them and padding included.
 
-    Rows and keys of a block are those of the plan.
+    Rows and keys of a block are those of the plan, and so is how many heads share a tile: row r of their
+    rows holds query r / pack.
     """
     plan = plan_forward(case.spec(), Operands(*case.shapes()), device)
     defines = dict(plan.launches[0].kernel.defines)
-    rows, keys = 64 * int(defines["CONSUMERS"]), int(defines["KEYS"])
-    first = np.arange(0, case.queries, rows)
-    last = np.minimum(first + rows, case.queries) - 1
-    begin, end = case.seen(first)[0], case.seen(last)[1]
-    blocks = int(np.where(end > begin, -(-end // keys) - begin // keys, 0).sum())
-    return 4 * case.calls * case.batch * case.heads * int(defines["HEAD_DIM"]) * rows * keys * blocks
+    rows, keys, pack = 64 * int(defines["CONSUMERS"]), int(defines["KEYS"]), int(defines["PACK"])
+    first = np.arange(0, case.queries * pack, rows)
+    last = np.minimum(first + rows, case.queries * pack) - 1
+    begin, end = case.seen(first // pack)[0], case.seen(last // pack)[1]
+    blocks = int(np.where(end > begin, -(-end // keys) - begin // keys, 0).sum()) * (case.heads // pack)
+    return 4 * case.calls * case.batch * int(defines["HEAD_DIM"]) * rows * keys * blocks
 
 
 def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:

@@ -128,28 +128,34 @@ def brute_force_pairs(case):
     return [[sees(i, j) for j in range(case.keys)] for i in range(case.queries)]
 
 
-@pytest.mark.parametrize("queries,keys", ((50, 50), (30, 70), (70, 30)))
+@pytest.mark.parametrize(
+    "queries,keys,heads,pack",  # the heads of one key head that fill tiles of 64 rows best, of its 2, 4 or 3
+    ((50, 50, 6, 1), (30, 70, 6, 2), (70, 30, 6, 2), (40, 60, 12, 4), (30, 70, 9, 1)),
+)
 @pytest.mark.parametrize("causal,window", ((False, None), (True, None), (True, 1), (True, 20), (True, 100)))
-def test_forward_counts_what_is_attended_to_and_what_is_visited(queries, keys, causal, window, monkeypatch):
+def test_forward_counts_what_is_attended_to_and_what_is_visited(
+    queries, keys, heads, pack, causal, window, monkeypatch
+):
     import forward
 
     from jax_flash._device import H100
     from jax_flash.cuda import forward_plan
 
-    tile = forward_plan.tile(64, Window(None, None))
-    tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16)
+    tile = forward_plan.tile(64, Window(None, None), keys)
+    tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16, split=1)
     monkeypatch.setattr(forward_plan, "tile", lambda *_: tile)
-    case = forward.Case(2, queries, keys, 6, 3, 40, causal, window)
+    case = forward.Case(2, queries, keys, heads, 3, 40, causal, window)
     pairs = brute_force_pairs(case)
-    assert case.flops == 4 * 2 * 6 * 40 * sum(map(sum, pairs))
+    assert case.flops == 4 * 2 * heads * 40 * sum(map(sum, pairs))
 
     blocks = 0
-    for first in range(0, queries, 64):
-        rows = pairs[first : first + 64]
+    pack_rows = [row for row in pairs for _ in range(pack)]  # a query's rows, one a head, stand together
+    for first in range(0, len(pack_rows), 64):
+        rows = pack_rows[first : first + 64]
         seen = [j for j in range(keys) if any(row[j] for row in rows)]
         if seen:  # the blocks between the first key and the last that any row sees
             blocks += max(seen) // 16 - min(seen) // 16 + 1
-    assert forward.visited_flops(case, H100) == 4 * 2 * 6 * 48 * 64 * 16 * blocks
+    assert forward.visited_flops(case, H100) == 4 * 2 * (heads // pack) * 48 * 64 * 16 * blocks
 
 
 def test_forward_cases_have_names_of_their_own():
