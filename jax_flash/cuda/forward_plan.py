@@ -111,7 +111,7 @@ def _choices(head_dim: int, window: Window) -> tuple[Choice, ...]:
 
 
 def pack(n: Sizes, rows: int) -> int:
-    """How many query heads of a key head share a tile of `rows`: more than one for a twentieth fewer tiles."""
+    """How many query heads of a key head share a tile of `rows`: as few as give few tiles."""
 
     def tiles(heads: int) -> int:
         return math.ceil(n.T * heads / rows) * (n.N // heads)

@@ -20,13 +20,24 @@ class TestCuda(ImplementationSuite):
     def before_run(self, nbytes):
         poison(nbytes)
 
-    @pytest.mark.parametrize("head_dim", (64, 128, 256))
-    def test_many_waves_of_tiles(self, head_dim, dtype, record_property):
-        """More tiles than the GPU has room for at once: each CTA takes several in turn.
+    @pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
+    @pytest.mark.parametrize(
+        "category,sizes",
+        [
+            ("many waves", dict(B=4, T=2100, S=2000, N=12, K=4, is_causal=True)),
+            (
+                "ragged last wave",
+                dict(B=1, T=200, S=4000, N=133, K=7),
+            ),  # whose tiles are cut along their keys
+            ("few tiles", dict(B=2, T=3, S=5000, N=16, K=2)),
+        ],
+    )
+    def test_tiles_are_shared_out(self, category, sizes, head_dim, dtype, record_property):
+        """More tiles than the GPU has room for at once, so that CTAs take several, or far fewer.
 
         Two batch rows and key heads are compared with the definition, the rest would take too long.
         """
-        case = Case("many waves", dtype, B=4, T=2100, S=2000, N=12, K=4, H=head_dim, is_causal=True)
+        case = Case(category, dtype, H=head_dim, **sizes)
         arguments, spec, operands, d_out, d_lse = draw(case)
         out, lse, gradients = self.run(arguments, d_out, d_lse)
         group = case.N // case.K

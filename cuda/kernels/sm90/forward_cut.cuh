@@ -35,6 +35,7 @@ __device__ __forceinline__ bool combine_pieces(float (&out)[out_count], OnlineSo
     int before = 0;
     if (lane == 0) before = atomicAdd(partials.arrived + tile.cut * warps + warp, 1);
     if (__shfl_sync(0xffffffff, before, 0) < last - first) return false;
+    __syncwarp();
     __threadfence();
 
     // In the order of the keys, its own piece too: the result does not depend on who came last.
