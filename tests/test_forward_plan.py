@@ -135,6 +135,7 @@ def test_a_ragged_last_wave_is_cut_where_that_pays():
     assert cut_last_wave(131, 132, 94) == (131, 0)
     assert cut_last_wave(2048, 132, 8) == (2048, 0)  # a CTA's second tile would cost as much as it spares
     assert cut_last_wave(3, 132, 512) == (0, 3 * 8)  # one query, many keys
+    assert cut_last_wave(100, 132, 10**6) == (100, 0)  # beyond what the kernel counts with
     for tiles in range(1, 300):
         for blocks in (1, 2, 3, 50):
             whole, sharers = cut_last_wave(tiles, 132, blocks)

@@ -215,7 +215,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
-        overlap_previous=True,
+        overlap_previous=not (counted or cut_tiles),  # with zeroing ahead there is no kernel to overlap,
         parameters=(
             rows_map(query, shape.rows, heads),
             rows_map(key, shape.keys),
@@ -253,6 +253,8 @@ def cut_last_wave(tiles: int, ctas: int, blocks: int) -> tuple[int, int]:
     if rest == 0:
         return tiles, 0
     sharers = min(ctas, rest * _PIECES, rest * blocks)  # each has a block at least, as the kernel counts on
+    if rest * blocks * sharers >= 2**31:  # the kernel divides this product, in 32 bits
+        return tiles, 0
     whole = math.ceil(tiles / ctas) * (blocks + 1)
     shared = tiles // ctas * (blocks + 1) + rest * blocks / sharers + 5 + sharers / rest / 2 + 0.5
     return (tiles - rest, sharers) if shared < 0.985 * whole else (tiles, 0)

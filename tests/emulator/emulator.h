@@ -85,6 +85,11 @@ inline void __syncwarp() {
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
 // The float32 product rounded up; the double one is exact.
+inline float __fadd_rd(float a, float b) {
+    const double exact = static_cast<double>(a) + b;
+    const float nearest = static_cast<float>(exact);
+    return nearest > exact ? std::nextafter(nearest, -INFINITY) : nearest;
+}
 inline float __fmul_ru(float a, float b) {
     const double exact = static_cast<double>(a) * b;
     const float nearest = static_cast<float>(exact);

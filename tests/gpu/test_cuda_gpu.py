@@ -25,10 +25,8 @@ class TestCuda(ImplementationSuite):
         "category,sizes",
         [
             ("many waves", dict(B=4, T=2100, S=2000, N=12, K=4, is_causal=True)),
-            (
-                "ragged last wave",
-                dict(B=1, T=200, S=4000, N=133, K=7),
-            ),  # whose tiles are cut along their keys
+            # whose tiles are cut along their keys
+            ("ragged last wave", dict(B=1, T=200, S=4000, N=133, K=7)),
             ("few tiles", dict(B=2, T=3, S=5000, N=16, K=2)),
         ],
     )

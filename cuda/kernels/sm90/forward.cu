@@ -89,6 +89,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
         OnlineSoftmax softmax;
 
         auto release_query = [&]() __attribute__((always_inline)) {
+            __syncwarp();  // all lanes have read the tile
             if (lane == 0) mbarrier::arrive(shared.query_empty(query_slot.stage));
             query_slot.advance();
         };

@@ -11,14 +11,14 @@ struct Results {
 // `row` is the upper of the thread's two.
 __device__ __forceinline__ void write_lse(const float (&row_lse)[2], const Results& results, const Shape& shape,
                                           const Tile& tile, int row) {
-    if (threadIdx.x % 4 != 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int query = (row + 8 * r) / Traits::pack, head = tile.head + (row + 8 * r) % Traits::pack;
-        if (query < shape.queries) {
+        if (threadIdx.x % 4 == 0 && query < shape.queries) {
             results.lse[(static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries + query] = row_lse[r];
         }
     }
+    __syncwarp();
 }
 
 struct alignas(16) Chunk {

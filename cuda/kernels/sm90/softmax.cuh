@@ -61,9 +61,9 @@ struct OnlineSoftmax {
                 if (row_of(i) == r) block_max = fmaxf(block_max, scores[i]);
             }
             if (r == 0) first_max = block_max;
-            // Rounded up, so that no exponent exceeds the slack however large the logits are.
+            // Rounded up, and the sum below down, so that no exponent exceeds the slack however large the logits are.
             const float top = __fmul_ru(quad_max(block_max), scale_log2);
-            const bool grows = top > row_max[r] + slack;
+            const bool grows = top > __fadd_rd(row_max[r], slack);
             const float before = row_max[r];
             row_max[r] = grows ? top : before;
             rescale[r] = exp2_approx(before - row_max[r]);
