@@ -30,8 +30,10 @@ import timing
 from cases import SHAPES
 
 from jax_flash._device import Device, current
-from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.cuda import forward_plan
+from jax_flash.cuda.forward_tiles import block_counts
+from jax_flash.cuda.window import binding_window
 
 OURS = "jax_flash_cuda"
 FA3 = "fa3_cu13"
@@ -152,14 +154,13 @@ def visited_flops(case: Case, device: Device) -> int:
     Rows and keys of a block are those of the plan, and so is how many heads share a tile: row r of their
     rows holds query r / pack.
     """
-    plan = plan_forward(case.spec(), Operands(*case.shapes()), device)
-    defines = dict(plan.launches[0].kernel.defines)
-    rows, keys, pack = 64 * int(defines["CONSUMERS"]), int(defines["KEYS"]), int(defines["PACK"])
-    first = np.arange(0, case.queries * pack, rows)
-    last = np.minimum(first + rows, case.queries * pack) - 1
-    begin, end = case.seen(first // pack)[0], case.seen(last // pack)[1]
-    blocks = int(np.where(end > begin, -(-end // keys) - begin // keys, 0).sum()) * (case.heads // pack)
-    return 4 * case.calls * case.batch * int(defines["HEAD_DIM"]) * rows * keys * blocks
+    shapes = Operands(*case.shapes())
+    n, window = sizes(shapes), binding_window(case.spec(), sizes(shapes))
+    defines = dict(forward_plan.plan_forward(case.spec(), shapes, device).launches[0].kernel.defines)
+    heads, head_dim = int(defines["PACK"]), int(defines["HEAD_DIM"])
+    tile = forward_plan.tile(head_dim, window, n)
+    blocks = sum(block_counts(tile, heads, window, n))
+    return 4 * case.calls * case.batch * (case.heads // heads) * head_dim * tile.rows * tile.keys * blocks
 
 
 def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Searches the forward kernel's tiles on the GPU at hand: the table of jax_flash/cuda/forward_plan.py anew.
+"""Searches the forward kernel's tiles on the GPU at hand: the table of jax_flash/cuda/forward_tiles.py anew.
 
     python benchmarks/tune.py --out benchmarks/results/tune_forward_h200.json
     python benchmarks/tune.py --head-dim 128 --mask windowed --budget-seconds 60
@@ -10,8 +10,8 @@ Tiles whose kernel spills, or that the compiler warns of, or whose output is ano
 choices of the table are timed in every comparison, beside the best one. Prints what was timed, fastest
 first, and the table's row to paste: as it was where the best tile is in it, else with that tile alone.
 
-A row may have further choices, for lengths that their blocks of keys divide better. Their `key_cost` is read
-off what is printed: the first choice's rate over theirs at 16384 keys, where padding is about 1% at most.
+A row may have further choices, for lengths that their tiles divide better. Their `cost` is read off what is
+printed: the first choice's rate over theirs at length 16384, where padding is about 1% at most.
 """
 
 import argparse
@@ -39,14 +39,14 @@ from forward import Case, check_agreement
 from jax_flash import cuda
 from jax_flash._device import Device, current
 from jax_flash._spec import Operands
-from jax_flash.cuda import forward_plan
+from jax_flash.cuda import forward_plan, forward_tiles
 from jax_flash.cuda.compile import CompileError, compile_kernel
-from jax_flash.cuda.forward_plan import Choice, ForwardTile
+from jax_flash.cuda.forward_tiles import Choice, ForwardTile
 from jax_flash.cuda.launch_plan import Launch
 from jax_flash.cuda.window import Window
 
 MASKS = {"full": Window(None, None), "windowed": Window(None, 0)}
-HEAD_DIMS = tuple(forward_plan._TILES)
+HEAD_DIMS = tuple(forward_tiles.TILES)
 GAIN = 0.005  # under which two times count as equal
 
 # Values of the fields of ForwardTile that are not bool; those of bool fields go without saying.
@@ -306,23 +306,23 @@ def source(tile: ForwardTile) -> str:
 
 def choice_source(choice: Choice) -> str:
     """`choice` as the table has it."""
-    key_cost = "" if choice.key_cost == 1 else f", {choice.key_cost}"
-    return f"Choice({source(choice.tile)}{key_cost})"
+    cost = "" if choice.cost == 1 else f", {choice.cost}"
+    return f"Choice({source(choice.tile)}{cost})"
 
 
 def table_choices(head_dim: int, mask: str) -> tuple[Choice, ...]:
     """What the table has for `head_dim`."""
-    return forward_plan._choices(forward_plan.padded_head_dim(head_dim), MASKS[mask])
+    return forward_tiles.choices(forward_plan.padded_head_dim(head_dim), MASKS[mask])
 
 
 def table_row(head_dim: int, best: Mapping[str, ForwardTile]) -> str:
     """The table's row of `head_dim`; masks whose best tile it has, or that were not searched, keep theirs."""
     lines = [f"    {head_dim}: ("]
     for mask in MASKS:
-        choices = table_choices(head_dim, mask)
-        if mask in best and best[mask] not in [choice.tile for choice in choices]:
-            choices = (Choice(best[mask]),)
-        lines.append(f"        ({', '.join(map(choice_source, choices))},),")
+        row = table_choices(head_dim, mask)
+        if mask in best and best[mask] not in [choice.tile for choice in row]:
+            row = (Choice(best[mask]),)
+        lines.append(f"        ({', '.join(map(choice_source, row))},),")
     return "\n".join([*lines, "    ),"])
 
 

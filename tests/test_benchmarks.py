@@ -140,8 +140,9 @@ def test_forward_counts_what_is_attended_to_and_what_is_visited(
 
     from jax_flash._device import H100
     from jax_flash.cuda import forward_plan
+    from jax_flash.cuda.forward_tiles import choices
 
-    tile = forward_plan.tile(64, Window(None, None), keys)
+    tile = choices(64, Window(None, None))[0].tile
     tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16, split=1)
     monkeypatch.setattr(forward_plan, "tile", lambda *_: tile)
     case = forward.Case(2, queries, keys, heads, 3, 40, causal, window)

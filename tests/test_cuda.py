@@ -69,4 +69,4 @@ def test_missing_nvrtc_names_the_extra_and_warns_once(monkeypatch):
 
 def test_describe_names_the_tile():
     text = cuda.describe(AttentionSpec(0.1), shapes(H=80), H100)
-    assert "head dim 80" in text and "192 queries × 96 keys" in text
+    assert "head dim 80" in text and "forward 128 queries × 128 keys" in text

@@ -5,7 +5,8 @@ import pytest
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import launch_plan
-from jax_flash.cuda.forward_plan import cut_last_wave, pack, plan_forward, tile
+from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.forward_tiles import block_counts, cut_last_wave, pack, tile
 from jax_flash.cuda.launch_plan import Launch, TensorMap, Zero
 from jax_flash.cuda.window import Window
 
@@ -101,7 +102,24 @@ def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
     "keys,block", [(128, 128), (257, 144), (512, 128), (1000, 144), (4096, 128), (16384, 176)]
 )
 def test_blocks_of_keys_fit_their_number(keys, block):
-    assert tile(128, Window(None, None), keys).keys == block
+    assert tile(128, Window(None, None), sizes(shapes(T=keys, S=keys))).keys == block
+
+
+@pytest.mark.parametrize("window", [Window(None, None), Window(None, 0)], ids=["full", "causal"])
+def test_tiles_of_queries_fit_their_number(window):
+    rows = [tile(64, window, sizes(shapes(T=T, S=T, N=8, K=8, H=64))).rows for T in (128, 256, 4096)]
+    assert rows == [128, 128, 192]  # a third of a tile of 192 would be empty, and two thirds of the second
+
+
+def test_counts_the_blocks_that_tiles_pass_over():
+    shape = tile(128, Window(None, 0), sizes(shapes(T=400, S=400)))
+    assert (shape.rows, shape.keys) == (128, 128)
+    n = sizes(shapes(T=400, S=400))
+    assert block_counts(shape, 1, Window(None, None), n) == [4, 4, 4, 4]
+    assert block_counts(shape, 1, Window(None, 0), n) == [1, 2, 3, 4]
+    assert block_counts(shape, 1, Window(100, 0), n) == [1, 2, 2, 2]
+    assert block_counts(shape, 4, Window(None, 0), n) == [1] * 4 + [2] * 4 + [3] * 4 + [4]
+    assert block_counts(shape, 1, Window(None, 0), sizes(shapes(T=400, S=100))) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

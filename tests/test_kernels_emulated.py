@@ -61,6 +61,8 @@ FORWARD = (
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
     Case(H=128, T=130, S=300, right=0, N=4, K=2, B=2),
     Case(H=256, T=200, S=130, right=0),  # 70 queries see no key
+    Case(H=128, T=500, S=130, right=0, N=2, B=2),  # whole tiles of queries see no key
+    Case(H=64, T=400, S=100, left=50, right=-60, N=4, K=1),
     Case(H=128, T=130, S=257),  # its blocks have 144 keys
     # Query heads of one key head share a tile.
     Case(H=128, T=10, S=200, right=0, N=8, B=2),

@@ -9,15 +9,15 @@ import pytest
 
 from jax_flash import cuda
 from jax_flash._device import H100
-from jax_flash._spec import Operands
-from jax_flash.cuda import forward_plan
+from jax_flash._spec import Operands, sizes
+from jax_flash.cuda import forward_plan, forward_tiles
 from jax_flash.cuda.compile import Compiled, CompileError
-from jax_flash.cuda.forward_plan import Choice, ForwardTile
+from jax_flash.cuda.forward_tiles import TILES, Choice, ForwardTile, choices
 from jax_flash.cuda.window import Window
 
 SHARED_BYTES_PER_CTA = 232448
 START = dataclasses.replace(
-    forward_plan.tile(128, Window(None, None), 4096),
+    choices(128, Window(None, None))[0].tile,
     consumers=2,
     keys=128,
     stages=2,
@@ -53,7 +53,7 @@ def test_every_field_has_choices():
     for head_dim in tune.HEAD_DIMS:
         for mask, window in tune.MASKS.items():
             tiles = [choice.tile for choice in tune.table_choices(head_dim, mask)]
-            assert forward_plan.tile(head_dim, window, 4096) in tiles
+            assert tiles == [choice.tile for choice in choices(head_dim, window)]
             for tile in tiles:  # where a search starts
                 assert all(getattr(tile, name) in values for name, values in tune.space().items())
                 assert tune.possible(tile)
@@ -260,7 +260,7 @@ def test_refuses_a_real_kernel_that_spills():
     import tune
 
     cases = tune.cases(128, "full", "bfloat16")
-    table = forward_plan.tile(128, Window(None, None), 4096)
+    table = choices(128, Window(None, None))[0].tile
     assert tune.refusal(table, cases, H100, SHARED_BYTES_PER_CTA) is None
     spilling = dataclasses.replace(START, consumers=3, query_stages=1)
     assert tune.refusal(spilling, cases, H100, SHARED_BYTES_PER_CTA).startswith("spills: ")
@@ -270,7 +270,7 @@ def test_plans_have_the_candidate_and_then_the_tables_again():
     import tune
 
     cases = tune.cases(80, "windowed", "bfloat16")
-    (table, *_) = tune.launches(forward_plan.tile(80, Window(None, 0), 4096), cases, H100)
+    (table, *_) = tune.launches(choices(80, Window(None, 0))[0].tile, cases, H100)
     tile = dataclasses.replace(START, keys=48, stages=4, split=2)
     for launch in tune.launches(tile, cases, H100):
         defines = dict(launch.kernel.defines)
@@ -286,13 +286,13 @@ def test_the_row_is_the_tables_source():
         text = f"{{{tune.table_row(head_dim, best)}}}"
         return eval(text, {"Choice": Choice, "ForwardTile": ForwardTile})
 
-    full, windowed = forward_plan._TILES[128]
+    full, windowed = TILES[128]
     found = dataclasses.replace(START, keys=80, split=3)
     assert row(128) == {128: (full, windowed)}
     assert row(128, windowed=found) == {128: (full, (Choice(found),))}
     assert row(128, full=found) == {128: ((Choice(found),), windowed)}
     assert len(full) > 1 and row(128, full=full[-1].tile) == {128: (full, windowed)}  # the row has it already
-    assert row(72) == {72: forward_plan._TILES[96]}
+    assert row(72) == {72: TILES[96]}
 
 
 def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
@@ -304,7 +304,7 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
     other = dataclasses.replace(START, keys=112, split=7)  # not to be found but in the table
 
     def planned_tile():
-        return forward_plan.tile(128, Window(None, None), 16)
+        return forward_plan.tile(128, Window(None, None), sizes(Operands(*tune.cases()[0].shapes())))
 
     def fake_forward(spec, operands):
         return operands.query * (-1 if planned_tile() == wrong else 1), None
@@ -313,7 +313,7 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
     monkeypatch.setattr(tune, "CHOICES", choices | {"split": (2, 6, 8)})
     monkeypatch.setattr(cuda, "forward", fake_forward)
     table = ((Choice(START), Choice(other, 0.97)), (Choice(wrong),))
-    monkeypatch.setattr(forward_plan, "_TILES", {128: table})
+    monkeypatch.setattr(forward_tiles, "TILES", {128: table})
     monkeypatch.setattr(tune, "current", lambda: H100)
     monkeypatch.setattr(
         tune, "refusal", functools.partial(tune.refusal, compile=lambda kernel: Compiled(b"", ""))

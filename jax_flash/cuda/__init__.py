@@ -76,7 +76,7 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     """The kernels' names and tile shapes for a call that `supports` accepts."""
     n = sizes(shapes)
     head_dim = forward_plan.padded_head_dim(n.H)
-    ahead = forward_plan.tile(head_dim, binding_window(spec, n), n.S)
+    ahead = forward_plan.tile(head_dim, binding_window(spec, n), n)
     back = backward_plan.tile(head_dim)
     return (
         f"sm_90 kernels for head dim {head_dim}: forward {ahead.rows} queries × {ahead.keys} keys, "

@@ -20,15 +20,15 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
-// Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share; after
-// those, where the last tiles are cut, this CTA's share of them. Blocks go from the last to the first; K runs one
-// block ahead of V, as they are used.
+// Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share. After
+// those come, by stride, the ones that see no key, or, where the last tiles are cut, this CTA's share of them. Blocks
+// go from the last to the first; K runs one block ahead of V, as they are used.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
                                         const Cut& cut, int section_heads, int* next_tile) {
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
     const int grid = gridDim.x;
-    int index = blockIdx.x;
+    int index = blockIdx.x, blind = blockIdx.x;
     int cut_block = Traits::cut ? cut.begin(blockIdx.x) : 0;
     const int cut_end = Traits::cut ? cut.begin(blockIdx.x + 1) : 0;
     wait_for_previous_kernel();
@@ -37,6 +37,9 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         Tile tile;
         if (index < cut.whole_tiles) {
             tile = tile_at(index, shape, section_heads);
+        } else if (Traits::has_right && blind < blind_tile_count(shape)) {
+            tile = blind_tile_at(blind, shape);
+            blind += grid;
         } else if (Traits::cut && cut_block < cut_end) {
             tile = piece_at(cut_block, cut_end, cut, shape, section_heads);
             cut_block += tile.count();
@@ -61,8 +64,12 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         if (tile.count() > 0) load_key(tile.last - 1);  // before Q, whose slot is freed later
         mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
         shared.tile(query_slot.stage) = tile;
-        load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage), Traits::rows,
-                    tile.head, tile.first_row / Traits::pack, tile.batch);
+        if (tile.count() == 0) {
+            mbarrier::arrive(shared.query_full(query_slot.stage));
+        } else {
+            load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
+                        Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch);
+        }
         query_slot.advance();
 #pragma unroll 1  // the producer has few registers
         for (int block = tile.last - 2; block >= tile.first; --block) {
@@ -71,7 +78,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
         // hold its next one, while others run out (docs/tuning.md).
-        index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
+        if (index < cut.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
         if (tile.count() > 0) load_value(tile.first);
     }
     mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);

@@ -3,9 +3,13 @@
 #include "forward_traits.cuh"
 
 __device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack; }
+__device__ __forceinline__ int row_tiles(const Shape& shape) { return ceil_div(row_count(shape), Traits::rows); }
 
-__device__ __forceinline__ int tile_count(const Shape& shape) {
-    return ceil_div(row_count(shape), Traits::rows) * (shape.query_heads / Traits::pack) * shape.batch;
+// The first row tiles, whose rows are all before the first that sees a key: there the window's right bound hides all.
+__device__ __forceinline__ int blind_row_tiles(const Shape& shape) {
+    if constexpr (!Traits::has_right) return 0;
+    const int first_query = min(max(shape.queries - shape.keys - shape.right, 0), shape.queries);
+    return first_query * Traits::pack / Traits::rows;
 }
 
 // First key that `row` does not see on the right, and first key that it sees on the left. Alignment is to
@@ -32,20 +36,30 @@ __device__ __forceinline__ KeyBlocks key_blocks(int first_row, const Shape& shap
     return {begin / Traits::keys, ceil_div(end, Traits::keys)};
 }
 
-// Tile `index` of the walk. Packs of heads go by in sections of `section_heads`, chosen so that the
-// keys and values of a section stay in L2; within a section the tiles go from the last, which is
-// the longest where attention is causal, to the first, and all packs of the section share each turn.
+// Tile `index` of the walk over all that see keys. Packs of heads go by in sections of `section_heads`, chosen so that
+// the keys and values of a section stay in L2; within a section the tiles go from the last, which is the longest
+// where attention is causal, to the first, and all packs of the section share each turn.
 __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int section_heads) {
-    const int row_tiles = ceil_div(row_count(shape), Traits::rows);
+    const int turns = row_tiles(shape) - blind_row_tiles(shape);
     const int packs = shape.query_heads / Traits::pack;
-    const int section = index / (section_heads * row_tiles);
-    const int in_section = index - section * section_heads * row_tiles;
+    const int section = index / (section_heads * turns);
+    const int in_section = index - section * section_heads * turns;
     const int width = min(section_heads, packs * shape.batch - section * section_heads);
     const int turn = in_section / width;
     const int pack = section * section_heads + in_section - turn * width;
-    const int first_row = (row_tiles - 1 - turn) * Traits::rows;
+    const int first_row = (row_tiles(shape) - 1 - turn) * Traits::rows;
     const KeyBlocks blocks = key_blocks(first_row, shape);
     return {first_row, pack % packs * Traits::pack, pack / packs, blocks.first, blocks.last, -1};
+}
+
+__device__ __forceinline__ int blind_tile_count(const Shape& shape) {
+    return blind_row_tiles(shape) * (shape.query_heads / Traits::pack) * shape.batch;
+}
+__device__ __forceinline__ Tile blind_tile_at(int index, const Shape& shape) {
+    const int packs = shape.query_heads / Traits::pack;
+    const int pack = index / blind_row_tiles(shape);
+    const int first_row = (index - pack * blind_row_tiles(shape)) * Traits::rows;
+    return {first_row, pack % packs * Traits::pack, pack / packs, 0, 0, -1};
 }
 
 // The piece of a cut tile that starts at `block` of the row of blocks, for a CTA whose share ends at `end`.

@@ -1,0 +1,150 @@
+"""The forward kernel's tiles: their shapes, which one a call gets, and how they are shared out."""
+
+import dataclasses
+import math
+
+from jax_flash._spec import Sizes
+from jax_flash.cuda.window import Window
+
+PANEL = 64  # columns of a 16-bit tile under the 128-byte swizzle
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTile:
+    """Tile shape and schedule of one kernel variant."""
+
+    consumers: int  # warpgroups, 64 rows each
+    keys: int  # keys in a block
+    stages: int  # blocks in flight
+    pingpong: bool  # warpgroups take turns at the tensor cores
+    query_stages: int  # query tiles in shared memory
+    split: int  # 16-key steps of PV that are issued before the row maxima are taken; at most keys / 16
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.consumers)
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: Q, the rings of K and V, a warp's rows of the output, barriers and tiles."""
+        row = math.ceil(head_dim / PANEL) * PANEL * 2
+        rows = self.query_stages * self.rows + 2 * self.stages * self.keys
+        staging = 4 * self.consumers * 16 * PANEL * 2
+        return rows * row + staging + 8 * (2 * self.query_stages + 4 * self.stages) + 24 * self.query_stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A tile, and what a query and key that it passes over cost, relative to the first choice of the row."""
+
+    tile: ForwardTile
+    cost: float = 1.0
+
+
+# Head dim, rounded up to a multiple of 16, at most → choices for full attention, and for windowed (causal
+# is one). Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json), as
+# `benchmarks/tune.py` does anew; docs/tuning.md says what each gave. 160 was timed with the row of 192, and
+# 80 with that of 96. Larger tiles cost less a query and key, where they divide queries and keys well.
+TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
+    64: (
+        (Choice(ForwardTile(3, 128, 2, True, 2, 6)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.24)),
+        (Choice(ForwardTile(3, 128, 2, True, 2, 8)), Choice(ForwardTile(2, 128, 2, True, 2, 8), 1.19)),
+    ),
+    96: (
+        (Choice(ForwardTile(3, 96, 2, True, 2, 5)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.12)),
+        (Choice(ForwardTile(3, 96, 2, True, 2, 6)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.1)),
+    ),
+    128: (
+        (
+            Choice(ForwardTile(2, 128, 2, True, 2, 6)),
+            Choice(ForwardTile(2, 144, 2, True, 2, 7), 0.985),
+            Choice(ForwardTile(2, 176, 2, True, 1, 8), 0.97),
+        ),
+        (Choice(ForwardTile(2, 128, 2, True, 2, 6)),),
+    ),
+    192: (
+        (Choice(ForwardTile(2, 96, 2, True, 1, 5)),),
+        (Choice(ForwardTile(2, 96, 2, True, 1, 6)),),
+    ),
+    256: (
+        (Choice(ForwardTile(2, 64, 2, True, 1, 3)),),
+        (Choice(ForwardTile(2, 64, 2, True, 1, 3)),),
+    ),
+}
+
+# Pieces that a tile is cut into, at most: its last CTA reads them all.
+_PIECES = 8
+
+
+def choices(head_dim: int, window: Window) -> tuple[Choice, ...]:
+    """What a padded head dim may run with."""
+    full, windowed = next(choices for limit, choices in TILES.items() if head_dim <= limit)
+    return full if window.unbounded else windowed
+
+
+def tile(head_dim: int, window: Window, n: Sizes) -> ForwardTile:
+    """The tile of a call: of the choices for its padded head dim the one that costs least."""
+
+    def cost(choice: Choice) -> float:
+        rows, keys = choice.tile.rows, choice.tile.keys
+        heads = pack(n, rows)
+        counts = block_counts(choice.tile, heads, window, n)
+        # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
+        return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
+
+    return min(choices(head_dim, window), key=cost).tile
+
+
+def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:
+    """How many blocks of keys each tile of `heads` packed heads passes over (cuda/kernels/sm90/tile.cuh)."""
+    counts = []
+    for first_row in range(0, n.T * heads, tile.rows):
+        last_row = min(first_row + tile.rows, n.T * heads) - 1
+        first, last = (row // heads + n.S - n.T for row in (first_row, last_row))  # the queries' own keys
+        begin = 0 if window.left is None else max(0, first - window.left)
+        end = n.S if window.right is None else min(n.S, last + window.right + 1)
+        counts.append(math.ceil(end / tile.keys) - begin // tile.keys if end > begin else 0)
+    return counts
+
+
+def pack(n: Sizes, rows: int) -> int:
+    """How many query heads of a key head share a tile of `rows`: as few as give few tiles."""
+
+    def tiles(heads: int) -> int:
+        return math.ceil(n.T * heads / rows) * (n.N // heads)
+
+    best = 1
+    for heads in packs(n.group, rows):
+        if tiles(heads) <= 0.95 * tiles(best):
+            best = heads
+    return best
+
+
+def packs(group: int, rows: int) -> list[int]:
+    """How many heads of a group can share a tile, each with equally many of its rows."""
+    return [heads for heads in range(1, min(group, rows) + 1) if group % heads == 0 and rows % heads == 0]
+
+
+def can_cut(head_dim: int, window: Window) -> bool:
+    """Whether tiles may be cut: all are of one length, and the kernel has registers left to put pieces together."""
+    return window.unbounded and head_dim <= 192
+
+
+def cut_last_wave(tiles: int, ctas: int, blocks: int) -> tuple[int, int]:
+    """How many of `tiles`, of `blocks` each, are handed out whole, and how many CTAs share the others.
+
+    Tiles that don't fill a wave leave CTAs idle. Sharing them costs: a second tile's beginning and end, the
+    zeroing of a counter, and reading the pieces of a tile. Times are counted in blocks.
+    """
+    rest = tiles % ctas
+    if rest == 0:
+        return tiles, 0
+    sharers = min(ctas, rest * _PIECES, rest * blocks)  # each has a block at least, as the kernel counts on
+    if rest * blocks * sharers >= 2**31:  # the kernel divides this product, in 32 bits
+        return tiles, 0
+    whole = math.ceil(tiles / ctas) * (blocks + 1)
+    shared = tiles // ctas * (blocks + 1) + rest * blocks / sharers + 5 + sharers / rest / 2 + 0.5
+    return (tiles - rest, sharers) if shared < 0.985 * whole else (tiles, 0)
