@@ -129,7 +129,7 @@ def packs(group: int, rows: int) -> list[int]:
 
 
 def can_cut(head_dim: int, window: Window) -> bool:
-    """Whether tiles may be cut: all are of one length, and the kernel has registers left to put pieces together."""
+    """Whether tiles may be cut: all are of one length, and the kernel has registers left to join pieces."""
     return window.unbounded and head_dim <= 192
 
 
