@@ -143,7 +143,9 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             };
             auto take_maxima = [&](const bool masked) __attribute__((always_inline)) {
                 transform_scores(scores);
-                if (masked) mask_scores(scores, row, block * Traits::keys, shape);
+                if (masked) {
+                    mask_scores(scores, row, block * Traits::keys, block >= whole_end, block < whole_begin, shape);
+                }
                 rescales = softmax.take_maxima(scores, scale_log2);
             };
 
@@ -152,7 +154,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             wgmma::wait<0>();
             wgmma::pin(scores);
             release_key();
-            take_maxima(block >= whole_end || block < whole_begin);
+            take_maxima(true);
             softmax.exponentiate<0, score_count>(scores, scale_log2);
             pack_probabilities(probabilities, scores);
 
@@ -166,6 +168,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 wgmma::pin(scores);
                 release_key();
                 take_maxima(masked);
+                if (masked) wgmma::fence();  // the mask's branches would have ptxas put in one of its own
                 start_rest_of_out();
                 if constexpr (Traits::split < Traits::value_steps) pass_turn(consumer);
                 softmax.exponentiate<0, early_count>(scores, scale_log2);

@@ -20,18 +20,21 @@ __device__ __forceinline__ void transform_scores(float (&scores)[count]) {
     }
 }
 
-// Mask: -inf where the thread's rows do not see a key of the block at `first_key`.
+// Mask: -inf where the thread's rows do not see a key of the block at `first_key`, on the sides that are asked for.
 template <int count>
-__device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int first_key, const Shape& shape) {
+__device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int first_key, bool right, bool left,
+                                            const Shape& shape) {
     const int column = first_key + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int end = right_end(row + 8 * r, shape) - column;
-        const int begin = left_begin(row + 8 * r, shape) - column;
+    if (right) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            if (row_of(i) != r) continue;
-            if (column_of(i) >= end || (Traits::has_left && column_of(i) < begin)) scores[i] = -infinity;
+            if (column_of(i) >= right_end(row + 8 * row_of(i), shape) - column) scores[i] = -infinity;
+        }
+    }
+    if (Traits::has_left && left) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            if (column_of(i) < left_begin(row + 8 * row_of(i), shape) - column) scores[i] = -infinity;
         }
     }
 }
