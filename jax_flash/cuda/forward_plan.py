@@ -118,7 +118,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
-        overlap_previous=not (counted or cut_tiles),  # with zeroing ahead there is no kernel to overlap,
+        overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
         parameters=(
             rows_map(query, shape.rows, heads),
             rows_map(key, shape.keys),

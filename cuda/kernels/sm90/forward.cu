@@ -215,12 +215,12 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     forward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
             const __grid_constant__ TensorMap value_map, Traits::Element* __restrict__ out, float* __restrict__ lse,
-            int queries, int keys, int query_heads, int group, int batch, int columns, int left, int right,  // see Shape
-            int section_heads,                                                                               // see tile_at
-            int* __restrict__ next_tile,                                                                     // see produce
+            int queries, int keys, int query_heads, int group, int batch, int columns, int left, int right,  // Shape
+            int section_heads,                                              // see tile_at
+            int* __restrict__ next_tile,                                    // see produce
             int whole_tiles, int cut_ctas, int cut_tiles, int tile_blocks,  // see Cut
-            float* __restrict__ pieces, int* __restrict__ arrived,           // see Partials
-            float scale_log2)                                                                      // |scale|·log2(e)
+            float* __restrict__ pieces, int* __restrict__ arrived,          // see Partials
+            float scale_log2)                                               // |scale|·log2(e)
 {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
