@@ -108,6 +108,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seq-len", "length of queries and keys: a window wider than it is none", type=int, default=8192)
     add("--jobs", "compilations at once", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
+    if options.group < 1:
+        parser.error(f"argument --group: must be at least 1; got {options.group}")
     try:
         _validate.window(False, options.local_window_size)
     except ValueError as error:

@@ -65,6 +65,12 @@ def test_calls_find_every_kernel_that_was_compiled_ahead(monkeypatch, capsys):
             compile.compile_kernel(kernel)
 
 
+def test_a_group_without_heads_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        precompile.main("--arch sm_90a --group 0".split())
+    assert "--group: must be at least 1; got 0" in capsys.readouterr().err
+
+
 def test_options_combine(wanted):
     precompile.main("--arch sm_90a --head-dim 64 128 --dtype bfloat16 float16 --causal true false".split())
     combinations = {(dict(k.defines)["ELEMENT"], dict(k.defines)["HEAD_DIM"]) for k in wanted}

@@ -208,7 +208,8 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             release_query();
             finish();
         }
-        write_out(out, normalise, results, shared, shared.staging_offset(warp), shape, tile, tile.first_row + 16 * warp);
+        write_out(out, normalise, results, shared, shared.staging_offset(warp), shape, tile,
+                  tile.first_row + 16 * warp);
     }
 }
 

@@ -11,8 +11,8 @@ struct Partials {
 
 // Whether this warp is the tile's last; `out` and `softmax` are of all its keys then.
 template <int out_count>
-__device__ __forceinline__ bool combine_pieces(float (&out)[out_count], OnlineSoftmax& softmax, const Partials& partials,
-                                               const Cut& cut, const Tile& tile) {
+__device__ __forceinline__ bool combine_pieces(float (&out)[out_count], OnlineSoftmax& softmax,
+                                               const Partials& partials, const Cut& cut, const Tile& tile) {
     constexpr int warps = 4 * Traits::consumers, words = out_count + 4;
     const int thread = thread_index_anew() - 128, lane = thread % 32, warp = thread / 32;
     const int first = cut.owner(tile.cut * cut.tile_blocks), last = cut.owner((tile.cut + 1) * cut.tile_blocks - 1);

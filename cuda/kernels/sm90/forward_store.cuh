@@ -15,7 +15,8 @@ __device__ __forceinline__ void write_lse(const float (&row_lse)[2], const Resul
     for (int r = 0; r < 2; ++r) {
         const int query = (row + 8 * r) / Traits::pack, head = tile.head + (row + 8 * r) % Traits::pack;
         if (threadIdx.x % 4 == 0 && query < shape.queries) {
-            results.lse[(static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries + query] = row_lse[r];
+            const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries;
+            results.lse[first + query] = row_lse[r];
         }
     }
     __syncwarp();
@@ -39,8 +40,8 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::head_dim / 
         const int row = first_row + 4 * k + lane / 8;
         const int query = row / Traits::pack, head = tile.head + row % Traits::pack;
         inside[k] = query < shape.queries;
-        rows[k] = results.out +
-                  ((static_cast<int64_t>(tile.batch) * shape.queries + query) * shape.query_heads + head) * shape.columns;
+        const int64_t position = static_cast<int64_t>(tile.batch) * shape.queries + query;
+        rows[k] = results.out + (position * shape.query_heads + head) * shape.columns;
     }
 #pragma unroll
     for (int panel = 0; panel < Traits::panels; ++panel) {

@@ -52,7 +52,7 @@ struct Traits {
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
     static_assert(consumers > 1 || !pingpong, "one warpgroup has nobody to take turns with");
     static_assert(stages >= 2, "K of the next block is read while V of this one still is");
-    static_assert(split >= 1 && split <= value_steps, "a part of PV is issued on either side of the maxima, or all before");
+    static_assert(split >= 1 && split <= value_steps, "PV is issued on either side of the maxima, or all before");
     static_assert(!cut || !(has_left || has_right), "the cut tiles are taken to be of one length");
     static_assert(rows % pack == 0, "a query's heads are in one tile");
 };

@@ -58,6 +58,8 @@ struct OnlineSoftmax {
         float first_max;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            // The second row's starts when the first's is there. Left alone, ptxas takes both in step; like this it
+            // puts the first row's exponentials beside the second's maximum.
             float block_max = r == 0 ? scores[0] : fmaxf(scores[2], minus_infinity_after(first_max));
 #pragma unroll
             for (int i = 0; i < count; ++i) {
