@@ -21,13 +21,6 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// -inf, once x is there.
-__device__ __forceinline__ float minus_infinity_after(float x) {
-    float y;
-    asm("min.f32 %0, %1, 0fFF800000;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Two floats rounded to nearest and packed, `low` at the lower address.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -26,6 +26,13 @@ __device__ __forceinline__ int thread_index_anew() {
     return index;
 }
 
+// A float of shared memory, read not before what has been said to others so far: whatever needs it follows that.
+__device__ __forceinline__ float load_after(const float& x) {
+    float value;
+    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(&x)) : "memory");
+    return value;
+}
+
 // Gives registers back to (or takes them from) the CTA's pool: `count` for each thread from here on.
 template <int count>
 __device__ __forceinline__ void release_registers() {

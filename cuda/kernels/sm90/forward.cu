@@ -103,7 +103,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 descriptor::k_major_low(shared.query_tile(query_slot.stage) + consumer * descriptor::panel_bytes(64));
             float scores[score_count];
             uint32_t probabilities[packed_count][4];
-            bool rescales;
+            bool rescales = false;
 
             // This warpgroup's rows see every key of the blocks [whole_begin, whole_end).
             const int first_row = tile.first_row + 64 * consumer;
@@ -141,20 +141,21 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 if (lane == 0) mbarrier::arrive(shared.value_empty(value_slot.stage));
                 value_slot.advance();
             };
-            auto take_maxima = [&](const bool masked) __attribute__((always_inline)) {
+            auto finish_scores = [&](const bool masked) __attribute__((always_inline)) {
+                wgmma::pin(scores);
+                release_key();
                 transform_scores(scores);
                 if (masked) {
                     mask_scores(scores, row, block * Traits::keys, block >= whole_end, block < whole_begin, shape);
                 }
-                rescales = softmax.take_maxima(scores, scale_log2);
             };
 
             start_scores();
             pass_turn(consumer);
             wgmma::wait<0>();
-            wgmma::pin(scores);
-            release_key();
-            take_maxima(true);
+            finish_scores(true);
+            softmax.take_maximum<0>(scores, scale_log2, -infinity);
+            softmax.take_maximum<1>(scores, scale_log2, -infinity);
             softmax.exponentiate<0, score_count>(scores, scale_log2);
             pack_probabilities(probabilities, scores);
 
@@ -165,12 +166,13 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 start_out();
                 if constexpr (Traits::split == Traits::value_steps) pass_turn(consumer);
                 wgmma::wait<1>();
-                wgmma::pin(scores);
-                release_key();
-                take_maxima(masked);
+                finish_scores(masked);
+                rescales = softmax.take_maximum<0>(scores, scale_log2, -infinity);
                 if (masked) wgmma::fence();  // the mask's branches would have ptxas put in one of its own
                 start_rest_of_out();
                 if constexpr (Traits::split < Traits::value_steps) pass_turn(consumer);
+                // Left alone, ptxas takes both rows' maxima in step, above the end of the turn.
+                rescales |= softmax.take_maximum<1>(scores, scale_log2, load_after(shared.least_score()));
                 softmax.exponentiate<0, early_count>(scores, scale_log2);
                 // With turns, ptxas's own place for the wait is faster (docs/tuning.md).
                 if constexpr (!Traits::pingpong) {
@@ -244,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             mbarrier::init(shared.value_empty(stage), 4 * Traits::consumers);
         }
         mbarrier::fence_init();
+        shared.least_score() = -infinity;
     }
     __syncthreads();
     allow_next_kernel();

@@ -22,19 +22,21 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
 
 // Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share. After
 // those come, by stride, the ones that see no key, or, where the last tiles are cut, this CTA's share of them. Blocks
-// go from the last to the first; K runs one block ahead of V, as they are used.
+// go from the last to the first; K runs one block ahead of V, as they are used. With two stages for Q, a tile is taken
+// and its Q loaded before the end of the one before.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
                                         const Cut& cut, int section_heads, int* next_tile) {
+    constexpr bool loads_query_early = Traits::query_stages > 1;
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
     const int grid = gridDim.x;
     int index = blockIdx.x, blind = blockIdx.x;
     int cut_block = Traits::cut ? cut.begin(blockIdx.x) : 0;
     const int cut_end = Traits::cut ? cut.begin(blockIdx.x + 1) : 0;
-    wait_for_previous_kernel();
-#pragma unroll 1
-    while (true) {
-        Tile tile;
+
+    // The tile of `index`, or what comes after those. Its first row is negative where no more come.
+    auto take_tile = [&]() {
+        Tile tile{-1, 0, 0, 0, 0, -1};
         if (index < cut.whole_tiles) {
             tile = tile_at(index, shape, section_heads);
         } else if (Traits::has_right && blind < blind_tile_count(shape)) {
@@ -43,9 +45,27 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         } else if (Traits::cut && cut_block < cut_end) {
             tile = piece_at(cut_block, cut_end, cut, shape, section_heads);
             cut_block += tile.count();
-        } else {
-            break;
         }
+        return tile;
+    };
+    // Tells the consumers of a tile, and loads its Q if it needs one.
+    auto load_query = [&](const Tile& tile) {
+        mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
+        shared.tile(query_slot.stage) = tile;
+        if (tile.count() == 0) {
+            mbarrier::arrive(shared.query_full(query_slot.stage));
+        } else {
+            load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
+                        Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch);
+        }
+        query_slot.advance();
+    };
+
+    wait_for_previous_kernel();
+    Tile tile = take_tile();
+    if (loads_query_early) load_query(tile);
+#pragma unroll 1
+    while (tile.first_row >= 0) {
         const int key_head = tile.head / shape.group;
 
         auto load_key = [&](int block) {
@@ -61,16 +81,8 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             value_slot.advance();
         };
 
-        if (tile.count() > 0) load_key(tile.last - 1);  // before Q, whose slot is freed later
-        mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
-        shared.tile(query_slot.stage) = tile;
-        if (tile.count() == 0) {
-            mbarrier::arrive(shared.query_full(query_slot.stage));
-        } else {
-            load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
-                        Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch);
-        }
-        query_slot.advance();
+        if (tile.count() > 0) load_key(tile.last - 1);
+        if (!loads_query_early) load_query(tile);
 #pragma unroll 1  // the producer has few registers
         for (int block = tile.last - 2; block >= tile.first; --block) {
             load_key(block);
@@ -79,9 +91,10 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
         // hold its next one, while others run out (docs/tuning.md).
         if (index < cut.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
+        const Tile next = take_tile();
+        if (loads_query_early) load_query(next);
         if (tile.count() > 0) load_value(tile.first);
+        tile = next;
     }
-    mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
-    shared.tile(query_slot.stage).first_row = -1;
-    mbarrier::arrive(shared.query_full(query_slot.stage));
+    if (!loads_query_early) load_query(tile);
 }

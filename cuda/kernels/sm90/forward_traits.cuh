@@ -89,7 +89,8 @@ struct SharedMemory {
     static constexpr int staging = value + Traits::stages * Traits::block_bytes;
     static constexpr int barriers = staging + 4 * Traits::consumers * Traits::staging_bytes;
     static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
-    static constexpr int bytes = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
+    static constexpr int least = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
+    static constexpr int bytes = least + 8;
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile(int stage) const { return base + query + stage * Traits::query_bytes; }
@@ -99,6 +100,9 @@ struct SharedMemory {
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::block_bytes; }
     // A consumer warp's own place to turn rows of accumulators into rows of memory.
     __device__ int staging_offset(int consumer_warp) const { return staging + consumer_warp * Traits::staging_bytes; }
+
+    // Holds -inf, what maxima start from.
+    __device__ float& least_score() const { return *reinterpret_cast<float*>(data + least); }
 
     __device__ uint32_t query_full(int stage) const { return base + barriers + 8 * stage; }
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::query_stages; }

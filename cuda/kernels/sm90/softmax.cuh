@@ -51,31 +51,23 @@ struct OnlineSoftmax {
     float row_sum[2] = {0.0f, 0.0f};      // over this thread's columns alone until `finish`
     float rescale[2];  // what earlier probabilities, and the output so far, have to be multiplied by
 
-    // Takes the maxima of a block. Whether a row of this lane has a `rescale` other than 1.
-    template <int count>
-    __device__ __forceinline__ bool take_maxima(const float (&scores)[count], float scale_log2) {
-        bool any_grows = false;
-        float first_max;
+    // Takes the maximum of one of the thread's rows over a block. Whether its `rescale` is other than 1. The
+    // comparisons start from `least`: -inf, from where the caller wants them to wait for it.
+    template <int r, int count>
+    __device__ __forceinline__ bool take_maximum(const float (&scores)[count], float scale_log2, float least) {
+        float block_max = fmaxf(scores[2 * r], least);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            // The second row's starts when the first's is there. Left alone, ptxas takes both in step; like this it
-            // puts the first row's exponentials beside the second's maximum.
-            float block_max = r == 0 ? scores[0] : fmaxf(scores[2], minus_infinity_after(first_max));
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                if (row_of(i) == r) block_max = fmaxf(block_max, scores[i]);
-            }
-            if (r == 0) first_max = block_max;
-            // Rounded up, and the sum below down, so that no exponent exceeds the slack however large the logits are.
-            const float top = __fmul_ru(quad_max(block_max), scale_log2);
-            const bool grows = top > __fadd_rd(row_max[r], slack);
-            const float before = row_max[r];
-            row_max[r] = grows ? top : before;
-            rescale[r] = exp2_approx(before - row_max[r]);
-            row_sum[r] *= rescale[r];
-            any_grows |= grows;
+        for (int i = 0; i < count; ++i) {
+            if (row_of(i) == r) block_max = fmaxf(block_max, scores[i]);
         }
-        return any_grows;
+        // Rounded up, and the sum below down, so that no exponent exceeds the slack however large the logits are.
+        const float top = __fmul_ru(quad_max(block_max), scale_log2);
+        const bool grows = top > __fadd_rd(row_max[r], slack);
+        const float before = row_max[r];
+        row_max[r] = grows ? top : before;
+        rescale[r] = exp2_approx(before - row_max[r]);
+        row_sum[r] *= rescale[r];
+        return grows;
     }
 
     // Scores [begin, end) become probabilities relative to the maxima.
