@@ -9,6 +9,7 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
+    block_counts,
     can_cut,
     choices,
     cut_last_wave,
@@ -99,8 +100,8 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     out = Buffer("out", shapes.query.shape, dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     tiles = math.ceil(n.T * heads / shape.rows) * (n.N // heads) * n.B
-    # Under a window tiles take unequally long: CTAs take the next from a counter. Its zeroing costs 2 µs.
-    counted = not window.unbounded and tiles > device.sm_count
+    # Where tiles take unequally long, CTAs take the next from a counter. Its zeroing costs 2 µs.
+    counted = tiles > device.sm_count and len(set(block_counts(shape, heads, window, n))) > 1
     next_tile = Buffer("next_tile", (1,), "int32")
     blind_rows = 0 if window.right is None else min(max(n.T - n.S - window.right, 0), n.T) * heads
     whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B

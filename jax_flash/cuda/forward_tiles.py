@@ -51,7 +51,7 @@ class Choice:
 TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     64: (
         (Choice(ForwardTile(3, 128, 2, True, 2, 6)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.24)),
-        (Choice(ForwardTile(3, 128, 2, True, 2, 8)), Choice(ForwardTile(2, 128, 2, True, 2, 8), 1.19)),
+        (Choice(ForwardTile(3, 128, 2, True, 2, 6)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.19)),
     ),
     96: (
         (Choice(ForwardTile(3, 96, 2, True, 2, 5)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.12)),
@@ -70,8 +70,8 @@ TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
         (Choice(ForwardTile(2, 96, 2, True, 1, 6)),),
     ),
     256: (
-        (Choice(ForwardTile(2, 64, 2, True, 1, 3)),),
-        (Choice(ForwardTile(2, 64, 2, True, 1, 3)),),
+        (Choice(ForwardTile(2, 64, 2, True, 1, 4)),),
+        (Choice(ForwardTile(2, 64, 2, True, 1, 4)),),
     ),
 }
 

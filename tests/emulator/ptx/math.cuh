@@ -24,8 +24,7 @@ uint16_t narrow(float x) {
         if (x != 0 && !std::isinf(x)) exponent = std::max(std::ilogb(x), -14);
         const float magnitude = fabsf(std::isinf(x) ? x : round_at(x, exponent - 10));
         if (magnitude >= 65520) return sign | 0x7c00;
-        const int units = static_cast<int>(ldexpf(magnitude, 24));  // of the smallest subnormal
-        if (units < 1 << 10) return sign | units;
+        if (magnitude < 0x1p-14f) return sign | static_cast<int>(ldexpf(magnitude, 24));  // subnormals
         exponent = std::ilogb(magnitude);
         return sign | ((exponent + 15) << 10) + (static_cast<int>(ldexpf(magnitude, 10 - exponent)) - 1024);
     }
