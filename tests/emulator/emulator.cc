@@ -332,7 +332,7 @@ void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
         for (uint32_t i = 0; i < bytes / 4; ++i) destination[i] += values[i];
     });
 }
-void reduce_add(float* destination, float a, float b, float c, float d) {
+void reduce_add_now(float* destination, float a, float b, float c, float d) {
     check_bulk(destination, 0, 16);
     const float values[4] = {a, b, c, d};
     for (int i = 0; i < 4; ++i) destination[i] += values[i];

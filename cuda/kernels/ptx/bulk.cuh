@@ -20,10 +20,11 @@ __device__ __forceinline__ void reduce_add(float* destination, uint32_t source, 
                  : "memory");
 }
 
-// registers → global, adding four float32 elements to what is there.
+// registers → global, adding four float32 elements to what is there, `offset` bytes from `destination`.
+template <int offset = 0>
 __device__ __forceinline__ void reduce_add(float* destination, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b),
-                 "f"(c), "f"(d)
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0+%5], {%1, %2, %3, %4};" ::"l"(destination), "f"(a), "f"(b),
+                 "f"(c), "f"(d), "n"(offset)
                  : "memory");
 }
 

@@ -1,18 +1,19 @@
 // Attention backward for Hopper: keys outside, queries inside, in the manner of FlashAttention-3 (Shah et
 // al., arXiv:2407.08608) on plain PTX.
 //
-// A CTA owns a tile of keys of one key head, with its gradients in registers, and streams the query blocks
-// that see it, for every query head of the group in turn, so that dK and dV are summed over the group in
-// place. One thread of warpgroup 0 loads; another of its warps adds dQ to the float32 sum of it in global
-// memory; two warpgroups compute. Scores are computed transposed, keys down and queries across, because
-// the accumulators of Pᵀ and dSᵀ are then the register operands of dV += PᵀdO and dK += dSᵀQ. How the two
-// share a block:
+// A CTA owns a tile of keys of one key head, with its gradients in registers, and streams the query blocks that see it,
+// for every query head of the group in turn, so that dK and dV are summed over the group in place. One thread of
+// warpgroup 0 loads; two warpgroups, the consumers, compute dK and dV and hand dS to a third, which computes dQ and adds
+// it to the float32 sum in global memory: so no consumer waits for another one's dS. Scores are computed transposed,
+// keys down and queries across, because the accumulators of Pᵀ and dSᵀ are then the register operands of dV += PᵀdO and
+// dK += dSᵀQ. How the consumers share a block:
 //
 //   keys      (backward_split_keys.cuh)      each owns 64 of 128 keys: head dims up to 128;
 //   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
 //             keys: larger head dims, where the registers of a warpgroup hold one gradient and not two.
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
+#include "backward_d_query.cuh"
 #include "backward_split_keys.cuh"
 #include "backward_split_products.cuh"
 
@@ -58,37 +59,6 @@ __device__ __forceinline__ void produce(const Call& call) {
     });
 }
 
-// ---------------------------------------------------------------------------------------- dQ warp
-
-// Adds each consumer's part of dQ to global memory as it is staged. All 32 lanes of one warp run it.
-__device__ __forceinline__ void add_d_query(const Call& call) {
-    const bool elected = elect_one();
-    const int last_iteration = call.work.iterations(call.shape) - 1;
-    call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
-        float* sum = call.d_query_block(head, block);
-#pragma unroll
-        for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
-            named_barrier_sync(d_query_full + consumer, 160);
-            if (elected) {
-                bulk::reduce_add(sum + DqPart::offset(consumer) / 4,
-                                 call.shared.base + SharedMemory::d_query + DqPart::offset(consumer),
-                                 DqPart::bytes(consumer));
-                tma::commit_group();
-            }
-            __syncwarp();
-        }
-        if (iteration < last_iteration) {
-            if (elected) tma::wait_group_read<1>();
-            __syncwarp();
-            named_barrier_arrive(d_query_empty, 160);
-            if (elected) tma::wait_group_read<0>();
-            __syncwarp();
-            named_barrier_arrive(d_query_empty + 1, 160);
-        }
-    });
-    if (elected) tma::wait_group<0>();
-}
-
 // ---------------------------------------------------------------------------------------- entry
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
@@ -121,6 +91,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_value_map);
         mbarrier::init(shared.key_full(), 1);
         mbarrier::init(shared.value_full(), 1);
+        for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
+            // A lane of each warp that writes a part of dS.
+            mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
+            mbarrier::init(shared.d_scores_empty(buffer), 4);
+        }
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
             mbarrier::init(shared.d_out_full(stage), 1);
@@ -135,24 +110,18 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     if (warp < 4) {
         release_registers<Traits::producer_registers>();
         if (warp == 0 && elect_one()) produce(call);
-        if (Traits::dq_by_tma && warp == 1) add_d_query(call);
+    } else if (warp >= 4 * (1 + Traits::consumers)) {
+        release_registers<Traits::d_query_registers>();
+        compute_d_query(call);
     } else {
         take_registers<Traits::consumer_registers>();
         const int consumer = warp / 4 - 1;
-        if constexpr (Traits::split_products) {
-            if (consumer == 0) {
-                consume_values(call);
-            } else {
-                consume_keys(call);
-            }
-        } else if constexpr (DqPart::columns(0) == DqPart::columns(1)) {
-            consume_split_keys<DqPart::columns(0)>(call, consumer);
+        if constexpr (!Traits::split_products) {
+            consume_split_keys(call, consumer);
+        } else if (consumer == 0) {
+            consume_values(call);
         } else {
-            if (consumer == 0) {
-                consume_split_keys<DqPart::columns(0)>(call, 0);
-            } else {
-                consume_split_keys<DqPart::columns(1)>(call, 1);
-            }
+            consume_keys(call);
         }
     }
 }

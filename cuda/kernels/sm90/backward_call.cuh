@@ -3,15 +3,12 @@
 #include "backward_tile.cuh"
 #include "backward_traits.cuh"
 
-// Named barriers of two warpgroups (256 threads), of one (128), and of one and the dQ warp (160).
+// Named barriers of two warpgroups (256 threads), and of one (128).
 enum Barrier {
-    d_scores_full = 1,
-    d_scores_empty,
-    exchange_full,
+    exchange_full = 1,
     exchange_empty,
-    own,                      // and the next: one a consumer
-    d_query_full = own + 2,   // and the next
-    d_query_empty = own + 4,  // and the next
+    turn,            // and the next: one a consumer
+    own = turn + 2,  // and the next two: one a consumer, one for dQ
 };
 
 struct TensorMaps {
@@ -24,6 +21,15 @@ struct Work {
     QueryBlocks blocks;
 
     __device__ int iterations(const Shape& shape) const { return blocks.count() * shape.group; }
+
+    // The blocks in the order that all roles share.
+    struct Cursor {
+        int head, block;
+        __device__ __forceinline__ void advance(const QueryBlocks& blocks) {
+            if (++block == blocks.last) block = blocks.first, ++head;
+        }
+    };
+    __device__ Cursor begin(const Shape& shape) const { return {tile.head * shape.group, blocks.first}; }
 
     // Calls visit(query_head, block, iteration) in the order that all roles share.
     template <class Visit>
@@ -46,7 +52,7 @@ struct Call {
     const Shape shape;
     const Work work;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
-    float* d_query_sum;       // (B, N, query blocks, queries · head_dim), see DqPart
+    float* d_query_sum;       // (B, N, query blocks, queries · head_dim), see DqBlock
     float scale;
 
     // Where a block's share of a (B, N, query blocks, …) array lies.
@@ -57,6 +63,6 @@ struct Call {
         return statistics + block_index(query_head, block) * (2 * Traits::queries);
     }
     __device__ float* d_query_block(int query_head, int block) const {
-        return d_query_sum + block_index(query_head, block) * DqPart::block_elements;
+        return d_query_sum + block_index(query_head, block) * DqBlock::elements;
     }
 };

@@ -1,9 +1,9 @@
-// After the backward kernel: dQ = scale · the float32 sum, from the order of the accumulators (DqPart) to
+// After the backward kernel: dQ = scale · the float32 sum, from the order of the accumulators (DqBlock) to
 // (B, T, N, H) in the operands' type.
 #include "../ptx/math.cuh"
 #include "backward_traits.cuh"
 
-constexpr int threads = 128 * Traits::consumers;
+constexpr int threads = 256;
 // Elements from row to row of the staged block. Eight more than it has, so that the eight rows that a warp
 // writes at once lie in different banks.
 constexpr int staged_stride = Traits::head_dim + 8;
@@ -19,15 +19,14 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
     const int head = head_index % query_heads, batch = head_index / query_heads;
 
-    const int consumer = threadIdx.x / 128, thread = threadIdx.x % 128;
-    const float4* part = reinterpret_cast<const float4*>(d_query_sum + block_index * DqPart::block_elements +
-                                                         DqPart::offset(consumer) / 4);
-    const int part_row = DqPart::first_row(consumer) + thread / 32 * 16 + thread % 32 / 4;
-    const int part_column = DqPart::first_column(consumer) + thread % 4 * 2;
+    const float4* sums = reinterpret_cast<const float4*>(d_query_sum + block_index * DqBlock::elements);
+    const int thread = threadIdx.x % 128;  // that had the accumulators
 #pragma unroll 4
-    for (int i = 0; i < DqPart::columns(consumer) / 8; ++i) {
-        const float4 sum = part[i * 128 + thread];
-        uint16_t* destination = staged + part_row * staged_stride + part_column + i * 8;
+    for (int i = threadIdx.x; i < DqBlock::elements / 4; i += threads) {
+        const int row_tile = i / 128 / DqBlock::chunks, chunk = i / 128 % DqBlock::chunks;
+        const int row = 64 * row_tile + thread / 32 * 16 + thread % 32 / 4;
+        const float4 sum = sums[i];
+        uint16_t* destination = staged + row * staged_stride + chunk * 8 + thread % 4 * 2;
         *reinterpret_cast<uint32_t*>(destination) = pack<Traits::Element>(sum.x * scale, sum.y * scale);
         *reinterpret_cast<uint32_t*>(destination + 8 * staged_stride) =
             pack<Traits::Element>(sum.z * scale, sum.w * scale);

@@ -2,6 +2,7 @@
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/math.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "../ptx/wgmma.cuh"
@@ -29,30 +30,42 @@ __device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint3
     wgmma::pin(scores);
 }
 
+// The columns from `first` on of dV += Pᵀ dO or dK += dSᵀ Q for 64 keys.
+template <int first, int columns>
+__device__ __forceinline__ void issue_gradient_columns(float (&gradient)[gradient_count],
+                                                       const uint32_t (&transposed)[query_steps][4],
+                                                       uint32_t query_block) {
+    auto& accumulators = reinterpret_cast<float(&)[columns / 2]>(gradient[first / 2]);
+    const uint64_t b = descriptor::mn_major(
+        query_block + first / descriptor::panel_columns * descriptor::panel_bytes(Traits::queries), Traits::queries);
+#pragma unroll
+    for (int step = 0; step < query_steps; ++step) {
+        Wgmma<columns>::template issue<Traits::Element, Major::MN>(
+            accumulators, transposed[step], descriptor::advance(b, descriptor::mn_major_offset(step)), 1);
+    }
+}
+
 // dV += Pᵀ dO or dK += dSᵀ Q for 64 keys, issued and committed as one group.
 __device__ __forceinline__ void issue_gradient(float (&gradient)[gradient_count],
                                                const uint32_t (&transposed)[query_steps][4], uint32_t query_block) {
-    const uint64_t b = descriptor::mn_major(query_block, Traits::queries);
     wgmma::pin(gradient);
     wgmma::fence();
-#pragma unroll
-    for (int step = 0; step < query_steps; ++step) {
-        Wgmma<Traits::head_dim>::issue<Traits::Element, Major::MN>(
-            gradient, transposed[step], descriptor::advance(b, descriptor::mn_major_offset(step)), 1);
+    if constexpr (Traits::head_dim <= 192) {
+        issue_gradient_columns<0, Traits::head_dim>(gradient, transposed, query_block);
+    } else {  // ptxas refuses an instruction with more registers than a thread has at launch, 128
+        issue_gradient_columns<0, 128>(gradient, transposed, query_block);
+        issue_gradient_columns<128, Traits::head_dim - 128>(gradient, transposed, query_block);
     }
     wgmma::commit();
     wgmma::pin(gradient);
 }
 
-// This consumer's part of dQ = dS K, issued and committed as one group.
+// A tile of dQ = dS K, issued and committed as one group: 64 queries and the columns of K's panels from `key_panel` on.
 template <int columns>
-__device__ __forceinline__ void issue_d_query(float (&d_query)[columns / 2], uint32_t d_scores, uint32_t key_tile,
-                                              int consumer) {
-    constexpr int panel = descriptor::panel_bytes(Traits::keys);
-    const uint64_t a =
-        descriptor::mn_major(d_scores + DqPart::first_row(consumer) / 64 * panel, Traits::keys);
-    const uint64_t b = descriptor::mn_major(
-        key_tile + DqPart::first_column(consumer) / descriptor::panel_columns * panel, Traits::keys);
+__device__ __forceinline__ void issue_d_query(float (&d_query)[columns / 2], uint32_t d_scores_panel,
+                                              uint32_t key_panel) {
+    const uint64_t a = descriptor::mn_major(d_scores_panel, Traits::keys);
+    const uint64_t b = descriptor::mn_major(key_panel, Traits::keys);
     wgmma::pin(d_query);
     wgmma::fence();
 #pragma unroll
@@ -106,6 +119,13 @@ __device__ __forceinline__ void pack_operand(uint32_t (&packed)[query_steps][4],
     }
 }
 
+// Elements i … i+3 of what was packed.
+__device__ __forceinline__ float4 unpack_operand(const uint32_t (&packed)[query_steps][4], int i) {
+    const float2 low = unpack<Traits::Element>(packed[i / 8][i / 2 % 4]);
+    const float2 high = unpack<Traits::Element>(packed[i / 8][i / 2 % 4 + 1]);
+    return {low.x, low.y, high.x, high.y};
+}
+
 // dSᵀ of 64 keys from row `first_row` of the buffer on. Lanes address the rows of four 8×8 matrices: keys
 // and keys + 8 of eight queries, then of the next eight.
 __device__ __forceinline__ void store_d_scores(const uint32_t (&packed)[query_steps][4], uint32_t buffer,
@@ -118,6 +138,24 @@ __device__ __forceinline__ void store_d_scores(const uint32_t (&packed)[query_st
         store_matrix_x4(panel + descriptor::swizzled_offset(row, step % 4 * 2 + half), packed[step][0],
                         packed[step][1], packed[step][2], packed[step][3]);
     }
+}
+
+// Hands dSᵀ of 64 keys to the warpgroup that computes dQ. All of one warpgroup's threads call it.
+__device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, DScoresSlot& slot,
+                                                   const uint32_t (&packed)[query_steps][4], int first_row) {
+    mbarrier::wait(shared.d_scores_empty(slot.stage), slot.parity ^ 1);
+    store_d_scores(packed, shared.d_scores_buffer(slot.stage), first_row);
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.d_scores_full(slot.stage));
+    slot.advance();
+}
+
+// Waits until dQ of all `iterations` is computed: nobody reads K any more.
+__device__ __forceinline__ void wait_for_d_query(const SharedMemory& shared, int iterations) {
+    if (iterations == 0) return;
+    const int last = iterations - 1;
+    mbarrier::wait(shared.d_scores_empty(last % Traits::d_scores_buffers), last / Traits::d_scores_buffers % 2);
 }
 
 // Stages dK or dV of 64 keys over `tile`'s rows from `first_row` on, and stores it by TMA, which clips rows

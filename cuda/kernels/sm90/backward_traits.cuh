@@ -7,6 +7,7 @@
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
 //   DQ_BY_TMA       1: dQ is added to global memory from shared memory, 0: straight from registers
+//   TURNS           1: warpgroups take turns at the tensor cores
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 #pragma once
 #include "../ptx/descriptor.cuh"
@@ -23,47 +24,41 @@ struct Traits {
     static constexpr bool split_products = SPLIT_PRODUCTS;
     static constexpr int stages = STAGES;
     static constexpr bool dq_by_tma = DQ_BY_TMA;
+    static constexpr bool turns = TURNS;
 
     static constexpr int consumers = 2;
-    static constexpr int threads = 128 * (1 + consumers);
-    static constexpr int producer_registers = 24;  // setmaxnreg
-    static constexpr int consumer_registers = 240;
+    static constexpr int threads = 128 * (2 + consumers);
+    static constexpr int producer_registers = 24;  // setmaxnreg; all four together 512
+    static constexpr int consumer_registers = queries == 64 && head_dim <= 96 ? 192 : 208;
+    static constexpr int d_query_registers = 512 - producer_registers - 2 * consumer_registers;
 
     static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
     static constexpr int key_bytes = panels * descriptor::panel_bytes(keys);       // K, or V
     static constexpr int query_bytes = panels * descriptor::panel_bytes(queries);  // one stage of Q, or of dO
     static constexpr int statistics_bytes = queries * 4;                           // one stage of lse, or of D
-    // dS lies as [keys][queries], in panels of 64 queries. Two of them let a warpgroup write the next
-    // block's while the other one still reads this block's.
+    // dS lies as [keys][queries], in panels of 64 queries. Two of them, so that the next block's is written while
+    // dQ of this one is computed.
     static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(keys);
-    static constexpr int d_scores_buffers = split_products ? 1 : 2;
+    static constexpr int d_scores_buffers = 2;
     static constexpr int exchange_bytes = split_products ? queries * keys * 4 : 0;
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
     static_assert(keys == (split_products ? 64 : 128), "a warpgroup holds the gradients of 64 keys");
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
-    static_assert(queries == 128 || panels > 1, "64 rows of dQ are shared out by panels of columns");
 };
 
-// The part of a block's dQ that one consumer warpgroup computes: 64 rows of 128, or the panels of one half
-// of the columns. The float32 sum of dQ keeps each part in the order of wgmma's accumulators, so that it is
-// added to and read back 16 bytes a thread: four accumulators i … i+3 of thread t lie at (i/4·128 + t)·16
-// bytes.
-struct DqPart {
-    static constexpr bool by_rows = Traits::queries == 128;
-    static constexpr int first_columns =
-        by_rows ? Traits::head_dim : Traits::panels / 2 * descriptor::panel_columns;
-    static constexpr int second_columns = by_rows ? Traits::head_dim : Traits::head_dim - first_columns;
-    static constexpr int block_elements = Traits::queries * Traits::head_dim;
-    static_assert(64 * (first_columns + second_columns) == block_elements, "the parts make up the block");
-
-    __device__ static constexpr int columns(int consumer) { return consumer == 0 ? first_columns : second_columns; }
-    __device__ static constexpr int first_row(int consumer) { return by_rows ? 64 * consumer : 0; }
-    __device__ static constexpr int first_column(int consumer) { return by_rows ? 0 : consumer * first_columns; }
-    // Bytes of the float32 part, and where it starts in the block's sum.
-    __device__ static constexpr int bytes(int consumer) { return 64 * columns(consumer) * 4; }
-    __device__ static constexpr int offset(int consumer) { return consumer * bytes(0); }
+// How the float32 sum of dQ keeps a block: 64 rows after 64 rows, in those 8 columns after 8 columns, and each 64 × 8 as
+// the 128 threads of a warpgroup hold them in accumulators, 16 bytes a thread. Computed in tiles of 64 rows, each a
+// contiguous piece, whose columns leave the warpgroup's registers to the consumers.
+struct DqBlock {
+    static constexpr int elements = Traits::queries * Traits::head_dim;
+    static constexpr int row_tiles = Traits::queries / 64, chunks = Traits::head_dim / 8;
+    static constexpr int chunk_bytes = 64 * 8 * 4;
+    static constexpr int tile_columns = Traits::head_dim <= 96 ? Traits::head_dim : descriptor::panel_columns;
+    static constexpr int column_tiles = ceil_div(Traits::head_dim, tile_columns);
+    static constexpr bool ragged = Traits::head_dim % tile_columns != 0;  // the last tile is not whole
+    static constexpr int tile_bytes = tile_columns / 8 * chunk_bytes;
 };
 
 // Where the statistics of a row lie in its block: in each 16 rows, those that a thread meets as columns of
@@ -84,9 +79,9 @@ struct SharedMemory {
     static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
     static constexpr int exchange = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int d_query = exchange + Traits::exchange_bytes;
-    static constexpr int statistics = d_query + (Traits::dq_by_tma ? DqPart::block_elements * 4 : 0);
+    static constexpr int statistics = d_query + (Traits::dq_by_tma ? DqBlock::tile_bytes : 0);
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
-    static constexpr int bytes = barriers + 8 * (2 + 4 * Traits::stages);
+    static constexpr int bytes = barriers + 8 * (2 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -104,15 +99,16 @@ struct SharedMemory {
     __device__ const float4* delta(int stage) const {
         return reinterpret_cast<const float4*>(data + delta_offset(stage));
     }
-    // P on its way from one warpgroup to the other, in the order of the accumulators, as in DqPart.
+    // P on its way from one warpgroup to the other, in the order of the accumulators, as in DqBlock.
     __device__ float4* exchange_tile() const { return reinterpret_cast<float4*>(data + exchange); }
-    __device__ float4* d_query_part(int consumer) const {
-        return reinterpret_cast<float4*>(data + d_query + DqPart::offset(consumer));
-    }
+    // A tile of dQ on its way to the sum.
+    __device__ float4* d_query_tile() const { return reinterpret_cast<float4*>(data + d_query); }
 
     __device__ uint32_t key_full() const { return base + barriers; }
     __device__ uint32_t value_full() const { return base + barriers + 8; }
-    __device__ uint32_t query_full(int stage) const { return base + barriers + 8 * (2 + stage); }
+    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (2 + buffer); }
+    __device__ uint32_t d_scores_empty(int buffer) const { return d_scores_full(buffer) + 8 * Traits::d_scores_buffers; }
+    __device__ uint32_t query_full(int stage) const { return d_scores_empty(Traits::d_scores_buffers) + 8 * stage; }
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t d_out_full(int stage) const { return query_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t d_out_empty(int stage) const { return query_full(stage) + 24 * Traits::stages; }
@@ -120,6 +116,7 @@ struct SharedMemory {
 
 // Q and dO go round together.
 using BlockSlot = PipelineState<Traits::stages>;
+using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
 
 // Sizes of the call. A side of the window that is not bounded is so large that it never bounds.
 struct Shape {
