@@ -24,21 +24,22 @@ class BackwardTile:
     keys: int  # of a CTA
     split_products: bool
     stages: int  # blocks of Q, and of dO, in flight
-    dq_by_tma: bool  # dQ goes to its float32 sum through shared memory, or straight from registers
-    turns: bool = True  # the two take turns at the tensor cores
 
-    threads = 512
+    @property
+    def threads(self) -> int:
+        return 384 if self.split_products else 512
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
         keys_and_values = 2 * self.keys * row
         blocks = 2 * self.stages * self.queries * row
-        d_scores = 2 * self.queries * self.keys * 2
+        buffers = 1 if self.split_products else 2
+        d_scores = buffers * self.queries * self.keys * 2
         exchange = self.queries * self.keys * 4 if self.split_products else 0
-        d_query = 64 * (head_dim if head_dim <= 96 else 64) * 4 if self.dq_by_tma else 0
+        d_query = 0 if self.split_products else 64 * (head_dim if head_dim <= 96 else 64) * 4
         statistics = 2 * self.stages * self.queries * 4
-        barriers = 8 * (2 + 4 + 4 * self.stages)
+        barriers = 8 * (2 + 2 * buffers + 4 * self.stages)
         return keys_and_values + blocks + d_scores + exchange + d_query + statistics + barriers
 
 
@@ -52,10 +53,10 @@ class BackwardTile:
 #   192        96 (dK or dV)       32         16 + 64             218
 #   256        128 (dK or dV)      32         16 + 64             217
 _TILES = {
-    64: BackwardTile(128, 128, split_products=False, stages=2, dq_by_tma=True),
-    128: BackwardTile(64, 128, split_products=False, stages=2, dq_by_tma=False),
-    192: BackwardTile(64, 64, split_products=True, stages=2, dq_by_tma=True),
-    256: BackwardTile(64, 64, split_products=True, stages=2, dq_by_tma=False),
+    64: BackwardTile(128, 128, split_products=False, stages=2),
+    128: BackwardTile(64, 128, split_products=False, stages=2),
+    192: BackwardTile(64, 64, split_products=True, stages=2),
+    256: BackwardTile(64, 64, split_products=True, stages=2),
 }
 
 # What a section of the tile walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
@@ -65,12 +66,7 @@ _SECTION_BYTES = 24 << 20
 _UNBOUNDED = 1 << 29
 
 
-OPTIONS: dict = {}
-
-
 def tile(head_dim: int) -> BackwardTile:
-    if head_dim in OPTIONS:
-        return OPTIONS[head_dim]
     return next(shape for limit, shape in _TILES.items() if head_dim <= limit)
 
 
@@ -95,8 +91,6 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("KEYS", shape.keys),
             ("SPLIT_PRODUCTS", int(shape.split_products)),
             ("STAGES", shape.stages),
-            ("DQ_BY_TMA", int(shape.dq_by_tma)),
-            ("TURNS", int(shape.turns)),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
         return Kernel(source, entry, device.arch, defines)

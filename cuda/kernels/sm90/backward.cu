@@ -3,14 +3,14 @@
 //
 // A CTA owns a tile of keys of one key head, with its gradients in registers, and streams the query blocks that see it,
 // for every query head of the group in turn, so that dK and dV are summed over the group in place. One thread of
-// warpgroup 0 loads; two warpgroups, the consumers, compute dK and dV and hand dS to a third, which computes dQ and adds
-// it to the float32 sum in global memory: so no consumer waits for another one's dS. Scores are computed transposed,
-// keys down and queries across, because the accumulators of Pᵀ and dSᵀ are then the register operands of dV += PᵀdO and
-// dK += dSᵀQ. How the consumers share a block:
+// warpgroup 0 loads; two warpgroups, the consumers, compute dK and dV. dQ is added to a float32 sum in global memory.
+// Scores are computed transposed, keys down and queries across, because the accumulators of Pᵀ and dSᵀ are then the
+// register operands of dV += PᵀdO and dK += dSᵀQ. How the work on a block is shared:
 //
-//   keys      (backward_split_keys.cuh)      each owns 64 of 128 keys: head dims up to 128;
-//   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
-//             keys: larger head dims, where the registers of a warpgroup hold one gradient and not two.
+//   keys      (backward_split_keys.cuh)      each consumer owns 64 of 128 keys, and hands their dS to a third
+//             warpgroup, which computes dQ, so that none waits for another one's dS: head dims up to 128;
+//   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64 keys, and both
+//             dQ: larger head dims, where the registers of a warpgroup hold one gradient and not two.
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
@@ -92,14 +92,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         mbarrier::init(shared.key_full(), 1);
         mbarrier::init(shared.value_full(), 1);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
-            // A lane of each warp that writes a part of dS.
-            mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
+            mbarrier::init(shared.d_scores_full(buffer), 4 * Traits::consumers);  // a lane of each warp
             mbarrier::init(shared.d_scores_empty(buffer), 4);
         }
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
             mbarrier::init(shared.d_out_full(stage), 1);
-            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers);  // a lane of each warp
+            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers);
             mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers);
         }
         mbarrier::fence_init();
@@ -110,9 +109,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     if (warp < 4) {
         release_registers<Traits::producer_registers>();
         if (warp == 0 && elect_one()) produce(call);
-    } else if (warp >= 4 * (1 + Traits::consumers)) {
-        release_registers<Traits::d_query_registers>();
-        compute_d_query(call);
+    } else if (Traits::d_query_warpgroup && warp >= 4 * (1 + Traits::consumers)) {
+        if constexpr (Traits::d_query_warpgroup) {
+            release_registers<Traits::d_query_registers>();
+            compute_d_query(call);
+        }
     } else {
         take_registers<Traits::consumer_registers>();
         const int consumer = warp / 4 - 1;

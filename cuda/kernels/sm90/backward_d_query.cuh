@@ -4,19 +4,18 @@
 #include "backward_call.cuh"
 #include "backward_products.cuh"
 
-// Adds a tile of dQ, of which the first `chunks` of 8 columns are there, to the sum at `sum`. All threads of the warpgroup.
+// Adds a tile of dQ, as accumulators, to the sum; `of_thread` is where this thread's first four go.
 template <int count, int i = 0>
-__device__ __forceinline__ void add_from_registers(const float (&d_query)[count], float* of_thread, int chunks) {
+__device__ __forceinline__ void add_from_registers(const float (&d_query)[count], float* of_thread) {
     if constexpr (i < count) {
-        if (!DqBlock::ragged || i / 4 < chunks) {
-            bulk::reduce_add<i * 512>(of_thread, d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]);
-        }
-        add_from_registers<count, i + 4>(d_query, of_thread, chunks);
+        bulk::reduce_add<i * 512>(of_thread, d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]);
+        add_from_registers<count, i + 4>(d_query, of_thread);
     }
 }
 
+// The same through shared memory, and of the first `bytes` of the tile alone. All threads of the warpgroup for dQ.
 template <int count>
-__device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int chunks) {
+__device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int bytes) {
     const int thread = threadIdx.x % 128;
     float4* staged = call.shared.d_query_tile();
     if (thread == 0) tma::wait_group_read<0>();
@@ -28,7 +27,7 @@ __device__ __forceinline__ void add_from_shared(const Call& call, const float (&
     fence_proxy_async();
     named_barrier_sync(own + Traits::consumers, 128);
     if (thread == 0) {
-        bulk::reduce_add(sum, call.shared.base + SharedMemory::d_query, chunks * DqBlock::chunk_bytes);
+        bulk::reduce_add(sum, call.shared.base + SharedMemory::d_query, bytes);
         tma::commit_group();
     }
 }
@@ -43,22 +42,18 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
 #pragma unroll 1  // or else ptxas carries a tile on, past the next one's products
         for (int tile = 0; tile < DqBlock::row_tiles * DqBlock::column_tiles; ++tile) {
             const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
-            const int chunks = min(DqBlock::tile_columns / 8, DqBlock::chunks - column_tile * DqBlock::tile_columns / 8);
             float d_query[DqBlock::tile_columns / 2];
             issue_d_query<DqBlock::tile_columns>(
                 d_query, shared.d_scores_buffer(slot.stage) + row_tile * descriptor::panel_bytes(Traits::keys),
                 shared.key_tile() + column_tile * descriptor::panel_bytes(Traits::keys));
             wgmma::wait<0>();
             wgmma::pin(d_query);
-            float* tile_sum = sum + 64 * (row_tile * Traits::head_dim + column_tile * DqBlock::tile_columns);
-            if constexpr (Traits::dq_by_tma) {
-                add_from_shared(call, d_query, tile_sum, chunks);
-            } else {
-                add_from_registers(d_query, tile_sum + threadIdx.x % 128 * 4, chunks);
-            }
+            const int first_chunk = column_tile * DqBlock::tile_columns / 8;
+            add_from_shared(call, d_query, sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk),
+                            min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes));
         }
         if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.d_scores_empty(slot.stage));
         slot.advance();
     });
-    if (Traits::dq_by_tma && threadIdx.x % 128 == 0) tma::wait_group<0>();
+    if (threadIdx.x % 128 == 0) tma::wait_group<0>();
 }

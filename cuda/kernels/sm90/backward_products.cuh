@@ -30,31 +30,16 @@ __device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint3
     wgmma::pin(scores);
 }
 
-// The columns from `first` on of dV += Pᵀ dO or dK += dSᵀ Q for 64 keys.
-template <int first, int columns>
-__device__ __forceinline__ void issue_gradient_columns(float (&gradient)[gradient_count],
-                                                       const uint32_t (&transposed)[query_steps][4],
-                                                       uint32_t query_block) {
-    auto& accumulators = reinterpret_cast<float(&)[columns / 2]>(gradient[first / 2]);
-    const uint64_t b = descriptor::mn_major(
-        query_block + first / descriptor::panel_columns * descriptor::panel_bytes(Traits::queries), Traits::queries);
-#pragma unroll
-    for (int step = 0; step < query_steps; ++step) {
-        Wgmma<columns>::template issue<Traits::Element, Major::MN>(
-            accumulators, transposed[step], descriptor::advance(b, descriptor::mn_major_offset(step)), 1);
-    }
-}
-
 // dV += Pᵀ dO or dK += dSᵀ Q for 64 keys, issued and committed as one group.
 __device__ __forceinline__ void issue_gradient(float (&gradient)[gradient_count],
                                                const uint32_t (&transposed)[query_steps][4], uint32_t query_block) {
+    const uint64_t b = descriptor::mn_major(query_block, Traits::queries);
     wgmma::pin(gradient);
     wgmma::fence();
-    if constexpr (Traits::head_dim <= 192) {
-        issue_gradient_columns<0, Traits::head_dim>(gradient, transposed, query_block);
-    } else {  // ptxas refuses an instruction with more registers than a thread has at launch, 128
-        issue_gradient_columns<0, 128>(gradient, transposed, query_block);
-        issue_gradient_columns<128, Traits::head_dim - 128>(gradient, transposed, query_block);
+#pragma unroll
+    for (int step = 0; step < query_steps; ++step) {
+        Wgmma<Traits::head_dim>::issue<Traits::Element, Major::MN>(
+            gradient, transposed[step], descriptor::advance(b, descriptor::mn_major_offset(step)), 1);
     }
     wgmma::commit();
     wgmma::pin(gradient);

@@ -4,13 +4,10 @@
 #include "backward_call.cuh"
 #include "backward_products.cuh"
 
-// Waiting for the turn at the tensor cores, and passing it on to the other consumer.
-__device__ __forceinline__ void take_turn(int consumer) {
-    if constexpr (Traits::turns) named_barrier_sync(turn + consumer, 256);
-}
-__device__ __forceinline__ void pass_turn(int consumer) {
-    if constexpr (Traits::turns) named_barrier_arrive(turn + (consumer ^ 1), 256);
-}
+// Waiting for the turn at the tensor cores, and passing it on to the other consumer. Left alone, the two fall into step,
+// and none has products to run while both are at their exponentials.
+__device__ __forceinline__ void take_turn(int consumer) { named_barrier_sync(turn + consumer, 256); }
+__device__ __forceinline__ void pass_turn(int consumer) { named_barrier_arrive(turn + (consumer ^ 1), 256); }
 
 __device__ __forceinline__ void consume_split_keys(const Call& call, int consumer) {
     const SharedMemory& shared = call.shared;
@@ -81,7 +78,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
     if (iterations > 0) {
         mbarrier::wait(shared.key_full(), 0);
-        if (Traits::turns && consumer == 1) pass_turn(consumer);  // consumer 0 goes first
+        if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
         start_scores();
         mbarrier::wait(shared.value_full(), 0);
         finish_scores();

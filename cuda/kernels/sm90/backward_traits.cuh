@@ -6,8 +6,6 @@
 //   QUERIES, KEYS   rows of a block of queries, and of the CTA's tile of keys
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
-//   DQ_BY_TMA       1: dQ is added to global memory from shared memory, 0: straight from registers
-//   TURNS           1: warpgroups take turns at the tensor cores
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 #pragma once
 #include "../ptx/descriptor.cuh"
@@ -23,23 +21,23 @@ struct Traits {
     static constexpr int keys = KEYS;
     static constexpr bool split_products = SPLIT_PRODUCTS;
     static constexpr int stages = STAGES;
-    static constexpr bool dq_by_tma = DQ_BY_TMA;
-    static constexpr bool turns = TURNS;
 
     static constexpr int consumers = 2;
-    static constexpr int threads = 128 * (2 + consumers);
-    static constexpr int producer_registers = 24;  // setmaxnreg; all four together 512
-    static constexpr int consumer_registers = queries == 64 && head_dim <= 96 ? 192 : 208;
-    static constexpr int d_query_registers = 512 - producer_registers - 2 * consumer_registers;
+    static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
+    static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
+    // setmaxnreg; a multiprocessor has 512 for the threads of all warpgroups that share a place in theirs.
+    static constexpr int producer_registers = 24;
+    static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
+    static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
 
     static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
     static constexpr int key_bytes = panels * descriptor::panel_bytes(keys);       // K, or V
     static constexpr int query_bytes = panels * descriptor::panel_bytes(queries);  // one stage of Q, or of dO
     static constexpr int statistics_bytes = queries * 4;                           // one stage of lse, or of D
     // dS lies as [keys][queries], in panels of 64 queries. Two of them, so that the next block's is written while
-    // dQ of this one is computed.
+    // another warpgroup computes dQ of this one.
     static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(keys);
-    static constexpr int d_scores_buffers = 2;
+    static constexpr int d_scores_buffers = d_query_warpgroup ? 2 : 1;
     static constexpr int exchange_bytes = split_products ? queries * keys * 4 : 0;
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
@@ -49,15 +47,14 @@ struct Traits {
 };
 
 // How the float32 sum of dQ keeps a block: 64 rows after 64 rows, in those 8 columns after 8 columns, and each 64 × 8 as
-// the 128 threads of a warpgroup hold them in accumulators, 16 bytes a thread. Computed in tiles of 64 rows, each a
-// contiguous piece, whose columns leave the warpgroup's registers to the consumers.
+// the 128 threads of a warpgroup hold them in accumulators, 16 bytes a thread. The warpgroup for dQ computes tiles of 64
+// rows and so many columns as leave registers to the consumers; a tile is a contiguous piece.
 struct DqBlock {
     static constexpr int elements = Traits::queries * Traits::head_dim;
     static constexpr int row_tiles = Traits::queries / 64, chunks = Traits::head_dim / 8;
     static constexpr int chunk_bytes = 64 * 8 * 4;
     static constexpr int tile_columns = Traits::head_dim <= 96 ? Traits::head_dim : descriptor::panel_columns;
     static constexpr int column_tiles = ceil_div(Traits::head_dim, tile_columns);
-    static constexpr bool ragged = Traits::head_dim % tile_columns != 0;  // the last tile is not whole
     static constexpr int tile_bytes = tile_columns / 8 * chunk_bytes;
 };
 
@@ -79,7 +76,7 @@ struct SharedMemory {
     static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
     static constexpr int exchange = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int d_query = exchange + Traits::exchange_bytes;
-    static constexpr int statistics = d_query + (Traits::dq_by_tma ? DqBlock::tile_bytes : 0);
+    static constexpr int statistics = d_query + (Traits::d_query_warpgroup ? DqBlock::tile_bytes : 0);
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int bytes = barriers + 8 * (2 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
