@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import logging
 import math
+import random
 import statistics
 import time
 import warnings
@@ -39,6 +40,7 @@ OURS = "jax_flash_cuda"
 FA3 = "fa3_cu13"
 # ‖output − first contender's‖ / ‖first contender's‖: rounding gives under 0.01, another mask over 0.1.
 AGREEMENT = 0.03
+ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +166,16 @@ def visited_flops(case: Case, device: Device) -> int:
 
 
 def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:
-    """A row for each contender: TFLOP/s and milliseconds, or the error it raised in place of them."""
+    """A row for each contender: TFLOP/s and milliseconds, or the error it raised in place of them.
+
+    Medians of rounds in each of which the contenders come in another order: what comes first, or after a
+    heavy one, finds the chip at another clock.
+    """
     inputs = case.inputs()
     expected: jax.Array | None = None
-    rows = []
+    rows: dict[str, dict] = {name: {"case": str(case), "group": group, "peer": name} for name in names}
+    runs, rounds = {}, {}
     for name in names:
-        row: dict = {"case": str(case), "group": group, "peer": name}
         attend = functools.partial(contenders.CONTENDERS[name], causal=case.causal, window=case.window)
         run = chain(attend, case.calls)
         try:
@@ -177,13 +183,17 @@ def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:
             if name not in contenders.UNSCALED:
                 expected = out if expected is None else expected
                 check_agreement(out, expected)
-            row |= figures(case, run, inputs)
-            if name == OURS and group == "windows":
-                row["visited"] = visited_flops(case, current()) / row["milliseconds"] / 1e9
+            runs[name], rounds[name] = run, []
         except Exception as error:  # whatever a contender refuses with is its answer
-            row["error"] = record.error(error)
-        rows.append(row)
-    return rows
+            rows[name]["error"] = record.error(error)
+    for order in range(ROUNDS):
+        for name in random.Random(order).sample(list(runs), len(runs)):
+            rounds[name].append(figures(case, runs[name], inputs))
+    for name, of_rounds in rounds.items():
+        rows[name] |= {key: statistics.median(figure[key] for figure in of_rounds) for key in of_rounds[0]}
+        if name == OURS and group == "windows":
+            rows[name]["visited"] = visited_flops(case, current()) / rows[name]["milliseconds"] / 1e9
+    return list(rows.values())
 
 
 def figures(case: Case, run: Callable, inputs: Sequence[jax.Array]) -> dict[str, float]:
@@ -302,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     result = record.environment() | {"ceiling": record.product_ceiling("bfloat16"), "rows": []}
     print(record.heading(result))
-    print(f"TFLOP/s forward, {result['timing']}")
+    print(f"TFLOP/s forward, {result['timing']} in each of {ROUNDS} shuffled rounds, whose median counts")
     print(f"{'case':38}" + "".join(f"{name:>15}" for name in options.peers), flush=True)
     for group in options.groups:
         print(group, flush=True)

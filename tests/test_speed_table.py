@@ -13,11 +13,10 @@ MARKED = re.compile(r"(<!-- benchmarks -->\n).*?(<!-- /benchmarks -->)", re.DOTA
 
 COLUMNS = {
     "jax_flash_cuda": "`cuda`",
-    "jax_flash_pallas": "`pallas`",
     "cudnn": "cuDNN",
     "fa3_cu13": "FlashAttention-3",
+    "fa3_cu12": "the same, CUDA 12",
     "tokamax": "tokamax",
-    "jax_mgpu": "JAX `attention_mgpu`",
 }
 
 
@@ -56,12 +55,12 @@ def test_the_readme_has_the_figures_of_the_benchmark():
 
 
 def test_the_benchmark_is_whole():
-    """Every default case by both of our GPU implementations, and beside them the peers of the bar."""
+    """Every default case by us, and beside us the peers of the bar."""
     rows = {(row["case"], row["peer"]): row for row in json.loads(RESULT.read_text())["rows"]}
     cases = {case for case, _ in rows}
     assert len(cases) == 12
     for case in cases:
-        for peer in ("jax_flash_cuda", "jax_flash_pallas", "cudnn", "fa3_cu13"):
+        for peer in ("jax_flash_cuda", "cudnn", "fa3_cu13", "tokamax"):
             assert {"forward", "backward"} <= rows[case, peer].keys()
 
 

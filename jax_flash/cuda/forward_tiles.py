@@ -29,11 +29,12 @@ class ForwardTile:
         return 128 * (1 + self.consumers)
 
     def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q, the rings of K and V, a warp's rows of the output, barriers, tiles, -inf."""
+        """Dynamic shared memory: Q, the rings of K and V, rows of the output, barriers, tiles, -inf."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
         rows = self.query_stages * self.rows + 2 * self.stages * self.keys
         staging = 4 * self.consumers * 16 * PANEL * 2
-        return rows * row + staging + 8 * (2 * self.query_stages + 4 * self.stages) + 24 * self.query_stages + 8
+        barriers = 8 * (2 * self.query_stages + 4 * self.stages)
+        return rows * row + staging + barriers + 24 * self.query_stages + 8
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,21 +20,31 @@ __device__ __forceinline__ void transform_scores(float (&scores)[count]) {
     }
 }
 
+// Bit k is set where a row's k-th element of a thread, in column k/2·8 + k%2, lies before `columns`.
+__device__ __forceinline__ uint32_t elements_before(int columns) {
+    const int count = columns <= 0 ? 0 : columns / 8 * 2 + min(columns % 8, 2);
+    return count >= 32 ? 0xffffffff : (1u << count) - 1;
+}
+
 // Mask: -inf where the thread's rows do not see a key of the block at `first_key`, on the sides that are asked for.
+// A row's elements are picked by the bits of a word: 32 comparisons cost more.
 template <int count>
 __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int first_key, bool right, bool left,
                                             const Shape& shape) {
     const int column = first_key + 2 * (threadIdx.x % 4);
-    if (right) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
-            if (column_of(i) >= right_end(row + 8 * row_of(i), shape) - column) scores[i] = -infinity;
-        }
-    }
-    if (Traits::has_left && left) {
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
-            if (column_of(i) < left_begin(row + 8 * row_of(i), shape) - column) scores[i] = -infinity;
+        for (int word = 0; word < count / 2; word += 32) {
+            const int first_column = column + word * 4;
+            uint32_t seen = 0xffffffff;
+            if (right) seen = elements_before(right_end(row + 8 * r, shape) - first_column);
+            if (Traits::has_left && left) seen &= ~elements_before(left_begin(row + 8 * r, shape) - first_column);
+#pragma unroll
+            for (int k = 0; k < min(32, count / 2 - word); ++k) {
+                float& score = scores[(word + k) / 2 * 4 + 2 * r + k % 2];
+                score = seen >> k & 1 ? score : -infinity;
+            }
         }
     }
 }
