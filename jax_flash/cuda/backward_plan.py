@@ -16,8 +16,8 @@ from jax_flash.cuda.window import Window, binding_window
 class BackwardTile:
     """Tile shape of one variant of the kernels.
 
-    Two consumer warpgroups share a block. They split its keys, each with dK and dV of 64 keys in
-    registers, or, where the head dim leaves room for one of the two, its products.
+    Two consumer warpgroups share a block. They split its keys, each with dK and dV of 64 keys in registers,
+    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products.
     """
 
     queries: int  # in a block
@@ -37,21 +37,24 @@ class BackwardTile:
         buffers = 1 if self.split_products else 2
         d_scores = buffers * self.queries * self.keys * 2
         exchange = self.queries * self.keys * 4 if self.split_products else 0
-        d_query = 0 if self.split_products else 64 * (head_dim if head_dim <= 96 else 64) * 4
+        if self.split_products:
+            d_query_columns = head_dim if head_dim <= 192 else 0
+        else:
+            d_query_columns = head_dim if head_dim <= 96 else PANEL
+        d_query = 64 * d_query_columns * 4
         statistics = 2 * self.stages * self.queries * 4
         barriers = 8 * (2 + 2 * buffers + 4 * self.stages)
         return keys_and_values + blocks + d_scores + exchange + d_query + statistics + barriers
 
 
-# Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides,
-# in registers of 240: gradients, the larger of scores with dP and of packed P with dS and dQ:
+# Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
+# registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P, dS and dQ.
 #
-#   head dim   gradients           S, dP      packed P, dS + dQ   shared KB
-#   64         2 x 32              64 + 64    32 + 32 + 32        194
-#   96         2 x 48              32 + 32    16 + 16 + 32        186
-#   128        2 x 64              32 + 32    16 + 16 + 32        194
-#   192        96 (dK or dV)       32         16 + 64             218
-#   256        128 (dK or dV)      32         16 + 64             217
+#   head dim   gradients           S or dP, P   packed P, dS + dQ   shared KB
+#   64         2 x 32              64 + 32      32 + 32             178
+#   128        2 x 64              32 + 16      16 + 16             177
+#   192        96 (dK or dV)       32           16 + 64             217
+#   256        128 (dK or dV)      32           16 + 64             217
 _TILES = {
     64: BackwardTile(128, 128, split_products=False, stages=2),
     128: BackwardTile(64, 128, split_products=False, stages=2),

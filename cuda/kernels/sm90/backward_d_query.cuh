@@ -13,23 +13,30 @@ __device__ __forceinline__ void add_from_registers(const float (&d_query)[count]
     }
 }
 
-// The same through shared memory, and of the first `bytes` of the tile alone. All threads of the warpgroup for dQ.
+// The same by TMA, `bytes` of the tile, from `staged` bytes into the shared memory for dQ. All threads of a warpgroup,
+// for which `barrier` is.
 template <int count>
-__device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int bytes) {
+__device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int bytes,
+                                                int staged, int barrier) {
     const int thread = threadIdx.x % 128;
-    float4* staged = call.shared.d_query_tile();
+    float4* vectors = reinterpret_cast<float4*>(call.shared.data + SharedMemory::d_query + staged);
     if (thread == 0) tma::wait_group_read<0>();
-    named_barrier_sync(own + Traits::consumers, 128);
+    named_barrier_sync(barrier, 128);
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
-        staged[i / 4 * 128 + thread] = {d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]};
+        vectors[i / 4 * 128 + thread] = {d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]};
     }
     fence_proxy_async();
-    named_barrier_sync(own + Traits::consumers, 128);
+    named_barrier_sync(barrier, 128);
     if (thread == 0) {
-        bulk::reduce_add(sum, call.shared.base + SharedMemory::d_query, bytes);
+        bulk::reduce_add(sum, call.shared.base + SharedMemory::d_query + staged, bytes);
         tma::commit_group();
     }
+}
+
+// Waits until what this warpgroup added by TMA has arrived.
+__device__ __forceinline__ void wait_for_sums() {
+    if (threadIdx.x % 128 == 0) tma::wait_group<0>();
 }
 
 __device__ __forceinline__ void compute_d_query(const Call& call) {
@@ -50,10 +57,11 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
             wgmma::pin(d_query);
             const int first_chunk = column_tile * DqBlock::tile_columns / 8;
             add_from_shared(call, d_query, sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk),
-                            min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes));
+                            min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes), 0,
+                            own + Traits::consumers);
         }
         if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.d_scores_empty(slot.stage));
         slot.advance();
     });
-    if (threadIdx.x % 128 == 0) tma::wait_group<0>();
+    wait_for_sums();
 }

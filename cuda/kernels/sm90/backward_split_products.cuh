@@ -20,8 +20,13 @@ struct DqPart {
                                shared.key_tile() + first_column / descriptor::panel_columns *
                                                        descriptor::panel_bytes(Traits::keys));
     }
-    static __device__ __forceinline__ void add(const float (&d_query)[columns / 2], float* sum) {
-        add_from_registers(d_query, sum + 64 * first_column + threadIdx.x % 128 * 4);
+    static __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) {
+        constexpr int first_element = 64 * first_column;
+        if constexpr (Traits::d_query_bytes > 0) {
+            add_from_shared(call, d_query, sum + first_element, 64 * columns * 4, first_element * 4, own + consumer);
+        } else {
+            add_from_registers(d_query, sum + first_element + threadIdx.x % 128 * 4);
+        }
     }
 };
 
@@ -72,9 +77,10 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         wgmma::wait<0>();
         wgmma::pin(d_query);
         named_barrier_arrive(d_scores_read, 256);
-        Part::add(d_query, call.d_query_block(head, block));
+        Part::add(call, d_query, call.d_query_block(head, block));
         slot.advance();
     });
+    wait_for_sums();
 
     // Consumer 1 no longer reads V: its last dPᵀ came before the last dS.
     store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), 0, own + consumer, tile.head, tile.first_key,
@@ -129,9 +135,10 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        Part::add(d_query, call.d_query_block(head, block));
+        Part::add(call, d_query, call.d_query_block(head, block));
         slot.advance();
     });
+    wait_for_sums();
 
     if (last_iteration >= 0) named_barrier_sync(d_scores_read, 256);  // consumer 0 no longer reads K
     store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), 0, own + consumer, tile.head,

@@ -40,6 +40,12 @@ struct Traits {
     static constexpr int d_scores_buffers = d_query_warpgroup ? 2 : 1;
     static constexpr int exchange_bytes = split_products ? queries * keys * 4 : 0;
 
+    // Columns of a tile of dQ that the warpgroup for it computes: its registers hold no more.
+    static constexpr int d_query_columns = head_dim <= 96 ? head_dim : descriptor::panel_columns;
+    // dQ on its way to the sum. Without room for it, it goes there straight from registers.
+    static constexpr int d_query_bytes =
+        64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim : 0);
+
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
     static_assert(keys == (split_products ? 64 : 128), "a warpgroup holds the gradients of 64 keys");
@@ -53,7 +59,7 @@ struct DqBlock {
     static constexpr int elements = Traits::queries * Traits::head_dim;
     static constexpr int row_tiles = Traits::queries / 64, chunks = Traits::head_dim / 8;
     static constexpr int chunk_bytes = 64 * 8 * 4;
-    static constexpr int tile_columns = Traits::head_dim <= 96 ? Traits::head_dim : descriptor::panel_columns;
+    static constexpr int tile_columns = Traits::d_query_columns;
     static constexpr int column_tiles = ceil_div(Traits::head_dim, tile_columns);
     static constexpr int tile_bytes = tile_columns / 8 * chunk_bytes;
 };
@@ -76,7 +82,7 @@ struct SharedMemory {
     static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
     static constexpr int exchange = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int d_query = exchange + Traits::exchange_bytes;
-    static constexpr int statistics = d_query + (Traits::d_query_warpgroup ? DqBlock::tile_bytes : 0);
+    static constexpr int statistics = d_query + Traits::d_query_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int bytes = barriers + 8 * (2 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
@@ -98,8 +104,6 @@ struct SharedMemory {
     }
     // P on its way from one warpgroup to the other, in the order of the accumulators, as in DqBlock.
     __device__ float4* exchange_tile() const { return reinterpret_cast<float4*>(data + exchange); }
-    // A tile of dQ on its way to the sum.
-    __device__ float4* d_query_tile() const { return reinterpret_cast<float4*>(data + d_query); }
 
     __device__ uint32_t key_full() const { return base + barriers; }
     __device__ uint32_t value_full() const { return base + barriers + 8; }
