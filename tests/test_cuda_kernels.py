@@ -184,7 +184,7 @@ def test_register_pool_covers_what_warpgroups_ask_for(kernel):
     if not released and not taken:
         return
     assert 1 <= len(released) <= 2 and len(taken) == 1, (
-        "a loading role, at most one for dQ, and the consumers"
+        "loading, perhaps dQ, and the consumers"
     )
     (consumer,) = taken
     for count in (*released, consumer):

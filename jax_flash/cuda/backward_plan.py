@@ -48,7 +48,8 @@ class BackwardTile:
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
-# registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P, dS and dQ.
+# registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P,
+# dS and dQ.
 #
 #   head dim   gradients           S or dP, P   packed P, dS + dQ   shared KB
 #   64         2 x 32              64 + 32      32 + 32             178
