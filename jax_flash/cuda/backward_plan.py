@@ -110,20 +110,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_key = Buffer("d_key", key.shape, dtype)
     d_value = Buffer("d_value", value.shape, dtype)
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
-    places = _places(n, window, shape, device)
-    sums = Buffer("d_query_sums", (places, query_blocks, shape.queries * head_dim), "float32")
-    counted = not shape.split_products
-    arrived = Buffer("arrived", (n.B, n.N, query_blocks), "int32")
-    written = Buffer("written", (n.B, n.N), "int32")
-    d_query_parameters = (
-        Pointer("d_query_sums"),
-        *((Pointer("arrived"), Pointer("written")) if counted else 2 * (Scalar("int64", 0),)),
-        Pointer("d_query"),
-        Scalar("int32", places),
-    )
-    if window.left is not None and window.right is not None and window.left + window.right < 0:
-        window = Window(0, -_UNBOUNDED)  # empty: for the kernels' arithmetic, far from everything
-    left, right = (Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right))
+    d_query_sum = Buffer("d_query_sum", (n.B, n.N, query_blocks, shape.queries * head_dim), "float32")
 
     prepare = Launch(
         kernel=kernel("sm90/backward_prepare.cu", "backward_prepare"),
@@ -136,10 +123,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("lse"),
             Pointer("d_lse") if spec.return_residual else Scalar("int64", 0),
             Pointer("statistics"),
-            *d_query_parameters,
-            *(Scalar("int32", x) for x in (n.T, n.N, n.H, n.S)),
-            left,
-            right,
+            Pointer("d_query_sum"),
+            *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
         ),
     )
     main = Launch(
@@ -155,10 +140,9 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             rows_map(d_key, 64),
             rows_map(d_value, 64),
             Pointer("statistics"),
-            *d_query_parameters,
-            *(Scalar("int32", x) for x in (n.H, n.T, n.S, n.K, n.group, n.B)),
-            left,
-            right,
+            Pointer("d_query_sum"),
+            *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
+            *(Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right)),
             Scalar("int32", _section_heads(n, window)),
             Scalar("float32", spec.scale),
         ),
@@ -169,7 +153,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         block=256,
         shared_bytes=0,
         parameters=(
-            Pointer("d_query_sums"),
+            Pointer("d_query_sum"),
             Pointer("d_query"),
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
             Scalar("float32", spec.scale),
@@ -177,8 +161,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     return LaunchPlan(
         operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
-        results=(d_query, d_key, d_value, statistics, sums) + ((arrived, written) if counted else ()),
-        steps=(prepare, main) if counted else (prepare, main, finish),
+        results=(d_query, d_key, d_value, statistics, d_query_sum),
+        steps=(prepare, main, finish),
     )
 
 
@@ -192,14 +176,3 @@ def _section_heads(n: Sizes, window: Window) -> int:
         return 1
     bytes_per_key_head = n.group * n.T * n.H * (2 + 2 + 4)
     return max(1, min(n.B * n.K, _SECTION_BYTES // bytes_per_key_head))
-
-
-def _places(n: Sizes, window: Window, shape: BackwardTile, device: Device) -> int:
-    """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
-    cuda/kernels/sm90/backward_call.cuh): those that CTAs work on, and some that are about to be complete."""
-    if shape.split_products:
-        return n.B * n.N
-    section = _section_heads(n, window)
-    key_tiles = math.ceil(n.S / shape.keys)
-    sections = math.ceil(device.sm_count / (section * key_tiles)) + (2 if section == 1 else 1)
-    return min(sections * section, n.B * n.K) * n.group

@@ -41,7 +41,6 @@ struct Meeting {
 struct NamedBarrier {
     int arrived = 0, threads = 0;
     int64_t round = 0;
-    bool any[2] = {};  // of a round and the next, which starts when all have left this one
 };
 struct MBarrier {
     int arrivals, pending;
@@ -254,14 +253,6 @@ void named_barrier_sync(int id, int threads) {
     named_barrier_arrive(id, threads);
     while (cta->named[id].round == round) emulator::yield();
     emulator::progressed();
-}
-bool named_barrier_any(int id, int threads, bool mine) {
-    NamedBarrier& barrier = cta->named[id & 15];
-    const int round = barrier.round % 2;
-    if (barrier.arrived == 0) barrier.any[round] = false;
-    barrier.any[round] |= mine;
-    named_barrier_sync(id, threads);
-    return barrier.any[round];
 }
 void __syncthreads() { named_barrier_sync(0, emulator::threads()); }
 

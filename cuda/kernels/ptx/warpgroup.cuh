@@ -50,21 +50,6 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Whether any of the threads that sync brings true.
-__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
-    uint32_t any;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.u32 p, %3, 0;\n"
-        "bar.red.or.pred p, %1, %2, p;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(any)
-        : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(mine))
-        : "memory");
-    return any != 0;
-}
 
 // Orders this thread's ordinary shared-memory accesses before later ones of wgmma and TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

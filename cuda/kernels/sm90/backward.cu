@@ -65,9 +65,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
              const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap d_out_map,
              const __grid_constant__ TensorMap d_key_map, const __grid_constant__ TensorMap d_value_map,
-             const float* __restrict__ statistics, float* d_query_sums, int* arrived, int* written,
-             Traits::Element* d_query, int places, int columns,  // see QueryGradient
-             int queries, int keys, int key_heads, int group, int batch, int left, int right,
+             const float* __restrict__ statistics, float* __restrict__ d_query_sum, int queries, int keys,
+             int key_heads, int group, int batch, int left, int right,
              int section_heads,  // see key_tile_at
              float scale) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -78,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     shape,
                     {tile, query_blocks(tile, shape)},
                     statistics,
-                    {d_query_sums, arrived, written, d_query, places, columns},
+                    d_query_sum,
                     scale};
     const SharedMemory& shared = call.shared;
 

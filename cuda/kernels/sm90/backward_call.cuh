@@ -47,17 +47,6 @@ struct Work {
     }
 };
 
-// Where dQ is summed up, and where it goes. A head's sum has a place only while key tiles add to it: which comes last to
-// a block writes dQ of it and leaves zeros, and the place goes to a head some way on. So sums stay in L2.
-struct QueryGradient {
-    float* sums;              // (places, query blocks, queries · head_dim), see DqBlock; zeros at first
-    int* arrived;             // (B, N, query blocks): how many key tiles have added to the block; null: nobody counts,
-                              // all heads have a place, and backward_finish writes dQ
-    int* written;             // (B, N): blocks of which dQ is written
-    Traits::Element* result;  // (B, T, N, columns)
-    int places, columns;
-};
-
 // Parameters that every role sees.
 struct Call {
     const SharedMemory shared;
@@ -65,19 +54,17 @@ struct Call {
     const Shape shape;
     const Work work;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
-    const QueryGradient d_query;
+    float* d_query_sum;       // (B, N, query blocks, queries · head_dim), see DqBlock
     float scale;
 
-    // A query head among those of all batch rows.
-    __device__ int head_index(int query_head) const {
-        return work.tile.batch * shape.query_heads() + query_head;
+    // Where a block's share of a (B, N, query blocks, …) array lies.
+    __device__ int64_t block_index(int query_head, int block) const {
+        return (work.tile.batch * shape.query_heads() + query_head) * shape.query_blocks() + block;
     }
     __device__ const float* statistics_block(int query_head, int block) const {
-        return statistics + (static_cast<int64_t>(head_index(query_head)) * shape.query_blocks() + block) *
-                                (2 * Traits::queries);
+        return statistics + block_index(query_head, block) * (2 * Traits::queries);
     }
     __device__ float* d_query_block(int query_head, int block) const {
-        const int place = head_index(query_head) % d_query.places;
-        return d_query.sums + (static_cast<int64_t>(place) * shape.query_blocks() + block) * DqBlock::elements;
+        return d_query_sum + block_index(query_head, block) * DqBlock::elements;
     }
 };

@@ -1,7 +1,7 @@
 // Before the backward kernel: for each query D = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
-// the backward kernel loads them, and what it adds to and counts with (QueryGradient) set to zero.
+// the backward kernel loads them, and the float32 sum of dQ set to zero.
 #include "../ptx/math.cuh"
-#include "backward_tile.cuh"
+#include "backward_traits.cuh"
 
 constexpr int threads = 256;
 // Lanes that share a row: each takes 8 elements, 16 bytes.
@@ -33,10 +33,8 @@ extern "C" __global__ void __launch_bounds__(threads)
                      const float* __restrict__ lse,    // (B, N, T), natural
                      const float* __restrict__ d_lse,  // (B, N, T) or null
                      float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
-                     float4* __restrict__ d_query_sums, int* __restrict__ arrived, int* __restrict__ written,
-                     uint4* __restrict__ d_query, int places,
-                     int queries, int query_heads, int head_dim,
-                     int keys, int left, int right) {
+                     float4* __restrict__ d_query_sum,  // (B, N, query blocks, queries · head_dim)
+                     int queries, int query_heads, int head_dim) {
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
@@ -44,16 +42,8 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
 
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
-    if (head_index < places) {
-        for (int i = threadIdx.x; i < sum_vectors; i += threads) {
-            d_query_sums[block_index * sum_vectors + i] = {0, 0, 0, 0};
-        }
-    }
-    bool unseen = false;  // dQ that no key tile adds to, and that nobody else writes
-    if (arrived != nullptr) {
-        if (threadIdx.x == 0) arrived[block_index] = 0;
-        if (threadIdx.x == 0 && block == 0) written[head_index] = 0;
-        unseen = key_tile_count(block, {queries, keys, 0, 0, 0, left, right}) == 0;
+    for (int i = threadIdx.x; i < sum_vectors; i += threads) {
+        d_query_sum[block_index * sum_vectors + i] = {0, 0, 0, 0};
     }
 
     const float infinity = __int_as_float(0x7f800000);
@@ -67,7 +57,6 @@ extern "C" __global__ void __launch_bounds__(threads)
         if (there && lane * 8 < head_dim) {
             const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * head_dim;
             sum = dot(out[element / 8 + lane], d_out[element / 8 + lane]);
-            if (unseen) d_query[element / 8 + lane] = {0, 0, 0, 0};
         }
 #pragma unroll
         for (int distance = row_lanes / 2; distance > 0; distance /= 2) {

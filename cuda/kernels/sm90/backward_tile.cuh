@@ -36,21 +36,6 @@ __device__ __forceinline__ QueryBlocks query_blocks(const KeyTile& tile, const S
     return {begin / Traits::queries, ceil_div(end, Traits::queries)};
 }
 
-// The other way about: how many key tiles see some query of the block.
-__device__ __forceinline__ int key_tile_count(int block, const Shape& shape) {
-    const int first = block * Traits::queries + shape.diagonal();
-    const int last = min((block + 1) * Traits::queries, shape.queries) - 1 + shape.diagonal();
-    const int begin = max(0, first - shape.left), end = min(shape.keys, last + shape.right + 1);
-    return end <= begin ? 0 : ceil_div(end, Traits::keys) - begin / Traits::keys;
-}
-
-// How many blocks of a head have queries that see a key.
-__device__ __forceinline__ int seeing_block_count(const Shape& shape) {
-    const int begin = max(0, -shape.diagonal() - shape.right);
-    const int end = min(shape.queries, shape.keys - shape.diagonal() + shape.left);
-    return end <= begin ? 0 : ceil_div(end, Traits::queries) - begin / Traits::queries;
-}
-
 // Whether a score of keys [first_key, first_key + 64) and the block's queries may be masked. Rows of
 // queries that are not there need no mask: their lse makes P zero.
 __device__ __forceinline__ bool crosses(int first_key, int block, const Shape& shape) {
