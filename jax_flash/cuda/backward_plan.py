@@ -42,9 +42,10 @@ class BackwardTile:
         else:
             d_query_columns = head_dim if head_dim <= 96 else PANEL
         d_query = 64 * d_query_columns * 4
+        gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
-        barriers = 8 * (2 + 2 * buffers + 4 * self.stages)
-        return keys_and_values + blocks + d_scores + exchange + d_query + statistics + barriers
+        barriers = 8 * (5 + 2 * buffers + 4 * self.stages)
+        return keys_and_values + blocks + d_scores + exchange + d_query + gradients + statistics + barriers
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
@@ -111,6 +112,9 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_value = Buffer("d_value", value.shape, dtype)
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
     d_query_sum = Buffer("d_query_sum", (n.B, n.N, query_blocks, shape.queries * head_dim), "float32")
+    tiles = math.ceil(n.S / shape.keys) * n.K * n.B
+    counted = not window.unbounded and tiles > device.sm_count  # tiles take unequally long
+    next_tile = Pointer("next_tile") if counted else Scalar("int64", 0)
 
     prepare = Launch(
         kernel=kernel("sm90/backward_prepare.cu", "backward_prepare"),
@@ -124,12 +128,13 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("d_lse") if spec.return_residual else Scalar("int64", 0),
             Pointer("statistics"),
             Pointer("d_query_sum"),
+            next_tile,
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
         ),
     )
     main = Launch(
         kernel=kernel("sm90/backward.cu", "backward"),
-        grid=(math.ceil(n.S / shape.keys) * n.K * n.B, 1, 1),
+        grid=(min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
         parameters=(
@@ -141,6 +146,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             rows_map(d_value, 64),
             Pointer("statistics"),
             Pointer("d_query_sum"),
+            next_tile,
             *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
             *(Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right)),
             Scalar("int32", _section_heads(n, window)),
@@ -161,7 +167,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     return LaunchPlan(
         operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
-        results=(d_query, d_key, d_value, statistics, d_query_sum),
+        results=(d_query, d_key, d_value, statistics, d_query_sum)
+        + ((Buffer("next_tile", (1,), "int32"),) if counted else ()),
         steps=(prepare, main, finish),
     )
 

@@ -28,35 +28,46 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
-// Runs in one thread.
+// Runs in one thread. Tiles come by stride, or, where they take unequally long, from a counter that all CTAs share.
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
-    const KeyTile& tile = call.work.tile;
-    if (call.work.blocks.count() == 0) return;
-    mbarrier::arrive_expect(shared.key_full(), Traits::key_bytes);
-    load_panels(shared.key_tile(), call.maps.key, shared.key_full(), Traits::keys, tile.head, tile.first_key,
-                tile.batch);
-    mbarrier::arrive_expect(shared.value_full(), Traits::key_bytes);
-    load_panels(shared.value_tile(), call.maps.value, shared.value_full(), Traits::keys, tile.head, tile.first_key,
-                tile.batch);
+    const int grid = gridDim.x, tiles = call.tile_count();
+    int index = blockIdx.x;
     BlockSlot slot;
-    call.work.for_each_block(call.shape, [&](int head, int block, int) {
-        const float* statistics = call.statistics_block(head, block);
-        const int first_row = block * Traits::queries, stage = slot.stage;
-        mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
-        mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
-        load_panels(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::queries, head,
-                    first_row, tile.batch);
-        bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
-                   shared.query_full(stage));
-        mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
-        mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
-        load_panels(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::queries, head,
-                    first_row, tile.batch);
-        bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
-                   Traits::statistics_bytes, shared.d_out_full(stage));
-        slot.advance();
-    });
+#pragma unroll 1
+    for (uint32_t parity = 0;; parity ^= 1) {
+        mbarrier::wait(shared.key_empty(), parity ^ 1);
+        shared.tile_index() = index < tiles ? index : -1;
+        if (index >= tiles) break;
+        const Work work = call.work(index);
+        const KeyTile& tile = work.tile;
+        auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier) {
+            mbarrier::arrive_expect(barrier, Traits::key_bytes);
+            load_panels(destination, map, barrier, Traits::keys, tile.head, tile.first_key, tile.batch);
+        };
+        load_keys(shared.key_tile(), call.maps.key, shared.key_full());
+        mbarrier::wait(shared.value_empty(), parity ^ 1);
+        load_keys(shared.value_tile(), call.maps.value, shared.value_full());
+        work.for_each_block(call.shape, [&](int head, int block, int) {
+            const float* statistics = call.statistics_block(tile, head, block);
+            const int first_row = block * Traits::queries, stage = slot.stage;
+            mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
+            mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
+            load_panels(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::queries, head,
+                        first_row, tile.batch);
+            bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
+                       shared.query_full(stage));
+            mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
+            mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
+            load_panels(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::queries, head,
+                        first_row, tile.batch);
+            bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
+                       Traits::statistics_bytes, shared.d_out_full(stage));
+            slot.advance();
+        });
+        index = call.next_tile ? grid + atomicAdd(call.next_tile, 1) : index + grid;
+    }
+    mbarrier::arrive(shared.key_full());
 }
 
 // ---------------------------------------------------------------------------------------- entry
@@ -65,19 +76,19 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
              const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap d_out_map,
              const __grid_constant__ TensorMap d_key_map, const __grid_constant__ TensorMap d_value_map,
-             const float* __restrict__ statistics, float* __restrict__ d_query_sum, int queries, int keys,
-             int key_heads, int group, int batch, int left, int right,
+             const float* __restrict__ statistics, float* __restrict__ d_query_sum, int* __restrict__ next_tile,
+             int queries, int keys, int key_heads, int group, int batch, int left, int right,
              int section_heads,  // see key_tile_at
              float scale) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const Shape shape{queries, keys, key_heads, group, batch, left, right};
-    const KeyTile tile = key_tile_at(blockIdx.x, shape, section_heads);
     const Call call{{shared_memory, shared_address(shared_memory)},
                     {query_map, key_map, value_map, d_out_map, d_key_map, d_value_map},
                     shape,
-                    {tile, query_blocks(tile, shape)},
                     statistics,
                     d_query_sum,
+                    next_tile,
+                    section_heads,
                     scale};
     const SharedMemory& shared = call.shared;
 
@@ -90,9 +101,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_key_map);
         tma::prefetch_descriptor(d_value_map);
         mbarrier::init(shared.key_full(), 1);
+        mbarrier::init(shared.key_empty(), 4 * (Traits::consumers + Traits::d_query_warpgroup));  // a lane of each warp
         mbarrier::init(shared.value_full(), 1);
+        mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
-            mbarrier::init(shared.d_scores_full(buffer), 4 * Traits::consumers);  // a lane of each warp
+            mbarrier::init(shared.d_scores_full(buffer), 4 * Traits::consumers);
             mbarrier::init(shared.d_scores_empty(buffer), 4);
         }
         for (int stage = 0; stage < Traits::stages; ++stage) {

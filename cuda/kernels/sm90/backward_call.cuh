@@ -1,5 +1,6 @@
 // What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
 #pragma once
+#include "../ptx/mbarrier.cuh"
 #include "backward_tile.cuh"
 #include "backward_traits.cuh"
 
@@ -17,7 +18,7 @@ struct TensorMaps {
     const TensorMap &query, &key, &value, &d_out, &d_key, &d_value;
 };
 
-// What a CTA does, the same for all of its roles.
+// A tile of a CTA, the same for all of its roles.
 struct Work {
     KeyTile tile;
     QueryBlocks blocks;
@@ -52,19 +53,40 @@ struct Call {
     const SharedMemory shared;
     const TensorMaps maps;
     const Shape shape;
-    const Work work;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
     float* d_query_sum;       // (B, N, query blocks, queries · head_dim), see DqBlock
+    int* next_tile;           // counter of the tiles that are handed out beyond each CTA's first; null: they go by stride
+    int section_heads;        // see key_tile_at
     float scale;
 
+    __device__ int tile_count() const {
+        return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
+    }
+    __device__ Work work(int tile_index) const {
+        const KeyTile tile = key_tile_at(tile_index, shape, section_heads);
+        return {tile, query_blocks(tile, shape)};
+    }
+    // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the barriers
+    // of K and V in that round; visit has to release both.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_tile(Visit visit) const {
+#pragma unroll 1
+        for (uint32_t parity = 0;; parity ^= 1) {
+            mbarrier::wait(shared.key_full(), parity);
+            const int index = __shfl_sync(0xffffffff, shared.tile_index(), 0);  // in a uniform register
+            if (index < 0) break;
+            visit(work(index), parity);
+        }
+    }
+
     // Where a block's share of a (B, N, query blocks, …) array lies.
-    __device__ int64_t block_index(int query_head, int block) const {
-        return (work.tile.batch * shape.query_heads() + query_head) * shape.query_blocks() + block;
+    __device__ int64_t block_index(const KeyTile& tile, int query_head, int block) const {
+        return (tile.batch * shape.query_heads() + query_head) * shape.query_blocks() + block;
     }
-    __device__ const float* statistics_block(int query_head, int block) const {
-        return statistics + block_index(query_head, block) * (2 * Traits::queries);
+    __device__ const float* statistics_block(const KeyTile& tile, int query_head, int block) const {
+        return statistics + block_index(tile, query_head, block) * (2 * Traits::queries);
     }
-    __device__ float* d_query_block(int query_head, int block) const {
-        return d_query_sum + block_index(query_head, block) * DqBlock::elements;
+    __device__ float* d_query_block(const KeyTile& tile, int query_head, int block) const {
+        return d_query_sum + block_index(tile, query_head, block) * DqBlock::elements;
     }
 };

@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(threads)
                      const float* __restrict__ d_lse,  // (B, N, T) or null
                      float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
                      float4* __restrict__ d_query_sum,  // (B, N, query blocks, queries · head_dim)
+                     int* __restrict__ next_tile,       // a counter, or null
                      int queries, int query_heads, int head_dim) {
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
@@ -41,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int head = head_index % query_heads, batch = head_index / query_heads;
     const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
 
+    if (blockIdx.x == 0 && threadIdx.x == 0 && next_tile != nullptr) *next_tile = 0;
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
     for (int i = threadIdx.x; i < sum_vectors; i += threads) {
         d_query_sum[block_index * sum_vectors + i] = {0, 0, 0, 0};

@@ -136,24 +136,16 @@ __device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, D
     slot.advance();
 }
 
-// Waits until dQ of all `iterations` is computed: nobody reads K any more.
-__device__ __forceinline__ void wait_for_d_query(const SharedMemory& shared, int iterations) {
-    if (iterations == 0) return;
-    const int last = iterations - 1;
-    mbarrier::wait(shared.d_scores_empty(last % Traits::d_scores_buffers), last / Traits::d_scores_buffers % 2);
-}
-
-// Stages dK or dV of 64 keys over `tile`'s rows from `first_row` on, and stores it by TMA, which clips rows
-// and columns that are not there. All of one warpgroup's threads call it, once nobody reads the tile.
+// Writes dK or dV of a warpgroup's 64 keys by TMA, which clips rows and columns that are not there, from `staging`, which
+// is in use until `wait_for_stores`. All of the warpgroup's threads call it, and `barrier` is for them.
 __device__ __forceinline__ void store_gradient(const float (&gradient)[gradient_count], float factor,
-                                               const TensorMap& map, uint32_t tile, int first_row, int barrier,
-                                               int head, int first_key, int batch) {
-    const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
-    const int half = threadIdx.x / 16 % 2;
+                                               const TensorMap& map, uint32_t staging, int barrier, int head,
+                                               int first_key, int batch) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, half = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int i = 0; i < gradient_count; i += 8) {
         const int chunk = i / 4 + half;
-        const uint32_t panel = tile + chunk / 8 * descriptor::panel_bytes(Traits::keys);
+        const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(64);
         store_matrix_x4(panel + descriptor::swizzled_offset(row, chunk % 8),
                         pack<Traits::Element>(gradient[i] * factor, gradient[i + 1] * factor),
                         pack<Traits::Element>(gradient[i + 2] * factor, gradient[i + 3] * factor),
@@ -165,11 +157,15 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[gradient_
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < Traits::panels; ++panel) {
-            tma::store(map,
-                       tile + panel * descriptor::panel_bytes(Traits::keys) + first_row * descriptor::row_bytes,
-                       panel * descriptor::panel_columns, head, first_key, batch);
+            tma::store(map, staging + panel * descriptor::panel_bytes(64), panel * descriptor::panel_columns, head,
+                       first_key, batch);
         }
         tma::commit_group();
-        tma::wait_group_read<0>();
     }
+}
+
+// Waits until what the warpgroup has stored is read from shared memory.
+__device__ __forceinline__ void wait_for_stores(int barrier) {
+    if (threadIdx.x % 128 == 0) tma::wait_group_read<0>();
+    named_barrier_sync(barrier, 128);
 }

@@ -11,85 +11,88 @@ __device__ __forceinline__ void pass_turn(int consumer) { named_barrier_arrive(t
 
 __device__ __forceinline__ void consume_split_keys(const Call& call, int consumer) {
     const SharedMemory& shared = call.shared;
-    const KeyTile& tile = call.work.tile;
     const int lane = threadIdx.x % 32;
-    const int first_row = 64 * consumer;  // of this warpgroup, in the tile
-    const int first_key = tile.first_key + first_row;
-    const int key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;  // the thread's first one
-    const uint32_t key_rows = shared.key_tile() + first_row * descriptor::row_bytes;
-    const uint32_t value_rows = shared.value_tile() + first_row * descriptor::row_bytes;
+    const uint32_t key_rows = shared.key_tile() + 64 * consumer * descriptor::row_bytes;
+    const uint32_t value_rows = shared.value_tile() + 64 * consumer * descriptor::row_bytes;
     const float scale_log2 = call.scale * log2_e;
-    const int iterations = call.work.iterations(call.shape);
-
-    float d_key[gradient_count] = {};
-    float d_value[gradient_count] = {};
-    float scores[score_count];
-    uint32_t probabilities[query_steps][4];  // of the block at hand
     BlockSlot slot;
     DScoresSlot d_scores_slot;
+    if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
 
-    Work::Cursor now = call.work.begin(call.shape);
+    call.for_each_tile([&](const Work& work, uint32_t tile_parity) __attribute__((always_inline)) {
+        const int first_key = work.tile.first_key + 64 * consumer;         // of this warpgroup
+        const int key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;  // the thread's first one
+        const int iterations = work.iterations(call.shape);
+        float d_key[gradient_count] = {};
+        float d_value[gradient_count] = {};
+        float scores[score_count];
+        uint32_t probabilities[query_steps][4];  // of the block at hand
+        Work::Cursor now = work.begin(call.shape);
 
-    auto start_scores = [&]() __attribute__((always_inline)) {
-        mbarrier::wait(shared.query_full(slot.stage), slot.parity);
-        issue_scores(scores, key_rows, shared.query_block(slot.stage));
-    };
-    auto finish_scores = [&]() __attribute__((always_inline)) {
-        wgmma::wait<0>();
-        wgmma::pin(scores);
-        exponentiate(scores, shared.lse(slot.stage), scale_log2);
-        if (crosses(first_key, now.block, call.shape)) mask(scores, key, now.block, call.shape);
-        pack_operand(probabilities, scores);
-    };
-
-    // From P of a block to P of the next one. Between two steps no product is under way.
-    auto step = [&](const bool last) __attribute__((always_inline)) {
-        const int stage = slot.stage;
-        uint32_t d_scores_operand[query_steps][4];
-
-        take_turn(consumer);
-        mbarrier::wait(shared.d_out_full(stage), slot.parity);
-        issue_scores(scores, value_rows, shared.d_out_block(stage));
-        issue_gradient(d_value, probabilities, shared.d_out_block(stage));
-        pass_turn(consumer);
-        wgmma::wait<0>();
-        wgmma::pin(scores);
-        wgmma::pin(d_value);
-        differentiate(scores, shared.delta(stage),
-                      [&](int i) { return unpack_operand(probabilities, i); });
-        pack_operand(d_scores_operand, scores);
-        hand_over_d_scores(shared, d_scores_slot, d_scores_operand, first_row);
-        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));  // D is read, too
-
-        take_turn(consumer);
-        issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
-        slot.advance();
-        now.advance(call.work.blocks);
-        if (!last) start_scores();
-        pass_turn(consumer);
-        if (last) {
+        auto start_scores = [&]() __attribute__((always_inline)) {
+            mbarrier::wait(shared.query_full(slot.stage), slot.parity);
+            issue_scores(scores, key_rows, shared.query_block(slot.stage));
+        };
+        auto finish_scores = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
-        } else {
+            wgmma::pin(scores);
+            exponentiate(scores, shared.lse(slot.stage), scale_log2);
+            if (crosses(first_key, now.block, call.shape)) mask(scores, key, now.block, call.shape);
+            pack_operand(probabilities, scores);
+        };
+
+        // From P of a block to P of the next one. Between two steps no product is under way.
+        auto step = [&](const bool last) __attribute__((always_inline)) {
+            const int stage = slot.stage;
+            uint32_t d_scores_operand[query_steps][4];
+
+            take_turn(consumer);
+            mbarrier::wait(shared.d_out_full(stage), slot.parity);
+            issue_scores(scores, value_rows, shared.d_out_block(stage));
+            issue_gradient(d_value, probabilities, shared.d_out_block(stage));
+            pass_turn(consumer);
+            wgmma::wait<0>();
+            wgmma::pin(scores);
+            wgmma::pin(d_value);
+            if (last && lane == 0) mbarrier::arrive(shared.value_empty());
+            differentiate(scores, shared.delta(stage), [&](int i) { return unpack_operand(probabilities, i); });
+            pack_operand(d_scores_operand, scores);
+            hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
+            if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));  // D is read, too
+
+            take_turn(consumer);
+            issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
+            slot.advance();
+            now.advance(work.blocks);
+            if (!last) start_scores();
+            pass_turn(consumer);
+            if (last) {
+                wgmma::wait<0>();
+            } else {
+                finish_scores();
+            }
+            wgmma::pin(d_key);
+            if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
+        };
+
+        if (iterations > 0) {
+            start_scores();
+            mbarrier::wait(shared.value_full(), tile_parity);
             finish_scores();
-        }
-        wgmma::pin(d_key);
-        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
-    };
-
-    if (iterations > 0) {
-        mbarrier::wait(shared.key_full(), 0);
-        if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
-        start_scores();
-        mbarrier::wait(shared.value_full(), 0);
-        finish_scores();
 #pragma unroll 1
-        for (int iteration = 1; iteration < iterations; ++iteration) step(false);
-        step(true);
-    }
+            for (int iteration = 1; iteration < iterations; ++iteration) step(false);
+            step(true);
+        } else if (lane == 0) {
+            mbarrier::arrive(shared.value_empty());
+        }
 
-    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), first_row, own + consumer, tile.head,
-                   first_key, tile.batch);
-    wait_for_d_query(shared, iterations);
-    store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), first_row, own + consumer, tile.head,
-                   first_key, tile.batch);
+        wait_for_stores(own + consumer);  // of the tile before
+        if (lane == 0) mbarrier::arrive(shared.key_empty());
+        store_gradient(d_value, 1, call.maps.d_value, shared.gradient_tile(consumer), own + consumer, work.tile.head,
+                       first_key, work.tile.batch);
+        wait_for_stores(own + consumer);
+        store_gradient(d_key, call.scale, call.maps.d_key, shared.gradient_tile(consumer), own + consumer,
+                       work.tile.head, first_key, work.tile.batch);
+    });
+    wait_for_stores(own + consumer);
 }

@@ -35,31 +35,33 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     constexpr int consumer = 0;
     using Part = DqPart<consumer>;
     const SharedMemory& shared = call.shared;
-    const KeyTile& tile = call.work.tile;
-    const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-    const int key = tile.first_key + thread / 32 * 16 + lane / 4;  // the thread's first one
     const float scale_log2 = call.scale * log2_e;
-
-    float d_value[gradient_count] = {};
     BlockSlot slot;
 
-    call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
+    call.for_each_tile([&](const Work& work, uint32_t tile_parity) __attribute__((always_inline)) {
+    const KeyTile& tile = work.tile;
+    float d_value[gradient_count] = {};
+    named_barrier_arrive(d_scores_read, 256);  // nor has it read any before
+    mbarrier::wait(shared.value_full(), tile_parity);  // whose place dV takes
+    work.for_each_block(call.shape, [&](int head, int block, int) {
         const int stage = slot.stage;
+        const int thread = thread_index_anew() % 128, lane = thread % 32;  // not kept in registers meanwhile
         float scores[score_count];
         uint32_t probabilities_operand[query_steps][4];
         float d_query[Part::columns / 2];
 
-        if (iteration == 0) mbarrier::wait(shared.key_full(), 0);
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_scores(scores, shared.key_tile(), shared.query_block(stage));
         wgmma::wait<0>();
         wgmma::pin(scores);
         exponentiate(scores, shared.lse(stage), scale_log2);
         __syncwarp();
-        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
-        if (crosses(tile.first_key, block, call.shape)) mask(scores, key, block, call.shape);
+        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.query_empty(stage));
+        if (crosses(tile.first_key, block, call.shape)) {
+            mask(scores, tile.first_key + thread / 32 * 16 + lane / 4, block, call.shape);
+        }
 
-        if (iteration > 0) named_barrier_sync(exchange_empty, 256);
+        named_barrier_sync(exchange_empty, 256);
 #pragma unroll
         for (int i = 0; i < score_count; i += 4) {
             shared.exchange_tile()[i / 4 * 128 + thread] = {scores[i], scores[i + 1], scores[i + 2], scores[i + 3]};
@@ -73,18 +75,22 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         Part::issue(d_query, shared);
         wgmma::wait<1>();
         wgmma::pin(d_value);
-        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
+        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.d_out_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
         named_barrier_arrive(d_scores_read, 256);
-        Part::add(call, d_query, call.d_query_block(head, block));
+        Part::add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
     });
+    const KeyTile done = call.work(shared.tile_index()).tile;  // anew: its numbers were in nobody's way until here
+    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.key_empty());
+    // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
+    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, done.head, done.first_key,
+                   done.batch);
+    wait_for_stores(own + consumer);
+    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.value_empty());
+    });
     wait_for_sums();
-
-    // Consumer 1 no longer reads V: its last dPᵀ came before the last dS.
-    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), 0, own + consumer, tile.head, tile.first_key,
-                   tile.batch);
 }
 
 // Consumer 1: dPᵀ, dS, dK.
@@ -92,20 +98,21 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     constexpr int consumer = 1;
     using Part = DqPart<consumer>;
     const SharedMemory& shared = call.shared;
-    const KeyTile& tile = call.work.tile;
-    const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-    const int last_iteration = call.work.iterations(call.shape) - 1;
-
-    float d_key[gradient_count] = {};
     BlockSlot slot;
 
-    call.work.for_each_block(call.shape, [&](int head, int block, int iteration) {
+    named_barrier_arrive(exchange_empty, 256);
+
+    call.for_each_tile([&](const Work& work, uint32_t tile_parity) __attribute__((always_inline)) {
+    const KeyTile& tile = work.tile;
+    float d_key[gradient_count] = {};
+    mbarrier::wait(shared.value_full(), tile_parity);
+    work.for_each_block(call.shape, [&](int head, int block, int) {
         const int stage = slot.stage;
+        const int thread = thread_index_anew() % 128, lane = thread % 32;
         float d_scores[score_count];
         uint32_t d_scores_operand[query_steps][4];
         float d_query[Part::columns / 2];
 
-        if (iteration == 0) mbarrier::wait(shared.value_full(), 0);
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
         issue_scores(d_scores, shared.value_tile(), shared.d_out_block(stage));
         wgmma::wait<0>();
@@ -114,11 +121,11 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         named_barrier_sync(exchange_full, 256);
         differentiate(d_scores, shared.delta(stage),
                       [&](int i) { return shared.exchange_tile()[i / 4 * 128 + thread]; });
-        if (iteration < last_iteration) named_barrier_arrive(exchange_empty, 256);
+        named_barrier_arrive(exchange_empty, 256);
         __syncwarp();
-        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
+        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.d_out_empty(stage));
         pack_operand(d_scores_operand, d_scores);
-        if (iteration > 0) named_barrier_sync(d_scores_read, 256);
+        named_barrier_sync(d_scores_read, 256);
         store_d_scores(d_scores_operand, shared.d_scores_buffer(0), 0);
 
         // Told before dK is issued, which blocks until the tensor cores have room.
@@ -128,19 +135,22 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
 
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
-        if (iteration == 0) mbarrier::wait(shared.key_full(), 0);
         Part::issue(d_query, shared);
         wgmma::wait<1>();
         wgmma::pin(d_key);
-        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
+        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.query_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        Part::add(call, d_query, call.d_query_block(head, block));
+        Part::add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
     });
+    const KeyTile done = call.work(shared.tile_index()).tile;
+    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.value_empty());
+    named_barrier_sync(d_scores_read, 256);  // consumer 0 no longer reads K
+    store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, done.head,
+                   done.first_key, done.batch);
+    wait_for_stores(own + consumer);
+    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.key_empty());
+    });
     wait_for_sums();
-
-    if (last_iteration >= 0) named_barrier_sync(d_scores_read, 256);  // consumer 0 no longer reads K
-    store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), 0, own + consumer, tile.head,
-                   tile.first_key, tile.batch);
 }

@@ -46,6 +46,9 @@ struct Traits {
     static constexpr int d_query_bytes =
         64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim : 0);
 
+    // dK or dV of a warpgroup's 64 keys on its way out; without the room they take that of K and V.
+    static constexpr int gradient_bytes = panels * descriptor::panel_bytes(64);
+
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
     static_assert(keys == (split_products ? 64 : 128), "a warpgroup holds the gradients of 64 keys");
@@ -75,21 +78,26 @@ struct SharedMemory {
     unsigned char* data;
     uint32_t base;  // the address of `data`
 
-    static constexpr int key = 0;  // dK and dV are staged over K and V at the end
+    static constexpr int key = 0;
     static constexpr int value = key + Traits::key_bytes;
     static constexpr int query = value + Traits::key_bytes;
     static constexpr int d_out = query + Traits::stages * Traits::query_bytes;
     static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
     static constexpr int exchange = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int d_query = exchange + Traits::exchange_bytes;
-    static constexpr int statistics = d_query + Traits::d_query_bytes;
+    static constexpr int gradients = d_query + Traits::d_query_bytes;
+    static constexpr int statistics =
+        gradients + (Traits::split_products ? 0 : Traits::consumers * Traits::gradient_bytes);
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
-    static constexpr int bytes = barriers + 8 * (2 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
+    static constexpr int bytes = barriers + 8 * (5 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
     __device__ uint32_t key_tile() const { return base + key; }
     __device__ uint32_t value_tile() const { return base + value; }
+    __device__ uint32_t gradient_tile(int consumer) const {
+        return base + gradients + consumer * Traits::gradient_bytes;
+    }
     __device__ uint32_t query_block(int stage) const { return base + query + stage * Traits::query_bytes; }
     __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::query_bytes; }
     __device__ uint32_t d_scores_buffer(int index) const { return base + d_scores + index * Traits::d_scores_bytes; }
@@ -106,8 +114,12 @@ struct SharedMemory {
     __device__ float4* exchange_tile() const { return reinterpret_cast<float4*>(data + exchange); }
 
     __device__ uint32_t key_full() const { return base + barriers; }
-    __device__ uint32_t value_full() const { return base + barriers + 8; }
-    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (2 + buffer); }
+    __device__ uint32_t key_empty() const { return base + barriers + 8; }
+    __device__ uint32_t value_full() const { return base + barriers + 16; }
+    __device__ uint32_t value_empty() const { return base + barriers + 24; }
+    // Of the tile whose K is there; negative where no more come.
+    __device__ int& tile_index() const { return *reinterpret_cast<int*>(data + barriers + 32); }
+    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (5 + buffer); }
     __device__ uint32_t d_scores_empty(int buffer) const { return d_scores_full(buffer) + 8 * Traits::d_scores_buffers; }
     __device__ uint32_t query_full(int stage) const { return d_scores_empty(Traits::d_scores_buffers) + 8 * stage; }
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::stages; }
