@@ -113,7 +113,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
     d_query_sum = Buffer("d_query_sum", (n.B, n.N, query_blocks, shape.queries * head_dim), "float32")
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
-    counted = not window.unbounded and tiles > device.sm_count  # tiles take unequally long
+    # Tiles take unequally long.
+    counted = not window.unbounded and tiles > device.sm_count and not shape.split_products
     next_tile = Pointer("next_tile") if counted else Scalar("int64", 0)
 
     prepare = Launch(
@@ -134,7 +135,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     main = Launch(
         kernel=kernel("sm90/backward.cu", "backward"),
-        grid=(min(tiles, device.sm_count), 1, 1),
+        grid=(tiles if shape.split_products else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
         parameters=(

@@ -46,9 +46,12 @@ __device__ __forceinline__ void produce(const Call& call) {
             load_panels(destination, map, barrier, Traits::keys, tile.head, tile.first_key, tile.batch);
         };
         load_keys(shared.key_tile(), call.maps.key, shared.key_full());
-        mbarrier::wait(shared.value_empty(), parity ^ 1);
-        load_keys(shared.value_tile(), call.maps.value, shared.value_full());
-        work.for_each_block(call.shape, [&](int head, int block, int) {
+        auto load_value = [&] {
+            mbarrier::wait(shared.value_empty(), parity ^ 1);
+            load_keys(shared.value_tile(), call.maps.value, shared.value_full());
+        };
+        if (work.blocks.count() == 0) load_value();
+        work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             const float* statistics = call.statistics_block(tile, head, block);
             const int first_row = block * Traits::queries, stage = slot.stage;
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
@@ -57,6 +60,7 @@ __device__ __forceinline__ void produce(const Call& call) {
                         first_row, tile.batch);
             bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
                        shared.query_full(stage));
+            if (iteration == 0) load_value();  // after what S needs
             mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
             load_panels(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::queries, head,

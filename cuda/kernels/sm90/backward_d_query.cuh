@@ -40,14 +40,16 @@ __device__ __forceinline__ void wait_for_sums() {
 }
 
 __device__ __forceinline__ void compute_d_query(const Call& call) {
+    constexpr int tiles = DqBlock::row_tiles * DqBlock::column_tiles;
     const SharedMemory& shared = call.shared;
     DScoresSlot slot;
     call.for_each_tile([&](const Work& work, uint32_t) {
-        work.for_each_block(call.shape, [&](int head, int block, int) {
+        const int last_iteration = work.iterations(call.shape) - 1;
+        work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             float* sum = call.d_query_block(work.tile, head, block);
             mbarrier::wait(shared.d_scores_full(slot.stage), slot.parity);
 #pragma unroll 1  // or else ptxas carries a tile on, past the next one's products
-            for (int tile = 0; tile < DqBlock::row_tiles * DqBlock::column_tiles; ++tile) {
+            for (int tile = 0; tile < tiles; ++tile) {
                 const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
                 float d_query[DqBlock::tile_columns / 2];
                 issue_d_query<DqBlock::tile_columns>(
@@ -55,15 +57,18 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                     shared.key_tile() + column_tile * descriptor::panel_bytes(Traits::keys));
                 wgmma::wait<0>();
                 wgmma::pin(d_query);
+                if (tile == tiles - 1 && threadIdx.x % 32 == 0) {
+                    mbarrier::arrive(shared.d_scores_empty(slot.stage));
+                    if (iteration == last_iteration) mbarrier::arrive(shared.key_empty());
+                }
                 const int first_chunk = column_tile * DqBlock::tile_columns / 8;
                 add_from_shared(call, d_query, sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk),
                                 min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes), 0,
                                 own + Traits::consumers);
             }
-            if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.d_scores_empty(slot.stage));
             slot.advance();
         });
-        if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.key_empty());
+        if (last_iteration < 0 && threadIdx.x % 32 == 0) mbarrier::arrive(shared.key_empty());
     });
     wait_for_sums();
 }
