@@ -69,6 +69,7 @@ __device__ __forceinline__ void produce(const Call& call) {
                        Traits::statistics_bytes, shared.d_out_full(stage));
             slot.advance();
         });
+        if (!Traits::persistent) return;
         index = call.next_tile ? grid + atomicAdd(call.next_tile, 1) : index + grid;
     }
     mbarrier::arrive(shared.key_full());

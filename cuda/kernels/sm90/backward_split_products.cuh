@@ -38,14 +38,15 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     const float scale_log2 = call.scale * log2_e;
     BlockSlot slot;
 
-    call.for_each_tile([&](const Work& work, uint32_t tile_parity) __attribute__((always_inline)) {
+    const Work work = call.work(blockIdx.x);
     const KeyTile& tile = work.tile;
     float d_value[gradient_count] = {};
-    named_barrier_arrive(d_scores_read, 256);  // nor has it read any before
-    mbarrier::wait(shared.value_full(), tile_parity);  // whose place dV takes
+
+    named_barrier_arrive(d_scores_read, 256);
+    mbarrier::wait(shared.key_full(), 0);
     work.for_each_block(call.shape, [&](int head, int block, int) {
         const int stage = slot.stage;
-        const int thread = thread_index_anew() % 128, lane = thread % 32;  // not kept in registers meanwhile
+        const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
         float scores[score_count];
         uint32_t probabilities_operand[query_steps][4];
         float d_query[Part::columns / 2];
@@ -56,7 +57,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         wgmma::pin(scores);
         exponentiate(scores, shared.lse(stage), scale_log2);
         __syncwarp();
-        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.query_empty(stage));
+        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
         if (crosses(tile.first_key, block, call.shape)) {
             mask(scores, tile.first_key + thread / 32 * 16 + lane / 4, block, call.shape);
         }
@@ -75,21 +76,18 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         Part::issue(d_query, shared);
         wgmma::wait<1>();
         wgmma::pin(d_value);
-        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.d_out_empty(stage));
+        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
         named_barrier_arrive(d_scores_read, 256);
         Part::add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
     });
-    const KeyTile done = call.work(shared.tile_index()).tile;  // anew: its numbers were in nobody's way until here
-    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.key_empty());
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
-    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, done.head, done.first_key,
-                   done.batch);
+    mbarrier::wait(shared.value_full(), 0);
+    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, tile.first_key,
+                   tile.batch);
     wait_for_stores(own + consumer);
-    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.value_empty());
-    });
     wait_for_sums();
 }
 
@@ -100,15 +98,16 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     const SharedMemory& shared = call.shared;
     BlockSlot slot;
 
-    named_barrier_arrive(exchange_empty, 256);
-
-    call.for_each_tile([&](const Work& work, uint32_t tile_parity) __attribute__((always_inline)) {
+    const Work work = call.work(blockIdx.x);
     const KeyTile& tile = work.tile;
     float d_key[gradient_count] = {};
-    mbarrier::wait(shared.value_full(), tile_parity);
+
+    named_barrier_arrive(exchange_empty, 256);
+    mbarrier::wait(shared.value_full(), 0);
+    mbarrier::wait(shared.key_full(), 0);
     work.for_each_block(call.shape, [&](int head, int block, int) {
         const int stage = slot.stage;
-        const int thread = thread_index_anew() % 128, lane = thread % 32;
+        const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
         float d_scores[score_count];
         uint32_t d_scores_operand[query_steps][4];
         float d_query[Part::columns / 2];
@@ -123,7 +122,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
                       [&](int i) { return shared.exchange_tile()[i / 4 * 128 + thread]; });
         named_barrier_arrive(exchange_empty, 256);
         __syncwarp();
-        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.d_out_empty(stage));
+        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
         pack_operand(d_scores_operand, d_scores);
         named_barrier_sync(d_scores_read, 256);
         store_d_scores(d_scores_operand, shared.d_scores_buffer(0), 0);
@@ -138,19 +137,15 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         Part::issue(d_query, shared);
         wgmma::wait<1>();
         wgmma::pin(d_key);
-        if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.query_empty(stage));
+        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
         Part::add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
     });
-    const KeyTile done = call.work(shared.tile_index()).tile;
-    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.value_empty());
     named_barrier_sync(d_scores_read, 256);  // consumer 0 no longer reads K
-    store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, done.head,
-                   done.first_key, done.batch);
+    store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, tile.head,
+                   tile.first_key, tile.batch);
     wait_for_stores(own + consumer);
-    if (thread_index_anew() % 32 == 0) mbarrier::arrive(shared.key_empty());
-    });
     wait_for_sums();
 }

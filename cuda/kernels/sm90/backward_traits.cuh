@@ -46,8 +46,10 @@ struct Traits {
     static constexpr int d_query_bytes =
         64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim : 0);
 
-    // dK or dV of a warpgroup's 64 keys on its way out; without the room they take that of K and V.
-    static constexpr int gradient_bytes = panels * descriptor::panel_bytes(64);
+    // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
+    // another tile can be loaded meanwhile, and a CTA has one tile.
+    static constexpr int gradient_bytes = split_products ? 0 : panels * descriptor::panel_bytes(64);
+    static constexpr bool persistent = gradient_bytes > 0;
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
@@ -87,7 +89,7 @@ struct SharedMemory {
     static constexpr int d_query = exchange + Traits::exchange_bytes;
     static constexpr int gradients = d_query + Traits::d_query_bytes;
     static constexpr int statistics =
-        gradients + (Traits::split_products ? 0 : Traits::consumers * Traits::gradient_bytes);
+        gradients + Traits::consumers * Traits::gradient_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int bytes = barriers + 8 * (5 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
