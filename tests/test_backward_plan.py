@@ -25,7 +25,9 @@ def main_launch(plan):
 
 
 def scalars(launch):
-    return [p.value for p in launch.parameters if isinstance(p, Scalar)]
+    return [
+        p.value for p in launch.parameters if isinstance(p, Scalar) and p.type != "int64"
+    ]  # a null pointer
 
 
 def test_buffers_are_those_of_the_call_and_scratch_comes_last():
@@ -83,6 +85,20 @@ def test_tiles_fit_the_hardware(head_dim):
             assert all(0 < extent <= 256 for extent in p.box)
             assert p.box[0] * 2 == p.swizzle == 128
             assert p.sizes[0] == head_dim  # the padding is TMA's, not the array's
+
+
+def test_ctas_take_several_tiles_where_the_next_ones_can_be_loaded_meanwhile():
+    def counted(plan):
+        counter = plan.results[-1].name == "next_tile"
+        assert all((Pointer("next_tile") in launch.parameters) == counter for launch in plan.launches[:2])
+        return counter
+
+    many = shapes(S=50_000)
+    full, causal = (plan_backward(AttentionSpec(0.1, None, right), many, H100) for right in (None, 0))
+    assert main_launch(full).grid == main_launch(causal).grid == (H100.sm_count, 1, 1)
+    assert counted(causal) and not counted(full)  # tiles differ in length, or not
+    large = plan_backward(AttentionSpec(0.1, None, 0), shapes(S=50_000, H=192), H100)
+    assert main_launch(large).grid == (math.ceil(50_000 / 64) * 2 * 2, 1, 1) and not counted(large)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

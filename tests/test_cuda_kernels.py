@@ -183,9 +183,7 @@ def test_register_pool_covers_what_warpgroups_ask_for(kernel):
     at_launch = _allocated(read_report(compile_kernel(kernel).log, kernel.entry).registers)
     if not released and not taken:
         return
-    assert 1 <= len(released) <= 2 and len(taken) == 1, (
-        "loading, perhaps dQ, and the consumers"
-    )
+    assert 1 <= len(released) <= 2 and len(taken) == 1, "loading, perhaps dQ, and the consumers"
     (consumer,) = taken
     for count in (*released, consumer):
         assert count % 8 == 0 and 24 <= count <= 256

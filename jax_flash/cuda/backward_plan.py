@@ -79,7 +79,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
     Operands are query, key, value, out, lse, d_out and, where the spec returns the residual, d_lse;
-    results are d_query, d_key and d_value, and two of scratch memory after them.
+    results are d_query, d_key and d_value, and scratch memory after them.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
@@ -113,9 +113,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
     d_query_sum = Buffer("d_query_sum", (n.B, n.N, query_blocks, shape.queries * head_dim), "float32")
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
-    # Tiles take unequally long.
-    counted = not window.unbounded and tiles > device.sm_count and not shape.split_products
-    next_tile = Pointer("next_tile") if counted else Scalar("int64", 0)
+    # CTAs take tiles in turn; under a window, where these take unequally long, from a counter. With split
+    # products nothing of the next tile can be loaded beside the end of one, and each tile has its CTA.
+    ctas = tiles if shape.split_products else min(tiles, device.sm_count)
+    counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not window.unbounded else ()
+    next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
 
     prepare = Launch(
         kernel=kernel("sm90/backward_prepare.cu", "backward_prepare"),
@@ -135,7 +137,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     main = Launch(
         kernel=kernel("sm90/backward.cu", "backward"),
-        grid=(tiles if shape.split_products else min(tiles, device.sm_count), 1, 1),
+        grid=(ctas, 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
         parameters=(
@@ -168,8 +170,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     return LaunchPlan(
         operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
-        results=(d_query, d_key, d_value, statistics, d_query_sum)
-        + ((Buffer("next_tile", (1,), "int32"),) if counted else ()),
+        results=(d_query, d_key, d_value, statistics, d_query_sum, *counter),
         steps=(prepare, main, finish),
     )
 
