@@ -9,8 +9,8 @@
 //
 //   keys      (backward_split_keys.cuh)      each consumer owns 64 of 128 keys, and hands their dS to a third
 //             warpgroup, which computes dQ, so that none waits for another one's dS: head dims up to 128;
-//   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64 keys, and both
-//             dQ: larger head dims, where the registers of a warpgroup hold one gradient and not two.
+//   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
+//             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient.
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"

@@ -55,7 +55,7 @@ struct Call {
     const Shape shape;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
     float* d_query_sum;       // (B, N, query blocks, queries · head_dim), see DqBlock
-    int* next_tile;           // counter of the tiles that are handed out beyond each CTA's first; null: they go by stride
+    int* next_tile;           // counts the tiles handed out beyond each CTA's first; null: they go by stride
     int section_heads;        // see key_tile_at
     float scale;
 
@@ -66,8 +66,8 @@ struct Call {
         const KeyTile tile = key_tile_at(tile_index, shape, section_heads);
         return {tile, query_blocks(tile, shape)};
     }
-    // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the barriers
-    // of K and V in that round; visit has to release both.
+    // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the
+    // barriers of K and V in that round; visit has to release both.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
 #pragma unroll 1

@@ -1,4 +1,5 @@
-// The warpgroup that computes dQ = dS K of each block, from what the consumers hand over, and adds it to the float32 sum.
+// The warpgroup that computes dQ = dS K of each block from what the consumers hand over, and adds it to the float32
+// sum; and adding to it, which consumers that compute dQ themselves do too.
 #pragma once
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"

@@ -136,8 +136,8 @@ __device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, D
     slot.advance();
 }
 
-// Writes dK or dV of a warpgroup's 64 keys by TMA, which clips rows and columns that are not there, from `staging`, which
-// is in use until `wait_for_stores`. All of the warpgroup's threads call it, and `barrier` is for them.
+// Writes dK or dV of a warpgroup's 64 keys by TMA, which clips rows and columns that are not there, from `staging`,
+// which is in use until `wait_for_stores`. All of the warpgroup's threads call it, and `barrier` is for them.
 __device__ __forceinline__ void store_gradient(const float (&gradient)[gradient_count], float factor,
                                                const TensorMap& map, uint32_t staging, int barrier, int head,
                                                int first_key, int batch) {

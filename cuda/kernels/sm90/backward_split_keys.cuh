@@ -4,8 +4,8 @@
 #include "backward_call.cuh"
 #include "backward_products.cuh"
 
-// Waiting for the turn at the tensor cores, and passing it on to the other consumer. Left alone, the two fall into step,
-// and none has products to run while both are at their exponentials.
+// Waiting for the turn at the tensor cores, and passing it on to the other consumer. Left alone, the two fall into
+// step, and none has products to run while both are at their exponentials.
 __device__ __forceinline__ void take_turn(int consumer) { named_barrier_sync(turn + consumer, 256); }
 __device__ __forceinline__ void pass_turn(int consumer) { named_barrier_arrive(turn + (consumer ^ 1), 256); }
 

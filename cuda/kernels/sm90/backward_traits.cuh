@@ -57,9 +57,9 @@ struct Traits {
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
 };
 
-// How the float32 sum of dQ keeps a block: 64 rows after 64 rows, in those 8 columns after 8 columns, and each 64 × 8 as
-// the 128 threads of a warpgroup hold them in accumulators, 16 bytes a thread. The warpgroup for dQ computes tiles of 64
-// rows and so many columns as leave registers to the consumers; a tile is a contiguous piece.
+// How the float32 sum of dQ keeps a block: 64 rows after 64 rows, in those 8 columns after 8 columns, and each
+// 64 × 8 as the 128 threads of a warpgroup hold them in accumulators, 16 bytes a thread. The warpgroup for dQ
+// computes tiles of 64 rows and so many columns as leave registers to the consumers; a tile is a contiguous piece.
 struct DqBlock {
     static constexpr int elements = Traits::queries * Traits::head_dim;
     static constexpr int row_tiles = Traits::queries / 64, chunks = Traits::head_dim / 8;
@@ -122,7 +122,9 @@ struct SharedMemory {
     // Of the tile whose K is there; negative where no more come.
     __device__ int& tile_index() const { return *reinterpret_cast<int*>(data + barriers + 32); }
     __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (5 + buffer); }
-    __device__ uint32_t d_scores_empty(int buffer) const { return d_scores_full(buffer) + 8 * Traits::d_scores_buffers; }
+    __device__ uint32_t d_scores_empty(int buffer) const {
+        return d_scores_full(buffer) + 8 * Traits::d_scores_buffers;
+    }
     __device__ uint32_t query_full(int stage) const { return d_scores_empty(Traits::d_scores_buffers) + 8 * stage; }
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t d_out_full(int stage) const { return query_full(stage) + 16 * Traits::stages; }
