@@ -50,6 +50,8 @@ BACKWARD = (
     Case(H=96, T=129, S=64, dtype="float16"),
     Case(H=128, T=130, S=200, right=0, N=4, K=2, return_residual=True),  # 200 keys are not whole tiles
     Case(H=128, T=140, S=300, right=-150),  # the last keys are seen by no query
+    Case(H=128, T=300, S=300, right=0, N=4, K=2),  # a CTA has several tiles, of unequal length,
+    Case(H=96, T=129, S=300, N=2, K=2),  # or of one
     Case(H=160, T=100, S=70, right=0),
     Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),
     Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),
