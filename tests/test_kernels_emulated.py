@@ -52,6 +52,7 @@ BACKWARD = (
     Case(H=128, T=140, S=300, right=-150),  # the last keys are seen by no query
     Case(H=128, T=300, S=300, right=0, N=4, K=2),  # a CTA has several tiles, of unequal length,
     Case(H=96, T=129, S=300, N=2, K=2),  # or of one
+    Case(H=64, T=60, S=900, left=70, N=2, K=2),  # most of which no query sees
     Case(H=160, T=100, S=70, right=0),
     Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),
     Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),

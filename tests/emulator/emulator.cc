@@ -278,7 +278,7 @@ void arrive(uint32_t barrier) { arrive_expect(barrier, 0); }
 void arrive_expect(uint32_t barrier, uint32_t bytes) {
     MBarrier& at = mbarrier_at(barrier);
     at.bytes += bytes;
-    --at.pending;
+    if (--at.pending < 0) emulator::fail("more arrivals than a round of an mbarrier has");
     settle(at);
 }
 void complete_bytes(uint32_t barrier, uint32_t bytes) {

@@ -82,8 +82,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 #pragma unroll 1
             for (int iteration = 1; iteration < iterations; ++iteration) step(false);
             step(true);
-        } else if (lane == 0) {
-            mbarrier::arrive(shared.value_empty());
+        } else {
+            mbarrier::wait(shared.value_full(), tile_parity);  // the barrier's next round may not start before
+            if (lane == 0) mbarrier::arrive(shared.value_empty());
         }
 
         wait_for_stores(own + consumer);  // of the tile before
