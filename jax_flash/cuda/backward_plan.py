@@ -52,11 +52,12 @@ class BackwardTile:
 # registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P,
 # dS and dQ.
 #
-#   head dim   gradients           S or dP, P   packed P, dS + dQ   shared KB
-#   64         2 x 32              64 + 32      32 + 32             178
-#   128        2 x 64              32 + 16      16 + 16             177
-#   192        96 (dK or dV)       32           16 + 64             217
-#   256        128 (dK or dV)      32           16 + 64             217
+#   head dim   gradients           S or dP, P   packed P or dS, and dQ   shared KB
+#   64         2 x 32              64 + 32      32 + 32                  194
+#   96         2 x 48              32 + 16      16 + 16                  217
+#   128        2 x 64              32 + 16      16 + 16                  209
+#   192        96 (dK or dV)       32           16 + 64 (dQ)             217
+#   256        128 (dK or dV)      32           16 + 64 (dQ)             217
 _TILES = {
     64: BackwardTile(128, 128, split_products=False, stages=2),
     128: BackwardTile(64, 128, split_products=False, stages=2),

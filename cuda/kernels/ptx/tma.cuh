@@ -26,15 +26,6 @@ __device__ __forceinline__ void store(const TensorMap& map, uint32_t source, int
                  : "memory");
 }
 
-// shared → global, adding float32 elements to what is there.
-__device__ __forceinline__ void reduce_add(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
-    asm volatile(
-        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-            &map),
-        "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
-}
-
 // Closes the group of this thread's stores and reductions so far.
 __device__ __forceinline__ void commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
