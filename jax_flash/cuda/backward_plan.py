@@ -24,6 +24,10 @@ class BackwardTile:
     keys: int  # of a CTA
     split_products: bool
     stages: int  # blocks of Q, and of dO, in flight
+    # Where a warpgroup of its own computes dQ: tiles of it on their way to the sum, and 4 KiB pieces of complete sums on
+    # their way to each of two warps that write them.
+    sum_stages: int = 1
+    writer_stages: int = 0
 
     @property
     def threads(self) -> int:
@@ -41,11 +45,12 @@ class BackwardTile:
             d_query_columns = head_dim if head_dim <= 192 else 0
         else:
             d_query_columns = head_dim if head_dim <= 96 else PANEL
-        d_query = 64 * d_query_columns * 4
+        d_query = self.sum_stages * 64 * d_query_columns * 4
+        writers = 2 * self.writer_stages * 4096
         gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
-        barriers = 8 * (5 + 2 * buffers + 4 * self.stages)
-        return keys_and_values + blocks + d_scores + exchange + d_query + gradients + statistics + barriers
+        barriers = 8 * (5 + 2 * buffers + 4 * self.stages + 2 * self.sum_stages + 2 * self.writer_stages)
+        return keys_and_values + blocks + d_scores + exchange + d_query + writers + gradients + statistics + barriers
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
@@ -59,14 +64,21 @@ class BackwardTile:
 #   192        96 (dK or dV)       32           16 + 64 (dQ)             217
 #   256        128 (dK or dV)      32           16 + 64 (dQ)             217
 _TILES = {
-    64: BackwardTile(128, 128, split_products=False, stages=2),
-    128: BackwardTile(64, 128, split_products=False, stages=2),
+    64: BackwardTile(128, 128, split_products=False, stages=2, writer_stages=2),
+    96: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=1),
+    128: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2),
     192: BackwardTile(64, 64, split_products=True, stages=2),
     256: BackwardTile(64, 64, split_products=True, stages=2),
 }
 
 # What a section of the tile walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
 _SECTION_BYTES = 24 << 20
+
+# For how many steps of the CTAs, a block each, a head's dQ is taken to wait to be written.
+_WRITING_STEPS = 40
+
+# Blocks of queries that are counted together (`DqBlock::span` in cuda/kernels/sm90/backward_traits.cuh).
+_SPAN = 4
 
 # The kernels' arithmetic on a window's side that does not bind stays in 32 bits with this in its place.
 _UNBOUNDED = 1 << 29
@@ -97,6 +109,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("KEYS", shape.keys),
             ("SPLIT_PRODUCTS", int(shape.split_products)),
             ("STAGES", shape.stages),
+            ("SUM_STAGES", shape.sum_stages),
+            ("WRITER_STAGES", shape.writer_stages),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
@@ -112,7 +126,21 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_key = Buffer("d_key", key.shape, dtype)
     d_value = Buffer("d_value", value.shape, dtype)
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
-    d_query_sum = Buffer("d_query_sum", (n.B, n.N, query_blocks, shape.queries * head_dim), "float32")
+    places = _places(n, window, shape, device)
+    sums = Buffer("d_query_sums", (places, query_blocks, shape.queries * head_dim), "float32")
+    counted = not shape.split_products
+    counts = (
+        Buffer("arrived", (n.B, n.N, math.ceil(query_blocks / _SPAN)), "int32"),
+        Buffer("written", (n.B, n.N), "int32"),
+        Buffer("next_job", (1,), "int32"),
+    )
+    sums_parameters = (
+        Pointer("d_query_sums"),
+        *(Pointer(x.name) if counted else Scalar("int64", 0) for x in counts),
+    )
+    if window.left is not None and window.right is not None and window.left + window.right < 0:
+        window = Window(0, -_UNBOUNDED)  # empty: for the kernels' arithmetic, far from everything
+    left, right = (Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right))
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
     # CTAs take tiles in turn; under a window, where these take unequally long, from a counter. With split
     # products nothing of the next tile can be loaded beside the end of one, and each tile has its CTA.
@@ -131,7 +159,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("lse"),
             Pointer("d_lse") if spec.return_residual else Scalar("int64", 0),
             Pointer("statistics"),
-            Pointer("d_query_sum"),
+            *sums_parameters,
+            Scalar("int32", places),
             next_tile,
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
         ),
@@ -149,10 +178,13 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             rows_map(d_key, 64),
             rows_map(d_value, 64),
             Pointer("statistics"),
-            Pointer("d_query_sum"),
+            *sums_parameters,
+            Pointer("d_query"),
+            *(Scalar("int32", x) for x in (places, n.H)),
             next_tile,
             *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
-            *(Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right)),
+            left,
+            right,
             Scalar("int32", _section_heads(n, window)),
             Scalar("float32", spec.scale),
         ),
@@ -163,7 +195,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         block=256,
         shared_bytes=0,
         parameters=(
-            Pointer("d_query_sum"),
+            Pointer("d_query_sums"),
             Pointer("d_query"),
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
             Scalar("float32", spec.scale),
@@ -171,8 +203,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     return LaunchPlan(
         operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
-        results=(d_query, d_key, d_value, statistics, d_query_sum, *counter),
-        steps=(prepare, main, finish),
+        results=(d_query, d_key, d_value, statistics, sums, *(counts if counted else ()), *counter),
+        steps=(prepare, main) if counted else (prepare, main, finish),
     )
 
 
@@ -186,3 +218,20 @@ def _section_heads(n: Sizes, window: Window) -> int:
         return 1
     bytes_per_key_head = n.group * n.T * n.H * (2 + 2 + 4)
     return max(1, min(n.B * n.K, _SECTION_BYTES // bytes_per_key_head))
+
+
+def _places(n: Sizes, window: Window, shape: BackwardTile, device: Device) -> int:
+    """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
+    cuda/kernels/sm90/backward_call.cuh): those that CTAs work on, and some that are about to be complete."""
+    if shape.split_products:
+        return n.B * n.N
+    section = _section_heads(n, window)
+    key_tiles = math.ceil(n.S / shape.keys)
+    most = math.ceil(n.T / shape.queries)  # blocks that a key tile sees
+    if window.left is not None and window.right is not None:
+        most = min(most, math.ceil((window.left + window.right + shape.keys) / shape.queries))
+    mean = most / 2 if (window.left is None) != (window.right is None) else most
+    # Heads that others follow into the machine before their own longest tile ends, and until they are written then.
+    steps = most * n.group + _WRITING_STEPS
+    sections = 1 + math.ceil(steps * device.sm_count / (section * key_tiles * max(mean, 1) * n.group))
+    return min(sections * section, n.B * n.K) * n.group

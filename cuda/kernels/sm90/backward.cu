@@ -16,6 +16,7 @@
 #include "backward_d_query.cuh"
 #include "backward_split_keys.cuh"
 #include "backward_split_products.cuh"
+#include "backward_sums.cuh"
 
 // ---------------------------------------------------------------------------------------- producer
 
@@ -54,6 +55,7 @@ __device__ __forceinline__ void produce(const Call& call) {
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             const float* statistics = call.statistics_block(tile, head, block);
             const int first_row = block * Traits::queries, stage = slot.stage;
+            if (block == work.blocks.first) wait_for_place(call, call.head_index(tile, head));
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
             load_panels(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::queries, head,
@@ -81,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
              const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap d_out_map,
              const __grid_constant__ TensorMap d_key_map, const __grid_constant__ TensorMap d_value_map,
-             const float* __restrict__ statistics, float* __restrict__ d_query_sum, int* __restrict__ next_tile,
-             int queries, int keys, int key_heads, int group, int batch, int left, int right,
+             const float* __restrict__ statistics, float* d_query_sums, int* arrived, int* written,
+             int* next_job, Traits::Element* d_query, int places, int columns,  // see QueryGradient
+             int* __restrict__ next_tile, int queries, int keys, int key_heads, int group, int batch, int left, int right,
              int section_heads,  // see key_tile_at
              float scale) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -91,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     {query_map, key_map, value_map, d_out_map, d_key_map, d_value_map},
                     shape,
                     statistics,
-                    d_query_sum,
+                    {d_query_sums, arrived, written, next_job, d_query, places, columns},
                     next_tile,
                     section_heads,
                     scale};
@@ -106,7 +109,15 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_key_map);
         tma::prefetch_descriptor(d_value_map);
         mbarrier::init(shared.key_full(), 1);
-        mbarrier::init(shared.key_empty(), 4 * (Traits::consumers + Traits::d_query_warpgroup));  // a lane of each warp
+        // A lane of each warp that reads, the one that adds to sums among them.
+        mbarrier::init(shared.key_empty(), 4 * Traits::consumers + 5 * Traits::d_query_warpgroup);
+        for (int stage = 0; stage < Traits::sum_stages; ++stage) {
+            mbarrier::init(shared.sum_full(stage), 4);
+            mbarrier::init(shared.sum_empty(stage), 1);
+        }
+        for (int stage = 0; stage < Traits::writers * Traits::writer_stages; ++stage) {
+            mbarrier::init(shared.writer_full(0, stage), 1);
+        }
         mbarrier::init(shared.value_full(), 1);
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
@@ -126,7 +137,15 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     const int warp = warp_index();
     if (warp < 4) {
         release_registers<Traits::producer_registers>();
-        if (warp == 0 && elect_one()) produce(call);
+        if (warp == 0) {
+            if (elect_one()) produce(call);
+        } else if constexpr (Traits::d_query_warpgroup) {
+            if (warp == 1) {
+                add_d_query(call);
+            } else {
+                write_d_query(call, warp - 2);
+            }
+        }
     } else if (Traits::d_query_warpgroup && warp >= 4 * (1 + Traits::consumers)) {
         if constexpr (Traits::d_query_warpgroup) {
             release_registers<Traits::d_query_registers>();

@@ -48,13 +48,25 @@ struct Work {
     }
 };
 
+// Where dQ is summed up, and where it goes. A head's sum has a place only while key tiles add to it: when all have added
+// to it, dQ is written and zeros are left, and the place goes to a head some way on. So sums stay in L2.
+struct QueryGradient {
+    float* sums;              // (places, query blocks, queries · head_dim), see DqBlock; zeros at first
+    int* arrived;             // (B, N, spans of query blocks): how many key tiles have added to the span; null: nobody
+                              // counts, all heads have a place, and backward_finish writes dQ
+    int* written;             // (B, N): pieces of dQ that are written
+    int* next_job;            // pieces of dQ, of all heads, that warps have taken in order to write them
+    Traits::Element* result;  // (B, T, N, columns)
+    int places, columns;
+};
+
 // Parameters that every role sees.
 struct Call {
     const SharedMemory shared;
     const TensorMaps maps;
     const Shape shape;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
-    float* d_query_sum;       // (B, N, query blocks, queries · head_dim), see DqBlock
+    const QueryGradient d_query;
     int* next_tile;           // counts the tiles handed out beyond each CTA's first; null: they go by stride
     int section_heads;        // see key_tile_at
     float scale;
@@ -79,14 +91,21 @@ struct Call {
         }
     }
 
+    // A query head among those of all batch rows.
+    __device__ int head_index(const KeyTile& tile, int query_head) const {
+        return tile.batch * shape.query_heads() + query_head;
+    }
     // Where a block's share of a (B, N, query blocks, …) array lies.
-    __device__ int64_t block_index(const KeyTile& tile, int query_head, int block) const {
-        return (tile.batch * shape.query_heads() + query_head) * shape.query_blocks() + block;
+    __device__ int64_t block_index(int head_index, int block) const {
+        return static_cast<int64_t>(head_index) * shape.query_blocks() + block;
     }
     __device__ const float* statistics_block(const KeyTile& tile, int query_head, int block) const {
-        return statistics + block_index(tile, query_head, block) * (2 * Traits::queries);
+        return statistics + block_index(head_index(tile, query_head), block) * (2 * Traits::queries);
+    }
+    __device__ float* sum_block(int head_index, int block) const {
+        return d_query.sums + block_index(head_index % d_query.places, block) * DqBlock::elements;
     }
     __device__ float* d_query_block(const KeyTile& tile, int query_head, int block) const {
-        return d_query_sum + block_index(tile, query_head, block) * DqBlock::elements;
+        return sum_block(head_index(tile, query_head), block);
     }
 };

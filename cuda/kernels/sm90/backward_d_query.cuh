@@ -1,5 +1,5 @@
-// The warpgroup that computes dQ = dS K of each block from what the consumers hand over, and adds it to the float32
-// sum; and adding to it, which consumers that compute dQ themselves do too.
+// The warpgroup that computes dQ = dS K of each block from what the consumers hand over, and stages it for the warp that
+// adds it to the float32 sum (backward_sums.cuh); and how consumers that compute dQ themselves add it.
 #pragma once
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
@@ -14,23 +14,29 @@ __device__ __forceinline__ void add_from_registers(const float (&d_query)[count]
     }
 }
 
-// The same by TMA, `bytes` of the tile, from `staged` bytes into the shared memory for dQ. All threads of a warpgroup,
-// for which `barrier` is.
+// Writes this thread's part of a tile of dQ to shared memory, in the order of DqBlock.
 template <int count>
-__device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int bytes,
-                                                int staged, int barrier) {
-    const int thread = threadIdx.x % 128;
-    float4* vectors = reinterpret_cast<float4*>(call.shared.data + SharedMemory::d_query + staged);
-    if (thread == 0) tma::wait_group_read<0>();
-    named_barrier_sync(barrier, 128);
+__device__ __forceinline__ void stage_d_query(const float (&d_query)[count], unsigned char* destination) {
+    float4* vectors = reinterpret_cast<float4*>(destination) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < count; i += 4) {
-        vectors[i / 4 * 128 + thread] = {d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]};
+        vectors[i / 4 * 128] = {d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]};
     }
     fence_proxy_async();
+}
+
+// Adds a tile of dQ to the sum by TMA, from `staged` bytes into the shared memory for dQ. All threads of a warpgroup, for
+// which `barrier` is.
+template <int count>
+__device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int staged,
+                                                int barrier) {
+    const bool first = threadIdx.x % 128 == 0;
+    if (first) tma::wait_group_read<0>();
     named_barrier_sync(barrier, 128);
-    if (thread == 0) {
-        bulk::reduce_add(sum, call.shared.base + SharedMemory::d_query + staged, bytes);
+    stage_d_query(d_query, call.shared.data + SharedMemory::d_query + staged);
+    named_barrier_sync(barrier, 128);
+    if (first) {
+        bulk::reduce_add(sum, call.shared.base + SharedMemory::d_query + staged, 128 * count * 4);
         tma::commit_group();
     }
 }
@@ -43,11 +49,13 @@ __device__ __forceinline__ void wait_for_sums() {
 __device__ __forceinline__ void compute_d_query(const Call& call) {
     constexpr int tiles = DqBlock::row_tiles * DqBlock::column_tiles;
     const SharedMemory& shared = call.shared;
+    const bool first_lane = threadIdx.x % 32 == 0;
     DScoresSlot slot;
+    SumSlot sum_slot;
     call.for_each_tile([&](const Work& work, uint32_t) {
-        const int last_iteration = work.iterations(call.shape) - 1;
-        work.for_each_block(call.shape, [&](int head, int block, int iteration) {
-            float* sum = call.d_query_block(work.tile, head, block);
+        const int iterations = work.iterations(call.shape);
+#pragma unroll 1
+        for (int iteration = 0; iteration < iterations; ++iteration) {
             mbarrier::wait(shared.d_scores_full(slot.stage), slot.parity);
 #pragma unroll 1  // or else ptxas carries a tile on, past the next one's products
             for (int tile = 0; tile < tiles; ++tile) {
@@ -58,18 +66,18 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                     shared.key_tile() + column_tile * descriptor::panel_bytes(Traits::keys));
                 wgmma::wait<0>();
                 wgmma::pin(d_query);
-                if (tile == tiles - 1 && threadIdx.x % 32 == 0) {
+                if (tile == tiles - 1 && first_lane) {
                     mbarrier::arrive(shared.d_scores_empty(slot.stage));
-                    if (iteration == last_iteration) mbarrier::arrive(shared.key_empty());
+                    if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty());
                 }
-                const int first_chunk = column_tile * DqBlock::tile_columns / 8;
-                add_from_shared(call, d_query, sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk),
-                                min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes), 0,
-                                own + Traits::consumers);
+                mbarrier::wait(shared.sum_empty(sum_slot.stage), sum_slot.parity ^ 1);
+                stage_d_query(d_query, shared.data + SharedMemory::d_query + sum_slot.stage * Traits::d_query_bytes);
+                __syncwarp();
+                if (first_lane) mbarrier::arrive(shared.sum_full(sum_slot.stage));
+                sum_slot.advance();
             }
             slot.advance();
-        });
-        if (last_iteration < 0 && threadIdx.x % 32 == 0) mbarrier::arrive(shared.key_empty());
+        }
+        if (iterations == 0 && first_lane) mbarrier::arrive(shared.key_empty());
     });
-    wait_for_sums();
 }

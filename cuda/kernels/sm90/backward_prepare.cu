@@ -1,5 +1,5 @@
 // Before the backward kernel: for each query D = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
-// the backward kernel loads them, and the float32 sum of dQ set to zero.
+// the backward kernel loads them, and what it adds to and counts with (QueryGradient) set to zero.
 #include "../ptx/math.cuh"
 #include "backward_traits.cuh"
 
@@ -33,8 +33,9 @@ extern "C" __global__ void __launch_bounds__(threads)
                      const float* __restrict__ lse,    // (B, N, T), natural
                      const float* __restrict__ d_lse,  // (B, N, T) or null
                      float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
-                     float4* __restrict__ d_query_sum,  // (B, N, query blocks, queries · head_dim)
-                     int* __restrict__ next_tile,       // a counter, or null
+                     float4* __restrict__ d_query_sums, int* __restrict__ arrived, int* __restrict__ written,
+                     int* __restrict__ next_job, int places,
+                     int* __restrict__ next_tile,  // a counter, or null
                      int queries, int query_heads, int head_dim) {
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
@@ -44,8 +45,17 @@ extern "C" __global__ void __launch_bounds__(threads)
 
     if (blockIdx.x == 0 && threadIdx.x == 0 && next_tile != nullptr) *next_tile = 0;
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
-    for (int i = threadIdx.x; i < sum_vectors; i += threads) {
-        d_query_sum[block_index * sum_vectors + i] = {0, 0, 0, 0};
+    if (head_index < places) {
+        for (int i = threadIdx.x; i < sum_vectors; i += threads) {
+            d_query_sums[block_index * sum_vectors + i] = {0, 0, 0, 0};
+        }
+    }
+    if (arrived != nullptr && threadIdx.x == 0) {
+        if (block % DqBlock::span == 0) {
+            arrived[head_index * ceil_div(query_blocks, DqBlock::span) + block / DqBlock::span] = 0;
+        }
+        if (block == 0) written[head_index] = 0;
+        if (blockIdx.x == 0) *next_job = 0;
     }
 
     const float infinity = __int_as_float(0x7f800000);

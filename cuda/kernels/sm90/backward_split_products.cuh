@@ -23,7 +23,7 @@ struct DqPart {
     static __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) {
         constexpr int first_element = 64 * first_column;
         if constexpr (Traits::d_query_bytes > 0) {
-            add_from_shared(call, d_query, sum + first_element, 64 * columns * 4, first_element * 4, own + consumer);
+            add_from_shared(call, d_query, sum + first_element, first_element * 4, own + consumer);
         } else {
             add_from_registers(d_query, sum + first_element + threadIdx.x % 128 * 4);
         }

@@ -36,6 +36,33 @@ __device__ __forceinline__ QueryBlocks query_blocks(const KeyTile& tile, const S
     return {begin / Traits::queries, ceil_div(end, Traits::queries)};
 }
 
+// The other way about: how many key tiles see some query of `count` blocks.
+__device__ __forceinline__ int key_tile_count(int block, int count, const Shape& shape) {
+    const int first = block * Traits::queries + shape.diagonal();
+    const int last = min((block + count) * Traits::queries, shape.queries) - 1 + shape.diagonal();
+    const int begin = max(0, first - shape.left), end = min(shape.keys, last + shape.right + 1);
+    return end <= begin ? 0 : ceil_div(end, Traits::keys) - begin / Traits::keys;
+}
+
+// A piece of dQ to write: 64 rows of a block of a head, of those of all batch rows.
+struct DqJob {
+    int head_index, block, row_tile;
+};
+
+// Pieces in the order in which they tend to be complete: heads by sections, as key tiles (key_tile_at); within a section
+// the query heads that come first in their groups; of these the first blocks of all.
+__device__ __forceinline__ DqJob d_query_job(int job, const Shape& shape, int section_heads) {
+    const int key_heads = shape.key_heads * shape.batch;
+    const int pieces = shape.query_blocks() * DqBlock::row_tiles;  // of a head
+    const int section = job / (section_heads * shape.group * pieces);
+    int rest = job - section * section_heads * shape.group * pieces;
+    const int width = min(section_heads, key_heads - section * section_heads);
+    const int member = rest / (width * pieces);
+    rest -= member * width * pieces;
+    const int piece = rest / width, key_head = section * section_heads + rest - piece * width;
+    return {key_head * shape.group + member, piece / DqBlock::row_tiles, piece % DqBlock::row_tiles};
+}
+
 // Whether a score of keys [first_key, first_key + 64) and the block's queries may be masked. Rows of
 // queries that are not there need no mask: their lse makes P zero.
 __device__ __forceinline__ bool crosses(int first_key, int block, const Shape& shape) {

@@ -6,6 +6,8 @@
 //   QUERIES, KEYS   rows of a block of queries, and of the CTA's tile of keys
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
+//   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
+//   SUM_STAGES      tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 #pragma once
 #include "../ptx/descriptor.cuh"
@@ -21,12 +23,13 @@ struct Traits {
     static constexpr int keys = KEYS;
     static constexpr bool split_products = SPLIT_PRODUCTS;
     static constexpr int stages = STAGES;
+    static constexpr int sum_stages = SUM_STAGES;
 
     static constexpr int consumers = 2;
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
     static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
     // setmaxnreg; a multiprocessor has 512 for the threads of all warpgroups that share a place in theirs.
-    static constexpr int producer_registers = 24;
+    static constexpr int producer_registers = split_products ? 24 : 32;
     static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
 
@@ -42,9 +45,14 @@ struct Traits {
 
     // Columns of a tile of dQ that the warpgroup for it computes: its registers hold no more.
     static constexpr int d_query_columns = head_dim <= 96 ? head_dim : descriptor::panel_columns;
-    // dQ on its way to the sum. Without room for it, it goes there straight from registers.
+    // dQ on its way to the sum: one stage of the warpgroup for it, or a block of the consumers that compute it. Without
+    // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
         64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim : 0);
+
+    // Pieces of complete sums of dQ on their way to each of the warps that write them.
+    static constexpr int writers = d_query_warpgroup ? 2 : 0, writer_stages = WRITER_STAGES;
+    static constexpr int writer_bytes = 64 * 16 * 4;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
@@ -67,6 +75,8 @@ struct DqBlock {
     static constexpr int tile_columns = Traits::d_query_columns;
     static constexpr int column_tiles = ceil_div(Traits::head_dim, tile_columns);
     static constexpr int tile_bytes = tile_columns / 8 * chunk_bytes;
+    // Key tiles count so many blocks at a time as done, as each count waits for what was added before it.
+    static constexpr int span = 4;
 };
 
 // Where the statistics of a row lie in its block: in each 16 rows, those that a thread meets as columns of
@@ -87,11 +97,13 @@ struct SharedMemory {
     static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
     static constexpr int exchange = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int d_query = exchange + Traits::exchange_bytes;
-    static constexpr int gradients = d_query + Traits::d_query_bytes;
+    static constexpr int writer = d_query + Traits::sum_stages * Traits::d_query_bytes;
+    static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
     static constexpr int statistics =
         gradients + Traits::consumers * Traits::gradient_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
-    static constexpr int bytes = barriers + 8 * (5 + 2 * Traits::d_scores_buffers + 4 * Traits::stages);
+    static constexpr int bytes = barriers + 8 * (5 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
+                                                  Traits::writers * Traits::writer_stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -102,6 +114,10 @@ struct SharedMemory {
     }
     __device__ uint32_t query_block(int stage) const { return base + query + stage * Traits::query_bytes; }
     __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::query_bytes; }
+    __device__ static constexpr int writer_offset(int warp, int stage) {
+        return writer + (warp * Traits::writer_stages + stage) * Traits::writer_bytes;
+    }
+    __device__ uint32_t d_query_stage(int stage) const { return base + d_query + stage * Traits::d_query_bytes; }
     __device__ uint32_t d_scores_buffer(int index) const { return base + d_scores + index * Traits::d_scores_bytes; }
 
     // Statistics of a block's rows: lse in base 2, and D. As addresses for TMA, and as arrays of
@@ -129,11 +145,18 @@ struct SharedMemory {
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t d_out_full(int stage) const { return query_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t d_out_empty(int stage) const { return query_full(stage) + 24 * Traits::stages; }
+    __device__ uint32_t writer_full(int warp, int stage) const {
+        return sum_full(2 * Traits::sum_stages) + 8 * (warp * Traits::writer_stages + stage);
+    }
+    __device__ uint32_t sum_full(int stage) const { return query_full(4 * Traits::stages) + 8 * stage; }
+    __device__ uint32_t sum_empty(int stage) const { return sum_full(Traits::sum_stages) + 8 * stage; }
 };
 
 // Q and dO go round together.
 using BlockSlot = PipelineState<Traits::stages>;
 using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
+using WriterSlot = PipelineState<Traits::writer_stages>;
+using SumSlot = PipelineState<Traits::sum_stages>;
 
 // Sizes of the call. A side of the window that is not bounded is so large that it never bounds.
 struct Shape {
@@ -144,5 +167,6 @@ struct Shape {
 
     __device__ int query_heads() const { return key_heads * group; }
     __device__ int query_blocks() const { return ceil_div(queries, Traits::queries); }
+    __device__ int spans() const { return ceil_div(query_blocks(), DqBlock::span); }  // of a head
     __device__ int diagonal() const { return keys - queries; }  // query i is aligned with key i + diagonal
 };

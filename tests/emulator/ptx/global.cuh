@@ -1,0 +1,15 @@
+// cuda/kernels/ptx/global.cuh, emulated.
+#pragma once
+#include "types.cuh"
+
+namespace global {
+
+inline float4 load(const float4* address) { return *address; }
+inline void count(int* address) { ++*address; }
+inline bool has_reached(const int* address, int value) {
+    if (*address < value) emulator::yield();
+    return *address >= value;
+}
+inline void fence_proxy_async() {}
+
+}  // namespace global
