@@ -60,8 +60,8 @@ def product_ceiling(dtype: str) -> float | None:
 
 
 def heading(result: dict) -> str:
-    """The device, its ceiling and the versions of `result`, on one line."""
-    ceiling = f", 8192³ product {result['ceiling']:.0f} TFLOP/s" if result["ceiling"] else ""
+    """The device, its ceiling if it was measured, and the versions of `result`, on one line."""
+    ceiling = f", 8192³ product {result['ceiling']:.0f} TFLOP/s" if result.get("ceiling") else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     return f"{result['device']}{ceiling}; {versions}"
 

@@ -20,7 +20,7 @@ class GPTConfig:
 
     Parameters are float32 whatever `dtype` is; activations and attention are in `dtype`, softmax and loss in
     float32. `key_heads < heads` is grouped-query attention. `remat` recomputes each layer in the backward
-    pass: less memory for about a third more work. `attention` takes what `jax.nn.dot_product_attention` takes,
+    pass: less memory for about a third more work. `attention` is called as `jax.nn.dot_product_attention`,
     which may stand in its place.
     """
 
