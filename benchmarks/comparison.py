@@ -42,6 +42,9 @@ class Comparison:
         logging.disable(logging.WARNING)
 
         result = record.environment() | {"ceiling": record.product_ceiling("bfloat16"), "rows": []}
+        if options.add:
+            earlier = record.earlier_rows(options.out, result)
+            result["rows"] = [row for row in earlier if row["group"] not in options.groups]
         print(record.heading(result))
         shuffled = f"{result['timing']} in each of {rounds.ROUNDS} shuffled rounds, whose median counts"
         print(f"TFLOP/s {self.key}, {shuffled}")
@@ -87,7 +90,12 @@ class Comparison:
             help=f"which to measure, of {','.join(contenders.CONTENDERS)} (default %(default)s)",
         )
         parser.add_argument("--out", type=Path, help="JSON file to write")
+        parser.add_argument(
+            "--add", action="store_true", help="keep what --out has of other groups, if it is of this machine"
+        )
         options = parser.parse_args(arguments)
+        if options.add and not options.out:
+            parser.error("--add needs --out")
         for flag, known in (("groups", self.groups), ("peers", contenders.CONTENDERS)):
             names = getattr(options, flag).split(",")
             if unknown := set(names) - set(known):

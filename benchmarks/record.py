@@ -76,6 +76,20 @@ def rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
+def earlier_rows(path: Path, result: dict) -> list[dict]:
+    """Rows of the file at `path`, if there is one, which `result` is to be added to.
+
+    Raises ValueError where they come from other conditions than `result`'s.
+    """
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    for key in result.keys() - {"date", "ceiling", "rows"}:
+        if earlier.get(key) != result[key]:
+            raise ValueError(f"{path} can't be added to: its {key} is {earlier.get(key)}, not {result[key]}")
+    return earlier["rows"]
+
+
 def write(result: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

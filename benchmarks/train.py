@@ -244,7 +244,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--out", type=Path, help="JSON file to write; the chart goes beside it as PNG")
     parser.add_argument("--table", type=Path, help="print this JSON file's table, and measure nothing")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what --out has of other cases, if it is of this machine"
+    )
     options = parser.parse_args(arguments)
+    if options.add and not options.out:
+        parser.error("--add needs --out")
     options.peers = options.peers.split(",")
     if unknown := set(options.peers) - set(ATTENTION):
         parser.error(f"--peers: {', '.join(sorted(unknown))}; may be {', '.join(ATTENTION)}")
@@ -290,6 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tokens": options.tokens,
         "rows": [],
     }
+    if options.add:
+        earlier = record.earlier_rows(options.out, result)
+        result["rows"] = [row for row in earlier if row["case"] not in map(str, options.cases)]
     print(record.heading(result))
     print(f"{trainer.count / 1e6:.0f} M parameters, {options.tokens} tokens a step; {result['timing']}")
     for case in options.cases:

@@ -97,7 +97,7 @@ def test_cases_have_names_of_their_own():
     assert str(forward.Case(1, 64, 64, 2, 2, 64, True, 16, "float16")) == "b1 s64 h2/2 d64 window 16 float16"
 
 
-@pytest.mark.parametrize("wrong", (["--groups", "short,long"], ["--peers", "nobody"]))
+@pytest.mark.parametrize("wrong", (["--groups", "short,long"], ["--peers", "nobody"], ["--add"]))
 def test_unknown_names_are_refused(wrong):
     import backward
     import forward
@@ -257,6 +257,11 @@ def test_backward_command_line_on_the_cpu(tmp_path, monkeypatch, capsys, with_po
     assert [ratio["group"] for ratio in result["variants"]] == ["deterministic", "residual"]
     printed = capsys.readouterr().out
     assert "b1 s256 h4/2 d32 causal" in printed and "times as long" in printed
+
+    backward.main(["--groups", "residual", "--out", str(out), "--add"])
+    again = json.loads(out.read_text())
+    assert again["rows"][:5] == result["rows"][:5]
+    assert [row["group"] for row in again["rows"][5:]] == ["residual", "residual"]
 
 
 def test_a_backward_pass_lost_in_noise_has_no_rate():

@@ -66,6 +66,17 @@ def test_command_line_on_the_cpu(tmp_path, capsys):
     train.main(["--table", str(out)])
     assert capsys.readouterr().out in printed
 
+    again = [*SMALL, "--cases", "48+remat,48", "--peers", "plain", "--out", str(out)]
+    train.main([*again, "--add"])
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[:3] == result["rows"][:3]
+    assert [(row["case"], row["peer"]) for row in rows[3:]] == [
+        ("s48 b2 remat", "plain"),
+        ("s48 b2", "plain"),
+    ]
+    with pytest.raises(ValueError, match="can't be added to: its tokens is 96, not 192"):
+        train.main([*again, "--add", "--tokens", "192"])
+
 
 def test_another_answer_is_refused(monkeypatch):
     import train
@@ -108,7 +119,13 @@ def test_cases_and_flags():
         "s4096 b4",
         "s16384 b1",
     ]
-    for wrong in (["--cases", "1000"], ["--cases", "1024+more"], ["--cases", "0"], ["--peers", "nobody"]):
+    for wrong in (
+        ["--add"],
+        ["--cases", "1000"],
+        ["--cases", "1024+more"],
+        ["--cases", "0"],
+        ["--peers", "nobody"],
+    ):
         with pytest.raises(SystemExit):
             train.parse(wrong)
 

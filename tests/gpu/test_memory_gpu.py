@@ -104,7 +104,7 @@ class TestLongSequence:
 
     shapes = Shapes(B=1, T=131072, S=131072, is_causal=True)
     heads = (0, 7)
-    queries = (1, 127, 128, 70_001, 131_071)
+    queries = (7, 127, 128, 70_001, 131_071)
     keys = (0, 127, 65_536, 131_071)
     tolerance = 0.02  # ‖error‖ / ‖expected‖ of one row, of which rounding to bfloat16 makes 0.002 to 0.01
 
