@@ -54,8 +54,8 @@ DEFAULT = ("jax_flash_cuda", "cudnn", "plain")
 
 ROUNDS = 5
 STEPS = 3  # timed in a round, behind one that isn't
-# ‖gradient − first contender's‖ / ‖first contender's‖: bfloat16 gives some 0.01, another mask over 0.5.
-AGREEMENT = 0.1
+# ‖gradient − first contender's‖ / ‖first contender's‖: bfloat16 gives some 0.02, another mask over 0.5.
+AGREEMENT = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +130,13 @@ def measure(trainer: Trainer, case: Case, names: Sequence[str], vocabulary: int)
     state = trainer.state() if steps else None
     for order in range(ROUNDS):
         for name in random.Random(order).sample(list(steps), len(steps)):
-            state, seconds = step_seconds(steps[name], state, tokens)
-            rounds[name].append(seconds)
+            try:
+                state, seconds = step_seconds(steps[name], state, tokens)
+                rounds[name].append(seconds)
+            except Exception as error:  # with several steps queued, memory may run out after all
+                rows[name]["error"] = record.error(error)
+                del steps[name], rounds[name]
+                state = trainer.state()
     for name, of_rounds in rounds.items():
         seconds = statistics.median(of_rounds)
         rows[name] |= {

@@ -92,6 +92,28 @@ def test_another_answer_is_refused(monkeypatch):
     assert "milliseconds" not in rows[1] and "differs from the first one's" in rows[1]["error"]
 
 
+def test_who_runs_out_of_memory_among_the_rounds_leaves_the_others_theirs(monkeypatch):
+    import train
+
+    calls = []
+
+    def step_seconds(step, state, tokens):
+        calls.append(step)
+        if len(calls) == 2:
+            step(state, tokens)  # and so the memory of the state is gone
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return measured(step, state, tokens)
+
+    measured = train.step_seconds
+    monkeypatch.setattr(train, "step_seconds", step_seconds)
+    case = train.parse([*SMALL, "--cases", "32"]).cases[0]
+    config = train.gpt.GPTConfig(layers=1, heads=2, key_heads=2, width=32, vocabulary=64)
+    rows = train.measure(train.Trainer(config), case, ("jax_flash_xla", "plain"), 64)
+    assert sorted("milliseconds" in row for row in rows) == [False, True]
+    assert sorted(train.train_chart.out_of_memory(row) for row in rows) == [False, True]
+    assert len(calls) == 1 + train.ROUNDS
+
+
 def test_plain_attention_that_cannot_fit_is_not_tried(monkeypatch):
     import train
 
