@@ -3,7 +3,8 @@
 Each takes query `(B, T, N, H)`, key and value `(B, S, K, H)`, whether to mask causally, aligned to the last
 key, and with `window` how many keys a causal query sees at most, its own included. It returns
 `(B, T, N, H)`. One that isn't installed raises ImportError when called, one that can't do a case whatever
-it raises; both are results.
+it raises; both are results. Variants of ours are measured beside ours alone; the one with the residual
+returns that too.
 """
 
 import functools
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 
-def _ours(query, key, value, causal, window=None, *, implementation):
+def _ours(query, key, value, causal, window=None, *, implementation, **options):
     import jax_flash
 
-    return _called_as_jax_nn(jax_flash.flash_attention, implementation, query, key, value, causal, window)
+    attention = functools.partial(jax_flash.flash_attention, **options)
+    return _called_as_jax_nn(attention, implementation, query, key, value, causal, window)
 
 
 def cudnn(query, key, value, causal, window=None):
@@ -101,6 +103,10 @@ OURS = {
 }
 PEERS = {f.__name__: f for f in (cudnn, fa3_cu12, fa3_cu13, tokamax, jax_mgpu)}
 CONTENDERS = {**OURS, **PEERS}
+VARIANTS = {
+    "deterministic": functools.partial(_ours, implementation="cuda", deterministic=True),
+    "with_residual": functools.partial(_ours, implementation="cuda", return_residual=True),
+}
 UNSCALED = ("jax_mgpu",)  # what these return is not comparable with the others' results
 
 DISTRIBUTIONS = {

@@ -60,8 +60,8 @@ def product_ceiling(dtype: str) -> float | None:
 
 
 def heading(result: dict) -> str:
-    """The device, its ceiling and the versions of `result`, on one line."""
-    ceiling = f", 8192³ product {result['ceiling']:.0f} TFLOP/s" if result["ceiling"] else ""
+    """The device, its ceiling if it was measured, and the versions of `result`, on one line."""
+    ceiling = f", 8192³ product {result['ceiling']:.0f} TFLOP/s" if result.get("ceiling") else ""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     return f"{result['device']}{ceiling}; {versions}"
 
@@ -74,6 +74,20 @@ def error(exception: Exception) -> str:
 def rate(value: float | None) -> str:
     """TFLOP/s in a table's cell."""
     return "-" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def earlier_rows(path: Path, result: dict) -> list[dict]:
+    """Rows of the file at `path`, if there is one, which `result` is to be added to.
+
+    Raises ValueError where they come from other conditions than `result`'s.
+    """
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    for key in result.keys() - {"date", "ceiling", "rows"}:
+        if earlier.get(key) != result[key]:
+            raise ValueError(f"{path} can't be added to: its {key} is {earlier.get(key)}, not {result[key]}")
+    return earlier["rows"]
 
 
 def write(result: dict, path: Path) -> None:

@@ -34,7 +34,8 @@ from unittest import mock
 import jax
 import record
 import timing
-from forward import Case, check_agreement
+from calls import Case
+from rounds import check_agreement
 
 from jax_flash import cuda
 from jax_flash._device import Device, current

@@ -1,18 +1,17 @@
-"""A byte-level GPT in Flax NNX whose attention is `jax_flash.flash_attention`.
+"""A GPT in Flax NNX whose attention is `jax_flash.flash_attention`.
 
 Letters: `B` batch, `T` sequence length, `N` query heads, `K` key heads, `H` head dim, `D` width. A token is a
-byte, so the vocabulary has 256 entries and there is no tokenizer.
+byte unless the configuration says otherwise: a vocabulary of 256 entries, and no tokenizer.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import jax_flash
-
-VOCABULARY = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +20,8 @@ class GPTConfig:
 
     Parameters are float32 whatever `dtype` is; activations and attention are in `dtype`, softmax and loss in
     float32. `key_heads < heads` is grouped-query attention. `remat` recomputes each layer in the backward
-    pass: less memory for about a third more work.
+    pass: less memory for about a third more work. `attention` is called as `jax.nn.dot_product_attention`,
+    which may stand in its place.
     """
 
     layers: int
@@ -31,6 +31,8 @@ class GPTConfig:
     dtype: str = "float32"
     implementation: str | None = None
     remat: bool = False
+    vocabulary: int = 256
+    attention: Callable[..., jax.Array] = jax_flash.flash_attention
 
     def __post_init__(self):
         if self.width % (2 * self.heads):
@@ -89,7 +91,7 @@ class Block(nnx.Module):
         config = self.config
         heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:2], -1, config.head_dim)
         query, key, value = jnp.split(heads, [config.heads, config.heads + config.key_heads], axis=2)
-        attended = jax_flash.flash_attention(
+        attended = config.attention(
             rotate(query), rotate(key), value, is_causal=True, implementation=config.implementation
         )
         x = x + self.attention_out(attended.reshape(x.shape))
@@ -97,12 +99,12 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Tokens `(B, T)` to logits `(B, T, 256)` in float32."""
+    """Tokens `(B, T)` to logits `(B, T, vocabulary)` in float32."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(
-            VOCABULARY,
+            config.vocabulary,
             config.width,
             embedding_init=nnx.initializers.normal(0.02),
             dtype=config.dtype,
@@ -125,7 +127,7 @@ class GPT(nnx.Module):
 
 
 def mean_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per byte of `logits (B, T, 256)` against `targets (B, T)`."""
+    """Mean cross-entropy in nats per token of `logits (B, T, vocabulary)` against `targets (B, T)`."""
     log_likelihood = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     return -jnp.mean(log_likelihood)
 

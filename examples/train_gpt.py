@@ -19,21 +19,20 @@ import dataclasses
 import hashlib
 import pathlib
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import data
 import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import report
 import tqdm
 from absl import app, flags, logging
 from checkpoints import Checkpoints
 from flax import nnx
-from parallel import Parallel, Pmap, ShardedJit
+from parallel import Pmap, ShardedJit
+from steps import State, make_optimizer, make_steps
 
 import jax_flash
 
@@ -85,57 +84,7 @@ class Settings:
     temperature: float = _flag(0.7, "Of sampling.")
 
 
-class State(NamedTuple):
-    """What a step changes."""
-
-    parameters: nnx.State
-    optimizer: optax.OptState
-
-
 VALIDATION_BATCHES = 8
-
-
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW behind clipping of the gradient's norm, with warm-up and cosine decay."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=settings.learning_rate,
-        warmup_steps=max(settings.steps // 20, 1),
-        decay_steps=max(settings.steps, 2),
-        end_value=settings.learning_rate / 10,
-    )
-
-    def matrices(parameters: Any) -> Any:
-        return jax.tree.map(lambda x: x.ndim > 1, parameters)
-
-    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
-
-
-def make_steps(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, parallel: Parallel
-) -> tuple[Callable[..., tuple[State, jax.Array]], Callable[..., jax.Array]]:
-    """Compile `train(state, tokens) -> state, loss` and `validate(parameters, tokens) -> loss`.
-
-    `tokens` is uint8 `(batch, sequence_length + 1)`, as `parallel.split` returns it.
-    """
-
-    def mean_over_devices(values: Any) -> Any:
-        return values if parallel.axis is None else jax.lax.pmean(values, parallel.axis)
-
-    def loss(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
-        tokens = tokens.astype(jnp.int32)
-        return gpt.mean_loss(nnx.merge(graph, parameters)(tokens[:, :-1]), tokens[:, 1:])
-
-    def train(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
-        value, gradients = mean_over_devices(jax.value_and_grad(loss)(state.parameters, tokens))
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        return State(optax.apply_updates(state.parameters, updates), optimizer_state), value
-
-    def validate(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
-        return mean_over_devices(loss(parameters, tokens))
-
-    return parallel.compile(train, donate=(0,)), parallel.compile(validate)
 
 
 class Progress:
@@ -227,7 +176,7 @@ def train(settings: Settings) -> report.History:
     )
     print(explain(settings, config, len(devices)), flush=True)
 
-    optimizer = make_optimizer(settings)
+    optimizer = make_optimizer(settings.learning_rate, settings.weight_decay, settings.steps)
     state = State(parameters, optimizer.init(parameters))
     parallel = Pmap(devices) if settings.pmap else ShardedJit(devices)
     train_step, validation_step = make_steps(graph, optimizer, parallel)

@@ -296,7 +296,7 @@ def test_the_row_is_the_tables_source():
 
 
 def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
-    import forward
+    import calls
     import tune
 
     optimum = dataclasses.replace(START, keys=160, query_stages=1, split=8)
@@ -318,7 +318,7 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
     monkeypatch.setattr(
         tune, "refusal", functools.partial(tune.refusal, compile=lambda kernel: Compiled(b"", ""))
     )
-    monkeypatch.setattr(tune, "cases", lambda *_: [forward.Case(1, 16, 16, 2, 2, 128)])
+    monkeypatch.setattr(tune, "cases", lambda *_: [calls.Case(1, 16, 16, 2, 2, 128)])
     monkeypatch.setattr(
         tune.timing, "milliseconds", lambda function, *_: milliseconds(planned_tile(), optimum)[0]
     )

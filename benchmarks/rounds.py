@@ -1,0 +1,59 @@
+"""Contenders that take turns: what forward.py and backward.py have in common when they measure a case."""
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import contenders
+import jax
+import jax.numpy as jnp
+import record
+
+ROUNDS = 3
+# ‖result − first contender's‖ / ‖first contender's‖: rounding gives under 0.01, another mask over 0.1.
+AGREEMENT = 0.03
+
+
+def measure(
+    names: Sequence[str],
+    prepare: Callable[[str], tuple[Any, Any]],
+    figures: Callable[[Any], dict[str, float]],
+) -> dict[str, dict]:
+    """For each contender its figures, or the error it raised in place of them.
+
+    `prepare` gives what `figures` measures, and its results, which have to agree with those of the first
+    contender. Medians of rounds in each of which the contenders come in another order: what comes first, or
+    after a heavy one, finds the chip at another clock.
+    """
+    found: dict[str, dict] = {name: {} for name in names}
+    runs, rounds = {}, {}
+    expected = None
+    for name in names:
+        try:
+            runs[name], results = prepare(name)
+            if name not in contenders.UNSCALED:
+                expected = results if expected is None else expected
+                jax.tree.map(check_agreement, results, expected)
+            rounds[name] = []
+        except Exception as error:  # whatever a contender refuses with is its answer
+            found[name]["error"] = record.error(error)
+    for order in range(ROUNDS):
+        for name in random.Random(order).sample(list(rounds), len(rounds)):
+            rounds[name].append(figures(runs[name]))
+    for name, of_rounds in rounds.items():
+        found[name] |= {key: statistics.median(figure[key] for figure in of_rounds) for key in of_rounds[0]}
+    return found
+
+
+def check_agreement(result: jax.Array, expected: jax.Array) -> None:
+    """Raises ValueError where `result` is not `expected` but for rounding."""
+    relative = float(_relative_difference(result, expected))
+    if not relative <= AGREEMENT:  # NaN too
+        raise ValueError(f"its result differs from the first one's by {relative:.3g} of its norm")
+
+
+@jax.jit
+def _relative_difference(result, expected):
+    result, expected = (x.astype(jnp.float32).ravel() for x in (result, expected))
+    return jnp.linalg.norm(result - expected) / jnp.linalg.norm(expected)
