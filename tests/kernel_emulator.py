@@ -64,10 +64,11 @@ class KernelEmulator:
         return {buffer.name: arrays[buffer.name] for buffer in plan.results}
 
     def _launch(self, launch: Launch, arrays: dict[str, np.ndarray], seed: int):
-        assert launch.grid[1:] == (1, 1) and launch.cluster == 1, "grids of one axis, without clusters"
+        assert launch.grid[1:] == (1, 1), "grids of one axis"
         values = [_parameter(p, arrays) for p in launch.parameters]
         addresses = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
-        self._library(launch.kernel).emulate(launch.grid[0], launch.block, ctypes.c_uint64(seed), addresses)
+        library = self._library(launch.kernel)
+        library.emulate(launch.grid[0], launch.cluster, launch.block, ctypes.c_uint64(seed), addresses)
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:

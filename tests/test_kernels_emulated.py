@@ -53,8 +53,11 @@ BACKWARD = (
     Case(H=128, T=300, S=300, right=0, N=4, K=2),  # a CTA has several tiles, of unequal length,
     Case(H=96, T=129, S=300, N=2, K=2),  # or of one
     Case(H=64, T=60, S=900, left=70, N=2, K=2),  # most of which no query sees
+    # Above 128 two CTAs share a tile of 128 keys.
     Case(H=160, T=100, S=70, right=0),
-    Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),
+    Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),  # the last CTA has no keys
+    Case(H=208, T=100, S=290, left=150, right=40, B=2),  # half of the last panel of dQ is not there
+    Case(H=256, T=150, S=200, right=0, N=4, K=2),
     Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),
     Case(H=256, T=64, S=130, left=-3),
 )

@@ -17,11 +17,12 @@ class BackwardTile:
     """Tile shape of one variant of the kernels.
 
     Two consumer warpgroups share a block. They split its keys, each with dK and dV of 64 keys in registers,
-    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products.
+    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products,
+    and two CTAs the keys.
     """
 
     queries: int  # in a block
-    keys: int  # of a CTA
+    keys: int  # of a CTA, or of the cluster
     split_products: bool
     stages: int  # blocks of Q, and of dO, in flight
     # Where a warpgroup of its own computes dQ: tiles of it on their way to the sum, and 4 KiB pieces of complete sums on
@@ -33,16 +34,24 @@ class BackwardTile:
     def threads(self) -> int:
         return 384 if self.split_products else 512
 
+    @property
+    def cluster(self) -> int:
+        return 2 if self.split_products else 1
+
+    @property
+    def cta_keys(self) -> int:
+        return self.keys // self.cluster
+
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
-        keys_and_values = 2 * self.keys * row
+        keys_and_values = 2 * self.cta_keys * row
         blocks = 2 * self.stages * self.queries * row
         buffers = 1 if self.split_products else 2
-        d_scores = buffers * self.queries * self.keys * 2
-        exchange = self.queries * self.keys * 4 if self.split_products else 0
+        d_scores = buffers * self.queries * self.cta_keys * 2
+        peer = (self.queries + 2 * PANEL) * self.cta_keys * 2 if self.split_products else 0
         if self.split_products:
-            d_query_columns = head_dim if head_dim <= 192 else 0
+            d_query_columns = head_dim // 2 if head_dim <= 192 else 0
         else:
             d_query_columns = head_dim if head_dim <= 96 else PANEL
         d_query = self.sum_stages * 64 * d_query_columns * 4
@@ -50,7 +59,7 @@ class BackwardTile:
         gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
         barriers = 8 * (5 + 2 * buffers + 4 * self.stages + 2 * self.sum_stages + 2 * self.writer_stages)
-        return keys_and_values + blocks + d_scores + exchange + d_query + writers + gradients + statistics + barriers
+        return keys_and_values + blocks + d_scores + peer + d_query + writers + gradients + statistics + barriers
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
@@ -61,14 +70,14 @@ class BackwardTile:
 #   64         2 x 32              64 + 32      32 + 32                  194
 #   96         2 x 48              32 + 16      16 + 16                  217
 #   128        2 x 64              32 + 16      16 + 16                  209
-#   192        96 (dK or dV)       32           16 + 64 (dQ)             217
-#   256        128 (dK or dV)      32           16 + 64 (dQ)             217
+#   192        96 (dK or dV)       32           16 + 32 (dQ)             201
+#   256        128 (dK or dV)      32           16 + 32 (dQ)             225
 _TILES = {
     64: BackwardTile(128, 128, split_products=False, stages=2, writer_stages=2),
     96: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=1),
     128: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2),
-    192: BackwardTile(64, 64, split_products=True, stages=2),
-    256: BackwardTile(64, 64, split_products=True, stages=2),
+    192: BackwardTile(64, 128, split_products=True, stages=2),
+    256: BackwardTile(64, 128, split_products=True, stages=2),
 }
 
 # What a section of the tile walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
@@ -143,7 +152,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     left, right = (Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right))
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
     # CTAs take tiles in turn; under a window, where these take unequally long, from a counter. With split
-    # products nothing of the next tile can be loaded beside the end of one, and each tile has its CTA.
+    # products nothing of the next tile can be loaded beside the end of one, and each tile has its CTAs.
     ctas = tiles if shape.split_products else min(tiles, device.sm_count)
     counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not window.unbounded else ()
     next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
@@ -167,13 +176,14 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     main = Launch(
         kernel=kernel("sm90/backward.cu", "backward"),
-        grid=(ctas, 1, 1),
+        grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
+        cluster=shape.cluster,
         parameters=(
             rows_map(query, shape.queries),
-            rows_map(key, shape.keys),
-            rows_map(value, shape.keys),
+            rows_map(key, shape.cta_keys),
+            rows_map(value, shape.cta_keys),
             rows_map(d_out, shape.queries),
             rows_map(d_key, 64),
             rows_map(d_value, 64),

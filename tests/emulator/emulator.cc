@@ -13,13 +13,13 @@
 #include <vector>
 
 #include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "ptx/wgmma.cuh"
 
 Dim3 threadIdx, blockIdx, gridDim;
-alignas(1024) thread_local unsigned char shared_memory[emulator::shared_bytes];
 
 using Action = std::function<void()>;
 
@@ -27,6 +27,7 @@ namespace {
 
 constexpr int max_threads = 1024;
 constexpr size_t stack_bytes = 256 << 10;
+constexpr int max_ctas = 8;  // of a cluster
 constexpr int patience = 1000;  // rounds without progress that are a deadlock, as rounds leave warps out
 
 struct Fiber {
@@ -61,32 +62,51 @@ struct Groups {  // of asynchronous actions: the one that is open, and those tha
 };
 
 struct Cta {
-    Action body;
-    int threads;
+    int rank;
+    unsigned char* shared;
     std::vector<char> stacks;
     std::vector<Fiber> fibers;
-    ucontext_t scheduler;
-    int64_t progress = 0;
+    int running;  // threads that have not ended
     std::map<std::pair<int, int>, Meeting> meetings;  // by scope and index
     std::array<NamedBarrier, 16> named;
     std::map<uint32_t, MBarrier> mbarriers;
-    std::vector<Action> in_flight;     // loads of TMA
+    std::vector<Action> in_flight;     // loads of TMA, and copies to other CTAs
     std::map<int, Groups> bulk;        // stores and reductions, by thread
     std::array<Groups, 8> products;    // wgmma, by warpgroup
 };
-Cta* cta;
+struct Cluster {
+    Action body;
+    std::vector<Cta> ctas;
+    ucontext_t scheduler;
+    int64_t progress = 0;
+    NamedBarrier barrier;
+};
+alignas(1024) unsigned char shared_memory[max_ctas][emulator::shared_bytes];
+Cluster* group;  // that runs
+Cta* cta;        // of it, at the moment
 uint64_t random_state;
 
 void enter() {
-    cta->body();
+    group->body();
     cta->fibers[threadIdx.x].done = true;
+    --cta->running;
     emulator::progressed();
-    swapcontext(&cta->fibers[threadIdx.x].context, &cta->scheduler);
+    swapcontext(&cta->fibers[threadIdx.x].context, &group->scheduler);
+}
+
+// The CTA that an address of the cluster lies in.
+Cta& cta_at(uint32_t address) {
+    const size_t rank = (address >> 24) - 1;
+    if (address >> 24 == 0) return *cta;
+    if (rank >= group->ctas.size()) emulator::fail("an address in a CTA that there is not");
+    if (group->ctas[rank].running == 0) emulator::fail("an access to a CTA that has ended");
+    return group->ctas[rank];
 }
 
 MBarrier& mbarrier_at(uint32_t address) {
-    auto found = cta->mbarriers.find(address);
-    if (found == cta->mbarriers.end()) emulator::fail("an mbarrier that was not initialised");
+    Cta& owner = cta_at(address);
+    auto found = owner.mbarriers.find(address & 0xffffff);
+    if (found == owner.mbarriers.end()) emulator::fail("an mbarrier that was not initialised");
     return found->second;
 }
 
@@ -115,7 +135,7 @@ void for_each_box_element(const TensorMap& map, uint32_t tile, std::array<int, 4
             for (int axis = 0; axis < 4; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
             char* global = map.base + element[0] * 2;
             for (int axis = 1; axis < 4; ++axis) global += element[axis] * map.strides[axis - 1];
-            copy(shared_memory + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
+            copy(cta->shared + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
         }
     }
 }
@@ -126,15 +146,14 @@ void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
     }
 }
 
-// Runs one CTA to its end.
-void run_cta(int threads, Action body) {
-    Cta state;
-    cta = &state;
-    state.body = std::move(body);
-    state.threads = threads;
+// Makes the fibers and the memory of a CTA.
+void prepare(Cta& state, int rank, int threads) {
+    state.rank = rank;
+    state.shared = shared_memory[rank];
+    memset(state.shared, 0xff, emulator::shared_bytes);  // NaN
+    state.running = threads;
     state.stacks.resize(threads * stack_bytes);
     state.fibers.resize(threads);
-    std::vector<int> warps;
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = state.fibers[i];
         fiber.done = false;
@@ -143,48 +162,80 @@ void run_cta(int threads, Action body) {
         fiber.context.uc_stack.ss_size = stack_bytes;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, enter, 0);
-        if (i % 32 == 0) warps.push_back(i / 32);
     }
-    for (int left = threads, idle = 0; left > 0;) {
-        const int64_t before = state.progress;
-        for (size_t i = warps.size(); i > 1; --i) std::swap(warps[i - 1], warps[emulator::random() % i]);
-        for (int warp : warps) {
-            if (emulator::random() % 3 == 0) continue;
-            for (int i = warp * 32; i < warp * 32 + 32; ++i) {
-                if (state.fibers[i].done) continue;
-                threadIdx = {i, 0, 0};
-                swapcontext(&state.scheduler, &state.fibers[i].context);
-            }
-        }
-        if (!state.in_flight.empty() && emulator::random() % 2 == 0) {
-            std::swap(state.in_flight[emulator::random() % state.in_flight.size()], state.in_flight.back());
-            Action act = std::move(state.in_flight.back());
-            state.in_flight.pop_back();
-            act();
-        }
-        left = 0;
-        for (const Fiber& fiber : state.fibers) left += !fiber.done;
-        idle = state.progress == before && state.in_flight.empty() ? idle + 1 : 0;
-        if (idle > patience) emulator::fail("deadlock");
-    }
+}
+
+void enter_cta(Cta& next, int first_index) {
+    cta = &next;
+    blockIdx = {first_index + next.rank, 0, 0};
+}
+
+// Carries out something that `state` has in flight.
+void act_for(Cta& state) {
+    std::swap(state.in_flight[emulator::random() % state.in_flight.size()], state.in_flight.back());
+    Action act = std::move(state.in_flight.back());
+    state.in_flight.pop_back();
+    act();
+}
+
+void check_end(const Cta& state) {
     if (!state.in_flight.empty()) emulator::fail("the CTA ended before its TMA loads");
     for (auto& [thread, groups] : state.bulk) {
         if (!groups.open.empty() || !groups.committed.empty()) emulator::fail("the CTA ended before its TMA stores");
     }
 }
 
-template <class... Parameters, size_t... i>
-void launch(void (*entry)(Parameters...), int grid, int block, void** values, std::index_sequence<i...>) {
-    for (int index = 0; index < grid; ++index) {
-        blockIdx = {index, 0, 0};
-        memset(shared_memory, 0xff, sizeof(shared_memory));  // NaN
-        run_cta(block, [=] { entry(*static_cast<std::remove_const_t<Parameters>*>(values[i])...); });
+// Runs one cluster to its end.
+void run_cluster(int first_index, int ctas, int threads, Action body) {
+    Cluster state;
+    group = &state;
+    state.body = std::move(body);
+    state.ctas.resize(ctas);
+    std::vector<std::pair<Cta*, int>> warps;
+    for (int rank = 0; rank < ctas; ++rank) {
+        prepare(state.ctas[rank], rank, threads);
+        for (int warp = 0; warp < threads / 32; ++warp) warps.push_back({&state.ctas[rank], warp});
+    }
+    const Cta* late = nullptr;  // and a warpgroup of it that the others leave behind for a while
+    for (int left = ctas, idle = 0, late_warpgroup = 0; left > 0;) {
+        const int64_t before = state.progress;
+        if (emulator::random() % 16 == 0) {
+            late = emulator::random() % 2 == 0 ? nullptr : &state.ctas[emulator::random() % ctas];
+            late_warpgroup = emulator::random() % ceil_div(threads, 128);
+        }
+        for (size_t i = warps.size(); i > 1; --i) std::swap(warps[i - 1], warps[emulator::random() % i]);
+        for (auto [owner, warp] : warps) {
+            if (emulator::random() % 3 == 0 || owner == late && warp / 4 == late_warpgroup) continue;
+            enter_cta(*owner, first_index);
+            for (int i = warp * 32; i < warp * 32 + 32; ++i) {
+                if (cta->fibers[i].done) continue;
+                threadIdx = {i, 0, 0};
+                swapcontext(&state.scheduler, &cta->fibers[i].context);
+            }
+        }
+        left = 0;
+        bool in_flight = false;
+        for (Cta& each : state.ctas) {
+            enter_cta(each, first_index);
+            if (!each.in_flight.empty() && emulator::random() % 2 == 0) act_for(each);
+            if (each.running == 0) check_end(each);
+            left += each.running > 0;
+            in_flight |= !each.in_flight.empty();
+        }
+        idle = state.progress == before && !in_flight ? idle + 1 : 0;
+        if (idle > patience) emulator::fail("deadlock");
     }
 }
 
+template <class... Parameters, size_t... i>
+void launch(void (*entry)(Parameters...), int grid, int cluster, int block, void** values, std::index_sequence<i...>) {
+    const Action body = [=] { entry(*static_cast<std::remove_const_t<Parameters>*>(values[i])...); };
+    for (int index = 0; index < grid; index += cluster) run_cluster(index, cluster, block, body);
+}
+
 template <class... Parameters>
-void launch_entry(void (*entry)(Parameters...), int grid, int block, void** values) {
-    launch(entry, grid, block, values, std::index_sequence_for<Parameters...>());
+void launch_entry(void (*entry)(Parameters...), int grid, int cluster, int block, void** values) {
+    launch(entry, grid, cluster, block, values, std::index_sequence_for<Parameters...>());
 }
 
 }  // namespace
@@ -202,10 +253,10 @@ void fail(const char* what) {
 
 void yield() {
     const Dim3 me = threadIdx;
-    swapcontext(&cta->fibers[me.x].context, &cta->scheduler);
+    swapcontext(&cta->fibers[me.x].context, &group->scheduler);
 }
 
-void progressed() { ++cta->progress; }
+void progressed() { ++group->progress; }
 
 uint32_t random() {  // xorshift64
     random_state ^= random_state << 13;
@@ -215,7 +266,7 @@ uint32_t random() {  // xorshift64
 }
 
 int warpgroup() { return threadIdx.x / 128; }
-int threads() { return cta->threads; }
+int threads() { return cta->fibers.size(); }
 
 void together(Scope scope, void* mine, const std::function<void(void**)>& act) {
     Meeting& meeting = cta->meetings[{scope, threadIdx.x / scope}];
@@ -254,6 +305,7 @@ void named_barrier_sync(int id, int threads) {
     while (cta->named[id].round == round) emulator::yield();
     emulator::progressed();
 }
+unsigned char* dynamic_shared_memory() { return cta->shared; }
 void __syncthreads() { named_barrier_sync(0, emulator::threads()); }
 
 void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -265,16 +317,33 @@ void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint3
             const uint32_t to = static_cast<Lane*>(of_each[row])->address;
             if (to % 16 != 0) emulator::fail("a matrix row off its alignment");
             for (int i = 0; i < 4; ++i) {
-                memcpy(shared_memory + to + 4 * i,
+                memcpy(cta->shared + to + 4 * i,
                        &static_cast<Lane*>(of_each[row % 8 * 4 + i])->registers[row / 8], 4);
             }
         }
     });
 }
 
+namespace cluster {
+int rank() { return cta->rank; }
+uint32_t address_in(int rank, uint32_t address) { return (address & 0xffffff) | rank + 1 << 24; }
+void sync() {
+    NamedBarrier& barrier = group->barrier;
+    const int64_t round = barrier.round;
+    if (++barrier.arrived == emulator::threads() * static_cast<int>(group->ctas.size())) {
+        barrier.arrived = 0;
+        ++barrier.round;
+    }
+    emulator::progressed();
+    while (barrier.round == round) emulator::yield();
+    emulator::progressed();
+}
+}  // namespace cluster
+
 namespace mbarrier {
 void init(uint32_t barrier, int arrivals) { cta->mbarriers[barrier] = {arrivals, arrivals}; }
 void arrive(uint32_t barrier) { arrive_expect(barrier, 0); }
+void arrive_in_cluster(uint32_t barrier) { arrive_expect(barrier, 0); }
 void arrive_expect(uint32_t barrier, uint32_t bytes) {
     MBarrier& at = mbarrier_at(barrier);
     at.bytes += bytes;
@@ -321,14 +390,22 @@ namespace bulk {
 void load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
     check_bulk(source, destination, bytes);
     emulator::later([=] {
-        memcpy(shared_memory + destination, source, bytes);
+        memcpy(cta->shared + destination, source, bytes);
+        mbarrier::complete_bytes(barrier, bytes);
+    });
+}
+void copy(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier) {
+    check_bulk(nullptr, destination | source, bytes);
+    if (destination >> 24 != barrier >> 24) emulator::fail("a copy that completes in another CTA");
+    emulator::later([=] {
+        memcpy(cta_at(destination).shared + (destination & 0xffffff), cta->shared + source, bytes);
         mbarrier::complete_bytes(barrier, bytes);
     });
 }
 void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
     check_bulk(destination, source, bytes);
     cta->bulk[threadIdx.x].open.push_back([=] {
-        const float* values = reinterpret_cast<const float*>(shared_memory + source);
+        const float* values = reinterpret_cast<const float*>(cta->shared + source);
         for (uint32_t i = 0; i < bytes / 4; ++i) destination[i] += values[i];
     });
 }
@@ -348,7 +425,7 @@ uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k) {
     const uint32_t offset = major == Major::K ? mn / 8 * stride + mn % 8 * 128 + k * 2
                                               : mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2;
     uint16_t bits;
-    memcpy(&bits, shared_memory + swizzled(start + offset), 2);
+    memcpy(&bits, cta->shared + swizzled(start + offset), 2);
     return bits;
 }
 void issue(Action product) { cta->products[emulator::warpgroup()].open.push_back(std::move(product)); }
@@ -370,8 +447,8 @@ void wait_for_groups(int pending) {
 #include TEXT(SOURCE)
 
 // Runs the kernel; `parameters` are addresses of values, as cuLaunchKernel takes them.
-extern "C" void emulate(int grid, int block, uint64_t seed, void** parameters) {
+extern "C" void emulate(int grid, int cluster, int block, uint64_t seed, void** parameters) {
     gridDim = {grid, 1, 1};
     random_state = seed | 1;
-    launch_entry(ENTRY, grid, block, parameters);
+    launch_entry(ENTRY, grid, cluster, block, parameters);
 }

@@ -1,11 +1,11 @@
 // Runs CUDA kernels of cuda/kernels on a CPU: what their sources need of CUDA, and what the emulated PTX
 // layer (ptx/) is built on.
 //
-// Every CUDA thread is a fiber; one OS thread runs them in turn, warps in random order, and switches only
-// where a thread waits. What the hardware does asynchronously happens at a random moment between its issue
-// and the wait that the program makes for it, so that a wait that is missing shows, sooner or later, as a
-// wrong number. A CTA in which nobody can go on is reported as a deadlock. Memory ordering between
-// proxies, registers and speed are not emulated.
+// Every CUDA thread is a fiber; one OS thread runs those of a cluster in turn, warps in random order, now and then one
+// warpgroup later than the others, and switches only where a thread waits. What the hardware does asynchronously
+// happens at a random moment between its issue and the wait that the program makes for it, so that a wait that is
+// missing shows, sooner or later, as a wrong number. A cluster in which nobody can go on is reported as a deadlock, and
+// an access to a CTA that has ended as an error. Memory ordering between proxies, registers and speed are not emulated.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -19,7 +19,7 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-#define __shared__ thread_local  // one OS thread runs the CTAs one after the other
+#define __shared__ static  // for kernels without clusters: CTAs then run one after the other
 
 struct Dim3 {
     int x, y, z;
@@ -62,7 +62,7 @@ constexpr int shared_bytes = 227 * 1024;
 [[noreturn]] void fail(const char* what);
 // Lets other threads run.
 void yield();
-// Notes that the CTA got on, so that it is not in a deadlock.
+// Notes that the cluster got on, so that it is not in a deadlock.
 void progressed();
 uint32_t random();
 int warpgroup();
@@ -75,8 +75,6 @@ void together(Scope scope, void* mine, const std::function<void(void** of_each)>
 void later(std::function<void()> act);
 
 }  // namespace emulator
-
-extern thread_local unsigned char shared_memory[];
 
 void __syncthreads();
 inline void __syncwarp() {
@@ -96,7 +94,7 @@ inline float __fmul_ru(float a, float b) {
     return nearest < exact ? std::nextafter(nearest, INFINITY) : nearest;
 }
 
-// CTAs run one after the other.
+// Nobody is switched to meanwhile.
 inline int atomicAdd(int* address, int value) {
     const int before = *address;
     *address += value;

@@ -13,6 +13,14 @@ __device__ __forceinline__ void load(uint32_t destination, const void* source, u
                  : "memory");
 }
 
+// shared → shared of a CTA of the cluster (cluster.cuh), as `destination` and `barrier` are; completes there.
+__device__ __forceinline__ void copy(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     destination),
+                 "r"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // shared → global, adding float32 elements to what is there; joins the thread's bulk group (tma.cuh).
 __device__ __forceinline__ void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),

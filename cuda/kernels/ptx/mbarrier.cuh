@@ -18,6 +18,13 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives at a barrier of any CTA of the cluster (cluster.cuh). It tells the other CTA that wgmma or TMA have read, or
+// what they wrote: ordinary writes it doesn't make visible there, as that takes a fence which waits for all of the
+// thread's writes to global memory.
+__device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, and makes the phase wait for `bytes` more of TMA traffic.
 __device__ __forceinline__ void arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

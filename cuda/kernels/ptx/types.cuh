@@ -32,3 +32,9 @@ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+
+// The CTA's dynamic shared memory. The 128-byte swizzle counts from boundaries of 1024 bytes.
+__device__ __forceinline__ unsigned char* dynamic_shared_memory() {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    return shared_memory;
+}

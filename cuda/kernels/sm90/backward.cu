@@ -5,12 +5,14 @@
 // for every query head of the group in turn, so that dK and dV are summed over the group in place. One thread of
 // warpgroup 0 loads; two warpgroups, the consumers, compute dK and dV. dQ is added to a float32 sum in global memory.
 // Scores are computed transposed, keys down and queries across, because the accumulators of Pᵀ and dSᵀ are then the
-// register operands of dV += PᵀdO and dK += dSᵀQ. How the work on a block is shared:
+// register operands of dV += PᵀdO and dK += dSᵀQ. How the work on a block and 128 keys is shared:
 //
-//   keys      (backward_split_keys.cuh)      each consumer owns 64 of 128 keys, and hands their dS to a third
+//   keys      (backward_split_keys.cuh)      each consumer owns 64 of the keys, and hands their dS to a third
 //             warpgroup, which computes dQ, so that none waits for another one's dS: head dims up to 128;
 //   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
-//             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient.
+//             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient. Two CTAs
+//             share the keys, and each computes half of dQ's columns.
+#include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
@@ -33,7 +35,7 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
     const int grid = gridDim.x, tiles = call.tile_count();
-    int index = blockIdx.x;
+    int index = blockIdx.x / Traits::cluster;
     BlockSlot slot;
 #pragma unroll 1
     for (uint32_t parity = 0;; parity ^= 1) {
@@ -44,8 +46,9 @@ __device__ __forceinline__ void produce(const Call& call) {
         const KeyTile& tile = work.tile;
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier) {
             mbarrier::arrive_expect(barrier, Traits::key_bytes);
-            load_panels(destination, map, barrier, Traits::keys, tile.head, tile.first_key, tile.batch);
+            load_panels(destination, map, barrier, Traits::cta_keys, tile.head, cta_first_key(tile), tile.batch);
         };
+        if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
         load_keys(shared.key_tile(), call.maps.key, shared.key_full());
         auto load_value = [&] {
             mbarrier::wait(shared.value_empty(), parity ^ 1);
@@ -88,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int* __restrict__ next_tile, int queries, int keys, int key_heads, int group, int batch, int left, int right,
              int section_heads,  // see key_tile_at
              float scale) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    unsigned char* shared_memory = dynamic_shared_memory();
     const Shape shape{queries, keys, key_heads, group, batch, left, right};
     const Call call{{shared_memory, shared_address(shared_memory)},
                     {query_map, key_map, value_map, d_out_map, d_key_map, d_value_map},
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_out_map);
         tma::prefetch_descriptor(d_key_map);
         tma::prefetch_descriptor(d_value_map);
-        mbarrier::init(shared.key_full(), 1);
+        mbarrier::init(shared.key_full(), Traits::cluster);  // K, and what is needed of the other CTA's
         // A lane of each warp that reads, the one that adds to sums among them.
         mbarrier::init(shared.key_empty(), 4 * Traits::consumers + 5 * Traits::d_query_warpgroup);
         for (int stage = 0; stage < Traits::sum_stages; ++stage) {
@@ -121,8 +124,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         mbarrier::init(shared.value_full(), 1);
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
-            mbarrier::init(shared.d_scores_full(buffer), 4 * Traits::consumers);
-            mbarrier::init(shared.d_scores_empty(buffer), 4);
+            mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
+            mbarrier::init(shared.d_scores_empty(buffer),
+                           Traits::split_products ? 4 * Traits::consumers * Traits::cluster : 4);
         }
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
@@ -132,7 +136,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         }
         mbarrier::fence_init();
     }
-    __syncthreads();
+    if constexpr (Traits::cluster > 1) {
+        __syncwarp();
+        cluster::sync();
+    } else {
+        __syncthreads();
+    }
 
     const int warp = warp_index();
     if (warp < 4) {

@@ -7,9 +7,7 @@
 // Named barriers of two warpgroups (256 threads), and of one (128).
 enum Barrier {
     d_scores_written = 1,
-    d_scores_read,
     exchange_full,
-    exchange_empty,
     turn,            // and the next: one a consumer
     own = turn + 2,  // and the next two: one a consumer, one for dQ
 };

@@ -5,12 +5,14 @@
 #include "backward_call.cuh"
 #include "backward_products.cuh"
 
-// Adds a tile of dQ, as accumulators, to the sum; `of_thread` is where this thread's first four go.
+// Adds a tile of dQ, as accumulators, to the sum, which has `columns` of its columns; `of_thread` is where this
+// thread's first four go.
 template <int count, int i = 0>
-__device__ __forceinline__ void add_from_registers(const float (&d_query)[count], float* of_thread) {
+__device__ __forceinline__ void add_from_registers(const float (&d_query)[count], float* of_thread, int columns) {
     if constexpr (i < count) {
+        if (2 * i >= columns) return;
         bulk::reduce_add<i * 512>(of_thread, d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]);
-        add_from_registers<count, i + 4>(d_query, of_thread);
+        add_from_registers<count, i + 4>(d_query, of_thread, columns);
     }
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint3
 #pragma unroll
     for (int step = 0; step < Traits::head_dim / 16; ++step) {
         Wgmma<Traits::queries>::issue<Traits::Element, Major::K, Major::K>(
-            scores, descriptor::advance(a, descriptor::k_major_offset(step, Traits::keys)),
+            scores, descriptor::advance(a, descriptor::k_major_offset(step, Traits::cta_keys)),
             descriptor::advance(b, descriptor::k_major_offset(step, Traits::queries)), step > 0);
     }
     wgmma::commit();
@@ -45,19 +45,19 @@ __device__ __forceinline__ void issue_gradient(float (&gradient)[gradient_count]
     wgmma::pin(gradient);
 }
 
-// A tile of dQ = dS K, issued and committed as one group: 64 queries and the columns of K's panels from `key_panel` on.
+// A tile of dQ (+)= dS K, issued and committed as one group: 64 queries and K's columns from address `key_columns` on.
 template <int columns>
 __device__ __forceinline__ void issue_d_query(float (&d_query)[columns / 2], uint32_t d_scores_panel,
-                                              uint32_t key_panel) {
-    const uint64_t a = descriptor::mn_major(d_scores_panel, Traits::keys);
-    const uint64_t b = descriptor::mn_major(key_panel, Traits::keys);
+                                              uint32_t key_columns, bool accumulate = false) {
+    const uint64_t a = descriptor::mn_major(d_scores_panel, Traits::cta_keys);
+    const uint64_t b = descriptor::mn_major(key_columns, Traits::cta_keys);
     wgmma::pin(d_query);
     wgmma::fence();
 #pragma unroll
-    for (int step = 0; step < Traits::keys / 16; ++step) {
+    for (int step = 0; step < Traits::cta_keys / 16; ++step) {
         Wgmma<columns>::template issue<Traits::Element, Major::MN, Major::MN>(
             d_query, descriptor::advance(a, descriptor::mn_major_offset(step)),
-            descriptor::advance(b, descriptor::mn_major_offset(step)), step > 0);
+            descriptor::advance(b, descriptor::mn_major_offset(step)), accumulate || step > 0);
     }
     wgmma::commit();
     wgmma::pin(d_query);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_d_scores(const uint32_t (&packed)[query_st
     const int half = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int step = 0; step < query_steps; ++step) {
-        const uint32_t panel = buffer + step / 4 * descriptor::panel_bytes(Traits::keys);
+        const uint32_t panel = buffer + step / 4 * descriptor::panel_bytes(Traits::cta_keys);
         store_matrix_x4(panel + descriptor::swizzled_offset(row, step % 4 * 2 + half), packed[step][0],
                         packed[step][1], packed[step][2], packed[step][3]);
     }

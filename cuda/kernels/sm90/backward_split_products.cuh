@@ -1,54 +1,109 @@
 // The consumers that split the products of a block of 64 keys: one computes Sᵀ and P, and owns dV; the
-// other computes dPᵀ and dS, and owns dK; each computes a part of the columns of dQ. P goes from the first to
-// the second in float32, from each thread to the one that holds the same elements of dPᵀ.
+// other computes dPᵀ and dS, and owns dK.
+//
+// The float32 sums of dQ are what limits these head dims. So two CTAs, a cluster, hold the 128 keys of a tile and walk
+// the same blocks of queries. They exchange dS, and each computes half of dQ's columns, over both CTAs' keys, half of
+// these each consumer: a block's sums are added to once for 128 keys, where a CTA alone has room for 64.
 #pragma once
+#include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
 #include "backward_products.cuh"
 
-// This consumer's part of a block's dQ: the panels of one half of the columns.
+// First of the CTA's keys.
+__device__ __forceinline__ int cta_first_key(const KeyTile& tile) {
+    return Traits::cluster == 1 ? tile.first_key : tile.first_key + cluster::rank() * Traits::cta_keys;
+}
+
+// The columns of a block's dQ that this consumer computes: panel 0 or 1 by the CTA's rank for consumer 0; 2 or 3, or a
+// half of 2, where that is the last one, for consumer 1.
 template <int consumer>
 struct DqPart {
-    static constexpr int half =  // a single panel is split too, where nobody asks for it but the compiler
-        Traits::panels > 1 ? Traits::panels / 2 * descriptor::panel_columns : Traits::head_dim / 2;
-    static constexpr int first_column = consumer == 0 ? 0 : half;
-    static constexpr int columns = consumer == 0 ? half : Traits::head_dim - half;
+    static constexpr int panel_columns = descriptor::panel_columns;
+    static constexpr int rest = Traits::head_dim - 2 * panel_columns;
+    static constexpr int columns =  // smaller head dims have none, but are compiled
+        consumer == 0 || rest > panel_columns ? panel_columns : rest > 0 ? rest / 2 : 8;
 
-    static __device__ __forceinline__ void issue(float (&d_query)[columns / 2], const SharedMemory& shared) {
+    const int first_column = 2 * panel_columns * consumer + cluster::rank() * columns;
+
+    __device__ __forceinline__ int panel() const { return first_column / panel_columns; }
+
+    // Over the CTA's own keys, and over the other one's, whose dS is waited for.
+    __device__ __forceinline__ void issue(float (&d_query)[columns / 2], const SharedMemory& shared,
+                                          uint32_t parity) const {
+        const int column_bytes = first_column % panel_columns * 2;
         issue_d_query<columns>(d_query, shared.d_scores_buffer(0),
-                               shared.key_tile() + first_column / descriptor::panel_columns *
-                                                       descriptor::panel_bytes(Traits::keys));
+                               shared.key_tile() + panel() * descriptor::panel_bytes(Traits::cta_keys) + column_bytes);
+        mbarrier::wait(shared.d_scores_full(0), parity);
+        issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(), shared.peer_key_panel(consumer) + column_bytes,
+                               true);
     }
-    static __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) {
-        constexpr int first_element = 64 * first_column;
+    __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) const {
+        float* const destination = sum + 64 * first_column;
         if constexpr (Traits::d_query_bytes > 0) {
-            add_from_shared(call, d_query, sum + first_element, first_element * 4, own + consumer);
+            add_from_shared(call, d_query, destination, consumer * 64 * panel_columns * 4, own + consumer);
         } else {
-            add_from_registers(d_query, sum + first_element + threadIdx.x % 128 * 4);
+            const int there = Traits::head_dim % (2 * panel_columns) == 0 ? columns : Traits::head_dim - first_column;
+            add_from_registers(d_query, destination + threadIdx.x % 128 * 4, there);
         }
     }
 };
+
+// The address in the cluster's other CTA of what lies at `address` here.
+__device__ __forceinline__ uint32_t in_peer(uint32_t address) {
+    return cluster::address_in(cluster::rank() ^ 1, address);
+}
+
+// The panels of the other CTA's K that this one's parts of dQ need.
+__device__ __forceinline__ void load_peer_keys(const Call& call, const KeyTile& tile) {
+    const int panels[] = {DqPart<0>().panel(), DqPart<1>().panel()};
+    const int first_key = tile.first_key + (cluster::rank() ^ 1) * Traits::cta_keys;
+    mbarrier::arrive_expect(call.shared.key_full(), Traits::peer_key_bytes);
+#pragma unroll
+    for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
+        tma::load(call.shared.peer_key_panel(consumer), call.maps.key, call.shared.key_full(),
+                  panels[consumer] * descriptor::panel_columns, tile.head, first_key, tile.batch);
+    }
+}
+
+// Sends the warp's rows of dS to the other CTA, and expects those of the same warp there. A bulk copy, as that is one
+// instruction and asynchronous; each warp its own, as it need not wait for the others.
+__device__ __forceinline__ void exchange_d_scores(const SharedMemory& shared, int warp) {
+    constexpr int bytes = Traits::d_scores_bytes / 4;
+    const int rows = warp * bytes;
+    mbarrier::arrive_expect(shared.d_scores_full(0), bytes);
+    bulk::copy(in_peer(shared.peer_d_scores_buffer() + rows), shared.d_scores_buffer(0) + rows, bytes,
+               in_peer(shared.d_scores_full(0)));
+}
+
+// Tells both CTAs that a lane's warp has read dS of both. When all warps have, dS may be written again here, and sent.
+__device__ __forceinline__ void release_d_scores(const SharedMemory& shared) {
+    mbarrier::arrive(shared.d_scores_empty(0));
+    mbarrier::arrive_in_cluster(in_peer(shared.d_scores_empty(0)));
+}
 
 // Consumer 0: Sᵀ, P, dV.
 __device__ __forceinline__ void consume_values(const Call& call) {
     constexpr int consumer = 0;
     using Part = DqPart<consumer>;
+    const Part part;
     const SharedMemory& shared = call.shared;
     const float scale_log2 = call.scale * log2_e;
     BlockSlot slot;
+    DScoresSlot d_scores_slot;
 
-    const Work work = call.work(blockIdx.x);
+    const Work work = call.work(blockIdx.x / Traits::cluster);
     const KeyTile& tile = work.tile;
+    const int first_key = cta_first_key(tile);
     float d_value[gradient_count] = {};
 
-    named_barrier_arrive(d_scores_read, 256);
     mbarrier::wait(shared.key_full(), 0);
     work.for_each_block(call.shape, [&](int head, int block, int) {
         const int stage = slot.stage;
         const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
         float scores[score_count];
-        uint32_t probabilities_operand[query_steps][4];
+        uint32_t probabilities[query_steps][4];
         float d_query[Part::columns / 2];
 
         mbarrier::wait(shared.query_full(stage), slot.parity);
@@ -58,34 +113,36 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         exponentiate(scores, shared.lse(stage), scale_log2);
         __syncwarp();
         if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
-        if (crosses(tile.first_key, block, call.shape)) {
-            mask(scores, tile.first_key + thread / 32 * 16 + lane / 4, block, call.shape);
+        if (crosses(first_key, block, call.shape)) {
+            mask(scores, first_key + thread / 32 * 16 + lane / 4, block, call.shape);
         }
+        pack_operand(probabilities, scores);
 
-        named_barrier_sync(exchange_empty, 256);
+        mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
 #pragma unroll
-        for (int i = 0; i < score_count; i += 4) {
-            shared.exchange_tile()[i / 4 * 128 + thread] = {scores[i], scores[i + 1], scores[i + 2], scores[i + 3]};
+        for (int step = 0; step < query_steps; ++step) {
+            const uint32_t(&packed)[4] = probabilities[step];
+            shared.exchange_rows(thread / 32)[step * 32 + lane] = {packed[0], packed[1], packed[2], packed[3]};
         }
         named_barrier_arrive(exchange_full, 256);
 
-        pack_operand(probabilities_operand, scores);
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
-        issue_gradient(d_value, probabilities_operand, shared.d_out_block(stage));
+        issue_gradient(d_value, probabilities, shared.d_out_block(stage));
         named_barrier_sync(d_scores_written, 256);
-        Part::issue(d_query, shared);
-        wgmma::wait<1>();
+        part.issue(d_query, shared, d_scores_slot.parity);
+        wgmma::wait<2>();
         wgmma::pin(d_value);
         if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        named_barrier_arrive(d_scores_read, 256);
-        Part::add(call, d_query, call.d_query_block(tile, head, block));
+        if (lane == 0) release_d_scores(shared);
+        part.add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
+        d_scores_slot.advance();
     });
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
     mbarrier::wait(shared.value_full(), 0);
-    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, tile.first_key,
+    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, first_key,
                    tile.batch);
     wait_for_stores(own + consumer);
     wait_for_sums();
@@ -95,21 +152,22 @@ __device__ __forceinline__ void consume_values(const Call& call) {
 __device__ __forceinline__ void consume_keys(const Call& call) {
     constexpr int consumer = 1;
     using Part = DqPart<consumer>;
+    const Part part;
     const SharedMemory& shared = call.shared;
+    const int warp = warp_index() % 4;
     BlockSlot slot;
+    DScoresSlot d_scores_slot;
 
-    const Work work = call.work(blockIdx.x);
+    const Work work = call.work(blockIdx.x / Traits::cluster);
     const KeyTile& tile = work.tile;
     float d_key[gradient_count] = {};
 
-    named_barrier_arrive(exchange_empty, 256);
     mbarrier::wait(shared.value_full(), 0);
     mbarrier::wait(shared.key_full(), 0);
     work.for_each_block(call.shape, [&](int head, int block, int) {
-        const int stage = slot.stage;
-        const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+        const int stage = slot.stage, lane = threadIdx.x % 32;
         float d_scores[score_count];
-        uint32_t d_scores_operand[query_steps][4];
+        uint32_t packed[query_steps][4];  // P, then dS
         float d_query[Part::columns / 2];
 
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
@@ -118,34 +176,41 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         wgmma::pin(d_scores);
 
         named_barrier_sync(exchange_full, 256);
-        differentiate(d_scores, shared.delta(stage),
-                      [&](int i) { return shared.exchange_tile()[i / 4 * 128 + thread]; });
-        named_barrier_arrive(exchange_empty, 256);
-        __syncwarp();
+#pragma unroll
+        for (int step = 0; step < query_steps; ++step) {
+            const uint4 four = shared.exchange_rows(warp)[step * 32 + lane];
+            packed[step][0] = four.x, packed[step][1] = four.y, packed[step][2] = four.z, packed[step][3] = four.w;
+        }
+        differentiate(d_scores, shared.delta(stage), [&](int i) { return unpack_operand(packed, i); });
+        __syncwarp();  // its P, which dS overwrites, is read as well
         if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
-        pack_operand(d_scores_operand, d_scores);
-        named_barrier_sync(d_scores_read, 256);
-        store_d_scores(d_scores_operand, shared.d_scores_buffer(0), 0);
+        pack_operand(packed, d_scores);
+        store_d_scores(packed, shared.d_scores_buffer(0), 0);
 
-        // Told before dK is issued, which blocks until the tensor cores have room.
+        // Told and sent before dK is issued, which blocks until the tensor cores have room.
         fence_proxy_async();
         named_barrier_arrive(d_scores_written, 256);
+        __syncwarp();
+        if (lane == 0) exchange_d_scores(shared, warp);
         named_barrier_sync(own + consumer, 128);
 
         mbarrier::wait(shared.query_full(stage), slot.parity);
-        issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
-        Part::issue(d_query, shared);
-        wgmma::wait<1>();
+        issue_gradient(d_key, packed, shared.query_block(stage));
+        part.issue(d_query, shared, d_scores_slot.parity);
+        wgmma::wait<2>();
         wgmma::pin(d_key);
         if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        Part::add(call, d_query, call.d_query_block(tile, head, block));
+        if (lane == 0) release_d_scores(shared);
+        part.add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
+        d_scores_slot.advance();
     });
-    named_barrier_sync(d_scores_read, 256);  // consumer 0 no longer reads K
+    // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
+    mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
     store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, tile.head,
-                   tile.first_key, tile.batch);
+                   cta_first_key(tile), tile.batch);
     wait_for_stores(own + consumer);
     wait_for_sums();
 }

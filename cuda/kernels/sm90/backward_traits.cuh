@@ -3,7 +3,7 @@
 // Defines, all set by jax_flash/cuda/backward_plan.py, the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries, keys and values, rounded up to a multiple of 16
-//   QUERIES, KEYS   rows of a block of queries, and of the CTA's tile of keys
+//   QUERIES, KEYS   rows of a block of queries, and of a tile of keys
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
@@ -25,6 +25,8 @@ struct Traits {
     static constexpr int stages = STAGES;
     static constexpr int sum_stages = SUM_STAGES;
 
+    static constexpr int cluster = split_products ? 2 : 1;  // CTAs that share a tile
+    static constexpr int cta_keys = keys / cluster;
     static constexpr int consumers = 2;
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
     static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
@@ -34,21 +36,23 @@ struct Traits {
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
 
     static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
-    static constexpr int key_bytes = panels * descriptor::panel_bytes(keys);       // K, or V
+    static constexpr int key_bytes = panels * descriptor::panel_bytes(cta_keys);   // K, or V
     static constexpr int query_bytes = panels * descriptor::panel_bytes(queries);  // one stage of Q, or of dO
     static constexpr int statistics_bytes = queries * 4;                           // one stage of lse, or of D
     // dS lies as [keys][queries], in panels of 64 queries. Two of them, so that the next block's is written while
     // another warpgroup computes dQ of this one.
-    static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(keys);
+    static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(cta_keys);
     static constexpr int d_scores_buffers = d_query_warpgroup ? 2 : 1;
-    static constexpr int exchange_bytes = split_products ? queries * keys * 4 : 0;
+    // Of the cluster's other CTA: dS, and the panels of K whose columns of dQ are computed here, one a consumer.
+    static constexpr int peer_d_scores_bytes = cluster > 1 ? d_scores_bytes : 0;
+    static constexpr int peer_key_bytes = cluster > 1 ? consumers * descriptor::panel_bytes(cta_keys) : 0;
 
     // Columns of a tile of dQ that the warpgroup for it computes: its registers hold no more.
     static constexpr int d_query_columns = head_dim <= 96 ? head_dim : descriptor::panel_columns;
     // dQ on its way to the sum: one stage of the warpgroup for it, or a block of the consumers that compute it. Without
     // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
-        64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim : 0);
+        64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / 2 : 0);
 
     // Pieces of complete sums of dQ on their way to each of the warps that write them.
     static constexpr int writers = d_query_warpgroup ? 2 : 0, writer_stages = WRITER_STAGES;
@@ -61,7 +65,7 @@ struct Traits {
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
-    static_assert(keys == (split_products ? 64 : 128), "a warpgroup holds the gradients of 64 keys");
+    static_assert(keys == 128, "a warpgroup holds one or both gradients of 64 keys, and a tile has two of 64");
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
 };
 
@@ -95,8 +99,9 @@ struct SharedMemory {
     static constexpr int query = value + Traits::key_bytes;
     static constexpr int d_out = query + Traits::stages * Traits::query_bytes;
     static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
-    static constexpr int exchange = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
-    static constexpr int d_query = exchange + Traits::exchange_bytes;
+    static constexpr int peer_d_scores = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
+    static constexpr int peer_key = peer_d_scores + Traits::peer_d_scores_bytes;
+    static constexpr int d_query = peer_key + Traits::peer_key_bytes;
     static constexpr int writer = d_query + Traits::sum_stages * Traits::d_query_bytes;
     static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
     static constexpr int statistics =
@@ -119,6 +124,10 @@ struct SharedMemory {
     }
     __device__ uint32_t d_query_stage(int stage) const { return base + d_query + stage * Traits::d_query_bytes; }
     __device__ uint32_t d_scores_buffer(int index) const { return base + d_scores + index * Traits::d_scores_bytes; }
+    __device__ uint32_t peer_d_scores_buffer() const { return base + peer_d_scores; }
+    __device__ uint32_t peer_key_panel(int consumer) const {
+        return base + peer_key + consumer * descriptor::panel_bytes(Traits::cta_keys);
+    }
 
     // Statistics of a block's rows: lse in base 2, and D. As addresses for TMA, and as arrays of
     // `statistics_slot`s.
@@ -128,8 +137,10 @@ struct SharedMemory {
     __device__ const float4* delta(int stage) const {
         return reinterpret_cast<const float4*>(data + delta_offset(stage));
     }
-    // P on its way from one warpgroup to the other, in the order of the accumulators, as in DqBlock.
-    __device__ float4* exchange_tile() const { return reinterpret_cast<float4*>(data + exchange); }
+    // P of a warp's 16 keys on its way to the consumer that overwrites it with their dS.
+    __device__ uint4* exchange_rows(int warp) const {
+        return reinterpret_cast<uint4*>(data + d_scores + warp * 16 * descriptor::row_bytes);
+    }
 
     __device__ uint32_t key_full() const { return base + barriers; }
     __device__ uint32_t key_empty() const { return base + barriers + 8; }

@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             float* __restrict__ pieces, int* __restrict__ arrived,          // see Partials
             float scale_log2)                                               // |scale|·log2(e)
 {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{queries, keys, query_heads, group, batch, columns, left, right};
     const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};

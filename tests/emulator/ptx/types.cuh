@@ -24,6 +24,7 @@ struct alignas(64) TensorMap {
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+unsigned char* dynamic_shared_memory();  // of the CTA
 inline uint32_t shared_address(const void* pointer) {
-    return static_cast<const unsigned char*>(pointer) - shared_memory;
+    return static_cast<const unsigned char*>(pointer) - dynamic_shared_memory();
 }

@@ -1,0 +1,33 @@
+// Clusters of CTAs, which reach each other's shared memory (PTX ISA, "shared::cluster" and "barrier.cluster").
+//
+// An address of the CTA's own shared memory also is one of the cluster's, and means the same there. Before the first
+// access to another CTA its barriers have to be initialised (`sync`), and it must not end before the last one.
+#pragma once
+#include "types.cuh"
+
+namespace cluster {
+
+// This CTA's place in its cluster.
+__device__ __forceinline__ int rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The address in CTA `rank` of what lies at `address` here.
+__device__ __forceinline__ uint32_t address_in(int rank, uint32_t address) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Waits for all threads of all CTAs. All lanes of a warp call it together. What a thread wrote before is visible to the
+// others only after a fence, as mbarrier::fence_init is one.
+__device__ __forceinline__ void sync() {
+    asm volatile(
+        "barrier.cluster.arrive.relaxed.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
+}
+
+}  // namespace cluster
