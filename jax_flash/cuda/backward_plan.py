@@ -7,6 +7,8 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash.cuda.backward_walk import places as sum_places
+from jax_flash.cuda.backward_walk import section_heads, seen_blocks
 from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar
 from jax_flash.cuda.window import Window, binding_window
@@ -59,7 +61,9 @@ class BackwardTile:
         gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
         barriers = 8 * (5 + 2 * buffers + 4 * self.stages + 2 * self.sum_stages + 2 * self.writer_stages)
-        return keys_and_values + blocks + d_scores + peer + d_query + writers + gradients + statistics + barriers
+        return (
+            keys_and_values + blocks + d_scores + peer + d_query + writers + gradients + statistics + barriers
+        )
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
@@ -79,12 +83,6 @@ _TILES = {
     192: BackwardTile(64, 128, split_products=True, stages=2),
     256: BackwardTile(64, 128, split_products=True, stages=2),
 }
-
-# What a section of the tile walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
-_SECTION_BYTES = 24 << 20
-
-# For how many steps of the CTAs, a block each, a head's dQ is taken to wait to be written.
-_WRITING_STEPS = 40
 
 # Blocks of queries that are counted together (`DqBlock::span` in cuda/kernels/sm90/backward_traits.cuh).
 _SPAN = 4
@@ -135,7 +133,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_key = Buffer("d_key", key.shape, dtype)
     d_value = Buffer("d_value", value.shape, dtype)
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
-    places = _places(n, window, shape, device)
+    seen = seen_blocks(n, window, shape.queries, shape.keys)
+    workers = device.sm_count // (2 if shape.split_products else 1)
+    key_heads = n.B * n.K
+    section = section_heads(seen, key_heads, n.group, n.T * head_dim * (2 + 2 + 4), workers)
+    places = n.B * n.N if shape.split_products else sum_places(seen, key_heads, n.group, section, workers)
     sums = Buffer("d_query_sums", (places, query_blocks, shape.queries * head_dim), "float32")
     counted = not shape.split_products
     counts = (
@@ -195,7 +197,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
             left,
             right,
-            Scalar("int32", _section_heads(n, window)),
+            Scalar("int32", section),
             Scalar("float32", spec.scale),
         ),
     )
@@ -216,32 +218,3 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         results=(d_query, d_key, d_value, statistics, sums, *(counts if counted else ()), *counter),
         steps=(prepare, main) if counted else (prepare, main, finish),
     )
-
-
-def _section_heads(n: Sizes, window: Window) -> int:
-    """Key heads whose tiles are walked together (`key_tile_at` in cuda/kernels/sm90/backward_tile.cuh).
-
-    Without a window all tiles take equally long: one head at a time keeps its queries in L2. With one,
-    the longest tiles of many heads go first, so that the last wave is short.
-    """
-    if window.unbounded:
-        return 1
-    bytes_per_key_head = n.group * n.T * n.H * (2 + 2 + 4)
-    return max(1, min(n.B * n.K, _SECTION_BYTES // bytes_per_key_head))
-
-
-def _places(n: Sizes, window: Window, shape: BackwardTile, device: Device) -> int:
-    """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
-    cuda/kernels/sm90/backward_call.cuh): those that CTAs work on, and some that are about to be complete."""
-    if shape.split_products:
-        return n.B * n.N
-    section = _section_heads(n, window)
-    key_tiles = math.ceil(n.S / shape.keys)
-    most = math.ceil(n.T / shape.queries)  # blocks that a key tile sees
-    if window.left is not None and window.right is not None:
-        most = min(most, math.ceil((window.left + window.right + shape.keys) / shape.queries))
-    mean = most / 2 if (window.left is None) != (window.right is None) else most
-    # Heads that others follow into the machine before their own longest tile ends, and until they are written then.
-    steps = most * n.group + _WRITING_STEPS
-    sections = 1 + math.ceil(steps * device.sm_count / (section * key_tiles * max(mean, 1) * n.group))
-    return min(sections * section, n.B * n.K) * n.group

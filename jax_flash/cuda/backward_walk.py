@@ -1,0 +1,71 @@
+"""The order in which the backward kernel's CTAs take key tiles, and the heads whose dQ is summed up at a time."""
+
+import functools
+import heapq
+import math
+
+from jax_flash._spec import Sizes
+from jax_flash.cuda.window import Window
+
+# What a section of the walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
+_SECTION_BYTES = 36 << 20
+# A tile's beginning and end take about as long as so many blocks.
+_ENDS = 2
+# For how many blocks' time dQ of a head is taken to wait to be written.
+_WRITING = 30
+# Walks are simulated up to so many tiles; longer ones end evenly enough.
+_SIMULATED = 1 << 14
+
+
+def seen_blocks(n: Sizes, window: Window, queries: int, keys: int) -> tuple[int, ...]:
+    """How many blocks of `queries` see some key of each tile of `keys` (`query_blocks` in the kernel)."""
+    counts = []
+    for first_key in range(0, n.S, keys):
+        last_key = min(first_key + keys, n.S) - 1
+        begin = 0 if window.right is None else max(0, first_key - (n.S - n.T) - window.right)
+        end = n.T if window.left is None else min(n.T, last_key - (n.S - n.T) + window.left + 1)
+        counts.append(math.ceil(end / queries) - begin // queries if end > begin else 0)
+    return tuple(counts)
+
+
+@functools.lru_cache(256)
+def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int) -> int:
+    """Key heads whose tiles are walked together (`key_tile_at` in cuda/kernels/sm90/backward_tile.cuh).
+
+    Where all tiles take equally long, one head at a time keeps its queries in L2. Elsewhere the longest tiles
+    of several heads go first, of as few as let the last wave end evenly.
+
+    Args:
+      blocks: query blocks that see each key tile of a head.
+      heads: key heads, of all batch rows.
+      group: query heads of each.
+      bytes_per_head: of Q, dO and the sum of dQ, of one query head: those of a key head take turns.
+      workers: CTAs, or clusters, that take tiles at a time.
+    """
+    if len(set(blocks)) == 1:
+        return 1
+    most = max(1, min(heads, _SECTION_BYTES // bytes_per_head))
+    if len(blocks) * heads > _SIMULATED:
+        return most
+    widths = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if w <= most]
+    times = {w: _makespan(blocks, heads, group, w, workers) for w in widths}
+    return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
+
+
+def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:
+    """When the last worker ends, in blocks' times, if each takes the next tile as soon as it is free."""
+    ends = [0] * workers
+    for first in range(0, heads, section):
+        for count in blocks:
+            for _ in range(min(section, heads - first)):
+                heapq.heapreplace(ends, ends[0] + count * group + _ENDS)
+    return max(ends)
+
+
+def places(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> int:
+    """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
+    cuda/kernels/sm90/backward_call.cuh): those that are begun before a head's longest tile ends, and before it
+    is written then."""
+    steps = max(blocks) * group + _WRITING
+    sections = 1 + math.ceil(steps * workers / max(section * sum(blocks) * group, 1))
+    return min(sections * section, heads) * group
