@@ -183,10 +183,10 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         shared_bytes=shape.shared_bytes(head_dim),
         cluster=shape.cluster,
         parameters=(
-            rows_map(query, shape.queries),
+            rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all
             rows_map(key, shape.cta_keys),
             rows_map(value, shape.cta_keys),
-            rows_map(d_out, shape.queries),
+            rows_map(d_out, shape.queries // shape.cluster),
             rows_map(d_key, 64),
             rows_map(d_value, 64),
             Pointer("statistics"),

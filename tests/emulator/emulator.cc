@@ -123,7 +123,8 @@ void settle(MBarrier& barrier) {
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
 template <class Copy>
-void for_each_box_element(const TensorMap& map, uint32_t tile, std::array<int, 4> at, Copy copy) {
+void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t tile, std::array<int, 4> at,
+                          Copy copy) {
     if (tile % 128 != 0) emulator::fail("a TMA tile off its alignment");
     if (map.box[0] * 2 != 128) emulator::fail("a TMA box of other than 128 bytes a row");
     if (map.box[3] != 1) emulator::fail("a TMA box of several batch rows");
@@ -135,7 +136,7 @@ void for_each_box_element(const TensorMap& map, uint32_t tile, std::array<int, 4
             for (int axis = 0; axis < 4; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
             char* global = map.base + element[0] * 2;
             for (int axis = 1; axis < 4; ++axis) global += element[axis] * map.strides[axis - 1];
-            copy(cta->shared + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
+            copy(memory + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
         }
     }
 }
@@ -364,20 +365,28 @@ void wait(uint32_t barrier, uint32_t parity) {
 
 namespace tma {
 void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+    load_multicast(destination, map, barrier, 1 << cta->rank, c0, c1, c2, c3);
+}
+void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, int c0, int c1,
+                    int c2, int c3) {
     if (destination % 1024 != 0) emulator::fail("a swizzled tile that starts within a period of the swizzle");
     const TensorMap tensor = map;
-    emulator::later([=] {
-        for_each_box_element(tensor, destination, {c0, c1, c2, c3}, [](unsigned char* shared, const char* global) {
-            if (global != nullptr) memcpy(shared, global, 2);
-            if (global == nullptr) memset(shared, 0, 2);
+    for (int rank = 0; rank < 16; ++rank) {
+        if ((ctas >> rank & 1) == 0) continue;
+        emulator::later([=] {
+            unsigned char* memory = cta_at(cluster::address_in(rank, destination)).shared;
+            for_each_box_element(tensor, memory, destination, {c0, c1, c2, c3}, [](unsigned char* to, char* from) {
+                if (from != nullptr) memcpy(to, from, 2);
+                if (from == nullptr) memset(to, 0, 2);
+            });
+            mbarrier::complete_bytes(cluster::address_in(rank, barrier), tensor.box[1] * tensor.box[2] * 128);
         });
-        mbarrier::complete_bytes(barrier, tensor.box[1] * tensor.box[2] * 128);
-    });
+    }
 }
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     const TensorMap tensor = map;
     cta->bulk[threadIdx.x].open.push_back([=] {
-        for_each_box_element(tensor, source, {c0, c1, c2, c3}, [](const unsigned char* shared, char* global) {
+        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3}, [](const unsigned char* shared, char* global) {
             if (global != nullptr) memcpy(global, shared, 2);
         });
     });

@@ -19,6 +19,17 @@ __device__ __forceinline__ void load(uint32_t destination, const TensorMap& map,
         : "memory");
 }
 
+// The same to every CTA of the cluster whose bit is set in `ctas`, and completes there: `destination` and `barrier` are
+// addresses here and stand for the same ones in each.
+__device__ __forceinline__ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier,
+                                               uint16_t ctas, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ctas)
+        : "memory");
+}
+
 // shared → global; elements outside of the tensor are not written.
 __device__ __forceinline__ void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

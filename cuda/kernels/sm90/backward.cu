@@ -31,6 +31,23 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
+// Q or dO of a block. CTAs that share a tile walk the same blocks: each loads a part of the rows, for all.
+__device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int head,
+                                           int first_row, int batch) {
+    if constexpr (Traits::cluster == 1) {
+        load_panels(destination, map, barrier, Traits::queries, head, first_row, batch);
+    } else {
+        constexpr uint16_t all = (1 << Traits::cluster) - 1;
+        const int skipped = cluster::rank() * (Traits::queries / Traits::cluster);
+        const uint32_t rows = destination + skipped * descriptor::row_bytes;
+#pragma unroll 1
+        for (int panel = 0; panel < Traits::panels; ++panel) {
+            tma::load_multicast(rows + panel * descriptor::panel_bytes(Traits::queries), map, barrier, all,
+                                panel * descriptor::panel_columns, head, first_row + skipped, batch);
+        }
+    }
+}
+
 // Runs in one thread. Tiles come by stride, or, where they take unequally long, from a counter that all CTAs share.
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
@@ -61,19 +78,27 @@ __device__ __forceinline__ void produce(const Call& call) {
             if (block == work.blocks.first) wait_for_place(call, call.head_index(tile, head));
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
-            load_panels(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::queries, head,
-                        first_row, tile.batch);
+            load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), head, first_row,
+                       tile.batch);
             bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
                        shared.query_full(stage));
             if (iteration == 0) load_value();  // after what S needs
             mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
-            load_panels(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::queries, head,
-                        first_row, tile.batch);
+            load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), head, first_row,
+                       tile.batch);
             bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
                        Traits::statistics_bytes, shared.d_out_full(stage));
             slot.advance();
         });
+        if constexpr (Traits::cluster > 1) {
+            // The CTA may not end before what it loaded has come to the others, and before they have said so.
+#pragma unroll 1
+            for (int i = 0; i < Traits::stages; ++i, slot.advance()) {
+                mbarrier::wait(shared.query_empty(slot.stage), slot.parity ^ 1);
+                mbarrier::wait(shared.d_out_empty(slot.stage), slot.parity ^ 1);
+            }
+        }
         if (!Traits::persistent) return;
         index = call.next_tile ? grid + atomicAdd(call.next_tile, 1) : index + grid;
     }
@@ -131,8 +156,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
             mbarrier::init(shared.d_out_full(stage), 1);
-            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers);
-            mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers);
+            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers * Traits::cluster);
+            mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers * Traits::cluster);
         }
         mbarrier::fence_init();
     }

@@ -3,7 +3,8 @@
 //
 // The float32 sums of dQ are what limits these head dims. So two CTAs, a cluster, hold the 128 keys of a tile and walk
 // the same blocks of queries. They exchange dS, and each computes half of dQ's columns, over both CTAs' keys, half of
-// these each consumer: a block's sums are added to once for 128 keys, where a CTA alone has room for 64.
+// these each consumer: a block's sums are added to once for 128 keys, where a CTA alone has room for 64. Blocks are
+// loaded once for both, too.
 #pragma once
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -77,10 +78,11 @@ __device__ __forceinline__ void exchange_d_scores(const SharedMemory& shared, in
                in_peer(shared.d_scores_full(0)));
 }
 
-// Tells both CTAs that a lane's warp has read dS of both. When all warps have, dS may be written again here, and sent.
-__device__ __forceinline__ void release_d_scores(const SharedMemory& shared) {
-    mbarrier::arrive(shared.d_scores_empty(0));
-    mbarrier::arrive_in_cluster(in_peer(shared.d_scores_empty(0)));
+// Tells both CTAs that a lane's warp has read what `empty` is about: Q or dO, which either CTA loads for both; or dS of
+// both, the CTA's own being written, and sent, only when all warps have read both.
+__device__ __forceinline__ void release(uint32_t empty) {
+    mbarrier::arrive(empty);
+    mbarrier::arrive_in_cluster(in_peer(empty));
 }
 
 // Consumer 0: Sᵀ, P, dV.
@@ -112,7 +114,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         wgmma::pin(scores);
         exponentiate(scores, shared.lse(stage), scale_log2);
         __syncwarp();
-        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
+        if (lane == 0) release(shared.query_empty(stage));
         if (crosses(first_key, block, call.shape)) {
             mask(scores, first_key + thread / 32 * 16 + lane / 4, block, call.shape);
         }
@@ -132,10 +134,10 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         part.issue(d_query, shared, d_scores_slot.parity);
         wgmma::wait<2>();
         wgmma::pin(d_value);
-        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
+        if (lane == 0) release(shared.d_out_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        if (lane == 0) release_d_scores(shared);
+        if (lane == 0) release(shared.d_scores_empty(0));
         part.add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
         d_scores_slot.advance();
@@ -183,7 +185,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         }
         differentiate(d_scores, shared.delta(stage), [&](int i) { return unpack_operand(packed, i); });
         __syncwarp();  // its P, which dS overwrites, is read as well
-        if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));
+        if (lane == 0) release(shared.d_out_empty(stage));
         pack_operand(packed, d_scores);
         store_d_scores(packed, shared.d_scores_buffer(0), 0);
 
@@ -199,10 +201,10 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         part.issue(d_query, shared, d_scores_slot.parity);
         wgmma::wait<2>();
         wgmma::pin(d_key);
-        if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
+        if (lane == 0) release(shared.query_empty(stage));
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        if (lane == 0) release_d_scores(shared);
+        if (lane == 0) release(shared.d_scores_empty(0));
         part.add(call, d_query, call.d_query_block(tile, head, block));
         slot.advance();
         d_scores_slot.advance();
