@@ -6,7 +6,7 @@ import math
 import jax
 
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda.backward_walk import places as sum_places
 from jax_flash.cuda.backward_walk import section_heads, seen_blocks
 from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
@@ -27,8 +27,8 @@ class BackwardTile:
     keys: int  # of a CTA, or of the cluster
     split_products: bool
     stages: int  # blocks of Q, and of dO, in flight
-    # Where a warpgroup of its own computes dQ: tiles of it on their way to the sum, and 4 KiB pieces of complete sums on
-    # their way to each of two warps that write them.
+    # Where a warpgroup of its own computes dQ: tiles of it on their way to the sum, and 4 KiB pieces of
+    # complete sums on their way to each of two warps that write them.
     sum_stages: int = 1
     writer_stages: int = 0
 

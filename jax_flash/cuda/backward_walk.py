@@ -1,4 +1,4 @@
-"""The order in which the backward kernel's CTAs take key tiles, and the heads whose dQ is summed up at a time."""
+"""The order in which the backward kernel's CTAs take key tiles, and which heads' dQ is summed up at a time."""
 
 import functools
 import heapq
@@ -64,8 +64,8 @@ def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, wor
 
 def places(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> int:
     """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
-    cuda/kernels/sm90/backward_call.cuh): those that are begun before a head's longest tile ends, and before it
-    is written then."""
+    cuda/kernels/sm90/backward_call.cuh): those that are begun before a head's longest tile ends, and before
+    it is written then."""
     steps = max(blocks) * group + _WRITING
     sections = 1 + math.ceil(steps * workers / max(section * sum(blocks) * group, 1))
     return min(sections * section, heads) * group
