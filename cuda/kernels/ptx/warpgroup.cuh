@@ -26,6 +26,12 @@ __device__ __forceinline__ int thread_index_anew() {
     return index;
 }
 
+// The same for a value that the lanes of a warp share; in a uniform register.
+__device__ __forceinline__ uint32_t uniform_anew(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return __shfl_sync(0xffffffff, value, 0);
+}
+
 // A float of shared memory, read not before what has been said to others so far: whatever needs it follows that.
 __device__ __forceinline__ float load_after(const float& x) {
     float value;

@@ -91,57 +91,76 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     using Part = DqPart<consumer>;
     const Part part;
     const SharedMemory& shared = call.shared;
+    const int warp = warp_index() % 4, lane = threadIdx.x % 32;
     const float scale_log2 = call.scale * log2_e;
     BlockSlot slot;
     DScoresSlot d_scores_slot;
 
     const Work work = call.work(blockIdx.x / Traits::cluster);
     const KeyTile& tile = work.tile;
-    const int first_key = cta_first_key(tile);
+    const int first_key = cta_first_key(tile), iterations = work.iterations(call.shape);
     float d_value[gradient_count] = {};
+    float scores[score_count];
+    uint32_t probabilities[query_steps][4];  // of the block at hand
+    Work::Cursor now = work.begin(call.shape);
 
-    mbarrier::wait(shared.key_full(), 0);
-    work.for_each_block(call.shape, [&](int head, int block, int) {
-        const int stage = slot.stage;
-        const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-        float scores[score_count];
-        uint32_t probabilities[query_steps][4];
-        float d_query[Part::columns / 2];
-
-        mbarrier::wait(shared.query_full(stage), slot.parity);
-        issue_scores(scores, shared.key_tile(), shared.query_block(stage));
-        wgmma::wait<0>();
+    auto start_scores = [&]() __attribute__((always_inline)) {
+        mbarrier::wait(shared.query_full(slot.stage), slot.parity);
+        issue_scores(scores, uniform_anew(shared.key_tile()), shared.query_block(slot.stage));
+    };
+    auto finish_scores = [&]() __attribute__((always_inline)) {
         wgmma::pin(scores);
-        exponentiate(scores, shared.lse(stage), scale_log2);
+        exponentiate(scores, shared.lse(slot.stage), scale_log2);
         __syncwarp();
-        if (lane == 0) release(shared.query_empty(stage));
-        if (crosses(first_key, block, call.shape)) {
-            mask(scores, first_key + thread / 32 * 16 + lane / 4, block, call.shape);
+        if (lane == 0) release(shared.query_empty(slot.stage));
+        if (crosses(first_key, now.block, call.shape)) {
+            mask(scores, first_key + warp * 16 + lane / 4, now.block, call.shape);
         }
         pack_operand(probabilities, scores);
+    };
 
-        mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
-#pragma unroll
-        for (int step = 0; step < query_steps; ++step) {
-            const uint32_t(&packed)[4] = probabilities[step];
-            shared.exchange_rows(thread / 32)[step * 32 + lane] = {packed[0], packed[1], packed[2], packed[3]};
-        }
-        named_barrier_arrive(exchange_full, 256);
+    // From P of a block to P of the next one, whose S comes before this one's dQ, so that the exponentials run beside
+    // that. Between two steps no product is under way.
+    auto step = [&](const bool last) __attribute__((always_inline)) {
+        const int stage = slot.stage;
+        float* const sum = call.d_query_block(tile, now.head, now.block);
+        float d_query[Part::columns / 2];
 
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
-        issue_gradient(d_value, probabilities, shared.d_out_block(stage));
+        issue_gradient(d_value, probabilities, shared.d_out_block(stage));  // beside the wait for the other CTA
+        mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < query_steps; ++i) {
+            const uint32_t(&packed)[4] = probabilities[i];
+            shared.exchange_rows(warp)[i * 32 + lane] = {packed[0], packed[1], packed[2], packed[3]};
+        }
+        named_barrier_arrive(exchange_full, 256);
+        slot.advance();
+        now.advance(work.blocks);
+        if (!last) start_scores();
+
         named_barrier_sync(d_scores_written, 256);
         part.issue(d_query, shared, d_scores_slot.parity);
         wgmma::wait<2>();
         wgmma::pin(d_value);
         if (lane == 0) release(shared.d_out_empty(stage));
+        if (!last) finish_scores();
         wgmma::wait<0>();
         wgmma::pin(d_query);
         if (lane == 0) release(shared.d_scores_empty(0));
-        part.add(call, d_query, call.d_query_block(tile, head, block));
-        slot.advance();
+        part.add(call, d_query, sum);
         d_scores_slot.advance();
-    });
+    };
+
+    mbarrier::wait(shared.key_full(), 0);
+    if (iterations > 0) {
+        start_scores();
+        wgmma::wait<0>();
+        finish_scores();
+#pragma unroll 1
+        for (int iteration = 1; iteration < iterations; ++iteration) step(false);
+        step(true);
+    }
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
     mbarrier::wait(shared.value_full(), 0);
     store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, first_key,
@@ -156,32 +175,33 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     using Part = DqPart<consumer>;
     const Part part;
     const SharedMemory& shared = call.shared;
-    const int warp = warp_index() % 4;
+    const int warp = warp_index() % 4, lane = threadIdx.x % 32;
     BlockSlot slot;
     DScoresSlot d_scores_slot;
 
     const Work work = call.work(blockIdx.x / Traits::cluster);
     const KeyTile& tile = work.tile;
+    const int iterations = work.iterations(call.shape);
     float d_key[gradient_count] = {};
+    float d_scores[score_count];  // of the block at hand, as dP
+    Work::Cursor now = work.begin(call.shape);
 
-    mbarrier::wait(shared.value_full(), 0);
-    mbarrier::wait(shared.key_full(), 0);
-    work.for_each_block(call.shape, [&](int head, int block, int) {
-        const int stage = slot.stage, lane = threadIdx.x % 32;
-        float d_scores[score_count];
+    auto start_d_scores = [&]() __attribute__((always_inline)) {
+        mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
+        issue_scores(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+    };
+
+    // From dP of a block to dP of the next one, beside which dQ is added. Between two steps no product is under way.
+    auto step = [&](const bool last) __attribute__((always_inline)) {
+        const int stage = slot.stage;
         uint32_t packed[query_steps][4];  // P, then dS
         float d_query[Part::columns / 2];
 
-        mbarrier::wait(shared.d_out_full(stage), slot.parity);
-        issue_scores(d_scores, shared.value_tile(), shared.d_out_block(stage));
-        wgmma::wait<0>();
-        wgmma::pin(d_scores);
-
         named_barrier_sync(exchange_full, 256);
 #pragma unroll
-        for (int step = 0; step < query_steps; ++step) {
-            const uint4 four = shared.exchange_rows(warp)[step * 32 + lane];
-            packed[step][0] = four.x, packed[step][1] = four.y, packed[step][2] = four.z, packed[step][3] = four.w;
+        for (int i = 0; i < query_steps; ++i) {
+            const uint4 four = shared.exchange_rows(warp)[i * 32 + lane];
+            packed[i][0] = four.x, packed[i][1] = four.y, packed[i][2] = four.z, packed[i][3] = four.w;
         }
         differentiate(d_scores, shared.delta(stage), [&](int i) { return unpack_operand(packed, i); });
         __syncwarp();  // its P, which dS overwrites, is read as well
@@ -202,13 +222,29 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         wgmma::wait<2>();
         wgmma::pin(d_key);
         if (lane == 0) release(shared.query_empty(stage));
-        wgmma::wait<0>();
+        slot.advance();
+        if (!last) start_d_scores();
+        if (last) wgmma::wait<0>();
+        if (!last) wgmma::wait<1>();
         wgmma::pin(d_query);
         if (lane == 0) release(shared.d_scores_empty(0));
-        part.add(call, d_query, call.d_query_block(tile, head, block));
-        slot.advance();
+        part.add(call, d_query, call.d_query_block(tile, now.head, now.block));
+        wgmma::wait<0>();
+        wgmma::pin(d_scores);
+        now.advance(work.blocks);
         d_scores_slot.advance();
-    });
+    };
+
+    mbarrier::wait(shared.value_full(), 0);
+    mbarrier::wait(shared.key_full(), 0);
+    if (iterations > 0) {
+        start_d_scores();
+        wgmma::wait<0>();
+        wgmma::pin(d_scores);
+#pragma unroll 1
+        for (int iteration = 1; iteration < iterations; ++iteration) step(false);
+        step(true);
+    }
     // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
     mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
     store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, tile.head,

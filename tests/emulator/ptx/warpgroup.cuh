@@ -8,6 +8,7 @@ void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint3
 
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
 inline int thread_index_anew() { return threadIdx.x; }
+inline uint32_t uniform_anew(uint32_t value) { return value; }
 inline float load_after(const float& x) { return x; }
 inline int warp_index() { return threadIdx.x / 32; }
 inline void fence_proxy_async() {}
