@@ -1,4 +1,4 @@
-"""The order in which the backward kernel's CTAs take key tiles, and which heads' dQ is summed up at a time."""
+"""In what order CTAs of the backward kernel take key tiles, and which heads' dQ is summed up at a time."""
 
 import functools
 import heapq

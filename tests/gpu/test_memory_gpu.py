@@ -14,10 +14,9 @@ from jax_flash._device import current
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda.forward_plan import plan_forward
 
-# XLA aligns each of the custom call's results, three gradients and three pieces of scratch memory (sum of dQ,
-# statistics, and the counter that tiles are taken from, 4 bytes), to 256 bytes at most, and keeps a table of
-# their addresses.
-SLACK = 6 * (256 + 8)
+# XLA aligns each of the custom call's results, three gradients and six pieces of scratch memory (sum of dQ,
+# statistics, counters), to 256 bytes at most, and keeps a table of their addresses.
+SLACK = 9 * (256 + 8)
 PARTIAL_SUMS = 1 << 20  # of a loss over all of the output
 
 
@@ -43,9 +42,11 @@ class Shapes:
 
     @property
     def backward_bytes(self) -> int:
-        """dQ in float32 and two rows of statistics, with T in whole blocks and H a multiple of 16."""
+        """dQ in float32 and two rows of statistics, with T in whole blocks and H a multiple of 16; and
+        counters of 4 bytes for each head and each four blocks."""
         rows = self.B * self.N * math.ceil(self.T / 128) * 128
-        return rows * math.ceil(self.H / 16) * 16 * 4 + 2 * rows * 4
+        counters = self.B * self.N * (math.ceil(self.T / 256) + 1)
+        return rows * math.ceil(self.H / 16) * 16 * 4 + 2 * rows * 4 + counters * 4
 
     @property
     def residual_bytes(self) -> int:
