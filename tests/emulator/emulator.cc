@@ -374,11 +374,12 @@ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier
     for (int rank = 0; rank < 16; ++rank) {
         if ((ctas >> rank & 1) == 0) continue;
         emulator::later([=] {
+            const auto copy = [](unsigned char* shared, const char* global) {
+                if (global != nullptr) memcpy(shared, global, 2);
+                if (global == nullptr) memset(shared, 0, 2);
+            };
             unsigned char* memory = cta_at(cluster::address_in(rank, destination)).shared;
-            for_each_box_element(tensor, memory, destination, {c0, c1, c2, c3}, [](unsigned char* to, char* from) {
-                if (from != nullptr) memcpy(to, from, 2);
-                if (from == nullptr) memset(to, 0, 2);
-            });
+            for_each_box_element(tensor, memory, destination, {c0, c1, c2, c3}, copy);
             mbarrier::complete_bytes(cluster::address_in(rank, barrier), tensor.box[1] * tensor.box[2] * 128);
         });
     }
@@ -386,9 +387,10 @@ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     const TensorMap tensor = map;
     cta->bulk[threadIdx.x].open.push_back([=] {
-        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3}, [](const unsigned char* shared, char* global) {
+        const auto copy = [](const unsigned char* shared, char* global) {
             if (global != nullptr) memcpy(global, shared, 2);
-        });
+        };
+        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3}, copy);
     });
 }
 void commit_group() { cta->bulk[threadIdx.x].commit(); }
