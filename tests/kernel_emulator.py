@@ -48,9 +48,11 @@ class KernelEmulator:
         self.folder = folder
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
-    def run(self, plan: LaunchPlan, operands: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    def run(
+        self, plan: LaunchPlan, operands: dict[str, Any], seed: int, resident: int = 1
+    ) -> dict[str, np.ndarray]:
         """The plan's results by name, scratch memory among them. `seed` decides the order of what the
-        hardware does at once."""
+        hardware does at once; it has room for so many `resident` CTAs."""
         arrays = {}
         for buffer in (*plan.operands, *plan.results):
             arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
@@ -60,15 +62,19 @@ class KernelEmulator:
             if isinstance(step, Zero):
                 arrays[step.buffer][...] = 0
             else:
-                self._launch(step, arrays, seed)
+                self._launch(step, arrays, seed, resident)
         return {buffer.name: arrays[buffer.name] for buffer in plan.results}
 
-    def _launch(self, launch: Launch, arrays: dict[str, np.ndarray], seed: int):
+    def _launch(self, launch: Launch, arrays: dict[str, np.ndarray], seed: int, resident: int):
         assert launch.grid[1:] == (1, 1), "grids of one axis"
         values = [_parameter(p, arrays) for p in launch.parameters]
         addresses = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
         library = self._library(launch.kernel)
-        library.emulate(launch.grid[0], launch.cluster, launch.block, ctypes.c_uint64(seed), addresses)
+        if launch.shared_bytes == 0:
+            resident = 1  # static shared memory is one CTA's
+        clusters = max(1, resident // launch.cluster)
+        shape = (launch.grid[0], launch.cluster, clusters, launch.block)
+        library.emulate(*shape, ctypes.c_uint64(seed), addresses)
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:

@@ -1,17 +1,14 @@
 // The emulator itself, compiled together with one kernel: -DSOURCE=… -DENTRY=….
 #include "emulator.h"
 
-#include <ucontext.h>
-
-#include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
-#include <map>
+#include <list>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "machine.h"
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -21,77 +18,25 @@
 
 Dim3 threadIdx, blockIdx, gridDim;
 
-using Action = std::function<void()>;
-
 namespace {
 
 constexpr int max_threads = 1024;
 constexpr size_t stack_bytes = 256 << 10;
-constexpr int max_ctas = 8;  // of a cluster
 constexpr int patience = 1000;  // rounds without progress that are a deadlock, as rounds leave warps out
 
-struct Fiber {
-    ucontext_t context;
-    bool done;
-};
-struct Meeting {
-    int arrived = 0;
-    int64_t round = 0;
-    std::array<void*, 128> brought;
-};
-struct NamedBarrier {
-    int arrived = 0, threads = 0;
-    int64_t round = 0;
-};
-struct MBarrier {
-    int arrivals, pending;
-    int64_t bytes = 0;
-    uint32_t parity = 0;  // of the phase that is under way
-};
-struct Groups {  // of asynchronous actions: the one that is open, and those that are committed
-    std::vector<Action> open;
-    std::deque<std::vector<Action>> committed;
-
-    void commit() { committed.push_back(std::exchange(open, {})); }
-    void carry_out_until(size_t pending) {
-        while (committed.size() > pending) {
-            for (Action& act : committed.front()) act();
-            committed.pop_front();
-        }
-    }
-};
-
-struct Cta {
-    int rank;
-    unsigned char* shared;
-    std::vector<char> stacks;
-    std::vector<Fiber> fibers;
-    int running;  // threads that have not ended
-    std::map<std::pair<int, int>, Meeting> meetings;  // by scope and index
-    std::array<NamedBarrier, 16> named;
-    std::map<uint32_t, MBarrier> mbarriers;
-    std::vector<Action> in_flight;     // loads of TMA, and copies to other CTAs
-    std::map<int, Groups> bulk;        // stores and reductions, by thread
-    std::array<Groups, 8> products;    // wgmma, by warpgroup
-};
-struct Cluster {
-    Action body;
-    std::vector<Cta> ctas;
-    ucontext_t scheduler;
-    int64_t progress = 0;
-    NamedBarrier barrier;
-};
-alignas(1024) unsigned char shared_memory[max_ctas][emulator::shared_bytes];
-Cluster* group;  // that runs
-Cta* cta;        // of it, at the moment
+Action body;
+ucontext_t scheduler;
+int64_t progress;
+Cluster* group;  // that runs at the moment
+Cta* cta;        // of it
 uint64_t random_state;
 
 void enter() {
-    group->body();
+    body();
     cta->fibers[threadIdx.x].done = true;
     --cta->running;
     emulator::progressed();
-    swapcontext(&cta->fibers[threadIdx.x].context, &group->scheduler);
+    swapcontext(&cta->fibers[threadIdx.x].context, &scheduler);
 }
 
 // The CTA that an address of the cluster lies in.
@@ -150,25 +95,27 @@ void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
 // Makes the fibers and the memory of a CTA.
 void prepare(Cta& state, int rank, int threads) {
     state.rank = rank;
-    state.shared = shared_memory[rank];
+    state.shared_memory.reset(new char[emulator::shared_bytes + 1024]);
+    char* const memory = state.shared_memory.get();
+    state.shared = reinterpret_cast<unsigned char*>(memory + -reinterpret_cast<uintptr_t>(memory) % 1024);
     memset(state.shared, 0xff, emulator::shared_bytes);  // NaN
     state.running = threads;
-    state.stacks.resize(threads * stack_bytes);
+    state.stacks.reset(new char[threads * stack_bytes]);
     state.fibers.resize(threads);
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = state.fibers[i];
         fiber.done = false;
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = state.stacks.data() + i * stack_bytes;
+        fiber.context.uc_stack.ss_sp = state.stacks.get() + i * stack_bytes;
         fiber.context.uc_stack.ss_size = stack_bytes;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, enter, 0);
     }
 }
 
-void enter_cta(Cta& next, int first_index) {
+void enter_cta(Cta& next) {
     cta = &next;
-    blockIdx = {first_index + next.rank, 0, 0};
+    blockIdx = {group->first_index + next.rank, 0, 0};
 }
 
 // Carries out something that `state` has in flight.
@@ -179,64 +126,86 @@ void act_for(Cta& state) {
     act();
 }
 
-void check_end(const Cta& state) {
+void check_end(Cta& state) {
     if (!state.in_flight.empty()) emulator::fail("the CTA ended before its TMA loads");
     for (auto& [thread, groups] : state.bulk) {
-        if (!groups.open.empty() || !groups.committed.empty()) emulator::fail("the CTA ended before its TMA stores");
+        if (!groups.open.empty() || !groups.to_read.empty()) emulator::fail("the CTA ended before its TMA stores");
+        groups.write_until(0);
     }
 }
 
-// Runs one cluster to its end.
-void run_cluster(int first_index, int ctas, int threads, Action body) {
-    Cluster state;
-    group = &state;
-    state.body = std::move(body);
+void start(Cluster& state, int first_index, int ctas, int threads) {
+    state.first_index = first_index;
     state.ctas.resize(ctas);
-    std::vector<std::pair<Cta*, int>> warps;
     for (int rank = 0; rank < ctas; ++rank) {
         prepare(state.ctas[rank], rank, threads);
-        for (int warp = 0; warp < threads / 32; ++warp) warps.push_back({&state.ctas[rank], warp});
+        for (int warp = 0; warp < threads / 32; ++warp) state.warps.push_back({&state.ctas[rank], warp});
     }
-    const Cta* late = nullptr;  // and a warpgroup of it that the others leave behind for a while
-    for (int left = ctas, idle = 0, late_warpgroup = 0; left > 0;) {
-        const int64_t before = state.progress;
-        if (emulator::random() % 16 == 0) {
-            late = emulator::random() % 2 == 0 ? nullptr : &state.ctas[emulator::random() % ctas];
-            late_warpgroup = emulator::random() % ceil_div(threads, 128);
+}
+
+// Lets most warps of a cluster run until they wait.
+void run_on(Cluster& state) {
+    group = &state;
+    if (emulator::random() % 16 == 0) {
+        const size_t ctas = state.ctas.size(), warpgroups = ceil_div(state.warps.size() / ctas, 4);
+        state.late = emulator::random() % 2 == 0 ? nullptr : &state.ctas[emulator::random() % ctas];
+        state.late_warpgroup = emulator::random() % warpgroups;
+    }
+    for (size_t i = state.warps.size(); i > 1; --i) std::swap(state.warps[i - 1], state.warps[emulator::random() % i]);
+    for (auto [owner, warp] : state.warps) {
+        if (emulator::random() % 3 == 0 || owner == state.late && warp / 4 == state.late_warpgroup) continue;
+        enter_cta(*owner);
+        for (int i = warp * 32; i < warp * 32 + 32; ++i) {
+            if (cta->fibers[i].done) continue;
+            threadIdx = {i, 0, 0};
+            swapcontext(&scheduler, &cta->fibers[i].context);
         }
-        for (size_t i = warps.size(); i > 1; --i) std::swap(warps[i - 1], warps[emulator::random() % i]);
-        for (auto [owner, warp] : warps) {
-            if (emulator::random() % 3 == 0 || owner == late && warp / 4 == late_warpgroup) continue;
-            enter_cta(*owner, first_index);
-            for (int i = warp * 32; i < warp * 32 + 32; ++i) {
-                if (cta->fibers[i].done) continue;
-                threadIdx = {i, 0, 0};
-                swapcontext(&state.scheduler, &cta->fibers[i].context);
-            }
+    }
+    for (Cta& each : state.ctas) {
+        enter_cta(each);
+        if (!each.in_flight.empty() && emulator::random() % 2 == 0) act_for(each);
+        if (each.running == 0) check_end(each);
+    }
+}
+
+// Runs all clusters of a grid, at most `resident` of them at once. They start in the order of their index.
+void run_grid(int grid, int ctas, size_t resident, int threads) {
+    std::list<Cluster> at_work;
+    const Cluster* late = nullptr;  // that the others leave behind for a while
+    for (int next = 0, idle = 0; next < grid || !at_work.empty();) {
+        for (; next < grid && at_work.size() < resident; next += ctas) {
+            start(at_work.emplace_back(), next, ctas, threads);
         }
-        left = 0;
+        const int64_t before = progress;
+        if (resident > 1 && emulator::random() % 64 == 0) {
+            late = &*std::next(at_work.begin(), emulator::random() % at_work.size());
+            if (emulator::random() % 2 == 0) late = nullptr;
+        }
         bool in_flight = false;
-        for (Cta& each : state.ctas) {
-            enter_cta(each, first_index);
-            if (!each.in_flight.empty() && emulator::random() % 2 == 0) act_for(each);
-            if (each.running == 0) check_end(each);
-            left += each.running > 0;
-            in_flight |= !each.in_flight.empty();
+        for (auto each = at_work.begin(); each != at_work.end();) {
+            bool running = &*each == late;
+            if (!running) run_on(*each);
+            for (Cta& of_it : each->ctas) {
+                running |= of_it.running > 0;
+                in_flight |= !of_it.in_flight.empty();
+            }
+            each = running ? std::next(each) : at_work.erase(each);
         }
-        idle = state.progress == before && !in_flight ? idle + 1 : 0;
+        idle = progress == before && !in_flight ? idle + 1 : 0;
         if (idle > patience) emulator::fail("deadlock");
     }
 }
 
 template <class... Parameters, size_t... i>
-void launch(void (*entry)(Parameters...), int grid, int cluster, int block, void** values, std::index_sequence<i...>) {
-    const Action body = [=] { entry(*static_cast<std::remove_const_t<Parameters>*>(values[i])...); };
-    for (int index = 0; index < grid; index += cluster) run_cluster(index, cluster, block, body);
+void launch(void (*entry)(Parameters...), int grid, int cluster, int resident, int block, void** values,
+            std::index_sequence<i...>) {
+    body = [=] { entry(*static_cast<std::remove_const_t<Parameters>*>(values[i])...); };
+    run_grid(grid, cluster, resident, block);
 }
 
 template <class... Parameters>
-void launch_entry(void (*entry)(Parameters...), int grid, int cluster, int block, void** values) {
-    launch(entry, grid, cluster, block, values, std::index_sequence_for<Parameters...>());
+void launch_entry(void (*entry)(Parameters...), int grid, int cluster, int resident, int block, void** values) {
+    launch(entry, grid, cluster, resident, block, values, std::index_sequence_for<Parameters...>());
 }
 
 }  // namespace
@@ -254,10 +223,10 @@ void fail(const char* what) {
 
 void yield() {
     const Dim3 me = threadIdx;
-    swapcontext(&cta->fibers[me.x].context, &group->scheduler);
+    swapcontext(&cta->fibers[me.x].context, &scheduler);
 }
 
-void progressed() { ++group->progress; }
+void progressed() { ++progress; }
 
 uint32_t random() {  // xorshift64
     random_state ^= random_state << 13;
@@ -374,27 +343,32 @@ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier
     for (int rank = 0; rank < 16; ++rank) {
         if ((ctas >> rank & 1) == 0) continue;
         emulator::later([=] {
-            const auto copy = [](unsigned char* shared, const char* global) {
-                if (global != nullptr) memcpy(shared, global, 2);
-                if (global == nullptr) memset(shared, 0, 2);
-            };
             unsigned char* memory = cta_at(cluster::address_in(rank, destination)).shared;
-            for_each_box_element(tensor, memory, destination, {c0, c1, c2, c3}, copy);
+            for_each_box_element(tensor, memory, destination, {c0, c1, c2, c3}, [](unsigned char* to, char* from) {
+                if (from != nullptr) memcpy(to, from, 2);
+                if (from == nullptr) memset(to, 0, 2);
+            });
             mbarrier::complete_bytes(cluster::address_in(rank, barrier), tensor.box[1] * tensor.box[2] * 128);
         });
     }
 }
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     const TensorMap tensor = map;
-    cta->bulk[threadIdx.x].open.push_back([=] {
-        const auto copy = [](const unsigned char* shared, char* global) {
-            if (global != nullptr) memcpy(global, shared, 2);
+    cta->bulk[threadIdx.x].open.push_back([=]() -> Action {
+        std::vector<std::pair<char*, uint16_t>> elements;
+        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3}, [&](const unsigned char* from, char* to) {
+            if (to == nullptr) return;
+            elements.push_back({to, 0});
+            memcpy(&elements.back().second, from, 2);
+        });
+        return [elements = std::move(elements)] {
+            for (auto [global, bits] : elements) memcpy(global, &bits, 2);
         };
-        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3}, copy);
     });
 }
 void commit_group() { cta->bulk[threadIdx.x].commit(); }
-void wait_for_groups(int pending) { cta->bulk[threadIdx.x].carry_out_until(pending); }
+void wait_for_reads(int pending) { cta->bulk[threadIdx.x].read_until(pending); }
+void wait_for_groups(int pending) { cta->bulk[threadIdx.x].write_until(pending); }
 }  // namespace tma
 
 namespace bulk {
@@ -415,9 +389,11 @@ void copy(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrie
 }
 void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
     check_bulk(destination, source, bytes);
-    cta->bulk[threadIdx.x].open.push_back([=] {
+    cta->bulk[threadIdx.x].open.push_back([=]() -> Action {
         const float* values = reinterpret_cast<const float*>(cta->shared + source);
-        for (uint32_t i = 0; i < bytes / 4; ++i) destination[i] += values[i];
+        return [destination, read = std::vector<float>(values, values + bytes / 4)] {
+            for (size_t i = 0; i < read.size(); ++i) destination[i] += read[i];
+        };
     });
 }
 void reduce_add_now(float* destination, float a, float b, float c, float d) {
@@ -458,8 +434,8 @@ void wait_for_groups(int pending) {
 #include TEXT(SOURCE)
 
 // Runs the kernel; `parameters` are addresses of values, as cuLaunchKernel takes them.
-extern "C" void emulate(int grid, int cluster, int block, uint64_t seed, void** parameters) {
+extern "C" void emulate(int grid, int cluster, int resident, int block, uint64_t seed, void** parameters) {
     gridDim = {grid, 1, 1};
     random_state = seed | 1;
-    launch_entry(ENTRY, grid, cluster, block, parameters);
+    launch_entry(ENTRY, grid, cluster, resident, block, parameters);
 }

@@ -1,11 +1,11 @@
 // Runs CUDA kernels of cuda/kernels on a CPU: what their sources need of CUDA, and what the emulated PTX
 // layer (ptx/) is built on.
 //
-// Every CUDA thread is a fiber; one OS thread runs those of a cluster in turn, warps in random order, now and then one
-// warpgroup later than the others, and switches only where a thread waits. What the hardware does asynchronously
-// happens at a random moment between its issue and the wait that the program makes for it, so that a wait that is
-// missing shows, sooner or later, as a wrong number. A cluster in which nobody can go on is reported as a deadlock, and
-// an access to a CTA that has ended as an error. Memory ordering between proxies, registers and speed are not emulated.
+// Every CUDA thread is a fiber; one OS thread runs those of the clusters at work in turn, warps in random order, and
+// switches only where a thread waits. What the hardware does asynchronously happens at a random moment between its
+// issue and the wait that the program makes for it, so that a wait that is missing shows, sooner or later, as a
+// wrong number. Where nobody can go on that is reported as a deadlock, and so is an access to a CTA that has ended.
+// Memory ordering between proxies, registers and speed are not emulated.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -19,7 +19,7 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
-#define __shared__ static  // for kernels without clusters: CTAs then run one after the other
+#define __shared__ static  // for kernels whose CTAs run one after the other
 
 struct Dim3 {
     int x, y, z;
@@ -62,7 +62,7 @@ constexpr int shared_bytes = 227 * 1024;
 [[noreturn]] void fail(const char* what);
 // Lets other threads run.
 void yield();
-// Notes that the cluster got on, so that it is not in a deadlock.
+// Notes that somebody got on: there is no deadlock.
 void progressed();
 uint32_t random();
 int warpgroup();
@@ -114,6 +114,7 @@ inline bool __any_sync(uint32_t, bool value) {
 }
 
 inline void __threadfence() {}
+inline void __nanosleep(unsigned) { emulator::yield(); }
 
 template <class T>
 T __shfl_sync(uint32_t, T value, int source) {

@@ -5,7 +5,10 @@
 namespace global {
 
 inline float4 load(const float4* address) { return *address; }
-inline void count(int* address) { ++*address; }
+inline void count(int* address) {
+    ++*address;
+    emulator::progressed();
+}
 inline bool has_reached(const int* address, int value) {
     if (*address < value) emulator::yield();
     return *address >= value;

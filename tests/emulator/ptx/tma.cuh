@@ -9,12 +9,13 @@ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier
                     int c3);
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3);
 void commit_group();
+void wait_for_reads(int pending);
 void wait_for_groups(int pending);
 inline void prefetch_descriptor(const TensorMap&) {}
 
 template <int pending>
 void wait_group_read() {
-    wait_for_groups(pending);
+    wait_for_reads(pending);
 }
 template <int pending>
 void wait_group() {

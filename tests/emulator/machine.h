@@ -1,0 +1,86 @@
+// What the emulator keeps of clusters, CTAs and threads at work.
+#pragma once
+#include <ucontext.h>
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+using Action = std::function<void()>;
+
+struct Fiber {
+    ucontext_t context;
+    bool done;
+};
+struct Meeting {
+    int arrived = 0;
+    int64_t round = 0;
+    std::array<void*, 128> brought;
+};
+struct NamedBarrier {
+    int arrived = 0, threads = 0;
+    int64_t round = 0;
+};
+struct MBarrier {
+    int arrivals, pending;
+    int64_t bytes = 0;
+    uint32_t parity = 0;  // of the phase that is under way
+};
+struct Groups {  // of asynchronous actions: the one that is open, and those that are committed
+    std::vector<Action> open;
+    std::deque<std::vector<Action>> committed;
+
+    void commit() { committed.push_back(std::exchange(open, {})); }
+    void carry_out_until(size_t pending) {
+        while (committed.size() > pending) {
+            for (Action& act : committed.front()) act();
+            committed.pop_front();
+        }
+    }
+};
+
+struct BulkGroups {  // the same of stores and reductions: each reads its source first, and then writes
+    std::vector<std::function<Action()>> open;
+    std::deque<std::vector<std::function<Action()>>> to_read;
+    std::deque<std::vector<Action>> to_write;
+
+    void commit() { to_read.push_back(std::exchange(open, {})); }
+    void read_until(size_t pending) {
+        for (; to_read.size() > pending; to_read.pop_front()) {
+            to_write.emplace_back();
+            for (auto& read : to_read.front()) to_write.back().push_back(read());
+        }
+    }
+    void write_until(size_t pending) {
+        read_until(pending);
+        for (; to_read.size() + to_write.size() > pending; to_write.pop_front()) {
+            for (Action& write : to_write.front()) write();
+        }
+    }
+};
+
+struct Cta {
+    int rank;
+    unsigned char* shared;
+    std::unique_ptr<char[]> stacks, shared_memory;
+    std::vector<Fiber> fibers;
+    int running;  // threads that have not ended
+    std::map<std::pair<int, int>, Meeting> meetings;  // by scope and index
+    std::array<NamedBarrier, 16> named;
+    std::map<uint32_t, MBarrier> mbarriers;
+    std::vector<Action> in_flight;     // loads of TMA, and copies to other CTAs
+    std::map<int, BulkGroups> bulk;    // by thread
+    std::array<Groups, 8> products;    // wgmma, by warpgroup
+};
+struct Cluster {
+    int first_index;  // of its CTAs
+    std::vector<Cta> ctas;
+    std::vector<std::pair<Cta*, int>> warps;
+    const Cta* late = nullptr;  // and a warpgroup of it that the others leave behind for a while
+    int late_warpgroup = 0;
+    NamedBarrier barrier;
+};
