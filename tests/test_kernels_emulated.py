@@ -15,7 +15,7 @@ from kernel_emulator import DTYPES, KernelEmulator
 from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda import forward_plan
+from jax_flash.cuda import backward_plan, forward_plan
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
 
@@ -118,11 +118,31 @@ def test_pieces_of_cut_tiles(case, ctas, sharers, emulator, monkeypatch):
 
 @pytest.mark.parametrize("case", BACKWARD, ids=str)
 def test_backward(case, emulator):
+    check_backward(case, DEVICE, emulator)
+
+
+@pytest.mark.parametrize(
+    "case,ctas,places",
+    [
+        (Case(H=128, T=300, S=300, N=5, K=5, B=2, right=0), 2, 2),
+        (Case(H=128, T=200, S=500, N=6, K=3), 3, 2),  # several tiles of a head to a CTA
+        (Case(H=64, T=700, S=300, N=4, K=4, left=200, right=10), 1, 1),  # blocks that no key tile sees
+    ],
+    ids=str,
+)
+def test_heads_whose_dq_takes_the_place_of_another_heads(case, ctas, places, emulator, monkeypatch):
+    monkeypatch.setattr(backward_plan, "section_heads", lambda *_: 1)
+    monkeypatch.setattr(backward_plan, "sum_places", lambda *_: places)
+    check_backward(case, dataclasses.replace(H100, sm_count=ctas), emulator)
+
+
+def check_backward(case, device, emulator):
     spec, operands, d_out, d_lse, seed = draw(case)
     out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
-    results = emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    plan = plan_backward(spec, shapes_of(operands), device)
+    results = emulator.run(plan, arrays, seed, resident=device.sm_count)
     for name in ("query", "key", "value"):
         got, want = results[f"d_{name}"].astype(np.float64), getattr(expected, name)
         assert np.isfinite(got).all(), name
@@ -143,7 +163,8 @@ def test_huge_logits_give_no_nan(magnitude, head_dim, emulator):
         arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(arrays[name].dtype)
     results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
     arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
-    results |= emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    plan = plan_backward(spec, shapes_of(operands), DEVICE)
+    results |= emulator.run(plan, arrays, seed, resident=DEVICE.sm_count)
     for name in ("out", "d_query", "d_key", "d_value"):
         assert np.isfinite(results[name].astype(np.float64)).all(), name
     assert (results["lse"] < np.inf).all()  # -inf: no key is left of the row
