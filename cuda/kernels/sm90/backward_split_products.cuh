@@ -11,6 +11,7 @@
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
 #include "backward_products.cuh"
+#include "backward_turns.cuh"
 
 // First of the CTA's keys.
 __device__ __forceinline__ int cta_first_key(const KeyTile& tile) {
@@ -26,7 +27,10 @@ struct DqPart {
     static constexpr int columns =  // smaller head dims have none, but are compiled
         consumer == 0 || rest > panel_columns ? panel_columns : rest > 0 ? rest / 2 : 8;
 
+    static constexpr bool staged = Traits::d_query_bytes > 0;
+
     const int first_column = 2 * panel_columns * consumer + cluster::rank() * columns;
+    int* turn = nullptr;  // where additions go in turns: of the block that has been added to and not passed on
 
     __device__ __forceinline__ int panel() const { return first_column / panel_columns; }
 
@@ -40,9 +44,30 @@ struct DqPart {
         issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(), shared.peer_key_panel(consumer) + column_bytes,
                                true);
     }
+    __device__ static __forceinline__ bool adds() { return threadIdx.x % (staged ? 128 : 32) == 0; }
+
+    // While dQ is computed.
+    __device__ __forceinline__ void wait(const Call& call, const Work& work, const BlockVisit& visit) {
+        if constexpr (Traits::deterministic) {
+            turn = turn_of(call, work, visit.head(work.tile, call.shape), visit.block);
+            if (adds()) wait_for_turn(call, work, turn, visit.block);
+            __syncwarp();
+        }
+    }
+    // Beside products of the next block, as this waits for the additions.
+    __device__ __forceinline__ void pass() const {
+        if constexpr (Traits::deterministic) {
+            if constexpr (!staged) __threadfence();
+            __syncwarp();
+            if (adds() && turn != nullptr) {
+                if constexpr (staged) tma::wait_group<0>();
+                end_turn(turn);
+            }
+        }
+    }
     __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) const {
         float* const destination = sum + 64 * first_column;
-        if constexpr (Traits::d_query_bytes > 0) {
+        if constexpr (staged) {
             add_from_shared(call, d_query, destination, consumer * 64 * panel_columns * 4, own + consumer);
         } else {
             const int there = Traits::head_dim % (2 * panel_columns) == 0 ? columns : Traits::head_dim - first_column;
@@ -89,7 +114,7 @@ __device__ __forceinline__ void release(uint32_t empty) {
 __device__ __forceinline__ void consume_values(const Call& call) {
     constexpr int consumer = 0;
     using Part = DqPart<consumer>;
-    const Part part;
+    Part part;
     const SharedMemory& shared = call.shared;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32;
     const float scale_log2 = call.scale * log2_e;
@@ -102,7 +127,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     float d_value[gradient_count] = {};
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
-    Work::Cursor now = work.begin(call.shape);
+    BlockVisit now = work.first_visit();
 
     auto start_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);
@@ -123,7 +148,8 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     // that. Between two steps no product is under way.
     auto step = [&](const bool last) __attribute__((always_inline)) {
         const int stage = slot.stage;
-        float* const sum = call.d_query_block(tile, now.head, now.block);
+        const BlockVisit visit = now;
+        float* const sum = call.d_query_block(tile, visit.head(tile, call.shape), visit.block);
         float d_query[Part::columns / 2];
 
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
@@ -136,11 +162,13 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         }
         named_barrier_arrive(exchange_full, 256);
         slot.advance();
-        now.advance(work.blocks);
+        now.advance(work.blocks, work.place);
         if (!last) start_scores();
+        part.pass();
 
         named_barrier_sync(d_scores_written, 256);
         part.issue(d_query, shared, d_scores_slot.parity);
+        part.wait(call, work, visit);
         wgmma::wait<2>();
         wgmma::pin(d_value);
         if (lane == 0) release(shared.d_out_empty(stage));
@@ -161,6 +189,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
     }
+    part.pass();
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
     mbarrier::wait(shared.value_full(), 0);
     store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, first_key,
@@ -173,7 +202,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
 __device__ __forceinline__ void consume_keys(const Call& call) {
     constexpr int consumer = 1;
     using Part = DqPart<consumer>;
-    const Part part;
+    Part part;
     const SharedMemory& shared = call.shared;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32;
     BlockSlot slot;
@@ -184,7 +213,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     const int iterations = work.iterations(call.shape);
     float d_key[gradient_count] = {};
     float d_scores[score_count];  // of the block at hand, as dP
-    Work::Cursor now = work.begin(call.shape);
+    BlockVisit now = work.first_visit();
 
     auto start_d_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
@@ -218,7 +247,9 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
 
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_gradient(d_key, packed, shared.query_block(stage));
+        part.pass();
         part.issue(d_query, shared, d_scores_slot.parity);
+        part.wait(call, work, now);
         wgmma::wait<2>();
         wgmma::pin(d_key);
         if (lane == 0) release(shared.query_empty(stage));
@@ -228,10 +259,10 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         if (!last) wgmma::wait<1>();
         wgmma::pin(d_query);
         if (lane == 0) release(shared.d_scores_empty(0));
-        part.add(call, d_query, call.d_query_block(tile, now.head, now.block));
+        part.add(call, d_query, call.d_query_block(tile, now.head(tile, call.shape), now.block));
         wgmma::wait<0>();
         wgmma::pin(d_scores);
-        now.advance(work.blocks);
+        now.advance(work.blocks, work.place);
         d_scores_slot.advance();
     };
 
@@ -245,6 +276,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
     }
+    part.pass();
     // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
     mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
     store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, tile.head,
