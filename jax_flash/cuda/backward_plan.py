@@ -31,6 +31,14 @@ class BackwardTile:
     # complete sums on their way to each of two warps that write them.
     sum_stages: int = 1
     writer_stages: int = 0
+    turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
+
+    @property
+    def in_turns(self) -> "BackwardTile":
+        """The same where tiles add to sums in turns: no warps of the kernel's own write dQ."""
+        if self.split_products:
+            return self
+        return dataclasses.replace(self, sum_stages=self.writer_stages, writer_stages=0, turn_stages=2)
 
     @property
     def threads(self) -> int:
@@ -60,10 +68,10 @@ class BackwardTile:
         writers = 2 * self.writer_stages * 4096
         gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
-        barriers = 8 * (5 + 2 * buffers + 4 * self.stages + 2 * self.sum_stages + 2 * self.writer_stages)
-        return (
-            keys_and_values + blocks + d_scores + peer + d_query + writers + gradients + statistics + barriers
-        )
+        barriers = 5 + 2 * buffers + 4 * self.stages
+        barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
+        sums = d_query + writers
+        return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
@@ -105,7 +113,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
-    shape = tile(head_dim)
+    shape = tile(head_dim).in_turns if spec.deterministic else tile(head_dim)
     query_blocks = math.ceil(n.T / shape.queries)
 
     def kernel(source: str, entry: str, deterministic: bool = False) -> Kernel:
@@ -118,6 +126,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("STAGES", shape.stages),
             ("SUM_STAGES", shape.sum_stages),
             ("WRITER_STAGES", shape.writer_stages),
+            ("TURN_STAGES", shape.turn_stages),
             ("DETERMINISTIC", int(deterministic)),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
