@@ -22,8 +22,9 @@ struct Ledger {
     }
 };
 
-// Adds what the warpgroup for dQ has staged of a block to its sum, in `DqBlock::tiles` bulk groups. One thread.
-__device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot, float* sum) {
+// Adds what the warpgroup for dQ has staged of a block to its sum, or puts it there, in `DqBlock::tiles` bulk groups. One
+// thread.
+__device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot, float* sum, bool is_first = false) {
     const SharedMemory& shared = call.shared;
 #pragma unroll 1
     for (int tile = 0; tile < DqBlock::tiles; ++tile) {
@@ -31,8 +32,13 @@ __device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot
         const int first_chunk = column_tile * DqBlock::tile_columns / 8;
         mbarrier::wait(shared.sum_full(slot.stage), slot.parity);
         global::fence_proxy_async();  // what other CTAs wrote: zeros (wait_for_place)
-        bulk::reduce_add(sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk), shared.d_query_stage(slot.stage),
-                         min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes));
+        float* const destination = sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk);
+        const int bytes = min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes);
+        if (is_first) {
+            bulk::store(destination, shared.d_query_stage(slot.stage), bytes);
+        } else {
+            bulk::reduce_add(destination, shared.d_query_stage(slot.stage), bytes);
+        }
         tma::commit_group();
         tma::wait_group_read<0>();
         mbarrier::arrive(shared.sum_empty(slot.stage));

@@ -33,7 +33,9 @@ __device__ __forceinline__ void add_in_turns(const Call& call) {
     SumSlot sum_slot;
     for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
         mbarrier::wait(call.shared.turn_begun(slot.stage), slot.parity);
-        add_staged_block(call, sum_slot, call.d_query_block(work.tile, head, block));
+        // Nobody zeroed the sum.
+        const bool is_first = work.place.rank(block, work.tile, work.blocks, call.shape) == 0;
+        add_staged_block(call, sum_slot, call.d_query_block(work.tile, head, block), is_first);
         mbarrier::wait(call.shared.turn_told(slot.stage), slot.parity ^ 1);
         tma::wait_group<0>();
         mbarrier::arrive(call.shared.turn_ended(slot.stage));
