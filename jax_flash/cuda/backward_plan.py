@@ -175,10 +175,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         window = Window(0, -_UNBOUNDED)  # empty: for the kernels' arithmetic, far from everything
     left, right = (Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right))
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
-    # CTAs take tiles in turn; under a window, where these take unequally long, from a counter. With split
-    # products nothing of the next tile can be loaded beside the end of one, and each tile has its CTAs.
+    # Persistent CTAs take tiles from a counter, but for those that wait for a whole wave of others. Split
+    # products can load nothing of the next tile beside the end of one, and each tile has its CTAs.
     ctas = tiles if shape.split_products else min(tiles, device.sm_count)
-    counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not window.unbounded else ()
+    by_stride = spec.deterministic and window.unbounded
+    counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not by_stride else ()
     next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
     turns = (Buffer("turns", (n.B, n.N, query_blocks), "int32"),) if spec.deterministic else ()
     turns_parameter = Pointer("turns") if turns else Scalar("int64", 0)

@@ -48,13 +48,13 @@ __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap
     }
 }
 
-// Runs in one thread. Tiles come by stride, or, where they take unequally long, from a counter that all CTAs share.
+// Runs in one thread. CTAs that take several tiles do so from a counter that all share: under a window tiles take
+// unequally long, and a tile may wait for those handed out before it (wait_for_place), so that a CTA that has not
+// started has none. By stride where tiles add in turns and wait for their whole wave (backward_order.cuh).
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
     const int grid = gridDim.x, tiles = call.tile_count();
-    // Where tiles wait for those handed out before them, a CTA that has not started yet has none.
-    const bool all_counted = Traits::deterministic && call.next_tile != nullptr;
-    int index = all_counted ? atomicAdd(call.next_tile, 1) : blockIdx.x / Traits::cluster;
+    int index = call.next_tile ? atomicAdd(call.next_tile, 1) : blockIdx.x / Traits::cluster;
     BlockSlot slot;
 #pragma unroll 1
     for (uint32_t parity = 0;; parity ^= 1) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void produce(const Call& call) {
             }
         }
         if (!Traits::persistent) return;
-        index = call.next_tile ? (all_counted ? 0 : grid) + atomicAdd(call.next_tile, 1) : index + grid;
+        index = call.next_tile ? atomicAdd(call.next_tile, 1) : index + grid;
     }
     mbarrier::arrive(shared.key_full());
 }

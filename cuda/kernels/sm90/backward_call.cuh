@@ -69,7 +69,7 @@ struct Call {
     const Shape shape;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
     const QueryGradient d_query;
-    int* next_tile;           // counts the tiles handed out beyond each CTA's first; null: they go by stride
+    int* next_tile;           // counts the tiles handed out; null: they go by stride
     int* turns;               // (B, N, query blocks): additions to each so far; null unless these go in turns
     int section_heads;        // see key_tile_at
     int wave;                 // see place_of
