@@ -150,9 +150,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
             mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
+            // With split products consumers say so, and the other CTA once it has dS.
             mbarrier::init(shared.d_scores_empty(buffer),
-                           Traits::split_products ? 4 * Traits::consumers * Traits::cluster : 4);
+                           Traits::split_products ? 4 * Traits::consumers + Traits::cluster - 1 : 4);
         }
+        mbarrier::init(shared.peer_d_scores_empty(), 4 * Traits::consumers);
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
             mbarrier::init(shared.d_out_full(stage), 1);
