@@ -75,14 +75,15 @@ def _compile(kernel: Kernel) -> str:
 
 def _calls(options: argparse.Namespace):
     """Pairs of spec and shapes, one for each combination of the options."""
-    for head_dim, dtype, causal in itertools.product(options.head_dim, options.dtype, options.causal):
+    every = (options.head_dim, options.dtype, options.causal, options.deterministic)
+    for head_dim, dtype, causal, deterministic in itertools.product(*every):
         # Kernels depend on how many query heads share a key head, and not on how many there are.
         query, key = (
             jax.ShapeDtypeStruct((1, options.seq_len, heads, head_dim), jnp.dtype(dtype))
             for heads in (options.group, 1)
         )
         left, right = _validate.window(causal, options.local_window_size)
-        spec = AttentionSpec(scale=head_dim**-0.5, left=left, right=right)
+        spec = AttentionSpec(head_dim**-0.5, left, right, deterministic=deterministic)
         yield spec, Operands(query, key, key)
 
 
@@ -103,6 +104,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--head-dim", "head dims", type=int, nargs="+", default=HEAD_DIMS)
     add("--dtype", "dtypes", nargs="+", default=("bfloat16", "float16"), choices=("bfloat16", "float16"))
     add("--causal", "causal or not", type=_bool, nargs="+", default=(True, False), metavar="{true,false}")
+    add(
+        "--deterministic",
+        "the same bits from run to run, or not",
+        type=_bool,
+        nargs="+",
+        default=(False,),
+        metavar="{true,false}",
+    )
     add("--local-window-size", "keys seen to the left and right, -1 for all", type=int, nargs=2)
     add("--group", "query heads of each key head", type=int, default=1)
     add("--seq-len", "length of queries and keys: a window wider than it is none", type=int, default=8192)

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import jax
@@ -74,6 +75,35 @@ def test_kernels_depend_on_head_dim_and_dtype_alone():
         ]
     }
     assert len(kernels) == 1
+
+
+def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
+    def plan(right, deterministic, **sizes):
+        return plan_backward(
+            AttentionSpec(0.1, None, right, deterministic=deterministic), shapes(**sizes), H100
+        )
+
+    for right, head_dim in itertools.product((None, 0), (128, 256)):
+        default, fixed = plan(right, False, H=head_dim), plan(right, True, H=head_dim)
+        buffers = {b.name: b for b in fixed.results}
+        assert buffers["turns"].shape == (2, 8, 16)
+        assert buffers["d_query_sums"].shape[0] == 2 * 8  # every head has its place
+        assert all(Pointer("turns") in launch.parameters for launch in fixed.launches[:2])
+        # The kernel ahead serves both.
+        assert fixed.launches[0].kernel == default.launches[0].kernel
+        assert fixed.launches[2].kernel.entry == "backward_finish"
+        assert ("DETERMINISTIC", 1) in main_launch(fixed).kernel.defines
+        assert ("DETERMINISTIC", 0) in main_launch(default).kernel.defines
+        assert main_launch(fixed).grid == main_launch(default).grid
+
+    def heads_and_wave(right, **sizes):
+        return scalars(main_launch(plan(right, True, **sizes)))[-3:-1]
+
+    assert heads_and_wave(None, S=50_000) == [4, H100.sm_count]  # at work at once
+    assert heads_and_wave(None, S=128) == [4, 4]
+    assert heads_and_wave(None, S=50_000, H=256) == [4, H100.sm_count // 2]  # clusters
+    assert heads_and_wave(0) == [4, 0]
+    assert heads_and_wave(0, T=1 << 20, S=1 << 20) == [1, 0]
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

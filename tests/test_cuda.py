@@ -38,7 +38,6 @@ def test_says_what_device_it_needs():
     [
         ({"dropout_rate": 0.1}, "dropout_rate"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
-        ({"deterministic": True}, "deterministic"),
     ],
 )
 def test_refuses_what_a_spec_field_asks(change, says):

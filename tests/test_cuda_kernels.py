@@ -51,6 +51,7 @@ def spec_and_operands(
     window=(None, None),
     scale=0.1,
     return_residual=True,
+    deterministic=False,
     B=2,
     T=1000,
     S=777,
@@ -60,7 +61,7 @@ def spec_and_operands(
     query = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.dtype(dtype))
     key = jax.ShapeDtypeStruct((B, S, K, head_dim), jnp.dtype(dtype))
     left, right = window
-    spec = AttentionSpec(scale=scale, left=left, right=right, return_residual=return_residual)
+    spec = AttentionSpec(scale, left, right, return_residual=return_residual, deterministic=deterministic)
     operands = Operands(query, key, key)
     assert supports(spec, operands, H100) is None
     return spec, operands
@@ -87,6 +88,7 @@ def variants() -> dict[Kernel, Launch]:
     for i, head_dim in enumerate(HEAD_DIMS):  # the sign of the scale is compiled in
         calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
     calls.append({"scale": 0.0})
+    calls += [{"head_dim": head_dim, "deterministic": True} for head_dim in (*HEAD_DIMS, *OTHER_HEAD_DIMS)]
     found = {launch.kernel: launch for call in calls for launch in launches(**call)}
     # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
@@ -166,8 +168,8 @@ SPECIALISED = [
     kernel
     for kernel in dict.fromkeys(
         launch.kernel
-        for head_dim, window in itertools.product(HEAD_DIMS, WINDOWS[::3])
-        for launch in launches(head_dim=head_dim, window=window)
+        for head_dim, window, deterministic in itertools.product(HEAD_DIMS, WINDOWS[::3], (False, True))
+        for launch in launches(head_dim=head_dim, window=window, deterministic=deterministic)
     )
     if kernel.entry in ("forward", "backward")
 ]

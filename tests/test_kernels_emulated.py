@@ -15,7 +15,7 @@ from kernel_emulator import DTYPES, KernelEmulator
 from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda import forward_plan
+from jax_flash.cuda import backward_plan, forward_plan
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
 
@@ -32,6 +32,7 @@ class Case:
     right: int | None = None
     dtype: str = "bfloat16"
     return_residual: bool = False
+    deterministic: bool = False
 
     def __str__(self):
         return "-".join(
@@ -60,6 +61,21 @@ BACKWARD = (
     Case(H=256, T=150, S=200, right=0, N=4, K=2),
     Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),
     Case(H=256, T=64, S=130, left=-3),
+)
+# Additions to dQ in turns, and on how many multiprocessors.
+IN_TURNS = (
+    (Case(H=128, T=300, S=300, right=0, N=4, K=2), 3),
+    (Case(H=128, T=200, S=500, N=4, K=2), 3),  # a wave ends within a head; more of its tiles than blocks
+    (Case(H=128, T=70, S=700), 5),
+    (Case(H=64, T=600, S=500, N=3), 4),
+    (Case(H=64, T=500, S=900, left=200, right=10, N=2), 4),
+    (Case(H=96, T=129, S=300, left=70, N=2, K=2, B=2), 5),
+    (Case(H=128, T=100, S=300, right=-150, N=2), 3),  # the last keys are seen by no query
+    (Case(H=64, T=200, S=129, left=-3, right=1), 2),  # none is seen by any, and the last tile is of one key
+    (Case(H=192, T=200, S=400, N=4, K=2), 6),
+    (Case(H=192, T=200, S=450, left=90, right=30, N=2), 6),
+    (Case(H=256, T=130, S=500, N=2, dtype="float16"), 8),
+    (Case(H=256, T=300, S=300, right=0), 4),
 )
 FORWARD = (
     Case(H=64, T=300, S=130, N=2),
@@ -118,11 +134,44 @@ def test_pieces_of_cut_tiles(case, ctas, sharers, emulator, monkeypatch):
 
 @pytest.mark.parametrize("case", BACKWARD, ids=str)
 def test_backward(case, emulator):
+    check_backward(case, emulator)
+
+
+@pytest.mark.parametrize(
+    "case,multiprocessors,places",
+    [
+        (Case(H=128, T=300, S=300, N=5, K=5, B=2, right=0), 2, 2),
+        (Case(H=128, T=200, S=500, N=6, K=3), 3, 2),  # several tiles of a head to a CTA
+        (Case(H=64, T=700, S=300, N=4, K=4, left=200, right=10), 1, 1),  # blocks that no key tile sees
+    ],
+    ids=str,
+)
+def test_heads_whose_dq_takes_the_place_of_another_heads(
+    case, multiprocessors, places, emulator, monkeypatch
+):
+    monkeypatch.setattr(backward_plan, "section_heads", lambda *_: 1)
+    monkeypatch.setattr(backward_plan, "sum_places", lambda *_: places)
+    check_backward(case, emulator, multiprocessors)
+
+
+@pytest.mark.parametrize("case,multiprocessors", IN_TURNS, ids=str)
+def test_deterministic_backward(case, multiprocessors, emulator):
+    case = dataclasses.replace(case, deterministic=True)
+    first, *others = check_backward(case, emulator, multiprocessors, runs=3)
+    for other in others:
+        for name in ("d_query_sums", "d_query", "d_key", "d_value"):
+            np.testing.assert_array_equal(other[name], first[name], err_msg=name)
+
+
+def check_backward(case, emulator, multiprocessors=2, runs=1):
+    """Compares with the definition. As many CTAs run together as there are `multiprocessors`."""
+    device = dataclasses.replace(H100, sm_count=multiprocessors)
     spec, operands, d_out, d_lse, seed = draw(case)
     out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
-    results = emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    plan = plan_backward(spec, shapes_of(operands), device)
+    results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
     for name in ("query", "key", "value"):
         got, want = results[f"d_{name}"].astype(np.float64), getattr(expected, name)
         assert np.isfinite(got).all(), name
@@ -130,6 +179,7 @@ def test_backward(case, emulator):
         # With a single key dS is a difference of equals, and what is left of it is noise.
         noise = 0 if case.S > 1 or name == "value" else roundoff(case) * case.H**0.5
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
+    return [results, *others]
 
 
 @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5, 1e15))
@@ -143,7 +193,8 @@ def test_huge_logits_give_no_nan(magnitude, head_dim, emulator):
         arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(arrays[name].dtype)
     results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
     arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
-    results |= emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    plan = plan_backward(spec, shapes_of(operands), DEVICE)
+    results |= emulator.run(plan, arrays, seed, resident=DEVICE.sm_count)
     for name in ("out", "d_query", "d_key", "d_value"):
         assert np.isfinite(results[name].astype(np.float64)).all(), name
     assert (results["lse"] < np.inf).all()  # -inf: no key is left of the row
@@ -172,7 +223,13 @@ def draw(case):
 
     query, key, value = normal(case.T, case.N), normal(case.S, case.K), normal(case.S, case.K)
     d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
-    spec = AttentionSpec(case.H**-0.5, case.left, case.right, return_residual=case.return_residual)
+    spec = AttentionSpec(
+        case.H**-0.5,
+        case.left,
+        case.right,
+        return_residual=case.return_residual,
+        deterministic=case.deterministic,
+    )
     operands = Operands(*map(jax.numpy.asarray, (query, key, value)))
     return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed
 

@@ -91,6 +91,17 @@ def test_a_window_compiles_its_own_kernels(wanted):
     assert set(wanted) == full
 
 
+def test_deterministic_gradients_have_a_kernel_of_their_own(wanted):
+    arguments = "--arch sm_90a --head-dim 64 --dtype bfloat16 --causal false --deterministic"
+    precompile.main([*arguments.split(), "false"])
+    default = set(wanted)
+    wanted.clear()
+    precompile.main([*arguments.split(), "true"])
+    main, finish = sorted(set(wanted) - default, key=lambda kernel: kernel.entry)
+    assert main.entry == "backward" and ("DETERMINISTIC", 1) in main.defines
+    assert finish.entry == "backward_finish"
+
+
 def test_a_window_that_is_none_is_refused(wanted, capsys):
     with pytest.raises(SystemExit):
         precompile.main("--arch sm_90a --local-window-size -2 0".split())

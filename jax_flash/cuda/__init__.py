@@ -46,8 +46,6 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         return "dropout_rate > 0 is not supported"
     if spec.logits_soft_cap is not None:
         return "logits_soft_cap is not supported"
-    if spec.deterministic:
-        return "deterministic=True is not supported: query's gradient is summed in any order"
     n = sizes(shapes)
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"

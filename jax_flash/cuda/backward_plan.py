@@ -8,7 +8,7 @@ import jax
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda.backward_walk import places as sum_places
-from jax_flash.cuda.backward_walk import section_heads, seen_blocks
+from jax_flash.cuda.backward_walk import section_heads, section_heads_in_turns, seen_blocks
 from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar
 from jax_flash.cuda.window import Window, binding_window
@@ -105,7 +105,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     shape = tile(head_dim)
     query_blocks = math.ceil(n.T / shape.queries)
 
-    def kernel(source: str, entry: str) -> Kernel:
+    def kernel(source: str, entry: str, deterministic: bool = False) -> Kernel:
         defines = (
             ("ELEMENT", dtype),
             ("HEAD_DIM", head_dim),
@@ -116,6 +116,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("STAGES", shape.stages),
             ("SUM_STAGES", shape.sum_stages),
             ("WRITER_STAGES", shape.writer_stages),
+            ("DETERMINISTIC", int(deterministic)),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
@@ -134,10 +135,15 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     seen = seen_blocks(n, window, shape.queries, shape.keys)
     workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
-    section = section_heads(seen, key_heads, n.group, n.T * head_dim * (2 + 2 + 4), workers)
-    places = n.B * n.N if shape.split_products else sum_places(seen, key_heads, n.group, section, workers)
+    head_bytes = n.T * head_dim * (2 + 2 + 4)
+    if spec.deterministic:
+        section = section_heads_in_turns(key_heads, head_bytes)
+    else:
+        section = section_heads(seen, key_heads, n.group, head_bytes, workers)
+    # Sums that are added to in turns have all a place, and a kernel of its own writes dQ.
+    counted = not shape.split_products and not spec.deterministic
+    places = sum_places(seen, key_heads, n.group, section, workers) if counted else n.B * n.N
     sums = Buffer("d_query_sums", (places, query_blocks, shape.queries * head_dim), "float32")
-    counted = not shape.split_products
     counts = (
         Buffer("arrived", (n.B, n.N, math.ceil(query_blocks / _SPAN)), "int32"),
         Buffer("written", (n.B, n.N), "int32"),
@@ -156,6 +162,10 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     ctas = tiles if shape.split_products else min(tiles, device.sm_count)
     counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not window.unbounded else ()
     next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
+    turns = (Buffer("turns", (n.B, n.N, query_blocks), "int32"),) if spec.deterministic else ()
+    turns_parameter = Pointer("turns") if turns else Scalar("int64", 0)
+    # Tiles at work at once, each seeing all blocks.
+    wave = min(tiles, workers) if spec.deterministic and window.unbounded else 0
 
     prepare = Launch(
         kernel=kernel("sm90/backward_prepare.cu", "backward_prepare"),
@@ -171,11 +181,12 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             *sums_parameters,
             Scalar("int32", places),
             next_tile,
+            turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
         ),
     )
     main = Launch(
-        kernel=kernel("sm90/backward.cu", "backward"),
+        kernel=kernel("sm90/backward.cu", "backward", spec.deterministic),
         grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(head_dim),
@@ -192,10 +203,12 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("d_query"),
             *(Scalar("int32", x) for x in (places, n.H)),
             next_tile,
+            turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
             left,
             right,
             Scalar("int32", section),
+            Scalar("int32", wave),
             Scalar("float32", spec.scale),
         ),
     )
@@ -213,6 +226,6 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     return LaunchPlan(
         operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
-        results=(d_query, d_key, d_value, statistics, sums, *(counts if counted else ()), *counter),
+        results=(d_query, d_key, d_value, statistics, sums, *(counts if counted else ()), *counter, *turns),
         steps=(prepare, main) if counted else (prepare, main, finish),
     )

@@ -52,6 +52,16 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
     return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
 
 
+def section_heads_in_turns(heads: int, bytes_per_head: int) -> int:
+    """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward_order.cuh).
+
+    Many heads keep the tiles of one head apart; and all sections are alike, as the longest tiles come last and
+    a small last section would have little beside them.
+    """
+    sections = min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES))
+    return math.ceil(heads / sections)
+
+
 def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:
     """When the last worker ends, in blocks' times, if each takes the next tile as soon as it is free."""
     ends = [0] * workers

@@ -1,18 +1,8 @@
-// Global memory that several multiprocessors work on during a kernel: read and counted in L2, past the caches that are
-// not coherent.
+// Words in global memory by which CTAs tell each other how far they are (PTX ISA, "Memory Consistency Model").
 #pragma once
 #include "types.cuh"
 
 namespace global {
-
-__device__ __forceinline__ float4 load(const float4* address) {
-    float4 x;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(address)
-                 : "memory");
-    return x;
-}
 
 // Adds one. Whoever sees that sees what this thread had seen done before.
 __device__ __forceinline__ void count(int* address) {

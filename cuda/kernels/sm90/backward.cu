@@ -52,7 +52,9 @@ __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
     const int grid = gridDim.x, tiles = call.tile_count();
-    int index = blockIdx.x / Traits::cluster;
+    // Where tiles wait for those handed out before them, a CTA that has not started yet has none.
+    const bool all_counted = Traits::deterministic && call.next_tile != nullptr;
+    int index = all_counted ? atomicAdd(call.next_tile, 1) : blockIdx.x / Traits::cluster;
     BlockSlot slot;
 #pragma unroll 1
     for (uint32_t parity = 0;; parity ^= 1) {
@@ -100,7 +102,7 @@ __device__ __forceinline__ void produce(const Call& call) {
             }
         }
         if (!Traits::persistent) return;
-        index = call.next_tile ? grid + atomicAdd(call.next_tile, 1) : index + grid;
+        index = call.next_tile ? (all_counted ? 0 : grid) + atomicAdd(call.next_tile, 1) : index + grid;
     }
     mbarrier::arrive(shared.key_full());
 }
@@ -113,8 +115,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              const __grid_constant__ TensorMap d_key_map, const __grid_constant__ TensorMap d_value_map,
              const float* __restrict__ statistics, float* d_query_sums, int* arrived, int* written,
              int* next_job, Traits::Element* d_query, int places, int columns,  // see QueryGradient
-             int* __restrict__ next_tile, int queries, int keys, int key_heads, int group, int batch, int left, int right,
+             int* __restrict__ next_tile, int* turns, int queries, int keys, int key_heads, int group, int batch,
+             int left, int right,
              int section_heads,  // see key_tile_at
+             int wave,           // see place_of
              float scale) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const Shape shape{queries, keys, key_heads, group, batch, left, right};
@@ -124,7 +128,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     statistics,
                     {d_query_sums, arrived, written, next_job, d_query, places, columns},
                     next_tile,
+                    turns,
                     section_heads,
+                    wave,
                     scale};
     const SharedMemory& shared = call.shared;
 
@@ -178,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         } else if constexpr (Traits::d_query_warpgroup) {
             if (warp == 1) {
                 add_d_query(call);
-            } else {
+            } else if constexpr (!Traits::deterministic) {
                 write_d_query(call, warp - 2);
             }
         }

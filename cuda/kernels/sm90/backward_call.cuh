@@ -1,6 +1,7 @@
 // What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
 #pragma once
 #include "../ptx/mbarrier.cuh"
+#include "backward_order.cuh"
 #include "backward_tile.cuh"
 #include "backward_traits.cuh"
 
@@ -20,27 +21,30 @@ struct TensorMaps {
 struct Work {
     KeyTile tile;
     QueryBlocks blocks;
+    Place place;
 
     __device__ int iterations(const Shape& shape) const { return blocks.count() * shape.group; }
 
-    // The blocks in the order that all roles share.
-    struct Cursor {
-        int head, block;
-        __device__ __forceinline__ void advance(const QueryBlocks& blocks) {
-            if (++block == blocks.last) block = blocks.first, ++head;
-        }
-    };
-    __device__ Cursor begin(const Shape& shape) const { return {tile.head * shape.group, blocks.first}; }
+    __device__ BlockVisit first_visit() const { return {0, place.start}; }
 
     // Calls visit(query_head, block, iteration) in the order that all roles share.
     template <class Visit>
     __device__ __forceinline__ void for_each_block(const Shape& shape, Visit visit) const {
         int iteration = 0;
+        if constexpr (Traits::deterministic) {
+            BlockVisit now = first_visit();
 #pragma unroll 1
-        for (int member = 0; member < shape.group; ++member) {
+            for (const int end = iterations(shape); iteration < end; ++iteration) {
+                visit(now.head(tile, shape), now.block, iteration);
+                now.advance(blocks, place);
+            }
+        } else {
 #pragma unroll 1
-            for (int block = blocks.first; block < blocks.last; ++block) {
-                visit(tile.head * shape.group + member, block, iteration++);
+            for (int member = 0; member < shape.group; ++member) {
+#pragma unroll 1
+                for (int block = blocks.first; block < blocks.last; ++block) {
+                    visit(tile.head * shape.group + member, block, iteration++);
+                }
             }
         }
     }
@@ -66,15 +70,18 @@ struct Call {
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
     const QueryGradient d_query;
     int* next_tile;           // counts the tiles handed out beyond each CTA's first; null: they go by stride
+    int* turns;               // (B, N, query blocks): additions to each so far; null unless these go in turns
     int section_heads;        // see key_tile_at
+    int wave;                 // see place_of
     float scale;
 
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
     }
     __device__ Work work(int tile_index) const {
-        const KeyTile tile = key_tile_at(tile_index, shape, section_heads);
-        return {tile, query_blocks(tile, shape)};
+        const KeyTile tile = key_tile_at(tile_index, shape, section_heads, Traits::deterministic && wave == 0);
+        const QueryBlocks blocks = query_blocks(tile, shape);
+        return {tile, blocks, place_of(tile_index, tile, blocks, shape, section_heads, wave)};
     }
     // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the
     // barriers of K and V in that round; visit has to release both.

@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(threads)
                      float4* __restrict__ d_query_sums, int* __restrict__ arrived, int* __restrict__ written,
                      int* __restrict__ next_job, int places,
                      int* __restrict__ next_tile,  // a counter, or null
+                     int* __restrict__ turns,      // (B, N, query blocks), or null
                      int queries, int query_heads, int head_dim) {
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
@@ -44,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
 
     if (blockIdx.x == 0 && threadIdx.x == 0 && next_tile != nullptr) *next_tile = 0;
+    if (threadIdx.x == 0 && turns != nullptr) turns[block_index] = 0;
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
     if (head_index < places) {
         for (int i = threadIdx.x; i < sum_vectors; i += threads) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         float d_value[gradient_count] = {};
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
-        Work::Cursor now = work.begin(call.shape);
+        BlockVisit now = work.first_visit();
 
         auto start_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             take_turn(consumer);
             issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
             slot.advance();
-            now.advance(work.blocks);
+            now.advance(work.blocks, work.place);
             if (!last) start_scores();
             pass_turn(consumer);
             if (last) {

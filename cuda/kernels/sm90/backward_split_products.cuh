@@ -11,6 +11,7 @@
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
 #include "backward_products.cuh"
+#include "backward_turns.cuh"
 
 // First of the CTA's keys.
 __device__ __forceinline__ int cta_first_key(const KeyTile& tile) {
@@ -33,9 +34,11 @@ struct DqPart {
     static constexpr int columns = Traits::cluster == 1          ? of_cluster
                                    : of_cluster > panel_columns ? panel_columns
                                                                 : of_cluster / 2;
-    static constexpr int staged = consumer * 64 * (2 * panel_columns / Traits::cluster) * 4;
+    static constexpr bool staged = Traits::d_query_bytes > 0;
+    static constexpr int staging_offset = consumer * 64 * (2 * panel_columns / Traits::cluster) * 4;
 
     const int first_column = 2 * panel_columns * consumer + (Traits::cluster == 1 ? 0 : cluster::rank() * columns);
+    int* turn = nullptr;  // where additions go in turns: of the block that has been added to and not passed on
 
     __device__ __forceinline__ int panel() const { return first_column / panel_columns; }
     __device__ __forceinline__ int column_bytes() const { return first_column % panel_columns * 2; }
@@ -54,10 +57,31 @@ struct DqPart {
         issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(),
                                shared.peer_key_panel(consumer) + column_bytes(), true);
     }
+    __device__ static __forceinline__ bool adds() { return threadIdx.x % (staged ? 128 : 32) == 0; }
+
+    // While dQ is computed.
+    __device__ __forceinline__ void wait(const Call& call, const Work& work, const BlockVisit& visit) {
+        if constexpr (Traits::deterministic) {
+            turn = turn_of(call, work, visit.head(work.tile, call.shape), visit.block);
+            if (adds()) wait_for_turn(call, work, turn, visit.block);
+            __syncwarp();
+        }
+    }
+    // Beside products of the next block, as this waits for the additions.
+    __device__ __forceinline__ void pass() const {
+        if constexpr (Traits::deterministic) {
+            if constexpr (!staged) __threadfence();
+            __syncwarp();
+            if (adds() && turn != nullptr) {
+                if constexpr (staged) tma::wait_group<0>();
+                end_turn(turn);
+            }
+        }
+    }
     __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) const {
         float* const destination = sum + 64 * first_column;
-        if constexpr (Traits::d_query_bytes > 0) {
-            add_from_shared(call, d_query, destination, staged, own + consumer);
+        if constexpr (staged) {
+            add_from_shared(call, d_query, destination, staging_offset, own + consumer);
         } else {
             const int there = Traits::head_dim % (2 * panel_columns) == 0 ? columns : Traits::head_dim - first_column;
             add_from_registers(d_query, destination + threadIdx.x % 128 * 4, there);
@@ -98,7 +122,7 @@ __device__ __forceinline__ void release(uint32_t empty) {
 __device__ __forceinline__ void consume_values(const Call& call) {
     constexpr int consumer = 0;
     using Part = DqPart<consumer>;
-    const Part part;
+    Part part;
     const SharedMemory& shared = call.shared;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32;
     const float scale_log2 = call.scale * log2_e;
@@ -111,7 +135,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     float d_value[gradient_count] = {};
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
-    Work::Cursor now = work.begin(call.shape);
+    BlockVisit now = work.first_visit();
 
     auto start_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);
@@ -140,14 +164,15 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     // From P of a block, handed over, to that of the next one. Between two steps no product is under way.
     auto step = [&](const bool last) __attribute__((always_inline)) {
         const int stage = slot.stage;
-        float* const sum = call.d_query_block(tile, now.head, now.block);
+        const BlockVisit visit = now;
+        float* const sum = call.d_query_block(tile, visit.head(tile, call.shape), visit.block);
         float d_query[Part::columns / 2];
 
         // dV and S of the next block run while consumer 1 computes dS.
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
         issue_gradient(d_value, probabilities, shared.d_out_block(stage));
         slot.advance();
-        now.advance(work.blocks);
+        now.advance(work.blocks, work.place);
         if (last) {
             wgmma::wait<0>();
         } else {
@@ -157,9 +182,11 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         wgmma::pin(d_value);
         if (lane == 0) release(shared.d_out_empty(stage));
 
+        part.pass();
         named_barrier_sync(d_scores_written, 256);
         part.issue(d_query, shared);
         if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
+        part.wait(call, work, visit);
         wgmma::wait<1>();
         if (Traits::cluster > 1 && lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
         if (!last) finish_scores();
@@ -187,6 +214,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
     }
+    part.pass();
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
     mbarrier::wait(shared.value_full(), 0);
     store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, first_key,
@@ -199,7 +227,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
 __device__ __forceinline__ void consume_keys(const Call& call) {
     constexpr int consumer = 1;
     using Part = DqPart<consumer>;
-    const Part part;
+    Part part;
     const SharedMemory& shared = call.shared;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32;
     BlockSlot slot;
@@ -210,7 +238,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     const int iterations = work.iterations(call.shape);
     float d_key[gradient_count] = {};
     float d_scores[score_count];
-    Work::Cursor now = work.begin(call.shape);
+    BlockVisit now = work.first_visit();
 
     auto start_d_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
@@ -244,6 +272,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         // dK, the first part of dQ and dP of the next block run while the other CTA's dS is on its way.
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_gradient(d_key, packed, shared.query_block(stage));
+        part.pass();
         named_barrier_sync(own + consumer, 128);
         part.issue(d_query, shared);
         slot.advance();
@@ -259,18 +288,19 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             release(shared.query_empty(stage));
             mbarrier::arrive(shared.d_scores_empty(0));
         }
+        part.wait(call, work, now);
         if constexpr (Traits::cluster > 1) {
             part.issue_peer(d_query, shared, d_scores_slot.parity);
             wgmma::wait<0>();
             wgmma::pin(d_query);
             if (lane == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
         }
-        part.add(call, d_query, call.d_query_block(tile, now.head, now.block));
+        part.add(call, d_query, call.d_query_block(tile, now.head(tile, call.shape), now.block));
         if (!last) {
             wgmma::wait<0>();
             wgmma::pin(d_scores);
         }
-        now.advance(work.blocks);
+        now.advance(work.blocks, work.place);
         d_scores_slot.advance();
     };
 
@@ -284,6 +314,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
     }
+    part.pass();
     // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
     mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
     if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);

@@ -7,6 +7,7 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "backward_call.cuh"
+#include "backward_turns.cuh"
 
 // Counts what the adding thread has added to, span after span.
 struct Ledger {
@@ -35,6 +36,9 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
         work.for_each_block(call.shape, [&](int head, int block, int) {
             const int head_index = call.head_index(work.tile, head);
             float* sum = call.sum_block(head_index, block);
+            if constexpr (Traits::deterministic) {  // before there is something to add, as the answer takes its time
+                wait_for_turn(call, work, turn_of(call, work, head, block), block);
+            }
 #pragma unroll 1
             for (int tile = 0; tile < tiles; ++tile) {
                 const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
@@ -48,6 +52,11 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
                 tma::wait_group_read<0>();
                 mbarrier::arrive(shared.sum_empty(slot.stage));
                 slot.advance();
+            }
+            if constexpr (Traits::deterministic) {
+                tma::wait_group<0>();
+                end_turn(turn_of(call, work, head, block));
+                return;
             }
             ledger.settle<tiles>(call);
             if (block % DqBlock::span == DqBlock::span - 1 || block == work.blocks.last - 1) {

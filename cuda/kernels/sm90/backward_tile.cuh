@@ -7,18 +7,23 @@ struct KeyTile {
     int head, batch;  // of keys
 };
 
+// Heads that share the turns of tile `index`'s section.
+__device__ __forceinline__ int section_width(int index, const Shape& shape, int section_heads) {
+    const int section = index / (section_heads * ceil_div(shape.keys, Traits::keys));
+    return min(section_heads, shape.key_heads * shape.batch - section * section_heads);
+}
+
 // Tile `index` of the grid. Heads go by in sections of `section_heads`, chosen so that what a section
 // reads and adds to stays in L2; within a section the key tiles go from the first, which most queries see
-// where attention is causal, to the last, and all heads of the section share each turn.
-__device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, int section_heads) {
+// where attention is causal, to the last, and all heads of the section share each turn; or from the last.
+__device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, int section_heads, bool last_first) {
     const int key_tiles = ceil_div(shape.keys, Traits::keys);
-    const int heads = shape.key_heads * shape.batch;
     const int section = index / (section_heads * key_tiles);
     const int in_section = index - section * section_heads * key_tiles;
-    const int width = min(section_heads, heads - section * section_heads);
+    const int width = section_width(index, shape, section_heads);
     const int turn = in_section / width;
     const int head = section * section_heads + in_section - turn * width;
-    return {turn * Traits::keys, head % shape.key_heads, head / shape.key_heads};
+    return {(last_first ? key_tiles - 1 - turn : turn) * Traits::keys, head % shape.key_heads, head / shape.key_heads};
 }
 
 // The query blocks [first, last) in which some query sees some key of the tile.

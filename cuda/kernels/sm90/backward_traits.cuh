@@ -9,6 +9,7 @@
 //   STAGES          blocks of Q, and of dO, in flight
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
 //   SUM_STAGES      tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
+//   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 #pragma once
 #include "../ptx/descriptor.cuh"
@@ -25,6 +26,7 @@ struct Traits {
     static constexpr bool split_products = SPLIT_PRODUCTS;
     static constexpr int stages = STAGES;
     static constexpr int sum_stages = SUM_STAGES;
+    static constexpr bool deterministic = DETERMINISTIC;
 
     static constexpr int cluster = CLUSTER;  // CTAs that share a tile
     static constexpr int cta_keys = keys / cluster;
@@ -54,6 +56,8 @@ struct Traits {
     // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
         64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / cluster : 0);
+    // Who adds to a block for each tile: the warp for it; or both consumers of all CTAs, or each warp of theirs.
+    static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
     // Pieces of complete sums of dQ on their way to each of the warps that write them.
     static constexpr int writers = d_query_warpgroup ? 2 : 0, writer_stages = WRITER_STAGES;

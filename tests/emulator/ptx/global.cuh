@@ -4,7 +4,6 @@
 
 namespace global {
 
-inline float4 load(const float4* address) { return *address; }
 inline void count(int* address) {
     ++*address;
     emulator::progressed();
