@@ -240,9 +240,14 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     float d_scores[score_count];
     BlockVisit now = work.first_visit();
 
+    constexpr int first_steps = Traits::cluster == 1 ? column_steps : column_steps / 2;
     auto start_d_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
-        issue_scores(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+        issue_scores<0, first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+    };
+    auto finish_d_scores = [&]() __attribute__((always_inline)) {
+        if constexpr (first_steps == column_steps) return;
+        issue_scores<first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
     };
 
     // From dP of a block to that of the next one. Between two steps no product is under way.
@@ -291,7 +296,12 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         part.wait(call, work, now);
         if constexpr (Traits::cluster > 1) {
             part.issue_peer(d_query, shared, d_scores_slot.parity);
-            wgmma::wait<0>();
+            if (last) {
+                wgmma::wait<0>();
+            } else {
+                finish_d_scores();
+                wgmma::wait<1>();
+            }
             wgmma::pin(d_query);
             if (lane == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
         }
@@ -308,6 +318,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     mbarrier::wait(shared.key_full(), 0);
     if (iterations > 0) {
         start_d_scores();
+        finish_d_scores();
         wgmma::wait<0>();
         wgmma::pin(d_scores);
 #pragma unroll 1
