@@ -19,15 +19,15 @@ class BackwardTile:
     """Tile shape of one variant of the kernels.
 
     Two consumer warpgroups share a block. They split its keys, each with dK and dV of 64 keys in registers,
-    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products,
-    and two CTAs the keys.
+    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products.
     """
 
     queries: int  # in a block
-    keys: int  # of a CTA, or of the cluster
+    cta_keys: int  # of each CTA that shares the tile
     split_products: bool
     stages: int  # blocks of Q, and of dO, in flight
-    cluster: int = 1  # CTAs that share a tile
+    # CTAs that share a tile. With split products 2 halve the sums of dQ, and are needed above head dim 192.
+    cluster: int = 1
     # Where a warpgroup of its own computes dQ: tiles of it on their way to the sum, and 4 KiB pieces of
     # complete sums on their way to each of two warps that write them.
     sum_stages: int = 1
@@ -38,8 +38,8 @@ class BackwardTile:
         return 384 if self.split_products else 512
 
     @property
-    def cta_keys(self) -> int:
-        return self.keys // self.cluster
+    def keys(self) -> int:
+        return self.cta_keys * self.cluster
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
@@ -77,8 +77,8 @@ _TILES = {
     64: BackwardTile(128, 128, split_products=False, stages=2, writer_stages=2),
     96: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=1),
     128: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2),
-    192: BackwardTile(64, 128, split_products=True, stages=2, cluster=2),
-    256: BackwardTile(64, 128, split_products=True, stages=2, cluster=2),
+    192: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
+    256: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
 }
 
 # Blocks of queries that are counted together (`DqBlock::span` in cuda/kernels/sm90/backward_traits.cuh).

@@ -11,7 +11,7 @@
 //             warpgroup, which computes dQ, so that none waits for another one's dS: head dims up to 128;
 //   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
 //             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient. Two CTAs
-//             share the keys, and each computes half of dQ's columns.
+//             may share a tile, and each then computes half of dQ's columns.
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"

@@ -1,10 +1,18 @@
 // The consumers that split the products of a block of 64 keys: one computes Sᵀ and P, and owns dV; the
 // other computes dPᵀ and dS, and owns dK.
 //
-// The float32 sums of dQ are what limits these head dims. So two CTAs, a cluster, hold the 128 keys of a tile and walk
-// the same blocks of queries. They exchange dS, and each computes half of dQ's columns, over both CTAs' keys, half of
-// these each consumer: a block's sums are added to once for 128 keys, where a CTA alone has room for 64. Blocks are
-// loaded once for both, too.
+// The float32 sums of dQ are what limits these head dims, as a CTA has room for 64 keys. So two CTAs, a cluster, may hold
+// the 128 keys of a tile and walk the same blocks of queries. They exchange dS, and each computes half of dQ's columns,
+// over both CTAs' keys: a block's sums are added to once for 128 keys. Blocks are loaded once for both, too.
+//
+// So that the tensor cores have work while a consumer waits or computes, the order within a block is
+//
+//   consumer 0: hand P over | dV, next S, dQ over own keys, over the other CTA's | next P beside these | add dQ
+//   consumer 1: dS, tell and send it | dK, dQ over own keys, half of next dP, dQ over the other CTA's keys, other half
+//               of next dP | add dQ beside this
+//
+// P lies where its dS will. There the next P goes as soon as both products over own keys are done and dS has arrived in
+// the other CTA; that one's place for it only has to be free when the next dS is sent.
 #pragma once
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -274,7 +282,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         __syncwarp();
         if (Traits::cluster > 1 && lane == 0) exchange_d_scores(shared, warp, d_scores_slot.parity);
 
-        // dK, the first part of dQ and dP of the next block run while the other CTA's dS is on its way.
+        // Half of dP of the next block runs while the other CTA's dS is on its way, the other half while dQ is added.
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_gradient(d_key, packed, shared.query_block(stage));
         part.pass();

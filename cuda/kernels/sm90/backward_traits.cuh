@@ -3,7 +3,7 @@
 // Defines, all set by jax_flash/cuda/backward_plan.py, the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries, keys and values, rounded up to a multiple of 16
-//   QUERIES, KEYS   rows of a block of queries, and of a tile of keys
+//   QUERIES, KEYS   rows of a block of queries, and of a tile of keys, that of all CTAs that share it
 //   CLUSTER         CTAs that share a tile: 1, or 2 where they split products
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
@@ -60,7 +60,8 @@ struct Traits {
     static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
     // Pieces of complete sums of dQ on their way to each of the warps that write them.
-    static constexpr int writers = d_query_warpgroup ? 2 : 0, writer_stages = WRITER_STAGES;
+    static constexpr int writers = d_query_warpgroup ? 2 : 0;
+    static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
@@ -71,6 +72,8 @@ struct Traits {
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
     static_assert(cta_keys == (split_products ? 64 : 128), "a warpgroup holds one or both gradients of 64 keys");
+    static_assert(cluster == 1 || (split_products && cluster == 2), "two CTAs share dQ where they split products");
+    static_assert(head_dim <= 192 || cluster == 2, "next to 64 x head_dim accumulators only half of dQ fits");
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
 };
 
