@@ -5,7 +5,13 @@ import pytest
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda.backward_plan import plan_backward
-from jax_flash.cuda.backward_walk import _makespan, places, section_heads, seen_blocks
+from jax_flash.cuda.backward_walk import (
+    _makespan,
+    every_query_sees_a_key,
+    places,
+    section_heads,
+    seen_blocks,
+)
 from jax_flash.cuda.window import binding_window
 
 MIB = 1 << 20
@@ -41,6 +47,21 @@ def test_seen_blocks_are_those_with_a_pair_that_is_seen(T, S, left, right):
         blocks = {query // 64 for query in range(T) if seen(query, keys[0]) or seen(query, keys[-1])}
         blocks |= {query // 64 for query in range(T) for key in keys[::16] if seen(query, key)}
         assert count == (max(blocks) - min(blocks) + 1 if blocks else 0)
+
+
+@pytest.mark.parametrize("T,S", [(40, 30), (30, 40), (1, 7)])
+@pytest.mark.parametrize("left", (None, 0, 5, 35, -3))
+@pytest.mark.parametrize("right", (None, 0, 5, 35, -3))
+def test_whether_every_query_sees_a_key(T, S, left, right):
+    spec, shapes = call(T, S, left, right)
+    n = sizes(shapes)
+
+    def seen(query, key):
+        distance = key - query - (S - T)
+        return (left is None or -distance <= left) and (right is None or distance <= right)
+
+    expected = all(any(seen(query, key) for key in range(S)) for query in range(T))
+    assert every_query_sees_a_key(n, binding_window(spec, n)) == expected
 
 
 def test_equal_tiles_go_head_by_head():

@@ -7,8 +7,13 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.cuda.backward_walk import (
+    every_query_sees_a_key,
+    section_heads,
+    section_heads_in_turns,
+    seen_blocks,
+)
 from jax_flash.cuda.backward_walk import places as sum_places
-from jax_flash.cuda.backward_walk import section_heads, section_heads_in_turns, seen_blocks
 from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar
 from jax_flash.cuda.window import Window, binding_window
@@ -32,6 +37,14 @@ class BackwardTile:
     # complete sums on their way to each of two warps that write them.
     sum_stages: int = 1
     writer_stages: int = 0
+    turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
+
+    @property
+    def in_turns(self) -> "BackwardTile":
+        """The same where tiles add to sums in turns: no warps of the kernel's own write dQ."""
+        if self.split_products:
+            return self
+        return dataclasses.replace(self, sum_stages=self.writer_stages, writer_stages=0, turn_stages=2)
 
     @property
     def threads(self) -> int:
@@ -57,10 +70,10 @@ class BackwardTile:
         writers = 2 * self.writer_stages * 4096
         gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
-        barriers = 8 * (6 + 2 * buffers + 4 * self.stages + 2 * self.sum_stages + 2 * self.writer_stages)
-        return (
-            keys_and_values + blocks + d_scores + peer + d_query + writers + gradients + statistics + barriers
-        )
+        barriers = 6 + 2 * buffers + 4 * self.stages
+        barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
+        sums = d_query + writers
+        return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
 
 
 # Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
@@ -103,9 +116,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     window = binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
     shape = tile(head_dim)
+    main_shape = shape.in_turns if spec.deterministic else shape
     query_blocks = math.ceil(n.T / shape.queries)
 
     def kernel(source: str, entry: str, deterministic: bool = False) -> Kernel:
+        shape = main_shape if deterministic else tile(head_dim)
         defines = (
             ("ELEMENT", dtype),
             ("HEAD_DIM", head_dim),
@@ -116,6 +131,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("STAGES", shape.stages),
             ("SUM_STAGES", shape.sum_stages),
             ("WRITER_STAGES", shape.writer_stages),
+            ("TURN_STAGES", shape.turn_stages),
             ("DETERMINISTIC", int(deterministic)),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
@@ -137,7 +153,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     key_heads = n.B * n.K
     head_bytes = n.T * head_dim * (2 + 2 + 4)
     if spec.deterministic:
-        section = section_heads_in_turns(key_heads, head_bytes)
+        section = section_heads_in_turns(key_heads, n.group * head_bytes)
     else:
         section = section_heads(seen, key_heads, n.group, head_bytes, workers)
     # Sums that are added to in turns have all a place, and a kernel of its own writes dQ.
@@ -179,7 +195,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("d_lse") if spec.return_residual else Scalar("int64", 0),
             Pointer("statistics"),
             *sums_parameters,
-            Scalar("int32", places),
+            # The first tile in turn puts its share there, where there is one.
+            Scalar("int32", 0 if main_shape.turn_stages and every_query_sees_a_key(n, window) else places),
             next_tile,
             turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
@@ -189,7 +206,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         kernel=kernel("sm90/backward.cu", "backward", spec.deterministic),
         grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
-        shared_bytes=shape.shared_bytes(head_dim),
+        shared_bytes=main_shape.shared_bytes(head_dim),
         cluster=shape.cluster,
         parameters=(
             rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all

@@ -28,6 +28,13 @@ def seen_blocks(n: Sizes, window: Window, queries: int, keys: int) -> tuple[int,
     return tuple(counts)
 
 
+def every_query_sees_a_key(n: Sizes, window: Window) -> bool:
+    # The first query sees least to its right, the last one to its left.
+    right_end = n.S - 1 if window.right is None else min(n.S - 1, n.S - n.T + window.right)
+    left = n.S - 1 if window.left is None else window.left
+    return right_end >= 0 and left >= 0 and (window.right is None or left + window.right >= 0)
+
+
 @functools.lru_cache(256)
 def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int) -> int:
     """Key heads whose tiles are walked together (`key_tile_at` in cuda/kernels/sm90/backward_tile.cuh).
@@ -55,8 +62,9 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
 def section_heads_in_turns(heads: int, bytes_per_head: int) -> int:
     """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward_order.cuh).
 
-    Many heads keep the tiles of one head apart; and all sections are alike, as the longest tiles come last and
-    a small last section would have little beside them.
+    Many heads keep the tiles of one head apart; and all sections are alike, as the longest tiles come last
+    and a small last section would have little beside them. Tiles of a key head get apart by whole query
+    heads, so that `bytes_per_head` counts the group's.
     """
     sections = min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES))
     return math.ceil(heads / sections)

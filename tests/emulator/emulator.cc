@@ -387,6 +387,15 @@ void copy(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrie
         mbarrier::complete_bytes(barrier, bytes);
     });
 }
+void store(float* destination, uint32_t source, uint32_t bytes) {
+    check_bulk(destination, source, bytes);
+    cta->bulk[threadIdx.x].open.push_back([=]() -> Action {
+        const unsigned char* values = cta->shared + source;
+        return [destination, read = std::vector<unsigned char>(values, values + bytes)] {
+            memcpy(destination, read.data(), read.size());
+        };
+    });
+}
 void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
     check_bulk(destination, source, bytes);
     cta->bulk[threadIdx.x].open.push_back([=]() -> Action {

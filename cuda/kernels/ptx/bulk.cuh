@@ -21,6 +21,12 @@ __device__ __forceinline__ void copy(uint32_t destination, uint32_t source, uint
                  : "memory");
 }
 
+// shared → global; joins the thread's bulk group (tma.cuh).
+__device__ __forceinline__ void store(float* destination, uint32_t source, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+                 : "memory");
+}
+
 // shared → global, adding float32 elements to what is there; joins the thread's bulk group (tma.cuh).
 __device__ __forceinline__ void reduce_add(float* destination, uint32_t source, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),

@@ -18,7 +18,7 @@
 #include "backward_d_query.cuh"
 #include "backward_split_keys.cuh"
 #include "backward_split_products.cuh"
-#include "backward_sums.cuh"
+#include "backward_sums_in_turns.cuh"
 
 // ---------------------------------------------------------------------------------------- producer
 
@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_key_map);
         tma::prefetch_descriptor(d_value_map);
         mbarrier::init(shared.key_full(), Traits::cluster);  // K, and what is needed of the other CTA's
-        // A lane of each warp that reads, the one that adds to sums among them.
-        mbarrier::init(shared.key_empty(), 4 * Traits::consumers + 5 * Traits::d_query_warpgroup);
+        // A lane of each warp that reads K or the tile's index.
+        mbarrier::init(shared.key_empty(), 4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
         for (int stage = 0; stage < Traits::sum_stages; ++stage) {
             mbarrier::init(shared.sum_full(stage), 4);
             mbarrier::init(shared.sum_empty(stage), 1);
@@ -152,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         for (int stage = 0; stage < Traits::writers * Traits::writer_stages; ++stage) {
             mbarrier::init(shared.writer_full(0, stage), 1);
         }
+        for (int stage = 0; stage < 3 * Traits::turn_stages; ++stage) mbarrier::init(shared.turn_begun(stage), 1);
         mbarrier::init(shared.value_full(), 1);
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
@@ -182,10 +183,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         if (warp == 0) {
             if (elect_one()) produce(call);
         } else if constexpr (Traits::d_query_warpgroup) {
-            if (warp == 1) {
-                add_d_query(call);
-            } else if constexpr (!Traits::deterministic) {
-                write_d_query(call, warp - 2);
+            if constexpr (Traits::deterministic) {
+                warp == 1 ? wait_for_turns(call) : warp == 2 ? add_in_turns(call) : end_turns(call);
+            } else {
+                warp == 1 ? add_d_query(call) : write_d_query(call, warp - 2);
             }
         }
     } else if (Traits::d_query_warpgroup && warp >= 4 * (1 + Traits::consumers)) {

@@ -49,7 +49,6 @@ __device__ __forceinline__ void wait_for_sums() {
 }
 
 __device__ __forceinline__ void compute_d_query(const Call& call) {
-    constexpr int tiles = DqBlock::row_tiles * DqBlock::column_tiles;
     const SharedMemory& shared = call.shared;
     const bool first_lane = threadIdx.x % 32 == 0;
     DScoresSlot slot;
@@ -60,7 +59,7 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
         for (int iteration = 0; iteration < iterations; ++iteration) {
             mbarrier::wait(shared.d_scores_full(slot.stage), slot.parity);
 #pragma unroll 1  // or else ptxas carries a tile on, past the next one's products
-            for (int tile = 0; tile < tiles; ++tile) {
+            for (int tile = 0; tile < DqBlock::tiles; ++tile) {
                 const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
                 float d_query[DqBlock::tile_columns / 2];
                 issue_d_query<DqBlock::tile_columns>(
@@ -68,7 +67,7 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                     shared.key_tile() + column_tile * descriptor::panel_bytes(Traits::keys));
                 wgmma::wait<0>();
                 wgmma::pin(d_query);
-                if (tile == tiles - 1 && first_lane) {
+                if (tile == DqBlock::tiles - 1 && first_lane) {
                     mbarrier::arrive(shared.d_scores_empty(slot.stage));
                     if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty());
                 }

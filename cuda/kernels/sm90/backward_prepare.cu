@@ -34,7 +34,8 @@ extern "C" __global__ void __launch_bounds__(threads)
                      const float* __restrict__ d_lse,  // (B, N, T) or null
                      float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
                      float4* __restrict__ d_query_sums, int* __restrict__ arrived, int* __restrict__ written,
-                     int* __restrict__ next_job, int places,
+                     int* __restrict__ next_job,
+                     int zeroed_heads,             // sums there are to be set to zero
                      int* __restrict__ next_tile,  // a counter, or null
                      int* __restrict__ turns,      // (B, N, query blocks), or null
                      int queries, int query_heads, int head_dim) {
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(threads)
     if (blockIdx.x == 0 && threadIdx.x == 0 && next_tile != nullptr) *next_tile = 0;
     if (threadIdx.x == 0 && turns != nullptr) turns[block_index] = 0;
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
-    if (head_index < places) {
+    if (head_index < zeroed_heads) {
         for (int i = threadIdx.x; i < sum_vectors; i += threads) {
             d_query_sums[block_index * sum_vectors + i] = {0, 0, 0, 0};
         }

@@ -7,7 +7,6 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "backward_call.cuh"
-#include "backward_turns.cuh"
 
 // Counts what the adding thread has added to, span after span.
 struct Ledger {
@@ -23,42 +22,41 @@ struct Ledger {
     }
 };
 
-// Adds what the warpgroup for dQ has staged. All lanes of one warp.
-__device__ __forceinline__ void add_d_query(const Call& call) {
-    constexpr int tiles = DqBlock::row_tiles * DqBlock::column_tiles;
+// Adds what the warpgroup for dQ has staged of a block to its sum, or puts it there, in `DqBlock::tiles` bulk groups. One
+// thread.
+__device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot, float* sum, bool is_first = false) {
     const SharedMemory& shared = call.shared;
-    const bool first_lane = threadIdx.x % 32 == 0;
+#pragma unroll 1
+    for (int tile = 0; tile < DqBlock::tiles; ++tile) {
+        const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
+        const int first_chunk = column_tile * DqBlock::tile_columns / 8;
+        mbarrier::wait(shared.sum_full(slot.stage), slot.parity);
+        global::fence_proxy_async();  // what other CTAs wrote: zeros (wait_for_place)
+        float* const destination = sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk);
+        const int bytes = min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes);
+        if (is_first) {
+            bulk::store(destination, shared.d_query_stage(slot.stage), bytes);
+        } else {
+            bulk::reduce_add(destination, shared.d_query_stage(slot.stage), bytes);
+        }
+        tma::commit_group();
+        tma::wait_group_read<0>();
+        mbarrier::arrive(shared.sum_empty(slot.stage));
+        slot.advance();
+    }
+}
+
+// Adds block after block. All lanes of one warp.
+__device__ __forceinline__ void add_d_query(const Call& call) {
     SumSlot slot;
     Ledger ledger;
     call.for_each_tile([&](const Work& work, uint32_t) {
-        if (!first_lane) return;
-        mbarrier::arrive(shared.key_empty());  // the tile's index is read
+        if (threadIdx.x % 32 != 0) return;
+        mbarrier::arrive(call.shared.key_empty());  // the tile's index is read
         work.for_each_block(call.shape, [&](int head, int block, int) {
             const int head_index = call.head_index(work.tile, head);
-            float* sum = call.sum_block(head_index, block);
-            if constexpr (Traits::deterministic) {  // before there is something to add, as the answer takes its time
-                wait_for_turn(call, work, turn_of(call, work, head, block), block);
-            }
-#pragma unroll 1
-            for (int tile = 0; tile < tiles; ++tile) {
-                const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
-                const int first_chunk = column_tile * DqBlock::tile_columns / 8;
-                mbarrier::wait(shared.sum_full(slot.stage), slot.parity);
-                global::fence_proxy_async();  // zeros that another CTA wrote; see wait_for_place
-                bulk::reduce_add(sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk),
-                                 shared.d_query_stage(slot.stage),
-                                 min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes));
-                tma::commit_group();
-                tma::wait_group_read<0>();
-                mbarrier::arrive(shared.sum_empty(slot.stage));
-                slot.advance();
-            }
-            if constexpr (Traits::deterministic) {
-                tma::wait_group<0>();
-                end_turn(turn_of(call, work, head, block));
-                return;
-            }
-            ledger.settle<tiles>(call);
+            add_staged_block(call, slot, call.sum_block(head_index, block));
+            ledger.settle<DqBlock::tiles>(call);
             if (block % DqBlock::span == DqBlock::span - 1 || block == work.blocks.last - 1) {
                 ledger.pending = head_index * call.shape.spans() + block / DqBlock::span;
             }
@@ -89,10 +87,9 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     // 16 rows × 16 columns are staged as rows of 32 bytes, the halves of which trade places in every other four rows, so
     // that those that are written at once lie in different banks.
     auto staged = [](int row, int half) { return row * 32 + (half ^ row / 4 % 2) * 16; };
-    const int staged_matrix = staged(lane % 16, lane / 16), row = lane / 2, half = lane % 2 ^ row / 4 % 2;
+    auto half_of = [](int thread) { return thread % 2 ^ thread / 8 % 2; };  // that a lane writes, of row lane / 2
+    const int staged_matrix = staged(lane % 16, lane / 16);
 
-    int next = 0;
-    if (lane == 0) next = atomicAdd(d_query.next_job, 1);
     int zeroed = -1;     // the head of a piece that is written and zeroed, but not counted yet; negative for none
     auto settle = [&] {  // one thread
         if (zeroed >= 0) global::count(d_query.written + zeroed);
@@ -100,7 +97,9 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     };
 #pragma unroll 1
     while (true) {
-        const int index = __shfl_sync(0xffffffff, next, 0);
+        int index = 0;
+        if (lane == 0) index = atomicAdd(d_query.next_job, 1);
+        index = __shfl_sync(0xffffffff, index, 0);
         if (index >= heads * shape.query_blocks() * DqBlock::row_tiles) break;
         const DqJob job = d_query_job(index, shape, call.section_heads);
         float* sums = call.sum_block(job.head_index, job.block) + job.row_tile * (64 * Traits::head_dim);
@@ -111,7 +110,6 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                        sums + unit * (Traits::writer_bytes / 4), Traits::writer_bytes, barrier);
         };
         if (lane == 0) {
-            next = atomicAdd(d_query.next_job, 1);
             const int span = job.block / DqBlock::span;
             const int tiles = key_tile_count(span * DqBlock::span, DqBlock::span, shape);
             while (!global::has_reached(d_query.arrived + job.head_index * shape.spans() + span, tiles)) {
@@ -127,10 +125,10 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
         }
         const int batch = job.head_index / shape.query_heads(), head = job.head_index - batch * shape.query_heads();
         const int stride = shape.query_heads() * d_query.columns;  // from query to query
-        const int query = job.block * Traits::queries + job.row_tile * 64 + row;
+        const int query = job.block * Traits::queries + job.row_tile * 64 + lane / 2;
         Traits::Element* destination = d_query.result +
                                        (static_cast<int64_t>(batch) * shape.queries + query) * stride +
-                                       head * d_query.columns + half * 8;
+                                       head * d_query.columns + half_of(lane) * 8;
 #pragma unroll 1
         for (int unit = 0; unit < units; ++unit) {
             mbarrier::wait(shared.writer_full(writer, slot.stage), slot.parity);
@@ -147,9 +145,10 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                                 packed(x.x, x.y), packed(x.z, x.w), packed(y.x, y.y), packed(y.z, y.w));
             }
             __syncwarp();
+            const bool column_there = unit * 16 + half_of(thread_index_anew()) * 8 < d_query.columns;
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
-                if (query + part * 16 < shape.queries && unit * 16 + half * 8 < d_query.columns) {
+                if (query + part * 16 < shape.queries && column_there) {
                     *reinterpret_cast<uint4*>(destination + part * 16 * static_cast<int64_t>(stride)) =
                         reinterpret_cast<const uint4*>(stage)[part * 32 + lane];
                 }

@@ -8,6 +8,7 @@
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
+//   TURN_STAGES     turns under way, where tiles add to sums in turns
 //   SUM_STAGES      tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
@@ -34,7 +35,7 @@ struct Traits {
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
     static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
     // setmaxnreg; a multiprocessor has 512 for the threads of all warpgroups that share a place in theirs.
-    static constexpr int producer_registers = split_products ? 24 : 32;
+    static constexpr int producer_registers = split_products ? 24 : queries == 64 && head_dim <= 96 ? 40 : 32;
     static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
 
@@ -60,9 +61,11 @@ struct Traits {
     static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
     // Pieces of complete sums of dQ on their way to each of the warps that write them.
-    static constexpr int writers = d_query_warpgroup ? 2 : 0;
+    static constexpr int adding_warps = !d_query_warpgroup ? 0 : deterministic ? 3 : 1;
+    static constexpr int writers = WRITER_STAGES > 0 ? 2 : 0;
     static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
+    static constexpr int turn_stages = TURN_STAGES;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
@@ -86,6 +89,7 @@ struct DqBlock {
     static constexpr int chunk_bytes = 64 * 8 * 4;
     static constexpr int tile_columns = Traits::d_query_columns;
     static constexpr int column_tiles = ceil_div(Traits::head_dim, tile_columns);
+    static constexpr int tiles = row_tiles * column_tiles;
     static constexpr int tile_bytes = tile_columns / 8 * chunk_bytes;
     // Key tiles count so many blocks at a time as done, as each count waits for what was added before it.
     static constexpr int span = 4;
@@ -116,7 +120,7 @@ struct SharedMemory {
         gradients + Traits::consumers * Traits::gradient_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int bytes = barriers + 8 * (6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
-                                                  Traits::writers * Traits::writer_stages);
+                                                  Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -166,6 +170,11 @@ struct SharedMemory {
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t d_out_full(int stage) const { return query_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t d_out_empty(int stage) const { return query_full(stage) + 24 * Traits::stages; }
+    __device__ uint32_t turn_begun(int stage) const {
+        return writer_full(0, Traits::writers * Traits::writer_stages + stage);
+    }
+    __device__ uint32_t turn_ended(int stage) const { return turn_begun(Traits::turn_stages + stage); }
+    __device__ uint32_t turn_told(int stage) const { return turn_begun(2 * Traits::turn_stages + stage); }
     __device__ uint32_t writer_full(int warp, int stage) const {
         return sum_full(2 * Traits::sum_stages) + 8 * (warp * Traits::writer_stages + stage);
     }

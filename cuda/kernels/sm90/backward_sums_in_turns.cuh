@@ -1,0 +1,51 @@
+// Adding dQ to its sum where tiles do so in turns (backward_order.cuh). A turn's beginning and its end are words in L2,
+// and take longer than the adding. So three warps share a block: one waits for its turn, some blocks ahead; one adds,
+// and knows when that is done; one says so. All see to the blocks in the same order.
+#pragma once
+#include "backward_sums.cuh"
+#include "backward_turns.cuh"
+
+using TurnSlot = PipelineState<Traits::turn_stages>;
+
+// What the three have in common: visit(work, head, block, slot) for each block, in one thread of the warp.
+template <class Visit>
+__device__ __forceinline__ void for_each_turn(const Call& call, Visit visit) {
+    TurnSlot slot;
+    call.for_each_tile([&](const Work& work, uint32_t) {
+        if (threadIdx.x % 32 != 0) return;
+        mbarrier::arrive(call.shared.key_empty());  // the tile's index is read
+        work.for_each_block(call.shape, [&](int head, int block, int) {
+            visit(work, head, block, slot);
+            slot.advance();
+        });
+    });
+}
+
+__device__ __forceinline__ void wait_for_turns(const Call& call) {
+    for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
+        mbarrier::wait(call.shared.turn_ended(slot.stage), slot.parity ^ 1);
+        wait_for_turn(call, work, turn_of(call, work, head, block), block);
+        mbarrier::arrive(call.shared.turn_begun(slot.stage));
+    });
+}
+
+__device__ __forceinline__ void add_in_turns(const Call& call) {
+    SumSlot sum_slot;
+    for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
+        mbarrier::wait(call.shared.turn_begun(slot.stage), slot.parity);
+        // Nobody zeroed the sum.
+        const bool is_first = work.place.rank(block, work.tile, work.blocks, call.shape) == 0;
+        add_staged_block(call, sum_slot, call.d_query_block(work.tile, head, block), is_first);
+        mbarrier::wait(call.shared.turn_told(slot.stage), slot.parity ^ 1);
+        tma::wait_group<0>();
+        mbarrier::arrive(call.shared.turn_ended(slot.stage));
+    });
+}
+
+__device__ __forceinline__ void end_turns(const Call& call) {
+    for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
+        mbarrier::wait(call.shared.turn_ended(slot.stage), slot.parity);
+        end_turn(turn_of(call, work, head, block));
+        mbarrier::arrive(call.shared.turn_told(slot.stage));
+    });
+}
