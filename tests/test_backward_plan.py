@@ -130,7 +130,7 @@ def test_ctas_take_several_tiles_where_the_next_ones_can_be_loaded_meanwhile():
     full, causal = (plan_backward(AttentionSpec(0.1, None, right), many, H100) for right in (None, 0))
     assert main_launch(full).grid == main_launch(causal).grid == (H100.sm_count, 1, 1)
     assert counted(causal) and counted(full)
-    large = plan_backward(AttentionSpec(0.1, None, 0), shapes(S=50_000, H=192), H100)
+    large = plan_backward(AttentionSpec(0.1, None, 0), shapes(S=50_000, H=256), H100)
     assert main_launch(large).grid == (math.ceil(50_000 / 128) * 2 * 2 * 2, 1, 1) and not counted(large)
 
 

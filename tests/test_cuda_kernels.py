@@ -15,7 +15,7 @@ import pytest
 
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import forward_plan, supports
+from jax_flash.cuda import backward_plan, forward_plan, supports
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.compile import compile_kernel, kernels_folder
 from jax_flash.cuda.forward_plan import plan_forward
@@ -160,6 +160,17 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     assert _allocated(report.registers) * launch.block <= REGISTERS_PER_SM, log
     assert report.barriers <= NAMED_BARRIERS, log
     assert report.static_shared_bytes + launch.shared_bytes <= SHARED_BYTES_PER_CTA, log
+
+
+@pytest.mark.parametrize("cluster", (1, 2))
+@pytest.mark.parametrize("head_dim", (144, 160, 176, 192))
+def test_either_number_of_ctas_may_share_a_tile(head_dim, cluster, monkeypatch):
+    shape = dataclasses.replace(backward_plan.tile(head_dim), cluster=cluster)
+    monkeypatch.setattr(backward_plan, "tile", lambda _: shape)
+    (kernel,) = (x.kernel for x in launches(head_dim=head_dim) if x.kernel.entry == "backward")
+    log = compile_kernel(kernel).log
+    assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+    assert read_report(log, "backward").spill_bytes == 0, log
 
 
 def _allocated(registers: int) -> int:

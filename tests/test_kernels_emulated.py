@@ -54,7 +54,7 @@ BACKWARD = (
     Case(H=128, T=300, S=300, right=0, N=4, K=2),  # a CTA has several tiles, of unequal length,
     Case(H=96, T=129, S=300, N=2, K=2),  # or of one
     Case(H=64, T=60, S=900, left=70, N=2, K=2),  # most of which no query sees
-    # Above 128 two CTAs share a tile of 128 keys.
+    # Above 128 two CTAs may share a tile of 128 keys.
     Case(H=160, T=100, S=70, right=0),
     Case(H=192, T=70, S=130, left=20, right=0, N=3, return_residual=True),  # the last CTA has no keys
     Case(H=208, T=100, S=290, left=150, right=40, B=2),  # half of the last panel of dQ is not there
@@ -135,6 +135,23 @@ def test_pieces_of_cut_tiles(case, ctas, sharers, emulator, monkeypatch):
 @pytest.mark.parametrize("case", BACKWARD, ids=str)
 def test_backward(case, emulator):
     check_backward(case, emulator)
+
+
+@pytest.mark.parametrize("cluster", (1, 2))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(H=144, T=65, S=300, left=-3, N=2),
+        Case(H=160, T=130, S=70, return_residual=True),
+        Case(H=192, T=300, S=200, right=0, N=2),
+        Case(H=192, T=200, S=300, N=2, K=2, deterministic=True),
+    ],
+    ids=str,
+)
+def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
+    shape = dataclasses.replace(backward_plan.tile(case.H), cluster=cluster)
+    monkeypatch.setattr(backward_plan, "tile", lambda _: shape)
+    check_backward(case, emulator, multiprocessors=6)
 
 
 @pytest.mark.parametrize(

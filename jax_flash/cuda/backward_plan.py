@@ -24,14 +24,15 @@ class BackwardTile:
     """Tile shape of one variant of the kernels.
 
     Two consumer warpgroups share a block. They split its keys, each with dK and dV of 64 keys in registers,
-    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products,
-    and two CTAs the keys.
+    while a third warpgroup computes dQ; or, where the head dim leaves room for one of the two, its products.
     """
 
     queries: int  # in a block
-    keys: int  # of a CTA, or of the cluster
+    cta_keys: int  # of each CTA that shares the tile
     split_products: bool
     stages: int  # blocks of Q, and of dO, in flight
+    # CTAs that share a tile. With split products 2 halve the sums of dQ, and are needed above head dim 192.
+    cluster: int = 1
     # Where a warpgroup of its own computes dQ: tiles of it on their way to the sum, and 4 KiB pieces of
     # complete sums on their way to each of two warps that write them.
     sum_stages: int = 1
@@ -50,12 +51,8 @@ class BackwardTile:
         return 384 if self.split_products else 512
 
     @property
-    def cluster(self) -> int:
-        return 2 if self.split_products else 1
-
-    @property
-    def cta_keys(self) -> int:
-        return self.keys // self.cluster
+    def keys(self) -> int:
+        return self.cta_keys * self.cluster
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
@@ -64,16 +61,16 @@ class BackwardTile:
         blocks = 2 * self.stages * self.queries * row
         buffers = 1 if self.split_products else 2
         d_scores = buffers * self.queries * self.cta_keys * 2
-        peer = (self.queries + 2 * PANEL) * self.cta_keys * 2 if self.split_products else 0
+        peer = (self.queries + 2 * PANEL) * self.cta_keys * 2 if self.cluster > 1 else 0
         if self.split_products:
-            d_query_columns = head_dim // 2 if head_dim <= 192 else 0
+            d_query_columns = head_dim // self.cluster if head_dim <= 192 else 0
         else:
             d_query_columns = head_dim if head_dim <= 96 else PANEL
         d_query = self.sum_stages * 64 * d_query_columns * 4
         writers = 2 * self.writer_stages * 4096
         gradients = 0 if self.split_products else 2 * 64 * row
         statistics = 2 * self.stages * self.queries * 4
-        barriers = 5 + 2 * buffers + 4 * self.stages
+        barriers = 6 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
         sums = d_query + writers
         return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
@@ -93,8 +90,8 @@ _TILES = {
     64: BackwardTile(128, 128, split_products=False, stages=2, writer_stages=2),
     96: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=1),
     128: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2),
-    192: BackwardTile(64, 128, split_products=True, stages=2),
-    256: BackwardTile(64, 128, split_products=True, stages=2),
+    192: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
+    256: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
 }
 
 # Blocks of queries that are counted together (`DqBlock::span` in cuda/kernels/sm90/backward_traits.cuh).
@@ -129,6 +126,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("HEAD_DIM", head_dim),
             ("QUERIES", shape.queries),
             ("KEYS", shape.keys),
+            ("CLUSTER", shape.cluster),
             ("SPLIT_PRODUCTS", int(shape.split_products)),
             ("STAGES", shape.stages),
             ("SUM_STAGES", shape.sum_stages),
@@ -151,7 +149,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_value = Buffer("d_value", value.shape, dtype)
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
     seen = seen_blocks(n, window, shape.queries, shape.keys)
-    workers = device.sm_count // (2 if shape.split_products else 1)
+    workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
     head_bytes = n.T * head_dim * (2 + 2 + 4)
     if spec.deterministic:

@@ -11,7 +11,7 @@
 //             warpgroup, which computes dQ, so that none waits for another one's dS: head dims up to 128;
 //   products  (backward_split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
 //             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient. Two CTAs
-//             share the keys, and each computes half of dQ's columns.
+//             may share a tile, and each then computes half of dQ's columns.
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
@@ -157,9 +157,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
             mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
+            // With split products consumers say so, and the other CTA once it has dS.
             mbarrier::init(shared.d_scores_empty(buffer),
-                           Traits::split_products ? 4 * Traits::consumers * Traits::cluster : 4);
+                           Traits::split_products ? 4 * Traits::consumers + Traits::cluster - 1 : 4);
         }
+        mbarrier::init(shared.peer_d_scores_empty(), 4 * Traits::consumers);
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
             mbarrier::init(shared.d_out_full(stage), 1);

@@ -14,14 +14,16 @@ using wgmma::Wgmma;
 constexpr int score_count = Traits::queries / 2;      // accumulators a thread holds of Sᵀ or dPᵀ, for 64 keys
 constexpr int gradient_count = Traits::head_dim / 2;  // … of dK or dV, for 64 keys
 constexpr int query_steps = Traits::queries / 16;     // k16 steps of a contraction over queries
+constexpr int column_steps = Traits::head_dim / 16;   // … and over columns
 
-// Sᵀ = K Qᵀ or dPᵀ = V dOᵀ for 64 keys, issued and committed as one group.
+// Sᵀ = K Qᵀ or dPᵀ = V dOᵀ for 64 keys, or some steps of it, issued and committed as one group.
+template <int first_step = 0, int last_step = column_steps>
 __device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint32_t key_rows, uint32_t query_block) {
     const uint64_t a = descriptor::k_major(key_rows), b = descriptor::k_major(query_block);
     wgmma::pin(scores);
     wgmma::fence();
 #pragma unroll
-    for (int step = 0; step < Traits::head_dim / 16; ++step) {
+    for (int step = first_step; step < last_step; ++step) {
         Wgmma<Traits::queries>::issue<Traits::Element, Major::K, Major::K>(
             scores, descriptor::advance(a, descriptor::k_major_offset(step, Traits::cta_keys)),
             descriptor::advance(b, descriptor::k_major_offset(step, Traits::queries)), step > 0);

@@ -1,10 +1,18 @@
 // The consumers that split the products of a block of 64 keys: one computes Sᵀ and P, and owns dV; the
 // other computes dPᵀ and dS, and owns dK.
 //
-// The float32 sums of dQ are what limits these head dims. So two CTAs, a cluster, hold the 128 keys of a tile and walk
-// the same blocks of queries. They exchange dS, and each computes half of dQ's columns, over both CTAs' keys, half of
-// these each consumer: a block's sums are added to once for 128 keys, where a CTA alone has room for 64. Blocks are
-// loaded once for both, too.
+// The float32 sums of dQ are what limits these head dims, as a CTA has room for 64 keys. So two CTAs, a cluster, may hold
+// the 128 keys of a tile and walk the same blocks of queries. They exchange dS, and each computes half of dQ's columns,
+// over both CTAs' keys: a block's sums are added to once for 128 keys. Blocks are loaded once for both, too.
+//
+// So that the tensor cores have work while a consumer waits or computes, the order within a block is
+//
+//   consumer 0: hand P over | dV, next S, dQ over own keys, over the other CTA's | next P beside these | add dQ
+//   consumer 1: dS, tell and send it | dK, dQ over own keys, half of next dP, dQ over the other CTA's keys, other half
+//               of next dP | add dQ beside this
+//
+// P lies where its dS will. There the next P goes as soon as both products over own keys are done and dS has arrived in
+// the other CTA; that one's place for it only has to be free when the next dS is sent.
 #pragma once
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -18,31 +26,44 @@ __device__ __forceinline__ int cta_first_key(const KeyTile& tile) {
     return Traits::cluster == 1 ? tile.first_key : tile.first_key + cluster::rank() * Traits::cta_keys;
 }
 
-// The columns of a block's dQ that this consumer computes: panel 0 or 1 by the CTA's rank for consumer 0; 2 or 3, or a
-// half of 2, where that is the last one, for consumer 1.
+// The address in the cluster's other CTA of what lies at `address` here.
+__device__ __forceinline__ uint32_t in_peer(uint32_t address) {
+    return cluster::address_in(cluster::rank() ^ 1, address);
+}
+
+// The columns of a block's dQ that this consumer computes. Consumer 0 has the first two panels, consumer 1 the rest; of
+// each, two CTAs have a panel each, or halves of the last one.
 template <int consumer>
 struct DqPart {
     static constexpr int panel_columns = descriptor::panel_columns;
     static constexpr int rest = Traits::head_dim - 2 * panel_columns;
-    static constexpr int columns =  // smaller head dims have none, but are compiled
-        consumer == 0 || rest > panel_columns ? panel_columns : rest > 0 ? rest / 2 : 8;
-
+    static constexpr int of_cluster =  // smaller head dims have no rest, but are compiled
+        consumer == 0 ? 2 * panel_columns : rest > 0 ? rest : 2 * panel_columns;
+    static constexpr int columns = Traits::cluster == 1          ? of_cluster
+                                   : of_cluster > panel_columns ? panel_columns
+                                                                : of_cluster / 2;
     static constexpr bool staged = Traits::d_query_bytes > 0;
+    static constexpr int staging_offset = consumer * 64 * (2 * panel_columns / Traits::cluster) * 4;
 
-    const int first_column = 2 * panel_columns * consumer + cluster::rank() * columns;
+    const int first_column = 2 * panel_columns * consumer + (Traits::cluster == 1 ? 0 : cluster::rank() * columns);
     int* turn = nullptr;  // where additions go in turns: of the block that has been added to and not passed on
 
     __device__ __forceinline__ int panel() const { return first_column / panel_columns; }
+    __device__ __forceinline__ int column_bytes() const { return first_column % panel_columns * 2; }
 
-    // Over the CTA's own keys, and over the other one's, whose dS is waited for.
-    __device__ __forceinline__ void issue(float (&d_query)[columns / 2], const SharedMemory& shared,
-                                          uint32_t parity) const {
-        const int column_bytes = first_column % panel_columns * 2;
+    // Over the CTA's own keys.
+    __device__ __forceinline__ void issue(float (&d_query)[columns / 2], const SharedMemory& shared) const {
         issue_d_query<columns>(d_query, shared.d_scores_buffer(0),
-                               shared.key_tile() + panel() * descriptor::panel_bytes(Traits::cta_keys) + column_bytes);
+                               shared.key_tile() + panel() * descriptor::panel_bytes(Traits::cta_keys) +
+                                   column_bytes());
+    }
+    // Over those of the other CTA, whose dS is waited for, and may be overwritten there.
+    __device__ __forceinline__ void issue_peer(float (&d_query)[columns / 2], const SharedMemory& shared,
+                                               uint32_t parity) const {
         mbarrier::wait(shared.d_scores_full(0), parity);
-        issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(), shared.peer_key_panel(consumer) + column_bytes,
-                               true);
+        if (consumer == 0 && threadIdx.x % 128 == 0) mbarrier::arrive_in_cluster(in_peer(shared.d_scores_empty(0)));
+        issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(),
+                               shared.peer_key_panel(consumer) + column_bytes(), true);
     }
     __device__ static __forceinline__ bool adds() { return threadIdx.x % (staged ? 128 : 32) == 0; }
 
@@ -68,18 +89,13 @@ struct DqPart {
     __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) const {
         float* const destination = sum + 64 * first_column;
         if constexpr (staged) {
-            add_from_shared(call, d_query, destination, consumer * 64 * panel_columns * 4, own + consumer);
+            add_from_shared(call, d_query, destination, staging_offset, own + consumer);
         } else {
             const int there = Traits::head_dim % (2 * panel_columns) == 0 ? columns : Traits::head_dim - first_column;
             add_from_registers(d_query, destination + threadIdx.x % 128 * 4, there);
         }
     }
 };
-
-// The address in the cluster's other CTA of what lies at `address` here.
-__device__ __forceinline__ uint32_t in_peer(uint32_t address) {
-    return cluster::address_in(cluster::rank() ^ 1, address);
-}
 
 // The panels of the other CTA's K that this one's parts of dQ need.
 __device__ __forceinline__ void load_peer_keys(const Call& call, const KeyTile& tile) {
@@ -93,21 +109,21 @@ __device__ __forceinline__ void load_peer_keys(const Call& call, const KeyTile& 
     }
 }
 
-// Sends the warp's rows of dS to the other CTA, and expects those of the same warp there. A bulk copy, as that is one
-// instruction and asynchronous; each warp its own, as it need not wait for the others.
-__device__ __forceinline__ void exchange_d_scores(const SharedMemory& shared, int warp) {
+// Sends the warp's rows of dS to the other CTA, as soon as there is room, and expects those of the same warp there. A
+// bulk copy, as that is one instruction and asynchronous; each warp its own, as it need not wait for the others.
+__device__ __forceinline__ void exchange_d_scores(const SharedMemory& shared, int warp, uint32_t parity) {
     constexpr int bytes = Traits::d_scores_bytes / 4;
     const int rows = warp * bytes;
     mbarrier::arrive_expect(shared.d_scores_full(0), bytes);
+    mbarrier::wait(shared.peer_d_scores_empty(), parity ^ 1);
     bulk::copy(in_peer(shared.peer_d_scores_buffer() + rows), shared.d_scores_buffer(0) + rows, bytes,
                in_peer(shared.d_scores_full(0)));
 }
 
-// Tells both CTAs that a lane's warp has read what `empty` is about: Q or dO, which either CTA loads for both; or dS of
-// both, the CTA's own being written, and sent, only when all warps have read both.
+// Tells all CTAs that load it that a lane's warp has read Q or dO, which `empty` is about.
 __device__ __forceinline__ void release(uint32_t empty) {
     mbarrier::arrive(empty);
-    mbarrier::arrive_in_cluster(in_peer(empty));
+    if constexpr (Traits::cluster > 1) mbarrier::arrive_in_cluster(in_peer(empty));
 }
 
 // Consumer 0: Sᵀ, P, dV.
@@ -143,17 +159,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         }
         pack_operand(probabilities, scores);
     };
-
-    // From P of a block to P of the next one, whose S comes before this one's dQ, so that the exponentials run beside
-    // that. Between two steps no product is under way.
-    auto step = [&](const bool last) __attribute__((always_inline)) {
-        const int stage = slot.stage;
-        const BlockVisit visit = now;
-        float* const sum = call.d_query_block(tile, visit.head(tile, call.shape), visit.block);
-        float d_query[Part::columns / 2];
-
-        mbarrier::wait(shared.d_out_full(stage), slot.parity);
-        issue_gradient(d_value, probabilities, shared.d_out_block(stage));  // beside the wait for the other CTA
+    auto hand_over_probabilities = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
@@ -161,23 +167,49 @@ __device__ __forceinline__ void consume_values(const Call& call) {
             shared.exchange_rows(warp)[i * 32 + lane] = {packed[0], packed[1], packed[2], packed[3]};
         }
         named_barrier_arrive(exchange_full, 256);
+    };
+
+    // From P of a block, handed over, to that of the next one. Between two steps no product is under way.
+    auto step = [&](const bool last) __attribute__((always_inline)) {
+        const int stage = slot.stage;
+        const BlockVisit visit = now;
+        float* const sum = call.d_query_block(tile, visit.head(tile, call.shape), visit.block);
+        float d_query[Part::columns / 2];
+
+        // dV and S of the next block run while consumer 1 computes dS.
+        mbarrier::wait(shared.d_out_full(stage), slot.parity);
+        issue_gradient(d_value, probabilities, shared.d_out_block(stage));
         slot.advance();
         now.advance(work.blocks, work.place);
-        if (!last) start_scores();
-        part.pass();
-
-        named_barrier_sync(d_scores_written, 256);
-        part.issue(d_query, shared, d_scores_slot.parity);
-        part.wait(call, work, visit);
-        wgmma::wait<2>();
+        if (last) {
+            wgmma::wait<0>();
+        } else {
+            start_scores();
+            wgmma::wait<1>();
+        }
         wgmma::pin(d_value);
         if (lane == 0) release(shared.d_out_empty(stage));
+
+        part.pass();
+        named_barrier_sync(d_scores_written, 256);
+        part.issue(d_query, shared);
+        if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
+        part.wait(call, work, visit);
+        wgmma::wait<1>();
+        if (Traits::cluster > 1 && lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
         if (!last) finish_scores();
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        if (lane == 0) release(shared.d_scores_empty(0));
-        part.add(call, d_query, sum);
+        if (lane == 0) {
+            if constexpr (Traits::cluster > 1) {
+                mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
+            } else {
+                mbarrier::arrive(shared.d_scores_empty(0));
+            }
+        }
         d_scores_slot.advance();
+        if (!last) hand_over_probabilities();
+        part.add(call, d_query, sum);
     };
 
     mbarrier::wait(shared.key_full(), 0);
@@ -185,6 +217,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         start_scores();
         wgmma::wait<0>();
         finish_scores();
+        hand_over_probabilities();
 #pragma unroll 1
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
@@ -212,15 +245,20 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     const KeyTile& tile = work.tile;
     const int iterations = work.iterations(call.shape);
     float d_key[gradient_count] = {};
-    float d_scores[score_count];  // of the block at hand, as dP
+    float d_scores[score_count];
     BlockVisit now = work.first_visit();
 
+    constexpr int first_steps = Traits::cluster == 1 ? column_steps : column_steps / 2;
     auto start_d_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
-        issue_scores(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+        issue_scores<0, first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+    };
+    auto finish_d_scores = [&]() __attribute__((always_inline)) {
+        if constexpr (first_steps == column_steps) return;
+        issue_scores<first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
     };
 
-    // From dP of a block to dP of the next one, beside which dQ is added. Between two steps no product is under way.
+    // From dP of a block to that of the next one. Between two steps no product is under way.
     auto step = [&](const bool last) __attribute__((always_inline)) {
         const int stage = slot.stage;
         uint32_t packed[query_steps][4];  // P, then dS
@@ -242,26 +280,44 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         fence_proxy_async();
         named_barrier_arrive(d_scores_written, 256);
         __syncwarp();
-        if (lane == 0) exchange_d_scores(shared, warp);
-        named_barrier_sync(own + consumer, 128);
+        if (Traits::cluster > 1 && lane == 0) exchange_d_scores(shared, warp, d_scores_slot.parity);
 
+        // Half of dP of the next block runs while the other CTA's dS is on its way, the other half while dQ is added.
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_gradient(d_key, packed, shared.query_block(stage));
         part.pass();
-        part.issue(d_query, shared, d_scores_slot.parity);
-        part.wait(call, work, now);
-        wgmma::wait<2>();
-        wgmma::pin(d_key);
-        if (lane == 0) release(shared.query_empty(stage));
+        named_barrier_sync(own + consumer, 128);
+        part.issue(d_query, shared);
         slot.advance();
-        if (!last) start_d_scores();
-        if (last) wgmma::wait<0>();
-        if (!last) wgmma::wait<1>();
+        if (last) {
+            wgmma::wait<0>();
+        } else {
+            start_d_scores();
+            wgmma::wait<1>();
+        }
+        wgmma::pin(d_key);
         wgmma::pin(d_query);
-        if (lane == 0) release(shared.d_scores_empty(0));
+        if (lane == 0) {
+            release(shared.query_empty(stage));
+            mbarrier::arrive(shared.d_scores_empty(0));
+        }
+        part.wait(call, work, now);
+        if constexpr (Traits::cluster > 1) {
+            part.issue_peer(d_query, shared, d_scores_slot.parity);
+            if (last) {
+                wgmma::wait<0>();
+            } else {
+                finish_d_scores();
+                wgmma::wait<1>();
+            }
+            wgmma::pin(d_query);
+            if (lane == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
+        }
         part.add(call, d_query, call.d_query_block(tile, now.head(tile, call.shape), now.block));
-        wgmma::wait<0>();
-        wgmma::pin(d_scores);
+        if (!last) {
+            wgmma::wait<0>();
+            wgmma::pin(d_scores);
+        }
         now.advance(work.blocks, work.place);
         d_scores_slot.advance();
     };
@@ -270,6 +326,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     mbarrier::wait(shared.key_full(), 0);
     if (iterations > 0) {
         start_d_scores();
+        finish_d_scores();
         wgmma::wait<0>();
         wgmma::pin(d_scores);
 #pragma unroll 1
@@ -279,6 +336,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     part.pass();
     // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
     mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
+    if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);
     store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, tile.head,
                    cta_first_key(tile), tile.batch);
     wait_for_stores(own + consumer);

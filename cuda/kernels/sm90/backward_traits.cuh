@@ -3,7 +3,8 @@
 // Defines, all set by jax_flash/cuda/backward_plan.py, the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries, keys and values, rounded up to a multiple of 16
-//   QUERIES, KEYS   rows of a block of queries, and of a tile of keys
+//   QUERIES, KEYS   rows of a block of queries, and of a tile of keys, that of all CTAs that share it
+//   CLUSTER         CTAs that share a tile: 1, or 2 where they split products
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
@@ -28,7 +29,7 @@ struct Traits {
     static constexpr int sum_stages = SUM_STAGES;
     static constexpr bool deterministic = DETERMINISTIC;
 
-    static constexpr int cluster = split_products ? 2 : 1;  // CTAs that share a tile
+    static constexpr int cluster = CLUSTER;  // CTAs that share a tile
     static constexpr int cta_keys = keys / cluster;
     static constexpr int consumers = 2;
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
@@ -55,13 +56,14 @@ struct Traits {
     // dQ on its way to the sum: one stage of the warpgroup for it, or a block of the consumers that compute it. Without
     // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
-        64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / 2 : 0);
-    // Who adds to a block for each tile: the warp for it; or both consumers of both CTAs, or each warp of theirs.
+        64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / cluster : 0);
+    // Who adds to a block for each tile: the warp for it; or both consumers of all CTAs, or each warp of theirs.
     static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
     // Pieces of complete sums of dQ on their way to each of the warps that write them.
     static constexpr int adding_warps = !d_query_warpgroup ? 0 : deterministic ? 3 : 1;
-    static constexpr int writers = d_query_warpgroup ? 2 : 0, writer_stages = WRITER_STAGES;
+    static constexpr int writers = WRITER_STAGES > 0 ? 2 : 0;
+    static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
     static constexpr int turn_stages = TURN_STAGES;
 
@@ -72,7 +74,9 @@ struct Traits {
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
-    static_assert(keys == 128, "a warpgroup holds one or both gradients of 64 keys, and a tile has two of 64");
+    static_assert(cta_keys == (split_products ? 64 : 128), "a warpgroup holds one or both gradients of 64 keys");
+    static_assert(cluster == 1 || (split_products && cluster == 2), "two CTAs share dQ where they split products");
+    static_assert(head_dim <= 192 || cluster == 2, "next to 64 x head_dim accumulators only half of dQ fits");
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
 };
 
@@ -115,7 +119,7 @@ struct SharedMemory {
     static constexpr int statistics =
         gradients + Traits::consumers * Traits::gradient_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
-    static constexpr int bytes = barriers + 8 * (5 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
+    static constexpr int bytes = barriers + 8 * (6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
                                                   Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages);
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
@@ -156,7 +160,9 @@ struct SharedMemory {
     __device__ uint32_t value_empty() const { return base + barriers + 24; }
     // Of the tile whose K is there; negative where no more come.
     __device__ int& tile_index() const { return *reinterpret_cast<int*>(data + barriers + 32); }
-    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (5 + buffer); }
+    // The other CTA's place for dS of this one.
+    __device__ uint32_t peer_d_scores_empty() const { return base + barriers + 40; }
+    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (6 + buffer); }
     __device__ uint32_t d_scores_empty(int buffer) const {
         return d_scores_full(buffer) + 8 * Traits::d_scores_buffers;
     }
