@@ -100,7 +100,7 @@ def test_both_passes_take_the_residuals_beside_it(shapes, record_property):
     assert taken <= both + SLACK + PARTIAL_SUMS
 
 
-class TestLongSequence:
+class LongSequence:
     """131072 tokens, whose logits would take 275 GB in bfloat16; compared with the definition in places."""
 
     shapes = Shapes(B=1, T=131072, S=131072, is_causal=True)
@@ -109,37 +109,42 @@ class TestLongSequence:
     keys = (0, 127, 65_536, 131_071)
     tolerance = 0.02  # ‖error‖ / ‖expected‖ of one row, of which rounding to bfloat16 makes 0.002 to 0.01
 
-    @pytest.fixture(scope="class")
-    def arrays(self):
-        """Inputs, results and gradients by name, and what memory they and temporaries took."""
-        names = ("query", "key", "value", "d_out")
-        arrays = {
-            name: jax.random.normal(jax.random.key(i), struct.shape, struct.dtype)
-            for i, (name, struct) in enumerate(zip(names, self.shapes.structs(), strict=True))
-        }
 
-        def both(query, key, value, d_out):
-            out, vjp = jax.vjp(self.shapes.attend, query, key, value)
-            return out, *vjp(d_out)
+@pytest.fixture(scope="module")
+def arrays():
+    """Inputs, results and gradients by name, and what memory they and temporaries took."""
+    shapes = LongSequence.shapes
+    names = ("query", "key", "value", "d_out")
+    arrays = {
+        name: jax.random.normal(jax.random.key(i), struct.shape, struct.dtype)
+        for i, (name, struct) in enumerate(zip(names, shapes.structs(), strict=True))
+    }
 
-        compiled = jax.jit(both).lower(*arrays.values()).compile()
-        inputs = arrays["query"], arrays["key"], arrays["value"]
-        _, arrays["lse"] = jax.jit(functools.partial(self.shapes.attend, return_residual=True))(*inputs)
-        results = compiled(*inputs, arrays["d_out"])
-        arrays |= dict(zip(("out", "d_query", "d_key", "d_value"), results, strict=True))
-        memory = compiled.memory_analysis()
-        used = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-        return arrays | {"bytes": sum(used)}
+    def both(query, key, value, d_out):
+        out, vjp = jax.vjp(shapes.attend, query, key, value)
+        return out, *vjp(d_out)
 
-    @pytest.fixture(scope="class", params=heads)
-    def of_head(self, arrays, request):
-        """Each array of one head, `(T, H)` or `(T,)`, in float64."""
-        return {
-            name: np.asarray(x[0, :, request.param]).astype(np.float64)
-            for name, x in arrays.items()
-            if name != "bytes"
-        }
+    compiled = jax.jit(both).lower(*arrays.values()).compile()
+    inputs = arrays["query"], arrays["key"], arrays["value"]
+    _, arrays["lse"] = jax.jit(functools.partial(shapes.attend, return_residual=True))(*inputs)
+    results = compiled(*inputs, arrays["d_out"])
+    arrays |= dict(zip(("out", "d_query", "d_key", "d_value"), results, strict=True))
+    memory = compiled.memory_analysis()
+    used = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return arrays | {"bytes": sum(used)}
 
+
+@pytest.fixture(scope="module", params=LongSequence.heads)
+def of_head(arrays, request):
+    """Each array of one head, `(T, H)` or `(T,)`, in float64."""
+    return {
+        name: np.asarray(x[0, :, request.param]).astype(np.float64)
+        for name, x in arrays.items()
+        if name != "bytes"
+    }
+
+
+class TestLongSequence(LongSequence):
     def test_fits_an_80_gb_gpu_many_times(self, arrays, record_property):
         record_property("bytes", arrays["bytes"])
         assert arrays["bytes"] < 4e9
