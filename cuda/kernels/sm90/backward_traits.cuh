@@ -35,7 +35,7 @@ struct Traits {
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
     static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
     // setmaxnreg; a multiprocessor has 512 for the threads of all warpgroups that share a place in theirs.
-    static constexpr int producer_registers = split_products ? 32 : queries == 64 && head_dim <= 96 ? 40 : 32;
+    static constexpr int producer_registers = split_products ? 24 : queries == 64 && head_dim <= 96 ? 40 : 32;
     static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
 
@@ -57,6 +57,8 @@ struct Traits {
     // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
         64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / cluster : 0);
+    // Who adds to a block for each tile: the warp for it; or both consumers of all CTAs, or each warp of theirs.
+    static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
     // Pieces of complete sums of dQ on their way to each of the warps that write them.
     static constexpr int adding_warps = !d_query_warpgroup ? 0 : deterministic ? 3 : 1;
@@ -64,8 +66,6 @@ struct Traits {
     static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
     static constexpr int turn_stages = TURN_STAGES;
-    // Who ends a CTA's turn: the warp that adds, or all threads that ask for additions by TMA, or all warps that add.
-    static constexpr int turn_enders = d_query_warpgroup ? 1 : d_query_bytes > 0 ? consumers : 4 * consumers;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
