@@ -149,10 +149,10 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     # C7510 and its kin (wgmma serialised), C7508 (setmaxnreg ignored), and whatever else may come.
     assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
     report = read_report(log, kernel.entry)
-    # Beside the products, in warps of 32 registers that load and add to sums, a few are spilled once a tile.
+    # Beside the products, in warps of 32 registers that load, add to sums and write, a few are, once a tile.
     defines = dict(kernel.defines)
     beside = kernel.entry == "backward" and not defines["SPLIT_PRODUCTS"]
-    spilled = (192 if defines["DETERMINISTIC"] else 8) if beside else 0
+    spilled = (192 if defines["DETERMINISTIC"] else 64) if beside else 0
     assert report.spill_bytes <= spilled, log
     assert report.stack_bytes <= spilled / 4, log
     launch = VARIANTS[kernel]

@@ -38,6 +38,9 @@ struct Traits {
     static constexpr int producer_registers = split_products ? 24 : queries == 64 && head_dim <= 96 ? 40 : 32;
     static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
+    static_assert(producer_registers + consumers * consumer_registers + d_query_warpgroup * d_query_registers <=
+                      register_pool(threads),
+                  "no warpgroup waits for registers that nobody has");
 
     static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
     static constexpr int key_bytes = panels * descriptor::panel_bytes(cta_keys);   // K, or V

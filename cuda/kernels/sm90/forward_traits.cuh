@@ -41,6 +41,8 @@ struct Traits {
     // setmaxnreg: what is given to consumers has to fit the 64K registers of a multiprocessor.
     static constexpr int producer_registers = consumers == 3 ? 32 : 40;
     static constexpr int consumer_registers = consumers == 3 ? 160 : 232;
+    static_assert(consumers == 1 || producer_registers + consumers * consumer_registers <= register_pool(threads),
+                  "no warpgroup waits for registers that nobody has");
 
     static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
     static constexpr int query_bytes = panels * descriptor::panel_bytes(rows);

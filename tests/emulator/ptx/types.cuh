@@ -23,6 +23,7 @@ struct alignas(64) TensorMap {
 };
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads / 128; }
 
 unsigned char* dynamic_shared_memory();  // of the CTA
 inline uint32_t shared_address(const void* pointer) {
