@@ -160,6 +160,7 @@ def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
         (Case(H=128, T=300, S=300, N=5, K=5, B=2, right=0), 2, 2),
         (Case(H=128, T=200, S=500, N=6, K=3), 3, 2),  # several tiles of a head to a CTA
         (Case(H=64, T=700, S=300, N=4, K=4, left=200, right=10), 1, 1),  # blocks that no key tile sees
+        (Case(H=128, T=700, S=200, N=8, K=8, right=0), 3, 2),
     ],
     ids=str,
 )
