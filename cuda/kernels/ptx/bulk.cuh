@@ -23,7 +23,8 @@ __device__ __forceinline__ void copy(uint32_t destination, uint32_t source, uint
 
 // shared → global; joins the thread's bulk group (tma.cuh).
 __device__ __forceinline__ void store(float* destination, uint32_t source, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source),
+                 "r"(bytes)
                  : "memory");
 }
 

@@ -144,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_value_map);
         mbarrier::init(shared.key_full(), Traits::cluster);  // K, and what is needed of the other CTA's
         // A lane of each warp that reads K or the tile's index.
-        mbarrier::init(shared.key_empty(), 4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
+        mbarrier::init(shared.key_empty(),
+                       4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
         for (int stage = 0; stage < Traits::sum_stages; ++stage) {
             mbarrier::init(shared.sum_full(stage), 4);
             mbarrier::init(shared.sum_empty(stage), 1);

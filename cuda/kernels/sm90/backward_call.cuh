@@ -50,8 +50,8 @@ struct Work {
     }
 };
 
-// Where dQ is summed up, and where it goes. A head's sum has a place only while key tiles add to it: when all have added
-// to it, dQ is written and zeros are left, and the place goes to a head some way on. So sums stay in L2.
+// Where dQ is summed up, and where it goes. A head's sum has a place only while key tiles add to it: when all have
+// added to it, dQ is written and zeros are left, and the place goes to a head some way on. So sums stay in L2.
 struct QueryGradient {
     float* sums;              // (places, query blocks, queries · head_dim), see DqBlock; zeros at first
     int* arrived;             // (B, N, spans of query blocks): how many key tiles have added to the span; null: nobody

@@ -1,5 +1,5 @@
-// The warpgroup that computes dQ = dS K of each block from what the consumers hand over, and stages it for the warp that
-// adds it to the float32 sum (backward_sums.cuh); and how consumers that compute dQ themselves add it.
+// The warpgroup that computes dQ = dS K of each block from what the consumers hand over, and stages it for the warp
+// that adds it to the float32 sum (backward_sums.cuh); and how consumers that compute dQ themselves add it.
 #pragma once
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ void stage_d_query(const float (&d_query)[count], uns
     fence_proxy_async();
 }
 
-// Adds a tile of dQ to the sum by TMA, from `staged` bytes into the shared memory for dQ. All threads of a warpgroup, for
-// which `barrier` is.
+// Adds a tile of dQ to the sum by TMA, from `staged` bytes into the shared memory for dQ. All threads of a warpgroup,
+// for which `barrier` is.
 template <int count>
 __device__ __forceinline__ void add_from_shared(const Call& call, const float (&d_query)[count], float* sum, int staged,
                                                 int barrier) {

@@ -1,5 +1,5 @@
-// What happens to dQ of a block once it is computed, in warps that have nothing else to do: one adds it to the float32 sum
-// and counts; others write dQ of what all key tiles have added to (QueryGradient in backward_call.cuh).
+// What happens to dQ of a block once it is computed, in warps that have nothing else to do: one adds it to the float32
+// sum and counts; others write dQ of what all key tiles have added to (QueryGradient in backward_call.cuh).
 #pragma once
 #include "../ptx/bulk.cuh"
 #include "../ptx/global.cuh"
@@ -22,8 +22,8 @@ struct Ledger {
     }
 };
 
-// Adds what the warpgroup for dQ has staged of a block to its sum, or puts it there, in `DqBlock::tiles` bulk groups. One
-// thread.
+// Adds what the warpgroup for dQ has staged of a block to its sum, or puts it there, in `DqBlock::tiles` bulk groups.
+// One thread.
 __device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot, float* sum, bool is_first = false) {
     const SharedMemory& shared = call.shared;
 #pragma unroll 1
@@ -84,8 +84,8 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     const int heads = shape.batch * shape.query_heads();
     WriterSlot slot;
 
-    // 16 rows × 16 columns are staged as rows of 32 bytes, the halves of which trade places in every other four rows, so
-    // that those that are written at once lie in different banks.
+    // 16 rows × 16 columns are staged as rows of 32 bytes, the halves of which trade places in every other four rows,
+    // so that those that are written at once lie in different banks.
     auto staged = [](int row, int half) { return row * 32 + (half ^ row / 4 % 2) * 16; };
     auto half_of = [](int thread) { return thread % 2 ^ thread / 8 % 2; };  // that a lane writes, of row lane / 2
     const int staged_matrix = staged(lane % 16, lane / 16);
@@ -160,6 +160,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                 for (int i = 0; i < 8; ++i) zeros[i * 32] = {0, 0, 0, 0};
             }
             destination += 16;
+            fence_proxy_async();
             __syncwarp();
             if (lane == 0 && unit + Traits::writer_stages < units) load(unit + Traits::writer_stages, slot.stage);
             slot.advance();

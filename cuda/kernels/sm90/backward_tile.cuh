@@ -54,8 +54,8 @@ struct DqJob {
     int head_index, block, row_tile;
 };
 
-// Pieces in the order in which they tend to be complete: heads by sections, as key tiles (key_tile_at); within a section
-// the query heads that come first in their groups; of these the first blocks of all.
+// Pieces in the order in which they tend to be complete: heads by sections, as key tiles (key_tile_at); within a
+// section the query heads that come first in their groups; of these the first blocks of all.
 __device__ __forceinline__ DqJob d_query_job(int job, const Shape& shape, int section_heads) {
     const int key_heads = shape.key_heads * shape.batch;
     const int pieces = shape.query_blocks() * DqBlock::row_tiles;  // of a head

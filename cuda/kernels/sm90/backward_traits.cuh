@@ -122,8 +122,9 @@ struct SharedMemory {
     static constexpr int statistics =
         gradients + Traits::consumers * Traits::gradient_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
-    static constexpr int bytes = barriers + 8 * (6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
-                                                  Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages);
+    static constexpr int barrier_count = 6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
+                                         Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages;
+    static constexpr int bytes = barriers + 8 * barrier_count;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
