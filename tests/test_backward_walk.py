@@ -8,9 +8,9 @@ from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.backward_walk import (
     _makespan,
     every_query_sees_a_key,
-    places,
     section_heads,
     seen_blocks,
+    sum_places,
 )
 from jax_flash.cuda.window import binding_window
 
@@ -21,6 +21,18 @@ def call(T, S, left=None, right=None, B=1, N=1, K=1):
     query = jax.ShapeDtypeStruct((B, T, N, 128), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((B, S, K, 128), jnp.bfloat16)
     return AttentionSpec(0.1, left, right), Operands(query, key, key)
+
+
+def seen_by(spec, n):
+    """The definition: `seen(query, key)`."""
+
+    def seen(query, key):
+        distance = key - query - (n.S - n.T)
+        return (spec.left is None or -distance <= spec.left) and (
+            spec.right is None or distance <= spec.right
+        )
+
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -36,11 +48,7 @@ def call(T, S, left=None, right=None, B=1, N=1, K=1):
 def test_seen_blocks_are_those_with_a_pair_that_is_seen(T, S, left, right):
     spec, shapes = call(T, S, left, right)
     n = sizes(shapes)
-
-    def seen(query, key):
-        distance = key - query - (S - T)
-        return (left is None or -distance <= left) and (right is None or distance <= right)
-
+    seen = seen_by(spec, n)
     counts = seen_blocks(n, binding_window(spec, n), 64, 128)
     for tile, count in enumerate(counts):
         keys = range(tile * 128, min(tile * 128 + 128, S))
@@ -55,11 +63,7 @@ def test_seen_blocks_are_those_with_a_pair_that_is_seen(T, S, left, right):
 def test_whether_every_query_sees_a_key(T, S, left, right):
     spec, shapes = call(T, S, left, right)
     n = sizes(shapes)
-
-    def seen(query, key):
-        distance = key - query - (S - T)
-        return (left is None or -distance <= left) and (right is None or distance <= right)
-
+    seen = seen_by(spec, n)
     expected = all(any(seen(query, key) for key in range(S)) for query in range(T))
     assert every_query_sees_a_key(n, binding_window(spec, n)) == expected
 
@@ -87,13 +91,21 @@ def test_no_more_heads_go_together_than_there_are_or_than_l2_holds():
 def test_heads_have_a_place_until_they_are_written():
     blocks = (64,) * 32
     at_work = 132 / 32  # heads
-    assert at_work + 1 < places(blocks, 1000, 1, 1, 132) < 3 * at_work
-    assert places(blocks, 3, 1, 1, 132) == 3
-    assert places(blocks, 1000, 4, 1, 132) % 4 == 0
-    assert places((0, 0), 7, 1, 1, 132) == 7  # nobody attends to anything
+    assert at_work + 1 < sum_places(blocks, 1000, 1, 1, 132) < 3 * at_work
+    assert sum_places(blocks, 3, 1, 1, 132) == 3
+    assert sum_places(blocks, 1000, 4, 1, 132) % 4 == 0
+    assert sum_places((0, 0), 7, 1, 1, 132) == 7  # nobody attends to anything
     # A causal head's longest tile takes as long as those of several heads after it.
     causal = tuple(range(64, 0, -2))
-    assert places(causal, 1000, 1, 1, 132) > places(blocks, 1000, 1, 1, 132)
+    assert sum_places(causal, 1000, 1, 1, 132) > sum_places(blocks, 1000, 1, 1, 132)
+
+
+@pytest.mark.parametrize("blocks", [(64,) * 32, tuple(range(64, 0, -2)), (1,), (0, 3)])
+@pytest.mark.parametrize("section", (1, 4, 16))
+def test_a_place_goes_to_a_later_section_or_to_nobody(blocks, section):
+    for heads in (1, 7, 100, 5000):
+        count = sum_places(blocks, heads, 2, section, 132) // 2
+        assert count == heads or count >= 2 * section
 
 
 def test_the_plan_has_the_places():
@@ -102,4 +114,4 @@ def test_the_plan_has_the_places():
     (sums,) = (buffer for buffer in plan.results if buffer.name == "d_query_sums")
     blocks = tuple(range(64, 0, -2))
     width = section_heads(blocks, 128, 1, 4096 * 128 * 8, 132)
-    assert sums.shape == (places(blocks, 128, 1, width, 132), 64, 64 * 128)
+    assert sums.shape == (sum_places(blocks, 128, 1, width, 132), 64, 64 * 128)

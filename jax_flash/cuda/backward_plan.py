@@ -12,8 +12,8 @@ from jax_flash.cuda.backward_walk import (
     section_heads,
     section_heads_in_turns,
     seen_blocks,
+    sum_places,
 )
-from jax_flash.cuda.backward_walk import places as sum_places
 from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar
 from jax_flash.cuda.window import Window, binding_window
@@ -41,7 +41,8 @@ class BackwardTile:
 
     @property
     def in_turns(self) -> "BackwardTile":
-        """The same where tiles add to sums in turns: no warps of the kernel's own write dQ."""
+        """The same where tiles add to sums in turns: no warps of the kernel's own write dQ, and their memory
+        holds another stage of it where that is as large."""
         if self.split_products:
             return self
         return dataclasses.replace(self, sum_stages=self.writer_stages, writer_stages=0, turn_stages=2)
@@ -94,7 +95,7 @@ _TILES = {
     256: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
 }
 
-# Blocks of queries that are counted together (`DqBlock::span` in cuda/kernels/sm90/backward_traits.cuh).
+# Blocks of queries that key tiles count together as done.
 _SPAN = 4
 
 # The kernels' arithmetic on a window's side that does not bind stays in 32 bits with this in its place.
@@ -132,6 +133,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("SUM_STAGES", shape.sum_stages),
             ("WRITER_STAGES", shape.writer_stages),
             ("TURN_STAGES", shape.turn_stages),
+            ("SPAN", _SPAN),
             ("DETERMINISTIC", int(deterministic)),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )

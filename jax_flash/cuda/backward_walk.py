@@ -29,6 +29,7 @@ def seen_blocks(n: Sizes, window: Window, queries: int, keys: int) -> tuple[int,
 
 
 def every_query_sees_a_key(n: Sizes, window: Window) -> bool:
+    """Whether no query is masked as a whole, so that each block's sum of dQ gets a share of some tile."""
     # The first query sees least to its right, the last one to its left.
     right_end = n.S - 1 if window.right is None else min(n.S - 1, n.S - n.T + window.right)
     left = n.S - 1 if window.left is None else window.left
@@ -80,10 +81,18 @@ def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, wor
     return max(ends)
 
 
-def places(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> int:
+def sum_places(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> int:
     """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
     cuda/kernels/sm90/backward_call.cuh): those that are begun before a head's longest tile ends, and before
-    it is written then."""
+    it is written then.
+
+    A whole number of groups. And either all heads, or at least two sections: a head's tiles wait for the one
+    that had its place, whose tiles must all be handed out before them.
+
+    Args:
+      blocks, heads, group, workers: as `section_heads` takes them.
+      section: what it gave.
+    """
     steps = max(blocks) * group + _WRITING
     sections = 1 + math.ceil(steps * workers / max(section * sum(blocks) * group, 1))
     return min(sections * section, heads) * group

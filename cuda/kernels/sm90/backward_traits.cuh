@@ -7,9 +7,10 @@
 //   CLUSTER         CTAs that share a tile: 1, or 2 where they split products
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
+//   SUM_STAGES      tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
 //   TURN_STAGES     turns under way, where tiles add to sums in turns
-//   SUM_STAGES      tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
+//   SPAN            blocks of queries that key tiles count together
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 #pragma once
@@ -34,7 +35,7 @@ struct Traits {
     static constexpr int consumers = 2;
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
     static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
-    // setmaxnreg; a multiprocessor has 512 for the threads of all warpgroups that share a place in theirs.
+    // setmaxnreg; a multiprocessor has 512 for one thread of each warpgroup, less what `register_pool` rounds off.
     static constexpr int producer_registers = split_products ? 24 : queries == 64 && head_dim <= 96 ? 40 : 32;
     static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
@@ -63,8 +64,10 @@ struct Traits {
     // Who adds to a block for each tile: the warp for it; or both consumers of all CTAs, or each warp of theirs.
     static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
-    // Pieces of complete sums of dQ on their way to each of the warps that write them.
+    // Idle warps of the loading warpgroup that see to the adding.
     static constexpr int adding_warps = !d_query_warpgroup ? 0 : deterministic ? 3 : 1;
+
+    // Pieces of complete sums of dQ on their way to each of the warps that write them.
     static constexpr int writers = WRITER_STAGES > 0 ? 2 : 0;
     static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
@@ -95,7 +98,7 @@ struct DqBlock {
     static constexpr int tiles = row_tiles * column_tiles;
     static constexpr int tile_bytes = tile_columns / 8 * chunk_bytes;
     // Key tiles count so many blocks at a time as done, as each count waits for what was added before it.
-    static constexpr int span = 4;
+    static constexpr int span = SPAN;
 };
 
 // Where the statistics of a row lie in its block: in each 16 rows, those that a thread meets as columns of
