@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 import warnings
 from pathlib import Path
 
@@ -112,6 +113,26 @@ def test_who_runs_out_of_memory_among_the_rounds_leaves_the_others_theirs(monkey
     assert sorted("milliseconds" in row for row in rows) == [False, True]
     assert sorted(train.train_chart.out_of_memory(row) for row in rows) == [False, True]
     assert len(calls) == 1 + train.ROUNDS
+
+
+@pytest.mark.parametrize("host", [0.0, 0.02])
+def test_a_step_is_timed_beside_what_the_host_does(host):
+    import train
+
+    class Loss:
+        def __init__(self, end):
+            self.end = end
+
+        def block_until_ready(self):
+            time.sleep(max(self.end - time.perf_counter(), 0))
+
+    def step(state, tokens):  # of a device that is at work for 40 ms, one step after another
+        time.sleep(host)
+        end = max(state, time.perf_counter()) + 0.04
+        return end, Loss(end)
+
+    _, seconds = train.step_seconds(step, 0.0, None)
+    assert 0.035 < seconds < 0.055
 
 
 def test_plain_attention_that_cannot_fit_is_not_tried(monkeypatch):
