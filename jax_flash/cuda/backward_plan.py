@@ -43,9 +43,8 @@ class BackwardTile:
     def in_turns(self) -> "BackwardTile":
         """The same where tiles add to sums in turns: no warps of the kernel's own write dQ, and their memory
         holds another stage of it where that is as large."""
-        if self.split_products:
-            return self
-        return dataclasses.replace(self, sum_stages=self.writer_stages, writer_stages=0, turn_stages=2)
+        sum_stages = self.sum_stages if self.split_products else self.writer_stages
+        return dataclasses.replace(self, sum_stages=sum_stages, writer_stages=0, turn_stages=2)
 
     @property
     def threads(self) -> int:
@@ -118,6 +117,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     head_dim = padded_head_dim(n.H)
     shape = tile(head_dim)
     main_shape = shape.in_turns if spec.deterministic else shape
+    in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)
 
     def kernel(source: str, entry: str, deterministic: bool = False) -> Kernel:
@@ -199,7 +199,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("statistics"),
             *sums_parameters,
             # The first tile in turn puts its share there, where there is one.
-            Scalar("int32", 0 if main_shape.turn_stages and every_query_sees_a_key(n, window) else places),
+            Scalar("int32", 0 if in_turns and every_query_sees_a_key(n, window) else places),
             next_tile,
             turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),

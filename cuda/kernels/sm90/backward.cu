@@ -153,7 +153,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         for (int stage = 0; stage < Traits::writers * Traits::writer_stages; ++stage) {
             mbarrier::init(shared.writer_full(0, stage), 1);
         }
-        for (int stage = 0; stage < 3 * Traits::turn_stages; ++stage) mbarrier::init(shared.turn_begun(stage), 1);
+        for (int stage = 0; stage < Traits::turn_stages; ++stage) {
+            mbarrier::init(shared.turn_begun(stage), 1);
+            mbarrier::init(shared.turn_ended(stage), Traits::turn_enders);
+            mbarrier::init(shared.turn_told(stage), 1);
+        }
         mbarrier::init(shared.value_full(), 1);
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
@@ -185,10 +189,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             if (elect_one()) produce(call);
         } else if constexpr (Traits::d_query_warpgroup) {
             if constexpr (Traits::deterministic) {
-                warp == 1 ? wait_for_turns(call) : warp == 2 ? add_in_turns(call) : end_turns(call);
+                warp == 1 ? wait_for_turns(call) : warp == 2 ? end_turns(call) : add_in_turns(call);
             } else {
                 warp == 1 ? add_d_query(call) : write_d_query(call, warp - 2);
             }
+        } else if constexpr (Traits::deterministic) {
+            if (warp == 1) wait_for_turns(call);
+            if (warp == 2) end_turns(call);
         }
     } else if (Traits::d_query_warpgroup && warp >= 4 * (1 + Traits::consumers)) {
         if constexpr (Traits::d_query_warpgroup) {

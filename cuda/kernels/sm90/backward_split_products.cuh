@@ -19,7 +19,6 @@
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
 #include "backward_products.cuh"
-#include "backward_turns.cuh"
 
 // First of the CTA's keys.
 __device__ __forceinline__ int cta_first_key(const KeyTile& tile) {
@@ -46,7 +45,7 @@ struct DqPart {
     static constexpr int staging_offset = consumer * 64 * (2 * panel_columns / Traits::cluster) * 4;
 
     const int first_column = 2 * panel_columns * consumer + (Traits::cluster == 1 ? 0 : cluster::rank() * columns);
-    int* turn = nullptr;  // where additions go in turns: of the block that has been added to and not passed on
+    bool added = false;  // to a block before
 
     __device__ __forceinline__ int panel() const { return first_column / panel_columns; }
     __device__ __forceinline__ int column_bytes() const { return first_column % panel_columns * 2; }
@@ -65,34 +64,36 @@ struct DqPart {
         issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(),
                                shared.peer_key_panel(consumer) + column_bytes(), true);
     }
-    __device__ static __forceinline__ bool adds() { return threadIdx.x % (staged ? 128 : 32) == 0; }
-
-    // While dQ is computed.
-    __device__ __forceinline__ void wait(const Call& call, const Work& work, const BlockVisit& visit) {
+    // Where additions go in turns, `turn` is what all that have to do with the block call it by. The turn has to have begun
+    // before something is added (backward_sums_in_turns.cuh), and ends when all consumers' additions are there: those from
+    // registers for whoever is told of them; those from shared memory when the thread that asked for them has waited,
+    // which it does beside products of the next block.
+    __device__ __forceinline__ void end_turn(const Call& call, const BlockSlot& turn) const {
         if constexpr (Traits::deterministic) {
-            turn = turn_of(call, work, visit.head(work.tile, call.shape), visit.block);
-            if (adds()) wait_for_turn(call, work, turn, visit.block);
             __syncwarp();
+            if (threadIdx.x % (staged ? 128 : 32) != 0) return;
+            if constexpr (staged) tma::wait_group<0>();
+            mbarrier::wait(call.shared.turn_told(turn.stage), turn.parity ^ 1);
+            mbarrier::arrive(call.shared.turn_ended(turn.stage));
         }
     }
-    // Beside products of the next block, as this waits for the additions.
-    __device__ __forceinline__ void pass() const {
-        if constexpr (Traits::deterministic) {
-            if constexpr (!staged) __threadfence();
-            __syncwarp();
-            if (adds() && turn != nullptr) {
-                if constexpr (staged) tma::wait_group<0>();
-                end_turn(turn);
-            }
-        }
-    }
-    __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum) const {
+    __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum,
+                                        const BlockSlot& turn) const {
         float* const destination = sum + 64 * first_column;
+        if constexpr (Traits::deterministic) mbarrier::wait(call.shared.turn_begun(turn.stage), turn.parity);
         if constexpr (staged) {
             add_from_shared(call, d_query, destination, staging_offset, own + consumer);
         } else {
             const int there = Traits::head_dim % (2 * panel_columns) == 0 ? columns : Traits::head_dim - first_column;
             add_from_registers(d_query, destination + threadIdx.x % 128 * 4, there);
+            end_turn(call, turn);
+        }
+    }
+    // Beside products of the next block, `next`.
+    __device__ __forceinline__ void end_turn_before(const Call& call, const BlockSlot& next) {
+        if constexpr (staged) {
+            if (added) end_turn(call, next.before());
+            added = true;
         }
     }
 };
@@ -172,6 +173,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     // From P of a block, handed over, to that of the next one. Between two steps no product is under way.
     auto step = [&](const bool last) __attribute__((always_inline)) {
         const int stage = slot.stage;
+        const BlockSlot turn = slot;
         const BlockVisit visit = now;
         float* const sum = call.d_query_block(tile, visit.head(tile, call.shape), visit.block);
         float d_query[Part::columns / 2];
@@ -190,11 +192,10 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         wgmma::pin(d_value);
         if (lane == 0) release(shared.d_out_empty(stage));
 
-        part.pass();
+        part.end_turn_before(call, turn);
         named_barrier_sync(d_scores_written, 256);
         part.issue(d_query, shared);
         if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
-        part.wait(call, work, visit);
         wgmma::wait<1>();
         if (Traits::cluster > 1 && lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
         if (!last) finish_scores();
@@ -209,7 +210,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         }
         d_scores_slot.advance();
         if (!last) hand_over_probabilities();
-        part.add(call, d_query, sum);
+        part.add(call, d_query, sum, turn);
     };
 
     mbarrier::wait(shared.key_full(), 0);
@@ -222,7 +223,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
     }
-    part.pass();
+    part.end_turn_before(call, slot);
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
     mbarrier::wait(shared.value_full(), 0);
     store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, first_key,
@@ -261,6 +262,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     // From dP of a block to that of the next one. Between two steps no product is under way.
     auto step = [&](const bool last) __attribute__((always_inline)) {
         const int stage = slot.stage;
+        const BlockSlot turn = slot;
         uint32_t packed[query_steps][4];  // P, then dS
         float d_query[Part::columns / 2];
 
@@ -285,7 +287,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         // Half of dP of the next block runs while the other CTA's dS is on its way, the other half while dQ is added.
         mbarrier::wait(shared.query_full(stage), slot.parity);
         issue_gradient(d_key, packed, shared.query_block(stage));
-        part.pass();
+        part.end_turn_before(call, turn);
         named_barrier_sync(own + consumer, 128);
         part.issue(d_query, shared);
         slot.advance();
@@ -301,7 +303,6 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             release(shared.query_empty(stage));
             mbarrier::arrive(shared.d_scores_empty(0));
         }
-        part.wait(call, work, now);
         if constexpr (Traits::cluster > 1) {
             part.issue_peer(d_query, shared, d_scores_slot.parity);
             if (last) {
@@ -313,7 +314,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             wgmma::pin(d_query);
             if (lane == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
         }
-        part.add(call, d_query, call.d_query_block(tile, now.head(tile, call.shape), now.block));
+        part.add(call, d_query, call.d_query_block(tile, now.head(tile, call.shape), now.block), turn);
         if (!last) {
             wgmma::wait<0>();
             wgmma::pin(d_scores);
@@ -333,7 +334,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
         for (int iteration = 1; iteration < iterations; ++iteration) step(false);
         step(true);
     }
-    part.pass();
+    part.end_turn_before(call, slot);
     // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
     mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
     if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);

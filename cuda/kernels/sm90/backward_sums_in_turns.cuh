@@ -1,24 +1,32 @@
 // Adding dQ to its sum where tiles do so in turns (backward_order.cuh). A turn's beginning and its end are words in L2,
-// and take longer than the adding. So three warps share a block: one waits for its turn, some blocks ahead; one adds,
-// and knows when that is done; one says so. All see to the blocks in the same order.
+// and take longer than the adding. So several share a block: a warp waits for its turn, some blocks ahead; a warp adds, or
+// consumers do, and know when that is done; a warp says so. All see to the blocks in the same order.
 #pragma once
 #include "backward_sums.cuh"
 #include "backward_turns.cuh"
 
 using TurnSlot = PipelineState<Traits::turn_stages>;
 
-// What the three have in common: visit(work, head, block, slot) for each block, in one thread of the warp.
+// What the warps have in common: visit(work, head, block, slot) for each block, in one thread.
 template <class Visit>
 __device__ __forceinline__ void for_each_turn(const Call& call, Visit visit) {
+    const bool first_lane = threadIdx.x % 32 == 0;
     TurnSlot slot;
-    call.for_each_tile([&](const Work& work, uint32_t) {
-        if (threadIdx.x % 32 != 0) return;
-        mbarrier::arrive(call.shared.key_empty());  // the tile's index is read
+    auto visit_blocks = [&](const Work& work) {
         work.for_each_block(call.shape, [&](int head, int block, int) {
             visit(work, head, block, slot);
             slot.advance();
         });
-    });
+    };
+    if constexpr (Traits::persistent) {
+        call.for_each_tile([&](const Work& work, uint32_t) {
+            if (!first_lane) return;
+            mbarrier::arrive(call.shared.key_empty());  // the tile's index is read
+            visit_blocks(work);
+        });
+    } else if (first_lane) {
+        visit_blocks(call.work(blockIdx.x / Traits::cluster));
+    }
 }
 
 __device__ __forceinline__ void wait_for_turns(const Call& call) {

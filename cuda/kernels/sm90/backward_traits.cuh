@@ -61,8 +61,6 @@ struct Traits {
     // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
         64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / cluster : 0);
-    // Who adds to a block for each tile: the warp for it; or both consumers of all CTAs, or each warp of theirs.
-    static constexpr int adders = d_query_warpgroup ? 1 : cluster * consumers * (d_query_bytes > 0 ? 1 : 4);
 
     // Idle warps of the loading warpgroup that see to the adding.
     static constexpr int adding_warps = !d_query_warpgroup ? 0 : deterministic ? 3 : 1;
@@ -72,6 +70,8 @@ struct Traits {
     static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
     static constexpr int turn_stages = TURN_STAGES;
+    // Who ends a CTA's turn: the warp that adds, or all threads that ask for additions by TMA, or all warps that add.
+    static constexpr int turn_enders = d_query_warpgroup ? 1 : d_query_bytes > 0 ? consumers : 4 * consumers;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.

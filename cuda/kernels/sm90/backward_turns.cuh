@@ -7,13 +7,13 @@ __device__ __forceinline__ int* turn_of(const Call& call, const Work& work, int 
     return call.turns + call.block_index(call.head_index(work.tile, head), block);
 }
 
-// One thread waits until all additions to the block that rank before this tile's are there.
+// One thread waits until all additions to the block that rank before this tile's are there, of all of its CTAs.
 __device__ __forceinline__ void wait_for_turn(const Call& call, const Work& work, const int* turn, int block) {
-    const int before = work.place.rank(block, work.tile, work.blocks, call.shape) * Traits::adders;
+    const int before = work.place.rank(block, work.tile, work.blocks, call.shape) * Traits::cluster;
     while (!global::has_reached(turn, before)) {
     }
     global::fence_proxy_async();
 }
 
-// One thread says that an adder's additions are there. They are to be complete, as this thread sees it.
+// One thread says that a CTA's additions are there. They are to be complete, as this thread sees it, or those who told it.
 __device__ __forceinline__ void end_turn(int* turn) { global::count(turn); }

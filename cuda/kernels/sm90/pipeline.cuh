@@ -14,4 +14,7 @@ struct PipelineState {
             parity ^= 1;
         }
     }
+    __device__ PipelineState before() const {
+        return stage > 0 ? PipelineState{stage - 1, parity} : PipelineState{stages - 1, parity ^ 1};
+    }
 };
