@@ -6,7 +6,8 @@
 Without flags that describe a case, the default ones are run, full and causal. Ours and every peer that is
 installed are measured; one that refuses a case shows why. Operations are counted as 4·B·N·T·S·H forward, 2.5
 times that backward, and half of both when causal; backward time is that of both passes less the forward one.
-Only figures of one run compare.
+Contenders take turns, in rounds of another order each, whose median counts: a figure alone may have found the
+chip at another clock. Only figures of one run compare.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import logging
 import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import chart
@@ -24,6 +25,7 @@ import contenders
 import jax
 import jax.numpy as jnp
 import record
+import rounds
 import timing
 from cases import SHAPES
 
@@ -55,9 +57,8 @@ class Case:
 DEFAULT_CASES = tuple(Case(*shape, causal) for shape in SHAPES for causal in (False, True))
 
 
-def measure(case: Case, name: str, dtype: str, backward: bool) -> dict:
-    """One row: TFLOP/s of contender `name`, or the error it raised in place of them."""
-    row: dict = {"case": str(case), "peer": name}
+def measure(case: Case, names: Sequence[str], dtype: str, backward: bool) -> list[dict]:
+    """A row for each contender: TFLOP/s, or the error it raised in place of them, or of those of one pass."""
     queries = (case.batch, case.seq_len, case.heads, case.head_dim)
     keys = (case.batch, case.seq_len, case.kv_heads, case.head_dim)
     # Random data: on zeros the chip draws less power and runs faster.
@@ -65,22 +66,41 @@ def measure(case: Case, name: str, dtype: str, backward: bool) -> dict:
         jax.random.normal(jax.random.key(i), shape, jnp.dtype(dtype))
         for i, shape in enumerate((queries, keys, keys, queries))
     )
-    attend = functools.partial(contenders.CONTENDERS[name], causal=case.causal)
+    refused: dict[str, str] = {}
 
-    def both(query, key, value, d_out):
-        return jax.vjp(attend, query, key, value)[1](d_out)
+    def prepare(name: str) -> tuple[list[tuple[Callable, tuple]], jax.Array]:
+        attend = functools.partial(contenders.CONTENDERS[name], causal=case.causal)
 
-    try:
-        forward_ms = timing.milliseconds(attend, query, key, value)
-        row["forward"] = case.forward_flops / forward_ms / 1e9
+        def both(query, key, value, d_out):
+            return jax.vjp(attend, query, key, value)[1](d_out)
+
+        passes: list[tuple[Callable, tuple]] = [(attend, (query, key, value))]
+        out = jax.jit(attend)(query, key, value)
         if backward:
-            backward_ms = timing.milliseconds(both, query, key, value, d_out) - forward_ms
-            if backward_ms <= 0:
-                raise RuntimeError("both passes took less time than the forward one alone: noise")
-            row["backward"] = case.backward_flops / backward_ms / 1e9
-    except Exception as error:  # whatever a contender refuses with is its answer
-        row["error"] = record.error(error)
-    return row
+            try:
+                jax.block_until_ready(jax.jit(both)(query, key, value, d_out))
+                passes.append((both, (query, key, value, d_out)))
+            except Exception as error:  # as in rounds.py, and the forward pass counts nevertheless
+                refused[name] = record.error(error)
+        return passes, out
+
+    def figures(passes: list[tuple[Callable, tuple]]) -> dict[str, float]:
+        forward, *both = (timing.milliseconds(function, *inputs) for function, inputs in passes)
+        return {"forward": forward, **({"backward": both[0] - forward} if both else {})}
+
+    rows = []
+    for name, found in rounds.measure(names, prepare, figures).items():
+        row: dict = {"case": str(case), "peer": name} | ({"error": refused[name]} if name in refused else {})
+        if "error" in found:
+            row["error"] = found.pop("error")
+        flops = {"forward": case.forward_flops, "backward": case.backward_flops}
+        for key, milliseconds in found.items():
+            if milliseconds > 0:
+                row[key] = flops[key] / milliseconds / 1e9
+            else:
+                row["error"] = "both passes took less time than the forward one alone: noise"
+        rows.append(row)
+    return rows
 
 
 def geometric_means(rows: Sequence[dict], baseline: str) -> list[dict]:
@@ -179,10 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ceiling = record.product_ceiling(options.dtype)
     result = record.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": []}
     print(record.heading(result))
-    print(f"TFLOP/s forward/backward, {options.dtype}, {result['timing']}")
+    print(f"TFLOP/s forward/backward, {options.dtype}, {rounds.method(result['timing'])}")
     print(f"{'case':28}" + "".join(f"{name:>18}" for name in options.peers), flush=True)
     for case in options.cases:
-        rows = [measure(case, name, options.dtype, options.backward) for name in options.peers]
+        rows = measure(case, options.peers, options.dtype, options.backward)
         print_case(rows, case)
         result["rows"] += rows
         if options.out:  # each time, so that a run cut short leaves what it had

@@ -46,8 +46,7 @@ class Comparison:
             earlier = record.earlier_rows(options.out, result)
             result["rows"] = [row for row in earlier if row["group"] not in options.groups]
         print(record.heading(result))
-        shuffled = f"{result['timing']} in each of {rounds.ROUNDS} shuffled rounds, whose median counts"
-        print(f"TFLOP/s {self.key}, {shuffled}")
+        print(f"TFLOP/s {self.key}, {rounds.method(result['timing'])}")
         for group in options.groups:
             names = self.names(group, options.peers)
             print(f"{group:38}" + "".join(f"{name:>{_width(name)}}" for name in names), flush=True)

@@ -102,7 +102,8 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
     assert heads_and_wave(None, S=50_000) == [4, H100.sm_count]  # at work at once
     assert heads_and_wave(None, S=128) == [4, 4]
     assert heads_and_wave(None, S=50_000, H=256) == [4, H100.sm_count // 2]  # clusters
-    assert heads_and_wave(0) == [4, 0]
+    assert heads_and_wave(0) == [2, 0]  # two sections, the last of which goes the other way
+    assert heads_and_wave(0, B=1, K=1) == [1, 0]
     assert heads_and_wave(0, T=1 << 20, S=1 << 20) == [1, 0]
 
 

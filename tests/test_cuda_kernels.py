@@ -152,7 +152,7 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     # Beside the products, in warps of 32 registers that load, add to sums and write, a few are, once a tile.
     defines = dict(kernel.defines)
     beside = kernel.entry == "backward" and (defines["DETERMINISTIC"] or not defines["SPLIT_PRODUCTS"])
-    spilled = (192 if defines["DETERMINISTIC"] else 64) if beside else 0
+    spilled = (256 if defines["DETERMINISTIC"] else 64) if beside else 0
     assert report.spill_bytes <= spilled, log
     assert report.stack_bytes <= spilled, log
     launch = VARIANTS[kernel]

@@ -76,6 +76,10 @@ IN_TURNS = (
     (Case(H=192, T=200, S=450, left=90, right=30, N=2), 6),
     (Case(H=256, T=130, S=500, N=2, dtype="float16"), 8),
     (Case(H=256, T=300, S=300, right=0), 4),
+    # The last of two sections goes the other way.
+    (Case(H=256, T=300, S=300, right=0, N=2), 4),
+    (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
+    (Case(H=128, T=300, S=700, right=0, N=3), 4),
 )
 FORWARD = (
     Case(H=64, T=300, S=130, N=2),

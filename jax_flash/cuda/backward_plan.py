@@ -155,7 +155,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     key_heads = n.B * n.K
     head_bytes = n.T * head_dim * (2 + 2 + 4)
     if spec.deterministic:
-        section = section_heads_in_turns(key_heads, n.group * head_bytes)
+        section = section_heads_in_turns(key_heads, n.group * head_bytes, window.unbounded)
     else:
         section = section_heads(seen, key_heads, n.group, head_bytes, workers)
     # Sums that are added to in turns have all a place, and a kernel of its own writes dQ.

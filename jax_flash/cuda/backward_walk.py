@@ -60,15 +60,16 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
     return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
 
 
-def section_heads_in_turns(heads: int, bytes_per_head: int) -> int:
+def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -> int:
     """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward_order.cuh).
 
-    Many heads keep the tiles of one head apart; and all sections are alike, as the longest tiles come last
-    and a small last section would have little beside them. Tiles of a key head get apart by whole query
-    heads, so that `bytes_per_head` counts the group's.
+    Many heads keep the tiles of one head apart. Where tiles are not alike, the longest ones of a section come
+    last, but for the last section, so that there have to be two; and all sections are alike, as a small last
+    one would have little beside what the others leave. Tiles of a key head get apart by whole query heads, so
+    that `bytes_per_head` counts the group's.
     """
-    sections = min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES))
-    return math.ceil(heads / sections)
+    sections = max(1 if tiles_alike else 2, math.ceil(heads * bytes_per_head / _SECTION_BYTES))
+    return math.ceil(heads / min(heads, sections))
 
 
 def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:

@@ -79,7 +79,9 @@ struct Call {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
     }
     __device__ Work work(int tile_index) const {
-        const KeyTile tile = key_tile_at(tile_index, shape, section_heads, Traits::deterministic && wave == 0);
+        const bool last_first =
+            Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
+        const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
         const QueryBlocks blocks = query_blocks(tile, shape);
         return {tile, blocks, place_of(tile_index, tile, blocks, shape, section_heads, wave)};
     }

@@ -13,6 +13,13 @@ __device__ __forceinline__ int section_width(int index, const Shape& shape, int 
     return min(section_heads, shape.key_heads * shape.batch - section * section_heads);
 }
 
+// Whether the key tiles of `index`'s section go from the last to the first, where they add to dQ in turns and see
+// different blocks: but for the last of several sections, see backward_order.cuh.
+__device__ __forceinline__ bool goes_last_first(int index, const Shape& shape, int section_heads) {
+    const int section = index / (section_heads * ceil_div(shape.keys, Traits::keys));
+    return section == 0 || (section + 1) * section_heads < shape.key_heads * shape.batch;
+}
+
 // Tile `index` of the grid. Heads go by in sections of `section_heads`, chosen so that what a section
 // reads and adds to stays in L2; within a section the key tiles go from the first, which most queries see
 // where attention is causal, to the last, and all heads of the section share each turn; or from the last.
