@@ -64,12 +64,14 @@ def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -
     """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward_order.cuh).
 
     Many heads keep the tiles of one head apart. Where tiles are not alike, the longest ones of a section come
-    last, but for the last section, so that there have to be two; and all sections are alike, as a small last
-    one would have little beside what the others leave. Tiles of a key head get apart by whole query heads, so
-    that `bytes_per_head` counts the group's.
+    last, but for the last section: there have to be two, and a small last one would have little beside what
+    the others leave. Tiles of a key head get apart by whole query heads, so that `bytes_per_head` counts the
+    group's.
     """
-    sections = max(1 if tiles_alike else 2, math.ceil(heads * bytes_per_head / _SECTION_BYTES))
-    return math.ceil(heads / min(heads, sections))
+    if tiles_alike:
+        return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES)))
+    most = max(1, min(math.ceil(heads / 2), _SECTION_BYTES // bytes_per_head))
+    return max(range(1, most + 1), key=lambda width: ((heads - 1) % width + 1, -width))  # by that of the last one
 
 
 def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:
