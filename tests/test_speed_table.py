@@ -4,12 +4,14 @@ python tests/test_speed_table.py      writes them anew
 """
 
 import json
-import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
-RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "attention_h200.json"
-MARKED = re.compile(r"(<!-- benchmarks -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RESULT = BENCHMARKS / "results" / "attention_h200.json"
+TRAINING = BENCHMARKS / "results" / "train_h200.json"
 
 COLUMNS = {
     "jax_flash_cuda": "`cuda`",
@@ -44,14 +46,48 @@ def table(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str) -> str:
-    return MARKED.sub(lambda m: m[1] + table(json.loads(RESULT.read_text())) + m[2], text)
+def training_table(result: dict) -> str:
+    sys.path.append(str(BENCHMARKS))
+    import train
+
+    model, versions = result["model"], result["versions"]
+    size = f"{model['parameters'] / 1e6:.0f} M parameters"
+    lines = [
+        f"![Training steps on an {result['device']}](benchmarks/results/{TRAINING.stem}.png)",
+        "",
+        f"A training step of the [example](examples/train_gpt.py) with {size} ({model['layers']} layers,",
+        f"{model['heads']} heads, width {model['width']}) and {result['tokens']} tokens, in milliseconds,",
+        f"and the memory that XLA plans; {model['dtype']}, one {result['device']}, JAX {versions['jax']},",
+        f"{result['date'][:10]}; `remat` recomputes each layer. From",
+        f"[{TRAINING.name}](benchmarks/results/{TRAINING.name}) by `python benchmarks/train.py`.",
+        "",
+        train.table(result),
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def test_the_readme_has_the_figures_of_the_benchmark():
+def _replace(text: str, name: str, path: Path, table_of: Callable[[dict], str]) -> str:
+    before, start, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    assert start and end, f"no place for the figures of {path.name}"
+    return before + start + table_of(json.loads(path.read_text())) + end + after
+
+
+def with_tables(text: str) -> str:
+    text = _replace(text, "benchmarks", RESULT, table)
+    return _replace(text, "training", TRAINING, training_table)
+
+
+def test_the_readme_has_the_figures_of_the_benchmarks():
     text = README.read_text()
-    assert MARKED.search(text)
-    assert with_table(text) == text, "stale: run python tests/test_speed_table.py"
+    assert with_tables(text) == text, "stale: run python tests/test_speed_table.py"
+
+
+def test_no_step_takes_longer_than_with_cudnn():
+    """At every length, whole."""
+    found = {ratio["sequence"]: ratio["over"] for ratio in json.loads(TRAINING.read_text())["speed_ups"]}
+    assert set(found) == {1024, 4096, 16384}
+    assert all(over["cudnn"] >= 1 and over["plain"] > 2 for over in found.values())
 
 
 def test_the_benchmark_is_whole():
@@ -65,4 +101,4 @@ def test_the_benchmark_is_whole():
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_tables(README.read_text()))

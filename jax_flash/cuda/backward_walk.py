@@ -71,7 +71,9 @@ def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -
     if tiles_alike:
         return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES)))
     most = max(1, min(math.ceil(heads / 2), _SECTION_BYTES // bytes_per_head))
-    return max(range(1, most + 1), key=lambda width: ((heads - 1) % width + 1, -width))  # by that of the last one
+    return max(
+        range(1, most + 1), key=lambda width: ((heads - 1) % width + 1, -width)
+    )  # by that of the last one
 
 
 def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:
