@@ -21,6 +21,7 @@ DTYPES = {
     "float32": np.float32,
     "int32": np.int32,
     "uint8": np.uint8,
+    "bool": np.bool_,
 }
 SCALARS = {
     "int32": ctypes.c_int32,

@@ -33,6 +33,12 @@ class Case:
     dtype: str = "bfloat16"
     return_residual: bool = False
     deterministic: bool = False
+    soft_cap: float | None = None
+    bias: str | None = None  # its axes, 1 in place of the letter of one that is broadcast
+    bias_dtype: str = "float32"
+    mask: str | None = None  # as bias
+    alibi: str | None = None  # its axes: BN or 1N
+    sinks: str | None = None
 
     def __str__(self):
         return "-".join(
@@ -81,7 +87,26 @@ IN_TURNS = (
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
     (Case(H=128, T=300, S=700, right=0, N=3), 4),
 )
+# What makes logits of scores, one by one and together.
+SCORES = (
+    Case(H=64, T=130, S=200, right=0, N=4, K=2, soft_cap=2.0, return_residual=True),
+    Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2),
+    Case(H=256, T=100, S=65, right=0, bias="1N1S", bias_dtype="bfloat16", B=2),
+    Case(H=80, T=65, S=129, N=2, bias="B1T1", bias_dtype="float16", dtype="float16", left=50, right=9),
+    Case(H=192, T=100, S=70, N=2, bias="11TS"),
+    Case(H=96, T=3, S=90, N=2, bias="1N11", K=2),
+    Case(H=128, T=300, S=130, N=2, mask="BNTS", B=2, return_residual=True),
+    Case(H=64, T=70, S=140, N=4, K=1, mask="B11S", B=2, right=0),
+    Case(H=32, T=140, S=140, mask="1NT1", dtype="float16"),
+    Case(H=128, T=140, S=100, N=2, alibi="1N", right=0),
+    Case(H=256, T=70, S=140, N=2, B=2, alibi="BN", return_residual=True),
+    Case(H=16, T=64, S=300, N=4, K=2, B=2, sinks="BN", right=0),
+    Case(H=128, T=130, S=64, N=2, sinks="1N", return_residual=True),
+    Case(H=128, T=9, S=200, N=8, K=2, soft_cap=3.0, bias="BN1S", mask="B1TS", alibi="1N", sinks="1N", B=2),
+    Case(H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"),
+)
 FORWARD = (
+    *SCORES,
     Case(H=64, T=300, S=130, N=2),
     Case(H=64, T=200, S=300, right=0, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -244,15 +269,29 @@ def draw(case):
         return random.standard_normal((case.B, length, heads, case.H)).astype(DTYPES[case.dtype])
 
     query, key, value = normal(case.T, case.N), normal(case.S, case.K), normal(case.S, case.K)
+    def of_axes(axes):
+        sizes = (1 if letter == "1" else getattr(case, letter) for letter in axes)
+        return random.standard_normal(tuple(sizes), np.float32)
+
+    others = {}
+    if case.bias is not None:
+        others["bias"] = of_axes(case.bias).astype(DTYPES[case.bias_dtype])
+    if case.mask is not None:
+        others["mask"] = of_axes(case.mask) < 0.5
+    if case.alibi is not None:
+        others["alibi_slopes"] = of_axes(case.alibi) / 20
+    if case.sinks is not None:
+        others["sinks"] = of_axes(case.sinks)
     d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
     spec = AttentionSpec(
         case.H**-0.5,
         case.left,
         case.right,
+        logits_soft_cap=case.soft_cap,
         return_residual=case.return_residual,
         deterministic=case.deterministic,
     )
-    operands = Operands(*map(jax.numpy.asarray, (query, key, value)))
+    operands = Operands(*map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others))
     return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed
 
 

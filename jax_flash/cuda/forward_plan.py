@@ -6,6 +6,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash.cuda import scores
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
@@ -46,8 +47,8 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
     head_dim = padded_head_dim(n.H)
     cuts = (False, True) if can_cut(head_dim, window) else (False,)
     return [
-        _kernel(spec, shapes.query.dtype.name, head_dim, window, device.arch, choice.tile, heads, cut)
-        for choice in choices(head_dim, window)
+        _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
+        for choice in choices(head_dim, window, scores.changed(spec, shapes))
         for heads in packs(n.group, choice.tile.rows)
         for cut in cuts
     ]
@@ -55,20 +56,23 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
 
 def _kernel(
     spec: AttentionSpec,
-    dtype: str,
-    head_dim: int,
-    window: Window,
+    shapes: Operands[jax.ShapeDtypeStruct],
     arch: str,
     tile: ForwardTile,
     pack: int,
     cut: bool,
 ) -> Kernel:
+    n = sizes(shapes)
+    window = binding_window(spec, n)
+    head_dim = padded_head_dim(n.H)
+    # Logits have their sign already.
+    sign = 1 if scores.changed(spec, shapes) else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
         source="sm90/forward.cu",
         entry="forward",
         arch=arch,
         defines=(
-            ("ELEMENT", dtype),
+            ("ELEMENT", shapes.query.dtype.name),
             ("HEAD_DIM", head_dim),
             ("CONSUMERS", tile.consumers),
             ("KEYS", tile.keys),
@@ -80,19 +84,24 @@ def _kernel(
             ("CUT", int(cut)),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
-            ("SCORE_SIGN", (spec.scale > 0) - (spec.scale < 0)),
+            ("SCORE_SIGN", sign),
+            ("SINKS", int(shapes.sinks is not None)),
+            *scores.defines(spec, shapes),
             ("SHARED_BYTES", tile.shared_bytes(head_dim)),
         ),
     )
 
 
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
-    """How `device` computes `out (B, T, N, H)` and `lse (B, N, T)`; for calls that `supports` accepts."""
+    """How `device` computes `out (B, T, N, H)` and `lse (B, N, T)`; for calls that `supports` accepts.
+
+    Operands are query, key, value, and those of bias, mask, alibi_slopes and sinks that are there.
+    """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
-    shape = tile(head_dim, window, n)
+    shape = tile(head_dim, window, n, scores.changed(spec, shapes))
     heads = pack(n, shape.rows)
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
@@ -113,7 +122,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     words = 32 * (head_dim // 2 + 4)
     pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
     arrived = Buffer("arrived", (cut_tiles, warps), "int32")
-    kernel = _kernel(spec, dtype, head_dim, window, device.arch, shape, heads, cut_tiles > 0)
+    kernel = _kernel(spec, shapes, device.arch, shape, heads, cut_tiles > 0)
     launch = Launch(
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
@@ -137,9 +146,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             *((Pointer("pieces"), Pointer("arrived")) if cut_tiles else 2 * (Scalar("int64", 0),)),
             # Where the scale is zero the scores are too, and any factor does.
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
+            *scores.parameters(spec, shapes),
+            *scores.sinks_parameters(shapes),
         ),
     )
-    operands = (query, key, value)
+    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")))
     if counted:
         return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
     if cut_tiles:

@@ -76,17 +76,27 @@ TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     ),
 }
 
+# Where scores become logits by more than the scale. Smaller blocks, as that takes registers, and no turns: what
+# runs beside the tensor cores is long enough to leave them idle at any order. Not timed yet.
+CHANGED_TILES: dict[int, ForwardTile] = {
+    128: ForwardTile(2, 96, 2, False, 1, 6),
+    192: ForwardTile(2, 64, 2, False, 1, 4),
+    256: ForwardTile(2, 32, 2, False, 1, 2),
+}
+
 # Pieces that a tile is cut into, at most: its last CTA reads them all.
 _PIECES = 8
 
 
-def choices(head_dim: int, window: Window) -> tuple[Choice, ...]:
-    """What a padded head dim may run with."""
+def choices(head_dim: int, window: Window, changed: bool = False) -> tuple[Choice, ...]:
+    """What a padded head dim may run with, where scores are `changed` beyond scale and window or not."""
+    if changed:
+        return (Choice(next(tile for limit, tile in CHANGED_TILES.items() if head_dim <= limit)),)
     full, windowed = next(choices for limit, choices in TILES.items() if head_dim <= limit)
     return full if window.unbounded else windowed
 
 
-def tile(head_dim: int, window: Window, n: Sizes) -> ForwardTile:
+def tile(head_dim: int, window: Window, n: Sizes, changed: bool = False) -> ForwardTile:
     """The tile of a call: of the choices for its padded head dim the one that costs least."""
 
     def cost(choice: Choice) -> float:
@@ -96,7 +106,7 @@ def tile(head_dim: int, window: Window, n: Sizes) -> ForwardTile:
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
 
-    return min(choices(head_dim, window), key=cost).tile
+    return min(choices(head_dim, window, changed), key=cost).tile
 
 
 def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:

@@ -70,7 +70,8 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 }
 
 __device__ __forceinline__ void consume(const SharedMemory& shared, const Results& results, const Partials& partials,
-                                        const Shape& shape, const Cut& cut, float scale_log2) {
+                                        const Shape& shape, const Cut& cut, const ScoreOperands& operands,
+                                        const Sinks& sinks, float scale_log2) {
     const int warp = warp_index() - 4, consumer = warp / 4;
     const int lane = threadIdx.x % 32;
     PipelineState<Traits::stages> key_slot, value_slot;
@@ -94,7 +95,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             query_slot.advance();
         };
         auto finish = [&]() __attribute__((always_inline)) {
-            softmax.finish(normalise, row_lse);
+            softmax.finish(normalise, row_lse, [&](int r) { return sinks.of_row(tile, row + 8 * r); });
             write_lse(row_lse, results, shape, tile, row);
         };
 
@@ -144,7 +145,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             auto finish_scores = [&](const bool masked) __attribute__((always_inline)) {
                 wgmma::pin(scores);
                 release_key();
-                transform_scores(scores);
+                transform_scores(scores, operands, tile, row, block * Traits::keys, shape);
                 if (masked) {
                     mask_scores(scores, row, block * Traits::keys, block >= whole_end, block < whole_begin, shape);
                 }
@@ -223,12 +224,14 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             int* __restrict__ next_tile,                                    // see produce
             int whole_tiles, int cut_ctas, int cut_tiles, int tile_blocks,  // see Cut
             float* __restrict__ pieces, int* __restrict__ arrived,          // see Partials
-            float scale_log2)                                               // |scale|·log2(e)
-{
+            float scale_log2,                                               // |scale|·log2(e)
+            SCORE_PARAMETERS,                                               // see ScoreOperands
+            const float* __restrict__ sinks, int64_t sinks_batch) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{queries, keys, query_heads, group, batch, columns, left, right};
     const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};
+    const ScoreOperands operands = SCORE_OPERANDS;
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
@@ -258,6 +261,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
-        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, scale_log2);
+        // Logits come in base 2 out of `transform_scores`, where it has something to do.
+        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands,
+                {sinks, sinks_batch}, ScoreTraits::change ? 1.0f : scale_log2);
     }
 }

@@ -13,7 +13,9 @@
 //   CUT         1: the last tiles' keys are shared out among CTAs
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
+//   SINKS       1: each head has a logit beside those of the keys
 //   SHARED_BYTES  dynamic shared memory of the launch
+// and those of scores.cuh.
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
@@ -33,6 +35,7 @@ struct Traits {
     static constexpr bool has_left = HAS_LEFT;
     static constexpr bool has_right = HAS_RIGHT;
     static constexpr int score_sign = SCORE_SIGN;
+    static constexpr bool sinks = SINKS;
 
     static constexpr int value_steps = keys / 16;  // wgmmas of PV
     static constexpr int split = SPLIT;

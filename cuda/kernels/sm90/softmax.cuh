@@ -2,19 +2,32 @@
 // base 2, and the places where features hook into the scores.
 #pragma once
 #include "../ptx/math.cuh"
+#include "constants.cuh"
+#include "scores.cuh"
 #include "tile.cuh"
-
-constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
 
 // Element i of an accumulator lies in row `row_of(i)` (0 or 1) of the two that a thread holds, 8 apart.
 __device__ constexpr int row_of(int i) { return i / 2 % 2; }
 // Its column, less the 2·(lane % 4) of the thread.
 __device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
-// Score transform: what becomes of a block's scores before the mask.
+// Score transform: what becomes of a block's scores before the window's mask. `row` is the upper of the thread's two.
 template <int count>
-__device__ __forceinline__ void transform_scores(float (&scores)[count]) {
-    if constexpr (Traits::score_sign != 1) {
+__device__ __forceinline__ void transform_scores(float (&scores)[count], const ScoreOperands& operands,
+                                                 const Tile& tile, int row, int first_key, const Shape& shape) {
+    if constexpr (ScoreTraits::change) {
+        const int column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int query = (row + 8 * r) / Traits::pack, head = tile.head + (row + 8 * r) % Traits::pack;
+            const ScoreRow of_row(operands, tile.batch, head, query, shape.queries, shape.keys);
+            float tanh;
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+                if (row_of(i) == r) scores[i] = of_row.logit(scores[i], column + column_of(i), tanh);
+            }
+        }
+    } else if constexpr (Traits::score_sign != 1) {
 #pragma unroll
         for (int i = 0; i < count; ++i) scores[i] *= static_cast<float>(Traits::score_sign);
     }
@@ -48,6 +61,16 @@ __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int
         }
     }
 }
+
+// A logit that each row has beside those of its keys, and that takes its share of the sum.
+struct Sinks {
+    const float* logits;  // (B | 1, N)
+    int64_t stride;       // from batch row to batch row
+
+    __device__ __forceinline__ float of_row(const Tile& tile, int row) const {
+        return logits[tile.batch * stride + tile.head + row % Traits::pack];
+    }
+};
 
 struct OnlineSoftmax {
     // Probabilities are relative to a maximum that may lag behind the row's by this much: they stay below 2^8, and
@@ -91,15 +114,23 @@ struct OnlineSoftmax {
     }
 
     // Sums over the row's lanes. Gives the factor that normalises the output and the row's natural
-    // log-sum-exp: 0 and -inf for a row that saw no key, or none that rounding of its huge logits left.
-    __device__ __forceinline__ void finish(float (&normalise)[2], float (&lse)[2]) {
-        constexpr float ln2 = 0.69314718055994531f;
+    // log-sum-exp: 0 and -inf for a row that saw no key, or none that rounding of its huge logits left. `sink(r)` is
+    // the logit that a row has beside those of its keys, -inf for none.
+    template <class Sink>
+    __device__ __forceinline__ void finish(float (&normalise)[2], float (&lse)[2], Sink sink) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(row_sum[r]);
             const bool seen = sum >= 0x1p-126f;  // the inverse of less is not finite
-            normalise[r] = seen ? reciprocal_approx(sum) : 0.0f;
-            lse[r] = seen ? (row_max[r] + log2_approx(sum)) * ln2 : -infinity;
+            float top = row_max[r], factor = 1, total = sum;
+            if constexpr (Traits::sinks) {
+                const float logit = sink(r) * log2_e;
+                top = fmaxf(top, logit);
+                factor = exp2_approx(row_max[r] - top);
+                total = sum * factor + exp2_approx(logit - top);
+            }
+            normalise[r] = seen ? factor * reciprocal_approx(total) : 0.0f;
+            lse[r] = seen ? (top + log2_approx(total)) * ln_2 : -infinity;
         }
     }
 };

@@ -1,0 +1,5 @@
+// Numbers that kernels have in common.
+#pragma once
+
+constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);
+constexpr float log2_e = 1.4426950408889634f, ln_2 = 0.69314718055994531f;
