@@ -52,6 +52,7 @@ def spec_and_operands(
     scale=0.1,
     return_residual=True,
     deterministic=False,
+    features=(),
     B=2,
     T=1000,
     S=777,
@@ -61,8 +62,17 @@ def spec_and_operands(
     query = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.dtype(dtype))
     key = jax.ShapeDtypeStruct((B, S, K, head_dim), jnp.dtype(dtype))
     left, right = window
-    spec = AttentionSpec(scale, left, right, return_residual=return_residual, deterministic=deterministic)
-    operands = Operands(query, key, key)
+    cap = 30.0 if "soft_cap" in features else None
+    spec = AttentionSpec(
+        scale, left, right, logits_soft_cap=cap, return_residual=return_residual, deterministic=deterministic
+    )
+    others = {
+        "bias": jax.ShapeDtypeStruct((B, N, T, S), jnp.float32),
+        "mask": jax.ShapeDtypeStruct((B, 1, T, S), jnp.bool_),
+        "alibi_slopes": jax.ShapeDtypeStruct((1, N), jnp.float32),
+        "sinks": jax.ShapeDtypeStruct((1, N), jnp.float32),
+    }
+    operands = Operands(query, key, key, **{name: x for name, x in others.items() if name in features})
     assert supports(spec, operands, H100) is None
     return spec, operands
 
@@ -89,6 +99,14 @@ def variants() -> dict[Kernel, Launch]:
         calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
     calls.append({"scale": 0.0})
     calls += [{"head_dim": head_dim, "deterministic": True} for head_dim in (*HEAD_DIMS, *OTHER_HEAD_DIMS)]
+    # What makes logits of scores, one by one and, but for what doesn't go together, all at once.
+    features = ("soft_cap", "bias", "mask", "alibi_slopes", "sinks")
+    for head_dim in (64, 128, 192, 256):
+        calls += [{"head_dim": head_dim, "features": (feature,)} for feature in features]
+        calls += [{"head_dim": head_dim, "features": features[head_dim > 192 :], "window": (None, 0)}]
+        calls += [{"head_dim": head_dim, "features": features[1:], "window": (100, 0), "deterministic": True}]
+    calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160)]
+    calls += [{"features": features, "dtype": "float16", "K": 8}]
     found = {launch.kernel: launch for call in calls for launch in launches(**call)}
     # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
@@ -152,7 +170,9 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     # Beside the products, in warps of 32 registers that load, add to sums and write, a few are, once a tile.
     defines = dict(kernel.defines)
     beside = kernel.entry == "backward" and (defines["DETERMINISTIC"] or not defines["SPLIT_PRODUCTS"])
-    spilled = (256 if defines["DETERMINISTIC"] else 64) if beside else 0
+    spilled = (288 if defines["DETERMINISTIC"] else 64) if beside else 0
+    made = [defines.get(name, 0) not in (0, "void") for name in ("SOFT_CAP", "BIAS", "ALIBI", "MASK")]
+    spilled += (0, 64, 320, 320, 320)[sum(made)]  # what operands are read by
     assert report.spill_bytes <= spilled, log
     assert report.stack_bytes <= spilled, log
     launch = VARIANTS[kernel]
@@ -166,7 +186,7 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
 @pytest.mark.parametrize("head_dim", (144, 160, 176, 192))
 def test_either_number_of_ctas_may_share_a_tile(head_dim, cluster, monkeypatch):
     shape = dataclasses.replace(backward_plan.tile(head_dim), cluster=cluster)
-    monkeypatch.setattr(backward_plan, "tile", lambda _: shape)
+    monkeypatch.setattr(backward_plan, "tile", lambda *_: shape)
     (kernel,) = (x.kernel for x in launches(head_dim=head_dim) if x.kernel.entry == "backward")
     log = compile_kernel(kernel).log
     assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log

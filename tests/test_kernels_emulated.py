@@ -15,7 +15,7 @@ from kernel_emulator import DTYPES, KernelEmulator
 from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda import backward_plan, forward_plan
+from jax_flash.cuda import backward_plan, forward_plan, scores
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
 
@@ -49,8 +49,29 @@ class Case:
 # So few multiprocessors that a persistent CTA has several tiles.
 DEVICE = dataclasses.replace(H100, sm_count=2)
 
+# What makes logits of scores, one by one and together.
+SCORES = (
+    Case(H=64, T=130, S=200, right=0, N=4, K=2, soft_cap=2.0, return_residual=True),
+    Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2),
+    Case(H=256, T=100, S=65, right=0, bias="1N1S", bias_dtype="bfloat16", B=2),
+    Case(H=80, T=65, S=129, N=2, bias="B1T1", bias_dtype="float16", dtype="float16", left=50, right=9),
+    Case(H=192, T=100, S=70, N=2, bias="11TS"),
+    Case(H=96, T=3, S=90, N=2, bias="1N11", K=2),
+    Case(H=128, T=300, S=130, N=2, mask="BNTS", B=2, return_residual=True),
+    Case(H=64, T=70, S=140, N=4, K=1, mask="B11S", B=2, right=0),
+    Case(H=32, T=140, S=140, mask="1NT1", dtype="float16"),
+    Case(H=128, T=140, S=100, N=2, alibi="1N", right=0),
+    Case(H=256, T=70, S=140, N=2, B=2, alibi="BN", return_residual=True),
+    Case(H=16, T=64, S=300, N=4, K=2, B=2, sinks="BN", right=0),
+    Case(H=128, T=130, S=64, N=2, sinks="1N", return_residual=True),
+    Case(H=128, T=9, S=200, N=8, K=2, soft_cap=3.0, bias="BN1S", mask="B1TS", alibi="1N", sinks="1N", B=2),
+    Case(
+        H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"
+    ),
+)
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
+    *SCORES,
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
     Case(H=40, T=1, S=1, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -82,28 +103,12 @@ IN_TURNS = (
     (Case(H=192, T=200, S=450, left=90, right=30, N=2), 6),
     (Case(H=256, T=130, S=500, N=2, dtype="float16"), 8),
     (Case(H=256, T=300, S=300, right=0), 4),
+    (Case(H=64, T=200, S=300, right=0, N=4, K=2, alibi="BN", mask="1NTS"), 5),
+    (Case(H=192, T=150, S=200, N=2, bias="BNTS", soft_cap=3.0), 6),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
     (Case(H=128, T=300, S=700, right=0, N=3), 4),
-)
-# What makes logits of scores, one by one and together.
-SCORES = (
-    Case(H=64, T=130, S=200, right=0, N=4, K=2, soft_cap=2.0, return_residual=True),
-    Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2),
-    Case(H=256, T=100, S=65, right=0, bias="1N1S", bias_dtype="bfloat16", B=2),
-    Case(H=80, T=65, S=129, N=2, bias="B1T1", bias_dtype="float16", dtype="float16", left=50, right=9),
-    Case(H=192, T=100, S=70, N=2, bias="11TS"),
-    Case(H=96, T=3, S=90, N=2, bias="1N11", K=2),
-    Case(H=128, T=300, S=130, N=2, mask="BNTS", B=2, return_residual=True),
-    Case(H=64, T=70, S=140, N=4, K=1, mask="B11S", B=2, right=0),
-    Case(H=32, T=140, S=140, mask="1NT1", dtype="float16"),
-    Case(H=128, T=140, S=100, N=2, alibi="1N", right=0),
-    Case(H=256, T=70, S=140, N=2, B=2, alibi="BN", return_residual=True),
-    Case(H=16, T=64, S=300, N=4, K=2, B=2, sinks="BN", right=0),
-    Case(H=128, T=130, S=64, N=2, sinks="1N", return_residual=True),
-    Case(H=128, T=9, S=200, N=8, K=2, soft_cap=3.0, bias="BN1S", mask="B1TS", alibi="1N", sinks="1N", B=2),
-    Case(H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"),
 )
 FORWARD = (
     *SCORES,
@@ -179,7 +184,7 @@ def test_backward(case, emulator):
 )
 def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
     shape = dataclasses.replace(backward_plan.tile(case.H), cluster=cluster)
-    monkeypatch.setattr(backward_plan, "tile", lambda _: shape)
+    monkeypatch.setattr(backward_plan, "tile", lambda *_: shape)
     check_backward(case, emulator, multiprocessors=6)
 
 
@@ -219,12 +224,19 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
     plan = plan_backward(spec, shapes_of(operands), device)
     results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
-    for name in ("query", "key", "value"):
-        got, want = results[f"d_{name}"].astype(np.float64), getattr(expected, name)
-        assert np.isfinite(got).all(), name
+    gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
+    summed = scores.gradients(operands, results)
+    for name, got in (gradients | summed).items():
+        got, want = np.asarray(got).astype(np.float64), getattr(expected, name)
+        assert got.shape == want.shape and np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
         # With a single key dS is a difference of equals, and what is left of it is noise.
         noise = 0 if case.S > 1 or name == "value" else roundoff(case) * case.H**0.5
+        if name in summed:
+            # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it, by way
+            # of D: an error of each row, of some roundoffs of an element of dO·O.
+            noise = 15 * roundoff(case) * np.linalg.norm(want)
+            noise += roundoff(case) / 2 * (case.B * case.N * case.T * case.H) ** 0.5 * (name == "bias")
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
     return [results, *others]
 
@@ -269,6 +281,7 @@ def draw(case):
         return random.standard_normal((case.B, length, heads, case.H)).astype(DTYPES[case.dtype])
 
     query, key, value = normal(case.T, case.N), normal(case.S, case.K), normal(case.S, case.K)
+
     def of_axes(axes):
         sizes = (1 if letter == "1" else getattr(case, letter) for letter in axes)
         return random.standard_normal(tuple(sizes), np.float32)
@@ -291,7 +304,9 @@ def draw(case):
         return_residual=case.return_residual,
         deterministic=case.deterministic,
     )
-    operands = Operands(*map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others))
+    operands = Operands(
+        *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)
+    )
     return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed
 
 

@@ -6,22 +6,20 @@ custom call of it, `compile.py` the machine code, and the module `_launcher` (cu
 
 import functools
 import warnings
+from collections.abc import Mapping
 
 import jax
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import backward_plan, call, compile, forward_plan
+from jax_flash.cuda import backward_plan, call, compile, forward_plan, scores
+from jax_flash.cuda.launch_plan import LaunchPlan
 from jax_flash.cuda.window import binding_window
 
 name = "cuda"
 
 MAX_HEAD_DIM = 256
 _UNSUPPORTED_OPERANDS = (
-    "bias",
-    "mask",
-    "alibi_slopes",
-    "sinks",
     "query_seq_lengths",
     "key_value_seq_lengths",
     "query_segment_ids",
@@ -44,9 +42,9 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
             return f"{operand} is not supported"
     if spec.dropout_rate > 0:
         return "dropout_rate > 0 is not supported"
-    if spec.logits_soft_cap is not None:
-        return "logits_soft_cap is not supported"
     n = sizes(shapes)
+    if reason := scores.unsupported(spec, shapes):
+        return reason
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
     if n.H != n.V:
@@ -74,8 +72,9 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     """The kernels' names and tile shapes for a call that `supports` accepts."""
     n = sizes(shapes)
     head_dim = forward_plan.padded_head_dim(n.H)
-    ahead = forward_plan.tile(head_dim, binding_window(spec, n), n)
-    back = backward_plan.tile(head_dim)
+    changed = scores.changed(spec, shapes)
+    ahead = forward_plan.tile(head_dim, binding_window(spec, n), n, changed)
+    back = backward_plan.tile(head_dim, changed)
     return (
         f"sm_90 kernels for head dim {head_dim}: forward {ahead.rows} queries × {ahead.keys} keys, "
         f"{ahead.stages} stages; backward {back.queries} × {back.keys}, {back.stages} stages"
@@ -85,8 +84,8 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    out, lse, *_scratch = call.call("jax_flash_forward", plan, operands.query, operands.key, operands.value)
-    return out, lse
+    results = _call("jax_flash_forward", plan, operands.present())
+    return results["out"], results["lse"]
 
 
 def backward(
@@ -97,10 +96,17 @@ def backward(
     d_out: jax.Array,
     d_lse: jax.Array | None,
 ) -> Gradients:
-    """Gradients of query, key and value; `d_lse (B, N, T)` is None where lse was not returned."""
+    """Gradients of what is differentiable; `d_lse (B, N, T)` is None where lse was not returned."""
     plan = backward_plan.plan_backward(spec, shapes_of(operands), current())
-    arrays = [operands.query, operands.key, operands.value, out, lse, d_out]
+    arrays = operands.present() | {"out": out, "lse": lse, "d_out": d_out}
     if d_lse is not None:
-        arrays.append(d_lse)
-    d_query, d_key, d_value, *_scratch = call.call("jax_flash_backward", plan, *arrays)
-    return Gradients(d_query, d_key, d_value)
+        arrays["d_lse"] = d_lse
+    results = _call("jax_flash_backward", plan, arrays)
+    others = scores.gradients(operands, results)
+    return Gradients(results["d_query"], results["d_key"], results["d_value"], **others)
+
+
+def _call(target: str, plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The plan's results by name; `arrays` has its operands, and may have others."""
+    results = call.call(target, plan, *(arrays[buffer.name] for buffer in plan.operands))
+    return {buffer.name: result for buffer, result in zip(plan.results, results, strict=True)}

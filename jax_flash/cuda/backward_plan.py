@@ -7,6 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.cuda import scores
 from jax_flash.cuda.backward_walk import (
     every_query_sees_a_key,
     section_heads,
@@ -15,7 +16,7 @@ from jax_flash.cuda.backward_walk import (
     sum_places,
 )
 from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
-from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar
+from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, Zero
 from jax_flash.cuda.window import Window, binding_window
 
 
@@ -38,6 +39,7 @@ class BackwardTile:
     sum_stages: int = 1
     writer_stages: int = 0
     turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
+    factors: bool = False  # whether one consumer hands the soft cap's derivative to the other
 
     @property
     def in_turns(self) -> "BackwardTile":
@@ -72,6 +74,7 @@ class BackwardTile:
         statistics = 2 * self.stages * self.queries * 4
         barriers = 6 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
+        d_scores *= 2 if self.factors else 1
         sums = d_query + writers
         return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
 
@@ -94,6 +97,9 @@ _TILES = {
     256: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
 }
 
+# Where scores become logits by more than the scale: one gradient a consumer leaves registers for that.
+_CHANGED_TILE = BackwardTile(64, 64, split_products=True, stages=2)
+
 # Blocks of queries that key tiles count together as done.
 _SPAN = 4
 
@@ -101,27 +107,37 @@ _SPAN = 4
 _UNBOUNDED = 1 << 29
 
 
-def tile(head_dim: int) -> BackwardTile:
+def tile(head_dim: int, changed: bool = False) -> BackwardTile:
+    """The tile for a padded head dim, where scores are `changed` beyond scale and window or not."""
+    if changed and head_dim <= 128:
+        return _CHANGED_TILE
     return next(shape for limit, shape in _TILES.items() if head_dim <= limit)
+
+
+def _padded(head_dim: int, changed: bool) -> int:
+    return max(padded_head_dim(head_dim), 32 if changed else 0)  # both consumers have columns of dQ
 
 
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
-    Operands are query, key, value, out, lse, d_out and, where the spec returns the residual, d_lse;
-    results are d_query, d_key and d_value, and scratch memory after them.
+    Operands are query, key, value, those of bias, mask and alibi_slopes that are there, out, lse, d_out and,
+    where the spec returns the residual, d_lse. Results are d_query, d_key and d_value; where there are bias and
+    slopes d_bias, in float32, and d_slopes, shares of it along further axes; and scratch memory.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
-    shape = tile(head_dim)
-    main_shape = shape.in_turns if spec.deterministic else shape
+    changed = scores.changed(spec, shapes)
+    head_dim = _padded(n.H, changed)
+    shape = tile(head_dim, changed)
+    main_shape = dataclasses.replace(
+        shape.in_turns if spec.deterministic else shape, factors=scores.handed_factors(spec, shapes)
+    )
     in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)
 
-    def kernel(source: str, entry: str, deterministic: bool = False) -> Kernel:
-        shape = main_shape if deterministic else tile(head_dim)
+    def kernel(source: str, entry: str, shape: BackwardTile = shape, is_main: bool = False) -> Kernel:
         defines = (
             ("ELEMENT", dtype),
             ("HEAD_DIM", head_dim),
@@ -134,7 +150,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("WRITER_STAGES", shape.writer_stages),
             ("TURN_STAGES", shape.turn_stages),
             ("SPAN", _SPAN),
-            ("DETERMINISTIC", int(deterministic)),
+            ("DETERMINISTIC", int(is_main and spec.deterministic)),
+            *(scores.defines(spec, shapes) if is_main else scores.NO_DEFINES),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
@@ -149,6 +166,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_query = Buffer("d_query", query.shape, dtype)
     d_key = Buffer("d_key", key.shape, dtype)
     d_value = Buffer("d_value", value.shape, dtype)
+    d_bias = None if shapes.bias is None else Buffer("d_bias", shapes.bias.shape, "float32")
+    d_slopes = None
+    if shapes.alibi_slopes is not None:
+        # A share for each warp of each CTA, so that the sum doesn't depend on who comes first.
+        d_slopes = Buffer("d_slopes", (n.B, n.N, math.ceil(n.S / shape.keys) * shape.cluster, 4), "float32")
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
     seen = seen_blocks(n, window, shape.queries, shape.keys)
     workers = device.sm_count // shape.cluster
@@ -206,7 +228,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         ),
     )
     main = Launch(
-        kernel=kernel("sm90/backward.cu", "backward", spec.deterministic),
+        kernel=kernel("sm90/backward.cu", "backward", main_shape, is_main=True),
         grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
         shared_bytes=main_shape.shared_bytes(head_dim),
@@ -227,6 +249,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
             left,
             right,
+            *scores.parameters(spec, shapes),
+            *(Scalar("int64", 0) if x is None else Pointer(x.name) for x in (d_bias, d_slopes)),
             Scalar("int32", section),
             Scalar("int32", wave),
             Scalar("float32", spec.scale),
@@ -244,8 +268,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Scalar("float32", spec.scale),
         ),
     )
+    added_to = tuple(x for x in (d_bias, d_slopes) if x is not None)
+    scratch = (statistics, sums, *(counts if counted else ()), *counter, *turns)
+    operands = (query, key, value, *scores.buffers(shapes), out, lse, d_out)
     return LaunchPlan(
-        operands=(query, key, value, out, lse, d_out) + ((d_lse,) if spec.return_residual else ()),
-        results=(d_query, d_key, d_value, statistics, sums, *(counts if counted else ()), *counter, *turns),
-        steps=(prepare, main) if counted else (prepare, main, finish),
+        operands=(*operands, d_lse) if spec.return_residual else operands,
+        results=(d_query, d_key, d_value, *added_to, *scratch),
+        steps=(*(Zero(x.name) for x in added_to), prepare, main, *(() if counted else (finish,))),
     )

@@ -1,11 +1,16 @@
-"""What a call does to scores beyond scale and window, as the kernels take it (cuda/kernels/sm90/scores.cuh)."""
+"""What a call does to scores beyond scale and window, for the kernels (cuda/kernels/sm90/scores.cuh)."""
 
 import math
+from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
+
+MAX_HANDED_HEAD_DIM = 192
+"""Beyond, the backward kernel's shared memory has no room for `handed_factors`."""
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
 _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
@@ -13,16 +18,31 @@ _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 
-def unsupported(shapes: Shapes) -> str | None:
+def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
-    if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
-        return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
+    n = sizes(shapes)
+    if shapes.bias is not None:
+        if shapes.bias.dtype.name not in _C_TYPES:
+            return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
+        if spec.deterministic and shapes.bias.shape != (n.B, n.N, n.T, n.S):
+            return "deterministic=True with a bias that is broadcast is not supported"
+    if handed_factors(spec, shapes) and n.H > MAX_HANDED_HEAD_DIM:
+        return (
+            f"logits_soft_cap together with bias or alibi_slopes is supported up to head dim "
+            f"{MAX_HANDED_HEAD_DIM}, not {n.H}"
+        )
     return None
 
 
 def changed(spec: AttentionSpec, shapes: Shapes) -> bool:
     """Whether scores become logits by more than the scale."""
     return spec.logits_soft_cap is not None or any(getattr(shapes, name) is not None for name in OPERANDS)
+
+
+def handed_factors(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether the backward kernel needs the soft cap's derivative apart from P: the gradients of bias and
+    slopes are without it."""
+    return spec.logits_soft_cap is not None and not (shapes.bias is None and shapes.alibi_slopes is None)
 
 
 def defines(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, int | str], ...]:
@@ -32,6 +52,10 @@ def defines(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, int | str],
         ("ALIBI", int(shapes.alibi_slopes is not None)),
         ("MASK", int(shapes.mask is not None)),
     )
+
+
+NO_DEFINES = (("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0))
+"""Those of kernels that don't see scores."""
 
 
 def buffers(shapes: Shapes, names: tuple[str, ...] = OPERANDS) -> tuple[Buffer, ...]:
@@ -68,3 +92,26 @@ def _pointer_and_strides(name: str, x: jax.ShapeDtypeStruct | None) -> tuple[Par
     types = ("int64", "int64", "int64", "int32")
     pointer = Scalar("int64", 0) if x is None else Pointer(name)
     return pointer, *(Scalar(type, step) for type, step in zip(types, steps, strict=False))
+
+
+def gradients(operands: Operands, results: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Those of bias, alibi_slopes and sinks that are there, from the backward kernels' results by buffer name."""
+    found = {}
+    if operands.bias is not None:
+        found["bias"] = results["d_bias"].astype(operands.bias.dtype)
+    if operands.alibi_slopes is not None:
+        d_slopes = results["d_slopes"].sum((2, 3))
+        found["alibi_slopes"] = _over_batch(d_slopes, operands.alibi_slopes)
+    if operands.sinks is not None:
+        # A sink's probability is e^(sink - lse), and the cotangent of its logit that times -D. D is among the
+        # main kernel's statistics, beside lse in base 2, infinite for rows that attend to nothing.
+        lse, delta = results["statistics"][:, :, :, 0], results["statistics"][:, :, :, 1]
+        logits = operands.sinks[:, :, None, None] * math.log2(math.e)
+        found["sinks"] = _over_batch(-(jnp.exp2(logits - lse) * delta).sum((2, 3)), operands.sinks)
+    return found
+
+
+def _over_batch(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+    """`gradient (B, N)` as that of an operand which may be one for all batch rows."""
+    shared = gradient.shape[0] != operand.shape[0]
+    return (gradient.sum(0, keepdims=True) if shared else gradient).astype(operand.dtype)

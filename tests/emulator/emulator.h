@@ -95,8 +95,9 @@ inline float __fmul_ru(float a, float b) {
 }
 
 // Nobody is switched to meanwhile.
-inline int atomicAdd(int* address, int value) {
-    const int before = *address;
+template <class T>
+T atomicAdd(T* address, T value) {
+    const T before = *address;
     *address += value;
     return before;
 }

@@ -15,7 +15,15 @@ import jax_flash
 class TestCuda(ImplementationSuite):
     implementation = "cuda"
     head_dims = (64, 80, 96, 128, 160, 192, 256, 40)
-    features = ("deterministic",)
+    features = (
+        "bias",
+        "bias_broadcast",
+        "mask",
+        "logits_soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "deterministic",
+    )
     thorough = True
 
     def before_run(self, nbytes):

@@ -117,6 +117,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int* next_job, Traits::Element* d_query, int places, int columns,  // see QueryGradient
              int* __restrict__ next_tile, int* turns, int queries, int keys, int key_heads, int group, int batch,
              int left, int right,
+             SCORE_PARAMETERS,  // see ScoreOperands
+             float* d_bias, float* d_slopes,
              int section_heads,  // see key_tile_at
              int wave,           // see place_of
              float scale) {
@@ -131,7 +133,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     turns,
                     section_heads,
                     wave,
-                    scale};
+                    scale,
+                    SCORE_OPERANDS,
+                    d_bias,
+                    d_slopes};
     const SharedMemory& shared = call.shared;
 
     if (threadIdx.x == 0) {

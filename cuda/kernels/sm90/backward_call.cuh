@@ -74,6 +74,9 @@ struct Call {
     int section_heads;        // see key_tile_at
     int wave;                 // see place_of
     float scale;
+    const ScoreOperands scores;
+    float* d_bias;    // as the bias, float32
+    float* d_slopes;  // (B, N, CTAs' shares of the keys, 4 warps)
 
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;

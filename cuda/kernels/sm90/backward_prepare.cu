@@ -61,7 +61,6 @@ extern "C" __global__ void __launch_bounds__(threads)
         if (blockIdx.x == 0) *next_job = 0;
     }
 
-    const float infinity = __int_as_float(0x7f800000);
     float* block_statistics = statistics + block_index * (2 * Traits::queries);
 #pragma unroll 4
     for (int pass = 0; pass < Traits::queries / pass_rows; ++pass) {

@@ -19,6 +19,7 @@
 #include "backward_call.cuh"
 #include "backward_d_query.cuh"
 #include "backward_products.cuh"
+#include "backward_scores.cuh"
 
 // First of the CTA's keys.
 __device__ __forceinline__ int cta_first_key(const KeyTile& tile) {
@@ -30,21 +31,22 @@ __device__ __forceinline__ uint32_t in_peer(uint32_t address) {
     return cluster::address_in(cluster::rank() ^ 1, address);
 }
 
-// The columns of a block's dQ that this consumer computes. Consumer 0 has the first two panels, consumer 1 the rest; of
-// each, two CTAs have a panel each, or halves of the last one.
+// The columns of a block's dQ that this consumer computes. Consumer 0 has the first two panels, of smaller head dims the
+// first or a half or quarter of it, consumer 1 the rest; of each, two CTAs have a panel each, or halves of the last one.
 template <int consumer>
 struct DqPart {
     static constexpr int panel_columns = descriptor::panel_columns;
-    static constexpr int rest = Traits::head_dim - 2 * panel_columns;
-    static constexpr int of_cluster =  // smaller head dims have no rest, but are compiled
-        consumer == 0 ? 2 * panel_columns : rest > 0 ? rest : 2 * panel_columns;
+    static constexpr int head_dim = Traits::head_dim;
+    static constexpr int first_part = head_dim > 128 ? 128 : head_dim > 64 ? 64 : head_dim > 32 ? 32 : 16;
+    static constexpr int rest = head_dim - first_part;
+    static constexpr int of_cluster = consumer == 0 || rest == 0 ? first_part : rest;  // the least one has no rest
     static constexpr int columns = Traits::cluster == 1          ? of_cluster
                                    : of_cluster > panel_columns ? panel_columns
                                                                 : of_cluster / 2;
     static constexpr bool staged = Traits::d_query_bytes > 0;
-    static constexpr int staging_offset = consumer * 64 * (2 * panel_columns / Traits::cluster) * 4;
+    static constexpr int staging_offset = consumer * 64 * (first_part / Traits::cluster) * 4;
 
-    const int first_column = 2 * panel_columns * consumer + (Traits::cluster == 1 ? 0 : cluster::rank() * columns);
+    const int first_column = first_part * consumer + (Traits::cluster == 1 ? 0 : cluster::rank() * columns);
     bool added = false;  // to a block before
 
     __device__ __forceinline__ int panel() const { return first_column / panel_columns; }
@@ -144,6 +146,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     float d_value[gradient_count] = {};
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
+    uint32_t factors[query_steps][4];        // the soft cap's derivative
     BlockVisit now = work.first_visit();
 
     auto start_scores = [&]() __attribute__((always_inline)) {
@@ -152,20 +155,36 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     };
     auto finish_scores = [&]() __attribute__((always_inline)) {
         wgmma::pin(scores);
-        exponentiate(scores, shared.lse(slot.stage), scale_log2);
+        const int key = first_key + warp * 16 + lane / 4;
+        if constexpr (ScoreTraits::change) {
+            exponentiate_logits(scores, factors, call, tile.batch, now.head(tile, call.shape), now.block, key,
+                                shared.lse(slot.stage));
+        } else {
+            exponentiate(scores, shared.lse(slot.stage), scale_log2);
+        }
         __syncwarp();
         if (lane == 0) release(shared.query_empty(slot.stage));
-        if (crosses(first_key, now.block, call.shape)) {
-            mask(scores, first_key + warp * 16 + lane / 4, now.block, call.shape);
-        }
+        if (crosses(first_key, now.block, call.shape)) mask(scores, key, now.block, call.shape);
         pack_operand(probabilities, scores);
     };
     auto hand_over_probabilities = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            const uint32_t(&packed)[4] = probabilities[i];
+            uint32_t packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                packed[j] = probabilities[i][j];
+                if constexpr (ScoreTraits::soft_cap && !Traits::hands_factors) {
+                    const float2 p = unpack<Traits::Element>(packed[j]), factor = unpack<Traits::Element>(factors[i][j]);
+                    packed[j] = pack<Traits::Element>(p.x * factor.x, p.y * factor.y);
+                }
+            }
             shared.exchange_rows(warp)[i * 32 + lane] = {packed[0], packed[1], packed[2], packed[3]};
+            if constexpr (Traits::hands_factors) {
+                const uint32_t(&of_step)[4] = factors[i];
+                shared.factor_rows(warp)[i * 32 + lane] = {of_step[0], of_step[1], of_step[2], of_step[3]};
+            }
         }
         named_barrier_arrive(exchange_full, 256);
     };
@@ -273,6 +292,27 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             packed[i][0] = four.x, packed[i][1] = four.y, packed[i][2] = four.z, packed[i][3] = four.w;
         }
         differentiate(d_scores, shared.delta(stage), [&](int i) { return unpack_operand(packed, i); });
+        if constexpr (ScoreTraits::bias || ScoreTraits::alibi) {
+            const int first_key = cta_first_key(tile), key = first_key + warp * 16 + lane / 4;
+            const int head = now.head(tile, call.shape);
+            if constexpr (ScoreTraits::bias) add_bias_gradient(d_scores, call, tile.batch, head, now.block, key);
+            if constexpr (ScoreTraits::alibi) {
+                add_slope_gradient(d_scores, call, tile, first_key, head, now.block, key);
+            }
+        }
+        if constexpr (Traits::hands_factors) {
+#pragma unroll
+            for (int i = 0; i < query_steps; ++i) {
+                const uint4 four = shared.factor_rows(warp)[i * 32 + lane];
+                const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 factor = unpack<Traits::Element>(words[j]);
+                    d_scores[8 * i + 2 * j] *= factor.x;
+                    d_scores[8 * i + 2 * j + 1] *= factor.y;
+                }
+            }
+        }
         __syncwarp();  // its P, which dS overwrites, is read as well
         if (lane == 0) release(shared.d_out_empty(stage));
         pack_operand(packed, d_scores);

@@ -1,6 +1,6 @@
 // The backward kernels' compile-time facts, in one struct, and the main kernel's shared-memory map.
 //
-// Defines, all set by jax_flash/cuda/backward_plan.py, the same for the three kernels of a call:
+// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries, keys and values, rounded up to a multiple of 16
 //   QUERIES, KEYS   rows of a block of queries, and of a tile of keys, that of all CTAs that share it
@@ -13,12 +13,13 @@
 //   SPAN            blocks of queries that key tiles count together
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
+// and those of scores.cuh, which only the main kernel has set.
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
+#include "constants.cuh"
 #include "pipeline.cuh"
-
-constexpr float log2_e = 1.4426950408889634f;
+#include "scores.cuh"
 
 struct Traits {
     using Element = ELEMENT;
@@ -73,6 +74,10 @@ struct Traits {
     // Who ends a CTA's turn: the warp that adds, or all threads that ask for additions by TMA, or all warps that add.
     static constexpr int turn_enders = d_query_warpgroup ? 1 : d_query_bytes > 0 ? consumers : 4 * consumers;
 
+    // The soft cap's derivative on its way to the consumer of dP, where it needs P by itself too.
+    static constexpr bool hands_factors = ScoreTraits::soft_cap && (ScoreTraits::bias || ScoreTraits::alibi);
+    static constexpr int factor_bytes = hands_factors ? d_scores_bytes : 0;
+
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
     static constexpr int gradient_bytes = split_products ? 0 : panels * descriptor::panel_bytes(64);
@@ -83,6 +88,8 @@ struct Traits {
     static_assert(cta_keys == (split_products ? 64 : 128), "a warpgroup holds one or both gradients of 64 keys");
     static_assert(cluster == 1 || (split_products && cluster == 2), "two CTAs share dQ where they split products");
     static_assert(head_dim <= 192 || cluster == 2, "next to 64 x head_dim accumulators only half of dQ fits");
+    static_assert(!ScoreTraits::change || split_products, "what becomes of scores takes registers");
+    static_assert(!split_products || head_dim >= 32, "both consumers have columns of dQ");
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
 };
 
@@ -122,8 +129,8 @@ struct SharedMemory {
     static constexpr int d_query = peer_key + Traits::peer_key_bytes;
     static constexpr int writer = d_query + Traits::sum_stages * Traits::d_query_bytes;
     static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
-    static constexpr int statistics =
-        gradients + Traits::consumers * Traits::gradient_bytes;
+    static constexpr int factors = gradients + Traits::consumers * Traits::gradient_bytes;
+    static constexpr int statistics = factors + Traits::factor_bytes;
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int barrier_count = 6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
                                          Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages;
@@ -159,6 +166,11 @@ struct SharedMemory {
     // P of a warp's 16 keys on its way to the consumer that overwrites it with their dS.
     __device__ uint4* exchange_rows(int warp) const {
         return reinterpret_cast<uint4*>(data + d_scores + warp * 16 * descriptor::row_bytes);
+    }
+
+    // The soft cap's derivatives that belong to them.
+    __device__ uint4* factor_rows(int warp) const {
+        return reinterpret_cast<uint4*>(data + factors + warp * 16 * descriptor::row_bytes);
     }
 
     __device__ uint32_t key_full() const { return base + barriers; }
