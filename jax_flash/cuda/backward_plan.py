@@ -121,9 +121,9 @@ def _padded(head_dim: int, changed: bool) -> int:
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
-    Operands are query, key, value, those of bias, mask and alibi_slopes that are there, out, lse, d_out and,
-    where the spec returns the residual, d_lse. Results are d_query, d_key and d_value; where there are bias and
-    slopes d_bias, in float32, and d_slopes, shares of it along further axes; and scratch memory.
+    Operands are query, key, value, those of bias, mask and alibi_slopes that are there, out, lse, d_out
+    and, where the spec returns the residual, d_lse. Results are d_query, d_key and d_value; where there are
+    bias and slopes, d_bias, in float32, and d_slopes, shares of it along further axes; and scratch memory.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
@@ -249,11 +249,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
             left,
             right,
-            *scores.parameters(spec, shapes),
-            *(Scalar("int64", 0) if x is None else Pointer(x.name) for x in (d_bias, d_slopes)),
             Scalar("int32", section),
             Scalar("int32", wave),
             Scalar("float32", spec.scale),
+            *scores.parameters(spec, shapes),
+            *(Scalar("int64", 0) if x is None else Pointer(x.name) for x in (d_bias, d_slopes)),
         ),
     )
     finish = Launch(

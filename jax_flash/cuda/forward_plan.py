@@ -144,10 +144,10 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             Scalar("int32", cut_tiles),
             Scalar("int32", math.ceil(n.S / shape.keys)),
             *((Pointer("pieces"), Pointer("arrived")) if cut_tiles else 2 * (Scalar("int64", 0),)),
-            *scores.parameters(spec, shapes),
-            *scores.sinks_parameters(shapes),
             # Where the scale is zero the scores are too, and any factor does.
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
+            *scores.parameters(spec, shapes),
+            *scores.sinks_parameters(shapes),
         ),
     )
     operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")))

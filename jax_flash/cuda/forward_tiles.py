@@ -76,8 +76,8 @@ TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     ),
 }
 
-# Where scores become logits by more than the scale. Smaller blocks, as that takes registers, and no turns: what
-# runs beside the tensor cores is so long that it leaves them idle in any order. Not timed yet.
+# Where scores become logits by more than the scale. Smaller blocks, as that takes registers, and no turns:
+# what runs beside the tensor cores is so long that it leaves them idle in any order. Not timed yet.
 CHANGED_TILES: dict[int, ForwardTile] = {
     128: ForwardTile(2, 96, 2, False, 1, 6),
     192: ForwardTile(2, 64, 2, False, 1, 4),

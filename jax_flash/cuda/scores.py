@@ -95,7 +95,7 @@ def _pointer_and_strides(name: str, x: jax.ShapeDtypeStruct | None) -> tuple[Par
 
 
 def gradients(operands: Operands, results: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Those of bias, alibi_slopes and sinks that are there, from the backward kernels' results by buffer name."""
+    """Those of bias, alibi_slopes and sinks that are there; `results` are the backward plan's, by name."""
     found = {}
     if operands.bias is not None:
         found["bias"] = results["d_bias"].astype(operands.bias.dtype)

@@ -117,11 +117,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int* next_job, Traits::Element* d_query, int places, int columns,  // see QueryGradient
              int* __restrict__ next_tile, int* turns, int queries, int keys, int key_heads, int group, int batch,
              int left, int right,
-             SCORE_PARAMETERS,  // see ScoreOperands
-             float* d_bias, float* d_slopes,
              int section_heads,  // see key_tile_at
              int wave,           // see place_of
-             float scale) {
+             float scale,
+             SCORE_PARAMETERS,  // see ScoreOperands
+             float* d_bias, float* d_slopes) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const Shape shape{queries, keys, key_heads, group, batch, left, right};
     const Call call{{shared_memory, shared_address(shared_memory)},

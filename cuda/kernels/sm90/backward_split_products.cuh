@@ -155,35 +155,36 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     };
     auto finish_scores = [&]() __attribute__((always_inline)) {
         wgmma::pin(scores);
-        const int key = first_key + warp * 16 + lane / 4;
         if constexpr (ScoreTraits::change) {
-            exponentiate_logits(scores, factors, call, tile.batch, now.head(tile, call.shape), now.block, key,
-                                shared.lse(slot.stage));
+            exponentiate_logits(scores, factors, call, tile.batch, now.head(tile, call.shape), now.block,
+                                first_key + warp * 16 + lane / 4, shared.lse(slot.stage));
         } else {
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
         }
         __syncwarp();
         if (lane == 0) release(shared.query_empty(slot.stage));
-        if (crosses(first_key, now.block, call.shape)) mask(scores, key, now.block, call.shape);
+        if (crosses(first_key, now.block, call.shape)) {
+            mask(scores, first_key + warp * 16 + lane / 4, now.block, call.shape);
+        }
         pack_operand(probabilities, scores);
     };
     auto hand_over_probabilities = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            uint32_t packed[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                packed[j] = probabilities[i][j];
-                if constexpr (ScoreTraits::soft_cap && !Traits::hands_factors) {
-                    const float2 p = unpack<Traits::Element>(packed[j]), factor = unpack<Traits::Element>(factors[i][j]);
-                    packed[j] = pack<Traits::Element>(p.x * factor.x, p.y * factor.y);
-                }
+            const uint32_t(&packed)[4] = probabilities[i], (&factor)[4] = factors[i];
+            uint4& there = shared.exchange_rows(warp)[i * 32 + lane];
+            if constexpr (ScoreTraits::soft_cap && !Traits::hands_factors) {
+                auto capped = [&](int j) {
+                    const float2 p = unpack<Traits::Element>(packed[j]), by = unpack<Traits::Element>(factor[j]);
+                    return pack<Traits::Element>(p.x * by.x, p.y * by.y);
+                };
+                there = {capped(0), capped(1), capped(2), capped(3)};
+            } else {
+                there = {packed[0], packed[1], packed[2], packed[3]};
             }
-            shared.exchange_rows(warp)[i * 32 + lane] = {packed[0], packed[1], packed[2], packed[3]};
             if constexpr (Traits::hands_factors) {
-                const uint32_t(&of_step)[4] = factors[i];
-                shared.factor_rows(warp)[i * 32 + lane] = {of_step[0], of_step[1], of_step[2], of_step[3]};
+                shared.factor_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
             }
         }
         named_barrier_arrive(exchange_full, 256);

@@ -224,10 +224,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             int* __restrict__ next_tile,                                    // see produce
             int whole_tiles, int cut_ctas, int cut_tiles, int tile_blocks,  // see Cut
             float* __restrict__ pieces, int* __restrict__ arrived,          // see Partials
+            float scale_log2,                                               // |scale|·log2(e)
             SCORE_PARAMETERS,                                               // see ScoreOperands
-            const float* __restrict__ sinks, int64_t sinks_batch,           // see Sinks
-            float scale_log2)                                               // |scale|·log2(e)
-{
+            const float* __restrict__ sinks, int64_t sinks_batch) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{queries, keys, query_heads, group, batch, columns, left, right};
