@@ -233,8 +233,8 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
         # With a single key dS is a difference of equals, and what is left of it is noise.
         noise = 0 if case.S > 1 or name == "value" else roundoff(case) * case.H**0.5
         if name in summed:
-            # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it, by
-            # D: an error of each row, of some roundoffs of an element of dO·O.
+            # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
+            # by way of D: an error of each row, of some roundoffs of an element of dO·O.
             noise = 15 * roundoff(case) * np.linalg.norm(want)
             noise += roundoff(case) / 2 * (case.B * case.N * case.T * case.H) ** 0.5 * (name == "bias")
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
