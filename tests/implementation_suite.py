@@ -16,19 +16,20 @@ refused.
 """
 
 import contextlib
-import dataclasses
-import os
-import secrets
+import functools
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_case import Case, draw
+from call_forms import in_form_of
+from comparison import compare
 
 import jax_flash
-from jax_flash import _dropout, _reference
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash import _device, _dispatch
 
 FEATURES = (
     "bias",  # one for each batch row, head, query and key
@@ -44,68 +45,14 @@ FEATURES = (
     "deterministic",
 )
 ODD_LENGTHS = (1, 7, 63, 65, 127, 129, 257, 1000)
-UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call, described by what it exercises (`category`) and how it differs from the usual."""
-
-    category: str
-    dtype: str
-    T: int = 129
-    S: int = 129
-    B: int = 2
-    N: int = 2
-    K: int = 2
-    H: int = 64
-    V: int | None = None
-    is_causal: bool = False
-    local_window_size: int | tuple[int | None, int | None] | None = None
-    scale: float | None = None
-    magnitude: float = 1.0  # standard deviation of query, key and value
-    features: tuple[str, ...] = ()
-
-    def __str__(self):
-        text = f"{self.category}-{self.dtype}-b{self.B}-t{self.T}-s{self.S}-h{self.N}/{self.K}-d{self.H}"
-        if self.V is not None:
-            text += f"-v{self.V}"
-        if self.is_causal:
-            text += "-causal"
-        if self.local_window_size is not None:
-            text += f"-window{self.local_window_size}".replace(" ", "")
-        if self.scale is not None:
-            text += f"-scale{self.scale}"
-        return "-".join((text, *self.features))
-
-    def spec(self) -> AttentionSpec:
-        """The call as a spec, worked out apart from what the package does."""
-        window = self.local_window_size
-        window = (window, window) if isinstance(window, int) else window or (None, None)
-        left, right = (None if side == -1 else side for side in window)
-        if self.is_causal:
-            right = 0 if right is None else min(right, 0)
-        return AttentionSpec(
-            scale=self.H**-0.5 if self.scale is None else self.scale,
-            left=left,
-            right=right,
-            logits_soft_cap=5.0 if "logits_soft_cap" in self.features else None,
-            dropout_rate=0.2 if "dropout" in self.features else 0.0,
-            return_residual=True,
-        )
-
-
-class ImplementationSuite:
-    """Subclass it in a test file; the name must start with `Test`."""
+class Implementation:
+    """How one implementation is called by a test."""
 
     implementation: str
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    lengths: tuple[int, ...] = ODD_LENGTHS
-    typical_length: int = 129  # of the cases that are about something else
-    head_dims: tuple[int, ...] = (64,)
-    heads: tuple[tuple[int, int], ...] = ((3, 1), (6, 2), (8, 1), (16, 2))  # (N, K)
-    features: tuple[str, ...] = ()
-    thorough: bool = False  # every dtype and mask for each length, head dim, …, not one in turn
+    compiler_options: dict[str, Any] | None = None
+    reports_errors: bool = True  # in `check`, by how much they exceed plain attention's; or just checks them
 
     def environment(self):
         """A context that the implementation runs in (an interpreter, an assumed device, …)."""
@@ -113,6 +60,81 @@ class ImplementationSuite:
 
     def before_run(self, nbytes: int):
         """Called before each run with about the number of bytes it writes; may poison memory."""
+
+    def refusal(self, case: Case) -> str | None:
+        """Why the implementation doesn't run the case, by its own account; None where it does."""
+        with self.environment():
+            return _dispatch.reason(self.implementation, case.spec(), case.operands(), _device.current())
+
+    def attend(self, arguments, **options):
+        return jax_flash.flash_attention(**arguments, **options, implementation=self.implementation)
+
+    def run(self, arguments, d_out, d_lse):
+        return self.program(arguments, d_out, d_lse)()
+
+    def program(self, arguments, d_out, d_lse, attend=None, return_residual=None):
+        """A function of no arguments that runs the call forward and backward.
+
+        It returns output, residual and a dict of gradients as NumPy arrays. The residual is not used in
+        the loss where `d_lse` is None, nor returned unless `return_residual` says so. `attend` may wrap
+        the method of that name.
+        """
+        attend = attend or self.attend
+        return_residual = d_lse is not None if return_residual is None else return_residual
+        static = {name: x for name, x in arguments.items() if not hasattr(x, "shape")}
+        arrays = {name: x for name, x in arguments.items() if name not in static}
+        inputs = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        others = {name: x for name, x in arrays.items() if name not in inputs}
+
+        @functools.partial(jax.jit, compiler_options=self.compiler_options)
+        def forward_and_backward(inputs, others, d_out, d_lse):
+            def loss_terms(inputs):
+                result = attend(static | others | inputs, return_residual=return_residual)
+                out, lse = result if return_residual else (result, None)
+                return (out, None if d_lse is None else lse), lse
+
+            (out, _), vjp, lse = jax.vjp(loss_terms, inputs, has_aux=True)
+            (gradients,) = vjp((d_out, d_lse))
+            return out, lse, gradients
+
+        def run():
+            self.before_run(2 * sum(x.nbytes for x in inputs.values()) + d_out.nbytes)
+            with self.environment():
+                return jax.tree.map(np.asarray, forward_and_backward(inputs, others, d_out, d_lse))
+
+        return run
+
+    def check(self, case: Case) -> dict[str, float]:
+        """Run a case in the form that it has, and compare it with the definition: `compare`'s ratios."""
+        arguments, spec, operands, d_out, d_lse = draw(case)
+        d_lse = d_lse if case.residual == "used" else None
+        attend = in_form_of(case, self.attend)
+        program = self.program(arguments, d_out, d_lse, attend, return_residual=case.residual != "absent")
+        got = program()
+        ratios = compare(case, spec, operands, d_out, d_lse, got, self.reports_errors)
+        if spec.deterministic:
+            jax.tree.map(np.testing.assert_array_equal, got, program())
+        return ratios
+
+    def check_refused(self, case: Case, reason: str | None = None):
+        """A case is refused when it is traced, and the error names the implementation or its reason."""
+        arguments, *_ = draw(case)
+        attend = in_form_of(case, self.attend)
+        said = re.escape(reason or self.implementation)
+        with self.environment(), pytest.raises(NotImplementedError, match=said):
+            jax.eval_shape(lambda: attend(arguments, return_residual=False))
+
+
+class ImplementationSuite(Implementation):
+    """Subclass it in a test file; the name must start with `Test`."""
+
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    lengths: tuple[int, ...] = ODD_LENGTHS
+    typical_length: int = 129  # of the cases that are about something else
+    head_dims: tuple[int, ...] = (64,)
+    heads: tuple[tuple[int, int], ...] = ((3, 1), (6, 2), (8, 1), (16, 2))  # (N, K)
+    features: tuple[str, ...] = ()
+    thorough: bool = False  # every dtype and mask for each length, head dim, …, not one in turn
 
     # What is run.
 
@@ -219,204 +241,8 @@ class ImplementationSuite:
     def test_refuses_what_it_does_not_claim(self, unclaimed):
         V = self.head_dims[0] // 2 if unclaimed == "value_head_dim" else None
         case = self._typical(self.dtypes[0], V=V, features=(unclaimed,))
-        arguments, *_ = draw(case)
-        with self.environment(), pytest.raises(NotImplementedError, match=self.implementation):
-            jax.eval_shape(lambda: self._attend(arguments, return_residual=False))
-
-    # How it is run.
+        self.check_refused(case)
 
     def _typical(self, dtype, **fields):
         length, H = self.typical_length, self.head_dims[0]
         return Case("typical", dtype, **{"T": length, "S": length, "H": H, **fields})
-
-    def _attend(self, arguments, **options):
-        return jax_flash.flash_attention(**arguments, **options, implementation=self.implementation)
-
-    def run(self, arguments, d_out, d_lse):
-        return self.program(arguments, d_out, d_lse)()
-
-    def program(self, arguments, d_out, d_lse):
-        """A function of no arguments that runs the call forward and backward.
-
-        It returns output, residual and a dict of gradients as NumPy arrays; no residual where
-        `d_lse` is None.
-        """
-        static = {name: x for name, x in arguments.items() if not hasattr(x, "shape")}
-        arrays = {name: x for name, x in arguments.items() if name not in static}
-        inputs = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-        others = {name: x for name, x in arrays.items() if name not in inputs}
-
-        @jax.jit
-        def forward_and_backward(inputs, others, d_out, d_lse):
-            def attend(inputs):
-                return self._attend(static | others | inputs, return_residual=d_lse is not None)
-
-            result, vjp = jax.vjp(attend, inputs)
-            (gradients,) = vjp(d_out if d_lse is None else (d_out, d_lse))
-            out, lse = (result, None) if d_lse is None else result
-            return out, lse, gradients
-
-        def run():
-            self.before_run(2 * sum(x.nbytes for x in inputs.values()) + d_out.nbytes)
-            with self.environment():
-                return jax.tree.map(np.asarray, forward_and_backward(inputs, others, d_out, d_lse))
-
-        return run
-
-
-def draw(case: Case):
-    """Fresh random inputs of a call.
-
-    Returns:
-      the arguments of `flash_attention` (NumPy arrays and static values) but for
-      `implementation` and `return_residual`; the spec and operands that they must amount to; and
-      cotangents of the output `(B, T, N, V)` and of the residual `(B, T, N)`.
-    """
-    seed = int(os.environ.get("JAX_FLASH_TEST_SEED", secrets.randbits(32)))
-    print(f"JAX_FLASH_TEST_SEED={seed} {case}")
-    generator = np.random.default_rng(seed)
-    dtype = jnp.dtype(case.dtype)
-    B, T, S, N, K, H = case.B, case.T, case.S, case.N, case.K, case.H
-    V = H if case.V is None else case.V
-
-    def normal(*shape, dtype=dtype, magnitude=1.0):
-        return (magnitude * generator.standard_normal(shape)).astype(dtype)
-
-    arguments: dict[str, Any] = {
-        "query": normal(B, T, N, H, magnitude=case.magnitude),
-        "key": normal(B, S, K, H, magnitude=case.magnitude),
-        "value": normal(B, S, K, V, magnitude=case.magnitude),
-    }
-    canonical = {}  # operands whose shape or name differs from the argument's
-    for feature in case.features:
-        match feature:
-            case "bias":
-                arguments["bias"] = normal(B, N, T, S)
-            case "bias_broadcast":
-                bias = normal(N, 1, S)
-                arguments["bias"], canonical["bias"] = bias, bias[None]
-            case "mask":
-                arguments["mask"] = generator.random((B, 1, T, S)) < 0.7
-            case "alibi_slopes":
-                slopes = generator.uniform(0.01, 0.5, N).astype(np.float32)
-                arguments["alibi_slopes"], canonical["alibi_slopes"] = slopes, slopes[None]
-            case "sinks":
-                sinks = normal(N, dtype=np.float32)
-                arguments["sinks"], canonical["sinks"] = sinks, sinks[None]
-            case "seq_lengths":
-                for name, length in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
-                    arguments[name] = generator.integers(0, length, B, np.int32, endpoint=True)
-            case "segment_ids":
-                for name, length in (("query_segment_ids", T), ("key_value_segment_ids", S)):
-                    arguments[name] = np.sort(generator.integers(0, 3, (B, length), np.int32))
-            case "dropout":
-                key = jax.random.key(int(generator.integers(2**31)))
-                arguments["dropout_key"] = key
-                canonical["dropout_seeds"] = _dropout.seeds(key, B, N)
-    operands = {name: x for name, x in arguments.items() if name != "dropout_key"} | canonical
-    spec = case.spec()
-    arguments |= {
-        "is_causal": case.is_causal,
-        "local_window_size": case.local_window_size,
-        "scale": case.scale,
-        "logits_soft_cap": spec.logits_soft_cap,
-        "dropout_rate": spec.dropout_rate,
-        "deterministic": "deterministic" in case.features,
-    }
-    d_out, d_lse = normal(B, T, N, V), normal(B, T, N, dtype=np.float32)
-    return arguments, spec, Operands(**operands), d_out, d_lse
-
-
-def compare(case, spec, operands, d_out, d_lse, got) -> dict[str, float]:
-    """Check a run against the definition in float64; the yardstick is plain attention.
-
-    Args:
-      got: output `(B, T, N, V)`, residual `(B, T, N)` or None, and a dict of gradients.
-
-    Returns:
-      for each result, its error over that of plain attention in the same dtype, where that is
-      what bounds it.
-    """
-    out, lse, gradients = got
-    transposed = None if d_lse is None else d_lse.transpose(0, 2, 1)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        references, plains = (
-            _by_name(*f(spec, operands, d_out, transposed))
-            for f in (_reference.reference_with_gradients, _reference.plain_with_gradients)
-        )
-    results = {"out": out, **{f"d_{name}": x for name, x in gradients.items()}}
-    if lse is not None:
-        assert lse.dtype == np.float32
-        results["lse"] = lse
-    assert out.dtype == operands.query.dtype
-    ratios, complaints = {}, []
-    for name, result in results.items():
-        reference, plain = references[name], plains[name]
-        if name != "out" and name != "lse":
-            argument = getattr(operands, name.removeprefix("d_"))
-            assert result.dtype == argument.dtype, name
-            reference, plain = (x.reshape(result.shape) for x in (reference, plain))
-        assert result.shape == reference.shape, name
-        empty = np.isneginf(reference)
-        if not np.array_equal(np.isneginf(result), empty):
-            complaints.append(f"{name} is -inf in other rows than the definition")
-            continue
-        result, reference, plain = (
-            np.where(empty, 0, x).astype(np.float64) for x in (result, reference, plain)
-        )
-        if not np.all(np.isfinite(result)):
-            complaints.append(f"{name} has {np.sum(~np.isfinite(result))} of {result.size} not finite")
-            continue
-        error, plain_error = np.linalg.norm(result - reference), np.linalg.norm(plain - reference)
-        floor = _floor(name, case, reference, references["lse"])
-        bound = max(2 * plain_error, floor)
-        if 2 * plain_error >= floor:
-            ratios[name] = float(error / plain_error)
-        if not error <= bound:
-            norm = np.linalg.norm(reference)
-            complaints.append(
-                f"{name}: error {error:.3g} over {bound:.3g} (of norm {norm:.3g}; plain attention "
-                f"{plain_error:.3g})"
-            )
-    assert not complaints, "; ".join(complaints)
-    return ratios
-
-
-def _by_name(out, lse, gradients):
-    named = {f"d_{f.name}": getattr(gradients, f.name) for f in dataclasses.fields(gradients)}
-    return {"out": out, "lse": lse.transpose(0, 2, 1), **named}
-
-
-def _floor(name, case, reference, lse):
-    """The error that is allowed where plain attention happens to make less.
-
-    - In the mean a number rounded to its dtype is off by up to half a unit roundoff, so a result
-      is not blamed for that much where the yardstick is exact by luck (one key: p is exactly 1). A
-      gradient of a few numbers, each a sum over a whole head of terms of both signs, may be small by
-      chance where its rounding isn't.
-    - Sums in float32 of terms that cancel leave a rest, though the true result be 0: a gradient
-      where there is one key, say. It is measured against the size of the terms. With half-precision
-      products the terms pass through the approximate base-2 exponential and the tensor cores'
-      shorter sums, a few bits worse than float32 in order. What is summed over a whole head has a
-      term for each row, of the size of dP, about sqrt(H), and for a slope times the distance.
-    - Large logits are known from their lse alone when the backward pass computes them again, and
-      `exp(x - lse)` turns the rounding of lse, absolute, into a relative error. And as one
-      probability of a row is nearly 1, its dP nearly equals D = rowsum(dO * O): what is left of
-      the difference is mostly the rounding of O to its dtype, which goes into the gradients of
-      query and key. Plain attention suffers from neither.
-    """
-    float32 = UNIT_ROUNDOFF["float32"]
-    roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
-    terms = {"out": 1, "lse": 2, "d_value": 0}.get(name, 2)  # how many large factors they have
-    size_of_terms = case.magnitude**terms * np.sqrt(reference.size)
-    noise = 2.0**-20 if case.dtype == "float32" else 2.0**-16
-    if name in ("d_alibi_slopes", "d_sinks"):
-        distance = max(case.T, case.S) if name == "d_alibi_slopes" else 1
-        size_of_terms *= distance * np.sqrt(case.B * case.T * case.H)
-        noise = 2 * float32
-    relative = 16 * roundoff if name in ("d_alibi_slopes", "d_sinks") else roundoff / 2
-    if case.category == "large" and name.startswith("d_"):
-        relative = max(relative, float32 * np.max(np.abs(lse), initial=0, where=np.isfinite(lse)))
-        if name != "d_value":
-            noise = max(noise, roundoff / 2)
-    return max(relative * np.linalg.norm(reference), noise * size_of_terms)

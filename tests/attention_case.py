@@ -1,0 +1,197 @@
+"""A call of `flash_attention` as a test describes it, and random inputs for it."""
+
+import dataclasses
+import math
+import os
+import secrets
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _dropout
+from jax_flash._spec import AttentionSpec, Operands
+
+CANONICAL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "sinks": 2}  # where arguments may have less
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call, described by what it exercises (`category`) and how it differs from the usual."""
+
+    category: str
+    dtype: str
+    T: int = 129
+    S: int = 129
+    B: int = 2
+    N: int = 2
+    K: int = 2
+    H: int = 64
+    V: int | None = None
+    is_causal: bool = False
+    local_window_size: int | tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    magnitude: float = 1.0  # standard deviation of query, key and value
+    features: tuple[str, ...] = ()  # of FEATURES; one that comes in several forms may name it: "mask:B11S"
+    batch_axes: int = 1  # leading axes that the B batch rows are cut into: none (of B = 1), one or two
+    bias_dtype: str | None = None  # None for query's
+    transform: str = "jit"  # what is around the call, see call_forms.py
+    residual: str = "used"  # in the loss; or "unused" there, or "absent": not returned
+    seed: int | None = None  # of the inputs; None for fresh ones
+
+    def __str__(self):
+        text = f"{self.category}-{self.dtype}-b{self.B}-t{self.T}-s{self.S}-h{self.N}/{self.K}-d{self.H}"
+        if self.V is not None:
+            text += f"-v{self.V}"
+        if self.is_causal:
+            text += "-causal"
+        if self.local_window_size is not None:
+            text += f"-window{self.local_window_size}".replace(" ", "")
+        if self.scale is not None:
+            text += f"-scale{self.scale}"
+        text = "-".join((text, *self.features))
+        if self.bias_dtype is not None:
+            text += f"-bias_{self.bias_dtype}"
+        if self.batch_axes != 1:
+            text += f"-batch_axes{self.batch_axes}"
+        if self.transform != "jit":
+            text += f"-{self.transform}"
+        if self.residual != "used":
+            text += f"-residual_{self.residual}"
+        return text
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The leading axes that the call has."""
+        return ((), (self.B,), (2, self.B // 2))[self.batch_axes]
+
+    @property
+    def rows_of_a_call(self) -> int:
+        """Batch rows that one call sees: fewer than B where a transform goes over the first axis."""
+        return math.prod(self.batch_shape[1:]) if self.transform in ("vmap", "scan") else self.B
+
+    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of the call as `flash_attention` takes them, but for dropout's key.
+
+        The forms of a feature: for bias and mask their axes, "1" in the place of one to broadcast, for
+        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone.
+        """
+        sizes = {"1": 1, **{letter: getattr(self, letter) for letter in "BTSNKH"}, "V": self.V or self.H}
+        arrays: dict[str, tuple[str, Any]] = {
+            "query": ("BTNH", self.dtype),
+            "key": ("BSKH", self.dtype),
+            "value": ("BSKV", self.dtype),
+        }
+        for feature in self.features:
+            name, _, form = feature.partition(":")
+            match name:
+                case "bias":
+                    arrays["bias"] = form or "BNTS", self.bias_dtype or self.dtype
+                case "bias_broadcast":
+                    arrays["bias"] = "N1S", self.bias_dtype or self.dtype
+                case "mask":
+                    arrays["mask"] = form or "B1TS", bool
+                case "alibi_slopes":
+                    arrays["alibi_slopes"] = form or "N", np.float32
+                case "sinks":
+                    arrays["sinks"] = "N", np.float32
+                case "seq_lengths":
+                    for side in ("query", "key_value"):
+                        if form in ("", side):
+                            arrays[f"{side}_seq_lengths"] = "B", np.int32
+                case "segment_ids":
+                    arrays["query_segment_ids"] = "BT", np.int32
+                    arrays["key_value_segment_ids"] = "BS", np.int32
+        return {
+            name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), jnp.dtype(dtype))
+            for name, (axes, dtype) in arrays.items()
+        }
+
+    def operands(self) -> Operands[jax.ShapeDtypeStruct]:
+        """The operands that the call must amount to, as shapes."""
+        shapes = {
+            name: jax.ShapeDtypeStruct(_canonical(name, x.shape), x.dtype)
+            for name, x in self.arrays().items()
+        }
+        if "dropout" in self.features:
+            shapes["dropout_seeds"] = jax.ShapeDtypeStruct((self.B, self.N, 2), np.dtype("uint32"))
+        return Operands(**shapes)
+
+    def spec(self) -> AttentionSpec:
+        """The call as a spec, worked out apart from what the package does."""
+        window = self.local_window_size
+        window = (window, window) if isinstance(window, int) else window or (None, None)
+        left, right = (None if side == -1 else side for side in window)
+        if self.is_causal:
+            right = 0 if right is None else min(right, 0)
+        return AttentionSpec(
+            scale=self.H**-0.5 if self.scale is None else self.scale,
+            left=left,
+            right=right,
+            logits_soft_cap=5.0 if "logits_soft_cap" in self.features else None,
+            dropout_rate=0.2 if "dropout" in self.features else 0.0,
+            deterministic="deterministic" in self.features,
+            return_residual=self.residual != "absent",
+        )
+
+
+def draw(case: Case):
+    """Fresh random inputs of a call.
+
+    Returns:
+      the arguments of `flash_attention` (NumPy arrays and static values) but for
+      `implementation` and `return_residual`; the spec and operands that they must amount to; and
+      cotangents of the output `(B, T, N, V)` and of the residual `(B, T, N)`.
+    """
+    seed = case.seed
+    if seed is None:
+        seed = int(os.environ.get("JAX_FLASH_TEST_SEED", secrets.randbits(32)))
+        print(f"JAX_FLASH_TEST_SEED={seed} {case}")
+    generator = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+
+    def normal(shape, dtype=dtype, magnitude=1.0):
+        return (magnitude * generator.standard_normal(shape)).astype(dtype)
+
+    arguments: dict[str, Any] = {}
+    for name, x in case.arrays().items():
+        match name:
+            case "query" | "key" | "value":
+                arguments[name] = normal(x.shape, magnitude=case.magnitude)
+            case "bias" | "sinks":
+                arguments[name] = normal(x.shape, x.dtype)
+            case "mask":
+                mask = generator.random(x.shape) < 0.7
+                arguments[name] = mask | ~mask.any()  # as nothing is to be seen of a call that sees nothing
+            case "alibi_slopes":
+                arguments[name] = generator.uniform(0.01, 0.5, x.shape).astype(x.dtype)
+            case "query_seq_lengths" | "key_value_seq_lengths":
+                longest = case.T if name == "query_seq_lengths" else case.S
+                lengths = generator.integers(0, longest, x.shape, x.dtype, endpoint=True)
+                lengths[-1] = max(lengths[-1], longest - longest // 2)  # nor where all are short
+                arguments[name] = lengths
+            case "query_segment_ids" | "key_value_segment_ids":
+                arguments[name] = np.sort(generator.integers(0, 3, x.shape, x.dtype))
+    operands = {name: x.reshape(_canonical(name, x.shape)) for name, x in arguments.items()}
+    if "dropout" in case.features:
+        arguments["dropout_key"] = key = jax.random.key(int(generator.integers(2**31)))
+        # Rows of one call have seeds of their own; a call that is made again with the same key has the same.
+        seeds = _dropout.seeds(key, case.rows_of_a_call, case.N)
+        operands["dropout_seeds"] = np.tile(seeds, (case.B // case.rows_of_a_call, 1, 1))
+    spec = case.spec()
+    arguments |= {
+        "is_causal": case.is_causal,
+        "local_window_size": case.local_window_size,
+        "scale": case.scale,
+        "logits_soft_cap": spec.logits_soft_cap,
+        "dropout_rate": spec.dropout_rate,
+        "deterministic": spec.deterministic,
+    }
+    rows = case.B, case.T, case.N
+    d_out, d_lse = normal((*rows, case.V or case.H)), normal(rows, np.float32)
+    return arguments, spec, Operands(**operands), d_out, d_lse
+
+
+def _canonical(name, shape):
+    return (1,) * (CANONICAL_RANK.get(name, 0) - len(shape)) + shape

@@ -1,0 +1,128 @@
+"""What a run gave against the definition in float64; the yardstick is plain attention."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jax_flash import _reference
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, float]:
+    """Check a run against the definition in float64; the yardstick is plain attention.
+
+    Args:
+      got: output `(B, T, N, V)`, residual `(B, T, N)` or None, and a dict of gradients.
+      ratios: whether plain attention is run where `_floor` accepts all results anyway.
+
+    Returns:
+      for each result, its error over that of plain attention in the same dtype, where that is
+      what bounds it.
+    """
+    out, lse, gradients = got
+    results = {"out": out, **{f"d_{name}": x for name, x in gradients.items()}}
+    if lse is not None:
+        assert lse.dtype == np.float32
+        results["lse"] = lse
+    assert out.dtype == operands.query.dtype
+    references = _results_of(_reference.reference_with_gradients, spec, operands, d_out, d_lse)
+    errors, floors, complaints = {}, {}, []
+    for name, result in results.items():
+        reference = references[name]
+        if name != "out" and name != "lse":
+            argument = getattr(operands, name.removeprefix("d_"))
+            assert result.dtype == argument.dtype, name
+            reference = reference.reshape(result.shape)
+        assert result.shape == reference.shape, name
+        if not np.array_equal(np.isneginf(result), np.isneginf(reference)):
+            complaints.append(f"{name} is -inf in other rows than the definition")
+            continue
+        result, reference = _finite(result), _finite(reference)
+        if not np.all(np.isfinite(result)):
+            complaints.append(f"{name} has {np.sum(~np.isfinite(result))} of {result.size} not finite")
+            continue
+        errors[name] = np.linalg.norm(result - reference)
+        floors[name] = _floor(name, case, spec, reference, references, d_out)
+    if ratios or any(errors[name] > floors[name] for name in errors):
+        plains = _results_of(_reference.plain_with_gradients, spec, operands, d_out, d_lse)
+    else:
+        plains = {}
+    over_plain = {}
+    for name in errors.keys() & plains.keys():
+        error, floor, reference = errors[name], floors[name], _finite(references[name])
+        plain_error = np.linalg.norm(_finite(plains[name]) - reference)
+        bound = max(2 * plain_error, floor)
+        if 2 * plain_error >= floor:
+            over_plain[name] = float(error / plain_error)
+        if not error <= bound:
+            norm = np.linalg.norm(reference)
+            complaints.append(
+                f"{name}: error {error:.3g} over {bound:.3g} (of norm {norm:.3g}; plain attention "
+                f"{plain_error:.3g})"
+            )
+    assert not complaints, "; ".join(complaints)
+    return over_plain
+
+
+def _results_of(attention, spec, operands, d_out, d_lse):
+    """Output, residual and gradients by name, the residual as `(B, T, N)`."""
+    d_lse = None if d_lse is None else d_lse.transpose(0, 2, 1)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        out, lse, gradients = attention(spec, operands, d_out, d_lse)
+    named = {f"d_{f.name}": getattr(gradients, f.name) for f in dataclasses.fields(gradients)}
+    return {"out": out, "lse": lse.transpose(0, 2, 1), **named}
+
+
+def _finite(x):
+    return np.where(np.isneginf(x), 0, x).astype(np.float64)
+
+
+def _floor(name, case, spec, reference, references, d_out):
+    """The error that is allowed where plain attention happens to make less.
+
+    - In the mean a number rounded to its dtype is off by up to half a unit roundoff, so a result
+      is not blamed for that much where the yardstick is exact by luck (one key: p is exactly 1). A
+      gradient of a few numbers, each a sum over a whole head of terms of both signs, may be small by
+      chance where its rounding isn't.
+    - Sums in float32 of terms that cancel leave a rest, though the true result be 0: a gradient
+      where there is one key, say. It is measured against the size of the terms. With half-precision
+      products the terms pass through the approximate base-2 exponential and the tensor cores'
+      shorter sums, a few bits worse than float32 in order. What is summed over a whole head has a
+      term for each row, of the size of dP, about sqrt(V), and for a slope times the distance.
+    - Large logits are known from their lse alone when the backward pass computes them again, and
+      `exp(x - lse)` turns the rounding of lse, absolute, into a relative error. And as one
+      probability of a row is nearly 1, its dP nearly equals D = rowsum(dO * O): what is left of
+      the difference is mostly the rounding of O to its dtype, which goes into the gradients of
+      query and key. Plain attention suffers from neither.
+    - The rounding of O goes into D = rowsum(dO * O) and from there into the gradients of logits, whose
+      own size is below that of their terms where a row has few keys: one key's gradient is 0. A bias
+      has the sum over a row, or over many, where it is broadcast.
+    """
+    float32 = UNIT_ROUNDOFF["float32"]
+    roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
+    terms = {"out": 1, "lse": 2, "d_value": 0}.get(name, 2)  # how many large factors they have
+    size_of_terms = case.magnitude**terms * np.sqrt(reference.size)
+    rows = case.B * case.N * case.T
+    if name == "d_key":  # each row adds to it, and with few keys many rows to each
+        size_of_terms = max(size_of_terms, case.magnitude**terms * np.sqrt(rows * case.H))
+    noise = 2.0**-20 if case.dtype == "float32" else 2.0**-16
+    if name in ("d_alibi_slopes", "d_sinks"):
+        distance = max(case.T, case.S) if name == "d_alibi_slopes" else 1
+        size_of_terms *= distance * np.sqrt(case.B * case.T * max(case.H, case.V or case.H))
+        noise = 4 * float32
+    if name == "d_bias":
+        size_of_terms = case.magnitude**terms * np.sqrt(rows * case.S)
+    relative = 16 * roundoff if name in ("d_alibi_slopes", "d_sinks") else roundoff / 2
+    if case.category == "large" and name.startswith("d_"):
+        lse = references["lse"]
+        relative = max(relative, float32 * np.max(np.abs(lse), initial=0, where=np.isfinite(lse)))
+        if name != "d_value":
+            noise = max(noise, roundoff / 2)
+    rounding_of_d = 0.0
+    if name in ("d_bias", "d_query", "d_key"):
+        rounding_of_d = roundoff * np.linalg.norm(references["out"] * np.asarray(d_out, np.float64))
+    if name in ("d_query", "d_key"):
+        rounding_of_d *= abs(spec.scale) * np.sqrt(case.H) * case.magnitude
+    return max(relative * np.linalg.norm(reference), noise * size_of_terms, rounding_of_d)
