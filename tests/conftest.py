@@ -1,9 +1,17 @@
-"""What every test starts from.
+"""What every test starts from, and what implementations refused.
 
 Eight virtual CPU devices, so that sharding is tested on any machine. The number is fixed before
 JAX starts its backends, and concerns the CPU alone: where there is a GPU it stays JAX's default.
 """
 
 import jax
+from refusals import count_refused
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for name, reasons in count_refused(terminalreporter.getreports("passed")).items():
+        terminalreporter.section(f"refused by {name}, as it says: {reasons.total()} calls")
+        for reason, times in reasons.most_common():
+            terminalreporter.write_line(f"{times:5} {reason}")

@@ -7,9 +7,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pairwise_suite
 import pytest
 from implementation_suite import FEATURES, ImplementationSuite
 from jax.sharding import PartitionSpec as P
+from pairwise_suite import PairwiseSuite
+from small_blocks import small_blocks
 
 from jax_flash import _dropout, _reference, xla
 from jax_flash._device import CPU, H100
@@ -17,12 +20,10 @@ from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.xla import blocks
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Blocks so small that a short sequence has many, and none divides an odd length."""
-    monkeypatch.setattr(blocks, "QUERIES_PER_BLOCK", 32)
-    monkeypatch.setattr(blocks, "QUERIES_AT_LEAST", 32)
-    monkeypatch.setattr(blocks, "KEYS_PER_BLOCK", 48)
+@pytest.fixture(name="small_blocks")
+def in_small_blocks():
+    with small_blocks():
+        yield
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -34,6 +35,20 @@ class TestXla(ImplementationSuite):
     head_dims = (40,)
     heads = ((3, 1), (8, 2))
     features = FEATURES
+
+
+class TestXlaPairwise(PairwiseSuite):
+    implementation = "xla"
+    dtypes = ("float32", "bfloat16", "float16")
+    # Most of the time goes into compiling: without optimisation half as much.
+    compiler_options = {"xla_backend_optimization_level": 0}  # noqa: RUF012
+    reports_errors = False
+
+    def environment(self):
+        return small_blocks()
+
+    def test_refuses_nothing(self):
+        assert pairwise_suite.cases(self, self.factors())[1] == []
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jaxlib
 import pytest
+from refusals import count_refused
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -106,10 +107,10 @@ def environment() -> dict[str, str]:
 
 
 def summarise(reports) -> dict:
-    """Counts, the worst error by implementation and category, and what the sanitizer said.
+    """Counts, what was refused, the worst error by implementation and category, what the sanitizer said.
 
     Errors are multiples of plain attention's error in the same dtype on the same inputs, where that is
-    what bounds them (see `_floor` in implementation_suite.py).
+    what bounds them (see `_floor` in comparison.py).
     """
     outcomes = [r.outcome for r in reports]
     worst: dict[str, dict[str, float]] = {}
@@ -127,6 +128,7 @@ def summarise(reports) -> dict:
         "counts": {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
         "failed": failed,
         "skipped": sorted(skipped),
+        "refused": count_refused(reports),
         "worst_error_over_plain": worst,
         "sanitizer": sanitizer or "not run",
     }
