@@ -8,6 +8,7 @@ import numpy as np
 from jax_flash import _reference
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+MANY = 256  # numbers, that plain attention's error in them isn't small by luck
 
 
 def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, float]:
@@ -53,8 +54,9 @@ def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, f
     for name in errors.keys() & plains.keys():
         error, floor, reference = errors[name], floors[name], _finite(references[name])
         plain_error = np.linalg.norm(_finite(plains[name]) - reference)
-        bound = max(2 * plain_error, floor)
-        if 2 * plain_error >= floor:
+        multiple = 2 if reference.size >= MANY else 4
+        bound = max(multiple * plain_error, floor)
+        if multiple * plain_error >= floor:
             over_plain[name] = float(error / plain_error)
         if not error <= bound:
             norm = np.linalg.norm(reference)
@@ -105,8 +107,8 @@ def _floor(name, case, spec, reference, references, d_out):
     terms = {"out": 1, "lse": 2, "d_value": 0}.get(name, 2)  # how many large factors they have
     size_of_terms = case.magnitude**terms * np.sqrt(reference.size)
     rows = case.B * case.N * case.T
-    if name == "d_key":  # each row adds to it, and with few keys many rows to each
-        size_of_terms = max(size_of_terms, case.magnitude**terms * np.sqrt(rows * case.H))
+    if name in ("d_key", "d_value"):  # each row adds to them, and with few keys many rows to each
+        size_of_terms = max(size_of_terms, case.magnitude**terms * np.sqrt(rows * reference.shape[-1]))
     noise = 2.0**-20 if case.dtype == "float32" else 2.0**-16
     if name in ("d_alibi_slopes", "d_sinks"):
         distance = max(case.T, case.S) if name == "d_alibi_slopes" else 1
