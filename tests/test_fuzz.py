@@ -36,7 +36,7 @@ def test_a_fault_of_two_features_together_is_found_and_made_small(monkeypatch, c
     assert status == 1
     said = capsys.readouterr().out
     assert "--seed 0" in said and "  no dropout of bfloat16 → " in said and "  no segments → 1\n" in said
-    assert "AssertionError: lse: error" in said
+    assert "AssertionError: " in said and "lse: error" in said
     again = said.splitlines()[-1].partition("--case '")[2].removesuffix("'")
     case = fuzz.from_json(again)
     assert str(case) == f"{Case('fuzz', 'float32', T=7, S=7, H=16)}-logits_soft_cap-sinks"
