@@ -62,6 +62,11 @@ class Case:
         return text
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether a program put its values together, whatever numbers they make."""
+        return self.category in ("pairs", "fuzz")
+
+    @property
     def batch_shape(self) -> tuple[int, ...]:
         """The leading axes that the call has."""
         return ((), (self.B,), (2, self.B // 2))[self.batch_axes]
