@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import compare
 from attention_case import Case, draw
 from call_forms import in_form_of
-from comparison import compare
 
 import jax_flash
 from jax_flash import _device, _dispatch
