@@ -26,9 +26,8 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
             return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
         whole = (n.B, n.N, n.T, n.S)
         if spec.deterministic and shapes.bias.shape != whole:
-            return (
-                f"bias has shape {shapes.bias.shape}, and is broadcast; with deterministic=True it may be {whole}"
-            )
+            got = shapes.bias.shape
+            return f"bias has shape {got}, and is broadcast; with deterministic=True it may be {whole}"
     if handed_factors(spec, shapes) and n.H > MAX_HANDED_HEAD_DIM:
         return (
             f"logits_soft_cap together with bias or alibi_slopes is supported up to head dim "
