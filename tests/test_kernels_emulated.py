@@ -39,6 +39,8 @@ class Case:
     mask: str | None = None  # as bias
     alibi: str | None = None  # its axes: BN or 1N
     sinks: str | None = None
+    lengths: str = ""  # "q", "k" or "qk": which there are
+    segments: str | None = None  # "sorted", as packed sequences have them; or in no order
 
     def __str__(self):
         return "-".join(
@@ -69,9 +71,26 @@ SCORES = (
         H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"
     ),
 )
+# What queries see is data: batch rows shorter than the arrays, or with nothing at all; segments.
+BOUNDS = (
+    Case(H=64, T=200, S=300, N=2, B=3, lengths="qk", return_residual=True),
+    Case(H=128, T=300, S=200, N=4, K=2, B=3, lengths="qk", right=0),
+    Case(H=128, T=130, S=300, B=3, lengths="k"),
+    Case(H=80, T=300, S=70, N=2, B=3, lengths="q", right=0, dtype="float16"),
+    Case(H=256, T=150, S=300, N=2, B=3, lengths="qk", left=60, right=20),
+    Case(H=192, T=100, S=200, N=4, K=1, B=3, lengths="qk"),
+    Case(H=128, T=10, S=300, N=8, K=2, B=4, lengths="k", right=0),  # whose heads share a tile
+    Case(H=96, T=129, S=200, N=2, B=3, lengths="qk", alibi="BN", mask="B11S", right=0),
+    Case(H=128, T=400, S=400, N=2, segments="sorted", right=0, B=2),
+    Case(H=64, T=300, S=700, N=2, segments="sorted", return_residual=True),
+    Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
+    Case(H=256, T=200, S=260, segments="sorted", right=0, dtype="float16"),
+    Case(H=192, T=300, S=200, N=2, segments="sorted", lengths="qk", B=2, soft_cap=3.0, sinks="BN"),
+)
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     *SCORES,
+    *BOUNDS,
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
     Case(H=40, T=1, S=1, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -105,6 +124,12 @@ IN_TURNS = (
     (Case(H=256, T=300, S=300, right=0), 4),
     (Case(H=64, T=200, S=300, right=0, N=4, K=2, alibi="BN", mask="1NTS"), 5),
     (Case(H=192, T=150, S=200, N=2, bias="BNTS", soft_cap=3.0), 6),
+    (Case(H=64, T=300, S=400, N=2, B=3, lengths="qk"), 4),
+    (Case(H=128, T=300, S=300, N=2, B=3, lengths="qk", right=0), 4),
+    (Case(H=256, T=200, S=300, B=3, lengths="qk", right=0), 6),
+    (Case(H=128, T=500, S=500, N=2, segments="sorted", right=0), 4),
+    (Case(H=64, T=300, S=400, N=3, segments="mixed"), 4),
+    (Case(H=192, T=300, S=400, N=3, segments="sorted"), 6),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
@@ -112,6 +137,7 @@ IN_TURNS = (
 )
 FORWARD = (
     *SCORES,
+    *BOUNDS,
     Case(H=64, T=300, S=130, N=2),
     Case(H=64, T=200, S=300, right=0, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -134,7 +160,8 @@ def emulator(tmp_path_factory):
 
 def check_forward(case, device, emulator):
     spec, operands, _, _, seed = draw(case)
-    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    present = operands.present() | forward_plan.bounds_operands(spec, operands)
+    arrays = {name: np.asarray(x) for name, x in present.items()}
     results = emulator.run(plan_forward(spec, shapes_of(operands), device), arrays, seed)
     out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(operands.query.shape))
     got = results["out"].astype(np.float64)
@@ -220,7 +247,8 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
     device = dataclasses.replace(H100, sm_count=multiprocessors)
     spec, operands, d_out, d_lse, seed = draw(case)
     out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
-    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    present = operands.present() | backward_plan.bounds_operands(spec, operands)
+    arrays = {name: np.asarray(x) for name, x in present.items()}
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
     plan = plan_backward(spec, shapes_of(operands), device)
     results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
@@ -231,7 +259,8 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
         assert got.shape == want.shape and np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
         # With a single key dS is a difference of equals, and what is left of it is noise.
-        noise = 0 if case.S > 1 or name == "value" else roundoff(case) * case.H**0.5
+        single = case.S == 1 or "k" in case.lengths or case.segments is not None
+        noise = roundoff(case) * case.H**0.5 if single and name != "value" else 0
         if name in summed:
             # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
             # by way of D: an error of each row, of some roundoffs of an element of dO·O.
@@ -295,6 +324,14 @@ def draw(case):
         others["alibi_slopes"] = of_axes(case.alibi) / 20
     if case.sinks is not None:
         others["sinks"] = of_axes(case.sinks)
+    for letter, name, length in (("q", "query", case.T), ("k", "key_value", case.S)):
+        if letter in case.lengths:
+            rows = random.integers(1, length, size=case.B, endpoint=True)
+            rows[random.integers(case.B)] = random.choice((0, length))
+            others[f"{name}_seq_lengths"] = rows.astype(np.int32)
+        if case.segments is not None:
+            ids = random.integers(-2, 4, size=(case.B, length)).astype(np.int32)
+            others[f"{name}_segment_ids"] = np.sort(ids) if case.segments == "sorted" else ids
     d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
     spec = AttentionSpec(
         case.H**-0.5,

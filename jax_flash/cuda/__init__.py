@@ -14,17 +14,10 @@ from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
 from jax_flash.cuda import backward_plan, call, compile, forward_plan, scores
 from jax_flash.cuda.launch_plan import LaunchPlan
-from jax_flash.cuda.window import binding_window
 
 name = "cuda"
 
 MAX_HEAD_DIM = 256
-_UNSUPPORTED_OPERANDS = (
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-)
 
 
 def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str | None:
@@ -37,9 +30,6 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         )
     if nvrtc_missing := _nvrtc_missing():
         return nvrtc_missing
-    for operand in _UNSUPPORTED_OPERANDS:
-        if getattr(shapes, operand) is not None:
-            return f"{operand} is not supported"
     if spec.dropout_rate > 0:
         return "dropout_rate > 0 is not supported"
     n = sizes(shapes)
@@ -73,7 +63,7 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     n = sizes(shapes)
     head_dim = forward_plan.padded_head_dim(n.H)
     changed = scores.changed(spec, shapes)
-    ahead = forward_plan.tile(head_dim, binding_window(spec, n), n, changed)
+    ahead = forward_plan.schedule(spec, shapes).tile
     back = backward_plan.tile(head_dim, changed)
     return (
         f"sm_90 kernels for head dim {head_dim}: forward {ahead.rows} queries × {ahead.keys} keys, "
@@ -84,7 +74,8 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    results = _call("jax_flash_forward", plan, operands.present())
+    arrays = operands.present() | forward_plan.bounds_operands(spec, operands)
+    results = _call("jax_flash_forward", plan, arrays)
     return results["out"], results["lse"]
 
 
@@ -98,7 +89,8 @@ def backward(
 ) -> Gradients:
     """Gradients of what is differentiable; `d_lse (B, N, T)` is None where lse was not returned."""
     plan = backward_plan.plan_backward(spec, shapes_of(operands), current())
-    arrays = operands.present() | {"out": out, "lse": lse, "d_out": d_out}
+    arrays = operands.present() | backward_plan.bounds_operands(spec, operands)
+    arrays |= {"out": out, "lse": lse, "d_out": d_out}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
     results = _call("jax_flash_backward", plan, arrays)

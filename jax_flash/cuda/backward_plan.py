@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import scores
+from jax_flash.cuda import bounds, scores
 from jax_flash.cuda.backward_walk import (
     every_query_sees_a_key,
     section_heads,
@@ -118,11 +118,21 @@ def _padded(head_dim: int, changed: bool) -> int:
     return max(padded_head_dim(head_dim), 32 if changed else 0)  # both consumers have columns of dQ
 
 
+def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """What the plan's main kernel reads of an `Operands` with bounds, by name."""
+    if not bounds.has_bounds(operands):
+        return {}
+    n = sizes(operands)
+    changed = scores.changed(spec, operands)
+    shape = tile(_padded(n.H, changed), changed)
+    return bounds.backward_operands(spec, operands, shape.queries, shape.keys, _SPAN)
+
+
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
-    Operands are query, key, value, those of bias, mask and alibi_slopes that are there, out, lse, d_out
-    and, where the spec returns the residual, d_lse. Results are d_query, d_key and d_value; where there are
+    Operands are query, key, value, those of bias, mask and alibi_slopes that are there, what
+    `bounds_operands` gives, out, lse, d_out and, where the spec returns the residual, d_lse. Results are d_query, d_key and d_value; where there are
     bias and slopes, d_bias, in float32, and d_slopes, shares of it along further axes; and scratch memory.
     """
     n = sizes(shapes)
@@ -136,6 +146,9 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)
+    limits = bounds.backward_buffers(shapes, shape.queries, shape.keys, _SPAN)
+    bounded = bool(limits)
+    tiles_alike = window.unbounded and not bounded
 
     def kernel(source: str, entry: str, shape: BackwardTile = shape, is_main: bool = False) -> Kernel:
         defines = (
@@ -151,6 +164,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("TURN_STAGES", shape.turn_stages),
             ("SPAN", _SPAN),
             ("DETERMINISTIC", int(is_main and spec.deterministic)),
+            *(bounds.defines(shapes) if is_main else bounds.NO_DEFINES),
             *(scores.defines(spec, shapes) if is_main else scores.NO_DEFINES),
             ("SHARED_BYTES", shape.shared_bytes(head_dim)),
         )
@@ -177,12 +191,15 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     key_heads = n.B * n.K
     head_bytes = n.T * head_dim * (2 + 2 + 4)
     if spec.deterministic:
-        section = section_heads_in_turns(key_heads, n.group * head_bytes, window.unbounded)
+        section = section_heads_in_turns(key_heads, n.group * head_bytes, tiles_alike)
     else:
         section = section_heads(seen, key_heads, n.group, head_bytes, workers)
     # Sums that are added to in turns have all a place, and a kernel of its own writes dQ.
     counted = not shape.split_products and not spec.deterministic
-    places = sum_places(seen, key_heads, n.group, section, workers) if counted else n.B * n.N
+    places = n.B * n.N
+    if counted:
+        # More heads are under way where much of each is passed over.
+        places = sum_places(seen, key_heads, n.group, section, workers * (4 if bounded else 1))
     sums = Buffer("d_query_sums", (places, query_blocks, shape.queries * head_dim), "float32")
     counts = (
         Buffer("arrived", (n.B, n.N, math.ceil(query_blocks / _SPAN)), "int32"),
@@ -200,13 +217,13 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     # Persistent CTAs take tiles from a counter, but for those that wait for a whole wave of others. Split
     # products can load nothing of the next tile beside the end of one, and each tile has its CTAs.
     ctas = tiles if shape.split_products else min(tiles, device.sm_count)
-    by_stride = spec.deterministic and window.unbounded
+    by_stride = spec.deterministic and tiles_alike
     counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not by_stride else ()
     next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
     turns = (Buffer("turns", (n.B, n.N, query_blocks), "int32"),) if spec.deterministic else ()
     turns_parameter = Pointer("turns") if turns else Scalar("int64", 0)
     # Tiles at work at once, each seeing all blocks.
-    wave = min(tiles, workers) if spec.deterministic and window.unbounded else 0
+    wave = min(tiles, workers) if spec.deterministic and tiles_alike else 0
 
     prepare = Launch(
         kernel=kernel("sm90/backward_prepare.cu", "backward_prepare"),
@@ -221,7 +238,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("statistics"),
             *sums_parameters,
             # The first tile in turn puts its share there, where there is one.
-            Scalar("int32", 0 if in_turns and every_query_sees_a_key(n, window) else places),
+            Scalar("int32", 0 if in_turns and not bounded and every_query_sees_a_key(n, window) else places),
             next_tile,
             turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
@@ -254,6 +271,15 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Scalar("float32", spec.scale),
             *scores.parameters(spec, shapes),
             *(Scalar("int64", 0) if x is None else Pointer(x.name) for x in (d_bias, d_slopes)),
+            *bounds.parameters(
+                limits,
+                "key_queries",
+                "group_blocks",
+                "tile_blocks",
+                "block_tiles",
+                "span_tiles",
+                *bounds.SEGMENTS,
+            ),
         ),
     )
     finish = Launch(
@@ -270,7 +296,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     added_to = tuple(x for x in (d_bias, d_slopes) if x is not None)
     scratch = (statistics, sums, *(counts if counted else ()), *counter, *turns)
-    operands = (query, key, value, *scores.buffers(shapes), out, lse, d_out)
+    operands = (query, key, value, *scores.buffers(shapes), *limits, out, lse, d_out)
     return LaunchPlan(
         operands=(*operands, d_lse) if spec.return_residual else operands,
         results=(d_query, d_key, d_value, *added_to, *scratch),

@@ -1,12 +1,13 @@
 """Launch plans of the forward pass."""
 
+import dataclasses
 import math
 
 import jax
 
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
-from jax_flash.cuda import scores
+from jax_flash._spec import AttentionSpec, Operands, Sizes, shapes_of, sizes
+from jax_flash.cuda import bounds, scores
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
@@ -19,7 +20,7 @@ from jax_flash.cuda.forward_tiles import (
     tile,
 )
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap, Zero
-from jax_flash.cuda.window import Window, binding_window
+from jax_flash.cuda.window import UNBOUNDED, Window, binding_window
 
 # Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside
 # what else passes through it.
@@ -45,13 +46,38 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
     n = sizes(shapes)
     window = binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
-    cuts = (False, True) if can_cut(head_dim, window) else (False,)
+    bounded = bounds.has_bounds(shapes)
+    cuts = (False, True) if can_cut(head_dim, window) and not bounded else (False,)
     return [
         _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
-        for choice in choices(head_dim, window, scores.changed(spec, shapes))
-        for heads in packs(n.group, choice.tile.rows)
+        for choice in choices(head_dim, window, scores.changed(spec, shapes), bounded)
+        for heads in packs(n.group, 64 if bounded else choice.tile.rows)
         for cut in cuts
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What decides on everything else in a call."""
+
+    tile: ForwardTile
+    pack: int  # query heads that share a tile
+
+
+def schedule(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Schedule:
+    n = sizes(shapes)
+    bounded = bounds.has_bounds(shapes)
+    changed = scores.changed(spec, shapes)
+    chosen = tile(padded_head_dim(n.H), binding_window(spec, n), n, changed, bounded)
+    return Schedule(chosen, pack(n, chosen.rows, bounded))
+
+
+def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """What the plan's kernel reads of an `Operands` with bounds, by name."""
+    if not bounds.has_bounds(operands):
+        return {}
+    chosen = schedule(spec, shapes_of(operands))
+    return bounds.forward_operands(spec, operands, chosen.tile.rows, chosen.tile.keys, chosen.pack)
 
 
 def _kernel(
@@ -63,7 +89,8 @@ def _kernel(
     cut: bool,
 ) -> Kernel:
     n = sizes(shapes)
-    window = binding_window(spec, n)
+    # Where what rows see is data, the window is part of that.
+    window = UNBOUNDED if bounds.has_bounds(shapes) else binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
     # Logits have their sign already.
     sign = 1 if scores.changed(spec, shapes) else (spec.scale > 0) - (spec.scale < 0)
@@ -87,6 +114,7 @@ def _kernel(
             ("SCORE_SIGN", sign),
             ("SINKS", int(shapes.sinks is not None)),
             *scores.defines(spec, shapes),
+            *bounds.defines(shapes),
             ("SHARED_BYTES", tile.shared_bytes(head_dim)),
         ),
     )
@@ -95,27 +123,32 @@ def _kernel(
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes `out (B, T, N, H)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
-    Operands are query, key, value, and those of bias, mask, alibi_slopes and sinks that are there.
+    Operands are query, key, value, those of bias, mask, alibi_slopes and sinks that are there, and what
+    `bounds_operands` gives.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     head_dim = padded_head_dim(n.H)
-    shape = tile(head_dim, window, n, scores.changed(spec, shapes))
-    heads = pack(n, shape.rows)
+    bounded = bounds.has_bounds(shapes)
+    chosen = schedule(spec, shapes)
+    shape, heads = chosen.tile, chosen.pack
+    row_tiles = math.ceil(n.T * heads / shape.rows)
+    limits = bounds.forward_buffers(shapes, row_tiles * shape.consumers)
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
     value = Buffer("value", shapes.value.shape, dtype)
     out = Buffer("out", shapes.query.shape, dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
-    tiles = math.ceil(n.T * heads / shape.rows) * (n.N // heads) * n.B
+    tiles = row_tiles * (n.N // heads) * n.B
     # Where tiles take unequally long, CTAs take the next from a counter. Its zeroing costs 2 µs.
-    counted = tiles > device.sm_count and len(set(block_counts(shape, heads, window, n))) > 1
+    unequal = bounded or len(set(block_counts(shape, heads, window, n))) > 1
+    counted = tiles > device.sm_count and unequal
     next_tile = Buffer("next_tile", (1,), "int32")
-    blind_rows = 0 if window.right is None else min(max(n.T - n.S - window.right, 0), n.T) * heads
+    blind_rows = 0 if window.right is None or bounded else min(max(n.T - n.S - window.right, 0), n.T) * heads
     whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B
     cut_ctas = 0
-    if can_cut(head_dim, window):
+    if can_cut(head_dim, window) and not bounded:
         whole_tiles, cut_ctas = cut_last_wave(tiles, device.sm_count, math.ceil(n.S / shape.keys))
     cut_tiles = tiles - whole_tiles if cut_ctas else 0
     warps = 4 * shape.consumers
@@ -148,9 +181,10 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
             *scores.parameters(spec, shapes),
             *scores.sinks_parameters(shapes),
+            *bounds.parameters(limits, "query_keys", "group_blocks", *bounds.SEGMENTS),
         ),
     )
-    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")))
+    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")), *limits)
     if counted:
         return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
     if cut_tiles:

@@ -88,25 +88,30 @@ CHANGED_TILES: dict[int, ForwardTile] = {
 _PIECES = 8
 
 
-def choices(head_dim: int, window: Window, changed: bool = False) -> tuple[Choice, ...]:
-    """What a padded head dim may run with, where scores are `changed` beyond scale and window or not."""
+def choices(
+    head_dim: int, window: Window, changed: bool = False, bounded: bool = False
+) -> tuple[Choice, ...]:
+    """What a padded head dim may run with, where scores are `changed` beyond scale and window or not, and what
+    rows see is data, `bounded`, or not."""
     if changed:
         return (Choice(next(tile for limit, tile in CHANGED_TILES.items() if head_dim <= limit)),)
     full, windowed = next(choices for limit, choices in TILES.items() if head_dim <= limit)
-    return full if window.unbounded else windowed
+    return full if window.unbounded and not bounded else windowed
 
 
-def tile(head_dim: int, window: Window, n: Sizes, changed: bool = False) -> ForwardTile:
+def tile(
+    head_dim: int, window: Window, n: Sizes, changed: bool = False, bounded: bool = False
+) -> ForwardTile:
     """The tile of a call: of the choices for its padded head dim the one that costs least."""
 
     def cost(choice: Choice) -> float:
         rows, keys = choice.tile.rows, choice.tile.keys
-        heads = pack(n, rows)
+        heads = pack(n, rows, bounded)
         counts = block_counts(choice.tile, heads, window, n)
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
 
-    return min(choices(head_dim, window, changed), key=cost).tile
+    return min(choices(head_dim, window, changed, bounded), key=cost).tile
 
 
 def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:
@@ -121,14 +126,15 @@ def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> lis
     return counts
 
 
-def pack(n: Sizes, rows: int) -> int:
-    """How many query heads of a key head share a tile of `rows`: as few as give few tiles."""
+def pack(n: Sizes, rows: int, whole: bool = False) -> int:
+    """How many query heads of a key head share a tile of `rows`: as few as give few tiles. With `whole`, 64
+    rows are those of whole queries."""
 
     def tiles(heads: int) -> int:
         return math.ceil(n.T * heads / rows) * (n.N // heads)
 
     best = 1
-    for heads in packs(n.group, rows):
+    for heads in packs(n.group, 64 if whole else rows):
         if tiles(heads) <= 0.95 * tiles(best):
             best = heads
     return best

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.cuda.bounds import has_bounds
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
 
 MAX_HANDED_HEAD_DIM = 192
@@ -68,6 +69,7 @@ def buffers(shapes: Shapes, names: tuple[str, ...] = OPERANDS) -> tuple[Buffer, 
 
 def parameters(spec: AttentionSpec, shapes: Shapes) -> tuple[Parameter, ...]:
     """`SCORE_PARAMETERS` of the kernels."""
+    diagonals = has_bounds(shapes) and shapes.alibi_slopes is not None
     cap = spec.logits_soft_cap
     return (
         Scalar("float32", spec.scale if cap is None else spec.scale / cap),
@@ -75,6 +77,7 @@ def parameters(spec: AttentionSpec, shapes: Shapes) -> tuple[Parameter, ...]:
         *_pointer_and_strides("bias", shapes.bias),
         *_pointer_and_strides("mask", shapes.mask),
         *_pointer_and_strides("alibi_slopes", shapes.alibi_slopes),
+        Pointer("diagonals") if diagonals else Scalar("int64", 0),
     )
 
 

@@ -17,6 +17,9 @@ class Window:
         return self.left is None and self.right is None
 
 
+UNBOUNDED = Window(None, None)
+
+
 def binding_window(spec: AttentionSpec, n: Sizes) -> Window:
     """`spec`'s window for these sizes.
 

@@ -26,6 +26,12 @@ struct Dim3 {
 };
 extern Dim3 threadIdx, blockIdx, gridDim;
 
+struct alignas(8) int2 {
+    int x, y;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 struct float2 {
     float x, y;
 };

@@ -121,9 +121,21 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int wave,           // see place_of
              float scale,
              SCORE_PARAMETERS,  // see ScoreOperands
-             float* d_bias, float* d_slopes) {
+             float* d_bias, float* d_slopes,
+             const int2* __restrict__ key_queries, const int2* __restrict__ group_blocks,  // see Bounds
+             const int2* __restrict__ tile_blocks, const int2* __restrict__ block_tiles,
+             const int* __restrict__ span_tiles, const int* __restrict__ query_segments,
+             const int* __restrict__ key_segments) {
     unsigned char* shared_memory = dynamic_shared_memory();
-    const Shape shape{queries, keys, key_heads, group, batch, left, right};
+    const Shape shape{
+        queries,
+        keys,
+        key_heads,
+        group,
+        batch,
+        left,
+        right,
+        {key_queries, group_blocks, tile_blocks, block_tiles, span_tiles, query_segments, key_segments}};
     const Call call{{shared_memory, shared_address(shared_memory)},
                     {query_map, key_map, value_map, d_out_map, d_key_map, d_value_map},
                     shape,

@@ -1,6 +1,7 @@
 // What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
 #pragma once
 #include "../ptx/mbarrier.cuh"
+#include "backward_bounds.cuh"
 #include "backward_order.cuh"
 #include "backward_tile.cuh"
 #include "backward_traits.cuh"
@@ -85,8 +86,23 @@ struct Call {
         const bool last_first =
             Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
         const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
-        const QueryBlocks blocks = query_blocks(tile, shape);
+        QueryBlocks blocks;
+        if constexpr (Traits::bounds) {
+            blocks = query_blocks_by_data(tile, shape);
+        } else {
+            blocks = query_blocks(tile, shape);
+        }
         return {tile, blocks, place_of(tile_index, tile, blocks, shape, section_heads, wave)};
+    }
+    // How many tiles add to the block's dQ before this one does.
+    __device__ int rank(const Work& work, int block) const {
+        if constexpr (Traits::bounds) {
+            const int2 tiles = shape.bounds.block_tiles[work.tile.batch * shape.query_blocks() + block];
+            const int number = work.tile.first_key / Traits::keys;
+            return work.place.spacing < 0 ? number - tiles.x : tiles.y - 1 - number;
+        } else {
+            return work.place.rank(block, work.tile, work.blocks, shape);
+        }
     }
     // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the
     // barriers of K and V in that round; visit has to release both.

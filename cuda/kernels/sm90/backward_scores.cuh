@@ -83,8 +83,9 @@ __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
-        const int distance = block * Traits::queries + query_of(i) + shape.diagonal() - key - 8 * key_row_of(i);
-        sum -= d_scores[i] * static_cast<float>(abs(distance));
+        const int query = block * Traits::queries + query_of(i);
+        const ScoreRow row(call.scores, tile.batch, head, query, shape.queries, shape.keys);
+        sum -= d_scores[i] * row.distance(key + 8 * key_row_of(i));
     }
     sum = warp_sum(sum);
     const int64_t shares = ceil_div(shape.keys, Traits::keys) * Traits::cluster;

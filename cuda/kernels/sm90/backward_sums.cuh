@@ -112,7 +112,12 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
         if (lane == 0) {
             const int span = job.block / DqBlock::span;
             // None where no key sees the span, in any head: the sums stay zero, whoever has the place.
-            const int tiles = key_tile_count(span * DqBlock::span, DqBlock::span, shape);
+            int tiles;
+            if constexpr (Traits::bounds) {
+                tiles = shape.bounds.span_tiles[job.head_index / shape.query_heads() * shape.spans() + span];
+            } else {
+                tiles = key_tile_count(span * DqBlock::span, DqBlock::span, shape);
+            }
             while (!global::has_reached(d_query.arrived + job.head_index * shape.spans() + span, tiles)) {
                 settle();  // somebody may wait for it
                 __nanosleep(200);

@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_in_turns(const Call& call) {
     for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
         mbarrier::wait(call.shared.turn_begun(slot.stage), slot.parity);
         // Nobody zeroed the sum.
-        const bool is_first = work.place.rank(block, work.tile, work.blocks, call.shape) == 0;
+        const bool is_first = call.rank(work, block) == 0;
         add_staged_block(call, sum_slot, call.d_query_block(work.tile, head, block), is_first);
         mbarrier::wait(call.shared.turn_told(slot.stage), slot.parity ^ 1);
         tma::wait_group<0>();

@@ -11,9 +11,11 @@
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
 //   TURN_STAGES     turns under way, where tiles add to sums in turns
 //   SPAN            blocks of queries that key tiles count together
+//   BOUNDS          1: which queries see keys is data, see backward_bounds.cuh
+//   SEGMENTS        1: so it is, and queries see keys of their own segment alone
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
-// and those of scores.cuh, which only the main kernel has set.
+// Only the main kernel has BOUNDS, SEGMENTS and those of scores.cuh set.
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
@@ -30,6 +32,8 @@ struct Traits {
     static constexpr int stages = STAGES;
     static constexpr int sum_stages = SUM_STAGES;
     static constexpr bool deterministic = DETERMINISTIC;
+    static constexpr bool bounds = BOUNDS;
+    static constexpr bool segments = SEGMENTS;
 
     static constexpr int cluster = CLUSTER;  // CTAs that share a tile
     static constexpr int cta_keys = keys / cluster;
@@ -207,14 +211,27 @@ using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
 using WriterSlot = PipelineState<Traits::writer_stages>;
 using SumSlot = PipelineState<Traits::sum_stages>;
 
+// What is data of a call with BOUNDS, see backward_bounds.cuh.
+struct Bounds {
+    const int2* __restrict__ key_queries;   // (B, S): the queries [x, y) among which some see a key; y = 0: none
+    const int2* __restrict__ group_blocks;  // (B, groups of 64 keys): the blocks of queries [x, y) that see all of them
+    const int2* __restrict__ tile_blocks;   // (B, key tiles): the blocks [x, y) that a tile visits, if x < y
+    const int2* __restrict__ block_tiles;   // (B, query blocks): the tiles [x, y) that visit a block
+    const int* __restrict__ span_tiles;     // (B, spans): how many tiles visit blocks of a span
+    const int* __restrict__ query_segments;  // (B, T); null without segments, as the next
+    const int* __restrict__ key_segments;    // (B, S)
+};
+
 // Sizes of the call. A side of the window that is not bounded is so large that it never bounds.
 struct Shape {
     int queries, keys;      // T, S
     int key_heads, group;   // K, N / K
     int batch;              // B
     int left, right;        // the window
+    Bounds bounds;
 
     __device__ int query_heads() const { return key_heads * group; }
+    __device__ int key_tiles() const { return ceil_div(keys, Traits::keys); }
     __device__ int query_blocks() const { return ceil_div(queries, Traits::queries); }
     __device__ int spans() const { return ceil_div(query_blocks(), DqBlock::span); }  // of a head
     __device__ int diagonal() const { return keys - queries; }  // query i is aligned with key i + diagonal

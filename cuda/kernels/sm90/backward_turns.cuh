@@ -9,7 +9,7 @@ __device__ __forceinline__ int* turn_of(const Call& call, const Work& work, int 
 
 // One thread waits until all additions to the block that rank before this tile's are there, of all of its CTAs.
 __device__ __forceinline__ void wait_for_turn(const Call& call, const Work& work, const int* turn, int block) {
-    const int before = work.place.rank(block, work.tile, work.blocks, call.shape) * Traits::cluster;
+    const int before = call.rank(work, block) * Traits::cluster;
     while (!global::has_reached(turn, before)) {
     }
     global::fence_proxy_async();

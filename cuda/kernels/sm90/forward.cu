@@ -70,8 +70,8 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 }
 
 __device__ __forceinline__ void consume(const SharedMemory& shared, const Results& results, const Partials& partials,
-                                        const Shape& shape, const Cut& cut, const ScoreOperands& operands,
-                                        const Sinks& sinks, float scale_log2) {
+                                        const Shape& shape, const Cut& cut,
+                                        const ScoreOperands& operands, const Sinks& sinks, float scale_log2) {
     const int warp = warp_index() - 4, consumer = warp / 4;
     const int lane = threadIdx.x % 32;
     PipelineState<Traits::stages> key_slot, value_slot;
@@ -108,8 +108,16 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
 
             // This warpgroup's rows see every key of the blocks [whole_begin, whole_end).
             const int first_row = tile.first_row + 64 * consumer;
-            const int whole_end = max(right_end(first_row, shape), 0) / Traits::keys;
-            const int whole_begin = ceil_div(left_begin(first_row + 63, shape), Traits::keys);
+            int whole_begin, whole_end;
+            RowBounds seen_by;
+            if constexpr (Traits::bounds) {
+                const int4 group = shape.bounds.of_group(tile.batch, first_row / 64, row_tiles(shape));
+                whole_begin = group.z, whole_end = group.w;
+                seen_by.load(tile.batch, row, shape);
+            } else {
+                whole_end = max(right_end(first_row, shape), 0) / Traits::keys;
+                whole_begin = ceil_div(left_begin(first_row + 63, shape), Traits::keys);
+            }
             int block = tile.last - 1;
 
             auto start_scores = [&]() __attribute__((always_inline)) {
@@ -147,7 +155,9 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 release_key();
                 transform_scores(scores, operands, tile, row, block * Traits::keys, shape);
                 if (masked) {
-                    mask_scores(scores, row, block * Traits::keys, block >= whole_end, block < whole_begin, shape);
+                    const bool right = Traits::segments || block >= whole_end;
+                    const bool left = Traits::segments || block < whole_begin;
+                    mask_scores(scores, row, block * Traits::keys, right, left, shape, seen_by);
                 }
             };
 
@@ -226,10 +236,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             float* __restrict__ pieces, int* __restrict__ arrived,          // see Partials
             float scale_log2,                                               // |scale|·log2(e)
             SCORE_PARAMETERS,                                               // see ScoreOperands
-            const float* __restrict__ sinks, int64_t sinks_batch) {
+            const float* __restrict__ sinks, int64_t sinks_batch,
+            const int2* __restrict__ query_keys, const int4* __restrict__ group_blocks,  // see Bounds
+            const int* __restrict__ query_segments, const int* __restrict__ key_segments) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
-    const Shape shape{queries, keys, query_heads, group, batch, columns, left, right};
+    const Shape shape{queries, keys, query_heads, group, batch, columns, left, right,
+                      {query_keys, group_blocks, query_segments, key_segments}};
     const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};
     const ScoreOperands operands = SCORE_OPERANDS;
 
@@ -262,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
         // Logits come in base 2 out of `transform_scores`, where it has something to do.
-        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands,
-                {sinks, sinks_batch}, ScoreTraits::change ? 1.0f : scale_log2);
+        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands, {sinks, sinks_batch},
+                ScoreTraits::change ? 1.0f : scale_log2);
     }
 }

@@ -14,6 +14,8 @@
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
 //   SINKS       1: each head has a logit beside those of the keys
+//   BOUNDS      1: what rows see is data, see forward_bounds.cuh; the window bounds neither side then
+//   SEGMENTS    1: so it is, and rows see keys of their own segment alone
 //   SHARED_BYTES  dynamic shared memory of the launch
 // and those of scores.cuh.
 #pragma once
@@ -32,8 +34,10 @@ struct Traits {
     static constexpr int query_stages = QUERY_STAGES;
     static constexpr bool pingpong = PINGPONG;
     static constexpr bool cut = CUT;
-    static constexpr bool has_left = HAS_LEFT;
-    static constexpr bool has_right = HAS_RIGHT;
+    static constexpr bool bounds = BOUNDS;
+    static constexpr bool segments = SEGMENTS;
+    static constexpr bool has_left = HAS_LEFT || bounds;  // sides that hide keys
+    static constexpr bool has_right = HAS_RIGHT || bounds;
     static constexpr int score_sign = SCORE_SIGN;
     static constexpr bool sinks = SINKS;
 
@@ -117,10 +121,23 @@ struct SharedMemory {
     __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * Traits::stages; }
 };
 
+struct Bounds {
+    const int2* __restrict__ query_keys;    // (B, T): the keys [x, y) among which a query sees some; y = 0: none
+    const int4* __restrict__ group_blocks;  // (B, groups of 64 rows): the blocks of keys [x, y) that some row sees, and
+                                            // [z, w) that all rows see whole
+    const int* __restrict__ query_segments;  // (B, T); null without segments, as the next
+    const int* __restrict__ key_segments;    // (B, S)
+
+    __device__ __forceinline__ int4 of_group(int batch, int group, int row_tiles) const {
+        return group_blocks[static_cast<int64_t>(batch) * row_tiles * Traits::consumers + group];
+    }
+};
+
 // Scalars of the call.
 struct Shape {
     int queries, keys;       // T, S
     int query_heads, group;  // N, N / K
     int batch, columns;      // B, H
     int left, right;         // the window, read only where Traits has that side
+    Bounds bounds;
 };

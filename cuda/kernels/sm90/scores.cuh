@@ -4,6 +4,7 @@
 // Defines, all set by jax_flash/cuda/scores.py:
 //   SOFT_CAP, ALIBI, MASK   1: the call has it
 //   BIAS                    the bias's element type; void: there is none
+// and BOUNDS: which key a query is aligned with is data then.
 #pragma once
 #include "../ptx/math.cuh"
 #include "constants.cuh"
@@ -14,6 +15,7 @@ struct ScoreTraits {
     static constexpr bool bias = !is_same<Bias, void>;
     // Whether there is anything to do; if not, the scale is part of the softmax's own arithmetic.
     static constexpr bool change = soft_cap || bias || alibi || mask;
+    static constexpr bool diagonals = alibi && BOUNDS;
 };
 
 // From element to element of a (B | 1, N | 1, T | 1, S | 1) array along each axis, 0 where all share one.
@@ -31,6 +33,7 @@ struct ScoreOperands {
     Strides mask_strides;
     const float* slopes;    // (B | 1, N)
     int64_t slopes_stride;  // from batch row to batch row
+    const int* diagonals;   // (B, T): the key that each query is aligned with, where that is data
 };
 
 // The same as a kernel's parameters, in the order of jax_flash/cuda/scores.py; those that a call has none of are null.
@@ -38,11 +41,11 @@ struct ScoreOperands {
     float score_scale, float soft_cap, const void *__restrict__ bias, int64_t bias_batch, int64_t bias_head,   \
         int64_t bias_query, int bias_key, const unsigned char *__restrict__ mask, int64_t mask_batch,      \
         int64_t mask_head, int64_t mask_query, int mask_key, const float *__restrict__ slopes,             \
-        int64_t slopes_batch
+        int64_t slopes_batch, const int *__restrict__ diagonals
 #define SCORE_OPERANDS                                                                                         \
     {                                                                                                          \
         score_scale, soft_cap, bias, {bias_batch, bias_head, bias_query, bias_key}, mask,                      \
-            {mask_batch, mask_head, mask_query, mask_key}, slopes, slopes_batch                                \
+            {mask_batch, mask_head, mask_query, mask_key}, slopes, slopes_batch, diagonals                     \
     }
 
 // tanh to within some 1e-7 of 1, which an instruction of its own does not give.
@@ -78,6 +81,9 @@ struct ScoreRow {
         if constexpr (ScoreTraits::bias) bias = start(operands.bias_strides);
         if constexpr (ScoreTraits::mask) mask = start(operands.mask_strides);
         if constexpr (ScoreTraits::alibi) slope = operands.slopes[batch * operands.slopes_stride + head];
+        if constexpr (ScoreTraits::diagonals) {
+            diagonal = operands.diagonals[static_cast<int64_t>(batch) * queries + there];
+        }
     }
 
     __device__ __forceinline__ float distance(int key) const { return static_cast<float>(abs(diagonal - key)); }

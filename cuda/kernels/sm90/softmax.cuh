@@ -43,16 +43,18 @@ __device__ __forceinline__ uint32_t elements_before(int columns) {
 // A row's elements are picked by the bits of a word: 32 comparisons cost more.
 template <int count>
 __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int first_key, bool right, bool left,
-                                            const Shape& shape) {
+                                            const Shape& shape, const RowBounds& seen_by) {
     const int column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        auto end = [&]() { return Traits::bounds ? seen_by.end[r] : right_end(row + 8 * r, shape); };
+        auto begin = [&]() { return Traits::bounds ? seen_by.begin[r] : left_begin(row + 8 * r, shape); };
 #pragma unroll
         for (int word = 0; word < count / 2; word += 32) {
             const int first_column = column + word * 4;
             uint32_t seen = 0xffffffff;
-            if (right) seen = elements_before(right_end(row + 8 * r, shape) - first_column);
-            if (Traits::has_left && left) seen &= ~elements_before(left_begin(row + 8 * r, shape) - first_column);
+            if (right) seen = elements_before(end() - first_column);
+            if (Traits::has_left && left) seen &= ~elements_before(begin() - first_column);
 #pragma unroll
             for (int k = 0; k < min(32, count / 2 - word); ++k) {
                 float& score = scores[(word + k) / 2 * 4 + 2 * r + k % 2];
@@ -60,6 +62,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int
             }
         }
     }
+    if constexpr (Traits::segments) seen_by.mask_segments(scores, column, shape);
 }
 
 // A logit that each row has beside those of its keys, and that takes its share of the sum.
