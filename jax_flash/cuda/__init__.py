@@ -37,6 +37,8 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         )
     if nvrtc_missing := _nvrtc_missing():
         return nvrtc_missing
+    if shapes.query_offsets is not None:
+        return "packed sequences (flash_attention_varlen) are not supported"
     for operand in _UNSUPPORTED_OPERANDS:
         if getattr(shapes, operand) is not None:
             return f"{operand} is not supported"
