@@ -214,7 +214,21 @@ class Call:
     def is_empty(self) -> bool:
         """Nothing to compute: no row, or no key for any row."""
         n = sizes(self.shapes)
-        return 0 in (n.B, n.T, n.S, n.N)
+        nothing_packed = self.operands.query_offsets is not None and (
+            self.operands.query_offsets.shape[-1] < 2
+            or 0 in (self.spec.max_query_length, self.spec.max_key_value_length)
+        )
+        return nothing_packed or 0 in (n.B, n.T, n.S, n.N)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where packed sequences lie: what `Operands` and `AttentionSpec` hold of them."""
+
+    query_offsets: jax.Array
+    key_value_offsets: jax.Array
+    max_query_length: int
+    max_key_value_length: int
 
 
 def prepare(
@@ -237,16 +251,24 @@ def prepare(
     dropout_key: ArrayLike | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
+    packing: Packing | None = None,
 ) -> Call:
     """Check the arguments of `flash_attention` and bring them to canonical form.
 
     `window` is is_causal and local_window_size in one: keys to the left and to the right of the
-    diagonal aligned to the bottom right, integers of either sign; None is unbounded.
+    diagonal aligned to the bottom right, integers of either sign; None is unbounded. `packing` says
+    which sequences are packed along T and S; it has been checked, and the offsets have `*B` in front.
     """
     query, key, value = _validate.query_key_value(query, key, value)
     *lead, T, N, H = query.shape
     batch_shape = tuple(lead)
     S = key.shape[-3]
+    longest_query, longest_key_value = T, S
+    if packing is not None:
+        longest_query, longest_key_value = (
+            min(T, packing.max_query_length),
+            min(S, packing.max_key_value_length),
+        )
 
     def with_batch(x: jax.Array) -> jax.Array:
         return x if batch_shape else x[None]
@@ -295,12 +317,14 @@ def prepare(
         scale=1 / math.sqrt(H) if scale is None else _validate.number("scale", scale),
         # A side that reaches past the last key from every row is unbounded: one form for one meaning,
         # so that causal attention of a single row, as in decoding, needs no masking.
-        left=None if left is None or left >= S - 1 else left,
-        right=None if right is None or right >= T - 1 else right,
+        left=None if left is None or left >= longest_key_value - 1 else left,
+        right=None if right is None or right >= longest_query - 1 else right,
         logits_soft_cap=_validate.soft_cap(logits_soft_cap),
         dropout_rate=rate,
         deterministic=_validate.flag("deterministic", deterministic),
         return_residual=_validate.flag("return_residual", return_residual),
+        max_query_length=None if packing is None else longest_query,
+        max_key_value_length=None if packing is None else longest_key_value,
     )
     operands = Operands(
         query=with_batch(query),
@@ -314,6 +338,8 @@ def prepare(
         key_value_seq_lengths=lengths("key_value_seq_lengths", key_value_seq_lengths, S),
         query_segment_ids=per_batch("query_segment_ids", query_segment_ids, T, "(*B, T)"),
         key_value_segment_ids=per_batch("key_value_segment_ids", key_value_segment_ids, S, "(*B, S)"),
+        query_offsets=None if packing is None else with_batch(jnp.clip(packing.query_offsets, 0, T)),
+        key_value_offsets=None if packing is None else with_batch(jnp.clip(packing.key_value_offsets, 0, S)),
         dropout_seeds=seeds,
     )
     return Call(spec, operands, batch_shape)

@@ -36,11 +36,14 @@ AXES = {
     "key_value_seq_lengths": "",
     "query_segment_ids": "T",
     "key_value_segment_ids": "S",
+    "query_offsets": "O",
+    "key_value_offsets": "O",
     "dropout_seeds": "NW",
     "out": "TNV",
     "lse": "NT",
 }
-"""The axes of every array after its batch axes, in the letters of `_spec.py`; `W` words of a seed."""
+"""The axes of every array after its batch axes, in the letters of `_spec.py`; `O` is the offsets of packed
+sequences, `W` the words of a seed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _attention(spec, operands, dtype, rounding):
         x = x + operands.bias.astype(dtype)
     if operands.alibi_slopes is not None:
         slopes = operands.alibi_slopes.astype(dtype)[:, :, None, None]
-        x = x - slopes * jnp.abs(_distance(operands)).astype(dtype)
+        x = x - slopes * jnp.abs(_distance(spec, operands)).astype(dtype)
     allowed = _allowed(spec, operands)
 
     # Stable softmax. The maximum cancels, so no gradient flows through it, and a row with nothing
@@ -155,9 +155,11 @@ def _attention(spec, operands, dtype, rounding):
     return product("bnts,bsnv->btnv", narrow(p), value), lse
 
 
-def _distance(operands):
+def _distance(spec, operands):
     """Key column minus the column on the diagonal of each row: `j - (i + S - T)`, `(B|1, 1, T, S)`."""
     size = sizes(operands)
+    if operands.query_offsets is not None:
+        return _distance_within_sequences(spec, operands)
     queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths
     queries = jnp.full((1,), size.T) if queries is None else queries
     keys = jnp.full((1,), size.S) if keys is None else keys
@@ -172,7 +174,7 @@ def _allowed(spec, operands):
     allowed = jnp.ones((size.B, size.N, size.T, size.S), bool)
     if operands.mask is not None:
         allowed &= operands.mask
-    distance = _distance(operands)
+    distance = _distance(spec, operands)
     if spec.left is not None:
         allowed &= distance >= -spec.left
     if spec.right is not None:
@@ -185,7 +187,30 @@ def _allowed(spec, operands):
         allowed &= jnp.arange(size.T)[:, None] < operands.query_seq_lengths[:, None, None, None]
     if operands.key_value_seq_lengths is not None:
         allowed &= jnp.arange(size.S) < operands.key_value_seq_lengths[:, None, None, None]
+    if operands.query_offsets is not None:
+        queries, _, _ = _sequences(operands.query_offsets, spec.max_query_length, size.T)
+        keys, _, _ = _sequences(operands.key_value_offsets, spec.max_key_value_length, size.S)
+        allowed &= jnp.any(queries[:, :, :, None] & keys[:, :, None, :], axis=1)[:, None]
     return allowed
+
+
+def _distance_within_sequences(spec, operands):
+    """`_distance` of packed sequences, with the lengths of the one that the query is of, `(B, 1, T, S)`."""
+    size = sizes(operands)
+    is_of, starts, queries = _sequences(operands.query_offsets, spec.max_query_length, size.T)
+    _, key_starts, keys = _sequences(operands.key_value_offsets, spec.max_key_value_length, size.S)
+    diagonal_of_first = key_starts + keys - queries  # a key, as packed, for each sequence
+    diagonal = jnp.arange(size.T) + jnp.sum(is_of * (diagonal_of_first - starts)[:, :, None], axis=1)
+    return (jnp.arange(size.S) - diagonal[:, :, None])[:, None]
+
+
+def _sequences(offsets, longest, tokens):
+    """Which tokens each packed sequence has, bool `(B, P, tokens)`; where it starts, and its length."""
+    starts = offsets[:, :-1]
+    lengths = jnp.minimum(offsets[:, 1:] - starts, longest)
+    token = jnp.arange(tokens)
+    is_of = (starts[:, :, None] <= token) & (token < (starts + lengths)[:, :, None])
+    return is_of, starts, lengths
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -21,6 +21,9 @@ class AttentionSpec:
     The window is in keys relative to the diagonal aligned to the bottom right: query `i` sees keys
     `i + S - T - left <= j <= i + S - T + right`; None on a side is unbounded. Causal attention is
     `right == 0`, and has no field of its own.
+
+    The two longest lengths are there where sequences are packed (`Operands.query_offsets`). What a sequence
+    has beyond them counts as padding.
     """
 
     scale: float
@@ -30,6 +33,8 @@ class AttentionSpec:
     dropout_rate: float = 0.0
     deterministic: bool = False
     return_residual: bool = False
+    max_query_length: int | None = None
+    max_key_value_length: int | None = None
 
 
 Leaf = TypeVar("Leaf")
@@ -43,6 +48,11 @@ class Operands(Generic[Leaf]):
 
     `BATCH_AXIS_MAY_BE_ONE` lists the fields whose leading axis may be 1 to mean "the same for every
     batch row".
+
+    With offsets, a batch row holds P packed sequences: sequence p the queries from `query_offsets[p]` up to
+    `query_offsets[p + 1]`, and keys likewise, the offsets ascending from 0 at least to T and S at most. It
+    attends to itself alone, with its own lengths in every alignment. All other tokens are padding, which
+    attends to nothing. Both offsets are there or none, and then no bias, mask, lengths or segment ids.
     """
 
     query: Leaf  # (B, T, N, H)
@@ -56,6 +66,8 @@ class Operands(Generic[Leaf]):
     key_value_seq_lengths: Leaf | None = None  # (B,) int32
     query_segment_ids: Leaf | None = None  # (B, T) int32
     key_value_segment_ids: Leaf | None = None  # (B, S) int32
+    query_offsets: Leaf | None = None  # (B, P + 1) int32
+    key_value_offsets: Leaf | None = None  # (B, P + 1) int32
     dropout_seeds: Leaf | None = None  # (B, N, 2) uint32, one seed for each batch row and head
 
     def present(self) -> dict[str, Leaf]:

@@ -1,8 +1,4 @@
-"""Packed sequences: many of different lengths, one behind the other along one axis of tokens.
-
-Each sequence is unpacked to a batch row of its own, padded to the longest, so that alignment, window
-and dropout are those of the sequence by itself; the results are packed back.
-"""
+"""Packed sequences: many of different lengths, one behind the other along one axis of tokens."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -11,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _attention, _validate
+from jax_flash import _attention, _packing, _validate
 
 
 @overload
@@ -90,7 +86,8 @@ def flash_attention_varlen(
     own lengths in the alignment of causality, window and ALiBi. Either length may be 0.
 
     Letters as in `flash_attention`; `ΣT` and `ΣS` are tokens of all sequences, `B` is their number. Memory
-    is linear in `B * max_seqlen_q` and `B * max_seqlen_kv`.
+    is linear in `ΣT` and `ΣS` where the implementation takes sequences as they are packed ("cuda"), and in
+    `B * max_seqlen_q` and `B * max_seqlen_kv` where it pads them.
 
     Args:
       query: `(ΣT, N, H)`, floating.
@@ -102,10 +99,11 @@ def flash_attention_varlen(
       max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape. What
         a sequence has beyond it gives 0.
       max_seqlen_kv: the same for keys. What a sequence has beyond it is not attended to.
-      alibi_slopes: `(N,)` or `(B, N)`, floating.
+      alibi_slopes: `(N,)` or `(B, N)`, floating. Those of each sequence by itself make all implementations
+        pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
-      deterministic, return_residual, implementation: as in `flash_attention`. In dropout, the sequence's
-        number is the batch index, and i and j count within the sequence.
+      deterministic, return_residual, implementation: as in `flash_attention`. In dropout i and j count
+        from the first packed token: what is kept is `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
 
     Returns:
       `(ΣT, N, V)` in query's dtype; with `return_residual`, also lse, float32 `(ΣT, N)`.
@@ -131,28 +129,48 @@ def flash_attention_varlen(
     max_seqlen_q = _length("max_seqlen_q", max_seqlen_q)
     max_seqlen_kv = _length("max_seqlen_kv", max_seqlen_kv)
 
+    slopes_of_sequences = _slopes_of_sequences(
+        alibi_slopes, sequences=offsets_q.size - 1, heads=query.shape[1]
+    )
     call = _attention.prepare(
-        _unpack(query, offsets_q, max_seqlen_q),
-        _unpack(key, offsets_kv, max_seqlen_kv),
-        _unpack(value, offsets_kv, max_seqlen_kv),
+        query,
+        key,
+        value,
         window=_validate.window(is_causal, local_window_size),
-        query_seq_lengths=jnp.diff(offsets_q),
-        key_value_seq_lengths=jnp.diff(offsets_kv),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
+        alibi_slopes=alibi_slopes if slopes_of_sequences is None else None,
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         deterministic=deterministic,
         return_residual=return_residual,
+        packing=_attention.Packing(offsets_q, offsets_kv, max_seqlen_q, max_seqlen_kv),
     )
-    results = _attention.attend(call, implementation)
-    tokens = query.shape[0]
-    if not call.spec.return_residual:
-        return _pack(results, offsets_q, tokens, 0)
+    if slopes_of_sequences is None or call.is_empty:
+        return _attention.attend(call, implementation)
+    return _attend_unpacked(call, slopes_of_sequences, implementation)
+
+
+def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.Array | None:
+    """The slopes where each sequence has its own."""
+    if alibi_slopes is None:
+        return None
+    shapes = {"(N,)": (heads,), "(B, N)": (sequences, heads)}
+    slopes = _validate.shaped("alibi_slopes", alibi_slopes, shapes, "floating")
+    return None if slopes.ndim == 1 else slopes.astype(jnp.float32)
+
+
+def _attend_unpacked(call: _attention.Call, slopes: jax.Array, implementation: Any) -> Any:
+    """`call` with slopes for each sequence, which is a batch row here: operands have them for those alone."""
+    queries, _ = _packing.sides(call.spec, call.operands)
+    spec, rows = _packing.unpack(call.spec, call.operands)
+    rows = _attention.Call(spec, rows.replace(alibi_slopes=slopes), slopes.shape[:1])
+    results = _attention.attend(rows, implementation)
+    if not spec.return_residual:
+        return queries.pack(results, 0)[0]
     out, lse = results
-    return _pack(out, offsets_q, tokens, 0), _pack(lse, offsets_q, tokens, -jnp.inf)
+    return queries.pack(out, 0)[0], queries.pack(lse, 0, -jnp.inf)[0]
 
 
 def _packed(name: str, x: Any, letters: str) -> jax.Array:
@@ -174,27 +192,3 @@ def _length(name: str, value: Any) -> int:
     if value < 0:
         raise ValueError(f"{name} must be at least 0; got {value}")
     return value
-
-
-def _unpack(x: jax.Array, offsets: jax.Array, length: int) -> jax.Array:
-    """`(tokens, …)` as `(B, length, …)`, with zeros behind each sequence."""
-    batch = offsets.size - 1
-    if 0 in (x.shape[0], batch, length):
-        return jnp.zeros((batch, length, *x.shape[1:]), x.dtype)
-    within = jnp.arange(length)
-    rows = offsets[:-1, None] + within
-    rows = jnp.where(rows < offsets[1:, None], rows, x.shape[0])
-    return x.at[rows].get(mode="fill", fill_value=0)
-
-
-def _pack(x: jax.Array, offsets: jax.Array, tokens: int, fill: float) -> jax.Array:
-    """`(B, length, …)` as `(tokens, …)`, with `fill` for tokens of no sequence."""
-    batch, length = x.shape[:2]
-    if 0 in (tokens, batch, length):
-        return jnp.full((tokens, *x.shape[2:]), fill, x.dtype)
-    token = jnp.arange(tokens)
-    sequence = jnp.searchsorted(offsets, token, side="right") - 1
-    within = token - offsets[sequence]
-    # Behind the last sequence and beyond the length, the index is out of bounds, which gives `fill`;
-    # before the first it would be negative, and count from the end.
-    return x.at[jnp.where(sequence < 0, batch, sequence), within].get(mode="fill", fill_value=fill)

@@ -5,7 +5,7 @@ One of the implementations behind `jax_flash.flash_attention`, in kernels of pla
 
 import jax
 
-from jax_flash import _device
+from jax_flash import _device, _packing
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
@@ -20,7 +20,7 @@ _MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int3
 
 def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
     """The reason why this implementation can't run such a call on `device`, or None."""
-    return _device_reason(device) or _call_reason(spec, shapes)
+    return _device_reason(device) or _call_reason(*_packing.unpacked_shapes(spec, shapes))
 
 
 def _device_reason(device: Device) -> str | None:
@@ -55,7 +55,7 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
-    size = sizes(shapes)
+    size = sizes(_packing.unpacked_shapes(spec, shapes)[1])
     return (
         f"Triton forward ({tiles.forward(size, device)}), "
         f"backward of keys ({tiles.backward_keys(size, device)}) "
@@ -72,6 +72,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     from . import triton_forward
 
+    if operands.query_offsets is not None:
+        return _packing.forward(forward, spec, operands)
     tile = tiles.forward(sizes(operands), _device.current())
     return triton_forward.forward(spec, operands, tile)
 
@@ -91,6 +93,8 @@ def backward(
     """
     from . import triton_backward
 
+    if operands.query_offsets is not None:
+        return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
     size, device = sizes(operands), _device.current()
     keys_tile, queries_tile = tiles.backward_keys(size, device), tiles.backward_queries(size, device)
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, keys_tile, queries_tile)

@@ -14,6 +14,8 @@ from jax_flash import _dropout
 from jax_flash._spec import AttentionSpec, Operands
 
 CANONICAL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "sinks": 2}  # where arguments may have less
+OPERAND_OF = {"cu_seqlens_q": "query_offsets", "cu_seqlens_kv": "key_value_offsets"}  # named otherwise there
+PACKED = 5  # sequences in each batch row of a call with packed ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +76,32 @@ class Case:
     @property
     def rows_of_a_call(self) -> int:
         """Batch rows that one call sees: fewer than B where a transform goes over the first axis."""
+        if self.packed is not None:
+            return 1
         return math.prod(self.batch_shape[1:]) if self.transform in ("vmap", "scan") else self.B
+
+    @property
+    def packed(self) -> dict[str, int] | None:
+        """The static arguments that packed sequences come with; None where there are none."""
+        form = next((f.partition(":")[2] for f in self.features if f.startswith("packed")), None)
+        if form is None:
+            return None
+        T, S = (self.T, self.S) if form != "cut" else (-(-self.T // 3), -(-self.S // 3))
+        return {"max_seqlen_q": T, "max_seqlen_kv": S}
 
     def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of the call as `flash_attention` takes them, but for dropout's key.
 
         The forms of a feature: for bias and mask their axes, "1" in the place of one to broadcast, for
-        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone.
+        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone, for packed sequences "cut"
+        where the longest may have tokens beyond max_seqlen.
         """
-        sizes = {"1": 1, **{letter: getattr(self, letter) for letter in "BTSNKH"}, "V": self.V or self.H}
+        sizes = {
+            "1": 1,
+            "O": PACKED + 1,
+            **{letter: getattr(self, letter) for letter in "BTSNKH"},
+            "V": self.V or self.H,
+        }
         arrays: dict[str, tuple[str, Any]] = {
             "query": ("BTNH", self.dtype),
             "key": ("BSKH", self.dtype),
@@ -108,6 +127,8 @@ class Case:
                 case "segment_ids":
                     arrays["query_segment_ids"] = "BT", np.int32
                     arrays["key_value_segment_ids"] = "BS", np.int32
+                case "packed":
+                    arrays |= dict.fromkeys(OPERAND_OF, ("BO", np.int32))
         return {
             name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), jnp.dtype(dtype))
             for name, (axes, dtype) in arrays.items()
@@ -116,7 +137,7 @@ class Case:
     def operands(self) -> Operands[jax.ShapeDtypeStruct]:
         """The operands that the call must amount to, as shapes."""
         shapes = {
-            name: jax.ShapeDtypeStruct(_canonical(name, x.shape), x.dtype)
+            OPERAND_OF.get(name, name): jax.ShapeDtypeStruct(_canonical(name, x.shape), x.dtype)
             for name, x in self.arrays().items()
         }
         if "dropout" in self.features:
@@ -138,6 +159,8 @@ class Case:
             dropout_rate=0.2 if "dropout" in self.features else 0.0,
             deterministic="deterministic" in self.features,
             return_residual=self.residual != "absent",
+            max_query_length=self.packed and self.packed["max_seqlen_q"],
+            max_key_value_length=self.packed and self.packed["max_seqlen_kv"],
         )
 
 
@@ -145,9 +168,9 @@ def draw(case: Case):
     """Fresh random inputs of a call.
 
     Returns:
-      the arguments of `flash_attention` (NumPy arrays and static values) but for
-      `implementation` and `return_residual`; the spec and operands that they must amount to; and
-      cotangents of the output `(B, T, N, V)` and of the residual `(B, T, N)`.
+      the arguments of `flash_attention`, or of `flash_attention_varlen` for each batch row (NumPy arrays
+      and static values), but for `implementation` and `return_residual`; the spec and operands that they
+      must amount to; and cotangents of the output `(B, T, N, V)` and of the residual `(B, T, N)`.
     """
     seed = case.seed
     if seed is None:
@@ -178,7 +201,12 @@ def draw(case: Case):
                 arguments[name] = lengths
             case "query_segment_ids" | "key_value_segment_ids":
                 arguments[name] = np.sort(generator.integers(0, 3, x.shape, x.dtype))
-    operands = {name: x.reshape(_canonical(name, x.shape)) for name, x in arguments.items()}
+            case "cu_seqlens_q" | "cu_seqlens_kv":
+                tokens = case.T if name == "cu_seqlens_q" else case.S
+                arguments[name] = _offsets(generator, x, tokens)
+    operands = {
+        OPERAND_OF.get(name, name): x.reshape(_canonical(name, x.shape)) for name, x in arguments.items()
+    }
     if "dropout" in case.features:
         arguments["dropout_key"] = key = jax.random.key(int(generator.integers(2**31)))
         # Rows of one call have seeds of their own; a call that is made again with the same key has the same.
@@ -192,10 +220,22 @@ def draw(case: Case):
         "logits_soft_cap": spec.logits_soft_cap,
         "dropout_rate": spec.dropout_rate,
         "deterministic": spec.deterministic,
+        **(case.packed or {}),
     }
     rows = case.B, case.T, case.N
     d_out, d_lse = normal((*rows, case.V or case.H)), normal(rows, np.float32)
     return arguments, spec, Operands(**operands), d_out, d_lse
+
+
+def _offsets(generator, x, tokens):
+    """Of packed sequences; some have no tokens, and some rows padding on either side."""
+    offsets = np.sort(generator.integers(0, tokens, x.shape, x.dtype, endpoint=True))
+    empty = generator.integers(1, x.shape[1] - 1, x.shape[0])
+    rows = np.arange(x.shape[0])
+    offsets[rows, empty] = offsets[rows, empty - 1]
+    # In the last row the last sequence has half of the tokens, for something to be seen.
+    offsets[-1, -1], offsets[-1, :-1] = tokens, np.minimum(offsets[-1, :-1], tokens // 2)
+    return offsets
 
 
 def _canonical(name, shape):

@@ -38,6 +38,9 @@ NEVER_MEET = [
 ]  # which go over a batch axis
 
 
+WITHOUT_PACKED = ("mask", "bias", "seq_lengths", "segment_ids")  # which `flash_attention_varlen` doesn't take
+
+
 def factors(
     dtypes: Sequence[str],
     lengths: Iterable[tuple[int, int]],
@@ -69,6 +72,11 @@ def factors(
             **_forms("seq_lengths", ("query", "key_value")),
             "seq_lengths": {"features": ("seq_lengths",)},
         },
+        "packed": {
+            "not packed": {},
+            "packed": {"features": ("packed",)},
+            "packed:cut": {"features": ("packed:cut",)},
+        },
         **FEATURES,
     }
 
@@ -78,6 +86,10 @@ def _forms(name, forms):
 
 
 def may_meet(one: Setting, other: Setting) -> bool:
+    for (name, value), (other_name, other_value) in ((one, other), (other, one)):
+        is_packed = name == "packed" and value != "not packed"
+        if is_packed and other_name in WITHOUT_PACKED and not other_value.startswith("no "):
+            return False
     return {one, other} not in NEVER_MEET
 
 

@@ -7,11 +7,34 @@ import functools
 
 import jax
 
+import jax_flash
+
 RANK_WITH_BATCH_AXIS = {
     **dict.fromkeys(("query", "key", "value", "bias", "mask"), 4),
     **dict.fromkeys(("query_segment_ids", "key_value_segment_ids", "alibi_slopes"), 2),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), 2),
     **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), 1),
 }
+
+
+def attend(arguments, **options):
+    """`flash_attention`; or `flash_attention_varlen` over the batch axes, which it doesn't take itself."""
+    if "cu_seqlens_q" not in arguments:
+        return jax_flash.flash_attention(**arguments, **options)
+    axes = arguments["query"].ndim - 3
+
+    def is_per_row(name):
+        return name in RANK_WITH_BATCH_AXIS and arguments[name].ndim == RANK_WITH_BATCH_AXIS[name] - 1 + axes
+
+    per_row = {name: x for name, x in arguments.items() if is_per_row(name)}
+    shared = {name: x for name, x in arguments.items() if name not in per_row}
+
+    def packed(per_row):
+        return jax_flash.flash_attention_varlen(**per_row, **shared, **options)
+
+    for _ in range(axes):
+        packed = jax.vmap(packed)
+    return packed(per_row)
 
 
 def in_form_of(case, attend):

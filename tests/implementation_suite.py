@@ -10,7 +10,7 @@ An implementation gets the whole suite by naming itself and what it claims:
         features = FEATURES
 
 Every case draws fresh inputs (the seed is printed when it fails, and `JAX_FLASH_TEST_SEED` fixes
-it), goes down the whole way from `jax_flash.flash_attention`, and compares the output, the residual
+it), goes down the whole way from the public function, and compares the output, the residual
 and every gradient with the definition in float64. What is claimed must run, and what isn't must be
 refused.
 """
@@ -20,6 +20,7 @@ import functools
 import re
 from typing import Any
 
+import call_forms
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,6 @@ from agreement import compare
 from attention_case import Case, draw
 from call_forms import in_form_of
 
-import jax_flash
 from jax_flash import _device, _dispatch
 
 FEATURES = (
@@ -41,6 +41,7 @@ FEATURES = (
     "dropout",
     "seq_lengths",
     "segment_ids",
+    "packed",
     "value_head_dim",  # V != H
     "deterministic",
 )
@@ -67,7 +68,7 @@ class Implementation:
             return _dispatch.reason(self.implementation, case.spec(), case.operands(), _device.current())
 
     def attend(self, arguments, **options):
-        return jax_flash.flash_attention(**arguments, **options, implementation=self.implementation)
+        return call_forms.attend(arguments, **options, implementation=self.implementation)
 
     def run(self, arguments, d_out, d_lse):
         return self.program(arguments, d_out, d_lse)()

@@ -137,6 +137,36 @@ def test_over_a_spmd_axis():
     cases.assert_close(actual, one_by_one(expected, operands, in_axes))
 
 
+@pytest.mark.parametrize("implementation", ["plain", "xla"])
+@pytest.mark.parametrize(
+    "names",
+    [("query_offsets",), ("query", "key_value_offsets", "alibi_slopes"), ("key", "value", "sinks")],
+    ids="+".join,
+)
+def test_packed_sequences(names, implementation):
+    operands, spec = cases.make_packed_operands(B=2, N=2, K=1)
+    present = operands.present()
+    rows = {
+        name: jnp.stack([x, x // 2 if x.dtype == jnp.int32 else -x]) if name in names else x
+        for name, x in present.items()
+    }
+    in_axes = Operands(**{name: 0 if name in names else None for name in present})
+
+    def both(function):
+        def run(operands):
+            return function(operands), cases.gradients(function, operands)
+
+        return run
+
+    actual = jax.vmap(both(lambda o: cases.attend(o, spec, (implementation,))), in_axes=(in_axes,))(
+        Operands(**rows)
+    )
+    for i in range(2):
+        one = Operands(**{name: x[i] if name in names else x for name, x in rows.items()})
+        expected = both(lambda o: cases.definition(o, spec))(one)
+        cases.assert_close(jax.tree.map(lambda x, i=i: x[i], actual), expected)
+
+
 def test_dropout_seeds_are_mapped_like_any_operand():
     spec = dataclasses.replace(cases.SPEC, dropout_rate=0.5)
     seeds = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (3, 2, 2, 2)), jnp.uint32)

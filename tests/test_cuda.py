@@ -57,6 +57,8 @@ def test_what_makes_logits_of_scores():
 def test_refuses_operands_and_types():
     ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
     assert "query_segment_ids" in reason(query_segment_ids=ids, key_value_segment_ids=ids)
+    offsets = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    assert "packed sequences" in reason(query_offsets=offsets, key_value_offsets=offsets)
     assert "float32" in reason(dtype=jnp.float32)
     assert "256" in reason(H=264)
     assert "multiple of 8" in reason(H=60)

@@ -41,6 +41,7 @@ class Case:
     sinks: str | None = None
     lengths: str = ""  # "q", "k" or "qk": which there are
     segments: str | None = None  # "sorted", as packed sequences have them; or in no order
+    packed: int | None = None  # so many sequences to a batch row
 
     def __str__(self):
         return "-".join(
@@ -86,6 +87,11 @@ BOUNDS = (
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
     Case(H=256, T=200, S=260, segments="sorted", right=0, dtype="float16"),
     Case(H=192, T=300, S=200, N=2, segments="sorted", lengths="qk", B=2, soft_cap=3.0, sinks="BN"),
+    Case(H=128, T=500, S=600, N=4, K=2, packed=5, right=0, return_residual=True),
+    Case(H=64, T=300, S=300, N=2, packed=9, B=2, left=70, right=-3),
+    Case(H=256, T=200, S=300, N=2, packed=3),
+    Case(H=96, T=200, S=100, N=2, packed=4, right=0, alibi="BN"),
+    Case(H=128, T=9, S=400, N=8, K=1, packed=3, right=0),
 )
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
@@ -130,6 +136,7 @@ IN_TURNS = (
     (Case(H=128, T=500, S=500, N=2, segments="sorted", right=0), 4),
     (Case(H=64, T=300, S=400, N=3, segments="mixed"), 4),
     (Case(H=192, T=300, S=400, N=3, segments="sorted"), 6),
+    (Case(H=128, T=700, S=900, N=2, packed=7, right=0), 4),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
@@ -259,7 +266,7 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
         assert got.shape == want.shape and np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
         # With a single key dS is a difference of equals, and what is left of it is noise.
-        single = case.S == 1 or "k" in case.lengths or case.segments is not None
+        single = case.S == 1 or "k" in case.lengths or case.segments or case.packed
         noise = roundoff(case) * case.H**0.5 if single and name != "value" else 0
         if name in summed:
             # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
@@ -332,6 +339,11 @@ def draw(case):
         if case.segments is not None:
             ids = random.integers(-2, 4, size=(case.B, length)).astype(np.int32)
             others[f"{name}_segment_ids"] = np.sort(ids) if case.segments == "sorted" else ids
+        if case.packed is not None:
+            ends = np.sort(random.integers(length, size=(case.B, case.packed + 1), endpoint=True))
+            others[f"{name}_offsets"] = ends.astype(np.int32)
+    # Shorter than some sequences may be.
+    longest = (case.T - case.T // 3, case.S - case.S // 3) if case.packed is not None else (None, None)
     d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
     spec = AttentionSpec(
         case.H**-0.5,
@@ -340,6 +352,8 @@ def draw(case):
         logits_soft_cap=case.soft_cap,
         return_residual=case.return_residual,
         deterministic=case.deterministic,
+        max_query_length=longest[0],
+        max_key_value_length=longest[1],
     )
     operands = Operands(
         *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)

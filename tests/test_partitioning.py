@@ -95,6 +95,40 @@ def test_partitions_over_batch_and_heads(case, kind):
     cases.assert_close(gradients, cases.split(pullback(cotangents)[0])[0])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("implementation", ["plain", "xla"])
+def test_packed_sequences(kind, implementation):
+    """Offsets go along with the batch, and the tokens are never gathered."""
+    operands, spec = cases.make_packed_operands(B=4, N=8, K=4)
+    mesh = make_mesh(kind)
+    sharded = put(operands, mesh, by("x", "y", query_offsets=P("x"), key_value_offsets=P("x")))
+
+    def ours(operands):
+        return cases.attend(operands, spec, (implementation,))
+
+    compiled = jax.jit(ours).lower(sharded).compile()
+    assert "all-gather" not in compiled.as_text()
+    expected = cases.definition(operands, spec)
+    cases.assert_close(compiled(sharded), expected)
+    gradients = jax.jit(lambda o: cases.gradients(ours, o))(sharded)
+    cases.assert_close(gradients, cases.gradients(lambda o: cases.definition(o, spec), operands))
+
+
+def test_packed_sequences_under_shard_map():
+    operands, spec = cases.make_packed_operands(B=4, N=8, K=4)
+    mesh = make_mesh()
+    specs = by("x", "y", query_offsets=P("x"), key_value_offsets=P("x"))
+    mapped = jax.shard_map(
+        lambda o: cases.attend(o, spec, ("xla",)),
+        mesh=mesh,
+        in_specs=(Operands(**{name: specs[name] for name in operands.present()}),),
+        out_specs=(P("x", None, "y"), P("x", "y")),
+    )
+    cases.assert_close(jax.jit(mapped)(operands), cases.definition(operands, spec))
+    actual = cases.gradients(mapped, operands)
+    cases.assert_close(actual, cases.gradients(lambda o: cases.definition(o, spec), operands))
+
+
 @pytest.mark.parametrize("explicit", ["x", "y"])
 def test_mesh_with_axes_of_both_kinds(explicit):
     kinds = tuple(AxisType.Explicit if axis == explicit else AxisType.Auto for axis in "xy")

@@ -56,8 +56,18 @@ def by_hand(spec, operands):
         if name in ("bias", "mask")
     }
     for b, n, i in np.ndindex(size.B, size.N, size.T):
+        q_start, k_start = 0, 0
         q_length = size.T if operands.query_seq_lengths is None else operands.query_seq_lengths[b]
         k_length = size.S if operands.key_value_seq_lengths is None else operands.key_value_seq_lengths[b]
+        if operands.query_offsets is not None:
+            q_offsets, k_offsets = operands.query_offsets[b], operands.key_value_offsets[b]
+            own = [p for p in range(len(q_offsets) - 1) if q_offsets[p] <= i < q_offsets[p + 1]]
+            if not own:
+                continue
+            (p,) = own
+            q_start, k_start = q_offsets[p], k_offsets[p]
+            q_length = min(q_offsets[p + 1] - q_start, spec.max_query_length)
+            k_length = min(k_offsets[p + 1] - k_start, spec.max_key_value_length)
         logits = {}
         for j in range(size.S):
             x = spec.scale * float(operands.query[b, i, n] @ operands.key[b, j, n // size.group])
@@ -65,10 +75,10 @@ def by_hand(spec, operands):
                 x = spec.logits_soft_cap * math.tanh(x / spec.logits_soft_cap)
             if "bias" in per_row:
                 x += per_row["bias"][b, n, i, j]
-            diagonal = i + k_length - q_length
+            diagonal = k_start + i - q_start + k_length - q_length
             if operands.alibi_slopes is not None:
                 x -= operands.alibi_slopes[0, n] * abs(diagonal - j)
-            attends = i < q_length and j < k_length
+            attends = i < q_start + q_length and k_start <= j < k_start + k_length
             attends &= spec.left is None or j >= diagonal - spec.left
             attends &= spec.right is None or j <= diagonal + spec.right
             attends &= "mask" not in per_row or bool(per_row["mask"][b, n, i, j])
@@ -128,6 +138,21 @@ def test_is_the_definition(draw, feature):
     operands = operands.replace(**optional)
     for got, expected in zip(reference(spec, operands), by_hand(spec, operands), strict=True):
         assert got.dtype == np.float64
+        np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("longest", [(T, S), (2, 3)])
+@pytest.mark.parametrize("options", [{}, {"right": 0}, {"left": 1, "right": 1, "dropout_rate": 0.3}], ids=str)
+def test_packed_sequences_are_the_definition(draw, options, longest):
+    operands = all_operands(draw)
+    others = ("alibi_slopes", "sinks", "dropout_seeds", "query", "key", "value")
+    operands = operands.replace(
+        **{name: None for name in operands.present() if name not in others},
+        query_offsets=np.array([[0, 3, 3, 5], [1, 1, 2, 4]], np.int32),
+        key_value_offsets=np.array([[1, 3, 5, 6], [0, 0, 4, 7]], np.int32),
+    )
+    spec = AttentionSpec(0.5, **options, max_query_length=longest[0], max_key_value_length=longest[1])
+    for got, expected in zip(reference(spec, operands), by_hand(spec, operands), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-14)
 
 

@@ -1,11 +1,14 @@
 """Packed sequences: each gives what it gives by itself."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import _device, _dispatch
 
 N, K, H, V = 4, 2, 8, 6
 LENGTHS_Q, LENGTHS_KV = (4, 0, 1, 5, 3), (6, 2, 0, 5, 2)
@@ -40,9 +43,24 @@ def one_by_one(query, key, value, alibi_slopes=None, **options):
     return jnp.concatenate(outs), jnp.concatenate(residuals)
 
 
-def loss(function, arrays):
-    out, lse = function(*arrays)
+def loss(function, arrays, **options):
+    out, lse = function(*arrays, **options)
     return jnp.sum(out * normal(3, *out.shape)) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0)), (out, lse)
+
+
+def with_gradients(function, arrays, options):
+    """Gradients of the inputs and of the options that are arrays, and results."""
+    learnt = {name: x for name, x in options.items() if isinstance(x, jax.Array)}
+    fixed = {name: x for name, x in options.items() if name not in learnt}
+
+    @jax.jit
+    def run(arrays, learnt):
+        def of_all(arrays, learnt):
+            return loss(function, arrays, **learnt, **fixed)
+
+        return jax.grad(of_all, (0, 1), has_aux=True)(arrays, learnt)
+
+    return run(arrays, learnt)
 
 
 @pytest.mark.parametrize(
@@ -51,37 +69,30 @@ def loss(function, arrays):
         {},
         {"is_causal": True},
         {"local_window_size": (1, 2), "scale": 0.5, "logits_soft_cap": 2.0},
-        {"is_causal": True, "alibi_slopes": jnp.arange(1.0, N + 1) / 8},
+        {"is_causal": True, "alibi_slopes": jnp.arange(1.0, N + 1) / 8, "sinks": jnp.arange(1.0, N + 1)},
         {"alibi_slopes": jnp.arange(1.0, 5 * N + 1).reshape(5, N) / 16, "sinks": jnp.arange(1.0, N + 1)},
     ],
     ids=lambda options: "+".join(options) or "plain",
 )
 def test_each_sequence_by_itself(options):
-    def packed(*arrays):
+    def packed(*arrays, **options):
         return jax_flash.flash_attention_varlen(*arrays, **PACKING, **options, return_residual=True)
 
-    def expected(*arrays):
-        return one_by_one(*arrays, **options)
-
-    gradients, results = jax.jit(jax.grad(lambda arrays: loss(packed, arrays), has_aux=True))(inputs())
-    wanted, expected_results = jax.jit(jax.grad(lambda arrays: loss(expected, arrays), has_aux=True))(
-        inputs()
-    )
-    for ours, theirs in zip((*results, *gradients), (*expected_results, *wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    ours, theirs = (with_gradients(function, inputs(), options) for function in (packed, one_by_one))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), ours, theirs)
 
 
-def test_dropout_counts_sequences_as_the_batch():
+def test_dropout_counts_packed_tokens():
     query, key, value = inputs()
     dropout_key = jax.random.key(7)
     out = jax_flash.flash_attention_varlen(
         query, key, value, **PACKING, dropout_rate=0.5, dropout_key=dropout_key
     )
-    keep = jax_flash.dropout_mask(dropout_key, 0.5, (5, N, max(LENGTHS_Q), max(LENGTHS_KV)))
+    keep = jax_flash.dropout_mask(dropout_key, 0.5, (N, query.shape[0], key.shape[0]))
     b = 3
     q, kv = slice(*OFFSETS_Q[b : b + 2]), slice(*OFFSETS_KV[b : b + 2])
     logits = jnp.einsum("tnh,snh->nts", query[q], jnp.repeat(key[kv], N // K, axis=1)) / H**0.5
-    p = jax.nn.softmax(logits) * keep[b, :, : LENGTHS_Q[b], : LENGTHS_KV[b]] * 2
+    p = jax.nn.softmax(logits) * keep[:, q, kv] * 2
     expected = jnp.einsum("nts,snv->tnv", p, jnp.repeat(value[kv], N // K, axis=1))
     np.testing.assert_allclose(out[q], expected, rtol=2e-5, atol=2e-5)
 
@@ -120,6 +131,83 @@ def test_tokens_outside_of_all_sequences_are_padding():
     for x, padding in ((out, 0), (lse, -np.inf), *((gradient, 0) for gradient in gradients)):
         np.testing.assert_array_equal(x[:before], padding)
         np.testing.assert_array_equal(x[-behind:], padding)
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_tokens_beyond_the_longest_length_are_padding(per_sequence):
+    query, key, value = inputs()
+    longest = {"max_seqlen_q": 3, "max_seqlen_kv": 2}
+    slopes = jnp.ones((5, N) if per_sequence else N)
+
+    def packed(*arrays):
+        packing = PACKING | longest
+        return jax_flash.flash_attention_varlen(
+            *arrays, **packing, is_causal=True, alibi_slopes=slopes, return_residual=True
+        )
+
+    gradients, (out, lse) = jax.jit(jax.grad(lambda x: loss(packed, x), has_aux=True))((query, key, value))
+    for b in range(5):
+        starts = OFFSETS_Q[b], OFFSETS_KV[b]
+        ends = [
+            min(start + most, end)
+            for start, most, end in zip(
+                starts, longest.values(), (OFFSETS_Q[b + 1], OFFSETS_KV[b + 1]), strict=True
+            )
+        ]
+        (q, kv), ends_of_sequence = map(slice, starts, ends), (OFFSETS_Q[b + 1], OFFSETS_KV[b + 1])
+        expected, expected_lse = jax_flash.flash_attention(
+            query[q], key[kv], value[kv], is_causal=True, alibi_slopes=jnp.ones(N), return_residual=True
+        )
+        np.testing.assert_allclose(out[q], expected, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(lse[q], expected_lse, rtol=2e-5, atol=2e-5)
+        beyond_q, beyond_kv = map(slice, ends, ends_of_sequence)
+        np.testing.assert_array_equal(lse[beyond_q], -np.inf)
+        for x, beyond in zip((out, *gradients), (beyond_q, beyond_q, beyond_kv, beyond_kv), strict=True):
+            np.testing.assert_array_equal(x[beyond], 0)
+
+
+@pytest.mark.parametrize(
+    "mapped", [(0, 0, 0, 0, 0), (None, 0, 0, None, 0), (0, None, None, 0, None)], ids=str
+)
+def test_vmap_over_packed_rows(mapped):
+    """Rows that hold sequences of other lengths each, or keys that all of them share."""
+    offsets = jnp.asarray([OFFSETS_Q, OFFSETS_Q[::-1].max() - OFFSETS_Q[::-1], OFFSETS_Q + 2])
+    offsets_kv = jnp.asarray([OFFSETS_KV, OFFSETS_KV // 2, OFFSETS_KV])
+    rows = (*(jnp.stack([x, -x, x + 1]) for x in inputs(padding=2)), offsets, offsets_kv)
+    arguments = [x if axis == 0 else x[0] for x, axis in zip(rows, mapped, strict=True)]
+
+    def run(query, key, value, cu_seqlens_q, cu_seqlens_kv):
+        packing = PACKING | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+
+        def packed(*arrays):
+            return jax_flash.flash_attention_varlen(*arrays, **packing, is_causal=True, return_residual=True)
+
+        return jax.grad(lambda arrays: loss(packed, arrays), has_aux=True)((query, key, value))
+
+    ours = jax.jit(jax.vmap(run, in_axes=mapped))(*arguments)
+    each = [
+        jax.jit(run)(*(x if axis is None else x[i] for x, axis in zip(arguments, mapped, strict=True)))
+        for i in range(3)
+    ]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), ours, expected)
+
+
+def test_an_implementation_gets_the_sequences_as_they_are_packed():
+    call = []
+
+    def supports(spec, shapes, device):
+        call.extend((spec, shapes))
+        return "it has seen enough"
+
+    with mock.patch.object(_dispatch.get("cuda"), "supports", supports):
+        jax_flash.flash_attention_varlen(*inputs(), **PACKING, local_window_size=(5, 3))
+    spec, shapes = call
+    assert (spec.max_query_length, spec.max_key_value_length) == (5, 6)
+    assert (spec.left, spec.right) == (None, 3)  # no sequence has keys further left
+    assert shapes.query.shape == (1, 13, N, H) and shapes.key.shape == (1, 15, K, H)
+    assert shapes.query_offsets.shape == shapes.key_value_offsets.shape == (1, 6)
+    assert _dispatch.select(spec, shapes, None, _device.H100)[-1] == "xla"
 
 
 @pytest.mark.parametrize(

@@ -283,13 +283,41 @@ def test_a_large_batch_is_taken_in_parts(B, N, device, in_parts, right):
         assert at_once <= 2 * blocks.LOGITS_PER_BLOCK["cpu"]
 
 
+SEGMENTS = ("sorted", "descending", "interleaved", "shuffled", "nothing in common")
+
+
+def with_segments(operands, how):
+    """Ids of segments of uneven length; of two batch rows the second has fewer."""
+    draw = np.random.default_rng(1)
+
+    def ids(tokens):
+        rows = [np.sort(draw.integers(0, count, tokens)) for count in (7, 3)]
+        rows = np.array(rows, np.int32)
+        match how:
+            case "descending":
+                rows = rows[:, ::-1]
+            case "interleaved":
+                rows = np.stack([np.arange(tokens) % 3, 5 - rows[1]]).astype(np.int32)
+            case "shuffled":
+                rows = draw.permuted(rows, axis=1)
+        return rows
+
+    apart = 100 * (how == "nothing in common")
+    T, S = operands.query.shape[1], operands.key.shape[1]
+    return operands.replace(query_segment_ids=ids(T) - apart, key_value_segment_ids=ids(S))
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [(None, 0), (20, 0), (0, 30), (None, None)])
-@pytest.mark.parametrize("lengths", [None, ((70, 100), (90, 90)), ((10, 0), (0, 33))])
+@pytest.mark.parametrize("lengths", [None, ((70, 100), (90, 90)), ((10, 0), (0, 33)), *SEGMENTS])
 @pytest.mark.parametrize(("T", "S"), [(97, 130), (130, 97)])
 def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
     operands = qkv(np.random.default_rng(0), T=T, S=S)
-    if lengths is not None:
+    exact = lengths is None
+    if isinstance(lengths, str):
+        operands = with_segments(operands, lengths)
+        exact = lengths == "sorted" and window == (None, None)
+    elif lengths is not None:
         queries, keys = (np.minimum(np.array(x, np.int32), n) for x, n in zip(lengths, (T, S), strict=True))
         operands = operands.replace(query_seq_lengths=queries, key_value_seq_lengths=keys)
     spec = AttentionSpec(1.0, *window)
@@ -306,8 +334,38 @@ def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
         ]
         first, end = map(int, blocks.key_blocks(spec, operands, cut, query_block))
         assert all(first <= index < end for index in needed)
-        if needed and lengths is None:
+        if needed and exact:
             assert (first, end) == (needed[0], needed[-1] + 1)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("how", SEGMENTS)
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+def test_segments_of_every_kind(draw, how, right):
+    operands = with_segments(qkv(draw, T=130, S=150), how)
+    check(AttentionSpec(0.3, right=right), operands, *cotangents(draw, operands))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_key_blocks_of_other_segments_are_not_computed(draw):
+    """Numbers that would spoil all they are multiplied with, be it by 0, have no effect."""
+    operands = qkv(draw, T=64, S=4 * 48)
+    query_ids = np.repeat([[2, 3], [2, 2]], 32, axis=1)
+    key_ids = np.repeat([[1, 2, 3, 4], [1, 2, 2, 5]], 48, axis=1)
+    poisoned = np.repeat([True, False, False, True], 48)[:, None, None]
+    operands = operands.replace(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
+    spoilt = operands.replace(
+        key=np.where(poisoned, np.nan, operands.key), value=np.where(poisoned, np.nan, operands.value)
+    )
+    d_out, d_lse = cotangents(draw, operands)
+    run.clear_cache()
+    spec = AttentionSpec(0.3)
+    for result, expected in zip(
+        jax.tree.leaves(run(spec, spoilt, d_out, d_lse)),
+        jax.tree.leaves(run(spec, operands, d_out, d_lse)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_describes_its_blocks():

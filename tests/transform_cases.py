@@ -4,6 +4,7 @@
 leaves nothing to test but what stands above an implementation.
 """
 
+import dataclasses
 import functools
 import sys
 import types
@@ -68,6 +69,25 @@ def make_operands(B=4, T=6, S=5, N=4, K=2, H=4, V=3, bias=(1, 1, 1, 1), mask=Tru
         query_segment_ids=jnp.asarray(rng.integers(0, 2, (B, T)), jnp.int32),
         key_value_segment_ids=jnp.asarray(rng.integers(0, 2, (B, S)), jnp.int32),
     )
+
+
+def make_packed_operands(B=4, sequences=3, **sizes):
+    """Operands with packed sequences: every kind that goes with them; and their spec."""
+    operands = make_operands(B, mask=False, **sizes)
+    rng = np.random.default_rng(1)
+    offsets = {
+        name: jnp.asarray(np.sort(rng.integers(0, x.shape[1] + 1, (B, sequences + 1))), jnp.int32)
+        for name, x in (("query_offsets", operands.query), ("key_value_offsets", operands.key))
+    }
+    others = (
+        "bias",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+        "query_segment_ids",
+        "key_value_segment_ids",
+    )
+    spec = dataclasses.replace(SPEC, max_query_length=4, max_key_value_length=operands.key.shape[1])
+    return operands.replace(**dict.fromkeys(others), **offsets), spec
 
 
 def attend(operands, spec=SPEC, implementation=("plain",)):

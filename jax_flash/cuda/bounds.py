@@ -6,12 +6,14 @@ Kernels mask by these, and pass over the blocks that summaries of them name; seg
 for summaries of segments, which look at every pair of blocks.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _packing
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
 
@@ -27,7 +29,7 @@ Interval = tuple[jax.Array, jax.Array]
 
 def has_bounds(shapes: Operands) -> bool:
     """Whether what queries see is data, besides operands that are added to scores."""
-    return any(getattr(shapes, name) is not None for name in (*LENGTHS, *SEGMENTS))
+    return any(getattr(shapes, name) is not None for name in (*LENGTHS, *SEGMENTS, *_packing.OFFSETS))
 
 
 def has_segments(shapes: Operands) -> bool:
@@ -147,8 +149,8 @@ def backward_operands(
         first, last, *_ = _of_shared_segments(
             _id_ranges(ids, keys, tiles), of_blocks, (first, last), (first, first)
         )
-    # The tiles that visit a block follow one another, so that each one's rank among them is a difference. Where
-    # first and last blocks rise from tile to tile they do; elsewhere tiles visit some blocks more.
+    # The tiles that visit a block are to follow one another, so that each one's rank among them is a difference.
+    # Where first and last blocks rise from tile to tile they do; elsewhere tiles visit some blocks more.
     first = jax.lax.cummin(jnp.where(first < last, first, blocks), 1, reverse=True)
     last = jax.lax.cummax(last, 1)
     block = jnp.arange(blocks)
@@ -167,39 +169,77 @@ def backward_operands(
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Of each query, or each key, the sequence that it is of: int32 `(B, positions)`, or `(B, 1)` where a batch
+    row is one."""
+
+    first_query: jax.Array
+    queries: jax.Array
+    first_key: jax.Array
+    keys: jax.Array
+    there: jax.Array  # whether the position is of one at all, `(B, positions)`
+
+
 def _query_keys(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The interval of keys that each query sees, and the key that it is aligned with."""
     n = sizes(operands)
-    queries, keys = _lengths(operands, n)
-    query = jnp.arange(n.T, dtype=jnp.int32)
-    diagonal = query + keys - queries
-    begin = jnp.zeros_like(diagonal) if spec.left is None else jnp.maximum(0, diagonal - min(spec.left, n.S))
-    end = jnp.broadcast_to(keys, diagonal.shape)
+    of, _ = _sequences(spec, operands, n)
+    diagonal = jnp.arange(n.T, dtype=jnp.int32) - of.first_query + of.first_key + of.keys - of.queries
+    begin = jnp.broadcast_to(of.first_key, diagonal.shape)
+    end = jnp.broadcast_to(of.first_key + of.keys, diagonal.shape)
+    if spec.left is not None:
+        begin = jnp.maximum(begin, diagonal - min(spec.left, n.S))
     if spec.right is not None:
         end = jnp.minimum(end, diagonal + min(spec.right, n.T) + 1)
-    return *_nonempty(begin, end, query < queries), diagonal
+    return *_nonempty(begin, end, of.there), diagonal
 
 
 def _key_queries(spec: AttentionSpec, operands: Operands) -> Interval:
     """The interval of queries that see each key."""
     n = sizes(operands)
-    queries, keys = _lengths(operands, n)
-    key = jnp.arange(n.S, dtype=jnp.int32)
-    aligned = key + queries - keys
-    begin = jnp.zeros_like(aligned) if spec.right is None else jnp.maximum(0, aligned - min(spec.right, n.T))
-    end = jnp.broadcast_to(queries, aligned.shape)
+    _, of = _sequences(spec, operands, n)
+    aligned = jnp.arange(n.S, dtype=jnp.int32) - of.first_key + of.first_query + of.queries - of.keys
+    begin = jnp.broadcast_to(of.first_query, aligned.shape)
+    end = jnp.broadcast_to(of.first_query + of.queries, aligned.shape)
+    if spec.right is not None:
+        begin = jnp.maximum(begin, aligned - min(spec.right, n.T))
     if spec.left is not None:
         end = jnp.minimum(end, aligned + min(spec.left, n.S) + 1)
-    return _nonempty(begin, end, key < keys)
+    return _nonempty(begin, end, of.there)
 
 
-def _lengths(operands: Operands, n: Sizes) -> Interval:
-    """Of queries and of keys, `(B, 1)`."""
+def _sequences(spec: AttentionSpec, operands: Operands, n: Sizes) -> tuple[Sequences, Sequences]:
+    """Those of queries, and those of keys."""
+    query, key = jnp.arange(n.T, dtype=jnp.int32), jnp.arange(n.S, dtype=jnp.int32)
+    if operands.query_offsets is None:
 
-    def of_rows(lengths: jax.Array | None, whole: int) -> jax.Array:
-        return jnp.full((n.B, 1), whole, jnp.int32) if lengths is None else lengths[:, None]
+        def of_rows(lengths: jax.Array | None, whole: int) -> jax.Array:
+            return jnp.full((n.B, 1), whole, jnp.int32) if lengths is None else lengths[:, None]
 
-    return of_rows(operands.query_seq_lengths, n.T), of_rows(operands.key_value_seq_lengths, n.S)
+        queries = of_rows(operands.query_seq_lengths, n.T)
+        keys = of_rows(operands.key_value_seq_lengths, n.S)
+        first = jnp.zeros_like(keys)
+        return (
+            Sequences(first, queries, first, keys, query < queries),
+            Sequences(first, queries, first, keys, key < keys),
+        )
+    sides = _packing.sides(spec, operands)
+    starts = [side.offsets[:, :-1] for side in sides]
+    lengths = [side.lengths().reshape(starts[0].shape) for side in sides]
+
+    def of_tokens(own: int, token: jax.Array) -> Sequences:
+        def of_row(offsets: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
+            # The last one that starts there: those before it are empty.
+            sequence = jnp.searchsorted(offsets, token, side="right", method="scan_unrolled") - 1
+            return sequence >= 0, *(x.at[sequence].get(mode="clip") for x in values)
+
+        values = (starts[0], lengths[0], starts[1], lengths[1])
+        known, *found = jax.vmap(of_row)(sides[own].offsets, *values)
+        within = token - found[2 * own]
+        return Sequences(*found, known & (within < found[2 * own + 1]))
+
+    return of_tokens(0, query), of_tokens(1, key)
 
 
 def _nonempty(begin: jax.Array, end: jax.Array, there: jax.Array) -> Interval:
@@ -229,7 +269,7 @@ def _grouped(x: jax.Array, group: int, groups: int, fill: int, reduce: Callable)
 
 
 def _id_ranges(ids: jax.Array, group: int, groups: int) -> Interval:
-    """The least and the greatest id of each group of positions; of none that are there the other way about."""
+    """The least and the greatest id of each group of positions; the other way about of none that are there."""
     limits = jnp.iinfo(jnp.int32)
     return (
         _grouped(ids, group, groups, limits.max, jnp.min),

@@ -91,8 +91,8 @@ _PIECES = 8
 def choices(
     head_dim: int, window: Window, changed: bool = False, bounded: bool = False
 ) -> tuple[Choice, ...]:
-    """What a padded head dim may run with, where scores are `changed` beyond scale and window or not, and what
-    rows see is data, `bounded`, or not."""
+    """What a padded head dim may run with, where scores are `changed` beyond scale and window or not, and
+    what rows see is data, `bounded`, or not."""
     if changed:
         return (Choice(next(tile for limit, tile in CHANGED_TILES.items() if head_dim <= limit)),)
     full, windowed = next(choices for limit, choices in TILES.items() if head_dim <= limit)

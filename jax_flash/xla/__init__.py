@@ -2,7 +2,7 @@
 
 Blocks of queries meet blocks of keys in loops that XLA compiles once, with the softmax kept online as
 in FlashAttention, and the backward pass recomputes what it needs. Blocks that causality, a window or
-the lengths rule out are never visited.
+the lengths or segment ids rule out are never visited. Packed sequences are unpacked to batch rows.
 
     blocks    how the sequences and the batch are cut, and which key blocks a query block needs
     logits    one block of logits: scale, soft cap, bias, alibi, every kind of masking
@@ -10,6 +10,7 @@ the lengths rule out are never visited.
     backward  the backward pass
 """
 
+from jax_flash import _packing
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.xla import blocks
@@ -28,7 +29,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The loops a call becomes, for `explain`."""
-    plan = blocks.plan(spec, shapes, device)
+    plan = blocks.plan(*_packing.unpacked_shapes(spec, shapes), device)
     return (
         f"plain JAX, blocks of {plan.queries.size} queries by {plan.keys.size} keys, "
         f"{plan.batch.size} of {plan.batch.length} batch rows at a time"

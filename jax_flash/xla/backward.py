@@ -7,7 +7,7 @@ With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device
+from jax_flash import _device, _packing
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash._varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -32,6 +32,8 @@ def backward(
     Returns:
       Gradients in their operands' shapes and dtypes; a broadcast axis is summed over.
     """
+    if operands.query_offsets is not None:
+        return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
     cut = blocks.plan(spec, operands, _device.current())
     dtype = logits.accumulator(operands)
     operands, out, lse, d_out, d_lse = vary_alike((operands, out, lse, d_out, d_lse))

@@ -97,7 +97,8 @@ def plan(spec: AttentionSpec, operands: Operands, device: Device) -> Plan:
 
 def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether anything that `key_blocks` looks at may rule a block out."""
-    limits = spec.left, spec.right, operands.query_seq_lengths, operands.key_value_seq_lengths
+    lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
+    limits = spec.left, spec.right, *lengths, operands.query_segment_ids
     return any(limit is not None for limit in limits)
 
 
@@ -118,8 +119,7 @@ def diagonal(operands: Operands) -> int | jax.Array:
 def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) -> tuple:
     """First key block that `query_block` needs, and the one after its last.
 
-    Python integers where nothing rules a block out, traced ones otherwise. Masks and segment ids are
-    not looked at.
+    Python integers where nothing rules a block out, traced ones otherwise. Masks are not looked at.
     """
     if not _may_skip(spec, operands):
         return 0, cut.keys.count
@@ -136,4 +136,28 @@ def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) 
         end = jnp.minimum(end, operands.key_value_seq_lengths.max())
     if operands.query_seq_lengths is not None:
         end = jnp.where(top < operands.query_seq_lengths.max(), end, 0)
-    return first // cut.keys.size, -(-end // cut.keys.size)
+    first, end = first // cut.keys.size, -(-end // cut.keys.size)
+    if operands.query_segment_ids is not None:
+        first_of_segments, end_of_segments = _key_blocks_of_segments(operands, cut, query_block)
+        first, end = jnp.maximum(first, first_of_segments), jnp.minimum(end, end_of_segments)
+    return first, end
+
+
+def _key_blocks_of_segments(operands: Operands, cut: Plan, query_block) -> tuple:
+    """The key blocks whose ids, from their least to their greatest, have one in common with the queries'.
+
+    Where ids are sorted, as those of packed documents, these are the blocks with a segment in common.
+    """
+    ids = cut.queries.take(operands.query_segment_ids, query_block, 1)
+    in_blocks = [(0, 0), (0, cut.keys.count * cut.keys.size - cut.keys.length)]
+    bounds = jnp.iinfo(ids.dtype)
+
+    def of_blocks(outside: int) -> jax.Array:
+        padded = jnp.pad(operands.key_value_segment_ids, in_blocks, constant_values=outside)
+        return padded.reshape(-1, cut.keys.count, cut.keys.size)
+
+    least, greatest = of_blocks(bounds.max).min(2), of_blocks(bounds.min).max(2)
+    meet = (least <= ids.max(1, keepdims=True)) & (ids.min(1, keepdims=True) <= greatest)
+    meet = meet.any(0)  # in some batch row
+    index = jnp.arange(cut.keys.count, dtype=jnp.int32)
+    return jnp.min(index, where=meet, initial=cut.keys.count), jnp.max(index + 1, where=meet, initial=0)

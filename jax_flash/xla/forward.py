@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device
+from jax_flash import _device, _packing
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash._varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -16,6 +16,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out `(B, T, N, V)` in query's dtype, and lse `(B, N, T)` in float32 (float64 for float64
       operands), −inf where a row has nothing to attend to.
     """
+    if operands.query_offsets is not None:
+        return _packing.forward(forward, spec, operands)
     cut = blocks.plan(spec, operands, _device.current())
     operands = vary_alike(operands)
     results, _ = loops.over_batch(

@@ -1,0 +1,152 @@
+"""Packed sequences as padded batch rows, for implementations that don't take them as they are.
+
+Each sequence becomes a batch row of its own, as long as the longest, so that its alignment is that of any
+row with lengths. An implementation that unpacks begins with
+
+    if operands.query_offsets is not None:
+        return _packing.forward(forward, spec, operands)
+
+and is asked whether it supports a call by `unpacked_shapes`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._lowering import AXES
+from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands, sizes
+
+OFFSETS = ("query_offsets", "key_value_offsets")
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Where the tokens of one side, queries or keys, lie: packed, and in `longest` places of each row."""
+
+    offsets: jax.Array  # (B, P + 1)
+    tokens: int
+    longest: int
+
+    def lengths(self) -> jax.Array:
+        """Of every sequence, `(B * P,)`."""
+        return jnp.clip(jnp.diff(self.offsets), 0, self.longest).reshape(-1)
+
+    def unpack(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
+        """`x (B, …)`, packed along `axis` behind the batch, as `(B * P, …)` with `fill` behind each."""
+        within = jnp.arange(self.longest, dtype=jnp.int32)
+        starts, ends = self.offsets[:, :-1, None], self.offsets[:, 1:, None]
+        token = jnp.where(starts + within < ends, starts + within, self.tokens)
+
+        def row(x: jax.Array, token: jax.Array) -> jax.Array:
+            sequences = jnp.take(x, token, axis, mode="fill", fill_value=fill)
+            return jnp.moveaxis(sequences, axis, 0)
+
+        return _merge(jax.vmap(row)(x, token))
+
+    def pack(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
+        """`unpack`'s inverse: `x (B * P, …)` as `(B, …)`, with `fill` for tokens of no sequence."""
+        batch, count = self.offsets.shape[0], self.offsets.shape[1] - 1
+
+        def row(x: jax.Array, offsets: jax.Array) -> jax.Array:
+            token = jnp.arange(self.tokens, dtype=jnp.int32)
+            sequence = jnp.searchsorted(offsets, token, side="right") - 1
+            within = token - offsets[sequence]
+            is_there = (sequence >= 0) & (sequence < count) & (within < self.longest)
+            place = jnp.where(is_there, sequence * self.longest + within, count * self.longest)
+            x = _merge(jnp.moveaxis(x, 0, axis), axis)
+            return jnp.take(x, place, axis, mode="fill", fill_value=fill)
+
+        return jax.vmap(row)(x.reshape(batch, count, *x.shape[1:]), self.offsets)
+
+
+def sides(spec: AttentionSpec, operands: Operands) -> tuple[Side, Side]:
+    """Queries and keys of packed operands."""
+    n = sizes(operands)
+    assert operands.query_offsets is not None and operands.key_value_offsets is not None
+    assert spec.max_query_length is not None and spec.max_key_value_length is not None
+    return (
+        Side(operands.query_offsets, n.T, spec.max_query_length),
+        Side(operands.key_value_offsets, n.S, spec.max_key_value_length),
+    )
+
+
+def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
+    """The call in which every packed sequence is a batch row of its own."""
+    queries, keys = sides(spec, operands)
+    batch, count = queries.offsets.shape[0], queries.offsets.shape[1] - 1
+
+    def unpack_one(name: str, x: jax.Array) -> jax.Array:
+        for letter, side in (("T", queries), ("S", keys)):
+            if letter in AXES[name]:
+                return side.unpack(x, AXES[name].index(letter))
+        if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1:
+            return x
+        return jnp.repeat(x, count, axis=0, total_repeat_length=batch * count)
+
+    rows = {name: unpack_one(name, x) for name, x in operands.present().items() if name not in OFFSETS}
+    if operands.dropout_seeds is not None:
+        # Bits are those of a seed plus a position among the packed tokens: each row's begins where it does.
+        starts = jnp.stack([queries.offsets[:, :-1], keys.offsets[:, :-1]], -1).astype(jnp.uint32)
+        rows["dropout_seeds"] += starts.reshape(-1, 1, 2)
+    rows = Operands(**rows, query_seq_lengths=queries.lengths(), key_value_seq_lengths=keys.lengths())
+    return dataclasses.replace(spec, max_query_length=None, max_key_value_length=None), rows
+
+
+def unpacked_shapes(
+    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]
+) -> tuple[AttentionSpec, Operands[jax.ShapeDtypeStruct]]:
+    """What `unpack` makes of a call, as shapes; a call without packed sequences as it is."""
+    if shapes.query_offsets is None:
+        return spec, shapes
+    rows = jax.eval_shape(lambda operands: unpack(spec, operands)[1], shapes)
+    return dataclasses.replace(spec, max_query_length=None, max_key_value_length=None), rows
+
+
+def forward(run: Callable[..., Any], spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """An implementation's forward pass `run` on unpacked sequences, its results packed."""
+    queries, _ = sides(spec, operands)
+    out, lse = run(*unpack(spec, operands))
+    return queries.pack(out, AXES["out"].index("T")), queries.pack(lse, AXES["lse"].index("T"), -jnp.inf)
+
+
+def backward(
+    run: Callable[..., Gradients],
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """An implementation's backward pass `run` on unpacked sequences, its gradients packed."""
+    queries, keys = sides(spec, operands)
+    t_of_out, t_of_lse = AXES["out"].index("T"), AXES["lse"].index("T")
+    gradients = run(
+        *unpack(spec, operands),
+        queries.unpack(out, t_of_out),
+        queries.unpack(lse, t_of_lse, -jnp.inf),
+        queries.unpack(d_out, t_of_out),
+        None if d_lse is None else queries.unpack(d_lse, t_of_lse),
+    )
+
+    def of_all_sequences(gradient: jax.Array | None, operand: jax.Array | None) -> jax.Array | None:
+        if gradient is None or operand is None or gradient.shape == operand.shape:
+            return gradient
+        return gradient.reshape(operand.shape[0], -1, *gradient.shape[1:]).sum(1)
+
+    return Gradients(
+        query=queries.pack(gradients.query, AXES["query"].index("T")),
+        key=keys.pack(gradients.key, AXES["key"].index("S")),
+        value=keys.pack(gradients.value, AXES["value"].index("S")),
+        alibi_slopes=of_all_sequences(gradients.alibi_slopes, operands.alibi_slopes),
+        sinks=of_all_sequences(gradients.sinks, operands.sinks),
+    )
+
+
+def _merge(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Two neighbouring axes as one."""
+    merged = x.shape[axis] * x.shape[axis + 1]
+    return x.reshape(*x.shape[:axis], merged, *x.shape[axis + 2 :])
