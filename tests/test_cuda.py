@@ -54,11 +54,17 @@ def test_what_makes_logits_of_scores():
     assert reason(fixed, bias=struct(2, 4, 128, 128), alibi_slopes=slopes) is None
 
 
-def test_refuses_operands_and_types():
-    ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
-    assert "query_segment_ids" in reason(query_segment_ids=ids, key_value_segment_ids=ids)
+def test_what_queries_see_may_be_data():
+    ids, lengths = jax.ShapeDtypeStruct((2, 128), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     offsets = jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    assert "packed sequences" in reason(query_offsets=offsets, key_value_offsets=offsets)
+    for spec in (AttentionSpec(0.1), AttentionSpec(0.1, right=0, deterministic=True)):
+        assert reason(spec, query_segment_ids=ids, key_value_segment_ids=ids) is None
+        assert reason(spec, key_value_seq_lengths=lengths) is None
+        packed = dataclasses.replace(spec, max_query_length=100, max_key_value_length=100)
+        assert reason(packed, query_offsets=offsets, key_value_offsets=offsets) is None
+
+
+def test_refuses_operands_and_types():
     assert "float32" in reason(dtype=jnp.float32)
     assert "256" in reason(H=264)
     assert "multiple of 8" in reason(H=60)

@@ -149,8 +149,8 @@ def backward_operands(
         first, last, *_ = _of_shared_segments(
             _id_ranges(ids, keys, tiles), of_blocks, (first, last), (first, first)
         )
-    # The tiles that visit a block are to follow one another, so that each one's rank among them is a difference.
-    # Where first and last blocks rise from tile to tile they do; elsewhere tiles visit some blocks more.
+    # The tiles that visit a block are to follow one another, so that their numbers rank them. Where first and
+    # last blocks rise from tile to tile they do; elsewhere tiles visit some blocks more.
     first = jax.lax.cummin(jnp.where(first < last, first, blocks), 1, reverse=True)
     last = jax.lax.cummax(last, 1)
     block = jnp.arange(blocks)
@@ -171,8 +171,8 @@ def backward_operands(
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Of each query, or each key, the sequence that it is of: int32 `(B, positions)`, or `(B, 1)` where a batch
-    row is one."""
+    """Of each query, or each key, the sequence that it is of: int32 `(B, positions)`, or `(B, 1)` where each
+    batch row is one."""
 
     first_query: jax.Array
     queries: jax.Array
@@ -269,7 +269,7 @@ def _grouped(x: jax.Array, group: int, groups: int, fill: int, reduce: Callable)
 
 
 def _id_ranges(ids: jax.Array, group: int, groups: int) -> Interval:
-    """The least and the greatest id of each group of positions; the other way about of none that are there."""
+    """The least and the greatest id of each group of positions, and the other way about of no positions."""
     limits = jnp.iinfo(jnp.int32)
     return (
         _grouped(ids, group, groups, limits.max, jnp.min),

@@ -1,0 +1,266 @@
+"""What options of a call cost: packed sequences beside FlashAttention-3's, every other option beside none.
+
+    python benchmarks/features.py --out benchmarks/results/features_h200.json
+    python benchmarks/features.py --groups packed
+
+`packed`: 16 documents of uneven length in 16384 tokens, by offsets (`flash_attention_varlen`) and by segment
+ids, beside the offsets of FlashAttention-3's wheels, and one sequence of as many tokens. Rates are given over
+what is attended to, and, of ours, over the blocks that our kernels visit, masked parts of them included; the
+ratio of the latter to that of the one sequence says what packing costs.
+
+`options`: how much longer a call takes with each option than without. All are kernel time, that of XLA's
+kernels beside ours included; backward is both passes less the forward one. Only figures of one run compare.
+"""
+
+import argparse
+import dataclasses
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import record
+import rounds
+import timing
+
+import jax_flash
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import backward_plan, forward_plan
+
+TOKENS, DOCUMENTS = 16384, 16
+SHAPES = ((16, 128), (32, 64))  # heads, head dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    heads: int
+    head_dim: int
+    causal: bool
+
+    def __str__(self):
+        return f"{DOCUMENTS} in s{TOKENS} h{self.heads} d{self.head_dim}{' causal' if self.causal else ''}"
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where documents start and end: shares drawn uniformly among all, so that a few are long."""
+        shares = np.random.default_rng(0).dirichlet(np.ones(DOCUMENTS))
+        return np.concatenate([[0], np.round(np.cumsum(shares) * TOKENS)]).astype(np.int32)
+
+    def flops(self, offsets: np.ndarray) -> int:
+        """Forward, of what is attended to."""
+        lengths = np.diff(offsets).astype(np.int64)
+        pairs = lengths * (lengths + 1) // 2 if self.causal else lengths**2
+        return 4 * self.heads * self.head_dim * int(pairs.sum())
+
+    def visited_flops(self, offsets: np.ndarray) -> tuple[int, int]:
+        """Forward and backward, of the blocks that our kernels visit."""
+        array = jax.ShapeDtypeStruct((1, TOKENS, self.heads, self.head_dim), jnp.bfloat16)
+        operands = Operands(array, array, array, query_offsets=offsets[None], key_value_offsets=offsets[None])
+        spec = AttentionSpec(
+            1.0, right=0 if self.causal else None, max_query_length=TOKENS, max_key_value_length=TOKENS
+        )
+        chosen = forward_plan.schedule(spec, operands)
+        blocks = np.asarray(forward_plan.bounds_operands(spec, operands)["group_blocks"])[0, :, :2]
+        groups = blocks.reshape(-1, chosen.tile.consumers, 2)
+        seen = groups[..., 1] > groups[..., 0]
+        first = np.where(seen, groups[..., 0], TOKENS).min(1)
+        visits = np.maximum(groups[..., 1].max(1) - first, 0).sum()
+        forward = 4 * chosen.tile.rows * chosen.tile.keys * int(visits) // chosen.pack
+        shape = backward_plan.tile(forward_plan.padded_head_dim(self.head_dim))
+        tiles = np.asarray(backward_plan.bounds_operands(spec, operands)["tile_blocks"])[0]
+        visits = np.maximum(tiles[:, 1] - tiles[:, 0], 0).sum()
+        backward = 10 * shape.queries * shape.keys * int(visits)
+        return self.heads * self.head_dim * forward, self.heads * self.head_dim * backward
+
+    def contenders(self) -> dict[str, tuple[Callable, np.ndarray]]:
+        """Each with the offsets that it is given: attention of query, key and value `(TOKENS, N, H)`."""
+        offsets, whole = self.offsets, np.array([0, TOKENS], np.int32)
+
+        def varlen(query, key, value):
+            return jax_flash.flash_attention_varlen(
+                query,
+                key,
+                value,
+                cu_seqlens_q=jnp.asarray(offsets),
+                cu_seqlens_kv=jnp.asarray(offsets),
+                max_seqlen_q=TOKENS,
+                max_seqlen_kv=TOKENS,
+                is_causal=self.causal,
+                implementation="cuda",
+            )
+
+        def dense(query, key, value, **segments):
+            return jax_flash.flash_attention(
+                query[None], key[None], value[None], is_causal=self.causal, implementation="cuda", **segments
+            )[0]
+
+        def by_segments(query, key, value):
+            ids = jnp.searchsorted(jnp.asarray(offsets), jnp.arange(TOKENS), side="right")[None]
+            return dense(query, key, value, query_segment_ids=ids, key_value_segment_ids=ids)
+
+        def fa3_cu13(query, key, value):
+            import dew_flash_attn
+
+            return dew_flash_attn.flash_mha_varlen(
+                query, key, value, jnp.asarray(offsets), int(np.diff(offsets).max()), is_causal=self.causal
+            )
+
+        def fa3_cu12(query, key, value):
+            import flash_attn3_jax
+
+            if query.shape[-1] != 128:
+                raise NotImplementedError(f"built for head dim 128, not {query.shape[-1]}")
+            longest = int(np.diff(offsets).max())
+            return flash_attn3_jax.flash_mha_varlen(
+                query,
+                key,
+                value,
+                jnp.asarray(offsets),
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                is_causal=self.causal,
+            )
+
+        packed = {f.__name__: (f, offsets) for f in (varlen, by_segments, fa3_cu13, fa3_cu12)}
+        return packed | {"dense": (dense, whole)}
+
+
+def measure_packed(case: Packed) -> list[dict]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (TOKENS, case.heads, case.head_dim)
+    *inputs, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+    contenders = case.contenders()
+
+    def prepare(name: str) -> tuple[Any, Any]:
+        attend, offsets = contenders[name]
+        # The one sequence has nobody to agree with.
+        results = jax.jit(both(attend))(*inputs, d_out) if offsets is not contenders["dense"][1] else ()
+        return attend, results
+
+    packed = [name for name in contenders if name != "dense"]
+    found = rounds.measure(packed, prepare, lambda run: figures(run, inputs, d_out))
+    found |= rounds.measure(["dense"], prepare, lambda run: figures(run, inputs, d_out))
+    rows = []
+    for name, result in found.items():
+        row = {"group": "packed", "case": str(case), "peer": name} | result
+        if "forward_milliseconds" in row:
+            _, offsets = contenders[name]
+            flops = case.flops(offsets)
+            visited = case.visited_flops(offsets)
+            for key, factor, blocks in (("forward", 1, visited[0]), ("backward", 2.5, visited[1])):
+                row[key] = factor * flops / row[f"{key}_milliseconds"] / 1e9
+                if not name.startswith("fa3"):
+                    row[f"{key}_visited"] = blocks / row[f"{key}_milliseconds"] / 1e9
+        rows.append(row)
+    return rows
+
+
+BATCH, LENGTH = 4, 4096
+
+
+def options(heads: int, head_dim: int) -> dict[str, dict[str, Any]]:
+    """Keyword arguments of a causal call; arrays among them."""
+    key = jax.random.key(5)
+    lengths = jnp.full((BATCH,), LENGTH, jnp.int32)
+    ids = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    return {
+        "none": {},
+        "lengths": {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths},
+        "segments": {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        "sinks": {"sinks": jnp.zeros((heads,), jnp.float32)},
+        "soft cap": {"logits_soft_cap": 30.0},
+        "ALiBi": {"alibi_slopes": jnp.full((heads,), 0.01, jnp.float32)},
+        "mask of keys": {"mask": jnp.ones((BATCH, 1, 1, LENGTH), bool)},
+        "bias of a head": {"bias": jax.random.normal(key, (1, heads, LENGTH, LENGTH), jnp.bfloat16)},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(6)},
+    }
+
+
+def measure_options(heads: int, head_dim: int) -> list[dict]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (BATCH, LENGTH, heads, head_dim)
+    *inputs, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+    calls = options(heads, head_dim)
+    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="cuda")
+
+    def prepare(name: str) -> tuple[Any, Any]:
+        run = functools.partial(attend, **calls[name])
+        jax.block_until_ready(jax.jit(both(run))(*inputs, d_out))
+        return run, ()
+
+    found = rounds.measure(list(calls), prepare, lambda run: figures(run, inputs, d_out))
+    case = f"b{BATCH} s{LENGTH} h{heads} d{head_dim} causal"
+    rows = [{"group": "options", "case": case, "option": name} | result for name, result in found.items()]
+    for row in rows:
+        for key in ("forward_milliseconds", "backward_milliseconds"):
+            if key in row and key in rows[0]:
+                row[key.replace("milliseconds", "longer")] = row[key] / rows[0][key]
+    return rows
+
+
+def both(attend: Callable) -> Callable:
+    """Gradients of `attend` for a cotangent, its last argument."""
+
+    def run(*args):
+        *inputs, d_out = args
+        return jax.vjp(attend, *inputs)[1](d_out)
+
+    return run
+
+
+def figures(attend: Callable, inputs: Sequence[jax.Array], d_out: jax.Array) -> dict[str, float]:
+    forward = timing.milliseconds(attend, *inputs)
+    together = timing.milliseconds(both(attend), *inputs, d_out)
+    return {"forward_milliseconds": forward, "backward_milliseconds": together - forward}
+
+
+GROUPS: dict[str, list[Callable[[], list[dict]]]] = {
+    "packed": [
+        functools.partial(measure_packed, Packed(*shape, causal))
+        for shape in SHAPES
+        for causal in (True, False)
+    ],
+    "options": [functools.partial(measure_options, *shape) for shape in SHAPES],
+}
+
+
+def show(row: dict) -> None:
+    name = row.get("peer") or row["option"]
+    cells = "".join(
+        f"  {key.replace('_', ' ')} {value:.3g}" for key, value in row.items() if isinstance(value, float)
+    )
+    print(f"{row['case']:32} {name:14}{cells}{row.get('error', '')[:160]}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--groups", default=",".join(GROUPS), help="by default all: %(default)s")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    chosen = parser.parse_args(arguments)
+    groups = chosen.groups.split(",")
+    if unknown := set(groups) - set(GROUPS):
+        parser.error(f"--groups: {', '.join(sorted(unknown))}; may be {', '.join(GROUPS)}")
+    warnings.filterwarnings("ignore")  # peers warn of their own affairs
+    logging.disable(logging.WARNING)
+    result = record.environment() | {"rows": []}
+    print(record.heading(result))
+    print(rounds.method(result["timing"]))
+    for group in groups:
+        for measure in GROUPS[group]:
+            rows = measure()
+            result["rows"] += rows
+            for row in rows:
+                show(row)
+            if chosen.out:
+                record.write(result, chosen.out)
+
+
+if __name__ == "__main__":
+    main()
