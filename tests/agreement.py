@@ -99,8 +99,9 @@ def _floor(name, case, spec, reference, references, d_out):
       query and key. Plain attention suffers from neither.
     - In calls that are drawn (`Case.is_drawn`) rows may have few keys, and results few numbers. The rounding
       of O goes into D = rowsum(dO * O) and from there into the gradients of logits, whose own size is below
-      that of their terms where a row has few keys: one key's gradient is 0. A bias has the sum over a row,
-      or over many, where it is broadcast. And of few numbers plain attention's error may be small by luck.
+      that of their terms where a row has few keys: one key's gradient is 0. A slope has it times the
+      distance, and a bias has the sum over a row, or over many, where it is broadcast. And of few numbers
+      plain attention's error may be small by luck.
     """
     float32 = UNIT_ROUNDOFF["float32"]
     roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
@@ -126,8 +127,10 @@ def _floor(name, case, spec, reference, references, d_out):
         if name != "d_value":
             noise = max(noise, roundoff / 2)
     rounding_of_d = 0.0
-    if case.is_drawn and name in ("d_bias", "d_query", "d_key"):
+    if case.is_drawn and name in ("d_bias", "d_query", "d_key", "d_alibi_slopes"):
         rounding_of_d = roundoff * np.linalg.norm(references["out"] * np.asarray(d_out, np.float64))
     if name in ("d_query", "d_key"):
         rounding_of_d *= abs(spec.scale) * np.sqrt(case.H) * case.magnitude
+    if name == "d_alibi_slopes":
+        rounding_of_d *= max(case.T, case.S)
     return max(relative * np.linalg.norm(reference), noise * size_of_terms, rounding_of_d)
