@@ -58,10 +58,15 @@ __device__ __forceinline__ void produce(const Call& call) {
     BlockSlot slot;
 #pragma unroll 1
     for (uint32_t parity = 0;; parity ^= 1) {
+        QueryBlocks blocks{};  // read while the tile before is at work
+        if constexpr (Traits::bounds) {
+            if (index < tiles) blocks = call.work(index).blocks;
+        }
         mbarrier::wait(shared.key_empty(), parity ^ 1);
         shared.tile_index() = index < tiles ? index : -1;
+        if constexpr (Traits::bounds) shared.tile_blocks() = blocks;
         if (index >= tiles) break;
-        const Work work = call.work(index);
+        const Work work = call.work(index, Traits::bounds ? &blocks : nullptr);
         const KeyTile& tile = work.tile;
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier) {
             mbarrier::arrive_expect(barrier, Traits::key_bytes);

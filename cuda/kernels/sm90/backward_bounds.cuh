@@ -12,35 +12,45 @@ __device__ __forceinline__ int2 whole_blocks(int batch, int first_key, const Sha
     return shape.bounds.group_blocks[batch * shape.key_tiles() * (Traits::keys / 64) + first_key / 64];
 }
 
-// Zeroes the masked elements of Pᵀ, as `mask` in backward_tile.cuh.
-template <int count>
-__device__ __forceinline__ void mask_by_data(float (&probabilities)[count], int batch, int key, int block,
-                                             const Shape& shape) {
-    const int first_column = block * Traits::queries + threadIdx.x % 4 * 2;
-    int2 seen_by[2];  // counted from the thread's first column
+// What there is to know of a thread's two keys and its warpgroup's 64, once a tile.
+struct KeyBounds {
+    int2 queries[2];  // that see each
     int segment[2];
+    int2 whole;               // blocks that see all 64
+    const int* of_queries;    // segments
+
+    __device__ __forceinline__ void load(int batch, int first_key, int key, const Shape& shape) {
+        if constexpr (!Traits::bounds) return;
+        whole = whole_blocks(batch, first_key, shape);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int64_t there = static_cast<int64_t>(batch) * shape.keys + min(key + 8 * r, shape.keys - 1);
-        const int2 queries = shape.bounds.key_queries[there];
-        const bool is_key = key + 8 * r < shape.keys;
-        seen_by[r] = {queries.x - first_column, is_key ? queries.y - first_column : -1};
-        if constexpr (Traits::segments) segment[r] = shape.bounds.key_segments[there];
+        for (int r = 0; r < 2; ++r) {
+            const int64_t there = static_cast<int64_t>(batch) * shape.keys + min(key + 8 * r, shape.keys - 1);
+            queries[r] = shape.bounds.key_queries[there];
+            if (key + 8 * r >= shape.keys) queries[r].y = 0;
+            if constexpr (Traits::segments) segment[r] = shape.bounds.key_segments[there];
+        }
+        of_queries = shape.bounds.query_segments + static_cast<int64_t>(batch) * shape.queries;
     }
-    const int* of_queries = shape.bounds.query_segments + static_cast<int64_t>(batch) * shape.queries;
+
+    // Zeroes the masked elements of Pᵀ, as `mask` in backward_tile.cuh does.
+    template <int count>
+    __device__ __forceinline__ void mask(float (&probabilities)[count], int block, const Shape& shape) const {
+        if (block >= whole.x && block < whole.y) return;
+        const int first_column = block * Traits::queries + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < count; i += 4) {
+        for (int i = 0; i < count; i += 4) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const int column = i / 4 * 8 + c;
-            int of_query;
-            if constexpr (Traits::segments) of_query = of_queries[min(first_column + column, shape.queries - 1)];
+            for (int c = 0; c < 2; ++c) {
+                const int query = first_column + i / 4 * 8 + c;
+                int of_query;
+                if constexpr (Traits::segments) of_query = of_queries[min(query, shape.queries - 1)];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                bool seen = column >= seen_by[r].x && column < seen_by[r].y;
-                if constexpr (Traits::segments) seen &= of_query == segment[r];
-                if (!seen) probabilities[i + 2 * r + c] = 0;
+                for (int r = 0; r < 2; ++r) {
+                    bool seen = query >= queries[r].x && query < queries[r].y;
+                    if constexpr (Traits::segments) seen &= of_query == segment[r];
+                    if (!seen) probabilities[i + 2 * r + c] = 0;
+                }
             }
         }
     }
-}
+};

@@ -82,13 +82,14 @@ struct Call {
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
     }
-    __device__ Work work(int tile_index) const {
+    // `of_tile` has its blocks, where they are data and read already.
+    __device__ Work work(int tile_index, const QueryBlocks* of_tile = nullptr) const {
         const bool last_first =
             Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
         const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
         QueryBlocks blocks;
         if constexpr (Traits::bounds) {
-            blocks = query_blocks_by_data(tile, shape);
+            blocks = of_tile ? *of_tile : query_blocks_by_data(tile, shape);
         } else {
             blocks = query_blocks(tile, shape);
         }
@@ -113,7 +114,12 @@ struct Call {
             mbarrier::wait(shared.key_full(), parity);
             const int index = __shfl_sync(0xffffffff, shared.tile_index(), 0);  // in a uniform register
             if (index < 0) break;
-            visit(work(index), parity);
+            if constexpr (Traits::bounds) {
+                const QueryBlocks blocks = shared.tile_blocks();
+                visit(work(index, &blocks), parity);
+            } else {
+                visit(work(index), parity);
+            }
         }
     }
 

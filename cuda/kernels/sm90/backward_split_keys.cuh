@@ -28,8 +28,8 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
         BlockVisit now = work.first_visit();
-        int2 whole;  // blocks that see all of the warpgroup's keys
-        if constexpr (Traits::bounds) whole = whole_blocks(work.tile.batch, first_key, call.shape);
+        KeyBounds bounds;
+        bounds.load(work.tile.batch, first_key, key, call.shape);
 
         auto start_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
@@ -40,9 +40,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::pin(scores);
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
             if constexpr (Traits::bounds) {
-                if (now.block < whole.x || now.block >= whole.y) {
-                    mask_by_data(scores, work.tile.batch, key, now.block, call.shape);
-                }
+                bounds.mask(scores, now.block, call.shape);
             } else if (crosses(first_key, now.block, call.shape)) {
                 mask(scores, key, now.block, call.shape);
             }

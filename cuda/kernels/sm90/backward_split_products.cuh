@@ -148,8 +148,8 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     uint32_t probabilities[query_steps][4];  // of the block at hand
     uint32_t factors[query_steps][4];        // the soft cap's derivative
     BlockVisit now = work.first_visit();
-    int2 whole;  // blocks that see all of the CTA's keys
-    if constexpr (Traits::bounds) whole = whole_blocks(tile.batch, first_key, call.shape);
+    KeyBounds bounds;
+    bounds.load(tile.batch, first_key, first_key + warp * 16 + lane / 4, call.shape);
 
     auto start_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);
@@ -166,9 +166,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         __syncwarp();
         if (lane == 0) release(shared.query_empty(slot.stage));
         if constexpr (Traits::bounds) {
-            if (now.block < whole.x || now.block >= whole.y) {
-                mask_by_data(scores, tile.batch, first_key + warp * 16 + lane / 4, now.block, call.shape);
-            }
+            bounds.mask(scores, now.block, call.shape);
         } else if (crosses(first_key, now.block, call.shape)) {
             mask(scores, first_key + warp * 16 + lane / 4, now.block, call.shape);
         }

@@ -33,13 +33,6 @@ __device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, in
     return {(last_first ? key_tiles - 1 - turn : turn) * Traits::keys, head % shape.key_heads, head / shape.key_heads};
 }
 
-// The query blocks [first, last) in which some query sees some key of the tile.
-struct QueryBlocks {
-    int first, last;
-
-    __device__ int count() const { return max(last - first, 0); }
-};
-
 __device__ __forceinline__ QueryBlocks query_blocks(const KeyTile& tile, const Shape& shape) {
     const int last_key = min(tile.first_key + Traits::keys, shape.keys) - 1;
     const int begin = max(0, tile.first_key - shape.diagonal() - shape.right);

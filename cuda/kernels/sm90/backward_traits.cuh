@@ -118,6 +118,13 @@ __device__ constexpr int statistics_slot(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
+// The query blocks [first, last) in which some query sees some key of a tile.
+struct QueryBlocks {
+    int first, last;
+
+    __device__ int count() const { return max(last - first, 0); }
+};
+
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
 struct SharedMemory {
     unsigned char* data;
@@ -138,7 +145,8 @@ struct SharedMemory {
     static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
     static constexpr int barrier_count = 6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
                                          Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages;
-    static constexpr int bytes = barriers + 8 * barrier_count;
+    static constexpr int blocks = barriers + 8 * barrier_count;  // of the tile, where they are data
+    static constexpr int bytes = blocks + 8 * Traits::bounds;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -183,6 +191,8 @@ struct SharedMemory {
     __device__ uint32_t value_empty() const { return base + barriers + 24; }
     // Of the tile whose K is there; negative where no more come.
     __device__ int& tile_index() const { return *reinterpret_cast<int*>(data + barriers + 32); }
+    // And the blocks that it visits, where they are data.
+    __device__ QueryBlocks& tile_blocks() const { return *reinterpret_cast<QueryBlocks*>(data + blocks); }
     // The other CTA's place for dS of this one.
     __device__ uint32_t peer_d_scores_empty() const { return base + barriers + 40; }
     __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (6 + buffer); }
