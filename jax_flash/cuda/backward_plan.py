@@ -15,7 +15,7 @@ from jax_flash.cuda.backward_walk import (
     seen_blocks,
     sum_places,
 )
-from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
+from jax_flash.cuda.forward_plan import PANEL, padded_head_dims, rows_map
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, Zero
 from jax_flash.cuda.window import Window, binding_window
 
@@ -56,21 +56,28 @@ class BackwardTile:
     def keys(self) -> int:
         return self.cta_keys * self.cluster
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
-        row = math.ceil(head_dim / PANEL) * PANEL * 2
-        keys_and_values = 2 * self.cta_keys * row
-        blocks = 2 * self.stages * self.queries * row
+    def shared_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
+        """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh.
+
+        `value_dim` is that of V where it is not `head_dim`.
+        """
+        value_dim = value_dim or head_dim
+        larger_dim = max(head_dim, value_dim)
+        key_row, value_row, larger_row = (
+            math.ceil(x / PANEL) * PANEL * 2 for x in (head_dim, value_dim, larger_dim)
+        )
+        keys_and_values = self.cta_keys * (key_row + value_row)
+        blocks = self.stages * self.queries * (key_row + value_row)
         buffers = 1 if self.split_products else 2
         d_scores = buffers * self.queries * self.cta_keys * 2
         peer = (self.queries + 2 * PANEL) * self.cta_keys * 2 if self.cluster > 1 else 0
         if self.split_products:
-            d_query_columns = head_dim // self.cluster if head_dim <= 192 else 0
+            d_query_columns = head_dim // self.cluster if larger_dim <= 192 else 0
         else:
-            d_query_columns = head_dim if head_dim <= 96 else PANEL
+            d_query_columns = head_dim if larger_dim <= 96 else PANEL
         d_query = self.sum_stages * 64 * d_query_columns * 4
         writers = 2 * self.writer_stages * 4096
-        gradients = 0 if self.split_products else 2 * 64 * row
+        gradients = 0 if self.split_products else 2 * 64 * larger_row
         statistics = 2 * self.stages * self.queries * 4
         barriers = 6 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
@@ -79,7 +86,7 @@ class BackwardTile:
         return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
 
 
-# Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
+# The larger head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
 # registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P,
 # dS and dQ.
 #
@@ -107,15 +114,12 @@ _SPAN = 4
 _UNBOUNDED = 1 << 29
 
 
-def tile(head_dim: int, changed: bool = False) -> BackwardTile:
-    """The tile for a padded head dim, where scores are `changed` beyond scale and window or not."""
-    if changed and head_dim <= 128:
+def tile(larger_dim: int, changed: bool = False) -> BackwardTile:
+    """The tile for the larger of a call's head dims, that of K and that of V, where scores are `changed`
+    beyond scale and window or not."""
+    if changed and larger_dim <= 128:
         return _CHANGED_TILE
-    return next(shape for limit, shape in _TILES.items() if head_dim <= limit)
-
-
-def _padded(head_dim: int, changed: bool) -> int:
-    return max(padded_head_dim(head_dim), 32 if changed else 0)  # both consumers have columns of dQ
+    return next(shape for limit, shape in _TILES.items() if larger_dim <= limit)
 
 
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
@@ -129,8 +133,10 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     changed = scores.changed(spec, shapes)
-    head_dim = _padded(n.H, changed)
-    shape = tile(head_dim, changed)
+    shape = tile(max(n.H, n.V), changed)
+    # With split products both consumers have columns of dQ, and dP may be computed in two parts.
+    least = 32 if shape.split_products else 16
+    head_dim, value_dim = (max(x, least) for x in padded_head_dims(n))
     main_shape = dataclasses.replace(
         shape.in_turns if spec.deterministic else shape, factors=scores.handed_factors(spec, shapes)
     )
@@ -141,6 +147,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         defines = (
             ("ELEMENT", dtype),
             ("HEAD_DIM", head_dim),
+            ("VALUE_DIM", value_dim),
             ("QUERIES", shape.queries),
             ("KEYS", shape.keys),
             ("CLUSTER", shape.cluster),
@@ -152,16 +159,16 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("SPAN", _SPAN),
             ("DETERMINISTIC", int(is_main and spec.deterministic)),
             *(scores.defines(spec, shapes) if is_main else scores.NO_DEFINES),
-            ("SHARED_BYTES", shape.shared_bytes(head_dim)),
+            ("SHARED_BYTES", shape.shared_bytes(head_dim, value_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
 
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
     value = Buffer("value", shapes.value.shape, dtype)
-    out = Buffer("out", query.shape, dtype)
+    out = Buffer("out", (n.B, n.T, n.N, n.V), dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
-    d_out = Buffer("d_out", query.shape, dtype)
+    d_out = Buffer("d_out", out.shape, dtype)
     d_lse = Buffer("d_lse", lse.shape, "float32")
     d_query = Buffer("d_query", query.shape, dtype)
     d_key = Buffer("d_key", key.shape, dtype)
@@ -175,7 +182,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     seen = seen_blocks(n, window, shape.queries, shape.keys)
     workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
-    head_bytes = n.T * head_dim * (2 + 2 + 4)
+    head_bytes = n.T * (head_dim * (2 + 4) + value_dim * 2)  # Q and the sum of dQ, dO
     if spec.deterministic:
         section = section_heads_in_turns(key_heads, n.group * head_bytes, window.unbounded)
     else:
@@ -224,14 +231,14 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Scalar("int32", 0 if in_turns and every_query_sees_a_key(n, window) else places),
             next_tile,
             turns_parameter,
-            *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
+            *(Scalar("int32", x) for x in (n.T, n.N, n.V)),
         ),
     )
     main = Launch(
         kernel=kernel("sm90/backward.cu", "backward", main_shape, is_main=True),
         grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
-        shared_bytes=main_shape.shared_bytes(head_dim),
+        shared_bytes=main_shape.shared_bytes(head_dim, value_dim),
         cluster=shape.cluster,
         parameters=(
             rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all

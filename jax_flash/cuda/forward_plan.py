@@ -31,6 +31,11 @@ def padded_head_dim(head_dim: int) -> int:
     return math.ceil(head_dim / 16) * 16
 
 
+def padded_head_dims(n: Sizes) -> tuple[int, int]:
+    """The same of keys, and of values."""
+    return padded_head_dim(n.H), padded_head_dim(n.V)
+
+
 def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
     """A map over `(B, rows, heads, head dim)` that copies `rows / pack` rows of `pack` heads, one panel of
     columns; the heads of a row stand together."""
@@ -44,11 +49,11 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
     """Every kernel that calls of this kind may run, whatever their lengths and number of heads."""
     n = sizes(shapes)
     window = binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
-    cuts = (False, True) if can_cut(head_dim, window) else (False,)
+    head_dim, value_dim = padded_head_dims(n)
+    cuts = (False, True) if can_cut(value_dim, window) else (False,)
     return [
         _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
-        for choice in choices(head_dim, window, scores.changed(spec, shapes))
+        for choice in choices(head_dim, window, scores.changed(spec, shapes), value_dim)
         for heads in packs(n.group, choice.tile.rows)
         for cut in cuts
     ]
@@ -64,7 +69,7 @@ def _kernel(
 ) -> Kernel:
     n = sizes(shapes)
     window = binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
+    head_dim, value_dim = padded_head_dims(n)
     # Logits have their sign already.
     sign = 1 if scores.changed(spec, shapes) else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
@@ -74,6 +79,7 @@ def _kernel(
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
             ("HEAD_DIM", head_dim),
+            ("VALUE_DIM", value_dim),
             ("CONSUMERS", tile.consumers),
             ("KEYS", tile.keys),
             ("STAGES", tile.stages),
@@ -87,26 +93,26 @@ def _kernel(
             ("SCORE_SIGN", sign),
             ("SINKS", int(shapes.sinks is not None)),
             *scores.defines(spec, shapes),
-            ("SHARED_BYTES", tile.shared_bytes(head_dim)),
+            ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim)),
         ),
     )
 
 
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
-    """How `device` computes `out (B, T, N, H)` and `lse (B, N, T)`; for calls that `supports` accepts.
+    """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
     Operands are query, key, value, and those of bias, mask, alibi_slopes and sinks that are there.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
-    shape = tile(head_dim, window, n, scores.changed(spec, shapes))
+    head_dim, value_dim = padded_head_dims(n)
+    shape = tile(head_dim, window, n, scores.changed(spec, shapes), value_dim)
     heads = pack(n, shape.rows)
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
     value = Buffer("value", shapes.value.shape, dtype)
-    out = Buffer("out", shapes.query.shape, dtype)
+    out = Buffer("out", (n.B, n.T, n.N, n.V), dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     tiles = math.ceil(n.T * heads / shape.rows) * (n.N // heads) * n.B
     # Where tiles take unequally long, CTAs take the next from a counter. Its zeroing costs 2 µs.
@@ -115,11 +121,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     blind_rows = 0 if window.right is None else min(max(n.T - n.S - window.right, 0), n.T) * heads
     whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B
     cut_ctas = 0
-    if can_cut(head_dim, window):
+    if can_cut(value_dim, window):
         whole_tiles, cut_ctas = cut_last_wave(tiles, device.sm_count, math.ceil(n.S / shape.keys))
     cut_tiles = tiles - whole_tiles if cut_ctas else 0
     warps = 4 * shape.consumers
-    words = 32 * (head_dim // 2 + 4)
+    words = 32 * (value_dim // 2 + 4)
     pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
     arrived = Buffer("arrived", (cut_tiles, warps), "int32")
     kernel = _kernel(spec, shapes, device.arch, shape, heads, cut_tiles > 0)
@@ -127,7 +133,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
-        shared_bytes=shape.shared_bytes(head_dim),
+        shared_bytes=shape.shared_bytes(head_dim, value_dim),
         overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
         parameters=(
             rows_map(query, shape.rows, heads),
@@ -135,7 +141,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             rows_map(value, shape.keys),
             Pointer("out"),
             Pointer("lse"),
-            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.H)),
+            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.V)),
             *(Scalar("int32", x or 0) for x in (window.left, window.right)),
             Scalar("int32", _section_heads(n, window, heads)),
             Pointer("next_tile") if counted else Scalar("int64", 0),
@@ -167,6 +173,6 @@ def _section_heads(n: Sizes, window: Window, pack: int) -> int:
     if window.unbounded:
         return 1
     packs = n.B * n.N // pack
-    bytes_per_pack = 2 * n.S * n.H * 2 / (n.group / pack)
+    bytes_per_pack = n.S * (n.H + n.V) * 2 / (n.group / pack)
     sections = math.ceil(packs * bytes_per_pack / _SECTION_BYTES)
     return math.ceil(packs / sections)  # all sections alike: a small last one would end in a ragged wave
