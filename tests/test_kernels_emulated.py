@@ -39,6 +39,7 @@ class Case:
     mask: str | None = None  # as bias
     alibi: str | None = None  # its axes: BN or 1N
     sinks: str | None = None
+    V: int | None = None  # where values have a head dim of their own
 
     def __str__(self):
         return "-".join(
@@ -69,9 +70,25 @@ SCORES = (
         H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"
     ),
 )
+# Values that have a head dim of their own.
+VALUE_DIMS = (
+    Case(H=192, V=128, T=130, S=200, right=0, N=2, return_residual=True),
+    Case(H=192, V=128, T=100, S=150, N=4, K=2, left=70, right=20),
+    Case(H=128, V=64, T=129, S=300, right=0, N=4, K=2),
+    Case(H=64, V=128, T=200, S=130, N=4, K=1, right=3, dtype="float16"),
+    Case(H=40, V=24, T=65, S=129, N=2, B=2, right=0),
+    Case(H=96, V=128, T=65, S=70, N=2),
+    Case(H=16, V=208, T=70, S=130, right=0),
+    Case(H=256, V=64, T=130, S=100, N=2, right=0),
+    Case(H=64, V=256, T=70, S=140, N=2, K=2, left=100),
+    Case(H=192, V=16, T=70, S=70, return_residual=True),
+    Case(H=24, V=80, T=65, S=65, N=2, bias="BNTS", mask="11TS", soft_cap=3.0, right=0),
+    Case(H=192, V=128, T=65, S=129, N=2, alibi="1N", sinks="BN", right=0),
+)
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     *SCORES,
+    *VALUE_DIMS,
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
     Case(H=40, T=1, S=1, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -105,6 +122,8 @@ IN_TURNS = (
     (Case(H=256, T=300, S=300, right=0), 4),
     (Case(H=64, T=200, S=300, right=0, N=4, K=2, alibi="BN", mask="1NTS"), 5),
     (Case(H=192, T=150, S=200, N=2, bias="BNTS", soft_cap=3.0), 6),
+    (Case(H=192, V=128, T=200, S=300, right=0, N=2), 6),
+    (Case(H=80, V=128, T=200, S=300, N=2, K=2), 3),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
@@ -112,6 +131,7 @@ IN_TURNS = (
 )
 FORWARD = (
     *SCORES,
+    *VALUE_DIMS,
     Case(H=64, T=300, S=130, N=2),
     Case(H=64, T=200, S=300, right=0, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -136,7 +156,7 @@ def check_forward(case, device, emulator):
     spec, operands, _, _, seed = draw(case)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan_forward(spec, shapes_of(operands), device), arrays, seed)
-    out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(operands.query.shape))
+    out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(results["out"].shape))
     got = results["out"].astype(np.float64)
     assert np.linalg.norm(got - out) <= roundoff(case) * np.linalg.norm(out)
     np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
@@ -155,6 +175,7 @@ def test_forward(case, emulator):
         (Case(H=64, T=200, S=900, N=5, K=1, return_residual=True), 3, 2),
         (Case(H=96, T=65, S=500, N=3), 2, 2),
         (Case(H=160, T=100, S=480, N=4, K=4, dtype="float16"), 3, 3),
+        (Case(H=192, V=128, T=100, S=700, N=3), 2, 2),
         (Case(H=128, T=3, S=1500, N=8), 5, 5),  # fewer tiles than CTAs
     ],
     ids=str,
@@ -277,10 +298,11 @@ def draw(case):
     print(f"{seed=}")  # pytest shows it where the test fails
     random = np.random.default_rng(seed)
 
-    def normal(length, heads):
-        return random.standard_normal((case.B, length, heads, case.H)).astype(DTYPES[case.dtype])
+    def normal(length, heads, columns=case.V or case.H):
+        return random.standard_normal((case.B, length, heads, columns)).astype(DTYPES[case.dtype])
 
-    query, key, value = normal(case.T, case.N), normal(case.S, case.K), normal(case.S, case.K)
+    query, key = normal(case.T, case.N, case.H), normal(case.S, case.K, case.H)
+    value = normal(case.S, case.K)
 
     def of_axes(axes):
         sizes = (1 if letter == "1" else getattr(case, letter) for letter in axes)
