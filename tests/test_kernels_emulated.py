@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from kernel_emulator import DTYPES, KernelEmulator
 
-from jax_flash import _reference
+from jax_flash import _reference, cuda
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import backward_plan, forward_plan, scores
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.launch_plan import TensorMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,20 +247,58 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
     plan = plan_backward(spec, shapes_of(operands), device)
     results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
     gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
-    summed = scores.gradients(operands, results)
-    for name, got in (gradients | summed).items():
+    check_gradients(case, gradients | scores.gradients(operands, results), expected)
+    return [results, *others]
+
+
+def check_gradients(case, gradients, expected):
+    for name, got in gradients.items():
         got, want = np.asarray(got).astype(np.float64), getattr(expected, name)
         assert got.shape == want.shape and np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
         # With a single key dS is a difference of equals, and what is left of it is noise.
         noise = 0 if case.S > 1 or name == "value" else roundoff(case) * case.H**0.5
-        if name in summed:
+        if name not in ("query", "key", "value"):
             # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
             # by way of D: an error of each row, of some roundoffs of an element of dO·O.
             noise = 15 * roundoff(case) * np.linalg.norm(want)
             noise += roundoff(case) / 2 * (case.B * case.N * case.T * case.H) ** 0.5 * (name == "bias")
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
-    return [results, *others]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(H=20, V=12, T=70, S=130, N=4, K=2, right=0),
+        Case(H=100, T=65, S=129, N=2, bias="BN1S", sinks="1N", dtype="float16"),
+        Case(H=64, V=7, T=129, S=65, return_residual=True),
+        Case(H=12, V=33, T=65, S=70),
+    ],
+    ids=str,
+)
+def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
+    """Padded around the custom calls, so these are what runs in the emulator."""
+    spec, operands, d_out, d_lse, seed = draw(case)
+
+    def call(target, plan, *arrays):
+        assert all(map_.strides[0] % 16 == 0 for map_ in _tensor_maps(plan))
+        named = {b.name: np.asarray(x) for b, x in zip(plan.operands, arrays, strict=True)}
+        results = emulator.run(plan, named, seed, DEVICE.sm_count)
+        return tuple(jax.numpy.asarray(results[b.name]) for b in plan.results)
+
+    monkeypatch.setattr(cuda, "current", lambda: DEVICE)
+    monkeypatch.setattr(cuda.call, "call", call)
+    expected_out, _, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    out, lse = cuda.forward(spec, operands)
+    gradients = cuda.backward(spec, operands, out, lse, jax.numpy.asarray(d_out), d_lse)
+    assert out.shape == expected_out.shape
+    difference = np.linalg.norm(np.asarray(out, np.float64) - expected_out)
+    assert difference <= roundoff(case) * np.linalg.norm(expected_out)
+    check_gradients(case, {name: getattr(gradients, name) for name in operands.present()}, expected)
+
+
+def _tensor_maps(plan):
+    return [p for launch in plan.launches for p in launch.parameters if isinstance(p, TensorMap)]
 
 
 @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5, 1e15))

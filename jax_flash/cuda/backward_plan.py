@@ -86,9 +86,9 @@ class BackwardTile:
         return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
 
 
-# The larger head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
-# registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P,
-# dS and dQ.
+# The larger head dim, of K and Q or of V, rounded up to a multiple of 16, at most → tile. What a consumer
+# thread holds at once decides, in registers of 208 (240 above 128): gradients, and the larger of scores or dP
+# with packed P, and of packed P, dS and dQ. Timed where both are the same.
 #
 #   head dim   gradients           S or dP, P   packed P or dS, and dQ   shared KB
 #   64         2 x 32              64 + 32      32 + 32                  194

@@ -59,10 +59,11 @@ class Choice:
     cost: float = 1.0
 
 
-# Head dim of V, rounded up to a multiple of 16, at most → choices for full attention, and for windowed (causal
-# is one). Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json), as
+# Head dim of V, rounded up to a multiple of 16, at most → choices for full attention, and for windowed
+# (causal is one). Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json), as
 # `benchmarks/tune.py` does anew; docs/tuning.md says what each gave. 160 was timed with the row of 192, and
-# 80 with that of 96. Larger tiles cost less a query and key, where they divide queries and keys well.
+# 80 with that of 96; keys of another head dim than V's not yet. Larger tiles cost less a query and key, where
+# they divide queries and keys well.
 TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     64: (
         (Choice(ForwardTile(3, 128, 2, True, 2, 6)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.24)),
@@ -107,7 +108,7 @@ def choices(
 ) -> tuple[Choice, ...]:
     """What padded head dims may run with, where scores are `changed` beyond scale and window or not.
 
-    Registers, which hold the output and no operand but P, go by the head dim of V; shared memory goes by both.
+    Registers hold scores, P and the output, and go by the head dim of V; shared memory goes by both.
     """
     dims = head_dim, value_dim or head_dim
     if changed:
