@@ -78,13 +78,17 @@ def _calls(options: argparse.Namespace):
     every = (options.head_dim, options.dtype, options.causal, options.deterministic)
     for head_dim, dtype, causal, deterministic in itertools.product(*every):
         # Kernels depend on how many query heads share a key head, and not on how many there are.
-        query, key = (
-            jax.ShapeDtypeStruct((1, options.seq_len, heads, head_dim), jnp.dtype(dtype))
-            for heads in (options.group, 1)
+        query, key, value = (
+            jax.ShapeDtypeStruct((1, options.seq_len, heads, columns), jnp.dtype(dtype))
+            for heads, columns in (
+                (options.group, head_dim),
+                (1, head_dim),
+                (1, options.value_head_dim or head_dim),
+            )
         )
         left, right = _validate.window(causal, options.local_window_size)
         spec = AttentionSpec(head_dim**-0.5, left, right, deterministic=deterministic)
-        yield spec, Operands(query, key, key)
+        yield spec, Operands(query, key, value)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -102,6 +106,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     add("--arch", "architecture, as sm_90a", type=_arch, required=True)
     add("--head-dim", "head dims", type=int, nargs="+", default=HEAD_DIMS)
+    add("--value-head-dim", "head dim of values, where it is not that of keys", type=int)
     add("--dtype", "dtypes", nargs="+", default=("bfloat16", "float16"), choices=("bfloat16", "float16"))
     add("--causal", "causal or not", type=_bool, nargs="+", default=(True, False), metavar="{true,false}")
     add(

@@ -47,7 +47,7 @@ class Fuzzed(Implementation):
 
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     lengths: tuple[int, ...] = (7, 1, 2, 64, 129, 200, 333)
-    head_dims: tuple[int, ...] = (64, 8, 40, 80, 96, 128, 160, 192, 256)
+    head_dims: tuple[int, ...] = (64, 8, 40, 80, 96, 100, 128, 160, 192, 256)
     value_head_dim: int = 48
     reports_errors = False
 

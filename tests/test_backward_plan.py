@@ -14,10 +14,11 @@ from jax_flash.cuda.launch_plan import Pointer, Scalar, TensorMap
 HEAD_DIMS = range(8, 257, 8)
 
 
-def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16):
+def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16, V=None):
     query = jax.ShapeDtypeStruct((B, T, N, H), dtype)
     key = jax.ShapeDtypeStruct((B, S, K, H), dtype)
-    return Operands(query, key, key)
+    value = jax.ShapeDtypeStruct((B, S, K, V or H), dtype)
+    return Operands(query, key, value)
 
 
 def main_launch(plan):
@@ -122,6 +123,30 @@ def test_tiles_fit_the_hardware(head_dim):
             assert all(0 < extent <= 256 for extent in p.box)
             assert p.box[0] * 2 == p.swizzle == 128
             assert p.sizes[0] == head_dim  # the padding is TMA's, not the array's
+
+
+@pytest.mark.parametrize("dims", list(itertools.product((8, 64, 96, 128, 192, 256), repeat=2)))
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):
+    H, V = dims
+    plan = plan_backward(AttentionSpec(0.1, deterministic=deterministic), shapes(H=H, V=V), H100)
+    buffers = {b.name: b for b in (*plan.operands, *plan.results)}
+    for name in ("value", "out", "d_out", "d_value"):
+        assert buffers[name].shape[3] == V
+    for name in ("query", "key", "d_query", "d_key"):
+        assert buffers[name].shape[3] == H
+    prepare, main, *finish = plan.launches
+    # Rows of out and dO; of dQ.
+    assert scalars(prepare)[-1] == V and all(scalars(launch)[2] == H for launch in finish)
+    maps = {p.buffer: p for p in main.parameters if isinstance(p, TensorMap)}
+    assert {name for name, m in maps.items() if m.sizes[0] == V} >= {"value", "d_out", "d_value"}
+    assert {name for name, m in maps.items() if m.sizes[0] == H} >= {"query", "key", "d_key"}
+    assert main.shared_bytes <= 227 * 1024
+    # The larger one decides on the tile.
+    larger = plan_backward(
+        AttentionSpec(0.1, deterministic=deterministic), shapes(H=max(dims), V=max(dims)), H100
+    )
+    assert main.block == main_launch(larger).block and main.grid == main_launch(larger).grid
 
 
 def test_ctas_take_several_tiles_where_the_next_ones_can_be_loaded_meanwhile():

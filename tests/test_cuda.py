@@ -20,12 +20,17 @@ def reason(spec=None, device=H100, **kwargs):
     return cuda.supports(spec or AttentionSpec(0.1), shapes(**kwargs), device)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 8, 60, 64, 80, 96, 100, 128, 160, 192, 255, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_supports_every_head_dim_of_the_contract(head_dim, dtype):
     assert reason(H=head_dim, dtype=dtype) is None
     spec = AttentionSpec(0.1, left=5, right=0, return_residual=True)
     assert reason(spec, H=head_dim, dtype=dtype) is None
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 128), (128, 64), (1, 256), (256, 1), (20, 12)])
+def test_values_may_have_a_head_dim_of_their_own(dims):
+    assert reason(H=dims[0], V=dims[1]) is None
 
 
 def test_says_what_device_it_needs():
@@ -49,6 +54,7 @@ def test_what_makes_logits_of_scores():
     assert reason(capped, H=256) is None
     assert "up to head dim 192, not 256" in reason(capped, H=256, bias=bias)
     assert "up to head dim 192, not 200" in reason(capped, H=200, alibi_slopes=slopes)
+    assert "up to head dim 192, not 200" in reason(capped, H=64, V=200, alibi_slopes=slopes)
     assert "float64" in reason(bias=jax.ShapeDtypeStruct((1, 4, 128, 128), "float64"))
     assert "broadcast" in reason(fixed, bias=bias)
     assert reason(fixed, bias=struct(2, 4, 128, 128), alibi_slopes=slopes) is None
@@ -66,9 +72,9 @@ def test_what_queries_see_may_be_data():
 
 def test_refuses_operands_and_types():
     assert "float32" in reason(dtype=jnp.float32)
-    assert "256" in reason(H=264)
-    assert "multiple of 8" in reason(H=60)
-    assert "differ" in reason(H=64, V=128)
+    assert reason(H=264) == "key's head dim is 264; it may be up to 256"
+    assert reason(H=576, V=512) == "key's head dim is 576; it may be up to 256"
+    assert reason(H=64, V=257) == "value's head dim is 257; it may be up to 256"
 
 
 def test_missing_nvrtc_names_the_extra_and_warns_once(monkeypatch):
@@ -87,4 +93,6 @@ def test_missing_nvrtc_names_the_extra_and_warns_once(monkeypatch):
 
 def test_describe_names_the_tile():
     text = cuda.describe(AttentionSpec(0.1), shapes(H=80), H100)
-    assert "head dim 80" in text and "forward 128 queries × 128 keys" in text
+    assert "head dim 80:" in text and "forward 128 queries × 128 keys" in text
+    text = cuda.describe(AttentionSpec(0.1), shapes(H=192, V=128), H100)
+    assert "head dims 192 of keys and 128 of values:" in text and "forward 128 queries × 128 keys" in text

@@ -35,6 +35,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip i
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 80, 96, 128, 160, 192, 256)
 OTHER_HEAD_DIMS = (16, 32, 48, 112, 144, 176, 208, 224, 240)  # with those above, all that are compiled for
+# Of keys and of values, where these have their own.
+HEAD_DIM_PAIRS = ((192, 128), (128, 64), (64, 128), (40, 24), (96, 128), (256, 64), (64, 256), (192, 16))
 WINDOWS = ((None, None), (None, 0), (100, None), (100, 30))
 
 # Compute capability 9.0, from the tables of the CUDA programming guide.
@@ -58,9 +60,11 @@ def spec_and_operands(
     S=777,
     N=8,
     K=2,
+    value_dim=None,
 ) -> tuple[AttentionSpec, Operands]:
     query = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.dtype(dtype))
     key = jax.ShapeDtypeStruct((B, S, K, head_dim), jnp.dtype(dtype))
+    value = jax.ShapeDtypeStruct((B, S, K, value_dim or head_dim), jnp.dtype(dtype))
     left, right = window
     cap = 30.0 if "soft_cap" in features else None
     spec = AttentionSpec(
@@ -72,7 +76,7 @@ def spec_and_operands(
         "alibi_slopes": jax.ShapeDtypeStruct((1, N), jnp.float32),
         "sinks": jax.ShapeDtypeStruct((1, N), jnp.float32),
     }
-    operands = Operands(query, key, key, **{name: x for name, x in others.items() if name in features})
+    operands = Operands(query, key, value, **{name: x for name, x in others.items() if name in features})
     assert supports(spec, operands, H100) is None
     return spec, operands
 
@@ -107,10 +111,16 @@ def variants() -> dict[Kernel, Launch]:
         calls += [{"head_dim": head_dim, "features": features[1:], "window": (100, 0), "deterministic": True}]
     calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160)]
     calls += [{"features": features, "dtype": "float16", "K": 8}]
+    for i, (head_dim, value_dim) in enumerate(HEAD_DIM_PAIRS):
+        pair = {"head_dim": head_dim, "value_dim": value_dim, "dtype": DTYPES[i % 2]}
+        calls += [{**pair, "window": window} for window in ((None, None), (None, 0), (100, 30))]
+        calls += [{**pair, "deterministic": True}]
+        calls += [{**pair, "features": features[max(head_dim, value_dim) > 192 :]}]
     found = {launch.kernel: launch for call in calls for launch in launches(**call)}
     # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
     calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]
+    calls += [{"head_dim": head_dim, "value_dim": value_dim} for head_dim, value_dim in HEAD_DIM_PAIRS]
     for call in calls:
         launch = next(launch for launch in launches(**call) if launch.kernel.entry == "forward")
         for kernel in forward_plan.kernels(*spec_and_operands(**call), H100):
@@ -258,6 +268,12 @@ def compile_to_ptx(kernel: Kernel) -> str:
 
 CALLS = [
     *({"head_dim": head_dim} for head_dim in range(8, 257, 8)),
+    *(
+        {"head_dim": head_dim, "value_dim": value_dim}
+        for head_dim, value_dim in itertools.product((8, 64, 80, 96, 128, 160, 192, 208, 256), repeat=2)
+        if head_dim != value_dim
+    ),
+    *({"head_dim": head_dim, "value_dim": 128, "deterministic": True} for head_dim in (16, 80, 96, 192)),
     *({"head_dim": 64, "T": T, "S": S} for T, S in itertools.product((1, 127, 129, 4096), repeat=2)),
     *({"window": window, "head_dim": 256, "dtype": "float16"} for window in WINDOWS),
     {"B": 1, "T": 1, "S": 1, "N": 1, "K": 1, "head_dim": 8},

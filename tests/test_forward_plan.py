@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -6,15 +8,16 @@ from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import launch_plan
 from jax_flash.cuda.forward_plan import plan_forward
-from jax_flash.cuda.forward_tiles import block_counts, cut_last_wave, pack, tile
+from jax_flash.cuda.forward_tiles import ForwardTile, block_counts, choices, cut_last_wave, pack, tile
 from jax_flash.cuda.launch_plan import Launch, Scalar, TensorMap, Zero
 from jax_flash.cuda.window import Window
 
 
-def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16):
+def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16, V=None):
     query = jax.ShapeDtypeStruct((B, T, N, H), dtype)
     key = jax.ShapeDtypeStruct((B, S, K, H), dtype)
-    return Operands(query, key, key)
+    value = jax.ShapeDtypeStruct((B, S, K, V or H), dtype)
+    return Operands(query, key, value)
 
 
 def defines(plan):
@@ -86,6 +89,46 @@ def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
         assert m.strides == (2 * H, 2 * H * heads, 2 * H * heads * rows)
         assert m.box[0] == 64 and m.box[1] == m.box[3] == 1
     assert defines(plan)["HEAD_DIM"] % 16 == 0
+
+
+def test_values_may_have_a_head_dim_of_their_own():
+    plan = plan_forward(AttentionSpec(0.1), shapes(H=192, V=120), H100)
+    maps = [p for p in plan.launches[0].parameters if isinstance(p, TensorMap)]
+    assert [m.sizes[0] for m in maps] == [192, 192, 120]
+    assert (defines(plan)["HEAD_DIM"], defines(plan)["VALUE_DIM"]) == (192, 128)
+    assert plan.results[0].shape == (2, 1000, 8, 120)
+    # Pieces of cut tiles are of the output.
+    plan = plan_forward(AttentionSpec(0.1), shapes(B=1, T=16384, S=16384, N=16, K=16, H=64, V=128), H100)
+    assert plan.results[2].name == "pieces" and plan.results[2].shape[2] == 32 * (64 + 4)
+
+
+@pytest.mark.parametrize(
+    "dims,expected",
+    [
+        ((128, 128), ForwardTile(2, 128, 2, True, 2, 6)),
+        ((64, 128), ForwardTile(2, 128, 2, True, 2, 6)),
+        ((192, 128), ForwardTile(2, 128, 2, True, 1, 6)),  # one stage for Q
+        ((256, 128), ForwardTile(2, 96, 2, True, 1, 5)),  # and fewer keys
+        ((128, 64), ForwardTile(3, 128, 2, True, 2, 6)),
+    ],
+)
+def test_registers_go_by_the_values_and_shared_memory_by_both(dims, expected):
+    H, V = dims
+    found = choices(H, Window(None, 0), value_dim=V)
+    assert found[0].tile == expected
+    assert len({choice.tile for choice in found}) == len(found)
+
+
+@pytest.mark.parametrize("changed", (False, True))
+def test_tiles_fit_shared_memory(changed):
+    dims = range(16, 257, 16)
+    for H, V, window in itertools.product(dims, dims, (Window(None, None), Window(None, 0))):
+        found = choices(H, window, changed, V)
+        assert all(choice.tile.shared_bytes(H, V) <= 227 * 1024 for choice in found)
+        assert all(1 <= choice.tile.split <= choice.tile.keys // 16 for choice in found)
+        if H == V:  # the table's are as they are
+            assert found == choices(H, window, changed)
+            assert all(choice.tile.fitted(H) == choice.tile for choice in found)
 
 
 def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from kernel_emulator import DTYPES, KernelEmulator
 
-from jax_flash import _reference
+from jax_flash import _reference, cuda
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import backward_plan, forward_plan, scores
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.launch_plan import TensorMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Case:
     lengths: str = ""  # "q", "k" or "qk": which there are
     segments: str | None = None  # "sorted", as packed sequences have them; or in no order
     packed: int | None = None  # so many sequences to a batch row
+    V: int | None = None  # where values have a head dim of their own
 
     def __str__(self):
         return "-".join(
@@ -92,11 +94,28 @@ BOUNDS = (
     Case(H=256, T=200, S=300, N=2, packed=3),
     Case(H=96, T=200, S=100, N=2, packed=4, right=0, alibi="BN"),
     Case(H=128, T=9, S=400, N=8, K=1, packed=3, right=0),
+    Case(H=192, V=128, T=200, S=300, N=2, packed=4, right=0),
+)
+# Values that have a head dim of their own.
+VALUE_DIMS = (
+    Case(H=192, V=128, T=130, S=200, right=0, N=2, return_residual=True),
+    Case(H=192, V=128, T=100, S=150, N=4, K=2, left=70, right=20),
+    Case(H=128, V=64, T=129, S=300, right=0, N=4, K=2),
+    Case(H=64, V=128, T=200, S=130, N=4, K=1, right=3, dtype="float16"),
+    Case(H=40, V=24, T=65, S=129, N=2, B=2, right=0),
+    Case(H=96, V=128, T=65, S=70, N=2),
+    Case(H=16, V=208, T=70, S=130, right=0),
+    Case(H=256, V=64, T=130, S=100, N=2, right=0),
+    Case(H=64, V=256, T=70, S=140, N=2, K=2, left=100),
+    Case(H=192, V=16, T=70, S=70, return_residual=True),
+    Case(H=24, V=80, T=65, S=65, N=2, bias="BNTS", mask="11TS", soft_cap=3.0, right=0),
+    Case(H=192, V=128, T=65, S=129, N=2, alibi="1N", sinks="BN", right=0),
 )
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     *SCORES,
     *BOUNDS,
+    *VALUE_DIMS,
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
     Case(H=40, T=1, S=1, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -137,6 +156,8 @@ IN_TURNS = (
     (Case(H=64, T=300, S=400, N=3, segments="mixed"), 4),
     (Case(H=192, T=300, S=400, N=3, segments="sorted"), 6),
     (Case(H=128, T=700, S=900, N=2, packed=7, right=0), 4),
+    (Case(H=192, V=128, T=200, S=300, right=0, N=2), 6),
+    (Case(H=80, V=128, T=200, S=300, N=2, K=2), 3),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
@@ -145,6 +166,7 @@ IN_TURNS = (
 FORWARD = (
     *SCORES,
     *BOUNDS,
+    *VALUE_DIMS,
     Case(H=64, T=300, S=130, N=2),
     Case(H=64, T=200, S=300, right=0, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -170,7 +192,7 @@ def check_forward(case, device, emulator):
     present = operands.present() | forward_plan.bounds_operands(spec, operands)
     arrays = {name: np.asarray(x) for name, x in present.items()}
     results = emulator.run(plan_forward(spec, shapes_of(operands), device), arrays, seed)
-    out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(operands.query.shape))
+    out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(results["out"].shape))
     got = results["out"].astype(np.float64)
     assert np.linalg.norm(got - out) <= roundoff(case) * np.linalg.norm(out)
     np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
@@ -189,6 +211,7 @@ def test_forward(case, emulator):
         (Case(H=64, T=200, S=900, N=5, K=1, return_residual=True), 3, 2),
         (Case(H=96, T=65, S=500, N=3), 2, 2),
         (Case(H=160, T=100, S=480, N=4, K=4, dtype="float16"), 3, 3),
+        (Case(H=192, V=128, T=100, S=700, N=3), 2, 2),
         (Case(H=128, T=3, S=1500, N=8), 5, 5),  # fewer tiles than CTAs
     ],
     ids=str,
@@ -260,21 +283,59 @@ def check_backward(case, emulator, multiprocessors=2, runs=1):
     plan = plan_backward(spec, shapes_of(operands), device)
     results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
     gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
-    summed = scores.gradients(operands, results)
-    for name, got in (gradients | summed).items():
+    check_gradients(case, gradients | scores.gradients(operands, results), expected)
+    return [results, *others]
+
+
+def check_gradients(case, gradients, expected):
+    for name, got in gradients.items():
         got, want = np.asarray(got).astype(np.float64), getattr(expected, name)
         assert got.shape == want.shape and np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
         # With a single key dS is a difference of equals, and what is left of it is noise.
         single = case.S == 1 or "k" in case.lengths or case.segments or case.packed
         noise = roundoff(case) * case.H**0.5 if single and name != "value" else 0
-        if name in summed:
+        if name not in ("query", "key", "value"):
             # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
             # by way of D: an error of each row, of some roundoffs of an element of dO·O.
             noise = 15 * roundoff(case) * np.linalg.norm(want)
             noise += roundoff(case) / 2 * (case.B * case.N * case.T * case.H) ** 0.5 * (name == "bias")
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
-    return [results, *others]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(H=20, V=12, T=70, S=130, N=4, K=2, right=0),
+        Case(H=100, T=65, S=129, N=2, bias="BN1S", sinks="1N", dtype="float16"),
+        Case(H=64, V=7, T=129, S=65, return_residual=True),
+        Case(H=12, V=33, T=65, S=70),
+    ],
+    ids=str,
+)
+def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
+    """Padded around the custom calls, so these are what runs in the emulator."""
+    spec, operands, d_out, d_lse, seed = draw(case)
+
+    def call(target, plan, *arrays):
+        assert all(map_.strides[0] % 16 == 0 for map_ in _tensor_maps(plan))
+        named = {b.name: np.asarray(x) for b, x in zip(plan.operands, arrays, strict=True)}
+        results = emulator.run(plan, named, seed, DEVICE.sm_count)
+        return tuple(jax.numpy.asarray(results[b.name]) for b in plan.results)
+
+    monkeypatch.setattr(cuda, "current", lambda: DEVICE)
+    monkeypatch.setattr(cuda.call, "call", call)
+    expected_out, _, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    out, lse = cuda.forward(spec, operands)
+    gradients = cuda.backward(spec, operands, out, lse, jax.numpy.asarray(d_out), d_lse)
+    assert out.shape == expected_out.shape
+    difference = np.linalg.norm(np.asarray(out, np.float64) - expected_out)
+    assert difference <= roundoff(case) * np.linalg.norm(expected_out)
+    check_gradients(case, {name: getattr(gradients, name) for name in operands.present()}, expected)
+
+
+def _tensor_maps(plan):
+    return [p for launch in plan.launches for p in launch.parameters if isinstance(p, TensorMap)]
 
 
 @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5, 1e15))
@@ -313,10 +374,11 @@ def draw(case):
     print(f"{seed=}")  # pytest shows it where the test fails
     random = np.random.default_rng(seed)
 
-    def normal(length, heads):
-        return random.standard_normal((case.B, length, heads, case.H)).astype(DTYPES[case.dtype])
+    def normal(length, heads, columns=case.V or case.H):
+        return random.standard_normal((case.B, length, heads, columns)).astype(DTYPES[case.dtype])
 
-    query, key, value = normal(case.T, case.N), normal(case.S, case.K), normal(case.S, case.K)
+    query, key = normal(case.T, case.N, case.H), normal(case.S, case.K, case.H)
+    value = normal(case.S, case.K)
 
     def of_axes(axes):
         sizes = (1 if letter == "1" else getattr(case, letter) for letter in axes)

@@ -79,6 +79,16 @@ def test_options_combine(wanted):
     assert {kernel.arch for kernel in wanted} == {"sm_90a"}
 
 
+def test_values_may_have_a_head_dim_of_their_own(wanted):
+    arguments = "--arch sm_90a --head-dim 192 --value-head-dim 128 --dtype bfloat16 --causal true".split()
+    precompile.main(arguments)
+    assert {(dict(k.defines)["HEAD_DIM"], dict(k.defines)["VALUE_DIM"]) for k in wanted} == {(192, 128)}
+    first = set(wanted)
+    wanted.clear()
+    precompile.main([*arguments, "--value-head-dim", "127"])  # padded to the same
+    assert set(wanted) == first
+
+
 def test_a_window_compiles_its_own_kernels(wanted):
     arguments = "--arch sm_90a --head-dim 64 --dtype bfloat16 --causal false"
     precompile.main(arguments.split())
@@ -109,14 +119,14 @@ def test_a_window_that_is_none_is_refused(wanted, capsys):
 
 
 def test_calls_that_cannot_run_are_named(wanted, capsys):
-    precompile.main("--arch sm_90a --head-dim 64 65 --dtype bfloat16 --causal true".split())
+    precompile.main("--arch sm_90a --head-dim 64 264 --dtype bfloat16 --causal true".split())
     assert wanted
-    assert "head dim 65, bfloat16: the head dim is 65" in capsys.readouterr().err
+    assert "head dim 264, bfloat16: key's head dim is 264" in capsys.readouterr().err
 
 
 def test_nothing_to_compile_is_an_error(wanted):
     with pytest.raises(SystemExit, match="nothing was compiled"):
-        precompile.main("--arch sm_90a --head-dim 65".split())
+        precompile.main("--arch sm_90a --head-dim 264".split())
     assert wanted == []
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
@@ -37,10 +38,9 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         return reason
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
-    if n.H != n.V:
-        return f"the head dims of key ({n.H}) and value ({n.V}) differ"
-    if n.H % 8 != 0 or n.H > MAX_HEAD_DIM:
-        return f"the head dim is {n.H}; it may be a multiple of 8 up to {MAX_HEAD_DIM}"
+    for operand, head_dim in (("key", n.H), ("value", n.V)):
+        if head_dim > MAX_HEAD_DIM:
+            return f"{operand}'s head dim is {head_dim}; it may be up to {MAX_HEAD_DIM}"
     limit = 2**29  # the kernels add up rows, keys and window sides in 32 bits
     if max(n.T, n.S) >= limit or n.B * n.N >= limit:
         return f"query and key sequences and batch times heads are limited to {limit}"
@@ -61,22 +61,25 @@ def _nvrtc_missing() -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
     """The kernels' names and tile shapes for a call that `supports` accepts."""
     n = sizes(shapes)
-    head_dim = forward_plan.padded_head_dim(n.H)
+    head_dim, value_dim = forward_plan.padded_head_dims(n)
     changed = scores.changed(spec, shapes)
     ahead = forward_plan.schedule(spec, shapes).tile
-    back = backward_plan.tile(head_dim, changed)
+    back = backward_plan.tile(max(head_dim, value_dim), changed)
+    dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
     return (
-        f"sm_90 kernels for head dim {head_dim}: forward {ahead.rows} queries × {ahead.keys} keys, "
+        f"sm_90 kernels for {dims}: forward {ahead.rows} queries × {ahead.keys} keys, "
         f"{ahead.stages} stages; backward {back.queries} × {back.keys}, {back.stages} stages"
     )
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
+    """`out (B, T, N, V)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
+    n = sizes(operands)
+    operands = _padded(operands)
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
     arrays = operands.present() | forward_plan.bounds_operands(spec, operands)
     results = _call("jax_flash_forward", plan, arrays)
-    return results["out"], results["lse"]
+    return _cut(results["out"], n.V), results["lse"]
 
 
 def backward(
@@ -88,14 +91,33 @@ def backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of what is differentiable; `d_lse (B, N, T)` is None where lse was not returned."""
+    n = sizes(operands)
+    operands = _padded(operands)
     plan = backward_plan.plan_backward(spec, shapes_of(operands), current())
     arrays = operands.present() | backward_plan.bounds_operands(spec, operands)
-    arrays |= {"out": out, "lse": lse, "d_out": d_out}
+    arrays |= {"out": _padded_rows(out), "lse": lse, "d_out": _padded_rows(d_out)}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
     results = _call("jax_flash_backward", plan, arrays)
     others = scores.gradients(operands, results)
-    return Gradients(results["d_query"], results["d_key"], results["d_value"], **others)
+    d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
+    return Gradients(_cut(d_query, n.H), _cut(d_key, n.H), _cut(d_value, n.V), **others)
+
+
+def _padded(operands: Operands) -> Operands:
+    """The same call with head dims that are multiples of 8: TMA copies rows of whole 16 bytes."""
+    query, key, value = map(_padded_rows, (operands.query, operands.key, operands.value))
+    return operands.replace(query=query, key=key, value=value)
+
+
+def _padded_rows(x: jax.Array) -> jax.Array:
+    """Zeros, which add nothing to a score, and to the output and gradients columns that are cut off."""
+    missing = -x.shape[-1] % 8
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
+
+
+def _cut(x: jax.Array, columns: int) -> jax.Array:
+    return x if x.shape[-1] == columns else x[..., :columns]
 
 
 def _call(target: str, plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

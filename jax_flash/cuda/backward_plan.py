@@ -11,11 +11,12 @@ from jax_flash.cuda import bounds, scores
 from jax_flash.cuda.backward_walk import (
     every_query_sees_a_key,
     section_heads,
+    section_heads_by_data,
     section_heads_in_turns,
     seen_blocks,
     sum_places,
 )
-from jax_flash.cuda.forward_plan import PANEL, padded_head_dim, rows_map
+from jax_flash.cuda.forward_plan import PANEL, padded_head_dims, rows_map
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, Zero
 from jax_flash.cuda.window import Window, binding_window
 
@@ -39,6 +40,7 @@ class BackwardTile:
     sum_stages: int = 1
     writer_stages: int = 0
     turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
+    bounds: bool = False  # whether what queries see is data
     factors: bool = False  # whether one consumer hands the soft cap's derivative to the other
 
     @property
@@ -56,32 +58,40 @@ class BackwardTile:
     def keys(self) -> int:
         return self.cta_keys * self.cluster
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh."""
-        row = math.ceil(head_dim / PANEL) * PANEL * 2
-        keys_and_values = 2 * self.cta_keys * row
-        blocks = 2 * self.stages * self.queries * row
+    def shared_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
+        """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh.
+
+        `value_dim` is that of V where it is not `head_dim`.
+        """
+        value_dim = value_dim or head_dim
+        larger_dim = max(head_dim, value_dim)
+        key_row, value_row, larger_row = (
+            math.ceil(x / PANEL) * PANEL * 2 for x in (head_dim, value_dim, larger_dim)
+        )
+        keys_and_values = self.cta_keys * (key_row + value_row)
+        blocks = self.stages * self.queries * (key_row + value_row)
         buffers = 1 if self.split_products else 2
         d_scores = buffers * self.queries * self.cta_keys * 2
         peer = (self.queries + 2 * PANEL) * self.cta_keys * 2 if self.cluster > 1 else 0
         if self.split_products:
-            d_query_columns = head_dim // self.cluster if head_dim <= 192 else 0
+            d_query_columns = head_dim // self.cluster if larger_dim <= 192 else 0
         else:
-            d_query_columns = head_dim if head_dim <= 96 else PANEL
+            d_query_columns = head_dim if larger_dim <= 96 else PANEL
         d_query = self.sum_stages * 64 * d_query_columns * 4
         writers = 2 * self.writer_stages * 4096
-        gradients = 0 if self.split_products else 2 * 64 * row
+        gradients = 0 if self.split_products else 2 * 64 * larger_row
         statistics = 2 * self.stages * self.queries * 4
         barriers = 6 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
         d_scores *= 2 if self.factors else 1
         sums = d_query + writers
-        return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * barriers
+        words = barriers + self.bounds
+        return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * words
 
 
-# Head dim, rounded up to a multiple of 16, at most → tile. What a consumer thread holds at once decides, in
-# registers of 208 (240 above 128): gradients, and the larger of scores or dP with packed P, and of packed P,
-# dS and dQ.
+# The larger head dim, of K and Q or of V, rounded up to a multiple of 16, at most → tile. What a consumer
+# thread holds at once decides, in registers of 208 (240 above 128): gradients, and the larger of scores or dP
+# with packed P, and of packed P, dS and dQ. Timed where both are the same.
 #
 #   head dim   gradients           S or dP, P   packed P or dS, and dQ   shared KB
 #   64         2 x 32              64 + 32      32 + 32                  194
@@ -107,15 +117,12 @@ _SPAN = 4
 _UNBOUNDED = 1 << 29
 
 
-def tile(head_dim: int, changed: bool = False) -> BackwardTile:
-    """The tile for a padded head dim, where scores are `changed` beyond scale and window or not."""
-    if changed and head_dim <= 128:
+def tile(larger_dim: int, changed: bool = False) -> BackwardTile:
+    """The tile for the larger of a call's head dims, that of K and that of V, where scores are `changed`
+    beyond scale and window or not."""
+    if changed and larger_dim <= 128:
         return _CHANGED_TILE
-    return next(shape for limit, shape in _TILES.items() if head_dim <= limit)
-
-
-def _padded(head_dim: int, changed: bool) -> int:
-    return max(padded_head_dim(head_dim), 32 if changed else 0)  # both consumers have columns of dQ
+    return next(shape for limit, shape in _TILES.items() if larger_dim <= limit)
 
 
 def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
@@ -123,8 +130,7 @@ def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Ar
     if not bounds.has_bounds(operands):
         return {}
     n = sizes(operands)
-    changed = scores.changed(spec, operands)
-    shape = tile(_padded(n.H, changed), changed)
+    shape = tile(max(n.H, n.V), scores.changed(spec, operands))
     return bounds.backward_operands(spec, operands, shape.queries, shape.keys, _SPAN)
 
 
@@ -140,21 +146,26 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     changed = scores.changed(spec, shapes)
-    head_dim = _padded(n.H, changed)
-    shape = tile(head_dim, changed)
+    shape = tile(max(n.H, n.V), changed)
+    # With split products both consumers have columns of dQ, and dP may be computed in two parts.
+    least = 32 if shape.split_products else 16
+    head_dim, value_dim = (max(x, least) for x in padded_head_dims(n))
+    bounded = bounds.has_bounds(shapes)
     main_shape = dataclasses.replace(
-        shape.in_turns if spec.deterministic else shape, factors=scores.handed_factors(spec, shapes)
+        shape.in_turns if spec.deterministic else shape,
+        bounds=bounded,
+        factors=scores.handed_factors(spec, shapes),
     )
     in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)
     limits = bounds.backward_buffers(shapes, shape.queries, shape.keys, _SPAN)
-    bounded = bool(limits)
     tiles_alike = window.unbounded and not bounded
 
     def kernel(source: str, entry: str, shape: BackwardTile = shape, is_main: bool = False) -> Kernel:
         defines = (
             ("ELEMENT", dtype),
             ("HEAD_DIM", head_dim),
+            ("VALUE_DIM", value_dim),
             ("QUERIES", shape.queries),
             ("KEYS", shape.keys),
             ("CLUSTER", shape.cluster),
@@ -167,16 +178,16 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("DETERMINISTIC", int(is_main and spec.deterministic)),
             *(bounds.defines(shapes) if is_main else bounds.NO_DEFINES),
             *(scores.defines(spec, shapes) if is_main else scores.NO_DEFINES),
-            ("SHARED_BYTES", shape.shared_bytes(head_dim)),
+            ("SHARED_BYTES", shape.shared_bytes(head_dim, value_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
 
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
     value = Buffer("value", shapes.value.shape, dtype)
-    out = Buffer("out", query.shape, dtype)
+    out = Buffer("out", (n.B, n.T, n.N, n.V), dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
-    d_out = Buffer("d_out", query.shape, dtype)
+    d_out = Buffer("d_out", out.shape, dtype)
     d_lse = Buffer("d_lse", lse.shape, "float32")
     d_query = Buffer("d_query", query.shape, dtype)
     d_key = Buffer("d_key", key.shape, dtype)
@@ -190,9 +201,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     seen = seen_blocks(n, window, shape.queries, shape.keys)
     workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
-    head_bytes = n.T * head_dim * (2 + 2 + 4)
+    head_bytes = n.T * (head_dim * (2 + 4) + value_dim * 2)  # Q and the sum of dQ, dO
     if spec.deterministic:
         section = section_heads_in_turns(key_heads, n.group * head_bytes, tiles_alike)
+    elif bounded:
+        section = section_heads_by_data(key_heads, head_bytes, bounds.parts(shapes))
     else:
         section = section_heads(seen, key_heads, n.group, head_bytes, workers)
     # Sums that are added to in turns have all a place, and a kernel of its own writes dQ.
@@ -242,14 +255,14 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Scalar("int32", 0 if in_turns and not bounded and every_query_sees_a_key(n, window) else places),
             next_tile,
             turns_parameter,
-            *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
+            *(Scalar("int32", x) for x in (n.T, n.N, n.V)),
         ),
     )
     main = Launch(
         kernel=kernel("sm90/backward.cu", "backward", main_shape, is_main=True),
         grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
-        shared_bytes=main_shape.shared_bytes(head_dim),
+        shared_bytes=main_shape.shared_bytes(head_dim, value_dim),
         cluster=shape.cluster,
         parameters=(
             rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all

@@ -60,6 +60,14 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
     return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
 
 
+def section_heads_by_data(heads: int, bytes_per_head: int, parts: int) -> int:
+    """The same where it is data how long tiles take: as many heads as there is room for, so that CTAs end
+    together wherever the long ones are, in sections all alike. Tiles of a turn read one of `parts` of a head's
+    bytes."""
+    sections = math.ceil(heads * bytes_per_head / (parts * _SECTION_BYTES))
+    return math.ceil(heads / max(1, min(heads, sections)))
+
+
 def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -> int:
     """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward_order.cuh).
 

@@ -20,6 +20,8 @@ from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 
+_SEQUENCES = 4
+"""A batch row of several is taken to have so many, of one length. It is known when the call runs."""
 _NOWHERE = 1 << 30
 """Where an interval of nothing begins; it ends at 0."""
 
@@ -34,6 +36,16 @@ def has_bounds(shapes: Operands) -> bool:
 
 def has_segments(shapes: Operands) -> bool:
     return shapes.query_segment_ids is not None
+
+
+def parts(shapes: Operands) -> int:
+    """Of how many parts of a batch row tiles that are at work together see one, about; 0 without bounds.
+
+    The tiles of a packed sequence see that sequence alone.
+    """
+    if has_segments(shapes) or shapes.query_offsets is not None:
+        return _SEQUENCES
+    return int(has_bounds(shapes))
 
 
 def defines(shapes: Operands) -> tuple[tuple[str, int], ...]:

@@ -32,6 +32,11 @@ def padded_head_dim(head_dim: int) -> int:
     return math.ceil(head_dim / 16) * 16
 
 
+def padded_head_dims(n: Sizes) -> tuple[int, int]:
+    """The same of keys, and of values."""
+    return padded_head_dim(n.H), padded_head_dim(n.V)
+
+
 def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
     """A map over `(B, rows, heads, head dim)` that copies `rows / pack` rows of `pack` heads, one panel of
     columns; the heads of a row stand together."""
@@ -45,12 +50,12 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
     """Every kernel that calls of this kind may run, whatever their lengths and number of heads."""
     n = sizes(shapes)
     window = binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
+    head_dim, value_dim = padded_head_dims(n)
     bounded = bounds.has_bounds(shapes)
-    cuts = (False, True) if can_cut(head_dim, window) and not bounded else (False,)
+    cuts = (False, True) if can_cut(value_dim, window) and not bounded else (False,)
     return [
         _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
-        for choice in choices(head_dim, window, scores.changed(spec, shapes), bounded)
+        for choice in choices(head_dim, window, scores.changed(spec, shapes), value_dim, bounded)
         for heads in packs(n.group, 64 if bounded else choice.tile.rows)
         for cut in cuts
     ]
@@ -68,7 +73,8 @@ def schedule(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Sch
     n = sizes(shapes)
     bounded = bounds.has_bounds(shapes)
     changed = scores.changed(spec, shapes)
-    chosen = tile(padded_head_dim(n.H), binding_window(spec, n), n, changed, bounded)
+    head_dim, value_dim = padded_head_dims(n)
+    chosen = tile(head_dim, binding_window(spec, n), n, changed, value_dim, bounded)
     return Schedule(chosen, pack(n, chosen.rows, bounded))
 
 
@@ -91,7 +97,7 @@ def _kernel(
     n = sizes(shapes)
     # Where what rows see is data, the window is part of that.
     window = UNBOUNDED if bounds.has_bounds(shapes) else binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
+    head_dim, value_dim = padded_head_dims(n)
     # Logits have their sign already.
     sign = 1 if scores.changed(spec, shapes) else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
@@ -101,6 +107,7 @@ def _kernel(
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
             ("HEAD_DIM", head_dim),
+            ("VALUE_DIM", value_dim),
             ("CONSUMERS", tile.consumers),
             ("KEYS", tile.keys),
             ("STAGES", tile.stages),
@@ -115,13 +122,13 @@ def _kernel(
             ("SINKS", int(shapes.sinks is not None)),
             *scores.defines(spec, shapes),
             *bounds.defines(shapes),
-            ("SHARED_BYTES", tile.shared_bytes(head_dim)),
+            ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim)),
         ),
     )
 
 
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
-    """How `device` computes `out (B, T, N, H)` and `lse (B, N, T)`; for calls that `supports` accepts.
+    """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
     Operands are query, key, value, those of bias, mask, alibi_slopes and sinks that are there, and what
     `bounds_operands` gives.
@@ -129,7 +136,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
-    head_dim = padded_head_dim(n.H)
+    head_dim, value_dim = padded_head_dims(n)
     bounded = bounds.has_bounds(shapes)
     chosen = schedule(spec, shapes)
     shape, heads = chosen.tile, chosen.pack
@@ -138,7 +145,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
     value = Buffer("value", shapes.value.shape, dtype)
-    out = Buffer("out", shapes.query.shape, dtype)
+    out = Buffer("out", (n.B, n.T, n.N, n.V), dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     tiles = row_tiles * (n.N // heads) * n.B
     # Where tiles take unequally long, CTAs take the next from a counter. Its zeroing costs 2 µs.
@@ -148,11 +155,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     blind_rows = 0 if window.right is None or bounded else min(max(n.T - n.S - window.right, 0), n.T) * heads
     whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B
     cut_ctas = 0
-    if can_cut(head_dim, window) and not bounded:
+    if can_cut(value_dim, window) and not bounded:
         whole_tiles, cut_ctas = cut_last_wave(tiles, device.sm_count, math.ceil(n.S / shape.keys))
     cut_tiles = tiles - whole_tiles if cut_ctas else 0
     warps = 4 * shape.consumers
-    words = 32 * (head_dim // 2 + 4)
+    words = 32 * (value_dim // 2 + 4)
     pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
     arrived = Buffer("arrived", (cut_tiles, warps), "int32")
     kernel = _kernel(spec, shapes, device.arch, shape, heads, cut_tiles > 0)
@@ -160,7 +167,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
-        shared_bytes=shape.shared_bytes(head_dim),
+        shared_bytes=shape.shared_bytes(head_dim, value_dim),
         overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
         parameters=(
             rows_map(query, shape.rows, heads),
@@ -168,9 +175,9 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             rows_map(value, shape.keys),
             Pointer("out"),
             Pointer("lse"),
-            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.H)),
+            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.V)),
             *(Scalar("int32", x or 0) for x in (window.left, window.right)),
-            Scalar("int32", _section_heads(n, window, heads)),
+            Scalar("int32", _section_heads(n, window, heads, bounds.parts(shapes))),
             Pointer("next_tile") if counted else Scalar("int64", 0),
             Scalar("int32", whole_tiles),
             Scalar("int32", cut_ctas),
@@ -192,15 +199,16 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     return LaunchPlan(operands, (out, lse), (launch,))
 
 
-def _section_heads(n: Sizes, window: Window, pack: int) -> int:
+def _section_heads(n: Sizes, window: Window, pack: int, parts: int) -> int:
     """Packs of query heads whose tiles are walked together (`tile_at` in cuda/kernels/sm90/tile.cuh).
 
     Without a window all tiles take equally long: one pack at a time keeps its keys and values in L2.
-    With one, the longest tiles of many packs go first, so that CTAs end together.
+    With one, the longest tiles of many packs go first, so that CTAs end together; and so they do where it is
+    data how long tiles take. Tiles of a turn read one of `parts` of a pack's bytes then; 0: it is not data.
     """
-    if window.unbounded:
+    if window.unbounded and not parts:
         return 1
     packs = n.B * n.N // pack
-    bytes_per_pack = 2 * n.S * n.H * 2 / (n.group / pack)
-    sections = math.ceil(packs * bytes_per_pack / _SECTION_BYTES)
+    bytes_per_pack = n.S * (n.H + n.V) * 2 / (n.group / pack)
+    sections = min(packs, math.ceil(packs * bytes_per_pack / (max(parts, 1) * _SECTION_BYTES)))
     return math.ceil(packs / sections)  # all sections alike: a small last one would end in a ragged wave

@@ -7,6 +7,7 @@ from jax_flash._spec import Sizes
 from jax_flash.cuda.window import Window
 
 PANEL = 64  # columns of a 16-bit tile under the 128-byte swizzle
+SHARED_BYTES = 227 * 1024  # that a CTA may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +29,26 @@ class ForwardTile:
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q, the rings of K and V, rows of the output, barriers, tiles, -inf."""
-        row = math.ceil(head_dim / PANEL) * PANEL * 2
-        rows = self.query_stages * self.rows + 2 * self.stages * self.keys
+    def shared_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
+        """Dynamic shared memory: Q, the rings of K and V, rows of the output, barriers, tiles, -inf.
+
+        `value_dim` is that of V where it is not `head_dim`, here as everywhere below.
+        """
+        key_row, value_row = (math.ceil(x / PANEL) * PANEL * 2 for x in (head_dim, value_dim or head_dim))
+        inputs = (self.query_stages * self.rows + self.stages * self.keys) * key_row
+        inputs += self.stages * self.keys * value_row
         staging = 4 * self.consumers * 16 * PANEL * 2
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
-        return rows * row + staging + barriers + 24 * self.query_stages + 8
+        return inputs + staging + barriers + 24 * self.query_stages + 8
+
+    def fitted(self, head_dim: int, value_dim: int | None = None) -> "ForwardTile":
+        """The same where shared memory has room for it; or else with one stage for Q, and with fewer keys."""
+        tile = self
+        while tile.shared_bytes(head_dim, value_dim) > SHARED_BYTES:
+            keys = tile.keys if tile.query_stages > 1 else tile.keys - 16
+            split = math.ceil(self.split * keys / self.keys)
+            tile = dataclasses.replace(self, query_stages=1, keys=keys, split=split)
+        return tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +59,11 @@ class Choice:
     cost: float = 1.0
 
 
-# Head dim, rounded up to a multiple of 16, at most → choices for full attention, and for windowed (causal
-# is one). Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json), as
+# Head dim of V, rounded up to a multiple of 16, at most → choices for full attention, and for windowed
+# (causal is one). Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json), as
 # `benchmarks/tune.py` does anew; docs/tuning.md says what each gave. 160 was timed with the row of 192, and
-# 80 with that of 96. Larger tiles cost less a query and key, where they divide queries and keys well.
+# 80 with that of 96; keys of another head dim than V's not yet. Larger tiles cost less a query and key, where
+# they divide queries and keys well.
 TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     64: (
         (Choice(ForwardTile(3, 128, 2, True, 2, 6)), Choice(ForwardTile(2, 128, 2, True, 2, 6), 1.24)),
@@ -89,20 +104,39 @@ _PIECES = 8
 
 
 def choices(
-    head_dim: int, window: Window, changed: bool = False, bounded: bool = False
+    head_dim: int,
+    window: Window,
+    changed: bool = False,
+    value_dim: int | None = None,
+    bounded: bool = False,
 ) -> tuple[Choice, ...]:
-    """What a padded head dim may run with, where scores are `changed` beyond scale and window or not, and
-    what rows see is data, `bounded`, or not."""
+    """What padded head dims may run with, where scores are `changed` beyond scale and window or not, and what
+    rows see is data, `bounded`, or not.
+
+    Registers hold scores, P and the output, and go by the head dim of V; shared memory goes by both.
+    """
+    dims = head_dim, value_dim or head_dim
     if changed:
-        return (Choice(next(tile for limit, tile in CHANGED_TILES.items() if head_dim <= limit)),)
-    full, windowed = next(choices for limit, choices in TILES.items() if head_dim <= limit)
-    return full if window.unbounded and not bounded else windowed
+        row = (Choice(next(tile for limit, tile in CHANGED_TILES.items() if dims[1] <= limit)),)
+    else:
+        full, windowed = next(choices for limit, choices in TILES.items() if dims[1] <= limit)
+        row = full if window.unbounded and not bounded else windowed
+    fitted: dict[ForwardTile, Choice] = {}
+    for choice in row:
+        shape = choice.tile.fitted(*dims)
+        fitted.setdefault(shape, Choice(shape, choice.cost))
+    return tuple(fitted.values())
 
 
 def tile(
-    head_dim: int, window: Window, n: Sizes, changed: bool = False, bounded: bool = False
+    head_dim: int,
+    window: Window,
+    n: Sizes,
+    changed: bool = False,
+    value_dim: int | None = None,
+    bounded: bool = False,
 ) -> ForwardTile:
-    """The tile of a call: of the choices for its padded head dim the one that costs least."""
+    """The tile of a call: of the choices for its padded head dims the one that costs least."""
 
     def cost(choice: Choice) -> float:
         rows, keys = choice.tile.rows, choice.tile.keys
@@ -111,7 +145,7 @@ def tile(
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
 
-    return min(choices(head_dim, window, changed, bounded), key=cost).tile
+    return min(choices(head_dim, window, changed, value_dim, bounded), key=cost).tile
 
 
 def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:
@@ -145,9 +179,9 @@ def packs(group: int, rows: int) -> list[int]:
     return [heads for heads in range(1, min(group, rows) + 1) if group % heads == 0 and rows % heads == 0]
 
 
-def can_cut(head_dim: int, window: Window) -> bool:
+def can_cut(value_dim: int, window: Window) -> bool:
     """Whether tiles may be cut: all are of one length, and the kernel has registers left to join pieces."""
-    return window.unbounded and head_dim <= 192
+    return window.unbounded and value_dim <= 192
 
 
 def cut_last_wave(tiles: int, ctas: int, blocks: int) -> tuple[int, int]:

@@ -29,10 +29,10 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
         if spec.deterministic and shapes.bias.shape != whole:
             got = shapes.bias.shape
             return f"bias has shape {got}, and is broadcast; with deterministic=True it may be {whole}"
-    if handed_factors(spec, shapes) and n.H > MAX_HANDED_HEAD_DIM:
+    if handed_factors(spec, shapes) and max(n.H, n.V) > MAX_HANDED_HEAD_DIM:
         return (
             f"logits_soft_cap together with bias or alibi_slopes is supported up to head dim "
-            f"{MAX_HANDED_HEAD_DIM}, not {n.H}"
+            f"{MAX_HANDED_HEAD_DIM}, not {max(n.H, n.V)}"
         )
     return None
 

@@ -14,7 +14,7 @@ import jax_flash
 
 class TestCuda(ImplementationSuite):
     implementation = "cuda"
-    head_dims = (64, 80, 96, 128, 160, 192, 256, 40)
+    head_dims = (64, 80, 96, 128, 160, 192, 256, 40, 100)
     features = (
         "bias",
         "bias_broadcast",
@@ -22,6 +22,7 @@ class TestCuda(ImplementationSuite):
         "logits_soft_cap",
         "alibi_slopes",
         "sinks",
+        "value_head_dim",
         "deterministic",
     )
     thorough = True
@@ -29,7 +30,30 @@ class TestCuda(ImplementationSuite):
     def before_run(self, nbytes):
         poison(nbytes)
 
-    @pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
+    @pytest.mark.parametrize(
+        "fields",
+        (
+            dict(),
+            dict(is_causal=True),
+            dict(is_causal=True, features=("deterministic",)),
+            dict(local_window_size=(40, 10), features=("bias", "mask", "sinks")),
+        ),
+        ids=str,
+    )
+    @pytest.mark.parametrize(
+        "H,V",
+        [
+            *((192, 128), (128, 64), (64, 128), (128, 192), (96, 128), (40, 24), (16, 256), (256, 16)),
+            *((256, 128), (160, 208), (20, 12), (100, 36), (1, 255)),
+        ],
+    )
+    def test_values_with_a_head_dim_of_their_own(self, H, V, fields, dtype, record_property):
+        case = Case("value head dim", dtype, H=H, V=V, T=333, S=517, N=4, K=2, **fields)
+        record_property("category", case.category)
+        record_property("implementation", self.implementation)
+        record_property("error_ratios", self.check(case))
+
+    @pytest.mark.parametrize("head_dim", (64, 128, 192, 256, (192, 128), (128, 64)))
     @pytest.mark.parametrize(
         "category,sizes",
         [
@@ -44,7 +68,8 @@ class TestCuda(ImplementationSuite):
 
         Two batch rows and key heads are compared with the definition, the rest would take too long.
         """
-        case = Case(category, dtype, H=head_dim, **sizes)
+        H, V = head_dim if isinstance(head_dim, tuple) else (head_dim, None)
+        case = Case(category, dtype, H=H, V=V, **sizes)
         arguments, spec, operands, d_out, d_lse = draw(case)
         out, lse, gradients = self.run(arguments, d_out, d_lse)
         group = case.N // case.K

@@ -10,7 +10,7 @@ LENGTHS = ((333, 333), (129, 517), (517, 129), (1, 333), (333, 1))
 class TestCudaPairwise(PairwiseSuite):
     implementation = "cuda"
     lengths = LENGTHS
-    head_dims = (64, 80, 96, 128, 160, 192, 256, 40)
+    head_dims = (64, 80, 96, 128, 160, 192, 256, 40, 100)
     value_head_dim = 48
 
     def before_run(self, nbytes):

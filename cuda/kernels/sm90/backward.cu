@@ -22,26 +22,26 @@
 
 // ---------------------------------------------------------------------------------------- producer
 
-__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int rows,
-                                            int head, int first_row, int batch) {
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
+                                            int rows, int head, int first_row, int batch) {
 #pragma unroll 1  // the thread has few registers
-    for (int panel = 0; panel < Traits::panels; ++panel) {
+    for (int panel = 0; panel < panels; ++panel) {
         tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
                   panel * descriptor::panel_columns, head, first_row, batch);
     }
 }
 
 // Q or dO of a block. CTAs that share a tile walk the same blocks: each loads a part of the rows, for all.
-__device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int head,
-                                           int first_row, int batch) {
+__device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
+                                           int head, int first_row, int batch) {
     if constexpr (Traits::cluster == 1) {
-        load_panels(destination, map, barrier, Traits::queries, head, first_row, batch);
+        load_panels(destination, map, barrier, panels, Traits::queries, head, first_row, batch);
     } else {
         constexpr uint16_t all = (1 << Traits::cluster) - 1;
         const int skipped = cluster::rank() * (Traits::queries / Traits::cluster);
         const uint32_t rows = destination + skipped * descriptor::row_bytes;
 #pragma unroll 1
-        for (int panel = 0; panel < Traits::panels; ++panel) {
+        for (int panel = 0; panel < panels; ++panel) {
             tma::load_multicast(rows + panel * descriptor::panel_bytes(Traits::queries), map, barrier, all,
                                 panel * descriptor::panel_columns, head, first_row + skipped, batch);
         }
@@ -68,15 +68,16 @@ __device__ __forceinline__ void produce(const Call& call) {
         if (index >= tiles) break;
         const Work work = call.work(index, Traits::bounds ? &blocks : nullptr);
         const KeyTile& tile = work.tile;
-        auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier) {
-            mbarrier::arrive_expect(barrier, Traits::key_bytes);
-            load_panels(destination, map, barrier, Traits::cta_keys, tile.head, cta_first_key(tile), tile.batch);
+        auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
+            mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
+            load_panels(destination, map, barrier, panels, Traits::cta_keys, tile.head, cta_first_key(tile),
+                        tile.batch);
         };
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
-        load_keys(shared.key_tile(), call.maps.key, shared.key_full());
+        load_keys(shared.key_tile(), call.maps.key, shared.key_full(), Traits::key_panels);
         auto load_value = [&] {
             mbarrier::wait(shared.value_empty(), parity ^ 1);
-            load_keys(shared.value_tile(), call.maps.value, shared.value_full());
+            load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
         };
         if (work.blocks.count() == 0) load_value();
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
@@ -85,15 +86,15 @@ __device__ __forceinline__ void produce(const Call& call) {
             if (block == work.blocks.first) wait_for_place(call, call.head_index(tile, head));
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
-            load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), head, first_row,
-                       tile.batch);
+            load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::key_panels, head,
+                       first_row, tile.batch);
             bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
                        shared.query_full(stage));
             if (iteration == 0) load_value();  // after what S needs
             mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
-            mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
-            load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), head, first_row,
-                       tile.batch);
+            mbarrier::arrive_expect(shared.d_out_full(stage), Traits::d_out_bytes + Traits::statistics_bytes);
+            load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::value_panels, head,
+                       first_row, tile.batch);
             bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
                        Traits::statistics_bytes, shared.d_out_full(stage));
             slot.advance();

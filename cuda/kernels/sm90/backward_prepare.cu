@@ -5,7 +5,7 @@
 
 constexpr int threads = 256;
 // Lanes that share a row: each takes 8 elements, 16 bytes.
-constexpr int row_lanes = Traits::head_dim <= 64 ? 8 : Traits::head_dim <= 128 ? 16 : 32;
+constexpr int row_lanes = Traits::value_dim <= 64 ? 8 : Traits::value_dim <= 128 ? 16 : 32;
 constexpr int pass_rows = threads / row_lanes;
 static_assert(Traits::queries % pass_rows == 0, "every thread has a row in every pass");
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ float to_base_2(float lse) {
 
 // One CTA a block of queries, head and batch row.
 extern "C" __global__ void __launch_bounds__(threads)
-    backward_prepare(const uint4* __restrict__ out, const uint4* __restrict__ d_out,  // (B, T, N, H)
+    backward_prepare(const uint4* __restrict__ out, const uint4* __restrict__ d_out,  // (B, T, N, V)
                      const float* __restrict__ lse,    // (B, N, T), natural
                      const float* __restrict__ d_lse,  // (B, N, T) or null
                      float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(threads)
                      int zeroed_heads,             // sums there are to be set to zero
                      int* __restrict__ next_tile,  // a counter, or null
                      int* __restrict__ turns,      // (B, N, query blocks), or null
-                     int queries, int query_heads, int head_dim) {
+                     int queries, int query_heads, int columns) {
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
@@ -68,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(threads)
         const int query = block * Traits::queries + row;
         const bool there = query < queries;
         float sum = 0;
-        if (there && lane * 8 < head_dim) {
-            const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * head_dim;
+        if (there && lane * 8 < columns) {
+            const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * columns;
             sum = dot(out[element / 8 + lane], d_out[element / 8 + lane]);
         }
 #pragma unroll

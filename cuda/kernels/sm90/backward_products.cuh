@@ -12,12 +12,14 @@ using wgmma::Major;
 using wgmma::Wgmma;
 
 constexpr int score_count = Traits::queries / 2;      // accumulators a thread holds of Sᵀ or dPᵀ, for 64 keys
-constexpr int gradient_count = Traits::head_dim / 2;  // … of dK or dV, for 64 keys
+constexpr int d_key_count = Traits::head_dim / 2;     // … of dK, for 64 keys
+constexpr int d_value_count = Traits::value_dim / 2;  // … of dV
 constexpr int query_steps = Traits::queries / 16;     // k16 steps of a contraction over queries
-constexpr int column_steps = Traits::head_dim / 16;   // … and over columns
+constexpr int key_steps = Traits::head_dim / 16;      // … over columns of K and Q
+constexpr int value_steps = Traits::value_dim / 16;   // … of V and dO
 
 // Sᵀ = K Qᵀ or dPᵀ = V dOᵀ for 64 keys, or some steps of it, issued and committed as one group.
-template <int first_step = 0, int last_step = column_steps>
+template <int first_step, int last_step>
 __device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint32_t key_rows, uint32_t query_block) {
     const uint64_t a = descriptor::k_major(key_rows), b = descriptor::k_major(query_block);
     wgmma::pin(scores);
@@ -33,14 +35,15 @@ __device__ __forceinline__ void issue_scores(float (&scores)[score_count], uint3
 }
 
 // dV += Pᵀ dO or dK += dSᵀ Q for 64 keys, issued and committed as one group.
-__device__ __forceinline__ void issue_gradient(float (&gradient)[gradient_count],
-                                               const uint32_t (&transposed)[query_steps][4], uint32_t query_block) {
+template <int count>
+__device__ __forceinline__ void issue_gradient(float (&gradient)[count], const uint32_t (&transposed)[query_steps][4],
+                                               uint32_t query_block) {
     const uint64_t b = descriptor::mn_major(query_block, Traits::queries);
     wgmma::pin(gradient);
     wgmma::fence();
 #pragma unroll
     for (int step = 0; step < query_steps; ++step) {
-        Wgmma<Traits::head_dim>::issue<Traits::Element, Major::MN>(
+        Wgmma<2 * count>::template issue<Traits::Element, Major::MN>(
             gradient, transposed[step], descriptor::advance(b, descriptor::mn_major_offset(step)), 1);
     }
     wgmma::commit();
@@ -140,12 +143,12 @@ __device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, D
 
 // Writes dK or dV of a warpgroup's 64 keys by TMA, which clips rows and columns that are not there, from `staging`,
 // which is in use until `wait_for_stores`. All of the warpgroup's threads call it, and `barrier` is for them.
-__device__ __forceinline__ void store_gradient(const float (&gradient)[gradient_count], float factor,
-                                               const TensorMap& map, uint32_t staging, int barrier, int head,
-                                               int first_key, int batch) {
+template <int count>
+__device__ __forceinline__ void store_gradient(const float (&gradient)[count], float factor, const TensorMap& map,
+                                               uint32_t staging, int barrier, int head, int first_key, int batch) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, half = threadIdx.x / 16 % 2;
 #pragma unroll
-    for (int i = 0; i < gradient_count; i += 8) {
+    for (int i = 0; i < count; i += 8) {
         const int chunk = i / 4 + half;
         const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(64);
         store_matrix_x4(panel + descriptor::swizzled_offset(row, chunk % 8),
@@ -158,7 +161,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[gradient_
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
-        for (int panel = 0; panel < Traits::panels; ++panel) {
+        for (int panel = 0; panel < ceil_div(2 * count, descriptor::panel_columns); ++panel) {
             tma::store(map, staging + panel * descriptor::panel_bytes(64), panel * descriptor::panel_columns, head,
                        first_key, batch);
         }

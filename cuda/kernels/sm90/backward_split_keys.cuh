@@ -23,8 +23,8 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         const int first_key = work.tile.first_key + 64 * consumer;         // of this warpgroup
         const int key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;  // the thread's first one
         const int iterations = work.iterations(call.shape);
-        float d_key[gradient_count] = {};
-        float d_value[gradient_count] = {};
+        float d_key[d_key_count] = {};
+        float d_value[d_value_count] = {};
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
         BlockVisit now = work.first_visit();
@@ -33,7 +33,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
         auto start_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
-            issue_scores(scores, key_rows, shared.query_block(slot.stage));
+            issue_scores<0, key_steps>(scores, key_rows, shared.query_block(slot.stage));
         };
         auto finish_scores = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
@@ -54,7 +54,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
             take_turn(consumer);
             mbarrier::wait(shared.d_out_full(stage), slot.parity);
-            issue_scores(scores, value_rows, shared.d_out_block(stage));
+            issue_scores<0, value_steps>(scores, value_rows, shared.d_out_block(stage));
             issue_gradient(d_value, probabilities, shared.d_out_block(stage));
             pass_turn(consumer);
             wgmma::wait<0>();

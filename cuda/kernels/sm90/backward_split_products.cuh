@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     const Work work = call.work(blockIdx.x / Traits::cluster);
     const KeyTile& tile = work.tile;
     const int first_key = cta_first_key(tile), iterations = work.iterations(call.shape);
-    float d_value[gradient_count] = {};
+    float d_value[d_value_count] = {};
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
     uint32_t factors[query_steps][4];        // the soft cap's derivative
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
 
     auto start_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);
-        issue_scores(scores, uniform_anew(shared.key_tile()), shared.query_block(slot.stage));
+        issue_scores<0, key_steps>(scores, uniform_anew(shared.key_tile()), shared.query_block(slot.stage));
     };
     auto finish_scores = [&]() __attribute__((always_inline)) {
         wgmma::pin(scores);
@@ -269,18 +269,19 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     const Work work = call.work(blockIdx.x / Traits::cluster);
     const KeyTile& tile = work.tile;
     const int iterations = work.iterations(call.shape);
-    float d_key[gradient_count] = {};
+    float d_key[d_key_count] = {};
     float d_scores[score_count];
     BlockVisit now = work.first_visit();
 
-    constexpr int first_steps = Traits::cluster == 1 ? column_steps : column_steps / 2;
+    constexpr int first_steps = Traits::cluster == 1 ? value_steps : value_steps / 2;
     auto start_d_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
         issue_scores<0, first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
     };
     auto finish_d_scores = [&]() __attribute__((always_inline)) {
-        if constexpr (first_steps == column_steps) return;
-        issue_scores<first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+        if constexpr (first_steps == value_steps) return;
+        issue_scores<first_steps, value_steps>(d_scores, uniform_anew(shared.value_tile()),
+                                               shared.d_out_block(slot.stage));
     };
 
     // From dP of a block to that of the next one. Between two steps no product is under way.

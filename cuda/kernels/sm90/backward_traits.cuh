@@ -2,7 +2,8 @@
 //
 // Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
-//   HEAD_DIM        head dim of queries, keys and values, rounded up to a multiple of 16
+//   HEAD_DIM        head dim of queries and keys, and of their gradients, rounded up to a multiple of 16
+//   VALUE_DIM       … of values and the output, and of theirs
 //   QUERIES, KEYS   rows of a block of queries, and of a tile of keys, that of all CTAs that share it
 //   CLUSTER         CTAs that share a tile: 1, or 2 where they split products
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
@@ -26,6 +27,8 @@
 struct Traits {
     using Element = ELEMENT;
     static constexpr int head_dim = HEAD_DIM;
+    static constexpr int value_dim = VALUE_DIM;
+    static constexpr int larger_dim = head_dim > value_dim ? head_dim : value_dim;  // decides on the tile
     static constexpr int queries = QUERIES;
     static constexpr int keys = KEYS;
     static constexpr bool split_products = SPLIT_PRODUCTS;
@@ -41,17 +44,20 @@ struct Traits {
     static constexpr bool d_query_warpgroup = !split_products;  // else the consumers share dQ as well
     static constexpr int threads = 128 * (1 + consumers + d_query_warpgroup);
     // setmaxnreg; a multiprocessor has 512 for one thread of each warpgroup, less what `register_pool` rounds off.
-    static constexpr int producer_registers = split_products ? 24 : queries == 64 && head_dim <= 96 ? 40 : 32;
-    static constexpr int consumer_registers = split_products ? 240 : queries == 64 && head_dim <= 96 ? 192 : 208;
+    static constexpr int producer_registers = split_products ? 24 : queries == 64 && larger_dim <= 96 ? 40 : 32;
+    static constexpr int consumer_registers = split_products ? 240 : queries == 64 && larger_dim <= 96 ? 192 : 208;
     static constexpr int d_query_registers = 512 - producer_registers - consumers * consumer_registers;
     static_assert(producer_registers + consumers * consumer_registers + d_query_warpgroup * d_query_registers <=
                       register_pool(threads),
                   "no warpgroup waits for registers that nobody has");
 
-    static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
-    static constexpr int key_bytes = panels * descriptor::panel_bytes(cta_keys);   // K, or V
-    static constexpr int query_bytes = panels * descriptor::panel_bytes(queries);  // one stage of Q, or of dO
-    static constexpr int statistics_bytes = queries * 4;                           // one stage of lse, or of D
+    static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);     // and those of Q
+    static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);  // … of dO
+    static constexpr int key_bytes = key_panels * descriptor::panel_bytes(cta_keys);
+    static constexpr int value_bytes = value_panels * descriptor::panel_bytes(cta_keys);
+    static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
+    static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
+    static constexpr int statistics_bytes = queries * 4;  // one stage of lse, or of D
     // dS lies as [keys][queries], in panels of 64 queries. Two of them, so that the next block's is written while
     // another warpgroup computes dQ of this one.
     static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(cta_keys);
@@ -61,11 +67,11 @@ struct Traits {
     static constexpr int peer_key_bytes = cluster > 1 ? consumers * descriptor::panel_bytes(cta_keys) : 0;
 
     // Columns of a tile of dQ that the warpgroup for it computes: its registers hold no more.
-    static constexpr int d_query_columns = head_dim <= 96 ? head_dim : descriptor::panel_columns;
+    static constexpr int d_query_columns = larger_dim <= 96 ? head_dim : descriptor::panel_columns;
     // dQ on its way to the sum: one stage of the warpgroup for it, or a block of the consumers that compute it. Without
     // room for that, it goes there straight from registers.
     static constexpr int d_query_bytes =
-        64 * 4 * (d_query_warpgroup ? d_query_columns : head_dim <= 192 ? head_dim / cluster : 0);
+        64 * 4 * (d_query_warpgroup ? d_query_columns : larger_dim <= 192 ? head_dim / cluster : 0);
 
     // Idle warps of the loading warpgroup that see to the adding.
     static constexpr int adding_warps = !d_query_warpgroup ? 0 : deterministic ? 3 : 1;
@@ -84,17 +90,20 @@ struct Traits {
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
-    static constexpr int gradient_bytes = split_products ? 0 : panels * descriptor::panel_bytes(64);
+    static constexpr int gradient_bytes =
+        split_products ? 0 : ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(64);
     static constexpr bool persistent = gradient_bytes > 0;
 
-    static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
+    static_assert(head_dim % 16 == 0 && value_dim % 16 == 0, "wgmma contracts 16 columns at a time");
+    static_assert(larger_dim <= 256, "N of wgmma is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
     static_assert(cta_keys == (split_products ? 64 : 128), "a warpgroup holds one or both gradients of 64 keys");
     static_assert(cluster == 1 || (split_products && cluster == 2), "two CTAs share dQ where they split products");
-    static_assert(head_dim <= 192 || cluster == 2, "next to 64 x head_dim accumulators only half of dQ fits");
+    static_assert(larger_dim <= 192 || cluster == 2, "next to 64 x larger_dim accumulators only half of dQ fits");
     static_assert(!ScoreTraits::change || split_products, "what becomes of scores takes registers");
     static_assert(!split_products || head_dim >= 32, "both consumers have columns of dQ");
-    static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x head_dim accumulators");
+    static_assert(cluster == 1 || value_dim >= 32, "dP is computed in two parts");
+    static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x larger_dim accumulators");
 };
 
 // How the float32 sum of dQ keeps a block: 64 rows after 64 rows, in those 8 columns after 8 columns, and each
@@ -132,9 +141,9 @@ struct SharedMemory {
 
     static constexpr int key = 0;
     static constexpr int value = key + Traits::key_bytes;
-    static constexpr int query = value + Traits::key_bytes;
+    static constexpr int query = value + Traits::value_bytes;
     static constexpr int d_out = query + Traits::stages * Traits::query_bytes;
-    static constexpr int d_scores = d_out + Traits::stages * Traits::query_bytes;
+    static constexpr int d_scores = d_out + Traits::stages * Traits::d_out_bytes;
     static constexpr int peer_d_scores = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int peer_key = peer_d_scores + Traits::peer_d_scores_bytes;
     static constexpr int d_query = peer_key + Traits::peer_key_bytes;
@@ -156,7 +165,7 @@ struct SharedMemory {
         return base + gradients + consumer * Traits::gradient_bytes;
     }
     __device__ uint32_t query_block(int stage) const { return base + query + stage * Traits::query_bytes; }
-    __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::query_bytes; }
+    __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::d_out_bytes; }
     __device__ static constexpr int writer_offset(int warp, int stage) {
         return writer + (warp * Traits::writer_stages + stage) * Traits::writer_bytes;
     }

@@ -17,7 +17,7 @@ using wgmma::Major;
 using wgmma::Wgmma;
 
 constexpr int score_count = Traits::keys / 2;    // accumulators a thread holds of S
-constexpr int out_count = Traits::head_dim / 2;  // … and of O
+constexpr int out_count = Traits::value_dim / 2;  // … and of O
 constexpr int packed_count = Traits::value_steps;
 
 // Scores that are exponentiated before PV of the block before is awaited; the others' packing runs beside them.
@@ -46,7 +46,7 @@ __device__ __forceinline__ void issue_out(float (&out)[out_count], const uint32_
     if constexpr (begin == 0) wgmma::fence();
 #pragma unroll
     for (int step = begin; step < end; ++step) {
-        Wgmma<Traits::head_dim>::issue<Traits::Element, Major::MN>(
+        Wgmma<Traits::value_dim>::issue<Traits::Element, Major::MN>(
             out, probabilities[step], descriptor::at(value, descriptor::mn_major_offset(step)), 1);
     }
     wgmma::commit();
@@ -123,7 +123,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             auto start_scores = [&]() __attribute__((always_inline)) {
                 mbarrier::wait(shared.key_full(key_slot.stage), key_slot.parity);
                 take_turn(consumer);
-                issue_scores(scores, query, first_key + key_slot.stage * (Traits::block_bytes >> 4));
+                issue_scores(scores, query, first_key + key_slot.stage * (Traits::key_bytes >> 4));
             };
             auto release_key = [&]() __attribute__((always_inline)) {
                 if (lane == 0) mbarrier::arrive(shared.key_empty(key_slot.stage));
@@ -138,11 +138,11 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             auto start_out = [&]() __attribute__((always_inline)) {
                 mbarrier::wait(shared.value_full(value_slot.stage), value_slot.parity);
                 issue_out<0, Traits::split>(out, probabilities,
-                                            first_value + value_slot.stage * (Traits::block_bytes >> 4));
+                                            first_value + value_slot.stage * (Traits::value_bytes >> 4));
             };
             auto start_rest_of_out = [&]() __attribute__((always_inline)) {
                 issue_out<Traits::split, Traits::value_steps>(
-                    out, probabilities, first_value + value_slot.stage * (Traits::block_bytes >> 4));
+                    out, probabilities, first_value + value_slot.stage * (Traits::value_bytes >> 4));
             };
             auto finish_out = [&]() __attribute__((always_inline)) {
                 wgmma::wait<0>();

@@ -10,11 +10,11 @@ struct TensorMaps {
 };
 
 // One copy for each panel of 64 columns; `barrier` expects the bytes of all of them.
-__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int rows,
-                                            int head, int first_row, int batch) {
-    mbarrier::arrive_expect(barrier, Traits::panels * descriptor::panel_bytes(rows));
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
+                                            int rows, int head, int first_row, int batch) {
+    mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(rows));
 #pragma unroll
-    for (int panel = 0; panel < Traits::panels; ++panel) {
+    for (int panel = 0; panel < panels; ++panel) {
         tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
                   panel * descriptor::panel_columns, head, first_row, batch);
     }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             mbarrier::arrive(shared.query_full(query_slot.stage));
         } else {
             load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
-                        Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch);
+                        Traits::key_panels, Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch);
         }
         query_slot.advance();
     };
@@ -70,14 +70,14 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
 
         auto load_key = [&](int block) {
             mbarrier::wait(shared.key_empty(key_slot.stage), key_slot.parity ^ 1);
-            load_panels(shared.key_block(key_slot.stage), maps.key, shared.key_full(key_slot.stage), Traits::keys,
-                        key_head, block * Traits::keys, tile.batch);
+            load_panels(shared.key_block(key_slot.stage), maps.key, shared.key_full(key_slot.stage),
+                        Traits::key_panels, Traits::keys, key_head, block * Traits::keys, tile.batch);
             key_slot.advance();
         };
         auto load_value = [&](int block) {
             mbarrier::wait(shared.value_empty(value_slot.stage), value_slot.parity ^ 1);
             load_panels(shared.value_block(value_slot.stage), maps.value, shared.value_full(value_slot.stage),
-                        Traits::keys, key_head, block * Traits::keys, tile.batch);
+                        Traits::value_panels, Traits::keys, key_head, block * Traits::keys, tile.batch);
             value_slot.advance();
         };
 

@@ -4,7 +4,7 @@
 #include "softmax.cuh"
 
 struct Results {
-    Traits::Element* __restrict__ out;  // (B, T, N, H)
+    Traits::Element* __restrict__ out;  // (B, T, N, V)
     float* __restrict__ lse;            // (B, N, T)
 };
 
@@ -28,7 +28,7 @@ struct alignas(16) Chunk {
 
 // Normalises and writes the warp's rows, from `first_row` of all. Accumulators hold pairs of columns: 64 columns at a
 // time go through the warp's own `staging`, whence each row is read and written as whole sectors.
-__device__ __forceinline__ void write_out(const float (&out)[Traits::head_dim / 2], const float (&normalise)[2],
+__device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
                                           const Results& results, const SharedMemory& shared, int staging,
                                           const Shape& shape, const Tile& tile, int first_row) {
     constexpr int readers = 4;  // chunks of a panel's rows that a lane copies
@@ -44,9 +44,9 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::head_dim / 
         rows[k] = results.out + (position * shape.query_heads + head) * shape.columns;
     }
 #pragma unroll
-    for (int panel = 0; panel < Traits::panels; ++panel) {
+    for (int panel = 0; panel < Traits::value_panels; ++panel) {
 #pragma unroll
-        for (int i = 32 * panel; i < min(32 * panel + 32, Traits::head_dim / 2); i += 8) {
+        for (int i = 32 * panel; i < min(32 * panel + 32, Traits::value_dim / 2); i += 8) {
             store_matrix_x4(shared.base + staging + descriptor::swizzled_offset(lane % 16, i % 32 / 4 + lane / 16),
                             pack<Traits::Element>(out[i] * normalise[0], out[i + 1] * normalise[0]),
                             pack<Traits::Element>(out[i + 2] * normalise[1], out[i + 3] * normalise[1]),

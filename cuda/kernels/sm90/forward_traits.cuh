@@ -2,7 +2,8 @@
 //
 // Defines, all set by jax_flash/cuda/forward_plan.py:
 //   ELEMENT     bfloat16 or float16
-//   HEAD_DIM    head dim of queries, keys and values, rounded up to a multiple of 16
+//   HEAD_DIM    head dim of queries and keys, rounded up to a multiple of 16
+//   VALUE_DIM   … of values, and so of the output
 //   CONSUMERS   consumer warpgroups; each owns 64 rows of the query tile
 //   KEYS        keys in a block
 //   STAGES      blocks of keys, and of values, in flight
@@ -26,6 +27,7 @@
 struct Traits {
     using Element = ELEMENT;
     static constexpr int head_dim = HEAD_DIM;
+    static constexpr int value_dim = VALUE_DIM;
     static constexpr int consumers = CONSUMERS;
     static constexpr int rows = 64 * consumers;  // of a tile; row r holds query r / pack of head r % pack
     static constexpr int pack = PACK;
@@ -51,12 +53,15 @@ struct Traits {
     static_assert(consumers == 1 || producer_registers + consumers * consumer_registers <= register_pool(threads),
                   "no warpgroup waits for registers that nobody has");
 
-    static constexpr int panels = ceil_div(head_dim, descriptor::panel_columns);
-    static constexpr int query_bytes = panels * descriptor::panel_bytes(rows);
-    static constexpr int block_bytes = panels * descriptor::panel_bytes(keys);  // one stage of K, or of V
-    static constexpr int staging_bytes = descriptor::panel_bytes(16);           // a warp's rows of the output
+    static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
+    static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
+    static constexpr int query_bytes = key_panels * descriptor::panel_bytes(rows);
+    static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
+    static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
+    static constexpr int staging_bytes = descriptor::panel_bytes(16);  // a warp's rows of the output
 
-    static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time; N is at most 256");
+    static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
+    static_assert(value_dim % 16 == 0 && value_dim <= 256, "rows are stored 16 columns at a time; N is at most 256");
     static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
     static_assert(consumers > 1 || !pingpong, "one warpgroup has nobody to take turns with");
@@ -94,8 +99,8 @@ struct SharedMemory {
 
     static constexpr int query = 0;
     static constexpr int key = query + Traits::query_stages * Traits::query_bytes;
-    static constexpr int value = key + Traits::stages * Traits::block_bytes;
-    static constexpr int staging = value + Traits::stages * Traits::block_bytes;
+    static constexpr int value = key + Traits::stages * Traits::key_bytes;
+    static constexpr int staging = value + Traits::stages * Traits::value_bytes;
     static constexpr int barriers = staging + 4 * Traits::consumers * Traits::staging_bytes;
     static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
     static constexpr int least = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
@@ -105,8 +110,8 @@ struct SharedMemory {
     __device__ uint32_t query_tile(int stage) const { return base + query + stage * Traits::query_bytes; }
     // Which tile the Q in that stage belongs to; written before `query_full` completes.
     __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(data + tiles)[stage]; }
-    __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::block_bytes; }
-    __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::block_bytes; }
+    __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::key_bytes; }
+    __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::value_bytes; }
     // A consumer warp's own place to turn rows of accumulators into rows of memory.
     __device__ int staging_offset(int consumer_warp) const { return staging + consumer_warp * Traits::staging_bytes; }
 
@@ -137,7 +142,7 @@ struct Bounds {
 struct Shape {
     int queries, keys;       // T, S
     int query_heads, group;  // N, N / K
-    int batch, columns;      // B, H
+    int batch, columns;      // B, V
     int left, right;         // the window, read only where Traits has that side
     Bounds bounds;
 };
