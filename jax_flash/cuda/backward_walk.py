@@ -62,8 +62,8 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
 
 def section_heads_by_data(heads: int, bytes_per_head: int, parts: int) -> int:
     """The same where it is data how long tiles take: as many heads as there is room for, so that CTAs end
-    together wherever the long ones are, in sections all alike. Tiles of a turn read one of `parts` of a head's
-    bytes."""
+    together wherever the long ones are, in sections all alike. Tiles of a turn read one of a head's `parts`
+    alone."""
     sections = math.ceil(heads * bytes_per_head / (parts * _SECTION_BYTES))
     return math.ceil(heads / max(1, min(heads, sections)))
 
