@@ -12,7 +12,7 @@ import jax
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import backward_plan, call, compile, forward_plan, scores
+from jax_flash.cuda import backward_plan, call, compile, fixed_point, forward_plan, scores
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
@@ -93,8 +93,11 @@ def backward(
     arrays |= {"out": out, "lse": lse, "d_out": d_out}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
+    bias_factor = None
+    if fixed_point.adds_bias_up(spec, shapes_of(operands)):
+        arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
     results = _call("jax_flash_backward", plan, arrays)
-    others = scores.gradients(operands, results)
+    others = scores.gradients(operands, results, bias_factor)
     return Gradients(results["d_query"], results["d_key"], results["d_value"], **others)
 
 

@@ -76,8 +76,9 @@ struct Call {
     int wave;                 // see place_of
     float scale;
     const ScoreOperands scores;
-    float* d_bias;    // as the bias, float32
-    float* d_slopes;  // (B, N, CTAs' shares of the keys, 4 warps)
+    Traits::BiasSum* d_bias;   // as the bias
+    float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
+    const float* bias_factor;  // of terms that are added up as integers
 
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;

@@ -1,6 +1,6 @@
 // The backward kernels' compile-time facts, in one struct, and the main kernel's shared-memory map.
 //
-// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC the same for the three kernels of a call:
+// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC and BIAS_SUM the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries, keys and values, rounded up to a multiple of 16
 //   QUERIES, KEYS   rows of a block of queries, and of a tile of keys, that of all CTAs that share it
@@ -14,6 +14,7 @@
 //   BOUNDS          1: which queries see keys is data, see backward_bounds.cuh
 //   SEGMENTS        1: so it is, and queries see keys of their own segment alone
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
+//   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 // Only the main kernel has BOUNDS, SEGMENTS and those of scores.cuh set.
 #pragma once
@@ -34,6 +35,7 @@ struct Traits {
     static constexpr bool deterministic = DETERMINISTIC;
     static constexpr bool bounds = BOUNDS;
     static constexpr bool segments = SEGMENTS;
+    using BiasSum = BIAS_SUM;
 
     static constexpr int cluster = CLUSTER;  // CTAs that share a tile
     static constexpr int cta_keys = keys / cluster;
