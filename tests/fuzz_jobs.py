@@ -63,7 +63,8 @@ def in_processes(
         sender.close()  # so that the pipe ends with the process
         job_of[receiver] = job
     while job_of and time.time() < deadline + SECONDS_PAST_DEADLINE:
-        for receiver in multiprocessing.connection.wait(list(job_of), timeout=1):
+        ready = multiprocessing.connection.wait(job_of, timeout=1)
+        for receiver in [receiver for receiver in job_of if receiver in ready]:
             try:
                 reports[job_of[receiver]] = receiver.recv()
             except EOFError:

@@ -14,9 +14,7 @@ from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import fixed_point
 from jax_flash.cuda.backward_plan import plan_backward
 
-SHAPES = [
-    "".join(axes) for axes in itertools.product("B1", "N1", "T1", "S1") if axes != ("B", "N", "T", "S")
-]
+SHAPES = ["".join(axes) for axes in itertools.product("B1", "N1", "T1", "S1") if axes != ("B", "N", "T", "S")]
 SIZES = {"B": 2, "N": 3, "T": 5, "S": 7, "1": 1}
 
 

@@ -71,6 +71,8 @@ SCORES = (
     Case(
         H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"
     ),
+    Case(H=256, T=150, S=200, N=2, right=0, soft_cap=2.0, bias="BN1S", return_residual=True),
+    Case(H=200, T=65, S=140, N=2, soft_cap=1.0, alibi="1N", dtype="float16"),
 )
 # What queries see is data: batch rows shorter than the arrays, or with nothing at all; segments.
 BOUNDS = (
@@ -141,6 +143,7 @@ IN_TURNS = (
     (Case(H=128, T=130, S=300, N=2, bias="1N1S", alibi="1N"), 4),
     (Case(H=192, T=150, S=200, N=2, B=2, bias="B1T1", soft_cap=3.0, dtype="float16"), 6),
     (Case(H=256, T=100, S=300, N=2, B=2, bias="1111", left=90, right=9), 6),
+    (Case(H=256, T=150, S=200, N=2, bias="1N1S", soft_cap=2.0, right=0), 6),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key

@@ -33,7 +33,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     if spec.dropout_rate > 0:
         return "dropout_rate > 0 is not supported"
     n = sizes(shapes)
-    if reason := scores.unsupported(spec, shapes):
+    if reason := scores.unsupported(shapes):
         return reason
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"

@@ -39,7 +39,7 @@ class BackwardTile:
     sum_stages: int = 1
     writer_stages: int = 0
     turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
-    factors: bool = False  # whether one consumer hands the soft cap's derivative to the other
+    factors: bool = False  # whether one consumer hands the soft cap's derivative to the other, beside P
 
     @property
     def in_turns(self) -> "BackwardTile":
@@ -100,6 +100,9 @@ _TILES = {
 # Where scores become logits by more than the scale: one gradient a consumer leaves registers for that.
 _CHANGED_TILE = BackwardTile(64, 64, split_products=True, stages=2)
 
+# Beyond, the soft cap's derivative takes the place of P, as there is no room for both.
+_MAX_HEAD_DIM_WITH_FACTORS = 192
+
 # Blocks of queries that key tiles count together as done.
 _SPAN = 4
 
@@ -143,9 +146,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     changed = scores.changed(spec, shapes)
     head_dim = _padded(n.H, changed)
     shape = tile(head_dim, changed)
-    main_shape = dataclasses.replace(
-        shape.in_turns if spec.deterministic else shape, factors=scores.handed_factors(spec, shapes)
-    )
+    beside = scores.handed_factors(spec, shapes) and head_dim <= _MAX_HEAD_DIM_WITH_FACTORS
+    main_shape = dataclasses.replace(shape.in_turns if spec.deterministic else shape, factors=beside)
     in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)
     limits = bounds.backward_buffers(shapes, shape.queries, shape.keys, _SPAN)

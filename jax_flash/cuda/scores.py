@@ -6,13 +6,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import fixed_point
 from jax_flash.cuda.bounds import has_bounds
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
-
-MAX_HANDED_HEAD_DIM = 192
-"""Beyond, the backward kernel's shared memory has no room for `handed_factors`."""
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
 _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
@@ -20,16 +17,10 @@ _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 
-def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
+def unsupported(shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
-    n = sizes(shapes)
     if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
         return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
-    if handed_factors(spec, shapes) and n.H > MAX_HANDED_HEAD_DIM:
-        return (
-            f"logits_soft_cap together with bias or alibi_slopes is supported up to head dim "
-            f"{MAX_HANDED_HEAD_DIM}, not {n.H}"
-        )
     return None
 
 

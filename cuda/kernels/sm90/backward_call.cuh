@@ -12,6 +12,8 @@ enum Barrier {
     exchange_full,
     turn,            // and the next: one a consumer
     own = turn + 2,  // and the next two: one a consumer, one for dQ
+    exchange_read = own + 3,
+    factors_full,
 };
 
 struct TensorMaps {

@@ -82,7 +82,9 @@ struct Traits {
 
     // The soft cap's derivative on its way to the consumer of dP, where it needs P by itself too.
     static constexpr bool hands_factors = ScoreTraits::soft_cap && (ScoreTraits::bias || ScoreTraits::alibi);
-    static constexpr int factor_bytes = hands_factors ? d_scores_bytes : 0;
+    // Without room for it beside P, it goes where P lay, once that is read.
+    static constexpr bool hands_factors_later = hands_factors && head_dim > 192;
+    static constexpr int factor_bytes = hands_factors && !hands_factors_later ? d_scores_bytes : 0;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
@@ -176,7 +178,8 @@ struct SharedMemory {
 
     // The soft cap's derivatives that belong to them.
     __device__ uint4* factor_rows(int warp) const {
-        return reinterpret_cast<uint4*>(data + factors + warp * 16 * descriptor::row_bytes);
+        constexpr int start = Traits::hands_factors_later ? d_scores : factors;
+        return reinterpret_cast<uint4*>(data + start + warp * 16 * descriptor::row_bytes);
     }
 
     __device__ uint32_t key_full() const { return base + barriers; }
