@@ -186,9 +186,11 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_query = Buffer("d_query", query.shape, dtype)
     d_key = Buffer("d_key", key.shape, dtype)
     d_value = Buffer("d_value", value.shape, dtype)
-    d_bias = None if shapes.bias is None else Buffer("d_bias", shapes.bias.shape, "float32")
-    if fixed_point_bias:
-        d_bias = Buffer("d_bias", (*shapes.bias.shape, 2), "uint32")
+    d_bias = None
+    if shapes.bias is not None:
+        d_bias = Buffer("d_bias", shapes.bias.shape, "float32")
+        if fixed_point_bias:
+            d_bias = Buffer("d_bias", (*shapes.bias.shape, 2), "uint32")
     bias_factor = (Buffer("bias_factor", (1,), "float32"),) if fixed_point_bias else ()
     d_slopes = None
     if shapes.alibi_slopes is not None:

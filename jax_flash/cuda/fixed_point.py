@@ -34,7 +34,8 @@ def factor(
     mean of V's, less d_lse.
     """
     n = sizes(operands)
-    shared = [size for size, axis in zip((n.B, n.N, n.T), operands.bias.shape, strict=False) if axis == 1]
+    bias = operands.present()["bias"]
+    shared = [size for size, axis in zip((n.B, n.N, n.T), bias.shape, strict=False) if axis == 1]
     # In powers of two, as products may be beyond float32.
     largest_products = _log2_of_largest(d_out) + _log2_of_largest(operands.value)
     largest = largest_products + math.log2(2 * n.V / (1 - spec.dropout_rate))
