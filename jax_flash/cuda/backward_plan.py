@@ -135,10 +135,10 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
     Operands are query, key, value, those of bias, mask and alibi_slopes that are there, what
-    `bounds_operands` gives, out, lse, d_out and, where the spec returns the residual, d_lse; last bias_factor,
-    where fixed_point.py makes one. Results are d_query, d_key and d_value; where there are bias and slopes,
-    d_bias, in float32 or as fixed_point.py takes it, and d_slopes, shares of it along further axes; and
-    scratch memory.
+    `bounds_operands` gives, out, lse, d_out, where the spec returns the residual d_lse, and where
+    fixed_point.py makes one bias_factor. Results are d_query, d_key and d_value; where there are bias and
+    slopes, d_bias, in float32 or as fixed_point.py takes it, and d_slopes, shares of it along further axes;
+    and scratch memory.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
