@@ -83,6 +83,7 @@ class Cuda(Fuzzed):
         "bias",
         "alibi_slopes",
         "seq_lengths",
+        "packed",
         "residual",
         "transform",
         "batch axes",
