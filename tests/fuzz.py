@@ -1,38 +1,43 @@
 """Random calls of an implementation, against the definition.
 
     python tests/fuzz.py --implementation xla --cases 200
-    python tests/fuzz.py --implementation cuda --cases 2000 --jobs 16     on a machine with a GPU
+    python tests/fuzz.py --implementation cuda --cases 2000 --jobs 15 --out FILE     on a machine with a GPU
     python tests/fuzz.py --implementation xla --case '{"dtype": "float32", …}'     a case again, as printed
 
 Values of all factors of a call are drawn at random, those that the implementation refuses left out; output,
 residual and gradients are compared as everywhere in the tests. A case that fails is made smaller while it
 still fails (five minutes at most), and printed with the command that runs it.
 
-Nearly all of the time goes into compiling: a second or two a case, on one core of the CPU even for the
-CUDA kernels, whose definition is computed there. So `--jobs` processes share the work; those on a GPU
-share it too.
+Nearly all of the time goes into compiling on the CPU, the CUDA kernels first: a few seconds for those of a
+call. So calls that have the same kernels are drawn together, and `--jobs` processes share the work; those on
+a GPU share it too.
 """
 
 import argparse
 import collections
-import concurrent.futures
 import dataclasses
 import itertools
 import json
-import multiprocessing
+import math
 import os
 import secrets
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import call_factors
+import fuzz_jobs
 import hypothesis
 import jax
 from attention_case import Case
 from call_factors import Factors
+from fuzz_jobs import Report
 from hypothesis import strategies
 from implementation_suite import Implementation
 from pairwise import pairs
 from pairwise_suite import supported
+from run_environment import environment
 from small_blocks import small_blocks
 
 from jax_flash.pallas import compat
@@ -40,6 +45,7 @@ from jax_flash.pallas import compat
 FORMS = (*call_factors.BROADCAST_FORMS, "NTS", "N1S", "TS", "1S", "S")
 SIDES = (None, -1, 0, 1, 5, 20, 50)
 CASES_UNTIL_CLEARED = 100  # as compiled programs are kept for ever
+CASES_OF_A_LIST = 12  # beyond the first, at most; in the mean five
 
 
 class Fuzzed(Implementation):
@@ -49,6 +55,7 @@ class Fuzzed(Implementation):
     lengths: tuple[int, ...] = (7, 1, 2, 64, 129, 200, 333)
     head_dims: tuple[int, ...] = (64, 8, 40, 80, 96, 100, 128, 160, 192, 256)
     value_head_dim: int = 48
+    varied: tuple[str, ...] = ()  # factors whose values don't decide what has to be compiled, absent or not
     reports_errors = False
 
     def factors(self) -> Factors:
@@ -70,6 +77,24 @@ class Fuzzed(Implementation):
 
 class Cuda(Fuzzed):
     implementation = "cuda"
+    varied = (
+        "lengths",
+        "mask",
+        "bias",
+        "alibi_slopes",
+        "seq_lengths",
+        "packed",
+        "residual",
+        "transform",
+        "batch axes",
+        "magnitude",
+    )
+
+    def __init__(self):  # of what XLA makes around the kernels; those are compiled as ever
+        self.compiler_options = {
+            "xla_backend_optimization_level": 0,
+            "xla_llvm_disable_expensive_passes": True,
+        }
 
 
 class Pallas(Fuzzed):
@@ -97,17 +122,15 @@ class Xla(Fuzzed):
 FUZZED = {fuzzed.implementation: fuzzed for fuzzed in (Cuda, Pallas, Xla)}
 
 
-@dataclasses.dataclass
-class Report:
-    """What became of the cases that were drawn."""
-
-    ran: int = 0
-    refused: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    failure: tuple[Case, str] | None = None  # the smallest case found, and how it fails
+class Enough(BaseException):
+    """Raised through Hypothesis to end a run: all cases are done, or the time is up."""
 
 
-def cases(factors: Factors) -> strategies.SearchStrategy[Case]:
-    """Cases of any values that may meet. A feature that can be left out is, every other time."""
+def cases(factors: Factors, varied: tuple[str, ...] = ()) -> strategies.SearchStrategy[list[Case]]:
+    """Lists of cases of any values that may meet. A feature that can be left out is, every other time.
+
+    The cases of a list differ in the values of the `varied` factors, and all have a feature or none has it.
+    """
 
     def values(of_factor):
         plain, *others = of_factor
@@ -115,36 +138,64 @@ def cases(factors: Factors) -> strategies.SearchStrategy[Case]:
             return strategies.sampled_from(list(of_factor))
         return strategies.one_of(strategies.just(plain), strategies.sampled_from(others))
 
-    rows = strategies.fixed_dictionaries({name: values(of_factor) for name, of_factor in factors.items()})
-    rows = rows.filter(lambda row: all(call_factors.may_meet(*pair) for pair in pairs(row)))
+    def present(name, value):
+        return "features" in factors[name][value]
+
+    def forms(name):
+        return strategies.sampled_from([x for x in factors[name] if present(name, x)] or list(factors[name]))
+
+    def cases_of(row, seed, variations):
+        rows = {seed: row}
+        for seed, variation in variations.items():
+            same = (name for name in varied if present(name, variation[name]) == present(name, row[name]))
+            rows[seed] = row | {name: variation[name] for name in same}
+        return [
+            call_factors.case_of(factors, row, "fuzz", seed=seed)
+            for seed, row in rows.items()
+            if may_meet(row)
+        ]
+
+    def may_meet(row):
+        return all(call_factors.may_meet(*pair) for pair in pairs(row))
+
     seeds = strategies.integers(0, 2**32 - 1)
-    return strategies.builds(
-        lambda row, seed: call_factors.case_of(factors, row, "fuzz", seed=seed), rows, seeds
-    )
+    rows = strategies.fixed_dictionaries({name: values(of_factor) for name, of_factor in factors.items()})
+    variation = strategies.fixed_dictionaries({name: forms(name) for name in varied})
+    variations = strategies.dictionaries(seeds, variation, max_size=CASES_OF_A_LIST if varied else 0)
+    return strategies.builds(cases_of, rows.filter(may_meet), seeds, variations)
 
 
-def fuzz(fuzzed: Fuzzed, count: int, seed: int) -> Report:
-    """Runs up to `count` cases, until one fails; those that the implementation refuses come on top."""
+def fuzz(
+    fuzzed: Fuzzed,
+    count: int,
+    seed: int,
+    deadline: float = math.inf,
+    tell: Callable[[Report], object] = lambda report: None,
+) -> Report:
+    """Runs `count` cases, or until one fails; those that the implementation refuses come on top.
+
+    Args:
+      deadline: the `time.time()` from which on no other is begun.
+      tell: called with the report so far before each case, which it names.
+    """
     report = Report()
     factors, refused_alone = supported(fuzzed, fuzzed.factors())
     report.refused.update(fuzzed.refusal(case) for case in refused_alone)
+    seen = set()
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count,
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(cases(factors))
-    def run(case):
+    def check(case):
+        if time.time() > deadline or (report.ran == count and report.failure is None):
+            raise Enough
+        if case in seen and report.failure is None:
+            return
+        seen.add(case)
         refusal = fuzzed.refusal(case)
         if refusal is not None:
             report.refused[refusal] += 1
             fuzzed.check_refused(case, refusal)
-            hypothesis.reject()
+            return
+        report.at_hand = case
+        tell(report)
         try:
             fuzzed.check(case)
         except Exception as error:
@@ -154,25 +205,44 @@ def fuzz(fuzzed: Fuzzed, count: int, seed: int) -> Report:
         if report.ran % CASES_UNTIL_CLEARED == 0:
             jax.clear_caches()
 
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=100 * count,  # of which there are enough before
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(cases(factors, fuzzed.varied))
+    def run(cases):
+        for case in cases:
+            check(case)
+
     try:
         run()
+    except Enough:
+        pass
     except Exception:
         if report.failure is None:  # the fuzz itself has failed
             raise
+    report.at_hand = None
+    tell(report)
     return report
 
 
-def fuzz_by_name(name: str, count: int, seed: int) -> Report:
-    return fuzz(FUZZED[name](), count, seed)
+def fuzz_by_name(name: str, *arguments) -> Report:
+    return fuzz(FUZZED[name](), *arguments)
 
 
-def in_processes(jobs: int, name: str, count: int, seed: int) -> list[Report]:
+def fuzz_in_jobs(name: str, count: int, seed: int, jobs: int, seconds: float) -> list[Report]:
     """The reports of `jobs` processes, each with its share of the cases and a seed of its own."""
-    spawn = multiprocessing.get_context("spawn")
-    shares = [count // jobs + (job < count % jobs) for job in range(jobs)]
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        work = [pool.submit(fuzz_by_name, name, share, seed + job) for job, share in enumerate(shares)]
-        return [each.result() for each in work]
+    progress = fuzz_jobs.Progress()
+    deadline = time.time() + seconds
+    if jobs == 1:
+        return [fuzz_by_name(name, count, seed, deadline, lambda report: progress.tell([report]))]
+    shares = [(name, count // jobs + (job < count % jobs), seed + job) for job in range(jobs)]
+    return fuzz_jobs.in_processes(fuzz_by_name, shares, deadline, progress)
 
 
 def to_json(case: Case) -> str:
@@ -190,6 +260,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, help="of everything that is drawn; a fresh one by default")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other case is begun")
+    parser.add_argument("--out", type=Path, help="where to write a summary, JSON")
     parser.add_argument("--case", type=from_json, help="run this one alone")
     options = parser.parse_args(arguments)
     # Before a backend starts: processes share the GPU's memory.
@@ -201,19 +273,40 @@ def main(arguments: list[str]) -> int:
         return 0
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"--seed {seed} --jobs {options.jobs}", flush=True)
-    if options.jobs == 1:
-        reports = [fuzz_by_name(name, options.cases, seed)]
-    else:
-        reports = in_processes(options.jobs, name, options.cases, seed)
-    refused = sum((report.refused for report in reports), collections.Counter())
-    print(f"ran {sum(report.ran for report in reports)}, refused {refused.total()}")
-    for reason, times in refused.most_common():
+    started = time.monotonic()
+    reports = fuzz_in_jobs(name, options.cases, seed, options.jobs, options.seconds)
+    summary = {
+        "implementation": name,
+        **environment(jax.devices()[0]),
+        "seed": seed,
+        "jobs": options.jobs,
+        "seconds": round(time.monotonic() - started),
+        **summarise(reports),
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(summary, indent=1) + "\n")
+    refused = summary["refused"]
+    print(f"ran {summary['cases']} in {summary['seconds']} s, refused {sum(refused.values())}")
+    for reason, times in refused.items():
         print(f"  {reason} → {times}")
+    for failure in summary["failures"]:
+        print(f"\nFAILED {failure['description']}\n{failure['error']}")
+        print(f"python tests/fuzz.py --implementation {name} --case '{failure['case']}'")
+    return 1 if summary["failures"] else 0
+
+
+def summarise(reports: list[Report]) -> dict:
+    """How many cases agreed with the definition, those that failed, and what was refused how often."""
+    refused = sum((report.refused for report in reports), collections.Counter())
     failures = [report.failure for report in reports if report.failure is not None]
-    for case, error in failures:
-        print(f"\nFAILED {case}\n{error}")
-        print(f"python tests/fuzz.py --implementation {name} --case '{to_json(case)}'")
-    return 1 if failures else 0
+    return {
+        "cases": sum(report.ran for report in reports),
+        "failures": [
+            {"description": str(case), "error": error, "case": None if case is None else to_json(case)}
+            for case, error in failures
+        ],
+        "refused": dict(refused.most_common()),
+    }
 
 
 if __name__ == "__main__":

@@ -46,18 +46,13 @@ def test_what_makes_logits_of_scores():
     def struct(*shape, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    capped, fixed = AttentionSpec(0.1, logits_soft_cap=30.0), AttentionSpec(0.1, deterministic=True)
+    capped = AttentionSpec(0.1, logits_soft_cap=30.0)
     bias, slopes = struct(1, 4, 128, 128), struct(1, 4)
-    for spec in (AttentionSpec(0.1), capped):
+    for spec in (AttentionSpec(0.1), capped, AttentionSpec(0.1, deterministic=True)):
         assert reason(spec, bias=bias, mask=struct(2, 1, 1, 128, dtype=jnp.bool_), sinks=slopes) is None
         assert reason(spec, alibi_slopes=slopes) is None
-    assert reason(capped, H=256) is None
-    assert "up to head dim 192, not 256" in reason(capped, H=256, bias=bias)
-    assert "up to head dim 192, not 200" in reason(capped, H=200, alibi_slopes=slopes)
-    assert "up to head dim 192, not 200" in reason(capped, H=64, V=200, alibi_slopes=slopes)
+    assert reason(capped, H=256, bias=bias, alibi_slopes=slopes) is None
     assert "float64" in reason(bias=jax.ShapeDtypeStruct((1, 4, 128, 128), "float64"))
-    assert "broadcast" in reason(fixed, bias=bias)
-    assert reason(fixed, bias=struct(2, 4, 128, 128), alibi_slopes=slopes) is None
 
 
 def test_what_queries_see_may_be_data():

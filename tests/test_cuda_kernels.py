@@ -71,7 +71,7 @@ def spec_and_operands(
         scale, left, right, logits_soft_cap=cap, return_residual=return_residual, deterministic=deterministic
     )
     others = {
-        "bias": jax.ShapeDtypeStruct((B, N, T, S), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((1 if "broadcast" in features else B, N, T, S), jnp.float32),
         "mask": jax.ShapeDtypeStruct((B, 1, T, S), jnp.bool_),
         "alibi_slopes": jax.ShapeDtypeStruct((1, N), jnp.float32),
         "sinks": jax.ShapeDtypeStruct((1, N), jnp.float32),
@@ -103,13 +103,14 @@ def variants() -> dict[Kernel, Launch]:
         calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
     calls.append({"scale": 0.0})
     calls += [{"head_dim": head_dim, "deterministic": True} for head_dim in (*HEAD_DIMS, *OTHER_HEAD_DIMS)]
-    # What makes logits of scores, one by one and, but for what doesn't go together, all at once.
+    # What makes logits of scores, one by one and all at once.
     features = ("soft_cap", "bias", "mask", "alibi_slopes", "sinks")
     for head_dim in (64, 128, 192, 256):
         calls += [{"head_dim": head_dim, "features": (feature,)} for feature in features]
-        calls += [{"head_dim": head_dim, "features": features[head_dim > 192 :], "window": (None, 0)}]
-        calls += [{"head_dim": head_dim, "features": features[1:], "window": (100, 0), "deterministic": True}]
-    calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160)]
+        calls += [{"head_dim": head_dim, "features": features, "window": (None, 0)}]
+        for several in (features[1:], features, (*features, "broadcast")):
+            calls += [{"head_dim": head_dim, "features": several, "window": (100, 0), "deterministic": True}]
+    calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160, 208)]
     calls += [{"features": features, "dtype": "float16", "K": 8}]
     for i, (head_dim, value_dim) in enumerate(HEAD_DIM_PAIRS):
         pair = {"head_dim": head_dim, "value_dim": value_dim, "dtype": DTYPES[i % 2]}

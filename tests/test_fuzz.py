@@ -1,10 +1,20 @@
 """A short fuzz of the portable implementation, and that a fuzz finds what is wrong and makes it small."""
 
+import json
+import os
+import time
+
 import fuzz
+import fuzz_jobs
+import hypothesis
 import jax
+import pairwise_suite
 import pytest
 from attention_case import Case
 from flawed import add_flawed_implementation
+
+from jax_flash import _device
+from jax_flash.cuda.backward_plan import plan_backward
 
 
 @pytest.mark.parametrize("seed", range(4))  # always the same calls: others are for the command line
@@ -52,6 +62,62 @@ def test_a_printed_case_is_the_same_case(monkeypatch, capsys):
     assert str(case) in capsys.readouterr().out
 
 
-def test_processes_share_the_cases():
-    reports = fuzz.in_processes(2, "xla", 3, seed=0)
-    assert [report.ran for report in reports] == [2, 1]
+def test_processes_share_the_cases(tmp_path, capsys):
+    out = tmp_path / "summary.json"
+    assert fuzz.main([*"--implementation xla --cases 3 --jobs 2 --seed 0 --out".split(), str(out)]) == 0
+    summary = json.loads(out.read_text())
+    assert summary["cases"] == 3 and summary["seed"] == 0 and summary["device"] == "cpu"
+    assert not summary["failures"] and not summary["refused"]
+    assert "ran 3 in " in capsys.readouterr().out
+
+
+def test_time_runs_out():
+    report = fuzz.fuzz(fuzz.Xla(), 1000, seed=0, deadline=time.time() + 3)
+    assert 0 < report.ran < 50 and report.failure is None and report.at_hand is None
+
+
+CASE = Case("fuzz", "bfloat16")
+
+
+def die(deadline, tell):
+    tell(fuzz_jobs.Report(ran=2, at_hand=CASE))
+    os._exit(3)
+
+
+def hang(deadline, tell):
+    tell(fuzz_jobs.Report(ran=1, at_hand=CASE))
+    time.sleep(1000)
+
+
+def test_a_process_that_dies_or_hangs_has_failed(monkeypatch):
+    monkeypatch.setattr(fuzz_jobs, "SECONDS_PAST_DEADLINE", 0)
+    deadline = time.time() + 10
+    for work, code in ((die, 3), (hang, -15)):
+        (report,) = fuzz_jobs.in_processes(work, [()], deadline, fuzz_jobs.Progress())
+        assert report.ran in (1, 2) and report.failure == (CASE, f"its process ended with {code}")
+
+
+def test_cases_of_a_list_have_the_same_kernels():
+    """But for the forward kernel's tile, which depends on the lengths, and sums of a broadcast bias."""
+
+    class Cuda(fuzz.Cuda):
+        def environment(self):
+            return _device.assume(_device.H100)
+
+    fuzzed = Cuda()
+    factors, _ = pairwise_suite.supported(fuzzed, fuzzed.factors())
+    several = 0
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(max_examples=40, database=None, deadline=None)
+    @hypothesis.given(fuzz.cases(factors, fuzzed.varied))
+    def check(cases):
+        nonlocal several
+        several += len(set(cases)) > 2
+        cases = [case for case in cases if fuzzed.refusal(case) is None]
+        plans = [plan_backward(case.spec(), case.operands(), _device.H100) for case in cases]
+        defines = [dict(plan.launches[1].kernel.defines) | {"BIAS_SUM": "any"} for plan in plans]
+        assert all(one == defines[0] for one in defines)
+
+    check()
+    assert several > 10

@@ -15,7 +15,7 @@ from kernel_emulator import DTYPES, KernelEmulator
 from jax_flash import _reference, cuda
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda import backward_plan, forward_plan, scores
+from jax_flash.cuda import backward_plan, fixed_point, forward_plan, scores
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
 from jax_flash.cuda.launch_plan import TensorMap
@@ -73,6 +73,8 @@ SCORES = (
     Case(
         H=192, T=150, S=200, N=4, K=2, right=0, soft_cap=3.0, bias="1NTS", mask="1N1S", alibi="BN", sinks="BN"
     ),
+    Case(H=256, T=150, S=200, N=2, right=0, soft_cap=2.0, bias="BN1S", return_residual=True),
+    Case(H=200, T=65, S=140, N=2, soft_cap=1.0, alibi="1N", dtype="float16"),
 )
 # What queries see is data: batch rows shorter than the arrays, or with nothing at all; segments.
 BOUNDS = (
@@ -158,6 +160,11 @@ IN_TURNS = (
     (Case(H=128, T=700, S=900, N=2, packed=7, right=0), 4),
     (Case(H=192, V=128, T=200, S=300, right=0, N=2), 6),
     (Case(H=80, V=128, T=200, S=300, N=2, K=2), 3),
+    (Case(H=64, T=200, S=300, N=4, K=2, B=2, bias="1NTS", right=0, return_residual=True), 5),
+    (Case(H=128, T=130, S=300, N=2, bias="1N1S", alibi="1N"), 4),
+    (Case(H=192, T=150, S=200, N=2, B=2, bias="B1T1", soft_cap=3.0, dtype="float16"), 6),
+    (Case(H=256, T=100, S=300, N=2, B=2, bias="1111", left=90, right=9), 6),
+    (Case(H=256, T=150, S=200, N=2, bias="1N1S", soft_cap=2.0, right=0), 6),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
@@ -268,26 +275,37 @@ def test_deterministic_backward(case, multiprocessors, emulator):
     case = dataclasses.replace(case, deterministic=True)
     first, *others = check_backward(case, emulator, multiprocessors, runs=3)
     for other in others:
-        for name in ("d_query_sums", "d_query", "d_key", "d_value"):
+        for name in first.keys() & {"d_query_sums", "d_query", "d_key", "d_value", "d_bias", "d_slopes"}:
             np.testing.assert_array_equal(other[name], first[name], err_msg=name)
 
 
-def check_backward(case, emulator, multiprocessors=2, runs=1):
+@pytest.mark.parametrize("bias", ("1N1S", "11T1"))
+@pytest.mark.parametrize("magnitude", (2.0**-100, 2.0**-9, 2.0**100))
+def test_deterministic_gradients_of_a_bias_of_any_magnitude(magnitude, bias, emulator):
+    case = Case(H=64, T=130, S=200, N=2, B=2, bias=bias, deterministic=True)
+    check_backward(case, emulator, magnitude=magnitude)
+
+
+def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0):
     """Compares with the definition. As many CTAs run together as there are `multiprocessors`."""
     device = dataclasses.replace(H100, sm_count=multiprocessors)
     spec, operands, d_out, d_lse, seed = draw(case)
+    d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
     out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     present = operands.present() | backward_plan.bounds_operands(spec, operands)
     arrays = {name: np.asarray(x) for name, x in present.items()}
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
+    bias_factor = None
+    if fixed_point.adds_bias_up(spec, shapes_of(operands)):
+        arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
     plan = plan_backward(spec, shapes_of(operands), device)
     results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
     gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
-    check_gradients(case, gradients | scores.gradients(operands, results), expected)
+    check_gradients(case, gradients | scores.gradients(operands, results, bias_factor), expected, magnitude)
     return [results, *others]
 
 
-def check_gradients(case, gradients, expected):
+def check_gradients(case, gradients, expected, magnitude=1.0):
     for name, got in gradients.items():
         got, want = np.asarray(got).astype(np.float64), getattr(expected, name)
         assert got.shape == want.shape and np.isfinite(got).all(), name
@@ -299,7 +317,8 @@ def check_gradients(case, gradients, expected):
             # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
             # by way of D: an error of each row, of some roundoffs of an element of dO·O.
             noise = 15 * roundoff(case) * np.linalg.norm(want)
-            noise += roundoff(case) / 2 * (case.B * case.N * case.T * case.H) ** 0.5 * (name == "bias")
+            of_delta = magnitude * (case.B * case.N * case.T * case.H) ** 0.5
+            noise += roundoff(case) / 2 * of_delta * (name == "bias")
         assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import backward_plan, call, compile, forward_plan, scores
+from jax_flash.cuda import backward_plan, call, compile, fixed_point, forward_plan, scores
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
@@ -34,7 +34,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     if spec.dropout_rate > 0:
         return "dropout_rate > 0 is not supported"
     n = sizes(shapes)
-    if reason := scores.unsupported(spec, shapes):
+    if reason := scores.unsupported(shapes):
         return reason
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
@@ -98,8 +98,11 @@ def backward(
     arrays |= {"out": _padded_rows(out), "lse": lse, "d_out": _padded_rows(d_out)}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
+    bias_factor = None
+    if fixed_point.adds_bias_up(spec, shapes_of(operands)):
+        arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
     results = _call("jax_flash_backward", plan, arrays)
-    others = scores.gradients(operands, results)
+    others = scores.gradients(operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
     return Gradients(_cut(d_query, n.H), _cut(d_key, n.H), _cut(d_value, n.V), **others)
 

@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import bounds, scores
+from jax_flash.cuda import bounds, fixed_point, scores
 from jax_flash.cuda.backward_walk import (
     every_query_sees_a_key,
     section_heads,
@@ -41,7 +41,7 @@ class BackwardTile:
     writer_stages: int = 0
     turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
     bounds: bool = False  # whether what queries see is data
-    factors: bool = False  # whether one consumer hands the soft cap's derivative to the other
+    factors: bool = False  # whether one consumer hands the soft cap's derivative to the other, beside P
 
     @property
     def in_turns(self) -> "BackwardTile":
@@ -110,6 +110,9 @@ _TILES = {
 # Where scores become logits by more than the scale: one gradient a consumer leaves registers for that.
 _CHANGED_TILE = BackwardTile(64, 64, split_products=True, stages=2)
 
+# Beyond, the soft cap's derivative takes the place of P, as there is no room for both.
+_MAX_HEAD_DIM_WITH_FACTORS = 192
+
 # Blocks of queries that key tiles count together as done.
 _SPAN = 4
 
@@ -138,9 +141,10 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
     Operands are query, key, value, those of bias, mask and alibi_slopes that are there, what
-    `bounds_operands` gives, out, lse, d_out and, where the spec returns the residual, d_lse. Results are
-    d_query, d_key and d_value; where there are bias and slopes, d_bias, in float32, and d_slopes, shares of
-    it along further axes; and scratch memory.
+    `bounds_operands` gives, out, lse, d_out, where the spec returns the residual d_lse, and where
+    fixed_point.py makes one bias_factor. Results are d_query, d_key and d_value; where there are bias and
+    slopes, d_bias, in float32 or as fixed_point.py takes it, and d_slopes, shares of it along further axes;
+    and scratch memory.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
@@ -151,15 +155,15 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     least = 32 if shape.split_products else 16
     head_dim, value_dim = (max(x, least) for x in padded_head_dims(n))
     bounded = bounds.has_bounds(shapes)
+    beside = scores.handed_factors(spec, shapes) and max(head_dim, value_dim) <= _MAX_HEAD_DIM_WITH_FACTORS
     main_shape = dataclasses.replace(
-        shape.in_turns if spec.deterministic else shape,
-        bounds=bounded,
-        factors=scores.handed_factors(spec, shapes),
+        shape.in_turns if spec.deterministic else shape, bounds=bounded, factors=beside
     )
     in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)
     limits = bounds.backward_buffers(shapes, shape.queries, shape.keys, _SPAN)
     tiles_alike = window.unbounded and not bounded
+    fixed_point_bias = fixed_point.adds_bias_up(spec, shapes)
 
     def kernel(source: str, entry: str, shape: BackwardTile = shape, is_main: bool = False) -> Kernel:
         defines = (
@@ -178,6 +182,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             ("DETERMINISTIC", int(is_main and spec.deterministic)),
             *(bounds.defines(shapes) if is_main else bounds.NO_DEFINES),
             *(scores.defines(spec, shapes) if is_main else scores.NO_DEFINES),
+            ("BIAS_SUM", "uint64_t" if is_main and fixed_point_bias else "float"),
             ("SHARED_BYTES", shape.shared_bytes(head_dim, value_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
@@ -192,7 +197,12 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     d_query = Buffer("d_query", query.shape, dtype)
     d_key = Buffer("d_key", key.shape, dtype)
     d_value = Buffer("d_value", value.shape, dtype)
-    d_bias = None if shapes.bias is None else Buffer("d_bias", shapes.bias.shape, "float32")
+    d_bias = None
+    if shapes.bias is not None:
+        d_bias = Buffer("d_bias", shapes.bias.shape, "float32")
+        if fixed_point_bias:
+            d_bias = Buffer("d_bias", (*shapes.bias.shape, 2), "uint32")
+    bias_factor = (Buffer("bias_factor", (1,), "float32"),) if fixed_point_bias else ()
     d_slopes = None
     if shapes.alibi_slopes is not None:
         # A share for each warp of each CTA, so that the sum doesn't depend on who comes first.
@@ -294,6 +304,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
                 "span_tiles",
                 *bounds.SEGMENTS,
             ),
+            Pointer("bias_factor") if fixed_point_bias else Scalar("int64", 0),
         ),
     )
     finish = Launch(
@@ -310,9 +321,16 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     )
     added_to = tuple(x for x in (d_bias, d_slopes) if x is not None)
     scratch = (statistics, sums, *(counts if counted else ()), *counter, *turns)
-    operands = (query, key, value, *scores.buffers(shapes), *limits, out, lse, d_out)
+    of_residual = (d_lse,) if spec.return_residual else ()
     return LaunchPlan(
-        operands=(*operands, d_lse) if spec.return_residual else operands,
+        operands=(
+            *(query, key, value),
+            *scores.buffers(shapes),
+            *limits,
+            *(out, lse, d_out),
+            *of_residual,
+            *bias_factor,
+        ),
         results=(d_query, d_key, d_value, *added_to, *scratch),
         steps=(*(Zero(x.name) for x in added_to), prepare, main, *(() if counted else (finish,))),
     )

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import fixed_point
 from jax_flash.cuda.bounds import has_bounds
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
-
-MAX_HANDED_HEAD_DIM = 192
-"""Beyond, the backward kernel's shared memory has no room for `handed_factors`."""
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
 _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
@@ -19,21 +17,10 @@ _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 
-def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
+def unsupported(shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
-    n = sizes(shapes)
-    if shapes.bias is not None:
-        if shapes.bias.dtype.name not in _C_TYPES:
-            return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
-        whole = (n.B, n.N, n.T, n.S)
-        if spec.deterministic and shapes.bias.shape != whole:
-            got = shapes.bias.shape
-            return f"bias has shape {got}, and is broadcast; with deterministic=True it may be {whole}"
-    if handed_factors(spec, shapes) and max(n.H, n.V) > MAX_HANDED_HEAD_DIM:
-        return (
-            f"logits_soft_cap together with bias or alibi_slopes is supported up to head dim "
-            f"{MAX_HANDED_HEAD_DIM}, not {max(n.H, n.V)}"
-        )
+    if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
+        return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
     return None
 
 
@@ -99,11 +86,19 @@ def _pointer_and_strides(name: str, x: jax.ShapeDtypeStruct | None) -> tuple[Par
     return pointer, *(Scalar(type, step) for type, step in zip(types, steps, strict=False))
 
 
-def gradients(operands: Operands, results: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Those of bias, alibi_slopes and sinks that are there; `results` are the backward plan's, by name."""
+def gradients(
+    operands: Operands, results: Mapping[str, jax.Array], bias_factor: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """Those of bias, alibi_slopes and sinks that are there.
+
+    `results` are the backward plan's, by name, and `bias_factor` is what that was given by this name.
+    """
     found = {}
     if operands.bias is not None:
-        found["bias"] = results["d_bias"].astype(operands.bias.dtype)
+        d_bias = results["d_bias"]
+        if bias_factor is not None:
+            d_bias = fixed_point.to_float32(d_bias, bias_factor)
+        found["bias"] = d_bias.astype(operands.bias.dtype)
     if operands.alibi_slopes is not None:
         d_slopes = results["d_slopes"].sum((2, 3))
         found["alibi_slopes"] = _over_batch(d_slopes, operands.alibi_slopes)

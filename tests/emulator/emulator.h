@@ -100,6 +100,12 @@ inline float __fmul_ru(float a, float b) {
     return nearest < exact ? std::nextafter(nearest, INFINITY) : nearest;
 }
 
+// To nearest, and for what is too large to the nearest there is.
+inline int64_t __float2ll_rn(float x) {
+    if (!(fabsf(x) < 0x1p63f)) return x > 0 ? INT64_MAX : INT64_MIN;
+    return llrintf(x);
+}
+
 // Nobody is switched to meanwhile.
 template <class T>
 T atomicAdd(T* address, T value) {

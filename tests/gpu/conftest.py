@@ -5,12 +5,9 @@
 Without a CUDA device each file is skipped as a whole, and says so.
 """
 
-import datetime
 import json
 import os
-import platform
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -18,9 +15,9 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-import jaxlib
 import pytest
 from refusals import count_refused
+from run_environment import environment
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -65,7 +62,13 @@ def pytest_sessionfinish(session):
     calls = [r for r in _reports if r.when == "call" or (r.when == "setup" and not r.passed)]
     if hasattr(session.config, "workerinput") or not any(r.when == "call" for r in calls):
         return
-    summary = {**environment(), **summarise(calls), "seconds": round(time.time() - _started)}
+    on = environment(cuda_devices()[0])
+    summary = {
+        **on,
+        "devices": len(cuda_devices()),
+        **summarise(calls),
+        "seconds": round(time.time() - _started),
+    }
     kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
     # A run of some tests must not pass for the suite: it is written only where it is asked to be.
     partial = session.config.option.keyword or session.config.option.markexpr or len(calls) < 20
@@ -83,27 +86,6 @@ def cuda_devices() -> list[jax.Device]:
         return jax.devices("cuda")
     except RuntimeError:  # no such backend
         return []
-
-
-def environment() -> dict[str, str]:
-    """What the tests ran on."""
-    from jax_flash.cuda.compile import nvrtc_version
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        driver = []
-    return {
-        "device": cuda_devices()[0].device_kind,
-        "devices": len(cuda_devices()),
-        "driver": driver[0] if driver else "unknown",
-        "nvrtc": ".".join(map(str, nvrtc_version())),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def summarise(reports) -> dict:

@@ -112,6 +112,39 @@ class TestCuda(ImplementationSuite):
         for _ in range(19):
             jax.tree.map(np.testing.assert_array_equal, first, program())
 
+    @pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
+    @pytest.mark.parametrize(
+        "features",
+        (
+            ("bias:11TS",),
+            ("bias:1N1S", "logits_soft_cap"),
+            ("bias:B1T1", "alibi_slopes:N"),
+            ("bias:1111", "mask:B1TS"),
+        ),
+        ids="-".join,
+    )
+    def test_deterministic_gradients_of_a_broadcast_bias_are_the_same_bits(self, features, head_dim, dtype):
+        sizes = dict(B=4, T=1000, S=1500, N=8, K=4, is_causal="bias:11TS" in features)
+        case = Case("deterministic", dtype, H=head_dim, features=("deterministic", *features), **sizes)
+        arguments, _, _, d_out, d_lse = draw(case)
+        program = self.program(arguments, d_out, d_lse)
+        first = program()
+        for _ in range(9):
+            jax.tree.map(np.testing.assert_array_equal, first, program())
+
+    @pytest.mark.parametrize("others", (("bias",), ("alibi_slopes",), ("bias", "alibi_slopes", "mask")))
+    @pytest.mark.parametrize("head_dim", (192, 200, 256))
+    def test_soft_cap_whose_derivative_is_handed_over(self, head_dim, others, dtype, record_property):
+        case = Case(
+            "soft cap handed over",
+            dtype,
+            **dict(B=2, T=300, S=450, N=4, K=2, H=head_dim, is_causal=True),
+            features=("logits_soft_cap", *others),
+        )
+        record_property("category", case.category)
+        record_property("implementation", self.implementation)
+        record_property("error_ratios", self.check(case))
+
     @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5))
     @pytest.mark.parametrize("head_dim", (64, 256))
     def test_huge_logits_give_no_nan(self, magnitude, head_dim):

@@ -127,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int wave,           // see place_of
              float scale,
              SCORE_PARAMETERS,  // see ScoreOperands
-             float* d_bias, float* d_slopes,
+             Traits::BiasSum* d_bias, float* d_slopes,
              const int2* __restrict__ key_queries, const int2* __restrict__ group_blocks,  // see Bounds
              const int2* __restrict__ tile_blocks, const int2* __restrict__ block_tiles,
              const int* __restrict__ span_tiles, const int* __restrict__ query_segments,
-             const int* __restrict__ key_segments) {
+             const int* __restrict__ key_segments, const float* bias_factor) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const Shape shape{
         queries,
@@ -154,7 +154,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     scale,
                     SCORE_OPERANDS,
                     d_bias,
-                    d_slopes};
+                    d_slopes,
+                    bias_factor};
     const SharedMemory& shared = call.shared;
 
     if (threadIdx.x == 0) {

@@ -12,6 +12,8 @@ enum Barrier {
     exchange_full,
     turn,            // and the next: one a consumer
     own = turn + 2,  // and the next two: one a consumer, one for dQ
+    exchange_read = own + 3,
+    factors_full,
 };
 
 struct TensorMaps {
@@ -76,8 +78,9 @@ struct Call {
     int wave;                 // see place_of
     float scale;
     const ScoreOperands scores;
-    float* d_bias;    // as the bias, float32
-    float* d_slopes;  // (B, N, CTAs' shares of the keys, 4 warps)
+    Traits::BiasSum* d_bias;   // as the bias
+    float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
+    const float* bias_factor;  // of terms that are added up as integers
 
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;

@@ -35,16 +35,24 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
     }
 }
 
+// Adds to a sum of many CTAs, of floats or of terms times `factor` as integers, whose order doesn't matter.
+__device__ __forceinline__ void add_term(float* sum, float term, float) { atomicAdd(sum, term); }
+__device__ __forceinline__ void add_term(uint64_t* sum, float term, float factor) {
+    atomicAdd(sum, static_cast<uint64_t>(__float2ll_rn(term * factor)));
+}
+
 // Adds dS of the thread's keys and the block's queries to the bias's gradient, over whatever axes the bias is the same.
 __device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_count], const Call& call, int batch,
                                                   int head, int block, int key) {
     const Strides& strides = call.scores.bias_strides;
-    float* const of_head = call.d_bias + batch * strides.batch + head * strides.head;
+    using Sum = Traits::BiasSum;
+    Sum* const of_head = call.d_bias + batch * strides.batch + head * strides.head;
     const int lane = threadIdx.x % 32, first_query = block * Traits::queries;
+    const float factor = is_same<Sum, float> ? 1 : *call.bias_factor;
     auto add = [&](int query, int row, float sum) {
         const int at = key + 8 * row;
         if (query < call.shape.queries && at < call.shape.keys) {
-            atomicAdd(of_head + query * strides.query + static_cast<int64_t>(at) * strides.key, sum);
+            add_term(of_head + query * strides.query + static_cast<int64_t>(at) * strides.key, sum, factor);
         }
     };
     if (strides.query == 0) {
@@ -53,7 +61,7 @@ __device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_
         for (int i = 0; i < score_count; ++i) sums[key_row_of(i)] += d_scores[i];
         if (strides.key == 0) {
             const float sum = warp_sum(sums[0] + sums[1]);
-            if (lane == 0) atomicAdd(of_head, sum);
+            if (lane == 0) add_term(of_head, sum, factor);
         } else {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {

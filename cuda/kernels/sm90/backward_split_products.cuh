@@ -11,6 +11,9 @@
 //   consumer 1: dS, tell and send it | dK, dQ over own keys, half of next dP, dQ over the other CTA's keys, other half
 //               of next dP | add dQ beside this
 //
+// With a soft cap consumer 1 may need its derivative beside P: in memory of its own or, where there is none, in the place
+// of P once that is read, beside dV and the next S.
+//
 // P lies where its dS will. There the next P goes as soon as both products over own keys are done and dS has arrived in
 // the other CTA; that one's place for it only has to be free when the next dS is sent.
 #pragma once
@@ -187,11 +190,20 @@ __device__ __forceinline__ void consume_values(const Call& call) {
             } else {
                 there = {packed[0], packed[1], packed[2], packed[3]};
             }
-            if constexpr (Traits::hands_factors) {
+            if constexpr (Traits::hands_factors && !Traits::hands_factors_later) {
                 shared.factor_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
             }
         }
         named_barrier_arrive(exchange_full, 256);
+    };
+    auto hand_over_factors = [&]() __attribute__((always_inline)) {
+        named_barrier_sync(exchange_read, 256);
+#pragma unroll
+        for (int i = 0; i < query_steps; ++i) {
+            const uint32_t(&factor)[4] = factors[i];
+            shared.factor_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
+        }
+        named_barrier_arrive(factors_full, 256);
     };
 
     // From P of a block, handed over, to that of the next one. Between two steps no product is under way.
@@ -207,10 +219,11 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         issue_gradient(d_value, probabilities, shared.d_out_block(stage));
         slot.advance();
         now.advance(work.blocks, work.place);
+        if (!last) start_scores();
+        if constexpr (Traits::hands_factors_later) hand_over_factors();
         if (last) {
             wgmma::wait<0>();
         } else {
-            start_scores();
             wgmma::wait<1>();
         }
         wgmma::pin(d_value);
@@ -222,19 +235,26 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
         wgmma::wait<1>();
         if (Traits::cluster > 1 && lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
-        if (!last) finish_scores();
-        wgmma::wait<0>();
-        wgmma::pin(d_query);
-        if (lane == 0) {
-            if constexpr (Traits::cluster > 1) {
-                mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
-            } else {
-                mbarrier::arrive(shared.d_scores_empty(0));
+        auto finish_d_query = [&]() __attribute__((always_inline)) {
+            wgmma::wait<0>();
+            wgmma::pin(d_query);
+            if (lane == 0) {
+                if constexpr (Traits::cluster > 1) {
+                    mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
+                } else {
+                    mbarrier::arrive(shared.d_scores_empty(0));
+                }
             }
+        };
+        if constexpr (Traits::hands_factors_later) {  // registers hold the factors, but not dQ as well
+            finish_d_query();
+            part.add(call, d_query, sum, turn);
         }
+        if (!last) finish_scores();
+        if constexpr (!Traits::hands_factors_later) finish_d_query();
         d_scores_slot.advance();
         if (!last) hand_over_probabilities();
-        part.add(call, d_query, sum, turn);
+        if constexpr (!Traits::hands_factors_later) part.add(call, d_query, sum, turn);
     };
 
     mbarrier::wait(shared.key_full(), 0);
@@ -297,6 +317,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             const uint4 four = shared.exchange_rows(warp)[i * 32 + lane];
             packed[i][0] = four.x, packed[i][1] = four.y, packed[i][2] = four.z, packed[i][3] = four.w;
         }
+        if constexpr (Traits::hands_factors_later) named_barrier_arrive(exchange_read, 256);
         differentiate(d_scores, shared.delta(stage), [&](int i) { return unpack_operand(packed, i); });
         if constexpr (ScoreTraits::bias || ScoreTraits::alibi) {
             const int first_key = cta_first_key(tile), key = first_key + warp * 16 + lane / 4;
@@ -307,6 +328,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             }
         }
         if constexpr (Traits::hands_factors) {
+            if constexpr (Traits::hands_factors_later) named_barrier_sync(factors_full, 256);
 #pragma unroll
             for (int i = 0; i < query_steps; ++i) {
                 const uint4 four = shared.factor_rows(warp)[i * 32 + lane];

@@ -1,6 +1,6 @@
 // The backward kernels' compile-time facts, in one struct, and the main kernel's shared-memory map.
 //
-// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC the same for the three kernels of a call:
+// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC and BIAS_SUM the same for the three kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries and keys, and of their gradients, rounded up to a multiple of 16
 //   VALUE_DIM       … of values and the output, and of theirs
@@ -15,6 +15,7 @@
 //   BOUNDS          1: which queries see keys is data, see backward_bounds.cuh
 //   SEGMENTS        1: so it is, and queries see keys of their own segment alone
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
+//   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 // Only the main kernel has BOUNDS, SEGMENTS and those of scores.cuh set.
 #pragma once
@@ -37,6 +38,7 @@ struct Traits {
     static constexpr bool deterministic = DETERMINISTIC;
     static constexpr bool bounds = BOUNDS;
     static constexpr bool segments = SEGMENTS;
+    using BiasSum = BIAS_SUM;
 
     static constexpr int cluster = CLUSTER;  // CTAs that share a tile
     static constexpr int cta_keys = keys / cluster;
@@ -86,7 +88,9 @@ struct Traits {
 
     // The soft cap's derivative on its way to the consumer of dP, where it needs P by itself too.
     static constexpr bool hands_factors = ScoreTraits::soft_cap && (ScoreTraits::bias || ScoreTraits::alibi);
-    static constexpr int factor_bytes = hands_factors ? d_scores_bytes : 0;
+    // Without room for it beside P, it goes where P lay, once that is read.
+    static constexpr bool hands_factors_later = hands_factors && larger_dim > 192;
+    static constexpr int factor_bytes = hands_factors && !hands_factors_later ? d_scores_bytes : 0;
 
     // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
     // another tile can be loaded meanwhile, and a CTA has one tile.
@@ -191,7 +195,8 @@ struct SharedMemory {
 
     // The soft cap's derivatives that belong to them.
     __device__ uint4* factor_rows(int warp) const {
-        return reinterpret_cast<uint4*>(data + factors + warp * 16 * descriptor::row_bytes);
+        constexpr int start = Traits::hands_factors_later ? d_scores : factors;
+        return reinterpret_cast<uint4*>(data + start + warp * 16 * descriptor::row_bytes);
     }
 
     __device__ uint32_t key_full() const { return base + barriers; }

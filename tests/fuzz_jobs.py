@@ -1,0 +1,83 @@
+"""What became of the cases of a fuzz, and processes that share them and tell of it."""
+
+import collections
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections.abc import Callable
+
+from attention_case import Case
+
+SECONDS_BETWEEN_LINES = 10
+SECONDS_PAST_DEADLINE = 60  # in which a case under way must end
+
+
+@dataclasses.dataclass
+class Report:
+    """What became of the cases that were drawn, so far."""
+
+    ran: int = 0
+    refused: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    failure: tuple[Case | None, str] | None = None  # the smallest case found, and how it fails
+    at_hand: Case | None = None  # runs now
+
+
+class Progress:
+    """Prints how far it is, from time to time."""
+
+    def __init__(self):
+        self.started = self.told = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def tell(self, reports: list[Report]):
+        if time.monotonic() < self.told + SECONDS_BETWEEN_LINES:
+            return
+        self.told = time.monotonic()
+        ran = sum(report.ran for report in reports)
+        failed = sum(report.failure is not None for report in reports)
+        print(f"{self.seconds:5.0f} s: {ran} cases, {failed} failed", flush=True)
+
+
+def in_processes(
+    work: Callable[..., Report],
+    shares: list[tuple],
+    deadline: float,
+    progress: Progress,
+) -> list[Report]:
+    """The reports of `work(*share, deadline, tell)` in a process for each of `shares`.
+
+    A process that dies, or is ended as it is still at work long after the `deadline`, has failed with the
+    case at hand.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    reports = [Report() for _ in shares]
+    processes, job_of = [], {}
+    for job, share in enumerate(shares):
+        receiver, sender = spawn.Pipe(duplex=False)
+        processes.append(spawn.Process(target=_work, args=(work, share, deadline, sender), daemon=True))
+        processes[-1].start()
+        sender.close()  # so that the pipe ends with the process
+        job_of[receiver] = job
+    while job_of and time.time() < deadline + SECONDS_PAST_DEADLINE:
+        ready = multiprocessing.connection.wait(job_of, timeout=1)
+        for receiver in [receiver for receiver in job_of if receiver in ready]:
+            try:
+                reports[job_of[receiver]] = receiver.recv()
+            except EOFError:
+                del job_of[receiver]
+        progress.tell(reports)
+    for job in job_of.values():
+        processes[job].terminate()
+    for process, report in zip(processes, reports, strict=True):
+        process.join()
+        if process.exitcode != 0:
+            report.failure = report.failure or (report.at_hand, f"its process ended with {process.exitcode}")
+    return reports
+
+
+def _work(work, share, deadline, sender):
+    work(*share, deadline, sender.send)
