@@ -36,11 +36,12 @@ AXES = {
     "key_value_seq_lengths": "",
     "query_segment_ids": "T",
     "key_value_segment_ids": "S",
-    "dropout_seeds": "NW",
+    "dropout_rows": "NT",
+    "dropout_columns": "S",
     "out": "TNV",
     "lse": "NT",
 }
-"""The axes of every array after its batch axes, in the letters of `_spec.py`; `W` words of a seed."""
+"""The axes of every array after its batch axes, in the letters of `_spec.py`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,8 @@ class Operands(Generic[Leaf]):
     key_value_seq_lengths: Leaf | None = None  # (B,) int32
     query_segment_ids: Leaf | None = None  # (B, T) int32
     key_value_segment_ids: Leaf | None = None  # (B, S) int32
-    dropout_seeds: Leaf | None = None  # (B, N, 2) uint32, one seed for each batch row and head
+    dropout_rows: Leaf | None = None  # (B, N, T) uint32, see `_dropout.py`
+    dropout_columns: Leaf | None = None  # (B, S) uint32
 
     def present(self) -> dict[str, Leaf]:
         """The operands that are there, by name, in field order."""

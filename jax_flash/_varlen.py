@@ -1,9 +1,11 @@
 """Packed sequences: many of different lengths, one behind the other along one axis of tokens.
 
-Each sequence is unpacked to a batch row of its own, padded to the longest, so that alignment, window
-and dropout are those of the sequence by itself; the results are packed back.
+Each sequence is unpacked to a batch row of its own, padded to the longest, so that alignment and window
+are those of the sequence by itself; the results are packed back. Dropout's words are made for the packed
+tokens, and unpacked with them, so that they don't depend on the layout.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _attention, _validate
+from jax_flash import _attention, _dropout, _validate
 
 
 @overload
@@ -104,8 +106,9 @@ def flash_attention_varlen(
       max_seqlen_kv: the same for keys. What a sequence has beyond it is not attended to.
       alibi_slopes: `(N,)` or `(B, N)`, floating.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
-      deterministic, return_residual, implementation: as in `flash_attention`. In dropout, the sequence's
-        number is the batch index, and i and j count within the sequence.
+      deterministic, return_residual, implementation: as in `flash_attention`. In dropout, there is one
+        batch row, and i and j count all tokens: what is kept are the sequences' parts of
+        `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
 
     Returns:
       `(ΣT, N, V)` in query's dtype; with `return_residual`, also lse, float32 `(ΣT, N)`.
@@ -147,8 +150,16 @@ def flash_attention_varlen(
         deterministic=deterministic,
         return_residual=return_residual,
     )
-    results = _attention.attend(call, implementation)
     tokens = query.shape[0]
+    _, seed = _validate.dropout(dropout_rate, dropout_key)
+    if seed is not None:
+        rows, columns = _dropout.words(seed, 1, query.shape[1], tokens, key.shape[0])
+        operands = call.operands.replace(
+            dropout_rows=_unpack(rows[0].T, offsets_q, max_seqlen_q).swapaxes(1, 2),
+            dropout_columns=_unpack(columns[0], offsets_kv, max_seqlen_kv),
+        )
+        call = dataclasses.replace(call, operands=operands)
+    results = _attention.attend(call, implementation)
     if not call.spec.return_residual:
         return _pack(results, offsets_q, tokens, 0)
     out, lse = results

@@ -71,17 +71,17 @@ def test_each_sequence_by_itself(options):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
-def test_dropout_counts_sequences_as_the_batch():
+def test_dropout_counts_tokens_of_all_sequences():
     query, key, value = inputs()
     dropout_key = jax.random.key(7)
     out = jax_flash.flash_attention_varlen(
         query, key, value, **PACKING, dropout_rate=0.5, dropout_key=dropout_key
     )
-    keep = jax_flash.dropout_mask(dropout_key, 0.5, (5, N, max(LENGTHS_Q), max(LENGTHS_KV)))
+    keep = jax_flash.dropout_mask(dropout_key, 0.5, (N, OFFSETS_Q[-1], OFFSETS_KV[-1]))
     b = 3
     q, kv = slice(*OFFSETS_Q[b : b + 2]), slice(*OFFSETS_KV[b : b + 2])
     logits = jnp.einsum("tnh,snh->nts", query[q], jnp.repeat(key[kv], N // K, axis=1)) / H**0.5
-    p = jax.nn.softmax(logits) * keep[b, :, : LENGTHS_Q[b], : LENGTHS_KV[b]] * 2
+    p = jax.nn.softmax(logits) * keep[:, q, kv] * 2
     expected = jnp.einsum("nts,snv->tnv", p, jnp.repeat(value[kv], N // K, axis=1))
     np.testing.assert_allclose(out[q], expected, rtol=2e-5, atol=2e-5)
 
