@@ -20,6 +20,7 @@ DTYPES = {
     "float16": np.float16,
     "float32": np.float32,
     "int32": np.int32,
+    "uint32": np.uint32,
     "uint8": np.uint8,
     "bool": np.bool_,
 }

@@ -12,7 +12,7 @@ import jax
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import backward_plan, call, compile, forward_plan, scores
+from jax_flash.cuda import backward_plan, call, compile, dropout, forward_plan, scores
 from jax_flash.cuda.launch_plan import LaunchPlan
 from jax_flash.cuda.window import binding_window
 
@@ -40,10 +40,8 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     for operand in _UNSUPPORTED_OPERANDS:
         if getattr(shapes, operand) is not None:
             return f"{operand} is not supported"
-    if spec.dropout_rate > 0:
-        return "dropout_rate > 0 is not supported"
     n = sizes(shapes)
-    if reason := scores.unsupported(spec, shapes):
+    if reason := scores.unsupported(spec, shapes) or dropout.unsupported(spec):
         return reason
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
@@ -84,7 +82,7 @@ def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, H)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    results = _call("jax_flash_forward", plan, operands.present())
+    results = _call("jax_flash_forward", plan, dropout.arranged(plan, operands.present()))
     return results["out"], results["lse"]
 
 
@@ -102,7 +100,7 @@ def backward(
     if d_lse is not None:
         arrays["d_lse"] = d_lse
     results = _call("jax_flash_backward", plan, arrays)
-    others = scores.gradients(operands, results)
+    others = scores.gradients(spec, operands, results)
     return Gradients(results["d_query"], results["d_key"], results["d_value"], **others)
 
 

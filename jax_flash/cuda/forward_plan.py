@@ -6,7 +6,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
-from jax_flash.cuda import scores
+from jax_flash.cuda import dropout, scores
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
@@ -87,7 +87,8 @@ def _kernel(
             ("SCORE_SIGN", sign),
             ("SINKS", int(shapes.sinks is not None)),
             *scores.defines(spec, shapes),
-            ("SHARED_BYTES", tile.shared_bytes(head_dim)),
+            *dropout.defines(spec),
+            ("SHARED_BYTES", tile.shared_bytes(head_dim, spec.dropout_rate > 0)),
         ),
     )
 
@@ -95,7 +96,8 @@ def _kernel(
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes `out (B, T, N, H)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
-    Operands are query, key, value, and those of bias, mask, alibi_slopes and sinks that are there.
+    Operands are query, key, value, and those of bias, mask, alibi_slopes, sinks, dropout_rows and
+    dropout_columns that are there, the last as `dropout.arranged` has it.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
@@ -127,7 +129,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
-        shared_bytes=shape.shared_bytes(head_dim),
+        shared_bytes=shape.shared_bytes(head_dim, spec.dropout_rate > 0),
         overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
         parameters=(
             rows_map(query, shape.rows, heads),
@@ -148,9 +150,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
             *scores.parameters(spec, shapes),
             *scores.sinks_parameters(shapes),
+            *dropout.parameters(spec),
         ),
     )
-    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")))
+    words = dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / shape.keys), shape.keys))
+    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")), *words)
     if counted:
         return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
     if cut_tiles:

@@ -28,13 +28,15 @@ class ForwardTile:
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: Q, the rings of K and V, rows of the output, barriers, tiles, -inf."""
+    def shared_bytes(self, head_dim: int, dropout: bool = False) -> int:
+        """Dynamic shared memory: Q, the rings of K and V, rows of the output, dropout's words of keys,
+        barriers, tiles, -inf."""
         row = math.ceil(head_dim / PANEL) * PANEL * 2
         rows = self.query_stages * self.rows + 2 * self.stages * self.keys
         staging = 4 * self.consumers * 16 * PANEL * 2
+        words = (self.stages + 1) * self.keys * 4 if dropout else 0
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
-        return rows * row + staging + barriers + 24 * self.query_stages + 8
+        return rows * row + staging + words + barriers + 24 * self.query_stages + 8
 
 
 @dataclasses.dataclass(frozen=True)

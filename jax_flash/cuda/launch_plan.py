@@ -9,7 +9,7 @@ import json
 import math
 from typing import Any
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1, "bool": 1}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint32": 4, "uint8": 1, "bool": 1}
 
 
 @dataclasses.dataclass(frozen=True)

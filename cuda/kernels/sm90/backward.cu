@@ -79,17 +79,18 @@ __device__ __forceinline__ void produce(const Call& call) {
             const int first_row = block * Traits::queries, stage = slot.stage;
             if (block == work.blocks.first) wait_for_place(call, call.head_index(tile, head));
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
-            mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
+            mbarrier::arrive_expect(shared.query_full(stage),
+                                    Traits::query_bytes + Traits::statistics_bytes + Traits::word_bytes);
             load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), head, first_row,
                        tile.batch);
-            bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
-                       shared.query_full(stage));
+            bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics,
+                       Traits::statistics_bytes + Traits::word_bytes, shared.query_full(stage));
             if (iteration == 0) load_value();  // after what S needs
             mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
             load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), head, first_row,
                        tile.batch);
-            bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
+            bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + (Traits::statistics - 1) * Traits::queries,
                        Traits::statistics_bytes, shared.d_out_full(stage));
             slot.advance();
         });
@@ -121,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int wave,           // see place_of
              float scale,
              SCORE_PARAMETERS,  // see ScoreOperands
-             float* d_bias, float* d_slopes) {
+             float* d_bias, float* d_slopes,
+             DROPOUT_PARAMETERS) {  // see Dropout
     unsigned char* shared_memory = dynamic_shared_memory();
     const Shape shape{queries, keys, key_heads, group, batch, left, right};
     const Call call{{shared_memory, shared_address(shared_memory)},
@@ -136,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     scale,
                     SCORE_OPERANDS,
                     d_bias,
-                    d_slopes};
+                    d_slopes,
+                    DROPOUT_OPERANDS};
     const SharedMemory& shared = call.shared;
 
     if (threadIdx.x == 0) {
