@@ -308,10 +308,11 @@ def prepare(
         sinks = for_all(sinks)
 
     rate, dropout_key = _validate.dropout(dropout_rate, dropout_key)
-    seeds = None
+    rows = columns = None
     if dropout_key is not None:
-        seeds = _dropout.seeds(dropout_key, math.prod(batch_shape), N)
-        seeds = _validate.reshaped(seeds, (*(batch_shape or (1,)), N, 2))
+        rows, columns = _dropout.words(dropout_key, math.prod(batch_shape), N, T, S)
+        rows = _validate.reshaped(rows, (*(batch_shape or (1,)), N, T))
+        columns = _validate.reshaped(columns, (*(batch_shape or (1,)), S))
     left, right = window
     spec = AttentionSpec(
         scale=1 / math.sqrt(H) if scale is None else _validate.number("scale", scale),
@@ -340,7 +341,8 @@ def prepare(
         key_value_segment_ids=per_batch("key_value_segment_ids", key_value_segment_ids, S, "(*B, S)"),
         query_offsets=None if packing is None else with_batch(jnp.clip(packing.query_offsets, 0, T)),
         key_value_offsets=None if packing is None else with_batch(jnp.clip(packing.key_value_offsets, 0, S)),
-        dropout_seeds=seeds,
+        dropout_rows=rows,
+        dropout_columns=columns,
     )
     return Call(spec, operands, batch_shape)
 

@@ -1,14 +1,16 @@
 """Which attention probabilities dropout keeps: a pure function of (key, batch, head, i, j).
 
-The key becomes one 64-bit seed for each batch row and head, outside of every implementation, so that
-batching and sharding of the seeds are batching and sharding of any other operand. What is kept at
-row `i`, column `j` is then an integer hash of (seed, i, j) alone: every implementation recomputes it
-for whichever block it holds, forward and backward alike.
+The key becomes a word for each row of each head and one for each column, outside of every implementation:
+operands like any other, linear in the sequence, that are batched, sharded, gathered and packed as queries and
+keys are. What is kept at row `i`, column `j` is a function of their two words alone, so that every
+implementation recomputes it for whichever block it holds, forward and backward alike:
 
-    kept(i, j)  =  mix(mix(seed[0] + i) + mix(seed[1] + j)) >= threshold(rate)
+    kept(i, j)  =  bits 16 to 30 of row[i] * column[j]  >=  threshold(rate)
 
-in wrapping uint32 arithmetic. The two inner mixes cost O(T + S) and are bijections, so no two rows of
-a head, and no two columns, are ever the same stream; the outer one is nine cheap operations.
+in wrapping uint32 arithmetic, two and a half instructions on a GPU. Why that is enough: words are odd, so
+the products' upper bits take all values equally often; and they are hashes themselves, so that two rows or
+columns come out alike only where their words are in a ratio of small numbers, as one pair in 2**28 is. All
+heads of a batch row share the columns' words; each has rows of its own.
 """
 
 import math
@@ -16,43 +18,53 @@ import math
 import jax
 import jax.numpy as jnp
 
+_BITS = 15  # of a hash that decide; the kernels compare them as magnitudes of 16-bit numbers
+_POSITIONS = 2**30 - 1
 
-def seeds(key: jax.Array, batch: int, heads: int) -> jax.Array:
-    """One seed for each batch row and head: uint32 `(batch, heads, 2)`."""
-    return jax.random.bits(key, (batch, heads, 2), jnp.uint32)
+
+def words(key: jax.Array, batch: int, heads: int, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+    """The words of rows, uint32 `(batch, heads, queries)`, and of columns, `(batch, keys)`."""
+    row_key, column_key = jax.random.split(key)
+    row_seeds = jax.random.bits(row_key, (batch, heads), jnp.uint32)
+    column_seeds = jax.random.bits(column_key, (batch,), jnp.uint32)
+    return _stream(row_seeds, queries), _stream(column_seeds, keys)
 
 
 def threshold(rate: float) -> int:
-    """The least hash that is kept, as an integer below 2**32."""
-    return min(round(rate * 2**32), 2**32 - 1)
+    """The least hash that is kept, of `_BITS` bits: `rate` to the nearest multiple of 2**-15, below 1."""
+    return min(round(rate * 2**_BITS), 2**_BITS - 1)
 
 
-def mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit flips every output bit half of the time.
-
-    Two rounds of xor-shift and multiply; the constants are those of the "lowbias32" search.
-    """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def keep(seeds: jax.Array, rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
+def keep(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
     """Which probabilities of a block are kept.
 
     Args:
-      seeds: uint32 `(*L, 2)`.
-      rows: integers `(R,)`, the query index of each row.
-      columns: integers `(C,)`, the key index of each column.
+      rows: the words of its rows, `(*L, R)`.
+      columns: those of its columns, `(*L, C)`; axes `L` broadcast.
       rate: the share to drop, in [0, 1).
 
     Returns:
       bool `(*L, R, C)`.
     """
-    row_bits = mix(seeds[..., :1] + rows.astype(jnp.uint32))
-    column_bits = mix(seeds[..., 1:] + columns.astype(jnp.uint32))
-    bits = mix(row_bits[..., :, None] + column_bits[..., None, :])
-    return bits >= jnp.uint32(threshold(rate))
+    bits = rows[..., :, None] * columns[..., None, :]
+    # Less the uppermost bit, and the lower ones don't matter, as the threshold has none.
+    return bits << 1 >= jnp.uint32(threshold(rate) << 17)
+
+
+def _stream(seeds: jax.Array, length: int) -> jax.Array:
+    """Odd words for positions 0 to `length - 1` of each seed, `(*seeds, length)`, no two of a seed alike."""
+    return 2 * _mix(seeds[..., None] + jnp.arange(length, dtype=jnp.uint32)) + 1
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of 30-bit numbers in which every input bit flips every output bit half of the time.
+
+    Two rounds of xor-shift and multiply; the constants are those of the "lowbias32" search.
+    """
+    x &= _POSITIONS
+    x = (x ^ (x >> 15)) * jnp.uint32(0x7FEB352D) & _POSITIONS
+    x = (x ^ (x >> 14)) * jnp.uint32(0x846CA68B) & _POSITIONS
+    return x ^ (x >> 15)
 
 
 def dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
@@ -74,10 +86,5 @@ def dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Arr
     if not 0 <= rate < 1:
         raise ValueError(f"rate must be at least 0 and below 1, but it is {rate}")
     *batch, heads, queries, keys = shape
-    kept = keep(
-        seeds(key, math.prod(batch), heads),
-        jnp.arange(queries),
-        jnp.arange(keys),
-        rate,
-    )
-    return kept.reshape(shape)
+    rows, columns = words(key, math.prod(batch), heads, queries, keys)
+    return keep(rows, columns[:, None], rate).reshape(shape)

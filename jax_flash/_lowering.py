@@ -38,12 +38,13 @@ AXES = {
     "key_value_segment_ids": "S",
     "query_offsets": "O",
     "key_value_offsets": "O",
-    "dropout_seeds": "NW",
+    "dropout_rows": "NT",
+    "dropout_columns": "S",
     "out": "TNV",
     "lse": "NT",
 }
 """The axes of every array after its batch axes, in the letters of `_spec.py`; `O` is the offsets of packed
-sequences, `W` the words of a seed."""
+sequences."""
 
 
 @dataclasses.dataclass(frozen=True)

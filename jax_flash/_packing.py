@@ -87,10 +87,6 @@ def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Oper
         return jnp.repeat(x, count, axis=0, total_repeat_length=batch * count)
 
     rows = {name: unpack_one(name, x) for name, x in operands.present().items() if name not in OFFSETS}
-    if operands.dropout_seeds is not None:
-        # Bits are those of a seed plus a position among the packed tokens: each row's begins where it does.
-        starts = jnp.stack([queries.offsets[:, :-1], keys.offsets[:, :-1]], -1).astype(jnp.uint32)
-        rows["dropout_seeds"] += starts.reshape(-1, 1, 2)
     rows = Operands(**rows, query_seq_lengths=queries.lengths(), key_value_seq_lengths=keys.lengths())
     return dataclasses.replace(spec, max_query_length=None, max_key_value_length=None), rows
 

@@ -148,9 +148,7 @@ def _attention(spec, operands, dtype, rounding):
     p = jnp.where(empty, 0.0, e / total)
 
     if spec.dropout_rate:
-        kept = _dropout.keep(
-            operands.dropout_seeds, jnp.arange(size.T), jnp.arange(size.S), spec.dropout_rate
-        )
+        kept = _dropout.keep(operands.dropout_rows, operands.dropout_columns[:, None], spec.dropout_rate)
         p = jnp.where(kept, p / (1 - spec.dropout_rate), 0.0)
     return product("bnts,bsnv->btnv", narrow(p), value), lse
 

@@ -68,7 +68,8 @@ class Operands(Generic[Leaf]):
     key_value_segment_ids: Leaf | None = None  # (B, S) int32
     query_offsets: Leaf | None = None  # (B, P + 1) int32
     key_value_offsets: Leaf | None = None  # (B, P + 1) int32
-    dropout_seeds: Leaf | None = None  # (B, N, 2) uint32, one seed for each batch row and head
+    dropout_rows: Leaf | None = None  # (B, N, T) uint32, see `_dropout.py`
+    dropout_columns: Leaf | None = None  # (B, S) uint32
 
     def present(self) -> dict[str, Leaf]:
         """The operands that are there, by name, in field order."""

@@ -121,10 +121,15 @@ def dot_product_attention(
         dropout_rate=dropout_rate if drops else 0.0,
         dropout_key=dropout_rng if drops else None,
     )
-    seeds = call.operands.dropout_seeds
-    if seeds is not None and _validate.flag("broadcast_dropout", broadcast_dropout):
-        shared = jnp.broadcast_to(_dropout.seeds(dropout_rng, 1, 1), seeds.shape)
-        call = dataclasses.replace(call, operands=call.operands.replace(dropout_seeds=shared))
+    own = call.operands.dropout_rows
+    if own is not None and _validate.flag("broadcast_dropout", broadcast_dropout):
+        T, S = query.shape[-3], key.shape[-3]
+        rows, columns = _dropout.words(dropout_rng, 1, 1, T, S)
+        operands = call.operands.replace(
+            dropout_rows=jnp.broadcast_to(rows[0], own.shape),
+            dropout_columns=jnp.broadcast_to(columns[0], (*own.shape[:-2], S)),
+        )
+        call = dataclasses.replace(call, operands=operands)
     return _attention.attend(call, implementation)
 
 

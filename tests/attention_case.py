@@ -141,7 +141,8 @@ class Case:
             for name, x in self.arrays().items()
         }
         if "dropout" in self.features:
-            shapes["dropout_seeds"] = jax.ShapeDtypeStruct((self.B, self.N, 2), np.dtype("uint32"))
+            shapes["dropout_rows"] = jax.ShapeDtypeStruct((self.B, self.N, self.T), np.dtype("uint32"))
+            shapes["dropout_columns"] = jax.ShapeDtypeStruct((self.B, self.S), np.dtype("uint32"))
         return Operands(**shapes)
 
     def spec(self) -> AttentionSpec:
@@ -209,9 +210,11 @@ def draw(case: Case):
     }
     if "dropout" in case.features:
         arguments["dropout_key"] = key = jax.random.key(int(generator.integers(2**31)))
-        # Rows of one call have seeds of their own; a call that is made again with the same key has the same.
-        seeds = _dropout.seeds(key, case.rows_of_a_call, case.N)
-        operands["dropout_seeds"] = np.tile(seeds, (case.B // case.rows_of_a_call, 1, 1))
+        # Batch rows of one call have words of their own; a call made again with the same key has the same.
+        rows, columns = _dropout.words(key, case.rows_of_a_call, case.N, case.T, case.S)
+        calls = case.B // case.rows_of_a_call
+        operands["dropout_rows"] = np.tile(rows, (calls, 1, 1))
+        operands["dropout_columns"] = np.tile(columns, (calls, 1))
     spec = case.spec()
     arguments |= {
         "is_causal": case.is_causal,

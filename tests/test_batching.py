@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import transform_cases as cases
 
-from jax_flash._spec import Operands
+from jax_flash import _dropout
+from jax_flash._spec import Operands, sizes
 
 OPERANDS = cases.make_operands(B=2, N=2, K=1)
 NAMES = tuple(OPERANDS.present())
@@ -167,12 +167,14 @@ def test_packed_sequences(names, implementation):
         cases.assert_close(jax.tree.map(lambda x, i=i: x[i], actual), expected)
 
 
-def test_dropout_seeds_are_mapped_like_any_operand():
+def test_dropout_words_are_mapped_like_any_operand():
     spec = dataclasses.replace(cases.SPEC, dropout_rate=0.5)
-    seeds = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, (3, 2, 2, 2)), jnp.uint32)
+    n = sizes(OPERANDS)
+    columns = _dropout.words(jax.random.key(0), n.B, n.N, n.T, n.S)[1]
+    rows = jnp.stack([_dropout.words(jax.random.key(i), n.B, n.N, n.T, n.S)[0] for i in range(3)])
 
-    def each(function):
-        return [function(OPERANDS.replace(dropout_seeds=s), spec)[0] for s in seeds]
+    def attend(function, rows):
+        return function(OPERANDS.replace(dropout_rows=rows, dropout_columns=columns), spec)[0]
 
-    actual = jax.vmap(lambda s: cases.attend(OPERANDS.replace(dropout_seeds=s), spec)[0])(seeds)
-    cases.assert_close(actual, jnp.stack(each(cases.definition)))
+    actual = jax.vmap(lambda x: attend(cases.attend, x))(rows)
+    cases.assert_close(actual, jnp.stack([attend(cases.definition, x) for x in rows]))

@@ -68,13 +68,23 @@ def spec_and_operands(
     left, right = window
     cap = 30.0 if "soft_cap" in features else None
     spec = AttentionSpec(
-        scale, left, right, logits_soft_cap=cap, return_residual=return_residual, deterministic=deterministic
+        scale,
+        left,
+        right,
+        logits_soft_cap=cap,
+        dropout_rate=0.1 if "dropout" in features else 0.0,
+        return_residual=return_residual,
+        deterministic=deterministic,
     )
+    if "dropout" in features:
+        features = (*features, "dropout_rows", "dropout_columns")
     others = {
         "bias": jax.ShapeDtypeStruct((1 if "broadcast" in features else B, N, T, S), jnp.float32),
         "mask": jax.ShapeDtypeStruct((B, 1, T, S), jnp.bool_),
         "alibi_slopes": jax.ShapeDtypeStruct((1, N), jnp.float32),
         "sinks": jax.ShapeDtypeStruct((1, N), jnp.float32),
+        "dropout_rows": jax.ShapeDtypeStruct((B, N, T), jnp.uint32),
+        "dropout_columns": jax.ShapeDtypeStruct((B, S), jnp.uint32),
     }
     operands = Operands(query, key, value, **{name: x for name, x in others.items() if name in features})
     assert supports(spec, operands, H100) is None
@@ -117,11 +127,18 @@ def variants() -> dict[Kernel, Launch]:
         calls += [{**pair, "window": window} for window in ((None, None), (None, 0), (100, 30))]
         calls += [{**pair, "deterministic": True}]
         calls += [{**pair, "features": features[max(head_dim, value_dim) > 192 :]}]
+    calls += [{"head_dim": head_dim, "features": ("dropout",)} for head_dim in (16, 48, *HEAD_DIMS)]
+    for i, head_dim in enumerate((64, 128, 192, 256)):
+        dropout = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
+        calls.append(dropout | {"features": ("dropout",), "window": (100 * (i % 2) or None, 0)})
+        calls.append(dropout | {"features": ("dropout",), "deterministic": True})
+        calls.append(dropout | {"features": ("dropout", *features[i == 3 :])})
     found = {launch.kernel: launch for call in calls for launch in launches(**call)}
     # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
     calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]
     calls += [{"head_dim": head_dim, "value_dim": value_dim} for head_dim, value_dim in HEAD_DIM_PAIRS]
+    calls += [{"head_dim": head_dim, "features": ("dropout",)} for head_dim in (64, 128)]
     for call in calls:
         launch = next(launch for launch in launches(**call) if launch.kernel.entry == "forward")
         for kernel in forward_plan.kernels(*spec_and_operands(**call), H100):
@@ -182,6 +199,8 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     defines = dict(kernel.defines)
     beside = kernel.entry == "backward" and (defines["DETERMINISTIC"] or not defines["SPLIT_PRODUCTS"])
     spilled = (288 if defines["DETERMINISTIC"] else 64) if beside else 0
+    # And words of the keys or the tile's first key, read again long before they are needed.
+    spilled += 32 * defines["DROPOUT"] if beside else 0
     made = [defines.get(name, 0) not in (0, "void") for name in ("SOFT_CAP", "BIAS", "ALIBI", "MASK")]
     spilled += (0, 64, 320, 320, 320)[sum(made)]  # what operands are read by
     assert report.spill_bytes <= spilled, log

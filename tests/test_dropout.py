@@ -72,12 +72,74 @@ def test_old_style_keys_are_keys():
     np.testing.assert_array_equal(typed, old)
 
 
+def standardised(kept):
+    return ((kept - kept.mean()) / kept.std()).astype(np.float32)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("lines", ["rows", "columns"])
+def test_no_two_lines_are_correlated(rate, lines):
+    """Of any two rows, or columns, of any two heads: how much correlations scatter, and the largest."""
+    length = 2048
+    kept = mask(3, rate, (2, length // 2, length) if lines == "rows" else (1, length, length))
+    x = standardised(kept.reshape(length, length))
+    products = (x @ x.T if lines == "rows" else x.T @ x) / np.sqrt(length)
+    products = products[np.triu_indices(length, 1)]
+    # Coins' own, of rate p: the product of two standardised ones has a fourth moment of ((1 - 3pq) / pq)^2.
+    fourth = 3 + (((1 - 3 * rate * (1 - rate)) / (rate * (1 - rate))) ** 2 - 3) / length
+    assert abs(products.mean()) < 5 / length
+    assert abs(products.var() - 1) < 0.005
+    assert abs((products**4).mean() / fourth - 1) < 0.05
+    assert np.abs(products).max() < (12 if rate < 0.1 else 7)
+
+
+def test_singular_values_are_those_of_independent_coins():
+    """Any structure over many rows and columns at once would stand out from the bulk, that ends at 2."""
+    size = 1024
+    x = standardised(mask(5, 0.1, (1, size, size))[0])
+    values = np.linalg.svd(x, compute_uv=False) / np.sqrt(size)
+    assert abs(values[0] - 2) < 0.05
+    # The distribution function at 1 of the quarter circle law.
+    assert abs((values < 1).mean() - (1 / 3 + np.sqrt(3) / (2 * np.pi))) < 0.01
+
+
+@pytest.mark.parametrize("count", [2**12, 2**16])
+def test_words_are_odd_and_all_different(count):
+    rows, columns = _dropout.words(jax.random.key(9), 3, 2, count, count)
+    for words in (*rows.reshape(6, count), *columns):
+        assert (words % 2 == 1).all() and np.unique(words).size == count
+
+
+def test_hashes_are_evenly_distributed():
+    """Over all values that a threshold tells apart."""
+    rows, columns = _dropout.words(jax.random.key(2), 1, 1, 2048, 2048)
+    bits = np.asarray(rows)[0, 0, :, None] * np.asarray(columns)
+    counts = np.bincount((bits >> 16).ravel() % 2**15, minlength=2**15)
+    expected = bits.size / 2**15
+    # Pearson's statistic, of mean 1 here and of variance 2 / 2**15.
+    assert abs(((counts - expected) ** 2 / expected).mean() - 1) < 5 * np.sqrt(2 / 2**15)
+
+
 def test_a_block_is_the_same_alone_as_in_the_whole():
-    seeds = _dropout.seeds(jax.random.key(0), 2, 3)
-    whole = _dropout.keep(seeds, jnp.arange(256), jnp.arange(512), 0.3)
-    block = _dropout.keep(seeds[1:], jnp.arange(64, 96), jnp.arange(500, 512), 0.3)
+    rows, columns = _dropout.words(jax.random.key(0), 2, 3, 256, 512)
+    whole = _dropout.keep(rows, columns[:, None], 0.3)
+    block = _dropout.keep(rows[1:, :, 64:96], columns[1:, None, 500:], 0.3)
     np.testing.assert_array_equal(block, whole[1:, :, 64:96, 500:512])
     np.testing.assert_array_equal(whole, mask(rate=0.3))
+
+
+def test_does_not_depend_on_the_lengths():
+    np.testing.assert_array_equal(mask(shape=(2, 3, 40, 70)), mask()[:, :, :40, :70])
+
+
+def test_rates_of_a_threshold():
+    """What the kernels compare with; rates differ by 2**-15."""
+    assert [_dropout.threshold(rate) for rate in (0, 2**-15, 0.5, np.nextafter(1, 0))] == [
+        0,
+        1,
+        2**14,
+        2**15 - 1,
+    ]
 
 
 def test_leading_axes_are_batch_rows_in_order():

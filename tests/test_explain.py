@@ -101,7 +101,7 @@ def test_arrays_and_shapes_say_the_same():
     with_arrays = jax_flash.explain(query, query, query, **options, **static)
     with_shapes = jax_flash.explain(*[struct(2, 4, 2, 8)] * 3, **shapes, **static)
     assert with_arrays == with_shapes
-    assert set(with_arrays.shapes.present()) >= {"bias", "mask", "sinks", "dropout_seeds"}
+    assert set(with_arrays.shapes.present()) >= {"bias", "mask", "sinks", "dropout_rows", "dropout_columns"}
 
 
 def test_nothing_to_compute():

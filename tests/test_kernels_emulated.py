@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from kernel_emulator import DTYPES, KernelEmulator
 
-from jax_flash import _reference, cuda
+from jax_flash import _dropout, _reference, cuda
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda import backward_plan, fixed_point, forward_plan, scores
+from jax_flash.cuda import backward_plan, dropout, fixed_point, forward_plan, scores
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.forward_plan import plan_forward
 from jax_flash.cuda.launch_plan import TensorMap
@@ -44,6 +44,7 @@ class Case:
     segments: str | None = None  # "sorted", as packed sequences have them; or in no order
     packed: int | None = None  # so many sequences to a batch row
     V: int | None = None  # where values have a head dim of their own
+    dropout: float = 0.0
 
     def __str__(self):
         return "-".join(
@@ -113,11 +114,23 @@ VALUE_DIMS = (
     Case(H=24, V=80, T=65, S=65, N=2, bias="BNTS", mask="11TS", soft_cap=3.0, right=0),
     Case(H=192, V=128, T=65, S=129, N=2, alibi="1N", sinks="BN", right=0),
 )
+DROPOUT = (
+    Case(H=128, T=300, S=500, N=4, K=2, B=2, right=0, dropout=0.2, return_residual=True),
+    Case(H=64, T=200, S=333, N=2, B=2, dropout=0.5, dtype="float16"),  # keys are no multiple of four
+    Case(H=80, T=65, S=129, B=2, left=30, right=10, dropout=0.1),
+    Case(H=256, T=130, S=65, N=2, dropout=0.9, dtype="float16"),
+    Case(H=192, T=70, S=200, N=4, K=2, B=2, dropout=0.3, right=0),
+    Case(H=128, T=3, S=700, N=8, K=2, dropout=0.25),  # heads of a tile that is packed
+    Case(H=128, T=70, S=140, N=2, B=2, soft_cap=2.0, dropout=0.4, right=0),
+    Case(H=64, T=70, S=90, N=2, B=2, bias="1N1S", alibi="1N", soft_cap=3.0, sinks="1N", dropout=0.3),
+    Case(H=192, T=130, S=70, N=2, bias="BNTS", mask="1N1S", sinks="BN", dropout=0.15, return_residual=True),
+)
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     *SCORES,
     *BOUNDS,
     *VALUE_DIMS,
+    *DROPOUT,
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
     Case(H=40, T=1, S=1, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -165,6 +178,8 @@ IN_TURNS = (
     (Case(H=192, T=150, S=200, N=2, B=2, bias="B1T1", soft_cap=3.0, dtype="float16"), 6),
     (Case(H=256, T=100, S=300, N=2, B=2, bias="1111", left=90, right=9), 6),
     (Case(H=256, T=150, S=200, N=2, bias="1N1S", soft_cap=2.0, right=0), 6),
+    (Case(H=128, T=200, S=500, N=4, K=2, dropout=0.3), 3),
+    (Case(H=256, T=130, S=300, N=2, dropout=0.3, alibi="1N"), 4),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key
@@ -174,6 +189,7 @@ FORWARD = (
     *SCORES,
     *BOUNDS,
     *VALUE_DIMS,
+    *DROPOUT,
     Case(H=64, T=300, S=130, N=2),
     Case(H=64, T=200, S=300, right=0, dtype="float16"),
     Case(H=80, T=65, S=129, B=2, left=30, right=10),
@@ -198,7 +214,8 @@ def check_forward(case, device, emulator):
     spec, operands, _, _, seed = draw(case)
     present = operands.present() | forward_plan.bounds_operands(spec, operands)
     arrays = {name: np.asarray(x) for name, x in present.items()}
-    results = emulator.run(plan_forward(spec, shapes_of(operands), device), arrays, seed)
+    plan = plan_forward(spec, shapes_of(operands), device)
+    results = emulator.run(plan, dropout.arranged(plan, arrays), seed)
     out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(results["out"].shape))
     got = results["out"].astype(np.float64)
     assert np.linalg.norm(got - out) <= roundoff(case) * np.linalg.norm(out)
@@ -220,6 +237,7 @@ def test_forward(case, emulator):
         (Case(H=160, T=100, S=480, N=4, K=4, dtype="float16"), 3, 3),
         (Case(H=192, V=128, T=100, S=700, N=3), 2, 2),
         (Case(H=128, T=3, S=1500, N=8), 5, 5),  # fewer tiles than CTAs
+        (Case(H=64, T=200, S=900, N=5, K=1, dropout=0.3), 3, 2),
     ],
     ids=str,
 )
@@ -301,7 +319,8 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0):
     plan = plan_backward(spec, shapes_of(operands), device)
     results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
     gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
-    check_gradients(case, gradients | scores.gradients(operands, results, bias_factor), expected, magnitude)
+    gradients |= scores.gradients(spec, operands, results, bias_factor)
+    check_gradients(case, gradients, expected, magnitude)
     return [results, *others]
 
 
@@ -431,11 +450,16 @@ def draw(case):
         case.left,
         case.right,
         logits_soft_cap=case.soft_cap,
+        dropout_rate=case.dropout,
         return_residual=case.return_residual,
         deterministic=case.deterministic,
         max_query_length=longest[0],
         max_key_value_length=longest[1],
     )
+    if case.dropout:
+        dropout_key = jax.random.key(int(random.integers(2**31)))
+        words = _dropout.words(dropout_key, case.B, case.N, case.T, case.S)
+        others |= {"dropout_rows": words[0], "dropout_columns": words[1]}
     operands = Operands(
         *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)
     )

@@ -28,6 +28,7 @@ def plain_operands(draw, T=T, S=S, dtype=np.float64):
 
 
 def all_operands(draw):
+    words = jax.tree.map(np.asarray, _dropout.words(jax.random.key(0), B, N, T, S))
     return plain_operands(draw).replace(
         bias=draw.standard_normal((1, N, T, S)),
         mask=draw.random((B, 1, 1, S)) < 0.8,
@@ -37,7 +38,8 @@ def all_operands(draw):
         key_value_seq_lengths=np.array([6, 7], np.int32),
         query_segment_ids=draw.integers(0, 2, (B, T), np.int32),
         key_value_segment_ids=draw.integers(0, 2, (B, S), np.int32),
-        dropout_seeds=np.asarray(_dropout.seeds(jax.random.key(0), B, N)),
+        dropout_rows=words[0],
+        dropout_columns=words[1],
     )
 
 
@@ -48,8 +50,8 @@ def by_hand(spec, operands):
     lse = np.full((size.B, size.N, size.T), -np.inf)
     kept = None
     if spec.dropout_rate:
-        rows, columns = np.arange(size.T), np.arange(size.S)
-        kept = np.asarray(_dropout.keep(operands.dropout_seeds, rows, columns, spec.dropout_rate))
+        products = operands.dropout_rows[..., None] * operands.dropout_columns[:, None, None, :]
+        kept = (products >> 16) % 2**15 >= round(spec.dropout_rate * 2**15)
     per_row = {
         name: np.broadcast_to(x, (size.B, size.N, size.T, size.S))
         for name, x in operands.present().items()
@@ -116,7 +118,7 @@ ONE_AT_A_TIME = {
     "key lengths": (AttentionSpec(0.5, right=0), ("key_value_seq_lengths",)),
     "query lengths": (AttentionSpec(0.5, right=0), ("query_seq_lengths",)),
     "soft cap": (AttentionSpec(0.5, logits_soft_cap=1.5), ()),
-    "dropout": (AttentionSpec(0.5, dropout_rate=0.4), ("dropout_seeds",)),
+    "dropout": (AttentionSpec(0.5, dropout_rate=0.4), ("dropout_rows", "dropout_columns")),
     "bias": (AttentionSpec(0.5), ("bias",)),
     "mask": (AttentionSpec(0.5), ("mask",)),
     "alibi": (AttentionSpec(0.5), ("alibi_slopes",)),
@@ -145,7 +147,7 @@ def test_is_the_definition(draw, feature):
 @pytest.mark.parametrize("options", [{}, {"right": 0}, {"left": 1, "right": 1, "dropout_rate": 0.3}], ids=str)
 def test_packed_sequences_are_the_definition(draw, options, longest):
     operands = all_operands(draw)
-    others = ("alibi_slopes", "sinks", "dropout_seeds", "query", "key", "value")
+    others = ("alibi_slopes", "sinks", "dropout_rows", "dropout_columns", "query", "key", "value")
     operands = operands.replace(
         **{name: None for name in operands.present() if name not in others},
         query_offsets=np.array([[0, 3, 3, 5], [1, 1, 2, 4]], np.int32),

@@ -43,6 +43,7 @@ def calls() -> dict[str, Call]:
         )
         return dataclasses.replace(AttentionSpec(scale=0.1), **spec or {}), shapes
 
+    words = {"dropout_rows": ((B, N, T), jnp.uint32), "dropout_columns": ((B, S), jnp.uint32)}
     lengths, segments = ((B,), jnp.int32), (((B, T), jnp.int32), ((B, S), jnp.int32))
     return {
         "bfloat16, any lengths": call(),
@@ -62,7 +63,7 @@ def calls() -> dict[str, Call]:
         "`logits_soft_cap`": call(spec={"logits_soft_cap": 30.0}),
         "`alibi_slopes`": call(alibi_slopes=((1, N), jnp.float32)),
         "`sinks`": call(sinks=((1, N), jnp.float32)),
-        "`dropout_rate`": call(spec={"dropout_rate": 0.1}, dropout_seeds=((B, N, 2), jnp.uint32)),
+        "`dropout_rate`": call(spec={"dropout_rate": 0.1}, **words),
         "sequence lengths": call(query_seq_lengths=lengths, key_value_seq_lengths=lengths),
         "packed sequences": call(
             spec={"max_query_length": 600, "max_key_value_length": 500},

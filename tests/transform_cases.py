@@ -50,7 +50,7 @@ add_implementation("plain", plain_forward, plain_backward)
 
 
 def make_operands(B=4, T=6, S=5, N=4, K=2, H=4, V=3, bias=(1, 1, 1, 1), mask=True, seed=0):
-    """Operands of every kind but dropout seeds; each leading 1 of `bias` as given."""
+    """Operands of every kind but dropout's; each leading 1 of `bias` as given."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):

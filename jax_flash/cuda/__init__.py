@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import backward_plan, call, compile, fixed_point, forward_plan, scores
+from jax_flash.cuda import backward_plan, call, compile, dropout, fixed_point, forward_plan, scores
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
@@ -31,10 +31,8 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         )
     if nvrtc_missing := _nvrtc_missing():
         return nvrtc_missing
-    if spec.dropout_rate > 0:
-        return "dropout_rate > 0 is not supported"
     n = sizes(shapes)
-    if reason := scores.unsupported(shapes):
+    if reason := scores.unsupported(shapes) or dropout.unsupported(spec):
         return reason
     if shapes.query.dtype.name not in ("bfloat16", "float16"):
         return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
@@ -78,7 +76,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     operands = _padded(operands)
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
     arrays = operands.present() | forward_plan.bounds_operands(spec, operands)
-    results = _call("jax_flash_forward", plan, arrays)
+    results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return _cut(results["out"], n.V), results["lse"]
 
 
@@ -102,7 +100,7 @@ def backward(
     if fixed_point.adds_bias_up(spec, shapes_of(operands)):
         arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
     results = _call("jax_flash_backward", plan, arrays)
-    others = scores.gradients(operands, results, bias_factor)
+    others = scores.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
     return Gradients(_cut(d_query, n.H), _cut(d_key, n.H), _cut(d_value, n.V), **others)
 

@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import bounds, fixed_point, scores
+from jax_flash.cuda import bounds, dropout, fixed_point, scores
 from jax_flash.cuda.backward_walk import (
     every_query_sees_a_key,
     section_heads,
@@ -42,6 +42,7 @@ class BackwardTile:
     turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
     bounds: bool = False  # whether what queries see is data
     factors: bool = False  # whether one consumer hands the soft cap's derivative to the other, beside P
+    dropout: bool = False
 
     @property
     def in_turns(self) -> "BackwardTile":
@@ -49,6 +50,11 @@ class BackwardTile:
         holds another stage of it where that is as large."""
         sum_stages = self.sum_stages if self.split_products else self.writer_stages
         return dataclasses.replace(self, sum_stages=sum_stages, writer_stages=0, turn_stages=2)
+
+    @property
+    def statistics(self) -> int:
+        """What the main kernel has to know of a query: lse, D, and dropout's word."""
+        return 2 + self.dropout
 
     @property
     def threads(self) -> int:
@@ -80,7 +86,7 @@ class BackwardTile:
         d_query = self.sum_stages * 64 * d_query_columns * 4
         writers = 2 * self.writer_stages * 4096
         gradients = 0 if self.split_products else 2 * 64 * larger_row
-        statistics = 2 * self.stages * self.queries * 4
+        statistics = self.stages * self.statistics * self.queries * 4
         barriers = 6 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
         d_scores *= 2 if self.factors else 1
@@ -140,17 +146,17 @@ def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Ar
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
-    Operands are query, key, value, those of bias, mask and alibi_slopes that are there, what
-    `bounds_operands` gives, out, lse, d_out, where the spec returns the residual d_lse, and where
-    fixed_point.py makes one bias_factor. Results are d_query, d_key and d_value; where there are bias and
-    slopes, d_bias, in float32 or as fixed_point.py takes it, and d_slopes, shares of it along further axes;
-    and scratch memory.
+    Operands are query, key, value, those of bias, mask, alibi_slopes, dropout_rows and dropout_columns
+    that are there, what `bounds_operands` gives, out, lse, d_out, where the spec returns the residual d_lse,
+    and where fixed_point.py makes one bias_factor. Results are d_query, d_key and d_value; where there are
+    bias and slopes, d_bias, in float32 or as fixed_point.py takes it, and d_slopes, shares of it along
+    further axes, both yet to be multiplied by dropout's factor; and scratch memory.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
     changed = scores.changed(spec, shapes)
-    shape = tile(max(n.H, n.V), changed)
+    shape = dataclasses.replace(tile(max(n.H, n.V), changed), dropout=spec.dropout_rate > 0)
     # With split products both consumers have columns of dQ, and dP may be computed in two parts.
     least = 32 if shape.split_products else 16
     head_dim, value_dim = (max(x, least) for x in padded_head_dims(n))
@@ -183,6 +189,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             *(bounds.defines(shapes) if is_main else bounds.NO_DEFINES),
             *(scores.defines(spec, shapes) if is_main else scores.NO_DEFINES),
             ("BIAS_SUM", "uint64_t" if is_main and fixed_point_bias else "float"),
+            *dropout.defines(spec),
             ("SHARED_BYTES", shape.shared_bytes(head_dim, value_dim)),
         )
         return Kernel(source, entry, device.arch, defines)
@@ -207,7 +214,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     if shapes.alibi_slopes is not None:
         # A share for each warp of each CTA, so that the sum doesn't depend on who comes first.
         d_slopes = Buffer("d_slopes", (n.B, n.N, math.ceil(n.S / shape.keys) * shape.cluster, 4), "float32")
-    statistics = Buffer("statistics", (n.B, n.N, query_blocks, 2, shape.queries), "float32")
+    statistics = Buffer("statistics", (n.B, n.N, query_blocks, shape.statistics, shape.queries), "float32")
     seen = seen_blocks(n, window, shape.queries, shape.keys)
     workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
@@ -266,6 +273,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             next_tile,
             turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.N, n.V)),
+            dropout.pointer(spec, "dropout_rows"),
+            Scalar("float32", 1 - spec.dropout_rate),
         ),
     )
     main = Launch(
@@ -305,6 +314,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
                 *bounds.SEGMENTS,
             ),
             Pointer("bias_factor") if fixed_point_bias else Scalar("int64", 0),
+            *dropout.parameters(spec),
         ),
     )
     finish = Launch(
@@ -316,16 +326,18 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             Pointer("d_query_sums"),
             Pointer("d_query"),
             *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
-            Scalar("float32", spec.scale),
+            Scalar("float32", spec.scale * dropout.factor(spec)),
         ),
     )
     added_to = tuple(x for x in (d_bias, d_slopes) if x is not None)
     scratch = (statistics, sums, *(counts if counted else ()), *counter, *turns)
     of_residual = (d_lse,) if spec.return_residual else ()
+    words = dropout.buffers(spec, (n.B, n.N, n.T), (n.B, n.S))
     return LaunchPlan(
         operands=(
             *(query, key, value),
             *scores.buffers(shapes),
+            *words,
             *limits,
             *(out, lse, d_out),
             *of_residual,

@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, shapes_of, sizes
-from jax_flash.cuda import bounds, scores
+from jax_flash.cuda import bounds, dropout, scores
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
@@ -52,10 +52,11 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
     window = binding_window(spec, n)
     head_dim, value_dim = padded_head_dims(n)
     bounded = bounds.has_bounds(shapes)
+    changed, drops = scores.changed(spec, shapes), spec.dropout_rate > 0
     cuts = (False, True) if can_cut(value_dim, window) and not bounded else (False,)
     return [
         _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
-        for choice in choices(head_dim, window, scores.changed(spec, shapes), value_dim, bounded)
+        for choice in choices(head_dim, window, changed, value_dim, bounded, drops)
         for heads in packs(n.group, 64 if bounded else choice.tile.rows)
         for cut in cuts
     ]
@@ -74,7 +75,7 @@ def schedule(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Sch
     bounded = bounds.has_bounds(shapes)
     changed = scores.changed(spec, shapes)
     head_dim, value_dim = padded_head_dims(n)
-    chosen = tile(head_dim, binding_window(spec, n), n, changed, value_dim, bounded)
+    chosen = tile(head_dim, binding_window(spec, n), n, changed, value_dim, bounded, spec.dropout_rate > 0)
     return Schedule(chosen, pack(n, chosen.rows, bounded))
 
 
@@ -122,6 +123,7 @@ def _kernel(
             ("SINKS", int(shapes.sinks is not None)),
             *scores.defines(spec, shapes),
             *bounds.defines(shapes),
+            *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim)),
         ),
     )
@@ -130,8 +132,8 @@ def _kernel(
 def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
-    Operands are query, key, value, those of bias, mask, alibi_slopes and sinks that are there, and what
-    `bounds_operands` gives.
+    Operands are query, key, value, those of bias, mask, alibi_slopes, sinks, dropout_rows and
+    dropout_columns that are there, the last as `dropout.arranged` has it, and what `bounds_operands` gives.
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
@@ -189,9 +191,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             *scores.parameters(spec, shapes),
             *scores.sinks_parameters(shapes),
             *bounds.parameters(limits, "query_keys", "group_blocks", *bounds.SEGMENTS),
+            *dropout.parameters(spec),
         ),
     )
-    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")), *limits)
+    words = dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / shape.keys), shape.keys))
+    operands = (query, key, value, *scores.buffers(shapes, (*scores.OPERANDS, "sinks")), *words, *limits)
     if counted:
         return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
     if cut_tiles:

@@ -20,6 +20,7 @@ class ForwardTile:
     pingpong: bool  # warpgroups take turns at the tensor cores
     query_stages: int  # query tiles in shared memory
     split: int  # 16-key steps of PV that are issued before the row maxima are taken; at most keys / 16
+    dropout: bool = False  # whether dropout's words come with each block of keys
 
     @property
     def rows(self) -> int:
@@ -30,7 +31,8 @@ class ForwardTile:
         return 128 * (1 + self.consumers)
 
     def shared_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
-        """Dynamic shared memory: Q, the rings of K and V, rows of the output, barriers, tiles, -inf.
+        """Dynamic shared memory: Q, the rings of K and V, rows of the output, dropout's words of keys,
+        barriers, tiles, -inf.
 
         `value_dim` is that of V where it is not `head_dim`, here as everywhere below.
         """
@@ -38,8 +40,9 @@ class ForwardTile:
         inputs = (self.query_stages * self.rows + self.stages * self.keys) * key_row
         inputs += self.stages * self.keys * value_row
         staging = 4 * self.consumers * 16 * PANEL * 2
+        words = (self.stages + 1) * self.keys * 4 if self.dropout else 0
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
-        return inputs + staging + barriers + 24 * self.query_stages + 8
+        return inputs + staging + words + barriers + 24 * self.query_stages + 8
 
     def fitted(self, head_dim: int, value_dim: int | None = None) -> "ForwardTile":
         """The same where shared memory has room for it; or else with one stage for Q, and with fewer keys."""
@@ -109,9 +112,10 @@ def choices(
     changed: bool = False,
     value_dim: int | None = None,
     bounded: bool = False,
+    dropout: bool = False,
 ) -> tuple[Choice, ...]:
     """What padded head dims may run with, where scores are `changed` beyond scale and window or not, and what
-    rows see is data, `bounded`, or not.
+    rows see is data, `bounded`, or not, with `dropout` or without.
 
     Registers hold scores, P and the output, and go by the head dim of V; shared memory goes by both.
     """
@@ -123,7 +127,7 @@ def choices(
         row = full if window.unbounded and not bounded else windowed
     fitted: dict[ForwardTile, Choice] = {}
     for choice in row:
-        shape = choice.tile.fitted(*dims)
+        shape = dataclasses.replace(choice.tile, dropout=dropout).fitted(*dims)
         fitted.setdefault(shape, Choice(shape, choice.cost))
     return tuple(fitted.values())
 
@@ -135,6 +139,7 @@ def tile(
     changed: bool = False,
     value_dim: int | None = None,
     bounded: bool = False,
+    dropout: bool = False,
 ) -> ForwardTile:
     """The tile of a call: of the choices for its padded head dims the one that costs least."""
 
@@ -145,7 +150,7 @@ def tile(
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
 
-    return min(choices(head_dim, window, changed, value_dim, bounded), key=cost).tile
+    return min(choices(head_dim, window, changed, value_dim, bounded, dropout), key=cost).tile
 
 
 def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import fixed_point
+from jax_flash.cuda import dropout, fixed_point
 from jax_flash.cuda.bounds import has_bounds
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
 
@@ -87,25 +87,29 @@ def _pointer_and_strides(name: str, x: jax.ShapeDtypeStruct | None) -> tuple[Par
 
 
 def gradients(
-    operands: Operands, results: Mapping[str, jax.Array], bias_factor: jax.Array | None = None
+    spec: AttentionSpec,
+    operands: Operands,
+    results: Mapping[str, jax.Array],
+    bias_factor: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Those of bias, alibi_slopes and sinks that are there.
 
     `results` are the backward plan's, by name, and `bias_factor` is what that was given by this name.
     """
     found = {}
+    factor = dropout.factor(spec)  # which the kernels leave to whoever takes dS or D from them
     if operands.bias is not None:
         d_bias = results["d_bias"]
         if bias_factor is not None:
             d_bias = fixed_point.to_float32(d_bias, bias_factor)
-        found["bias"] = d_bias.astype(operands.bias.dtype)
+        found["bias"] = (d_bias * factor).astype(operands.bias.dtype)
     if operands.alibi_slopes is not None:
-        d_slopes = results["d_slopes"].sum((2, 3))
+        d_slopes = results["d_slopes"].sum((2, 3)) * factor
         found["alibi_slopes"] = _over_batch(d_slopes, operands.alibi_slopes)
     if operands.sinks is not None:
         # A sink's probability is e^(sink - lse), and the cotangent of its logit that times -D. D is among the
         # main kernel's statistics, beside lse in base 2, infinite for rows that attend to nothing.
-        lse, delta = results["statistics"][:, :, :, 0], results["statistics"][:, :, :, 1]
+        lse, delta = results["statistics"][:, :, :, 0], results["statistics"][:, :, :, -1] * factor
         logits = operands.sinks[:, :, None, None] * math.log2(math.e)
         found["sinks"] = _over_batch(-(jnp.exp2(logits - lse) * delta).sum((2, 3)), operands.sinks)
     return found

@@ -60,7 +60,7 @@ def heads_first(operands: Operands) -> Operands:
         bias=group(operands.bias),
         mask=group(operands.mask),
         alibi_slopes=group(operands.alibi_slopes),
-        dropout_seeds=group(operands.dropout_seeds),
+        dropout_rows=group(operands.dropout_rows),
     )
 
 
@@ -149,7 +149,9 @@ def block(
 
     kept = None
     if spec.dropout_rate:
-        kept = _dropout.keep(operands.dropout_seeds, rows[:, 0], columns, spec.dropout_rate)
+        row_words = cut.queries.take(operands.dropout_rows, query_block, -1)
+        column_words = cut.keys.take(operands.dropout_columns, key_block, -1)
+        kept = _dropout.keep(row_words, column_words[:, None, None], spec.dropout_rate)
     return Block(x, capped, distance, kept)
 
 

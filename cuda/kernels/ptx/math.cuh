@@ -50,6 +50,36 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
     return values;
 }
 
+// The upper halves of two words, that of `low` at the lower address.
+__device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
+    uint32_t halves;
+    asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(halves) : "r"(low), "r"(high));
+    return halves;
+}
+
+// All bits of each half of `x` whose lower 15 bits are less, as a number, than that half of `limit`, at most 0x7c00.
+// The comparison is one of magnitudes of float16, which are in the order of their bits; infinity is 0x7c00, and NaN,
+// what is above, is less than nothing.
+__device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
+    uint32_t below;
+    asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nset.lt.u32.f16x2 %0, magnitude, %2;\n}\n"
+        : "=r"(below)
+        : "r"(x), "r"(limit));
+    return below;
+}
+
+// Two packed elements, 0 in the place of those whose sign is set.
+template <class Element>
+__device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {
+    uint32_t positive;
+    if constexpr (is_same<Element, bfloat16>) {
+        asm("{\n.reg .b32 zero;\nmov.b32 zero, 0;\nmax.bf16x2 %0, %1, zero;\n}\n" : "=r"(positive) : "r"(packed));
+    } else {
+        asm("{\n.reg .b32 zero;\nmov.b32 zero, 0;\nmax.f16x2 %0, %1, zero;\n}\n" : "=r"(positive) : "r"(packed));
+    }
+    return positive;
+}
+
 // Reductions over the four lanes that share a row of a wgmma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));

@@ -85,17 +85,19 @@ __device__ __forceinline__ void produce(const Call& call) {
             const int first_row = block * Traits::queries, stage = slot.stage;
             if (block == work.blocks.first) wait_for_place(call, call.head_index(tile, head));
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
-            mbarrier::arrive_expect(shared.query_full(stage), Traits::query_bytes + Traits::statistics_bytes);
+            mbarrier::arrive_expect(shared.query_full(stage),
+                                    Traits::query_bytes + Traits::statistics_bytes + Traits::word_bytes);
             load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::key_panels, head,
                        first_row, tile.batch);
-            bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics, Traits::statistics_bytes,
-                       shared.query_full(stage));
+            bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics,
+                       Traits::statistics_bytes + Traits::word_bytes, shared.query_full(stage));
             if (iteration == 0) load_value();  // after what S needs
             mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.d_out_full(stage), Traits::d_out_bytes + Traits::statistics_bytes);
             load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::value_panels, head,
                        first_row, tile.batch);
-            bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + Traits::queries,
+            bulk::load(shared.base + SharedMemory::delta_offset(stage),
+                       statistics + (Traits::statistics - 1) * Traits::queries,
                        Traits::statistics_bytes, shared.d_out_full(stage));
             slot.advance();
         });
@@ -131,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              const int2* __restrict__ key_queries, const int2* __restrict__ group_blocks,  // see Bounds
              const int2* __restrict__ tile_blocks, const int2* __restrict__ block_tiles,
              const int* __restrict__ span_tiles, const int* __restrict__ query_segments,
-             const int* __restrict__ key_segments, const float* bias_factor) {
+             const int* __restrict__ key_segments, const float* bias_factor,
+             DROPOUT_PARAMETERS) {  // see Dropout
     unsigned char* shared_memory = dynamic_shared_memory();
     const Shape shape{
         queries,
@@ -155,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     SCORE_OPERANDS,
                     d_bias,
                     d_slopes,
-                    bias_factor};
+                    bias_factor,
+                    DROPOUT_OPERANDS};
     const SharedMemory& shared = call.shared;
 
     if (threadIdx.x == 0) {

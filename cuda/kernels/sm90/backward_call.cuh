@@ -70,7 +70,7 @@ struct Call {
     const SharedMemory shared;
     const TensorMaps maps;
     const Shape shape;
-    const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D
+    const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D; see SharedMemory::lse
     const QueryGradient d_query;
     int* next_tile;           // counts the tiles handed out; null: they go by stride
     int* turns;               // (B, N, query blocks): additions to each so far; null unless these go in turns
@@ -81,6 +81,7 @@ struct Call {
     Traits::BiasSum* d_bias;   // as the bias
     float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
     const float* bias_factor;  // of terms that are added up as integers
+    const Dropout dropout;
 
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
@@ -135,7 +136,7 @@ struct Call {
         return static_cast<int64_t>(head_index) * shape.query_blocks() + block;
     }
     __device__ const float* statistics_block(const KeyTile& tile, int query_head, int block) const {
-        return statistics + block_index(head_index(tile, query_head), block) * (2 * Traits::queries);
+        return statistics + block_index(head_index(tile, query_head), block) * (Traits::statistics * Traits::queries);
     }
     __device__ float* sum_block(int head_index, int block) const {
         return d_query.sums + block_index(head_index % d_query.places, block) * DqBlock::elements;

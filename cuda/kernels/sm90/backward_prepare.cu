@@ -32,13 +32,15 @@ extern "C" __global__ void __launch_bounds__(threads)
     backward_prepare(const uint4* __restrict__ out, const uint4* __restrict__ d_out,  // (B, T, N, V)
                      const float* __restrict__ lse,    // (B, N, T), natural
                      const float* __restrict__ d_lse,  // (B, N, T) or null
-                     float* __restrict__ statistics,   // (B, N, query blocks, 2, queries)
+                     float* __restrict__ statistics,   // (B, N, query blocks, 2, queries), see Call
                      float4* __restrict__ d_query_sums, int* __restrict__ arrived, int* __restrict__ written,
                      int* __restrict__ next_job,
                      int zeroed_heads,             // sums there are to be set to zero
                      int* __restrict__ next_tile,  // a counter, or null
                      int* __restrict__ turns,      // (B, N, query blocks), or null
-                     int queries, int query_heads, int columns) {
+                     int queries, int query_heads, int columns,
+                     const uint32_t* __restrict__ dropout_rows,  // (B, N, T), or null
+                     float kept) {                               // 1 - rate of dropout
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(threads)
         if (blockIdx.x == 0) *next_job = 0;
     }
 
-    float* block_statistics = statistics + block_index * (2 * Traits::queries);
+    float* block_statistics = statistics + block_index * (Traits::statistics * Traits::queries);
 #pragma unroll 4
     for (int pass = 0; pass < Traits::queries / pass_rows; ++pass) {
         const int row = pass * pass_rows + pass_row;  // in the block
@@ -83,7 +85,12 @@ extern "C" __global__ void __launch_bounds__(threads)
             const bool attends = row_lse != -infinity;
             if (attends && d_lse != nullptr) sum -= d_lse[index];
             block_statistics[statistics_slot(row)] = attends ? to_base_2(row_lse) : infinity;
-            block_statistics[Traits::queries + statistics_slot(row)] = attends ? sum : 0;
+            if constexpr (Traits::dropout) {
+                sum *= kept;
+                const uint32_t word = there ? dropout_rows[index] : 0;
+                block_statistics[Traits::queries + statistics_slot(row)] = __uint_as_float(word);
+            }
+            block_statistics[(Traits::statistics - 1) * Traits::queries + statistics_slot(row)] = attends ? sum : 0;
         }
     }
 }

@@ -84,6 +84,13 @@ __device__ __forceinline__ void exponentiate(float (&scores)[score_count], const
     }
 }
 
+// Of elements of P and of dP, and their query's D. With dropout P is less than 0 where it is dropped, and dP and D are
+// yet to be divided by what is kept.
+__device__ __forceinline__ float differential(float p, float d_p, float delta) {
+    if constexpr (Traits::dropout) return fmaxf(p, 0) * d_p - fabsf(p) * delta;
+    return p * (d_p - delta);
+}
+
 // dPᵀ becomes dSᵀ = Pᵀ ∘ (dPᵀ − D); the scale comes in with dK and dQ. `probabilities(i)` gives elements i … i+3.
 template <class Probabilities>
 __device__ __forceinline__ void differentiate(float (&d_scores)[score_count], const float4* delta,
@@ -94,10 +101,10 @@ __device__ __forceinline__ void differentiate(float (&d_scores)[score_count], co
 #pragma unroll
         for (int j = 0; j < 8; j += 4) {
             const float4 p = probabilities(i + j);
-            d_scores[i + j] = p.x * (d_scores[i + j] - of_column(queries, j));
-            d_scores[i + j + 1] = p.y * (d_scores[i + j + 1] - of_column(queries, j + 1));
-            d_scores[i + j + 2] = p.z * (d_scores[i + j + 2] - of_column(queries, j + 2));
-            d_scores[i + j + 3] = p.w * (d_scores[i + j + 3] - of_column(queries, j + 3));
+            d_scores[i + j] = differential(p.x, d_scores[i + j], of_column(queries, j));
+            d_scores[i + j + 1] = differential(p.y, d_scores[i + j + 1], of_column(queries, j + 1));
+            d_scores[i + j + 2] = differential(p.z, d_scores[i + j + 2], of_column(queries, j + 2));
+            d_scores[i + j + 3] = differential(p.w, d_scores[i + j + 3], of_column(queries, j + 3));
         }
     }
 }
@@ -114,6 +121,24 @@ __device__ __forceinline__ float4 unpack_operand(const uint32_t (&packed)[query_
     const float2 low = unpack<Traits::Element>(packed[i / 8][i / 2 % 4]);
     const float2 high = unpack<Traits::Element>(packed[i / 8][i / 2 % 4 + 1]);
     return {low.x, low.y, high.x, high.y};
+}
+
+// Dropout's words of a thread's two keys, of which `key` is the first.
+__device__ __forceinline__ void load_key_words(uint32_t (&words)[2], const Dropout& dropout, const Shape& shape,
+                                               int batch, int key) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        words[r] = dropout.columns[static_cast<int64_t>(batch) * shape.keys + min(key + 8 * r, shape.keys - 1)];
+    }
+}
+
+// What is kept of P, whose dropped elements have a sign.
+__device__ __forceinline__ void take_kept(uint32_t (&kept)[query_steps][4],
+                                          const uint32_t (&marked)[query_steps][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * query_steps; ++i) {
+        kept[i / 4][i % 4] = without_negatives<Traits::Element>(marked[i / 4][i % 4]);
+    }
 }
 
 // dSᵀ of 64 keys from row `first_row` of the buffer on. Lanes address the rows of four 8×8 matrices: keys

@@ -27,6 +27,8 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         float d_value[d_value_count] = {};
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
+        uint32_t key_words[2];
+        if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, work.tile.batch, key);
         BlockVisit now = work.first_visit();
         KeyBounds bounds;
         bounds.load(work.tile.batch, first_key, key, call.shape);
@@ -45,6 +47,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
                 mask(scores, key, now.block, call.shape);
             }
             pack_operand(probabilities, scores);
+            if constexpr (Traits::dropout) {
+                mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
+            }
         };
 
         // From P of a block to P of the next one. Between two steps no product is under way.
@@ -55,7 +60,13 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             take_turn(consumer);
             mbarrier::wait(shared.d_out_full(stage), slot.parity);
             issue_scores<0, value_steps>(scores, value_rows, shared.d_out_block(stage));
-            issue_gradient(d_value, probabilities, shared.d_out_block(stage));
+            if constexpr (Traits::dropout) {
+                uint32_t kept[query_steps][4];
+                take_kept(kept, probabilities);
+                issue_gradient(d_value, kept, shared.d_out_block(stage));
+            } else {
+                issue_gradient(d_value, probabilities, shared.d_out_block(stage));
+            }
             pass_turn(consumer);
             wgmma::wait<0>();
             wgmma::pin(scores);
@@ -95,11 +106,11 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
         wait_for_stores(own + consumer);  // of the tile before
         if (lane == 0) mbarrier::arrive(shared.key_empty());
-        store_gradient(d_value, 1, call.maps.d_value, shared.gradient_tile(consumer), own + consumer, work.tile.head,
-                       first_key, work.tile.batch);
+        store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value,
+                       shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
         wait_for_stores(own + consumer);
-        store_gradient(d_key, call.scale, call.maps.d_key, shared.gradient_tile(consumer), own + consumer,
-                       work.tile.head, first_key, work.tile.batch);
+        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key,
+                       shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
     });
     wait_for_stores(own + consumer);
 }

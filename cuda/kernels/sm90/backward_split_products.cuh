@@ -150,6 +150,10 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
     uint32_t factors[query_steps][4];        // the soft cap's derivative
+    uint32_t key_words[2];
+    if constexpr (Traits::dropout) {
+        load_key_words(key_words, call.dropout, call.shape, tile.batch, first_key + warp * 16 + lane / 4);
+    }
     BlockVisit now = work.first_visit();
     KeyBounds bounds;
     bounds.load(tile.batch, first_key, first_key + warp * 16 + lane / 4, call.shape);
@@ -166,14 +170,21 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         } else {
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
         }
-        __syncwarp();
-        if (lane == 0) release(shared.query_empty(slot.stage));
+        if constexpr (!Traits::dropout) {
+            __syncwarp();
+            if (lane == 0) release(shared.query_empty(slot.stage));
+        }
         if constexpr (Traits::bounds) {
             bounds.mask(scores, now.block, call.shape);
         } else if (crosses(first_key, now.block, call.shape)) {
             mask(scores, first_key + warp * 16 + lane / 4, now.block, call.shape);
         }
         pack_operand(probabilities, scores);
+        if constexpr (Traits::dropout) {
+            mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
+            __syncwarp();
+            if (lane == 0) release(shared.query_empty(slot.stage));
+        }
     };
     auto hand_over_probabilities = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
@@ -195,6 +206,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
             }
         }
         named_barrier_arrive(exchange_full, 256);
+        if constexpr (Traits::dropout) take_kept(probabilities, probabilities);
     };
     auto hand_over_factors = [&]() __attribute__((always_inline)) {
         named_barrier_sync(exchange_read, 256);
@@ -270,8 +282,8 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     part.end_turn_before(call, slot);
     // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
     mbarrier::wait(shared.value_full(), 0);
-    store_gradient(d_value, 1, call.maps.d_value, shared.value_tile(), own + consumer, tile.head, first_key,
-                   tile.batch);
+    store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
+                   own + consumer, tile.head, first_key, tile.batch);
     wait_for_stores(own + consumer);
     wait_for_sums();
 }
@@ -406,8 +418,8 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
     mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
     if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);
-    store_gradient(d_key, call.scale, call.maps.d_key, shared.key_tile(), own + consumer, tile.head,
-                   cta_first_key(tile), tile.batch);
+    store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, shared.key_tile(),
+                   own + consumer, tile.head, cta_first_key(tile), tile.batch);
     wait_for_stores(own + consumer);
     wait_for_sums();
 }

@@ -141,7 +141,8 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
             unsigned char* stage = shared.data + SharedMemory::writer_offset(writer, slot.stage);
             const float4* sum = reinterpret_cast<const float4*>(stage) + lane;
             auto packed = [&](float low, float high) {
-                return pack<Traits::Element>(low * call.scale, high * call.scale);
+                const float factor = with_dropout(call.scale, call.dropout.factor);
+                return pack<Traits::Element>(low * factor, high * factor);
             };
 #pragma unroll
             for (int part = 0; part < 4; ++part) {  // 16 rows, staged over half of their sums

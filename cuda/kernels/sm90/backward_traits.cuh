@@ -1,6 +1,7 @@
 // The backward kernels' compile-time facts, in one struct, and the main kernel's shared-memory map.
 //
-// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC and BIAS_SUM the same for the three kernels of a call:
+// Defines, all set by jax_flash/cuda/backward_plan.py, and but for DETERMINISTIC and BIAS_SUM the same for the three
+// kernels of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries and keys, and of their gradients, rounded up to a multiple of 16
 //   VALUE_DIM       … of values and the output, and of theirs
@@ -17,11 +18,12 @@
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
-// Only the main kernel has BOUNDS, SEGMENTS and those of scores.cuh set.
+// Only the main kernel has BOUNDS, SEGMENTS and those of scores.cuh set; all have that of dropout.cuh.
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
 #include "constants.cuh"
+#include "dropout.cuh"
 #include "pipeline.cuh"
 #include "scores.cuh"
 
@@ -39,6 +41,7 @@ struct Traits {
     static constexpr bool bounds = BOUNDS;
     static constexpr bool segments = SEGMENTS;
     using BiasSum = BIAS_SUM;
+    static constexpr bool dropout = has_dropout;
 
     static constexpr int cluster = CLUSTER;  // CTAs that share a tile
     static constexpr int cta_keys = keys / cluster;
@@ -59,7 +62,9 @@ struct Traits {
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(cta_keys);
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
-    static constexpr int statistics_bytes = queries * 4;  // one stage of lse, or of D
+    static constexpr int statistics_bytes = queries * 4;               // one stage of lse, or of D
+    static constexpr int word_bytes = dropout ? statistics_bytes : 0;  // … and of dropout's words
+    static constexpr int statistics = dropout ? 3 : 2;                 // that each query has
     // dS lies as [keys][queries], in panels of 64 queries. Two of them, so that the next block's is written while
     // another warpgroup computes dQ of this one.
     static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(cta_keys);
@@ -155,7 +160,8 @@ struct SharedMemory {
     static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
     static constexpr int factors = gradients + Traits::consumers * Traits::gradient_bytes;
     static constexpr int statistics = factors + Traits::factor_bytes;
-    static constexpr int barriers = statistics + 2 * Traits::stages * Traits::statistics_bytes;
+    static constexpr int stage_statistics_bytes = 2 * Traits::statistics_bytes + Traits::word_bytes;
+    static constexpr int barriers = statistics + Traits::stages * stage_statistics_bytes;
     static constexpr int barrier_count = 6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
                                          Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages;
     static constexpr int blocks = barriers + 8 * barrier_count;  // of the tile, where they are data
@@ -180,11 +186,15 @@ struct SharedMemory {
         return base + peer_key + consumer * descriptor::panel_bytes(Traits::cta_keys);
     }
 
-    // Statistics of a block's rows: lse in base 2, and D. As addresses for TMA, and as arrays of
-    // `statistics_slot`s.
-    __device__ static constexpr int lse_offset(int stage) { return statistics + 2 * stage * Traits::statistics_bytes; }
-    __device__ static constexpr int delta_offset(int stage) { return lse_offset(stage) + Traits::statistics_bytes; }
+    // Statistics of a block's rows: lse in base 2, with dropout their words, and D. As addresses for TMA, and as
+    // arrays of `statistics_slot`s.
+    __device__ static constexpr int lse_offset(int stage) { return statistics + stage * stage_statistics_bytes; }
+    __device__ static constexpr int words_offset(int stage) { return lse_offset(stage) + Traits::statistics_bytes; }
+    __device__ static constexpr int delta_offset(int stage) { return words_offset(stage) + Traits::word_bytes; }
     __device__ const float4* lse(int stage) const { return reinterpret_cast<const float4*>(data + lse_offset(stage)); }
+    __device__ const uint4* words(int stage) const {
+        return reinterpret_cast<const uint4*>(data + words_offset(stage));
+    }
     __device__ const float4* delta(int stage) const {
         return reinterpret_cast<const float4*>(data + delta_offset(stage));
     }

@@ -61,6 +61,18 @@ __device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[packed_cou
     }
 }
 
+// Dropout's words of the thread's two rows, of which `row` is the upper.
+__device__ __forceinline__ void load_row_words(uint32_t (&words)[2], const Dropout& dropout, const Shape& shape,
+                                               const Tile& tile, int row) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int query = min((row + 8 * r) / Traits::pack, shape.queries - 1);
+        const int head = tile.head + (row + 8 * r) % Traits::pack;
+        const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries;
+        words[r] = dropout.rows[first + query];
+    }
+}
+
 // Waiting for the turn at the tensor cores, and passing it on to the next warpgroup. Named barrier 0 is __syncthreads.
 __device__ __forceinline__ void take_turn(int consumer) {
     if constexpr (Traits::pingpong) named_barrier_sync(1 + consumer, 256);
@@ -70,12 +82,13 @@ __device__ __forceinline__ void pass_turn(int consumer) {
 }
 
 __device__ __forceinline__ void consume(const SharedMemory& shared, const Results& results, const Partials& partials,
-                                        const Shape& shape, const Cut& cut,
-                                        const ScoreOperands& operands, const Sinks& sinks, float scale_log2) {
+                                        const Shape& shape, const Cut& cut, const ScoreOperands& operands,
+                                        const Sinks& sinks, const Dropout& dropout, float scale_log2) {
     const int warp = warp_index() - 4, consumer = warp / 4;
     const int lane = threadIdx.x % 32;
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
+    PipelineState<Traits::word_stages> word_slot;
     const uint32_t first_key = descriptor::k_major_low(shared.key_block(0));
     const uint32_t first_value = descriptor::mn_major_low(shared.value_block(0), Traits::keys);
     if (Traits::pingpong && consumer == Traits::consumers - 1) pass_turn(consumer);  // warpgroup 0 goes first
@@ -97,6 +110,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
         auto finish = [&]() __attribute__((always_inline)) {
             softmax.finish(normalise, row_lse, [&](int r) { return sinks.of_row(tile, row + 8 * r); });
             write_lse(row_lse, results, shape, tile, row);
+            for (float& factor : normalise) factor = with_dropout(factor, dropout.factor);
         };
 
         if (tile.count() > 0) {
@@ -105,6 +119,8 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             float scores[score_count];
             uint32_t probabilities[packed_count][4];
             bool rescales = false;
+            uint32_t row_words[2];
+            if constexpr (Traits::dropout) load_row_words(row_words, dropout, shape, tile, row);
 
             // This warpgroup's rows see every key of the blocks [whole_begin, whole_end).
             const int first_row = tile.first_row + 64 * consumer;
@@ -161,6 +177,14 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 }
             };
 
+            auto finish_probabilities = [&]() __attribute__((always_inline)) {
+                pack_probabilities(probabilities, scores);
+                if constexpr (Traits::dropout) {
+                    drop(probabilities, row_words, shared.words(word_slot.stage), dropout.threshold);
+                    word_slot.advance();
+                }
+            };
+
             start_scores();
             pass_turn(consumer);
             wgmma::wait<0>();
@@ -168,7 +192,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             softmax.take_maximum<0>(scores, scale_log2, -infinity);
             softmax.take_maximum<1>(scores, scale_log2, -infinity);
             softmax.exponentiate<0, score_count>(scores, scale_log2);
-            pack_probabilities(probabilities, scores);
+            finish_probabilities();
 
             // QK^T of `block`, then PV of the block before it beside the softmax of `block`.
             auto step = [&](const bool masked) __attribute__((always_inline)) {
@@ -191,7 +215,7 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
                 }
                 finish_out();
                 softmax.exponentiate<early_count, score_count>(scores, scale_log2);
-                pack_probabilities(probabilities, scores);
+                finish_probabilities();
             };
             --block;
             if constexpr (Traits::has_right) {
@@ -238,13 +262,15 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             SCORE_PARAMETERS,                                               // see ScoreOperands
             const float* __restrict__ sinks, int64_t sinks_batch,
             const int2* __restrict__ query_keys, const int4* __restrict__ group_blocks,  // see Bounds
-            const int* __restrict__ query_segments, const int* __restrict__ key_segments) {
+            const int* __restrict__ query_segments, const int* __restrict__ key_segments,
+            DROPOUT_PARAMETERS) {  // see Dropout
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{queries, keys, query_heads, group, batch, columns, left, right,
                       {query_keys, group_blocks, query_segments, key_segments}};
     const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};
     const ScoreOperands operands = SCORE_OPERANDS;
+    const Dropout dropout = DROPOUT_OPERANDS;
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
@@ -270,12 +296,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     if (warp_index() < 4) {
         if constexpr (Traits::consumers > 1) release_registers<Traits::producer_registers>();
         if (warp_index() == 0 && elect_one()) {
-            produce({query_map, key_map, value_map}, shared, shape, cut, section_heads, next_tile);
+            produce({query_map, key_map, value_map}, shared, shape, cut, section_heads, next_tile, dropout);
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
         // Logits come in base 2 out of `transform_scores`, where it has something to do.
-        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands, {sinks, sinks_batch},
+        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands, {sinks, sinks_batch}, dropout,
                 ScoreTraits::change ? 1.0f : scale_log2);
     }
 }

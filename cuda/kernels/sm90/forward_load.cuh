@@ -1,5 +1,6 @@
 // The loading role of the forward kernel: one thread of warpgroup 0.
 #pragma once
+#include "../ptx/bulk.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warpgroup.cuh"
@@ -9,10 +10,10 @@ struct TensorMaps {
     const TensorMap &query, &key, &value;
 };
 
-// One copy for each panel of 64 columns; `barrier` expects the bytes of all of them.
+// One copy for each panel of 64 columns; `barrier` expects the bytes of all of them, and of `more`.
 __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
-                                            int rows, int head, int first_row, int batch) {
-    mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(rows));
+                                            int rows, int head, int first_row, int batch, int more = 0) {
+    mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(rows) + more);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel) {
         tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
@@ -25,10 +26,11 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
 // go from the last to the first; K runs one block ahead of V, as they are used. With two stages for Q, a tile is taken
 // and its Q loaded before the end of the one before.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
-                                        const Cut& cut, int section_heads, int* next_tile) {
+                                        const Cut& cut, int section_heads, int* next_tile, const Dropout& dropout) {
     constexpr bool loads_query_early = Traits::query_stages > 1;
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
+    PipelineState<Traits::word_stages> word_slot;
     const int grid = gridDim.x;
     int index = blockIdx.x, blind = blockIdx.x;
     int cut_block = Traits::cut ? cut.begin(blockIdx.x) : 0;
@@ -71,7 +73,15 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         auto load_key = [&](int block) {
             mbarrier::wait(shared.key_empty(key_slot.stage), key_slot.parity ^ 1);
             load_panels(shared.key_block(key_slot.stage), maps.key, shared.key_full(key_slot.stage),
-                        Traits::key_panels, Traits::keys, key_head, block * Traits::keys, tile.batch);
+                        Traits::key_panels, Traits::keys, key_head, block * Traits::keys, tile.batch,
+                        Traits::word_bytes);
+            if constexpr (Traits::dropout) {
+                const int blocks = ceil_div(shape.keys, Traits::keys);
+                const int64_t words = (static_cast<int64_t>(tile.batch) * blocks + block) * Traits::keys;
+                bulk::load(shared.base + SharedMemory::words_offset(word_slot.stage), dropout.columns + words,
+                           Traits::word_bytes, shared.key_full(key_slot.stage));
+                word_slot.advance();
+            }
             key_slot.advance();
         };
         auto load_value = [&](int block) {

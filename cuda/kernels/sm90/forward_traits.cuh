@@ -18,10 +18,11 @@
 //   BOUNDS      1: what rows see is data, see forward_bounds.cuh; the window bounds neither side then
 //   SEGMENTS    1: so it is, and rows see keys of their own segment alone
 //   SHARED_BYTES  dynamic shared memory of the launch
-// and those of scores.cuh.
+// and those of scores.cuh and dropout.cuh.
 #pragma once
 #include "../ptx/descriptor.cuh"
 #include "../ptx/types.cuh"
+#include "dropout.cuh"
 #include "pipeline.cuh"
 
 struct Traits {
@@ -42,6 +43,7 @@ struct Traits {
     static constexpr bool has_right = HAS_RIGHT || bounds;
     static constexpr int score_sign = SCORE_SIGN;
     static constexpr bool sinks = SINKS;
+    static constexpr bool dropout = has_dropout;
 
     static constexpr int value_steps = keys / 16;  // wgmmas of PV
     static constexpr int split = SPLIT;
@@ -59,6 +61,10 @@ struct Traits {
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
     static constexpr int staging_bytes = descriptor::panel_bytes(16);  // a warp's rows of the output
+    // Dropout's words of a block's keys come with K. They are read until its probabilities are packed, after K is: by
+    // the time at which K of the next block is, so that one stage more than K has needs no barriers of its own.
+    static constexpr int word_stages = stages + 1;
+    static constexpr int word_bytes = dropout ? keys * 4 : 0;
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "rows are stored 16 columns at a time; N is at most 256");
@@ -101,7 +107,8 @@ struct SharedMemory {
     static constexpr int key = query + Traits::query_stages * Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int staging = value + Traits::stages * Traits::value_bytes;
-    static constexpr int barriers = staging + 4 * Traits::consumers * Traits::staging_bytes;
+    static constexpr int first_word = staging + 4 * Traits::consumers * Traits::staging_bytes;
+    static constexpr int barriers = first_word + Traits::word_stages * Traits::word_bytes;
     static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
     static constexpr int least = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
     static constexpr int bytes = least + 8;
@@ -114,6 +121,12 @@ struct SharedMemory {
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::value_bytes; }
     // A consumer warp's own place to turn rows of accumulators into rows of memory.
     __device__ int staging_offset(int consumer_warp) const { return staging + consumer_warp * Traits::staging_bytes; }
+
+    // Dropout's words of a block's keys: as an address for TMA, and in vectors, see `for_each_dropped`.
+    __device__ static constexpr int words_offset(int stage) { return first_word + stage * Traits::word_bytes; }
+    __device__ const uint4* words(int stage) const {
+        return reinterpret_cast<const uint4*>(data + words_offset(stage));
+    }
 
     // Holds -inf, what maxima start from.
     __device__ float& least_score() const { return *reinterpret_cast<float*>(data + least); }

@@ -51,6 +51,18 @@ float2 unpack(uint32_t packed) {
     return {widen<Element>(packed), widen<Element>(packed >> 16)};
 }
 
+inline uint32_t upper_halves(uint32_t low, uint32_t high) { return low >> 16 | (high & 0xffff0000u); }
+
+inline uint32_t halves_below(uint32_t x, uint32_t limit) {
+    const bool low = (x & 0x7fff) < (limit & 0xffff), high = (x >> 16 & 0x7fff) < limit >> 16;
+    return (low ? 0xffffu : 0) | (high ? 0xffff0000u : 0);
+}
+
+template <class Element>
+uint32_t without_negatives(uint32_t packed) {
+    return packed & ((packed & 0x8000 ? 0 : 0xffffu) | (packed >> 31 ? 0 : 0xffff0000u));
+}
+
 inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));

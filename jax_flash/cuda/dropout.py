@@ -1,0 +1,69 @@
+"""Dropout as the kernels take it (cuda/kernels/sm90/dropout.cuh)."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _dropout
+from jax_flash._spec import AttentionSpec
+from jax_flash.cuda.launch_plan import Buffer, LaunchPlan, Parameter, Pointer, Scalar
+
+MAX_THRESHOLD = 0x7C00
+"""The kernels compare hashes as magnitudes of float16, of which this, infinity, is the last in order."""
+
+NAMES = ("dropout_rows", "dropout_columns")
+
+
+def unsupported(spec: AttentionSpec) -> str | None:
+    """Why the kernels can't drop at this rate, or None."""
+    if _dropout.threshold(spec.dropout_rate) > MAX_THRESHOLD:
+        return f"dropout_rate is {spec.dropout_rate}; it may be up to {MAX_THRESHOLD / 2**15}"
+    return None
+
+
+def defines(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
+    return (("DROPOUT", int(spec.dropout_rate > 0)),)
+
+
+def factor(spec: AttentionSpec) -> float:
+    """Of the probabilities that are kept."""
+    return 1 / (1 - spec.dropout_rate)
+
+
+def buffers(spec: AttentionSpec, *shapes: tuple[int, ...]) -> tuple[Buffer, ...]:
+    """The words of rows and columns, of these shapes, where there is dropout."""
+    if not spec.dropout_rate:
+        return ()
+    return tuple(Buffer(name, shape, "uint32") for name, shape in zip(NAMES, shapes, strict=True))
+
+
+def parameters(spec: AttentionSpec) -> tuple[Parameter, ...]:
+    """`DROPOUT_PARAMETERS` of the kernels."""
+    pointers = (pointer(spec, name) for name in NAMES)
+    threshold = _dropout.threshold(spec.dropout_rate) * 0x10001
+    return (*pointers, Scalar("uint32", threshold), Scalar("float32", factor(spec)))
+
+
+def pointer(spec: AttentionSpec, name: str) -> Parameter:
+    """To one of `NAMES`, null without dropout."""
+    return Pointer(name) if spec.dropout_rate else Scalar("int64", 0)
+
+
+def arranged(plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """`arrays` by name, with columns' words as the forward `plan` takes them."""
+    shapes = {buffer.name: buffer.shape for buffer in plan.operands}
+    return {
+        name: _in_blocks(x, shapes[name]) if name == "dropout_columns" else x for name, x in arrays.items()
+    }
+
+
+def _in_blocks(columns: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Words `(B, S)` as `shape`, `(B, blocks, keys)`, in the order in which the kernel reads them.
+
+    Anything is behind the last; of each 16 keys 0, 1, 8 and 9 come first, then
+    2, 3, 10 and 11, and so on, as a thread has them (`for_each_dropped` in dropout.cuh).
+    """
+    B, blocks, keys = shape
+    padded = jnp.pad(columns, ((0, 0), (0, blocks * keys - columns.shape[1])))
+    return padded.reshape(B, -1, 2, 4, 2).swapaxes(2, 3).reshape(shape)
