@@ -8,7 +8,7 @@ import pytest
 
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import backward_plan, launch_plan, scores
+from jax_flash.cuda import backward_plan, dropout, launch_plan, scores
 from jax_flash.cuda.backward_plan import plan_backward
 from jax_flash.cuda.launch_plan import Pointer, Scalar, TensorMap
 
@@ -99,8 +99,9 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
 
     def heads_and_wave(right, **sizes):
         main = main_launch(plan(right, True, **sizes))
-        about_scores = 2 + len(scores.parameters(AttentionSpec(0.1), shapes()))
-        return scalars(dataclasses.replace(main, parameters=main.parameters[:-about_scores]))[-3:-1]
+        spec = AttentionSpec(0.1)
+        behind = 2 + len(scores.parameters(spec, shapes())) + len(dropout.parameters(spec))
+        return scalars(dataclasses.replace(main, parameters=main.parameters[:-behind]))[-3:-1]
 
     assert heads_and_wave(None, S=50_000) == [4, H100.sm_count]  # at work at once
     assert heads_and_wave(None, S=128) == [4, 4]

@@ -90,8 +90,9 @@ __device__ __forceinline__ void produce(const Call& call) {
             mbarrier::arrive_expect(shared.d_out_full(stage), Traits::query_bytes + Traits::statistics_bytes);
             load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), head, first_row,
                        tile.batch);
-            bulk::load(shared.base + SharedMemory::delta_offset(stage), statistics + (Traits::statistics - 1) * Traits::queries,
-                       Traits::statistics_bytes, shared.d_out_full(stage));
+            bulk::load(shared.base + SharedMemory::delta_offset(stage),
+                       statistics + (Traits::statistics - 1) * Traits::queries, Traits::statistics_bytes,
+                       shared.d_out_full(stage));
             slot.advance();
         });
         if constexpr (Traits::cluster > 1) {
