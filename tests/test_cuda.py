@@ -38,8 +38,14 @@ def test_says_what_device_it_needs():
     assert "needs a Hopper GPU" in reason(device=Device("cuda", "NVIDIA A100", (8, 0), 108))
 
 
-def test_refuses_what_a_spec_field_asks():
-    assert "dropout_rate" in reason(dataclasses.replace(AttentionSpec(0.1), dropout_rate=0.1))
+def test_rates_of_dropout():
+    words = dict(
+        dropout_rows=jax.ShapeDtypeStruct((2, 4, 128), jnp.uint32),
+        dropout_columns=jax.ShapeDtypeStruct((2, 128), jnp.uint32),
+    )
+    for rate in (1e-9, 0.1, 0.96875):
+        assert reason(AttentionSpec(0.1, dropout_rate=rate), **words) is None
+    assert "up to 0.96875" in reason(AttentionSpec(0.1, dropout_rate=0.97), **words)
 
 
 def test_what_makes_logits_of_scores():

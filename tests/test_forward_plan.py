@@ -6,10 +6,10 @@ import pytest
 
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import launch_plan
+from jax_flash.cuda import dropout, launch_plan
 from jax_flash.cuda.forward_plan import plan_forward
 from jax_flash.cuda.forward_tiles import ForwardTile, block_counts, choices, cut_last_wave, pack, tile
-from jax_flash.cuda.launch_plan import Launch, Scalar, TensorMap, Zero
+from jax_flash.cuda.launch_plan import Launch, Pointer, Scalar, TensorMap, Zero
 from jax_flash.cuda.window import Window
 
 
@@ -35,6 +35,44 @@ def test_buffers_are_those_of_the_call():
         ("out", (2, 1000, 8, 128), "bfloat16"),
         ("lse", (2, 8, 1000), "float32"),
     ]
+
+
+def test_dropout():
+    words = dict(
+        dropout_rows=jax.ShapeDtypeStruct((2, 8, 1000), jnp.uint32),
+        dropout_columns=jax.ShapeDtypeStruct((2, 777), jnp.uint32),
+    )
+    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.25), shapes().replace(**words), H100)
+    without = plan_forward(AttentionSpec(0.1), shapes(), H100)
+    keys = defines(plan)["KEYS"]
+    # A CTA copies whole blocks of words.
+    blocks = -(-777 // keys)
+    assert [(b.name, b.shape, b.dtype) for b in plan.operands[3:]] == [
+        ("dropout_rows", (2, 8, 1000), "uint32"),
+        ("dropout_columns", (2, blocks, keys), "uint32"),
+    ]
+    assert plan.launches[0].shared_bytes - without.launches[0].shared_bytes == 3 * keys * 4
+    assert (defines(plan)["DROPOUT"], defines(without)["DROPOUT"]) == (1, 0)
+    assert plan.launches[0].parameters[-4:] == (
+        Pointer("dropout_rows"),
+        Pointer("dropout_columns"),
+        Scalar("uint32", 0x20002000),
+        Scalar("float32", 1 / 0.75),
+    )
+
+
+def test_words_of_keys_are_in_the_order_of_accumulators():
+    words = dict(
+        dropout_rows=jax.ShapeDtypeStruct((2, 8, 1000), jnp.uint32),
+        dropout_columns=jax.ShapeDtypeStruct((2, 777), jnp.uint32),
+    )
+    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.25), shapes().replace(**words), H100)
+    columns = jnp.arange(2 * 777, dtype=jnp.uint32).reshape(2, 777) + 1
+    arranged = dropout.arranged(plan, {"dropout_columns": columns})["dropout_columns"].reshape(2, -1)
+    assert arranged[1, 16:32].tolist() == [
+        777 + 17 + key for key in (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+    ]
+    assert sorted(arranged[0].tolist()) == [0] * (arranged.shape[1] - 777) + list(range(1, 778))
 
 
 def test_survives_the_attribute():

@@ -124,6 +124,13 @@ DROPOUT = (
     Case(H=128, T=70, S=140, N=2, B=2, soft_cap=2.0, dropout=0.4, right=0),
     Case(H=64, T=70, S=90, N=2, B=2, bias="1N1S", alibi="1N", soft_cap=3.0, sinks="1N", dropout=0.3),
     Case(H=192, T=130, S=70, N=2, bias="BNTS", mask="1N1S", sinks="BN", dropout=0.15, return_residual=True),
+    Case(H=64, T=200, S=300, N=2, B=3, lengths="qk", dropout=0.3, right=0, return_residual=True),
+    Case(H=128, T=10, S=300, N=8, K=2, B=3, lengths="k", dropout=0.5),  # whose heads share a tile
+    Case(H=128, T=200, S=260, N=2, segments="sorted", dropout=0.2, right=0),
+    Case(H=128, T=300, S=400, N=4, K=2, packed=5, right=0, dropout=0.3),
+    Case(H=256, T=150, S=200, N=2, packed=3, dropout=0.4, bias="1N1S", soft_cap=2.0),
+    Case(H=192, V=128, T=130, S=200, N=2, right=0, dropout=0.3, return_residual=True),
+    Case(H=40, V=80, T=70, S=129, N=2, B=2, lengths="qk", alibi="BN", sinks="1N", dropout=0.3),
 )
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
@@ -180,6 +187,8 @@ IN_TURNS = (
     (Case(H=256, T=150, S=200, N=2, bias="1N1S", soft_cap=2.0, right=0), 6),
     (Case(H=128, T=200, S=500, N=4, K=2, dropout=0.3), 3),
     (Case(H=256, T=130, S=300, N=2, dropout=0.3, alibi="1N"), 4),
+    (Case(H=64, V=128, T=200, S=300, N=2, B=2, lengths="qk", bias="1NTS", dropout=0.3), 4),
+    (Case(H=192, T=150, S=200, N=2, packed=3, bias="11T1", dropout=0.9, right=0, return_residual=True), 6),
     # The last of two sections goes the other way.
     (Case(H=256, T=300, S=300, right=0, N=2), 4),
     (Case(H=64, T=500, S=300, right=0, N=6, K=3), 3),  # queries that see no key

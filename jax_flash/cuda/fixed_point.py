@@ -31,14 +31,15 @@ def factor(
 
     A term is dS = P∘(dP − D). P of a row adds up to 1 at most, so that a sum is no larger than that over its
     rows of the largest |dP − D|. There dP is a product of rows of dO and V, D that of rows of dO and out, a
-    mean of V's, less d_lse.
+    mean of V's, less d_lse. With dropout terms are without its factor (`scores.gradients`): then the mean is
+    of those V that are kept, and D is no larger either.
     """
     n = sizes(operands)
     bias = operands.present()["bias"]
     shared = [size for size, axis in zip((n.B, n.N, n.T), bias.shape, strict=False) if axis == 1]
     # In powers of two, as products may be beyond float32.
     largest_products = _log2_of_largest(d_out) + _log2_of_largest(operands.value)
-    largest = largest_products + math.log2(2 * n.V / (1 - spec.dropout_rate))
+    largest = largest_products + math.log2(2 * n.V)
     if d_lse is not None:
         largest = jnp.maximum(largest, _log2_of_largest(d_lse)) + 1
     # One bit is the sign, and two more are spared: P is rounded, and adds up to 1 only nearly.

@@ -23,6 +23,7 @@ class TestCuda(ImplementationSuite):
         "alibi_slopes",
         "sinks",
         "value_head_dim",
+        "dropout",
         "deterministic",
     )
     thorough = True
@@ -61,6 +62,8 @@ class TestCuda(ImplementationSuite):
             # whose tiles are cut along their keys
             ("ragged last wave", dict(B=1, T=200, S=4000, N=133, K=7)),
             ("few tiles", dict(B=2, T=3, S=5000, N=16, K=2)),
+            ("dropout", dict(B=3, T=2100, S=2001, N=12, K=4, is_causal=True, features=("dropout",))),
+            ("dropout, packed heads", dict(B=2, T=10, S=3001, N=16, K=2, features=("dropout",))),
         ],
     )
     def test_tiles_are_shared_out(self, category, sizes, head_dim, dtype, record_property):
@@ -84,6 +87,11 @@ class TestCuda(ImplementationSuite):
             slices = operands.replace(
                 query=operands.query[queries], key=operands.key[keys], value=operands.value[keys]
             )
+            if spec.dropout_rate:
+                slices = slices.replace(
+                    dropout_rows=operands.dropout_rows[b : b + 1, k * group : (k + 1) * group],
+                    dropout_columns=operands.dropout_columns[b : b + 1],
+                )
             ratios = compare(part, spec, slices, d_out[queries], d_lse[queries], got)
             record_property("category", case.category)
             record_property("implementation", self.implementation)
@@ -144,6 +152,27 @@ class TestCuda(ImplementationSuite):
         record_property("category", case.category)
         record_property("implementation", self.implementation)
         record_property("error_ratios", self.check(case))
+
+    @pytest.mark.parametrize("rate", (3 * 2**-15, 0.02, 0.5, 0.96))
+    @pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
+    def test_drops_what_dropout_mask_says(self, rate, head_dim, dtype):
+        """Probabilities all alike, and identities: the output and dV are the matrix of what is kept."""
+        shape = 2, head_dim, 3, head_dim
+        query = jnp.zeros(shape, dtype)
+        identity = jnp.broadcast_to(jnp.eye(head_dim, dtype=dtype)[:, None], shape)
+        key = jax.random.key(int(np.random.default_rng().integers(2**31)))
+
+        def attend(value):
+            return jax_flash.flash_attention(
+                query, query, value, dropout_rate=rate, dropout_key=key, implementation="cuda"
+            )
+
+        out, vjp = jax.vjp(attend, identity)
+        (d_value,) = vjp(identity)
+        kept = jax_flash.dropout_mask(key, rate, (2, 3, head_dim, head_dim))
+        expected = kept / (head_dim * (1 - rate))
+        np.testing.assert_allclose(out.astype(jnp.float32).transpose(0, 2, 1, 3), expected, rtol=0.01)
+        np.testing.assert_allclose(d_value.astype(jnp.float32).transpose(0, 2, 3, 1), expected, rtol=0.01)
 
     @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5))
     @pytest.mark.parametrize("head_dim", (64, 256))

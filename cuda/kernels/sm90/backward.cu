@@ -97,8 +97,8 @@ __device__ __forceinline__ void produce(const Call& call) {
             load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::value_panels, head,
                        first_row, tile.batch);
             bulk::load(shared.base + SharedMemory::delta_offset(stage),
-                       statistics + (Traits::statistics - 1) * Traits::queries,
-                       Traits::statistics_bytes, shared.d_out_full(stage));
+                       statistics + (Traits::statistics - 1) * Traits::queries, Traits::statistics_bytes,
+                       shared.d_out_full(stage));
             slot.advance();
         });
         if constexpr (Traits::cluster > 1) {

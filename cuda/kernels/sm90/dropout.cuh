@@ -9,7 +9,7 @@ constexpr bool has_dropout = DROPOUT;
 
 struct Dropout {
     const uint32_t* rows;     // (B, N, T)
-    const uint32_t* columns;  // forward: (B, blocks of keys, keys), in blocks as drop_slot orders them; backward: (B, S)
+    const uint32_t* columns;  // forward: (B, blocks of keys, keys), in the order of for_each_dropped; backward: (B, S)
     uint32_t threshold;       // of hashes that are kept, in both halves
     float factor;             // 1 / (1 - rate), of what is kept
 };
