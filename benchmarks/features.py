@@ -165,21 +165,21 @@ def measure_packed(case: Packed) -> list[dict]:
 BATCH, LENGTH = 4, 4096
 
 
-def options(heads: int, head_dim: int) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of a causal call; arrays among them."""
-    key = jax.random.key(5)
+def options(heads: int) -> dict[str, tuple[dict[str, Any], dict[str, jax.Array]]]:
+    """Keyword arguments of a causal call, those that are arrays apart."""
     lengths = jnp.full((BATCH,), LENGTH, jnp.int32)
     ids = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    bias = jax.random.normal(jax.random.key(5), (1, heads, LENGTH, LENGTH), jnp.bfloat16)
     return {
-        "none": {},
-        "lengths": {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths},
-        "segments": {"query_segment_ids": ids, "key_value_segment_ids": ids},
-        "sinks": {"sinks": jnp.zeros((heads,), jnp.float32)},
-        "soft cap": {"logits_soft_cap": 30.0},
-        "ALiBi": {"alibi_slopes": jnp.full((heads,), 0.01, jnp.float32)},
-        "mask of keys": {"mask": jnp.ones((BATCH, 1, 1, LENGTH), bool)},
-        "bias of a head": {"bias": jax.random.normal(key, (1, heads, LENGTH, LENGTH), jnp.bfloat16)},
-        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(6)},
+        "none": ({}, {}),
+        "lengths": ({}, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}),
+        "segments": ({}, {"query_segment_ids": ids, "key_value_segment_ids": ids}),
+        "sinks": ({}, {"sinks": jnp.zeros((heads,), jnp.float32)}),
+        "soft cap": ({"logits_soft_cap": 30.0}, {}),
+        "ALiBi": ({}, {"alibi_slopes": jnp.full((heads,), 0.01, jnp.float32)}),
+        "mask of keys": ({}, {"mask": jnp.ones((BATCH, 1, 1, LENGTH), bool)}),
+        "bias of a head": ({}, {"bias": bias}),
+        "dropout": ({"dropout_rate": 0.1}, {"dropout_key": jax.random.key(6)}),
     }
 
 
@@ -187,15 +187,20 @@ def measure_options(heads: int, head_dim: int) -> list[dict]:
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (BATCH, LENGTH, heads, head_dim)
     *inputs, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-    calls = options(heads, head_dim)
-    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="cuda")
+    calls = options(heads)
 
     def prepare(name: str) -> tuple[Any, Any]:
-        run = functools.partial(attend, **calls[name])
-        jax.block_until_ready(jax.jit(both(run))(*inputs, d_out))
-        return run, ()
+        static, arrays = calls[name]
 
-    found = rounds.measure(list(calls), prepare, lambda run: figures(run, inputs, d_out))
+        def attend(query, key, value, arrays):
+            return jax_flash.flash_attention(
+                query, key, value, is_causal=True, implementation="cuda", **static, **arrays
+            )
+
+        jax.block_until_ready(jax.jit(both(attend))(*inputs, arrays, d_out))
+        return (attend, (*inputs, arrays)), ()
+
+    found = rounds.measure(list(calls), prepare, lambda run: figures(*run, d_out))
     case = f"b{BATCH} s{LENGTH} h{heads} d{head_dim} causal"
     rows = [{"group": "options", "case": case, "option": name} | result for name, result in found.items()]
     for row in rows:
