@@ -22,6 +22,9 @@ class TestCuda(ImplementationSuite):
         "logits_soft_cap",
         "alibi_slopes",
         "sinks",
+        "seq_lengths",
+        "segment_ids",
+        "packed",
         "value_head_dim",
         "deterministic",
     )
