@@ -33,6 +33,7 @@ from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import backward_plan, forward_plan
 
 TOKENS, DOCUMENTS = 16384, 16
+DENSE = "one sequence"
 SHAPES = ((16, 128), (32, 64))  # heads, head dim
 
 
@@ -78,56 +79,56 @@ class Packed:
         return self.heads * self.head_dim * forward, self.heads * self.head_dim * backward
 
     def contenders(self) -> dict[str, tuple[Callable, np.ndarray]]:
-        """Each with the offsets that it is given: attention of query, key and value `(TOKENS, N, H)`."""
-        offsets, whole = self.offsets, np.array([0, TOKENS], np.int32)
+        """Attention of query, key and value `(TOKENS, N, H)`, each with what it takes besides, as data."""
+        longest = int(np.diff(self.offsets).max())
+        ids = np.searchsorted(self.offsets, np.arange(TOKENS), side="right").astype(np.int32)
 
-        def varlen(query, key, value):
+        def varlen(query, key, value, offsets):
             return jax_flash.flash_attention_varlen(
                 query,
                 key,
                 value,
-                cu_seqlens_q=jnp.asarray(offsets),
-                cu_seqlens_kv=jnp.asarray(offsets),
+                cu_seqlens_q=offsets,
+                cu_seqlens_kv=offsets,
                 max_seqlen_q=TOKENS,
                 max_seqlen_kv=TOKENS,
                 is_causal=self.causal,
                 implementation="cuda",
             )
 
-        def dense(query, key, value, **segments):
+        def dense(query, key, value, ids=None):
+            x = (query[None], key[None], value[None])
+            ids = None if ids is None else ids[None]
             return jax_flash.flash_attention(
-                query[None], key[None], value[None], is_causal=self.causal, implementation="cuda", **segments
+                *x,
+                is_causal=self.causal,
+                query_segment_ids=ids,
+                key_value_segment_ids=ids,
+                implementation="cuda",
             )[0]
 
-        def by_segments(query, key, value):
-            ids = jnp.searchsorted(jnp.asarray(offsets), jnp.arange(TOKENS), side="right")[None]
-            return dense(query, key, value, query_segment_ids=ids, key_value_segment_ids=ids)
-
-        def fa3_cu13(query, key, value):
+        def fa3_cu13(query, key, value, offsets):
             import dew_flash_attn
 
-            return dew_flash_attn.flash_mha_varlen(
-                query, key, value, jnp.asarray(offsets), int(np.diff(offsets).max()), is_causal=self.causal
-            )
+            return dew_flash_attn.flash_mha_varlen(query, key, value, offsets, longest, is_causal=self.causal)
 
-        def fa3_cu12(query, key, value):
+        def fa3_cu12(query, key, value, offsets):
             import flash_attn3_jax
 
             if query.shape[-1] != 128:
                 raise NotImplementedError(f"built for head dim 128, not {query.shape[-1]}")
-            longest = int(np.diff(offsets).max())
             return flash_attn3_jax.flash_mha_varlen(
                 query,
                 key,
                 value,
-                jnp.asarray(offsets),
+                offsets,
                 max_seqlen_q=longest,
                 max_seqlen_k=longest,
                 is_causal=self.causal,
             )
 
-        packed = {f.__name__: (f, offsets) for f in (varlen, by_segments, fa3_cu13, fa3_cu12)}
-        return packed | {"dense": (dense, whole)}
+        by_offsets = {f.__name__: (f, (self.offsets,)) for f in (varlen, fa3_cu13, fa3_cu12)}
+        return by_offsets | {"by_segments": (dense, (ids,)), DENSE: (dense, ())}
 
 
 def measure_packed(case: Packed) -> list[dict]:
@@ -137,19 +138,20 @@ def measure_packed(case: Packed) -> list[dict]:
     contenders = case.contenders()
 
     def prepare(name: str) -> tuple[Any, Any]:
-        attend, offsets = contenders[name]
-        # The one sequence has nobody to agree with.
-        results = jax.jit(both(attend))(*inputs, d_out) if offsets is not contenders["dense"][1] else ()
-        return attend, results
+        attend, data = contenders[name]
+        data = tuple(map(jnp.asarray, data))
+        gradients = jax.jit(both(attend))(*inputs, *data, d_out)
+        results.append(gradients)
+        # The one sequence, which comes last, has nobody to agree with.
+        return (attend, (*inputs, *data)), results[0] if name == DENSE else gradients
 
-    packed = [name for name in contenders if name != "dense"]
-    found = rounds.measure(packed, prepare, lambda run: figures(run, inputs, d_out))
-    found |= rounds.measure(["dense"], prepare, lambda run: figures(run, inputs, d_out))
+    results: list[Any] = []
+    found = rounds.measure(list(contenders), prepare, lambda run: figures(*run, d_out))
     rows = []
     for name, result in found.items():
         row = {"group": "packed", "case": str(case), "peer": name} | result
         if "forward_milliseconds" in row:
-            _, offsets = contenders[name]
+            offsets = np.array([0, TOKENS]) if name == DENSE else case.offsets
             flops = case.flops(offsets)
             visited = case.visited_flops(offsets)
             for key, factor, blocks in (("forward", 1, visited[0]), ("backward", 2.5, visited[1])):
@@ -163,21 +165,21 @@ def measure_packed(case: Packed) -> list[dict]:
 BATCH, LENGTH = 4, 4096
 
 
-def options(heads: int, head_dim: int) -> dict[str, dict[str, Any]]:
-    """Keyword arguments of a causal call; arrays among them."""
-    key = jax.random.key(5)
+def options(heads: int) -> dict[str, tuple[dict[str, Any], dict[str, jax.Array]]]:
+    """Keyword arguments of a causal call, those that are arrays apart."""
     lengths = jnp.full((BATCH,), LENGTH, jnp.int32)
     ids = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    bias = jax.random.normal(jax.random.key(5), (1, heads, LENGTH, LENGTH), jnp.bfloat16)
     return {
-        "none": {},
-        "lengths": {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths},
-        "segments": {"query_segment_ids": ids, "key_value_segment_ids": ids},
-        "sinks": {"sinks": jnp.zeros((heads,), jnp.float32)},
-        "soft cap": {"logits_soft_cap": 30.0},
-        "ALiBi": {"alibi_slopes": jnp.full((heads,), 0.01, jnp.float32)},
-        "mask of keys": {"mask": jnp.ones((BATCH, 1, 1, LENGTH), bool)},
-        "bias of a head": {"bias": jax.random.normal(key, (1, heads, LENGTH, LENGTH), jnp.bfloat16)},
-        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(6)},
+        "none": ({}, {}),
+        "lengths": ({}, {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}),
+        "segments": ({}, {"query_segment_ids": ids, "key_value_segment_ids": ids}),
+        "sinks": ({}, {"sinks": jnp.zeros((heads,), jnp.float32)}),
+        "soft cap": ({"logits_soft_cap": 30.0}, {}),
+        "ALiBi": ({}, {"alibi_slopes": jnp.full((heads,), 0.01, jnp.float32)}),
+        "mask of keys": ({}, {"mask": jnp.ones((BATCH, 1, 1, LENGTH), bool)}),
+        "bias of a head": ({}, {"bias": bias}),
+        "dropout": ({"dropout_rate": 0.1}, {"dropout_key": jax.random.key(6)}),
     }
 
 
@@ -185,15 +187,20 @@ def measure_options(heads: int, head_dim: int) -> list[dict]:
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (BATCH, LENGTH, heads, head_dim)
     *inputs, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
-    calls = options(heads, head_dim)
-    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="cuda")
+    calls = options(heads)
 
     def prepare(name: str) -> tuple[Any, Any]:
-        run = functools.partial(attend, **calls[name])
-        jax.block_until_ready(jax.jit(both(run))(*inputs, d_out))
-        return run, ()
+        static, arrays = calls[name]
 
-    found = rounds.measure(list(calls), prepare, lambda run: figures(run, inputs, d_out))
+        def attend(query, key, value, arrays):
+            return jax_flash.flash_attention(
+                query, key, value, is_causal=True, implementation="cuda", **static, **arrays
+            )
+
+        jax.block_until_ready(jax.jit(both(attend))(*inputs, arrays, d_out))
+        return (attend, (*inputs, arrays)), ()
+
+    found = rounds.measure(list(calls), prepare, lambda run: figures(*run, d_out))
     case = f"b{BATCH} s{LENGTH} h{heads} d{head_dim} causal"
     rows = [{"group": "options", "case": case, "option": name} | result for name, result in found.items()]
     for row in rows:
@@ -206,9 +213,9 @@ def measure_options(heads: int, head_dim: int) -> list[dict]:
 def both(attend: Callable) -> Callable:
     """Gradients of `attend` for a cotangent, its last argument."""
 
-    def run(*args):
-        *inputs, d_out = args
-        return jax.vjp(attend, *inputs)[1](d_out)
+    def run(query, key, value, *rest):
+        *data, d_out = rest
+        return jax.vjp(lambda *inputs: attend(*inputs, *data), query, key, value)[1](d_out)
 
     return run
 
