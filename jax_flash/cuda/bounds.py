@@ -22,6 +22,7 @@ SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 
 _SEQUENCES = 4
 """A batch row of several is taken to have so many, of one length. It is known when the call runs."""
+_FEW_OFFSETS = 128
 _NOWHERE = 1 << 30
 """Where an interval of nothing begins; it ends at 0."""
 
@@ -243,7 +244,9 @@ def _sequences(spec: AttentionSpec, operands: Operands, n: Sizes) -> tuple[Seque
     def of_tokens(own: int, token: jax.Array) -> Sequences:
         def of_row(offsets: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
             # The last one that starts there: those before it are empty.
-            sequence = jnp.searchsorted(offsets, token, side="right", method="scan_unrolled") - 1
+            # Few are compared with all in one kernel; every step of a search is one.
+            method = "compare_all" if offsets.size <= _FEW_OFFSETS else "scan_unrolled"
+            sequence = jnp.searchsorted(offsets, token, side="right", method=method) - 1
             return sequence >= 0, *(x.at[sequence].get(mode="clip") for x in values)
 
         values = (starts[0], lengths[0], starts[1], lengths[1])

@@ -119,7 +119,10 @@ struct Call {
             const int index = __shfl_sync(0xffffffff, shared.tile_index(), 0);  // in a uniform register
             if (index < 0) break;
             if constexpr (Traits::bounds) {
-                const QueryBlocks blocks = shared.tile_blocks();
+                // By one lane, too: once that one lets go of the tile, the next one's may be there.
+                const QueryBlocks& of_tile = shared.tile_blocks();
+                const QueryBlocks blocks{__shfl_sync(0xffffffff, of_tile.first, 0),
+                                         __shfl_sync(0xffffffff, of_tile.last, 0)};
                 visit(work(index, &blocks), parity);
             } else {
                 visit(work(index), parity);
