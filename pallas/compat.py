@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
@@ -52,6 +53,123 @@ def no_triton() -> str | None:
 def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """What a kernel makes from `like`: under `jax.shard_map`, it varies over the same mesh axes."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def no_mosaic() -> str | None:
+    """Why the installed JAX can't run the Mosaic GPU kernels, or None."""
+    try:
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError as error:
+        return f"JAX {jax.__version__} has no Mosaic GPU lowering of Pallas ({error})"
+    return None
+
+
+def tiled_shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout that wgmma reads: rows of the widest swizzle that divides them."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
+    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+
+
+def registers(computing: int) -> tuple[int, int]:
+    """Registers for a thread of the computing warpgroups and of the one that loads for them."""
+    return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[computing]
+
+
+def accumulate(body: Callable[[Any, Any], Any], acc: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """`body(accumulator, state)` returns a new state, of the same types, and issues products into `accumulator`.
+
+    -> the accumulator's value when all products have ended, starting from `acc`; and the new state.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpreting():
+        summed = _Sum(acc)
+        new_state = body(summed, state)
+        return summed.value, new_state
+
+    def in_registers(refs):
+        accumulator, states = refs
+        new_state = body(accumulator, jax.tree.map(lambda ref: ref[...], states))
+        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), states, new_state)
+
+    return pl.run_state(in_registers)((plgpu.ACC.init(acc), state))
+
+
+class _Sum:
+    """An accumulator in the interpreter, which has neither `run_state` nor products of registers."""
+
+    def __init__(self, value: jax.Array):
+        self.value = value
+
+
+def from_zero(body: Callable[[Any], Any], shape: tuple[int, int]) -> Any:
+    """What `body(accumulator)` returns, with an accumulator that starts from zero."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpreting():
+        return body(_Sum(jnp.zeros(shape, jnp.float32)))
+    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+
+
+def wgmma(accumulator: Any, a: Any, b: Any) -> None:
+    """Issues `accumulator += a @ b`, with `a` in registers or shared memory and `b` in shared memory."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(accumulator, _Sum):
+        a = a if isinstance(a, jax.Array) else a[...]
+        accumulator.value += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    else:
+        plgpu.wgmma(accumulator, a, b)
+
+
+def awaited(accumulator: Any, in_flight: int) -> jax.Array:
+    """The accumulator's value, once at most `in_flight` of the products issued are still under way."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(accumulator, _Sum):
+        return accumulator.value
+    return plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
+
+
+def mosaic_call(
+    kernel: Callable[..., None],
+    *,
+    blocks: int,
+    warpgroups: int,
+    scratch: Sequence[Any],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    name: str,
+) -> Callable[..., Any]:
+    """A Mosaic GPU kernel over axes `block` and `warpgroup`, or in its interpreter within `interpret()`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def named(*refs: Any) -> None:
+        kernel(*refs)
+
+    named.__name__ = name
+    return plgpu.kernel(
+        named,
+        out_type=out_shape,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=_mosaic_interpreter() if interpreting() else None,
+    )
+
+
+def _mosaic_interpreter() -> Any:
+    from jax._src.pallas.mosaic_gpu.interpret import params  # public from 0.11 on
+
+    return params.InterpretGPUParams()
 
 
 def triton_call(

@@ -1,0 +1,65 @@
+"""The shape and schedule of each Mosaic GPU kernel, as a value that can be printed.
+
+The table holds what compiles for sm_90a without a spill and fits shared memory; no timing has gone into it yet.
+"""
+
+import dataclasses
+
+from jax_flash._spec import Sizes
+
+SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor, for one block
+_BARRIERS = 1024  # bytes set aside for them, and for alignment
+
+ROWS = 64  # of a warpgroup's matrix instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """How a block of `mosaic_forward` works: `warpgroups` of 64 queries each, and one that loads for them."""
+
+    warpgroups: int  # that compute
+    keys: int  # of a block
+    stages: int  # blocks of keys and of values in shared memory
+    overlap: bool = True  # the product with the values of a block runs beside the softmax of the next one
+    turns: bool = True  # warpgroups issue their products one after the other
+    persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return ROWS * self.warpgroups
+
+    def __str__(self) -> str:
+        switches = [name for name in ("overlap", "turns", "persistent") if getattr(self, name)]
+        schedule = f", {' + '.join(switches)}" if switches else ""
+        return f"{self.queries} queries x {self.keys} keys, {self.stages} stages{schedule}"
+
+
+def output_shares_query(size: Sizes, config: ForwardConfig) -> bool:
+    """Whether a tile's output is staged where its queries were, as there is no room for both."""
+    return _forward_bytes(size, config, shared=False) > SHARED_MEMORY
+
+
+def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
+    return _forward_bytes(size, config, shared=True) <= SHARED_MEMORY
+
+
+def _forward_bytes(size: Sizes, config: ForwardConfig, shared: bool) -> int:
+    head_dims = size.H + size.V
+    query_and_output = max(size.H, size.V) if shared else head_dims
+    rows = config.queries * (2 * query_and_output + 4) + 2 * config.stages * config.keys * head_dims
+    return rows + _BARRIERS
+
+
+# By head dim: that one and smaller ones.
+_FORWARD = {
+    64: ForwardConfig(3, 128, 2),
+    128: ForwardConfig(2, 128, 2),
+    192: ForwardConfig(2, 64, 2),
+    256: ForwardConfig(2, 64, 2),
+}
+
+
+def forward(size: Sizes) -> ForwardConfig:
+    head_dim = max(size.H, size.V)
+    return next(config for limit, config in _FORWARD.items() if head_dim <= limit)
