@@ -1,4 +1,4 @@
-"""Attention in Pallas, by its Triton lowering: NVIDIA GPUs from Ampere on.
+"""Attention in Pallas: by Mosaic GPU on Hopper, and by the Triton lowering on NVIDIA GPUs from Ampere on.
 
 One of the implementations behind `jax_flash.flash_attention`, in kernels of plain Python.
 """
@@ -9,7 +9,7 @@ from jax_flash import _device
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
-from . import compat, tiles
+from . import compat, lowering, mosaic_tiles, tiles
 
 name = "pallas"
 
@@ -20,7 +20,10 @@ _MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int3
 
 def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
     """The reason why this implementation can't run such a call on `device`, or None."""
-    return _device_reason(device) or _call_reason(spec, shapes)
+    why_not = _device_reason(device) or _call_reason(spec, shapes)
+    if why_not is None and not lowering.allowed(lowering.TRITON):
+        return lowering.mosaic_reason(spec, shapes, device)
+    return why_not
 
 
 def _device_reason(device: Device) -> str | None:
@@ -56,8 +59,11 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     size = sizes(shapes)
+    forward = f"Triton forward ({tiles.forward(size, device)})"
+    if lowering.mosaic_reason(spec, shapes, device) is None:
+        forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)}), Triton"
     return (
-        f"Triton forward ({tiles.forward(size, device)}), "
+        f"{forward}, "
         f"backward of keys ({tiles.backward_keys(size, device)}) "
         f"and of queries ({tiles.backward_queries(size, device)})"
     )
@@ -70,9 +76,17 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out (B,T,N,V) in query's dtype and lse (B,N,T) float32, the natural log-sum-exp. Rows that have no key
       to attend to get 0 and -inf.
     """
+    size, device = sizes(operands), _device.current()
+    if lowering.mosaic_reason(spec, operands, device) is None:
+        from . import mosaic_forward
+
+        config = mosaic_tiles.forward(size)
+        assert config is not None  # or there would be a reason
+        return mosaic_forward.forward(spec, operands, config, device.sm_count or 1)
+
     from . import triton_forward
 
-    tile = tiles.forward(sizes(operands), _device.current())
+    tile = tiles.forward(size, device)
     return triton_forward.forward(spec, operands, tile)
 
 

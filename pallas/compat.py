@@ -74,29 +74,35 @@ def tiled_shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
 
 
+def in_tiles(x: jax.Array) -> jax.Array:
+    """(B, rows, heads, width) with rows in whole tiles of 8, which Mosaic's TMA copies want."""
+    missing = -x.shape[1] % 8
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
 def registers(computing: int) -> tuple[int, int]:
     """Registers for a thread of the computing warpgroups and of the one that loads for them."""
-    return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[computing]
+    return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[computing]
 
 
-def accumulate(body: Callable[[Any, Any], Any], acc: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """`body(accumulator, state)` returns a new state, of the same types, and issues products into `accumulator`.
+def accumulate(body: Callable[[Any], Any], acc: jax.Array, like: Any) -> tuple[jax.Array, Any]:
+    """`body(accumulator)` issues products into an accumulator that starts from `acc`.
 
-    -> the accumulator's value when all products have ended, starting from `acc`; and the new state.
+    -> the accumulator's value when all products have ended; and what `body` returned, which has the types and
+    layouts of `like`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpreting():
         summed = _Sum(acc)
-        new_state = body(summed, state)
-        return summed.value, new_state
+        result = body(summed)
+        return summed.value, result
 
     def in_registers(refs):
-        accumulator, states = refs
-        new_state = body(accumulator, jax.tree.map(lambda ref: ref[...], states))
-        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), states, new_state)
+        accumulator, results = refs
+        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), results, body(accumulator))
 
-    return pl.run_state(in_registers)((plgpu.ACC.init(acc), state))
+    return pl.run_state(in_registers)((plgpu.ACC.init(acc), like))
 
 
 class _Sum:
@@ -162,14 +168,15 @@ def mosaic_call(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        interpret=_mosaic_interpreter() if interpreting() else None,
+        interpret=plgpu.InterpretGPUParams() if interpreting() else None,
     )
 
 
-def _mosaic_interpreter() -> Any:
-    from jax._src.pallas.mosaic_gpu.interpret import params  # public from 0.11 on
+def mosaic_interprets() -> bool:
+    """Whether the installed JAX has an interpreter that these kernels run in: from 0.11 on."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    return params.InterpretGPUParams()
+    return hasattr(plgpu, "InterpretGPUParams")
 
 
 def triton_call(

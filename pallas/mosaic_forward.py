@@ -5,9 +5,9 @@ shared memory filled by TMA; a barrier a slot says that it is full, and another 
 with it. Each computing warpgroup walks over the tile's keys with the online softmax of `triton_forward`, its
 scores, probabilities and output in registers.
 
-With `overlap`, a step issues the scores of block j and then the product of block j - 1's probabilities with its
-values, and computes the softmax of block j beside that product. With `turns`, warpgroups issue one after the
-other, so that one's softmax runs beside the other's products.
+A step issues the scores of block j and the product of block j - 1's probabilities with its values, in this order
+with `overlap`: then the softmax of block j runs beside that product. With `turns`, warpgroups issue one after
+the other, so that one's softmax runs beside the other's products.
 """
 
 import dataclasses
@@ -223,29 +223,36 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             new_max = shift = jnp.maximum(row_max, scores.max(axis=1))
         p = jnp.exp2(scores - lax.broadcast_in_dim(shift, scores.shape, [0]))
         correction = jnp.exp2(row_max - shift)
-        return p.astype(dtype), new_max, row_sum * correction + p.sum(axis=1), correction
+        return p, new_max, row_sum * correction + p.sum(axis=1), correction
 
-    def scores_of(j_index, beside=None):
-        """Issues block `j_index`'s scores, and `beside` behind them; waits for the scores alone."""
+    def scores_of(j_index, add_last_values=None):
+        """Issues block `j_index`'s scores, and the last block's product with its values; waits for the scores."""
 
         def issue(scores):
             slot = slot_of(j_index)
             plgpu.barrier_wait(barriers.key_full.at[slot])
             turn(plgpu.barrier_wait, warpgroup)
+            if add_last_values is not None and not config.overlap:
+                add_last_values()
             compat.wgmma(scores, query, shared.key.at[slot].transpose((1, 0)))
-            if beside is not None:
-                beside()
+            if add_last_values is not None and config.overlap:
+                add_last_values()
             turn(plgpu.barrier_arrive, lax.rem(warpgroup + 1, config.warpgroups))
-            result = compat.awaited(scores, in_flight=0 if beside is None else 1)
+            result = compat.awaited(scores, in_flight=int(add_last_values is not None and config.overlap))
             plgpu.barrier_arrive(barriers.key_free.at[slot])
             return result
 
         return compat.from_zero(issue, (ROWS, config.keys))
 
     def add_values(acc, p, index):
-        slot = slot_of(index)
-        plgpu.barrier_wait(barriers.value_full.at[slot])
-        compat.wgmma(acc, p, shared.value.at[slot])
+        compat.wgmma(acc, p, shared.value.at[slot_of(index)])
+
+    def packed(p):
+        # Without the barrier LLVM carries the probabilities in float32, and converts them where they are used.
+        return lax.optimization_barrier(p.astype(dtype))
+
+    def scores_like():
+        return plgpu.layout_cast(jnp.zeros((ROWS, config.keys), jnp.float32), ACCUMULATOR)
 
     def rescaled(acc, correction):
         return acc * lax.broadcast_in_dim(correction, acc.shape, [0])
@@ -267,27 +274,24 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             acc, p, row_max, row_sum = carry
             index = blocks_done + (j - keys.start)
 
-            def step(acc, state):
-                p, row_max, row_sum, _ = state
+            def step(acc):
+                plgpu.barrier_wait(barriers.value_full.at[slot_of(index - 1)])
                 scores = scores_of(index, lambda: add_values(acc, p, index - 1))
                 return probabilities(scores, row_max, row_sum, edge, first, j)
 
             acc, (p, row_max, row_sum, correction) = compat.accumulate(
-                step, acc, (p, row_max, row_sum, row_max)
+                step, acc, (scores_like(), row_max, row_sum, row_max)
             )
             plgpu.barrier_arrive(barriers.value_free.at[slot_of(index - 1)])
-            return rescaled(acc, correction), p, row_max, row_sum
+            return rescaled(acc, correction), packed(p), row_max, row_sum
 
         rest = Blocks(keys.start + 1, _after(keys, "full_start"), _after(keys, "full_stop"), keys.stop)
-        acc, p, row_max, row_sum = over_blocks(rest, overlapped, (acc, p, row_max, row_sum))
+        acc, p, row_max, row_sum = over_blocks(rest, overlapped, (acc, packed(p), row_max, row_sum))
         count = keys.stop - keys.start
         last = blocks_done + count - 1
 
-        def finish(acc, state):
-            add_values(acc, p, last)
-            return state
-
-        acc, _ = compat.accumulate(finish, acc, ())
+        plgpu.barrier_wait(barriers.value_full.at[slot_of(last)])
+        acc, _ = compat.accumulate(lambda acc: add_values(acc, p, last), acc, None)
         plgpu.barrier_arrive(barriers.value_free.at[slot_of(last)])
 
         if not shares_query and config.persistent:
@@ -344,15 +348,16 @@ def forward(
     full = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups)
     barriers = Barriers(of_warpgroups, of_warpgroups, full, free, full, free, of_warpgroups)
+    query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
     out, lse = compat.mosaic_call(
         functools.partial(flash_forward, scale=spec.scale, walk=walk),
         blocks=walk.blocks,
         warpgroups=config.warpgroups + 1,
         scratch=(shared, barriers),
         out_shape=[
-            compat.result((size.B, size.T, size.N, size.V), dtype, like=operands.query),
-            compat.result((size.B, size.N, rows), jnp.float32, like=operands.query),
+            compat.result((*query.shape[:-1], size.V), dtype, like=query),
+            compat.result((size.B, size.N, rows), jnp.float32, like=query),
         ],
         name="jax_flash_mosaic_forward",
-    )(operands.query, operands.key, operands.value)
-    return out, lse[:, :, : size.T]
+    )(query, key, value)
+    return out[:, : size.T], lse[:, :, : size.T]

@@ -37,18 +37,17 @@ class ForwardConfig:
 
 def output_shares_query(size: Sizes, config: ForwardConfig) -> bool:
     """Whether a tile's output is staged where its queries were, as there is no room for both."""
-    return _forward_bytes(size, config, shared=False) > SHARED_MEMORY
+    return _forward_bytes(size, config, size.H + size.V) > SHARED_MEMORY
 
 
 def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
-    return _forward_bytes(size, config, shared=True) <= SHARED_MEMORY
+    shared = size.H if size.H == size.V else size.H + size.V
+    return _forward_bytes(size, config, shared) <= SHARED_MEMORY
 
 
-def _forward_bytes(size: Sizes, config: ForwardConfig, shared: bool) -> int:
-    head_dims = size.H + size.V
-    query_and_output = max(size.H, size.V) if shared else head_dims
-    rows = config.queries * (2 * query_and_output + 4) + 2 * config.stages * config.keys * head_dims
-    return rows + _BARRIERS
+def _forward_bytes(size: Sizes, config: ForwardConfig, query_and_output: int) -> int:
+    rings = 2 * config.stages * config.keys * (size.H + size.V)
+    return rings + config.queries * (2 * query_and_output + 4) + _BARRIERS
 
 
 # By head dim: that one and smaller ones.
@@ -60,6 +59,8 @@ _FORWARD = {
 }
 
 
-def forward(size: Sizes) -> ForwardConfig:
+def forward(size: Sizes) -> ForwardConfig | None:
+    """The configuration for such a call; None where nothing fits."""
     head_dim = max(size.H, size.V)
-    return next(config for limit, config in _FORWARD.items() if head_dim <= limit)
+    config = next((config for limit, config in _FORWARD.items() if head_dim <= limit), None)
+    return config if config is not None and forward_fits(size, config) else None
