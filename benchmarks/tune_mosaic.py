@@ -58,18 +58,16 @@ def candidates(case: Case) -> Iterator[ForwardConfig]:
         other = dataclasses.replace(table, warpgroups=warpgroups, keys=keys, stages=stages)
         # Three warpgroups have 160 registers a thread: too few for a wider output.
         registers = (case.head_dim + keys) // 2 + keys // 4
-        if other != table and mosaic_tiles.forward_fits(size, other):
-            if registers <= (128 if warpgroups == 3 else 208):
-                yield other
+        enough = registers <= (128 if warpgroups == 3 else 208)
+        if other != table and enough and mosaic_tiles.forward_fits(size, other):
+            yield other
 
 
 def attention(config: ForwardConfig, case: Case):
     """The kernel alone, as a function of query, key and value."""
 
     def run(*arrays):
-        return mosaic_forward.forward(
-            case.spec(), Operands(*arrays), config, _device.current().sm_count
-        )[0]
+        return mosaic_forward.forward(case.spec(), Operands(*arrays), config, _device.current().sm_count)[0]
 
     return run
 
@@ -135,7 +133,9 @@ def print_best(head_dim: int, mask: str, rows: Sequence[dict]) -> None:
         else:
             print(f"  {row['name']} on {row['case']}: {row['error']}")
     whole = max(map(len, rates.values()))
-    means = {name: statistics.geometric_mean(found) for name, found in rates.items() if len(found) == whole > 0}
+    means = {
+        name: statistics.geometric_mean(found) for name, found in rates.items() if len(found) == whole > 0
+    }
     for name in sorted(means, key=lambda name: -means[name]):
         each = " ".join(record.rate(rate) for rate in rates[name])
         print(f"  {record.rate(means[name]):>6}  {name}  ({each})")

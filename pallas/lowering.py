@@ -1,4 +1,4 @@
-"""Which lowering of Pallas runs a call: Mosaic GPU on Hopper, where its kernels support the call, else Triton.
+"""Which lowering of Pallas runs a call: Mosaic GPU on Hopper, where its kernels can, else Triton.
 
 The environment variable `JAX_FLASH_PALLAS` set to "mosaic" or "triton" allows only that one.
 """

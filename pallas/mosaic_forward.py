@@ -1,13 +1,13 @@
 """Forward by Mosaic GPU, for Hopper: warpgroups that compute, and one that loads keys and values for them.
 
-A block owns tiles of 64 queries a computing warpgroup. The loading warpgroup keeps rings of keys and values in
-shared memory filled by TMA; a barrier a slot says that it is full, and another that every warpgroup is done
+A block owns tiles of 64 queries a computing warpgroup. The loading warpgroup keeps rings of keys and values
+in shared memory filled by TMA; a barrier a slot says that it is full, and another that every warpgroup is done
 with it. Each computing warpgroup walks over the tile's keys with the online softmax of `triton_forward`, its
 scores, probabilities and output in registers.
 
-A step issues the scores of block j and the product of block j - 1's probabilities with its values, in this order
-with `overlap`: then the softmax of block j runs beside that product. With `turns`, warpgroups issue one after
-the other, so that one's softmax runs beside the other's products.
+A step issues the scores of block j and the product of block j - 1's probabilities with its values, in this
+order with `overlap`: then the softmax of block j runs beside that product. With `turns`, warpgroups issue one
+after the other, so that one's softmax runs beside the other's products.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,6 +31,14 @@ from .triton_forward import LN_2, LOG2_E
 
 ACCUMULATOR = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def div(index: jax.Array, by: int) -> jax.Array:
+    return lax.div(index, np.int32(by))
+
+
+def rem(index: jax.Array, by: int) -> jax.Array:
+    return lax.rem(index, np.int32(by))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Walk:
 
     @property
     def paired(self) -> bool:
-        """Whether a head's long tiles are taken together with its short ones, so that all pairs weigh the same."""
+        """Whether long tiles are taken together with short ones, so that all pairs weigh the same."""
         return self.config.persistent and self.uneven
 
     @property
@@ -72,22 +81,22 @@ class Walk:
         block = lax.axis_index("block")
         if not self.config.persistent:
             return self._tile(block, 0, body, carry)
-        turns = lax.div(self.items - 1 - block, self.blocks) + 1
+        turns = div(self.items - 1 - block, self.blocks) + 1
         tiles = 2 if self.paired else 1
 
         def step(i, carry):
-            item = block + lax.div(i, tiles) * self.blocks
-            return self._tile(item, lax.rem(i, tiles), body, carry)
+            item = block + div(i, tiles) * self.blocks
+            return self._tile(item, rem(i, tiles), body, carry)
 
-        return lax.fori_loop(0, turns * tiles, step, carry)
+        return lax.fori_loop(np.int32(0), turns * tiles, step, carry)
 
     def _tile(self, item, of_pair, body, carry):
-        in_head, others = lax.rem(item, self.items_of_head), lax.div(item, self.items_of_head)
+        in_head, others = rem(item, self.items_of_head), div(item, self.items_of_head)
         last = self.tiles_of_head - 1
         tile = last - in_head if self.uneven else in_head
         if self.paired:
             tile = lax.select(of_pair == 0, tile, last - tile)
-        head, batch = lax.rem(others, self.size.N), lax.div(others, self.size.N)
+        head, batch = rem(others, self.size.N), div(others, self.size.N)
         first = tile * self.config.queries
         return body(first, head, batch, self._keys(first, self.config.queries), carry)
 
@@ -106,6 +115,11 @@ class Walk:
         return dataclasses.replace(
             tile, full_start=full_start, full_stop=_clip(own.full_stop, full_start, tile.stop)
         )
+
+
+def _int32(x) -> jax.Array | np.int32:
+    """An index of 32 bits, also where 64-bit types are on."""
+    return np.int32(x) if isinstance(x, int) else x
 
 
 def _clip(x, low, high):
@@ -163,12 +177,14 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
             if config.persistent:
                 pl.when(tiles_done > 0)(functools.partial(plgpu.barrier_wait, barriers.query_free.at[w]))
             rows = pl.ds(first + w * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(query.at[batch, rows, head], shared.query.at[w], barriers.query_full.at[w])
+            plgpu.copy_gmem_to_smem(
+                query.at[batch, rows, head], shared.query.at[w], barriers.query_full.at[w]
+            )
 
         def block(j, blocks_done):
-            slot = lax.rem(blocks_done, config.stages)
+            slot = rem(blocks_done, config.stages)
             rows = pl.ds(j * config.keys, config.keys)
-            key_head = lax.div(head, group)
+            key_head = div(head, group)
             for source, ring, full, free in (
                 (key, shared.key, barriers.key_full, barriers.key_free),
                 (value, shared.value, barriers.value_full, barriers.value_free),
@@ -178,7 +194,8 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
                 plgpu.copy_gmem_to_smem(source.at[batch, rows, key_head], ring.at[slot], full.at[slot])
             return blocks_done + 1
 
-        return tiles_done + 1, lax.fori_loop(keys.start, keys.stop, block, blocks_done)
+        start, stop = _int32(keys.start), _int32(keys.stop)
+        return tiles_done + 1, lax.fori_loop(start, stop, block, blocks_done)
 
     walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
 
@@ -199,7 +216,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             action(barriers.turn.at[of])
 
     def slot_of(block_index):
-        return lax.rem(block_index, config.stages)
+        return rem(block_index, config.stages)
 
     def probabilities(scores, row_max, row_sum, edge: bool, first, j):
         """Online softmax: -> the block's probabilities, new maximum and sum, and the output's correction."""
@@ -225,11 +242,11 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         correction = jnp.exp2(row_max - shift)
         return p, new_max, row_sum * correction + p.sum(axis=1), correction
 
-    def scores_of(j_index, add_last_values=None):
-        """Issues block `j_index`'s scores, and the last block's product with its values; waits for the scores."""
+    def scores_of(index, add_last_values=None):
+        """Issues a block's scores, and the last block's product with its values; waits for the scores."""
 
         def issue(scores):
-            slot = slot_of(j_index)
+            slot = slot_of(index)
             plgpu.barrier_wait(barriers.key_full.at[slot])
             turn(plgpu.barrier_wait, warpgroup)
             if add_last_values is not None and not config.overlap:
@@ -237,7 +254,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             compat.wgmma(scores, query, shared.key.at[slot].transpose((1, 0)))
             if add_last_values is not None and config.overlap:
                 add_last_values()
-            turn(plgpu.barrier_arrive, lax.rem(warpgroup + 1, config.warpgroups))
+            turn(plgpu.barrier_arrive, rem(warpgroup + 1, config.warpgroups))
             result = compat.awaited(scores, in_flight=int(add_last_values is not None and config.overlap))
             plgpu.barrier_arrive(barriers.key_free.at[slot])
             return result
@@ -248,7 +265,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         compat.wgmma(acc, p, shared.value.at[slot_of(index)])
 
     def packed(p):
-        # Without the barrier LLVM carries the probabilities in float32, and converts them where they are used.
+        # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
         return lax.optimization_barrier(p.astype(dtype))
 
     def scores_like():
