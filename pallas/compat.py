@@ -157,7 +157,7 @@ def mosaic_call(
         kernel(*refs)
 
     named.__name__ = name
-    return plgpu.kernel(
+    call = plgpu.kernel(
         named,
         out_type=out_shape,
         scratch_types=scratch,
@@ -170,6 +170,17 @@ def mosaic_call(
         ),
         interpret=plgpu.InterpretGPUParams() if interpreting() else None,
     )
+    return _without_effects(call, out_shape) if interpreting() else call
+
+
+def _without_effects(call: Callable[..., Any], out_shape: Any) -> Callable[..., Any]:
+    """`call` without the interpreter's ordered effects, which JAX partitions no computation with."""
+
+    def run(*arrays):
+        with interpret():
+            return call(*arrays)
+
+    return lambda *arrays: jax.pure_callback(run, out_shape, *arrays)
 
 
 def mosaic_interprets() -> bool:

@@ -1,7 +1,7 @@
 """Forward by Mosaic GPU, for Hopper: warpgroups that compute, and one that loads keys and values for them.
 
 A block owns tiles of 64 queries a computing warpgroup. The loading warpgroup keeps rings of keys and values
-in shared memory filled by TMA; a barrier a slot says that it is full, and another that every warpgroup is done
+in shared memory filled by TMA; one barrier a slot says that it is full, another that all warpgroups are done
 with it. Each computing warpgroup walks over the tile's keys with the online softmax of `triton_forward`, its
 scores, probabilities and output in registers.
 
