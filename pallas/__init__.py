@@ -59,14 +59,16 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     size = sizes(shapes)
-    forward = f"Triton forward ({tiles.forward(size, device)})"
-    if lowering.mosaic_reason(spec, shapes, device) is None:
-        forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)}), Triton"
-    return (
-        f"{forward}, "
-        f"backward of keys ({tiles.backward_keys(size, device)}) "
-        f"and of queries ({tiles.backward_queries(size, device)})"
-    )
+    by_mosaic = lowering.mosaic_reason(spec, shapes, device) is None
+    if by_mosaic:
+        forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)})"
+    else:
+        forward = f"Triton forward ({tiles.forward(size, device)})"
+    if by_mosaic and (configs := mosaic_tiles.backward(size)) is not None:
+        by, (keys, queries) = "Mosaic GPU", configs
+    else:
+        by, keys, queries = "Triton", tiles.backward_keys(size, device), tiles.backward_queries(size, device)
+    return f"{forward}, {by} backward of keys ({keys}) and of queries ({queries})"
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -103,8 +105,15 @@ def backward(
     Returns:
       Gradients of query, key and value, in their shapes and dtypes, bitwise equal from run to run.
     """
+    size, device = sizes(operands), _device.current()
+    if lowering.mosaic_reason(spec, operands, device) is None:
+        configs = mosaic_tiles.backward(size)
+        if configs is not None:
+            from . import mosaic_backward
+
+            return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, *configs)
+
     from . import triton_backward
 
-    size, device = sizes(operands), _device.current()
     keys_tile, queries_tile = tiles.backward_keys(size, device), tiles.backward_queries(size, device)
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, keys_tile, queries_tile)

@@ -7,6 +7,7 @@ machine that has none.
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -80,29 +81,38 @@ def in_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
+def load_vector(ref: Any, layout: Any) -> jax.Array:
+    """A vector from shared memory, in the layout of the rows or columns of a product."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # until 0.11
+    return plgpu.load(ref, *index, layout=layout)
+
+
 def registers(computing: int) -> tuple[int, int]:
     """Registers for a thread of the computing warpgroups and of the one that loads for them."""
     return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[computing]
 
 
-def accumulate(body: Callable[[Any], Any], acc: jax.Array, like: Any) -> tuple[jax.Array, Any]:
-    """`body(accumulator)` issues products into an accumulator that starts from `acc`.
+def accumulate(body: Callable[[Any], Any], acc: Any, like: Any = None) -> tuple[Any, Any]:
+    """`body(accumulator)` issues products into an accumulator that starts from `acc`; or one for each leaf.
 
-    -> the accumulator's value when all products have ended; and what `body` returned, which has the types and
-    layouts of `like`.
+    Returns:
+      the accumulators' values when all products have ended, and what `body` returned, which has the types and
+      layouts of `like`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpreting():
-        summed = _Sum(acc)
+        summed = jax.tree.map(_Sum, acc)
         result = body(summed)
-        return summed.value, result
+        return jax.tree.map(lambda one: one.value, summed), result
 
     def in_registers(refs):
         accumulator, results = refs
         jax.tree.map(lambda ref, x: ref.__setitem__(..., x), results, body(accumulator))
 
-    return pl.run_state(in_registers)((plgpu.ACC.init(acc), like))
+    return pl.run_state(in_registers)((jax.tree.map(plgpu.ACC.init, acc), like))
 
 
 class _Sum:
@@ -112,13 +122,13 @@ class _Sum:
         self.value = value
 
 
-def from_zero(body: Callable[[Any], Any], shape: tuple[int, int]) -> Any:
-    """What `body(accumulator)` returns, with an accumulator that starts from zero."""
+def from_zero(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """What `body` returns of accumulators of these shapes that start from zero."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpreting():
-        return body(_Sum(jnp.zeros(shape, jnp.float32)))
-    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+        return body(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def wgmma(accumulator: Any, a: Any, b: Any) -> None:

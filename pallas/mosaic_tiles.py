@@ -36,6 +36,25 @@ class ForwardConfig:
         return f"{self.queries} queries x {self.keys} keys, {self.stages} stages{schedule}"
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How a block of a kernel of `mosaic_backward` works: `warpgroups` own 64 rows each of its gradient."""
+
+    warpgroups: int  # that compute
+    columns: int  # of a block that streams past them: queries for dK and dV, keys for dQ
+    stages: int  # blocks in shared memory
+
+    def __str__(self) -> str:
+        return f"{ROWS * self.warpgroups} rows x {self.columns} columns, {self.stages} stages"
+
+
+def backward_fits(size: Sizes, config: BackwardConfig) -> bool:
+    of_column = 2 * (size.H + size.V) + 8
+    return (
+        ROWS * config.warpgroups + config.stages * config.columns
+    ) * of_column + _BARRIERS <= SHARED_MEMORY
+
+
 def output_shares_query(size: Sizes, config: ForwardConfig) -> bool:
     """Whether a tile's output is staged where its queries were, as there is no room for both."""
     return _forward_bytes(size, config, size.H + size.V) > SHARED_MEMORY
@@ -58,6 +77,18 @@ _FORWARD = {
     192: ForwardConfig(2, 64, 2),
     256: ForwardConfig(2, 64, 2),
 }
+
+
+# Of the kernel for dK and dV, whose two sums have no room in registers beyond that, and of the one for dQ.
+_BACKWARD_KEYS = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 64, 2)}
+_BACKWARD_QUERIES = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 128, 2)}
+
+
+def backward(size: Sizes) -> tuple[BackwardConfig, BackwardConfig] | None:
+    """The configurations for dK and dV, and for dQ; None where nothing fits."""
+    head_dim = max(size.H, size.V)
+    limit = next((limit for limit in _BACKWARD_KEYS if head_dim <= limit), None)
+    return None if limit is None else (_BACKWARD_KEYS[limit], _BACKWARD_QUERIES[limit])
 
 
 def forward(size: Sizes) -> ForwardConfig | None:

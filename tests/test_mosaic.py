@@ -81,11 +81,18 @@ def test_every_schedule_gives_the_same(config, window):
     assert jnp.allclose(lse, expected_lse, atol=1e-5)
 
 
+def forward_and_backward(spec: AttentionSpec, operands: Operands):
+    """A function of the operands, out's cotangent taken as out, and lse's as lse."""
+    out, lse = pallas.forward(spec, operands)
+    return out, lse, pallas.backward(spec, operands, out, lse, out, lse)
+
+
 def lowered_for_hopper(spec: AttentionSpec, operands: Operands) -> str:
     with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
-        traced = jax.jit(lambda operands: pallas.forward(spec, operands)).trace(operands)
+        traced = jax.jit(lambda operands: forward_and_backward(spec, operands)).trace(operands)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(MOSAIC_CALL) == 1 and TRITON_CALL not in text
+    by_triton = mosaic_tiles.backward(sizes(operands)) is None
+    assert (text.count(MOSAIC_CALL), text.count(TRITON_CALL)) == ((1, 2) if by_triton else (3, 0))
     return text
 
 
@@ -113,12 +120,19 @@ def test_lowers_within_shard_map_and_its_replication_check():
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.sharding.AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
     split = jax.sharding.PartitionSpec("batch", None, "heads", None)
-    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="pallas")
-    attend = jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=split)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+    def gradients(query, key, value):
+        def loss(*arrays):
+            out = jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas")
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
     with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
-        traced = jax.jit(attend).trace(operands.query, operands.key, operands.value)
+        traced = jax.jit(gradients).trace(operands.query, operands.key, operands.value)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count(MOSAIC_CALL) == 1
+    assert lowered.as_text().count(MOSAIC_CALL) == 3
 
 
 @pytest.mark.parametrize(
@@ -140,8 +154,9 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
 
 def test_describes_what_runs(monkeypatch):
     spec, operands = AttentionSpec(0.125), shapes()
-    described = f"Mosaic GPU forward ({mosaic_tiles.forward(sizes(operands))})"
-    assert described in pallas.describe(spec, operands, _device.H100)
+    described = pallas.describe(spec, operands, _device.H100)
+    for config in (mosaic_tiles.forward(sizes(operands)), *mosaic_tiles.backward(sizes(operands))):
+        assert str(config) in described
     monkeypatch.setenv("JAX_FLASH_PALLAS", "triton")
     assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
     monkeypatch.setenv("JAX_FLASH_PALLAS", "cutlass")
@@ -154,3 +169,5 @@ def test_what_the_table_has_fits_in_shared_memory(head_dim):
     size = sizes(shapes(H=head_dim))
     assert mosaic_tiles.forward_fits(size, mosaic_tiles.forward(size))
     assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 256, 8))
+    for config in mosaic_tiles.backward(size) or ():
+        assert mosaic_tiles.backward_fits(size, config)
