@@ -85,8 +85,10 @@ def load_vector(ref: Any, layout: Any) -> jax.Array:
     """A vector from shared memory, in the layout of the rows or columns of a product."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # until 0.11
-    return plgpu.load(ref, *index, layout=layout)
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    if index is not None and index.default is inspect.Parameter.empty:  # in 0.10
+        return plgpu.load(ref, (), layout=layout)
+    return plgpu.load(ref, layout=layout)
 
 
 def registers(computing: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from . import compat
 from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
-from .mosaic_forward import ACCUMULATOR, div, rem
+from .mosaic_forward import ACCUMULATOR, div, drain, rem
 from .mosaic_tiles import ROWS, BackwardConfig
 from .triton_forward import LOG2_E
 
@@ -173,7 +173,8 @@ def _load(rows, columns, lse, delta, shared, barriers, *, side: Side) -> None:
 
         return lax.fori_loop(*_int32(blocks.start, blocks.stop), block, done)
 
-    lax.fori_loop(*_int32(0, side.passes), one_pass, jnp.int32(0))
+    filled = lax.fori_loop(*_int32(0, side.passes), one_pass, jnp.int32(0))
+    drain(filled, config.stages, barriers.first_free, barriers.second_free)
 
 
 def _int32(*indices):

@@ -197,7 +197,19 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
         start, stop = _int32(keys.start), _int32(keys.stop)
         return tiles_done + 1, lax.fori_loop(start, stop, block, blocks_done)
 
-    walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
+    _, blocks_done = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
+    # No barrier is left while others still arrive at it.
+    drain(blocks_done, config.stages, barriers.key_free, barriers.value_free)
+    if config.persistent:
+        for w in range(config.warpgroups):
+            plgpu.barrier_wait(barriers.query_free.at[w])
+
+
+def drain(filled: jax.Array, stages: int, *free) -> None:
+    """Waits until the readers of rings are done with what was filled last."""
+    for slot in range(stages):
+        for barriers in free:
+            pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, barriers.at[slot]))
 
 
 def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk) -> None:
@@ -331,6 +343,8 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
     if config.turns:
         pl.when(warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
     walk.over_tiles(tile, jnp.int32(0))
+    if config.turns:
+        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barriers.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
