@@ -18,7 +18,7 @@ import statistics
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def attention(config: ForwardConfig, case: Case):
     return run
 
 
-def functions(case: Case, beside: Sequence[str]) -> dict[str, object]:
+def functions(case: Case, beside: Sequence[str]) -> dict[str, Callable]:
     """What is timed, by name."""
     others = {
         name: functools.partial(contenders.CONTENDERS[name], causal=case.causal, window=case.window)

@@ -71,8 +71,9 @@ def tiled_shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:
 
     row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
     swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
-    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tile, swizzled))
 
 
 def in_tiles(x: jax.Array) -> jax.Array:
@@ -114,7 +115,7 @@ def accumulate(body: Callable[[Any], Any], acc: Any, like: Any = None) -> tuple[
         accumulator, results = refs
         jax.tree.map(lambda ref, x: ref.__setitem__(..., x), results, body(accumulator))
 
-    return pl.run_state(in_registers)((jax.tree.map(plgpu.ACC.init, acc), like))
+    return pl.run_state(in_registers)((jax.tree.map(plgpu.WGMMAAccumulatorRef.init, acc), like))
 
 
 class _Sum:
@@ -130,7 +131,7 @@ def from_zero(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
 
     if interpreting():
         return body(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    return pl.run_scoped(body, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
 
 
 def wgmma(accumulator: Any, a: Any, b: Any) -> None:

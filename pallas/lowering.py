@@ -7,6 +7,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import jax
+
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
@@ -21,13 +23,18 @@ _only: str | None = None
 
 @contextlib.contextmanager
 def only(name: str) -> Iterator[None]:
-    """Allow no other lowering, as the environment variable does: for tests."""
+    """Allow no other lowering, as the environment variable does: for tests.
+
+    What JAX has traced is forgotten, since its caches don't know of the choice.
+    """
     global _only
     before, _only = _only, name
+    jax.clear_caches()
     try:
         yield
     finally:
         _only = before
+        jax.clear_caches()
 
 
 def allowed(name: str) -> bool:

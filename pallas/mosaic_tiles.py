@@ -80,8 +80,8 @@ _FORWARD = {
 
 
 # Of the kernel for dK and dV, whose two sums have no room in registers beyond that, and of the one for dQ.
-_BACKWARD_KEYS = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 64, 2)}
-_BACKWARD_QUERIES = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 128, 2)}
+_BACKWARD_KEYS = {64: BackwardConfig(2, 64, 3), 128: BackwardConfig(2, 64, 2)}
+_BACKWARD_QUERIES = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 64, 3)}
 
 
 def backward(size: Sizes) -> tuple[BackwardConfig, BackwardConfig] | None:

@@ -24,7 +24,7 @@ TRITON_CALL = "__gpu$xla.gpu.triton"
 T4 = _device.Device("cuda", "Tesla T4", (7, 5), 40)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def by_triton():
     with lowering.only(lowering.TRITON):
         yield

@@ -21,7 +21,7 @@ class TestPallas(ImplementationSuite):
 
 
 class TestPallasByTriton(TestPallas):
-    @pytest.fixture(autouse=True)
+    @pytest.fixture(autouse=True, scope="class")
     def by_triton(self):
         with lowering.only(lowering.TRITON):
             yield
