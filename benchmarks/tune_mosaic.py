@@ -4,7 +4,7 @@
     python benchmarks/tune_mosaic.py --head-dim 128 --mask causal --beside jax_flash_cuda jax_mgpu
 
 For each head dim and mask, the table's configuration and those that differ from it in a field or two. Results
-that differ from the first contender's are refused, as is what does not compile or spills. A kernel that hangs
+that differ from the first contender's are refused, as is what does not compile. A kernel that hangs
 ends the run after `--patience` seconds, with what it had.
 """
 
