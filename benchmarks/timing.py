@@ -21,8 +21,9 @@ def method() -> str:
 
 
 def milliseconds(function: Callable, *args: jax.Array) -> float:
-    """Time of one call of `function`, jitted, once it is compiled and warm."""
-    function = jax.jit(function)
+    """Time of one call of `function`, jitted unless it is already, or compiled, once it is warm."""
+    if not isinstance(function, (jax.stages.Wrapped, jax.stages.Compiled)):
+        function = jax.jit(function)
     for _ in range(WARM_UP):
         jax.block_until_ready(function(*args))
     if jax.default_backend() != "gpu":

@@ -1,4 +1,4 @@
-"""Attention in Pallas, by its Triton lowering: NVIDIA GPUs from Ampere on.
+"""Attention in Pallas: by Mosaic GPU on Hopper, and by the Triton lowering on NVIDIA GPUs from Ampere on.
 
 One of the implementations behind `jax_flash.flash_attention`, in kernels of plain Python.
 """
@@ -9,7 +9,7 @@ from jax_flash import _device, _packing
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
-from . import compat, tiles
+from . import compat, lowering, mosaic_tiles, tiles
 
 name = "pallas"
 
@@ -20,7 +20,11 @@ _MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int3
 
 def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
     """The reason why this implementation can't run such a call on `device`, or None."""
-    return _device_reason(device) or _call_reason(*_packing.unpacked_shapes(spec, shapes))
+    spec, shapes = _packing.unpacked_shapes(spec, shapes)
+    why_not = _device_reason(device) or _call_reason(spec, shapes)
+    if why_not is None and not lowering.allowed(lowering.TRITON):
+        return lowering.mosaic_reason(spec, shapes, device)
+    return why_not
 
 
 def _device_reason(device: Device) -> str | None:
@@ -55,12 +59,27 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
-    size = sizes(_packing.unpacked_shapes(spec, shapes)[1])
-    return (
-        f"Triton forward ({tiles.forward(size, device)}), "
-        f"backward of keys ({tiles.backward_keys(size, device)}) "
-        f"and of queries ({tiles.backward_queries(size, device)})"
-    )
+    spec, shapes = _packing.unpacked_shapes(spec, shapes)
+    size = sizes(shapes)
+    if lowering.mosaic_reason(spec, shapes, device) is None:
+        forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)})"
+    else:
+        forward = f"Triton forward ({tiles.forward(size, device)})"
+    if (configs := _mosaic_backward(spec, shapes, device)) is not None:
+        by, (keys, queries) = "Mosaic GPU", configs
+    else:
+        by, keys, queries = "Triton", tiles.backward_keys(size, device), tiles.backward_queries(size, device)
+    return f"{forward}, {by} backward of keys ({keys}) and of queries ({queries})"
+
+
+def _mosaic_backward(
+    spec: AttentionSpec, shapes: Operands, device: Device
+) -> tuple[mosaic_tiles.BackwardConfig, mosaic_tiles.BackwardConfig] | None:
+    """Configurations of the Mosaic GPU backward kernels, where these run. Not by themselves yet: they have to be
+    asked for by their lowering's name."""
+    if lowering.allowed(lowering.TRITON) or lowering.mosaic_reason(spec, shapes, device) is not None:
+        return None
+    return mosaic_tiles.backward(sizes(shapes))
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -70,11 +89,19 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out (B,T,N,V) in query's dtype and lse (B,N,T) float32, the natural log-sum-exp. Rows that have no key
       to attend to get 0 and -inf.
     """
-    from . import triton_forward
-
     if operands.query_offsets is not None:
         return _packing.forward(forward, spec, operands)
-    tile = tiles.forward(sizes(operands), _device.current())
+    size, device = sizes(operands), _device.current()
+    if lowering.mosaic_reason(spec, operands, device) is None:
+        from . import mosaic_forward
+
+        config = mosaic_tiles.forward(size)
+        assert config is not None  # or there would be a reason
+        return mosaic_forward.forward(spec, operands, config, device.sm_count or 1)
+
+    from . import triton_forward
+
+    tile = tiles.forward(size, device)
     return triton_forward.forward(spec, operands, tile)
 
 
@@ -91,10 +118,15 @@ def backward(
     Returns:
       Gradients of query, key and value, in their shapes and dtypes, bitwise equal from run to run.
     """
-    from . import triton_backward
-
     if operands.query_offsets is not None:
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
     size, device = sizes(operands), _device.current()
+    if (configs := _mosaic_backward(spec, operands, device)) is not None:
+        from . import mosaic_backward
+
+        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, *configs)
+
+    from . import triton_backward
+
     keys_tile, queries_tile = tiles.backward_keys(size, device), tiles.backward_queries(size, device)
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, keys_tile, queries_tile)

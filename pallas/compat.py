@@ -7,10 +7,12 @@ machine that has none.
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
@@ -52,6 +54,153 @@ def no_triton() -> str | None:
 def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """What a kernel makes from `like`: under `jax.shard_map`, it varies over the same mesh axes."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
+
+
+def no_mosaic() -> str | None:
+    """Why the installed JAX can't run the Mosaic GPU kernels, or None."""
+    try:
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    except ImportError as error:
+        return f"JAX {jax.__version__} has no Mosaic GPU lowering of Pallas ({error})"
+    return None
+
+
+def tiled_shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout that wgmma reads: rows of the widest swizzle that divides them."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
+    tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tile, swizzled))
+
+
+def in_tiles(x: jax.Array) -> jax.Array:
+    """(B, rows, heads, width) with rows in whole tiles of 8, which Mosaic's TMA copies want."""
+    missing = -x.shape[1] % 8
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def load_vector(ref: Any, layout: Any) -> jax.Array:
+    """A vector from shared memory, in the layout of the rows or columns of a product."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    if index is not None and index.default is inspect.Parameter.empty:  # in 0.10
+        return plgpu.load(ref, (), layout=layout)
+    return plgpu.load(ref, layout=layout)
+
+
+def registers(computing: int) -> tuple[int, int]:
+    """Registers for a thread of the computing warpgroups and of the one that loads for them."""
+    return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[computing]
+
+
+def accumulate(body: Callable[[Any], Any], acc: Any, like: Any = None) -> tuple[Any, Any]:
+    """`body(accumulator)` issues products into an accumulator that starts from `acc`; or one for each leaf.
+
+    Returns:
+      the accumulators' values when all products have ended, and what `body` returned, which has the types and
+      layouts of `like`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpreting():
+        summed = jax.tree.map(_Sum, acc)
+        result = body(summed)
+        return jax.tree.map(lambda one: one.value, summed), result
+
+    def in_registers(refs):
+        accumulator, results = refs
+        jax.tree.map(lambda ref, x: ref.__setitem__(..., x), results, body(accumulator))
+
+    return pl.run_state(in_registers)((jax.tree.map(plgpu.WGMMAAccumulatorRef.init, acc), like))
+
+
+class _Sum:
+    """An accumulator in the interpreter, which has neither `run_state` nor products of registers."""
+
+    def __init__(self, value: jax.Array):
+        self.value = value
+
+
+def from_zero(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """What `body` returns of accumulators of these shapes that start from zero."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpreting():
+        return body(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+    return pl.run_scoped(body, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+
+def wgmma(accumulator: Any, a: Any, b: Any) -> None:
+    """Issues `accumulator += a @ b`, with `a` in registers or shared memory and `b` in shared memory."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(accumulator, _Sum):
+        a = a if isinstance(a, jax.Array) else a[...]
+        accumulator.value += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    else:
+        plgpu.wgmma(accumulator, a, b)
+
+
+def awaited(accumulator: Any, in_flight: int) -> jax.Array:
+    """The accumulator's value, once at most `in_flight` of the products issued are still under way."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(accumulator, _Sum):
+        return accumulator.value
+    return plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
+
+
+def mosaic_call(
+    kernel: Callable[..., None],
+    *,
+    blocks: int,
+    warpgroups: int,
+    scratch: Sequence[Any],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    name: str,
+) -> Callable[..., Any]:
+    """A Mosaic GPU kernel over axes `block` and `warpgroup`, or in its interpreter within `interpret()`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def named(*refs: Any) -> None:
+        kernel(*refs)
+
+    named.__name__ = name
+    call = plgpu.kernel(
+        named,
+        out_type=out_shape,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpreting() else None,
+    )
+    return _without_effects(call, out_shape) if interpreting() else call
+
+
+def _without_effects(call: Callable[..., Any], out_shape: Any) -> Callable[..., Any]:
+    """`call` without the interpreter's ordered effects, which JAX partitions no computation with."""
+
+    def run(*arrays):
+        with interpret():
+            return call(*arrays)
+
+    return lambda *arrays: jax.pure_callback(run, out_shape, *arrays)
+
+
+def mosaic_interprets() -> bool:
+    """Whether the installed JAX has an interpreter that these kernels run in: from 0.11 on."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return hasattr(plgpu, "InterpretGPUParams")
 
 
 def triton_call(

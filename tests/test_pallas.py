@@ -1,4 +1,4 @@
-"""Pallas on the CPU: its kernels in the interpreter against the definition, and their lowering for GPUs."""
+"""Pallas by Triton, on the CPU: kernels in the interpreter against the definition, and lowering for GPUs."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from implementation_suite import ImplementationSuite
 import jax_flash
 from jax_flash import _device, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas import compat, tiles
+from jax_flash.pallas import compat, lowering, tiles
 from jax_flash.pallas.band import Band, Blocks, keys_of_queries
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
@@ -22,6 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
 TRITON_CALL = "__gpu$xla.gpu.triton"
 T4 = _device.Device("cuda", "Tesla T4", (7, 5), 40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def by_triton():
+    with lowering.only(lowering.TRITON):
+        yield
 
 
 class TestPallasInterpreted(ImplementationSuite):

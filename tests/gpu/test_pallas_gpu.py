@@ -4,13 +4,24 @@ import pytest
 from gpu_memory import poison
 from implementation_suite import ImplementationSuite
 
+from jax_flash.pallas import lowering
+
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
 class TestPallas(ImplementationSuite):
+    """By Mosaic GPU on Hopper, by Triton elsewhere."""
+
     implementation = "pallas"
     head_dims = (64, 96, 128, 256)
     features = ("value_head_dim", "deterministic")
 
     def before_run(self, nbytes):
         poison(nbytes)
+
+
+class TestPallasByTriton(TestPallas):
+    @pytest.fixture(autouse=True, scope="class")
+    def by_triton(self):
+        with lowering.only(lowering.TRITON):
+            yield

@@ -1,0 +1,63 @@
+"""Which lowering of Pallas runs a call: Mosaic GPU on Hopper, where its kernels can, else Triton.
+
+The environment variable `JAX_FLASH_PALLAS` set to "mosaic" or "triton" allows only that one.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import jax
+
+from jax_flash._device import Device
+from jax_flash._spec import AttentionSpec, Operands, sizes
+
+from . import compat, mosaic_tiles
+
+MOSAIC, TRITON = "mosaic", "triton"
+_ENVIRONMENT = "JAX_FLASH_PALLAS"
+
+# Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
+_only: str | None = None
+
+
+@contextlib.contextmanager
+def only(name: str) -> Iterator[None]:
+    """Allow no other lowering, as the environment variable does: for tests.
+
+    What JAX has traced is forgotten, since its caches don't know of the choice.
+    """
+    global _only
+    before, _only = _only, name
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _only = before
+        jax.clear_caches()
+
+
+def allowed(name: str) -> bool:
+    chosen = _only or os.environ.get(_ENVIRONMENT)
+    if chosen not in (None, "", MOSAIC, TRITON):
+        raise ValueError(f'{_ENVIRONMENT} must be "{MOSAIC}" or "{TRITON}", not "{chosen}"')
+    return not chosen or chosen == name
+
+
+def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
+    """Why the Mosaic GPU kernels can't run a call that the Triton ones can, or None."""
+    if not allowed(MOSAIC):
+        return f"only {TRITON} is allowed"
+    if compat.interpreting():
+        if not compat.mosaic_interprets():
+            return "the installed JAX interprets no Mosaic GPU kernels"
+        if _only is None:
+            return "the interpreter runs it when it alone is allowed"
+    elif device.compute_capability != (9, 0):
+        return f"it needs a Hopper GPU, not {device.kind}"
+    size = sizes(shapes)
+    if size.H % 16 or size.V % 16:
+        return f"head dims must be multiples of 16, not {size.H} and {size.V}"
+    if mosaic_tiles.forward(size) is None:
+        return f"head dims {size.H} and {size.V} need more shared memory than there is"
+    return compat.no_mosaic()

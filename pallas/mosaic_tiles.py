@@ -1,0 +1,98 @@
+"""The shape and schedule of each Mosaic GPU kernel, as a value that can be printed.
+
+The table holds what compiles for sm_90a without a spill in the loop of whole blocks, and fits shared memory;
+no timing has gone into it yet.
+"""
+
+import dataclasses
+
+from jax_flash._spec import Sizes
+
+SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor, for one block
+_BARRIERS = 1024  # bytes set aside for them, and for alignment
+
+ROWS = 64  # of a warpgroup's matrix instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """How a block of `mosaic_forward` works: `warpgroups` of 64 queries each, and one that loads for them."""
+
+    warpgroups: int  # that compute
+    keys: int  # of a block
+    stages: int  # blocks of keys and of values in shared memory
+    overlap: bool = True  # the product with the values of a block runs beside the softmax of the next one
+    turns: bool = True  # warpgroups issue their products one after the other
+    persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
+
+    @property
+    def queries(self) -> int:
+        """Of a tile."""
+        return ROWS * self.warpgroups
+
+    def __str__(self) -> str:
+        switches = [name for name in ("overlap", "turns", "persistent") if getattr(self, name)]
+        schedule = f", {' + '.join(switches)}" if switches else ""
+        return f"{self.queries} queries x {self.keys} keys, {self.stages} stages{schedule}"
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How a block of a kernel of `mosaic_backward` works: `warpgroups` own 64 rows each of its gradient."""
+
+    warpgroups: int  # that compute
+    columns: int  # of a block that streams past them: queries for dK and dV, keys for dQ
+    stages: int  # blocks in shared memory
+
+    def __str__(self) -> str:
+        return f"{ROWS * self.warpgroups} rows x {self.columns} columns, {self.stages} stages"
+
+
+def backward_fits(size: Sizes, config: BackwardConfig) -> bool:
+    of_column = 2 * (size.H + size.V) + 8
+    return (
+        ROWS * config.warpgroups + config.stages * config.columns
+    ) * of_column + _BARRIERS <= SHARED_MEMORY
+
+
+def output_shares_query(size: Sizes, config: ForwardConfig) -> bool:
+    """Whether a tile's output is staged where its queries were, as there is no room for both."""
+    return _forward_bytes(size, config, size.H + size.V) > SHARED_MEMORY
+
+
+def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
+    shared = size.H if size.H == size.V else size.H + size.V
+    return _forward_bytes(size, config, shared) <= SHARED_MEMORY
+
+
+def _forward_bytes(size: Sizes, config: ForwardConfig, query_and_output: int) -> int:
+    rings = 2 * config.stages * config.keys * (size.H + size.V)
+    return rings + config.queries * (2 * query_and_output + 4) + _BARRIERS
+
+
+# By head dim: that one and smaller ones.
+_FORWARD = {
+    64: ForwardConfig(3, 128, 2),
+    128: ForwardConfig(2, 128, 2),
+    192: ForwardConfig(2, 64, 2),
+    256: ForwardConfig(2, 64, 2),
+}
+
+
+# Of the kernel for dK and dV, whose two sums have no room in registers beyond that, and of the one for dQ.
+_BACKWARD_KEYS = {64: BackwardConfig(2, 64, 3), 128: BackwardConfig(2, 64, 2)}
+_BACKWARD_QUERIES = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 64, 3)}
+
+
+def backward(size: Sizes) -> tuple[BackwardConfig, BackwardConfig] | None:
+    """The configurations for dK and dV, and for dQ; None where nothing fits."""
+    head_dim = max(size.H, size.V)
+    limit = next((limit for limit in _BACKWARD_KEYS if head_dim <= limit), None)
+    return None if limit is None else (_BACKWARD_KEYS[limit], _BACKWARD_QUERIES[limit])
+
+
+def forward(size: Sizes) -> ForwardConfig | None:
+    """The configuration for such a call; None where nothing fits."""
+    head_dim = max(size.H, size.V)
+    config = next((config for limit, config in _FORWARD.items() if head_dim <= limit), None)
+    return config if config is not None and forward_fits(size, config) else None

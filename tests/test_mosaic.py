@@ -1,0 +1,175 @@
+"""Pallas by Mosaic GPU, on the CPU: kernels in JAX's interpreter against the definition, and lowering."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from implementation_suite import ImplementationSuite
+
+import jax_flash
+from jax_flash import _device, pallas
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.pallas import compat, lowering, mosaic_forward, mosaic_tiles
+from jax_flash.pallas.mosaic_tiles import ForwardConfig
+
+# JAX 0.11 and newer say at every lowering that the Triton lowering will go.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+MOSAIC_CALL = "mosaic_gpu_v2"
+TRITON_CALL = "__gpu$xla.gpu.triton"
+A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
+
+
+@contextlib.contextmanager
+def interpreted_by_mosaic():
+    with compat.interpret(), lowering.only(lowering.MOSAIC):
+        yield
+
+
+def shapes(B=1, T=257, S=300, N=4, K=2, H=64, V=None, dtype="bfloat16") -> Operands:
+    V = H if V is None else V
+    query, key, value = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
+    return Operands(*(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (query, key, value)))
+
+
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+class TestMosaicInterpreted(ImplementationSuite):
+    implementation = "pallas"
+    lengths = (1, 65, 150)
+    typical_length = 150
+    head_dims = (64, 96)
+    heads = ((6, 2),)
+    features = ("value_head_dim", "deterministic")
+
+    def environment(self):
+        return interpreted_by_mosaic()
+
+    @classmethod
+    def cases(cls):
+        """Few, as the interpreter takes some ten seconds for each."""
+        every = {"length": 2, "cross": 2, "head dim": 3, "groups": 1, "window": 4, "large": 2, "feature": 2}
+        found = super().cases()
+        kinds = ([case for case in found if case.category == name][::n] for name, n in every.items())
+        return [case for kind in kinds for case in kind]
+
+
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 9)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        ForwardConfig(2, 64, 2, overlap=False, turns=False, persistent=False),
+        ForwardConfig(2, 64, 3, overlap=False),
+        ForwardConfig(3, 64, 2, turns=False),
+        ForwardConfig(1, 128, 2, persistent=False),
+    ],
+    ids=str,
+)
+def test_every_schedule_gives_the_same(config, window):
+    spec = AttentionSpec(0.125, *window)
+    keys = jax.random.split(jax.random.key(0), 3)
+    leaves = jax.tree.leaves(shapes(T=333, S=290, N=2, K=1))
+    operands = Operands(*map(lambda key, x: jax.random.normal(key, x.shape, x.dtype), keys, leaves))
+
+    def run(config):
+        # Two blocks of the grid for some tiles each, where they are persistent.
+        return jax.jit(lambda x: mosaic_forward.forward(spec, x, config, 2))(operands)
+
+    with interpreted_by_mosaic():
+        (out, lse), (expected_out, expected_lse) = run(config), run(ForwardConfig(2, 128, 2))
+    assert jnp.allclose(out.astype(jnp.float32), expected_out.astype(jnp.float32), atol=0.02)
+    assert jnp.allclose(lse, expected_lse, atol=1e-5)
+
+
+def forward_and_backward(spec: AttentionSpec, operands: Operands):
+    """A function of the operands, out's cotangent taken as out, and lse's as lse."""
+    out, lse = pallas.forward(spec, operands)
+    return out, lse, pallas.backward(spec, operands, out, lse, out, lse)
+
+
+def lowered_for_hopper(spec: AttentionSpec, operands: Operands) -> str:
+    with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
+        traced = jax.jit(lambda operands: forward_and_backward(spec, operands)).trace(operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    by_triton = mosaic_tiles.backward(sizes(operands)) is None
+    assert (text.count(MOSAIC_CALL), text.count(TRITON_CALL)) == ((1, 2) if by_triton else (3, 0))
+    return text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 160, 192, 256])
+def test_lowers_for_hopper(head_dim, dtype):
+    lowered_for_hopper(AttentionSpec(head_dim**-0.5, left=None, right=0), shapes(H=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
+@pytest.mark.parametrize("T, S", [(1, 1), (256, 256), (3, 1000)])
+def test_lowers_every_mask_and_length(T, S, window):
+    lowered_for_hopper(AttentionSpec(0.125, *window), shapes(T=T, S=S, V=128))
+
+
+def test_lowers_with_64_bit_types():
+    with jax.enable_x64(True):
+        lowered_for_hopper(AttentionSpec(0.125, 5, 3), shapes())
+        lowered_for_hopper(AttentionSpec(0.125), shapes())
+
+
+def test_lowers_within_shard_map_and_its_replication_check():
+    operands = shapes(B=2)
+    device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
+    split = jax.sharding.PartitionSpec("batch", None, "heads", None)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+    def gradients(query, key, value):
+        def loss(*arrays):
+            out = jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas")
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
+        traced = jax.jit(gradients).trace(operands.query, operands.key, operands.value)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count(MOSAIC_CALL) == 3
+
+
+@pytest.mark.parametrize(
+    "changes, device, reason",
+    [
+        ({}, A10, "Hopper"),
+        ({"H": 72}, _device.H100, "multiples of 16"),
+        ({"V": 8}, _device.H100, "multiples"),
+    ],
+)
+def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
+    spec, operands = AttentionSpec(0.125), shapes(**changes)
+    assert pallas.supports(spec, operands, device) is None
+    assert "Mosaic" not in pallas.describe(spec, operands, device)
+    assert reason in lowering.mosaic_reason(spec, operands, device)
+    with lowering.only(lowering.MOSAIC):
+        assert reason in pallas.supports(spec, operands, device)
+
+
+def test_describes_what_runs(monkeypatch):
+    spec, operands = AttentionSpec(0.125), shapes()
+    described = pallas.describe(spec, operands, _device.H100)
+    for config in (mosaic_tiles.forward(sizes(operands)), *mosaic_tiles.backward(sizes(operands))):
+        assert str(config) in described
+    monkeypatch.setenv("JAX_FLASH_PALLAS", "triton")
+    assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
+    monkeypatch.setenv("JAX_FLASH_PALLAS", "cutlass")
+    with pytest.raises(ValueError, match='must be "mosaic" or "triton", not "cutlass"'):
+        pallas.describe(spec, operands, _device.H100)
+
+
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_what_the_table_has_fits_in_shared_memory(head_dim):
+    size = sizes(shapes(H=head_dim))
+    assert mosaic_tiles.forward_fits(size, mosaic_tiles.forward(size))
+    assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8))
+    for config in mosaic_tiles.backward(size) or ():
+        assert mosaic_tiles.backward_fits(size, config)
