@@ -75,8 +75,8 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
 def _mosaic_backward(
     spec: AttentionSpec, shapes: Operands, device: Device
 ) -> tuple[mosaic_tiles.BackwardConfig, mosaic_tiles.BackwardConfig] | None:
-    """Configurations of the Mosaic GPU backward kernels, where these run. Not by themselves yet: they have to be
-    asked for by their lowering's name."""
+    """Configurations of the Mosaic GPU backward kernels, where these run: not by themselves yet, but where
+    their lowering is asked for by name."""
     if lowering.allowed(lowering.TRITON) or lowering.mosaic_reason(spec, shapes, device) is not None:
         return None
     return mosaic_tiles.backward(sizes(shapes))
