@@ -112,8 +112,9 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tiles_fit_the_hardware(head_dim):
-    plan = plan_backward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+@pytest.mark.parametrize("rate", (0.0, 0.1))
+def test_tiles_fit_the_hardware(head_dim, rate):
+    plan = plan_backward(AttentionSpec(0.1, dropout_rate=rate), shapes(H=head_dim), H100)
     main = main_launch(plan)
     assert main.shared_bytes <= 227 * 1024
     assert main.block == (512 if head_dim <= 128 else 384)

@@ -128,11 +128,12 @@ def variants() -> dict[Kernel, Launch]:
         calls += [{**pair, "deterministic": True}]
         calls += [{**pair, "features": features[max(head_dim, value_dim) > 192 :]}]
     calls += [{"head_dim": head_dim, "features": ("dropout",)} for head_dim in (16, 48, *HEAD_DIMS)]
+    calls += [{"head_dim": H, "value_dim": V, "features": ("dropout",)} for H, V in ((192, 128), (64, 128))]
     for i, head_dim in enumerate((64, 128, 192, 256)):
         dropout = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
         calls.append(dropout | {"features": ("dropout",), "window": (100 * (i % 2) or None, 0)})
         calls.append(dropout | {"features": ("dropout",), "deterministic": True})
-        calls.append(dropout | {"features": ("dropout", *features[i == 3 :])})
+        calls.append(dropout | {"features": ("dropout", *features)})
     found = {launch.kernel: launch for call in calls for launch in launches(**call)}
     # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]

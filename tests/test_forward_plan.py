@@ -157,12 +157,13 @@ def test_registers_go_by_the_values_and_shared_memory_by_both(dims, expected):
     assert len({choice.tile for choice in found}) == len(found)
 
 
+@pytest.mark.parametrize("drops", (False, True))
 @pytest.mark.parametrize("changed", (False, True))
-def test_tiles_fit_shared_memory(changed):
+def test_tiles_fit_shared_memory(changed, drops):
     dims = range(16, 257, 16)
     for H, V, window in itertools.product(dims, dims, (Window(None, None), Window(None, 0))):
-        found = choices(H, window, changed, V)
-        assert all(choice.tile.shared_bytes(H, V) <= 227 * 1024 for choice in found)
+        found = choices(H, window, changed, V, dropout=drops)
+        assert all(choice.tile.shared_bytes(H, V, drops) <= 227 * 1024 for choice in found)
         assert all(1 <= choice.tile.split <= choice.tile.keys // 16 for choice in found)
         if H == V:  # the table's are as they are
             assert found == choices(H, window, changed)

@@ -130,7 +130,7 @@ DROPOUT = (
     Case(H=128, T=300, S=400, N=4, K=2, packed=5, right=0, dropout=0.3),
     Case(H=256, T=150, S=200, N=2, packed=3, dropout=0.4, bias="1N1S", soft_cap=2.0),
     Case(H=192, V=128, T=130, S=200, N=2, right=0, dropout=0.3, return_residual=True),
-    Case(H=40, V=80, T=70, S=129, N=2, B=2, lengths="qk", alibi="BN", sinks="1N", dropout=0.3),
+    Case(H=40, V=80, T=70, S=129, N=2, B=2, lengths="qk", mask="B11S", sinks="1N", dropout=0.3),
 )
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (

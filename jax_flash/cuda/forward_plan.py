@@ -124,7 +124,7 @@ def _kernel(
             *scores.defines(spec, shapes),
             *bounds.defines(shapes),
             *dropout.defines(spec),
-            ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim)),
+            ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim, spec.dropout_rate > 0)),
         ),
     )
 
@@ -169,7 +169,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
-        shared_bytes=shape.shared_bytes(head_dim, value_dim),
+        shared_bytes=shape.shared_bytes(head_dim, value_dim, spec.dropout_rate > 0),
         overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
         parameters=(
             rows_map(query, shape.rows, heads),

@@ -20,7 +20,6 @@ class ForwardTile:
     pingpong: bool  # warpgroups take turns at the tensor cores
     query_stages: int  # query tiles in shared memory
     split: int  # 16-key steps of PV that are issued before the row maxima are taken; at most keys / 16
-    dropout: bool = False  # whether dropout's words come with each block of keys
 
     @property
     def rows(self) -> int:
@@ -30,7 +29,7 @@ class ForwardTile:
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
-    def shared_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
+    def shared_bytes(self, head_dim: int, value_dim: int | None = None, dropout: bool = False) -> int:
         """Dynamic shared memory: Q, the rings of K and V, rows of the output, dropout's words of keys,
         barriers, tiles, -inf.
 
@@ -40,14 +39,14 @@ class ForwardTile:
         inputs = (self.query_stages * self.rows + self.stages * self.keys) * key_row
         inputs += self.stages * self.keys * value_row
         staging = 4 * self.consumers * 16 * PANEL * 2
-        words = (self.stages + 1) * self.keys * 4 if self.dropout else 0
+        words = (self.stages + 1) * self.keys * 4 if dropout else 0
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
         return inputs + staging + words + barriers + 24 * self.query_stages + 8
 
-    def fitted(self, head_dim: int, value_dim: int | None = None) -> "ForwardTile":
+    def fitted(self, head_dim: int, value_dim: int | None = None, dropout: bool = False) -> "ForwardTile":
         """The same where shared memory has room for it; or else with one stage for Q, and with fewer keys."""
         tile = self
-        while tile.shared_bytes(head_dim, value_dim) > SHARED_BYTES:
+        while tile.shared_bytes(head_dim, value_dim, dropout) > SHARED_BYTES:
             keys = tile.keys if tile.query_stages > 1 else tile.keys - 16
             split = math.ceil(self.split * keys / self.keys)
             tile = dataclasses.replace(self, query_stages=1, keys=keys, split=split)
@@ -127,7 +126,7 @@ def choices(
         row = full if window.unbounded and not bounded else windowed
     fitted: dict[ForwardTile, Choice] = {}
     for choice in row:
-        shape = dataclasses.replace(choice.tile, dropout=dropout).fitted(*dims)
+        shape = choice.tile.fitted(*dims, dropout)
         fitted.setdefault(shape, Choice(shape, choice.cost))
     return tuple(fitted.values())
 
