@@ -105,21 +105,27 @@ def _floor(name, case, spec, reference, references, d_out):
     """
     float32 = UNIT_ROUNDOFF["float32"]
     roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
-    terms = {"out": 1, "lse": 2, "d_value": 0}.get(name, 2)  # how many large factors they have
-    size_of_terms = case.magnitude**terms * np.sqrt(reference.size)
+    magnitude = case.magnitude
+    # A logit's cotangent is of V's magnitude, or of its own in lse. As it is, in the gradients of what is
+    # added to logits, it has also the relative rounding of those that are large.
+    of_logits = max(magnitude, 1) if case.residual == "used" else magnitude
+    of_others = {"out": magnitude, "lse": magnitude**2, "d_value": 1}
+    of_others |= {f"d_{x}": of_logits * max(magnitude, 1) for x in ("bias", "alibi_slopes", "sinks")}
+    term = of_others.get(name, of_logits * magnitude)
+    size_of_terms = term * np.sqrt(reference.size)
     rows = case.B * case.N * case.T
     if case.is_drawn and name in (
         "d_key",
         "d_value",
     ):  # each row adds to them, and with few keys many rows to each
-        size_of_terms = max(size_of_terms, case.magnitude**terms * np.sqrt(rows * reference.shape[-1]))
+        size_of_terms = max(size_of_terms, term * np.sqrt(rows * reference.shape[-1]))
     noise = 2.0**-20 if case.dtype == "float32" else 2.0**-16
     if name in ("d_alibi_slopes", "d_sinks"):
         distance = max(case.T, case.S) if name == "d_alibi_slopes" else 1
         size_of_terms *= distance * np.sqrt(case.B * case.T * max(case.H, case.V or case.H))
         noise = (4 if case.is_drawn else 2) * float32
     if case.is_drawn and name == "d_bias":
-        size_of_terms = case.magnitude**terms * np.sqrt(rows * case.S)
+        size_of_terms = term * np.sqrt(rows * case.S)
     relative = 16 * roundoff if name in ("d_alibi_slopes", "d_sinks") else roundoff / 2
     if case.category == "large" and name.startswith("d_"):
         lse = references["lse"]
