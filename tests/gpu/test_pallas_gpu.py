@@ -22,6 +22,7 @@ class TestPallas(ImplementationSuite):
 
 class TestPallasByTriton(TestPallas):
     @pytest.fixture(autouse=True, scope="class")
-    def by_triton(self):
+    @classmethod
+    def by_triton(cls):
         with lowering.only(lowering.TRITON):
             yield
