@@ -87,6 +87,7 @@ def _floor(name, case, spec, reference, references, d_out):
       is not blamed for that much where the yardstick is exact by luck (one key: p is exactly 1). A
       gradient of a few numbers, each a sum over a whole head of terms of both signs, may be small by
       chance where its rounding isn't.
+    - Kernels for half precision have logits in base 2, and lse back from it: two roundings of it more.
     - Sums in float32 of terms that cancel leave a rest, though the true result be 0: a gradient
       where there is one key, say. It is measured against the size of the terms. With half-precision
       products the terms pass through the approximate base-2 exponential and the tensor cores'
@@ -98,8 +99,9 @@ def _floor(name, case, spec, reference, references, d_out):
       the difference is mostly the rounding of O to its dtype, which goes into the gradients of
       query and key. Plain attention suffers from neither.
     - In calls that are drawn (`Case.is_drawn`) rows may have few keys, and results few numbers. The rounding
-      of O goes into D = rowsum(dO * O) and from there into the gradients of logits, whose own size is below
-      that of their terms where a row has few keys: one key's gradient is 0. A slope has it times the
+      of O goes into D = rowsum(dO * O) and from there into the gradients of logits, and so does that of P, as
+      much and independently, by the sum of P dP. Their own size is below that of their terms where a row has
+      few keys: one key's gradient is 0. A slope has it times the
       distance, and a bias has the sum over a row, or over many, where it is broadcast. And of few numbers
       plain attention's error may be small by luck.
     """
@@ -127,6 +129,8 @@ def _floor(name, case, spec, reference, references, d_out):
     if case.is_drawn and name == "d_bias":
         size_of_terms = term * np.sqrt(rows * case.S)
     relative = 16 * roundoff if name in ("d_alibi_slopes", "d_sinks") else roundoff / 2
+    if name == "lse" and case.dtype != "float32":
+        relative = 2 * roundoff
     if case.category == "large" and name.startswith("d_"):
         lse = references["lse"]
         relative = max(relative, float32 * np.max(np.abs(lse), initial=0, where=np.isfinite(lse)))
@@ -134,7 +138,7 @@ def _floor(name, case, spec, reference, references, d_out):
             noise = max(noise, roundoff / 2)
     rounding_of_d = 0.0
     if case.is_drawn and name in ("d_bias", "d_query", "d_key", "d_alibi_slopes"):
-        rounding_of_d = roundoff * np.linalg.norm(references["out"] * np.asarray(d_out, np.float64))
+        rounding_of_d = 2**0.5 * roundoff * np.linalg.norm(references["out"] * np.asarray(d_out, np.float64))
     if name in ("d_query", "d_key"):
         rounding_of_d *= abs(spec.scale) * np.sqrt(case.H) * case.magnitude
     if name == "d_alibi_slopes":
