@@ -1,7 +1,7 @@
 """What options of a call cost: packed sequences beside FlashAttention-3's, every other option beside none.
 
-    python benchmarks/features.py --out benchmarks/results/features_h200.json
-    python benchmarks/features.py --groups packed
+    python benchmarks/features.py --groups packed --out benchmarks/results/features_packed_h200.json
+    python benchmarks/features.py --groups options --out benchmarks/results/features_options_h200.json
 
 `packed`: 16 documents of uneven length in 16384 tokens, by offsets (`flash_attention_varlen`) and by segment
 ids, beside the offsets of FlashAttention-3's wheels, and one sequence of as many tokens. Rates are given over

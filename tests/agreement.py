@@ -87,7 +87,6 @@ def _floor(name, case, spec, reference, references, d_out):
       is not blamed for that much where the yardstick is exact by luck (one key: p is exactly 1). A
       gradient of a few numbers, each a sum over a whole head of terms of both signs, may be small by
       chance where its rounding isn't.
-    - Kernels for half precision have logits in base 2, and lse back from it: two roundings of it more.
     - Sums in float32 of terms that cancel leave a rest, though the true result be 0: a gradient
       where there is one key, say. It is measured against the size of the terms. With half-precision
       products the terms pass through the approximate base-2 exponential and the tensor cores'
@@ -101,9 +100,9 @@ def _floor(name, case, spec, reference, references, d_out):
     - In calls that are drawn (`Case.is_drawn`) rows may have few keys, and results few numbers. The rounding
       of O goes into D = rowsum(dO * O) and from there into the gradients of logits, and so does that of P, as
       much and independently, by the sum of P dP. Their own size is below that of their terms where a row has
-      few keys: one key's gradient is 0. A slope has it times the
-      distance, and a bias has the sum over a row, or over many, where it is broadcast. And of few numbers
-      plain attention's error may be small by luck.
+      few keys: one key's gradient is 0. A slope has it times the distance, and a bias has the sum over a row,
+      or over many, where it is broadcast. Kernels for half precision have logits in base 2, and lse back from
+      it: two roundings of it more. And of few numbers plain attention's error may be small by luck.
     """
     float32 = UNIT_ROUNDOFF["float32"]
     roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
@@ -129,7 +128,7 @@ def _floor(name, case, spec, reference, references, d_out):
     if case.is_drawn and name == "d_bias":
         size_of_terms = term * np.sqrt(rows * case.S)
     relative = 16 * roundoff if name in ("d_alibi_slopes", "d_sinks") else roundoff / 2
-    if name == "lse" and case.dtype != "float32":
+    if case.is_drawn and name == "lse" and case.dtype != "float32":
         relative = 2 * roundoff
     if case.category == "large" and name.startswith("d_"):
         lse = references["lse"]

@@ -21,8 +21,9 @@ LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 
 _SEQUENCES = 4
-"""A batch row of several is taken to have so many, of one length. It is known when the call runs."""
+"""A batch row of several sequences is taken to have so many, of one length, as only the data says."""
 _FEW_OFFSETS = 128
+"""Up to so many are compared with each token: one kernel, where a search has one for each of its steps."""
 _NOWHERE = 1 << 30
 """Where an interval of nothing begins; it ends at 0."""
 
@@ -40,10 +41,7 @@ def has_segments(shapes: Operands) -> bool:
 
 
 def parts(shapes: Operands) -> int:
-    """Of how many parts of a batch row tiles that are at work together see one, about; 0 without bounds.
-
-    The tiles of a packed sequence see that sequence alone.
-    """
+    """Into how many parts a batch row falls, each with tiles that see it alone, about; 0 without bounds."""
     if has_segments(shapes) or shapes.query_offsets is not None:
         return _SEQUENCES
     return int(has_bounds(shapes))
@@ -244,7 +242,6 @@ def _sequences(spec: AttentionSpec, operands: Operands, n: Sizes) -> tuple[Seque
     def of_tokens(own: int, token: jax.Array) -> Sequences:
         def of_row(offsets: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
             # The last one that starts there: those before it are empty.
-            # Few are compared with all in one kernel; every step of a search is one.
             method = "compare_all" if offsets.size <= _FEW_OFFSETS else "scan_unrolled"
             sequence = jnp.searchsorted(offsets, token, side="right", method=method) - 1
             return sequence >= 0, *(x.at[sequence].get(mode="clip") for x in values)
