@@ -200,8 +200,9 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     defines = dict(kernel.defines)
     beside = kernel.entry == "backward" and (defines["DETERMINISTIC"] or not defines["SPLIT_PRODUCTS"])
     spilled = (288 if defines["DETERMINISTIC"] else 64) if beside else 0
-    # And words of the keys or the tile's first key, read again long before they are needed.
-    spilled += 32 * defines["DROPOUT"] if beside else 0
+    # Dropout's words of the keys, the tile's first key: read again long before they are needed. Forward, what
+    # a tile's end needs. NVRTC 13.0 spills less than 13.5 here.
+    spilled += (128 if beside else 16) * defines.get("DROPOUT", 0)
     made = [defines.get(name, 0) not in (0, "void") for name in ("SOFT_CAP", "BIAS", "ALIBI", "MASK")]
     spilled += (0, 64, 320, 320, 320)[sum(made)]  # what operands are read by
     assert report.spill_bytes <= spilled, log

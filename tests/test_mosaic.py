@@ -89,31 +89,40 @@ def forward_and_backward(spec: AttentionSpec, operands: Operands):
     return out, lse, pallas.backward(spec, operands, out, lse, out, lse)
 
 
-def lowered_for_hopper(spec: AttentionSpec, operands: Operands) -> str:
+def calls_lowered_for_hopper(function, *args) -> tuple[int, int]:
+    """How many Mosaic GPU kernels, and how many Triton ones."""
     with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
-        traced = jax.jit(lambda operands: forward_and_backward(spec, operands)).trace(operands)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    by_triton = mosaic_tiles.backward(sizes(operands)) is None
-    assert (text.count(MOSAIC_CALL), text.count(TRITON_CALL)) == ((1, 2) if by_triton else (3, 0))
-    return text
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count(MOSAIC_CALL), text.count(TRITON_CALL)
+
+
+def check_lowers(spec: AttentionSpec, operands: Operands) -> None:
+    """Backward of Mosaic GPU's kernels where these alone are allowed, and of Triton's by itself."""
+    lower = functools.partial(
+        calls_lowered_for_hopper, functools.partial(forward_and_backward, spec), operands
+    )
+    assert lower() == (1, 2)
+    if mosaic_tiles.backward(sizes(operands)) is not None:
+        with lowering.only(lowering.MOSAIC):
+            assert lower() == (3, 0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 160, 192, 256])
 def test_lowers_for_hopper(head_dim, dtype):
-    lowered_for_hopper(AttentionSpec(head_dim**-0.5, left=None, right=0), shapes(H=head_dim, dtype=dtype))
+    check_lowers(AttentionSpec(head_dim**-0.5, left=None, right=0), shapes(H=head_dim, dtype=dtype))
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
 @pytest.mark.parametrize("T, S", [(1, 1), (256, 256), (3, 1000)])
 def test_lowers_every_mask_and_length(T, S, window):
-    lowered_for_hopper(AttentionSpec(0.125, *window), shapes(T=T, S=S, V=128))
+    check_lowers(AttentionSpec(0.125, *window), shapes(T=T, S=S, V=128))
 
 
 def test_lowers_with_64_bit_types():
     with jax.enable_x64(True):
-        lowered_for_hopper(AttentionSpec(0.125, 5, 3), shapes())
-        lowered_for_hopper(AttentionSpec(0.125), shapes())
+        check_lowers(AttentionSpec(0.125, 5, 3), shapes())
+        check_lowers(AttentionSpec(0.125), shapes())
 
 
 def test_lowers_within_shard_map_and_its_replication_check():
@@ -131,10 +140,8 @@ def test_lowers_within_shard_map_and_its_replication_check():
 
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
-    with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
-        traced = jax.jit(gradients).trace(operands.query, operands.key, operands.value)
-        lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count(MOSAIC_CALL) == 3
+    with lowering.only(lowering.MOSAIC):
+        assert calls_lowered_for_hopper(gradients, operands.query, operands.key, operands.value) == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +163,14 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
 
 def test_describes_what_runs(monkeypatch):
     spec, operands = AttentionSpec(0.125), shapes()
+    forward, backward = mosaic_tiles.forward(sizes(operands)), mosaic_tiles.backward(sizes(operands))
     described = pallas.describe(spec, operands, _device.H100)
-    for config in (mosaic_tiles.forward(sizes(operands)), *mosaic_tiles.backward(sizes(operands))):
-        assert str(config) in described
+    assert f"Mosaic GPU forward ({forward})" in described and "Triton backward" in described
+    with lowering.only(lowering.MOSAIC):
+        described = pallas.describe(spec, operands, _device.H100)
+    assert "Mosaic GPU backward" in described and all(
+        str(config) in described for config in (forward, *backward)
+    )
     monkeypatch.setenv("JAX_FLASH_PALLAS", "triton")
     assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
     monkeypatch.setenv("JAX_FLASH_PALLAS", "cutlass")
