@@ -92,6 +92,7 @@ BOUNDS = (
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
     Case(H=256, T=200, S=260, segments="sorted", right=0, dtype="float16"),
     Case(H=192, T=300, S=200, N=2, segments="sorted", lengths="qk", B=2, soft_cap=3.0, sinks="BN"),
+    Case(H=64, T=13, S=300, N=8, K=2, segments="mixed", B=2, right=0),  # heads share a tile here, too
     Case(H=128, T=500, S=600, N=4, K=2, packed=5, right=0, return_residual=True),
     Case(H=64, T=300, S=300, N=2, packed=9, B=2, left=70, right=-3),
     Case(H=256, T=200, S=300, N=2, packed=3),

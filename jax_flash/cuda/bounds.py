@@ -59,10 +59,12 @@ def forward_buffers(shapes: Operands, groups: int) -> tuple[Buffer, ...]:
     n = sizes(shapes)
     if not has_bounds(shapes):
         return ()
+    row_segments = Buffer("row_segments", (n.B, groups * 64), "int32")
     return (
-        Buffer("query_keys", (n.B, n.T, 2), "int32"),
+        Buffer("row_keys", (n.B, groups * 64, 2), "int32"),
+        *((row_segments, _segments(n)[1]) if has_segments(shapes) else ()),
         Buffer("group_blocks", (n.B, groups, 4), "int32"),
-        *_token_buffers(shapes, n),
+        *_diagonals(shapes, n),
     )
 
 
@@ -78,20 +80,17 @@ def backward_buffers(shapes: Operands, queries: int, keys: int, span: int) -> tu
         Buffer("tile_blocks", (n.B, tiles, 2), "int32"),
         Buffer("block_tiles", (n.B, blocks, 2), "int32"),
         Buffer("span_tiles", (n.B, math.ceil(blocks / span)), "int32"),
-        *_token_buffers(shapes, n),
+        *(_segments(n) if has_segments(shapes) else ()),
+        *_diagonals(shapes, n),
     )
 
 
-def _token_buffers(shapes: Operands, n: Sizes) -> tuple[Buffer, ...]:
-    segments = (
-        Buffer("query_segment_ids", (n.B, n.T), "int32"),
-        Buffer("key_value_segment_ids", (n.B, n.S), "int32"),
-    )
-    diagonals = Buffer("diagonals", (n.B, n.T), "int32")
-    return (
-        *(segments if has_segments(shapes) else ()),
-        *((diagonals,) if shapes.alibi_slopes is not None else ()),
-    )
+def _segments(n: Sizes) -> tuple[Buffer, ...]:
+    return tuple(Buffer(name, (n.B, size), "int32") for name, size in zip(SEGMENTS, (n.T, n.S), strict=True))
+
+
+def _diagonals(shapes: Operands, n: Sizes) -> tuple[Buffer, ...]:
+    return () if shapes.alibi_slopes is None else (Buffer("diagonals", (n.B, n.T), "int32"),)
 
 
 def parameters(buffers: tuple[Buffer, ...], *names: str) -> tuple[Parameter, ...]:
@@ -122,11 +121,15 @@ def forward_operands(
             (first, last),
             (whole_begin, whole_end),
         )
-    return {
-        "query_keys": jnp.stack((begin, end), -1),
+    rows = groups * 64
+    found = {
+        "row_keys": _of_rows(jnp.stack((begin, end), -1), pack, rows),
         "group_blocks": jnp.stack((first, last, whole_begin, whole_end), -1),
         "diagonals": diagonal,
     }
+    if has_segments(operands):
+        found["row_segments"] = _of_rows(operands.query_segment_ids, pack, rows)
+    return found
 
 
 def backward_operands(
@@ -190,6 +193,12 @@ class Sequences:
     first_key: jax.Array
     keys: jax.Array
     there: jax.Array  # whether the position is of one at all, `(B, positions)`
+
+
+def _of_rows(of_queries: jax.Array, pack: int, rows: int) -> jax.Array:
+    """`(B, rows, …)` of `(B, T, …)`: each query's for `pack` rows, and 0 for rows that are not there."""
+    repeated = jnp.repeat(of_queries, pack, axis=1) if pack > 1 else of_queries
+    return jnp.pad(repeated, [(0, 0), (0, rows - repeated.shape[1])] + [(0, 0)] * (of_queries.ndim - 2))
 
 
 def _query_keys(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:

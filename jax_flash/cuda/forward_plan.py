@@ -65,6 +65,7 @@ def needs_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Nee
         binding_window(spec, n),
         changed=scores.changed(spec, shapes),
         bounded=bounds.has_bounds(shapes),
+        segments=bounds.has_segments(shapes),
         dropout=spec.dropout_rate > 0,
     )
 
@@ -191,7 +192,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
             *scores.parameters(spec, shapes),
             *scores.sinks_parameters(shapes),
-            *bounds.parameters(limits, "query_keys", "group_blocks", *bounds.SEGMENTS),
+            *bounds.parameters(limits, "row_keys", "row_segments", "group_blocks", "key_value_segment_ids"),
             *dropout.parameters(spec),
         ),
     )

@@ -22,6 +22,7 @@ class Needs:
     window: Window
     changed: bool = False  # scores, by more than the scale and the window
     bounded: bool = False  # what rows see is data
+    segments: bool = False  # that is of segments, too
     dropout: bool = False
 
     @property
@@ -51,14 +52,15 @@ class ForwardTile:
 
     def shared_bytes(self, needs: Needs) -> int:
         """Dynamic shared memory: Q, the rings of K and V, rows of the output, dropout's words of keys,
-        barriers, tiles, -inf."""
+        what rows see where that is data, barriers, tiles, -inf."""
         key_row, value_row = (math.ceil(x / PANEL) * PANEL * 2 for x in (needs.head_dim, needs.value_dim))
         inputs = (self.query_stages * self.rows + self.stages * self.keys) * key_row
         inputs += self.stages * self.keys * value_row
         staging = 4 * self.consumers * 16 * PANEL * 2
         words = (self.stages + 1) * self.keys * 4 if needs.dropout else 0
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
-        return inputs + staging + words + barriers + 24 * self.query_stages + 8
+        of_rows = self.rows * (8 * needs.bounded + 4 * needs.segments) + 8 * self.consumers * needs.bounded
+        return inputs + staging + words + barriers + (of_rows + 24) * self.query_stages + 8
 
     def fitted(self, needs: Needs) -> "ForwardTile":
         """The same where shared memory has room for it; or else with one stage for Q, and with fewer keys."""
