@@ -6,8 +6,8 @@ import math
 import jax
 
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Operands, Sizes, shapes_of, sizes
-from jax_flash.cuda import bounds, dropout, scores
+from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash.cuda import bounds, bounds_plan, dropout, scores
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
@@ -84,12 +84,16 @@ def schedule(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Sch
     return Schedule(chosen, pack(n, chosen.rows, needs.bounded))
 
 
-def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """What the plan's kernel reads of an `Operands` with bounds, by name."""
-    if not bounds.has_bounds(operands):
-        return {}
-    chosen = schedule(spec, shapes_of(operands))
-    return bounds.forward_operands(spec, operands, chosen.tile.rows, chosen.tile.keys, chosen.pack)
+def plan_bounds(
+    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
+) -> LaunchPlan | None:
+    """How `device` finds what the kernel reads of a call with bounds."""
+    if not bounds.has_bounds(shapes):
+        return None
+    chosen = schedule(spec, shapes)
+    return bounds_plan.plan_forward(
+        spec, shapes, device.arch, chosen.tile.rows, chosen.tile.keys, chosen.pack
+    )
 
 
 def _kernel(
@@ -137,7 +141,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
     Operands are query, key, value, those of bias, mask, alibi_slopes, sinks, dropout_rows and
-    dropout_columns that are there, the last as `dropout.arranged` has it, and what `bounds_operands` gives.
+    dropout_columns that are there, the last as `dropout.arranged` has it, and what `plan_bounds` gives.
     """
     n, needs = sizes(shapes), needs_of(spec, shapes)
     window, bounded = needs.window, needs.bounded
