@@ -52,9 +52,8 @@ def visited_flops(case: Case, device: Device) -> int:
     """
     shapes = Operands(*case.shapes())
     n, window = sizes(shapes), binding_window(case.spec(), sizes(shapes))
-    defines = dict(forward_plan.plan_forward(case.spec(), shapes, device).launches[0].kernel.defines)
-    heads, head_dim = int(defines["PACK"]), int(defines["HEAD_DIM"])
-    tile = forward_plan.tile(head_dim, window, n)
+    chosen, head_dim = forward_plan.schedule(case.spec(), shapes), forward_plan.padded_head_dim(case.head_dim)
+    tile, heads = chosen.tile, chosen.pack
     blocks = sum(block_counts(tile, heads, window, n))
     return 4 * case.calls * case.batch * (case.heads // heads) * head_dim * tile.rows * tile.keys * blocks
 

@@ -42,7 +42,7 @@ from jax_flash._device import Device, current
 from jax_flash._spec import Operands
 from jax_flash.cuda import forward_plan, forward_tiles
 from jax_flash.cuda.compile import CompileError, compile_kernel
-from jax_flash.cuda.forward_tiles import Choice, ForwardTile
+from jax_flash.cuda.forward_tiles import Choice, ForwardTile, Needs
 from jax_flash.cuda.launch_plan import Launch
 from jax_flash.cuda.window import Window
 
@@ -313,7 +313,8 @@ def choice_source(choice: Choice) -> str:
 
 def table_choices(head_dim: int, mask: str) -> tuple[Choice, ...]:
     """What the table has for `head_dim`."""
-    return forward_tiles.choices(forward_plan.padded_head_dim(head_dim), MASKS[mask])
+    padded = forward_plan.padded_head_dim(head_dim)
+    return forward_tiles.choices(Needs(padded, padded, MASKS[mask]))
 
 
 def table_row(head_dim: int, best: Mapping[str, ForwardTile]) -> str:

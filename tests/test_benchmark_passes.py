@@ -15,7 +15,7 @@ import pytest
 from jax_flash._device import H100
 from jax_flash._spec import Operands
 from jax_flash.cuda import backward_plan, forward_plan
-from jax_flash.cuda.forward_tiles import choices
+from jax_flash.cuda.forward_tiles import Needs, choices
 from jax_flash.cuda.window import Window
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -49,7 +49,7 @@ def test_forward_counts_what_is_attended_to_and_what_is_visited(
 ):
     import forward
 
-    tile = choices(64, Window(None, None))[0].tile
+    tile = choices(Needs(64, 64, Window(None, None)))[0].tile
     tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16, split=1)
     monkeypatch.setattr(forward_plan, "tile", lambda *_: tile)
     case = forward.Case(2, queries, keys, heads, 3, 40, causal, window)

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import jax
@@ -8,7 +9,15 @@ from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, launch_plan
 from jax_flash.cuda.forward_plan import plan_forward
-from jax_flash.cuda.forward_tiles import ForwardTile, block_counts, choices, cut_last_wave, pack, tile
+from jax_flash.cuda.forward_tiles import (
+    ForwardTile,
+    Needs,
+    block_counts,
+    choices,
+    cut_last_wave,
+    pack,
+    tile,
+)
 from jax_flash.cuda.launch_plan import Launch, Pointer, Scalar, TensorMap, Zero
 from jax_flash.cuda.window import Window
 
@@ -151,23 +160,25 @@ def test_values_may_have_a_head_dim_of_their_own():
     ],
 )
 def test_registers_go_by_the_values_and_shared_memory_by_both(dims, expected):
-    H, V = dims
-    found = choices(H, Window(None, 0), value_dim=V)
+    found = choices(Needs(*dims, Window(None, 0)))
     assert found[0].tile == expected
     assert len({choice.tile for choice in found}) == len(found)
 
 
+@pytest.mark.parametrize("bounded", (False, True))
 @pytest.mark.parametrize("drops", (False, True))
 @pytest.mark.parametrize("changed", (False, True))
-def test_tiles_fit_shared_memory(changed, drops):
+def test_tiles_fit_shared_memory(changed, drops, bounded):
     dims = range(16, 257, 16)
     for H, V, window in itertools.product(dims, dims, (Window(None, None), Window(None, 0))):
-        found = choices(H, window, changed, V, dropout=drops)
-        assert all(choice.tile.shared_bytes(H, V, drops) <= 227 * 1024 for choice in found)
+        needs = Needs(H, V, window, changed=changed, bounded=bounded, segments=bounded, dropout=drops)
+        found = choices(needs)
+        assert all(choice.tile.shared_bytes(needs) <= 227 * 1024 for choice in found)
         assert all(1 <= choice.tile.split <= choice.tile.keys // 16 for choice in found)
         if H == V:  # the table's are as they are
-            assert found == choices(H, window, changed)
-            assert all(choice.tile.fitted(H) == choice.tile for choice in found)
+            without = dataclasses.replace(needs, segments=False, dropout=False)
+            assert found == choices(without)
+            assert all(choice.tile.fitted(without) == choice.tile for choice in found)
 
 
 def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
@@ -185,17 +196,18 @@ def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
     "keys,block", [(128, 128), (257, 144), (512, 128), (1000, 144), (4096, 128), (16384, 176)]
 )
 def test_blocks_of_keys_fit_their_number(keys, block):
-    assert tile(128, Window(None, None), sizes(shapes(T=keys, S=keys))).keys == block
+    assert tile(Needs(128, 128, Window(None, None)), sizes(shapes(T=keys, S=keys))).keys == block
 
 
 @pytest.mark.parametrize("window", [Window(None, None), Window(None, 0)], ids=["full", "causal"])
 def test_tiles_of_queries_fit_their_number(window):
-    rows = [tile(64, window, sizes(shapes(T=T, S=T, N=8, K=8, H=64))).rows for T in (128, 256, 4096)]
+    needs = Needs(64, 64, window)
+    rows = [tile(needs, sizes(shapes(T=T, S=T, N=8, K=8, H=64))).rows for T in (128, 256, 4096)]
     assert rows == [128, 128, 192]  # a third of a tile of 192 would be empty, and two thirds of the second
 
 
 def test_counts_the_blocks_that_tiles_pass_over():
-    shape = tile(128, Window(None, 0), sizes(shapes(T=400, S=400)))
+    shape = tile(Needs(128, 128, Window(None, 0)), sizes(shapes(T=400, S=400)))
     assert (shape.rows, shape.keys) == (128, 128)
     n = sizes(shapes(T=400, S=400))
     assert block_counts(shape, 1, Window(None, None), n) == [4, 4, 4, 4]

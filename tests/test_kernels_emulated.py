@@ -92,6 +92,7 @@ BOUNDS = (
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
     Case(H=256, T=200, S=260, segments="sorted", right=0, dtype="float16"),
     Case(H=192, T=300, S=200, N=2, segments="sorted", lengths="qk", B=2, soft_cap=3.0, sinks="BN"),
+    Case(H=64, T=13, S=300, N=8, K=2, segments="mixed", B=2, right=0),  # heads share a tile here, too
     Case(H=128, T=500, S=600, N=4, K=2, packed=5, right=0, return_residual=True),
     Case(H=64, T=300, S=300, N=2, packed=9, B=2, left=70, right=-3),
     Case(H=256, T=200, S=300, N=2, packed=3),
@@ -221,9 +222,8 @@ def emulator(tmp_path_factory):
 
 def check_forward(case, device, emulator):
     spec, operands, _, _, seed = draw(case)
-    present = operands.present() | forward_plan.bounds_operands(spec, operands)
-    arrays = {name: np.asarray(x) for name, x in present.items()}
     plan = plan_forward(spec, shapes_of(operands), device)
+    arrays = arrays_of(operands, forward_plan.plan_bounds(spec, shapes_of(operands), device), emulator, seed)
     results = emulator.run(plan, dropout.arranged(plan, arrays), seed)
     out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(results["out"].shape))
     got = results["out"].astype(np.float64)
@@ -319,8 +319,8 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0):
     spec, operands, d_out, d_lse, seed = draw(case)
     d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
     out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
-    present = operands.present() | backward_plan.bounds_operands(spec, operands)
-    arrays = {name: np.asarray(x) for name, x in present.items()}
+    bounds = backward_plan.plan_bounds(spec, shapes_of(operands), device)
+    arrays = arrays_of(operands, bounds, emulator, seed)
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
     bias_factor = None
     if fixed_point.adds_bias_up(spec, shapes_of(operands)):
@@ -419,6 +419,12 @@ def test_huge_logits_overflow_no_float16(magnitude, emulator):
         arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(np.float16)
     results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
     assert np.isfinite(results["out"].astype(np.float64)).all()
+
+
+def arrays_of(operands, bounds, emulator, seed):
+    """Operands by name, and what is found by the plan `bounds` where there is one."""
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    return arrays if bounds is None else arrays | emulator.run(bounds, arrays, seed)
 
 
 def draw(case):

@@ -9,15 +9,16 @@ import pytest
 
 from jax_flash import cuda
 from jax_flash._device import H100
-from jax_flash._spec import Operands, sizes
+from jax_flash._spec import Operands
 from jax_flash.cuda import forward_plan, forward_tiles
 from jax_flash.cuda.compile import Compiled, CompileError
-from jax_flash.cuda.forward_tiles import TILES, Choice, ForwardTile, choices
+from jax_flash.cuda.forward_tiles import TILES, Choice, ForwardTile, Needs, choices
 from jax_flash.cuda.window import Window
 
 SHARED_BYTES_PER_CTA = 232448
+NEEDS = Needs(128, 128, Window(None, None))
 START = dataclasses.replace(
-    choices(128, Window(None, None))[0].tile,
+    choices(NEEDS)[0].tile,
     consumers=2,
     keys=128,
     stages=2,
@@ -53,7 +54,7 @@ def test_every_field_has_choices():
     for head_dim in tune.HEAD_DIMS:
         for mask, window in tune.MASKS.items():
             tiles = [choice.tile for choice in tune.table_choices(head_dim, mask)]
-            assert tiles == [choice.tile for choice in choices(head_dim, window)]
+            assert tiles == [choice.tile for choice in choices(Needs(head_dim, head_dim, window))]
             for tile in tiles:  # where a search starts
                 assert all(getattr(tile, name) in values for name, values in tune.space().items())
                 assert tune.possible(tile)
@@ -101,7 +102,7 @@ def test_a_choice_that_does_not_fit_gives_up_query_tiles_then_stages_then_keys()
     def firsts(field):
         lists = tune.moves(START, field, tune.space())
         admitted = (
-            next((t for t in tiles if t.shared_bytes(128) <= SHARED_BYTES_PER_CTA), None) for tiles in lists
+            next((t for t in tiles if t.shared_bytes(NEEDS) <= SHARED_BYTES_PER_CTA), None) for tiles in lists
         )
         return {getattr(tile, field): tile for tile in admitted if tile is not None}
 
@@ -129,7 +130,9 @@ def milliseconds(tile, optimum):
 
 def first_that_fits(lists):
     def fits(tile):
-        return tile.shared_bytes(128) <= SHARED_BYTES_PER_CTA and not (tile.pingpong and tile.consumers == 1)
+        return tile.shared_bytes(NEEDS) <= SHARED_BYTES_PER_CTA and not (
+            tile.pingpong and tile.consumers == 1
+        )
 
     firsts = (next(filter(fits, tiles), None) for tiles in lists)
     return [tile for tile in firsts if tile is not None]
@@ -243,7 +246,7 @@ def test_refuses_what_does_not_fit_and_what_the_compiler_warns_of():
     assert "take turns" in refusal(consumers=1, pingpong=True)
     assert refusal(consumers=3, query_stages=1) is None  # 160 of 160
     assert "needs 208 registers a thread of 160" in refusal(consumers=3, keys=192, query_stages=1)
-    shared = dataclasses.replace(START, keys=192).shared_bytes(128)
+    shared = dataclasses.replace(START, keys=192).shared_bytes(NEEDS)
     assert refusal(keys=192) == f"needs {shared} bytes of shared memory of {SHARED_BYTES_PER_CTA}"
     compiled.clear()
     assert refusal() is None
@@ -260,7 +263,7 @@ def test_refuses_a_real_kernel_that_spills():
     import tune
 
     cases = tune.cases(128, "full", "bfloat16")
-    table = choices(128, Window(None, None))[0].tile
+    table = choices(NEEDS)[0].tile
     assert tune.refusal(table, cases, H100, SHARED_BYTES_PER_CTA) is None
     spilling = dataclasses.replace(START, consumers=3, query_stages=1)
     assert tune.refusal(spilling, cases, H100, SHARED_BYTES_PER_CTA).startswith("spills: ")
@@ -270,7 +273,7 @@ def test_plans_have_the_candidate_and_then_the_tables_again():
     import tune
 
     cases = tune.cases(80, "windowed", "bfloat16")
-    (table, *_) = tune.launches(choices(80, Window(None, 0))[0].tile, cases, H100)
+    (table, *_) = tune.launches(choices(Needs(80, 80, Window(None, 0)))[0].tile, cases, H100)
     tile = dataclasses.replace(START, keys=48, stages=4, split=2)
     for launch in tune.launches(tile, cases, H100):
         defines = dict(launch.kernel.defines)
@@ -304,7 +307,8 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
     other = dataclasses.replace(START, keys=112, split=7)  # not to be found but in the table
 
     def planned_tile():
-        return forward_plan.tile(128, Window(None, None), sizes(Operands(*tune.cases()[0].shapes())))
+        case = tune.cases()[0]
+        return forward_plan.schedule(case.spec(), Operands(*case.shapes())).tile
 
     def fake_forward(spec, operands):
         return operands.query * (-1 if planned_tile() == wrong else 1), None

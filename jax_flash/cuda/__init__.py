@@ -75,7 +75,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     n = sizes(operands)
     operands = _padded(operands)
     plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    arrays = operands.present() | forward_plan.bounds_operands(spec, operands)
+    arrays = operands.present() | forward_bounds(spec, operands)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return _cut(results["out"], n.V), results["lse"]
 
@@ -92,7 +92,7 @@ def backward(
     n = sizes(operands)
     operands = _padded(operands)
     plan = backward_plan.plan_backward(spec, shapes_of(operands), current())
-    arrays = operands.present() | backward_plan.bounds_operands(spec, operands)
+    arrays = operands.present() | backward_bounds(spec, operands)
     arrays |= {"out": _padded_rows(out), "lse": lse, "d_out": _padded_rows(d_out)}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
@@ -103,6 +103,20 @@ def backward(
     others = scores.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
     return Gradients(_cut(d_query, n.H), _cut(d_key, n.H), _cut(d_value, n.V), **others)
+
+
+def forward_bounds(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """By name what the forward kernel reads besides where what queries see is data."""
+    return _bounds(forward_plan.plan_bounds(spec, shapes_of(operands), current()), operands)
+
+
+def backward_bounds(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """The same of the backward kernel."""
+    return _bounds(backward_plan.plan_bounds(spec, shapes_of(operands), current()), operands)
+
+
+def _bounds(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Array]:
+    return {} if plan is None else _call("jax_flash_bounds", plan, operands.present())
 
 
 def _padded(operands: Operands) -> Operands:

@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import bounds, dropout, fixed_point, scores
+from jax_flash.cuda import bounds, bounds_plan, dropout, fixed_point, scores
 from jax_flash.cuda.backward_walk import (
     every_query_sees_a_key,
     section_heads,
@@ -134,20 +134,22 @@ def tile(larger_dim: int, changed: bool = False) -> BackwardTile:
     return next(shape for limit, shape in _TILES.items() if larger_dim <= limit)
 
 
-def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """What the plan's main kernel reads of an `Operands` with bounds, by name."""
-    if not bounds.has_bounds(operands):
-        return {}
-    n = sizes(operands)
-    shape = tile(max(n.H, n.V), scores.changed(spec, operands))
-    return bounds.backward_operands(spec, operands, shape.queries, shape.keys, _SPAN)
+def plan_bounds(
+    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
+) -> LaunchPlan | None:
+    """How `device` finds what the main kernel reads of a call with bounds."""
+    if not bounds.has_bounds(shapes):
+        return None
+    n = sizes(shapes)
+    shape = tile(max(n.H, n.V), scores.changed(spec, shapes))
+    return bounds_plan.plan_backward(spec, shapes, device.arch, shape.queries, shape.keys, _SPAN)
 
 
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """How `device` computes the gradients of query, key and value; for calls that `supports` accepts.
 
     Operands are query, key, value, those of bias, mask, alibi_slopes, dropout_rows and dropout_columns
-    that are there, what `bounds_operands` gives, out, lse, d_out, where the spec returns the residual d_lse,
+    that are there, what `plan_bounds` gives, out, lse, d_out, where the spec returns the residual d_lse,
     and where fixed_point.py makes one bias_factor. Results are d_query, d_key and d_value; where there are
     bias and slopes, d_bias, in float32 or as fixed_point.py takes it, and d_slopes, shares of it along
     further axes, both yet to be multiplied by dropout's factor; and scratch memory.

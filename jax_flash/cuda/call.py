@@ -21,7 +21,7 @@ from jax_flash.cuda.launch_plan import (
 )
 
 # The names that operations have in HLO and in profiles. All run the same launcher.
-TARGETS = ("jax_flash_forward", "jax_flash_backward")
+TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds")
 
 for _target in TARGETS:
     jax.ffi.register_ffi_target(_target, _launcher.handlers(), platform="CUDA")

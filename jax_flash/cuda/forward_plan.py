@@ -6,11 +6,12 @@ import math
 import jax
 
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Operands, Sizes, shapes_of, sizes
-from jax_flash.cuda import bounds, dropout, scores
+from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash.cuda import bounds, bounds_plan, dropout, scores
 from jax_flash.cuda.forward_tiles import (
     PANEL,
     ForwardTile,
+    Needs,
     block_counts,
     can_cut,
     choices,
@@ -48,18 +49,25 @@ def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
 
 def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
     """Every kernel that calls of this kind may run, whatever their lengths and number of heads."""
-    n = sizes(shapes)
-    window = binding_window(spec, n)
-    head_dim, value_dim = padded_head_dims(n)
-    bounded = bounds.has_bounds(shapes)
-    changed, drops = scores.changed(spec, shapes), spec.dropout_rate > 0
-    cuts = (False, True) if can_cut(value_dim, window) and not bounded else (False,)
+    n, needs = sizes(shapes), needs_of(spec, shapes)
     return [
         _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
-        for choice in choices(head_dim, window, changed, value_dim, bounded, drops)
-        for heads in packs(n.group, 64 if bounded else choice.tile.rows)
-        for cut in cuts
+        for choice in choices(needs)
+        for heads in packs(n.group, 64 if needs.bounded else choice.tile.rows)
+        for cut in ((False, True) if can_cut(needs) else (False,))
     ]
+
+
+def needs_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Needs:
+    n = sizes(shapes)
+    return Needs(
+        *padded_head_dims(n),
+        binding_window(spec, n),
+        changed=scores.changed(spec, shapes),
+        bounded=bounds.has_bounds(shapes),
+        segments=bounds.has_segments(shapes),
+        dropout=spec.dropout_rate > 0,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,20 +79,21 @@ class Schedule:
 
 
 def schedule(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Schedule:
-    n = sizes(shapes)
-    bounded = bounds.has_bounds(shapes)
-    changed = scores.changed(spec, shapes)
-    head_dim, value_dim = padded_head_dims(n)
-    chosen = tile(head_dim, binding_window(spec, n), n, changed, value_dim, bounded, spec.dropout_rate > 0)
-    return Schedule(chosen, pack(n, chosen.rows, bounded))
+    n, needs = sizes(shapes), needs_of(spec, shapes)
+    chosen = tile(needs, n)
+    return Schedule(chosen, pack(n, chosen.rows, needs.bounded))
 
 
-def bounds_operands(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """What the plan's kernel reads of an `Operands` with bounds, by name."""
-    if not bounds.has_bounds(operands):
-        return {}
-    chosen = schedule(spec, shapes_of(operands))
-    return bounds.forward_operands(spec, operands, chosen.tile.rows, chosen.tile.keys, chosen.pack)
+def plan_bounds(
+    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
+) -> LaunchPlan | None:
+    """How `device` finds what the kernel reads of a call with bounds."""
+    if not bounds.has_bounds(shapes):
+        return None
+    chosen = schedule(spec, shapes)
+    return bounds_plan.plan_forward(
+        spec, shapes, device.arch, chosen.tile.rows, chosen.tile.keys, chosen.pack
+    )
 
 
 def _kernel(
@@ -95,20 +104,19 @@ def _kernel(
     pack: int,
     cut: bool,
 ) -> Kernel:
-    n = sizes(shapes)
+    needs = needs_of(spec, shapes)
     # Where what rows see is data, the window is part of that.
-    window = UNBOUNDED if bounds.has_bounds(shapes) else binding_window(spec, n)
-    head_dim, value_dim = padded_head_dims(n)
+    window = UNBOUNDED if needs.bounded else needs.window
     # Logits have their sign already.
-    sign = 1 if scores.changed(spec, shapes) else (spec.scale > 0) - (spec.scale < 0)
+    sign = 1 if needs.changed else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
         source="sm90/forward.cu",
         entry="forward",
         arch=arch,
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
-            ("HEAD_DIM", head_dim),
-            ("VALUE_DIM", value_dim),
+            ("HEAD_DIM", needs.head_dim),
+            ("VALUE_DIM", needs.value_dim),
             ("CONSUMERS", tile.consumers),
             ("KEYS", tile.keys),
             ("STAGES", tile.stages),
@@ -124,7 +132,7 @@ def _kernel(
             *scores.defines(spec, shapes),
             *bounds.defines(shapes),
             *dropout.defines(spec),
-            ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim, spec.dropout_rate > 0)),
+            ("SHARED_BYTES", tile.shared_bytes(needs)),
         ),
     )
 
@@ -133,13 +141,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
     Operands are query, key, value, those of bias, mask, alibi_slopes, sinks, dropout_rows and
-    dropout_columns that are there, the last as `dropout.arranged` has it, and what `bounds_operands` gives.
+    dropout_columns that are there, the last as `dropout.arranged` has it, and what `plan_bounds` gives.
     """
-    n = sizes(shapes)
+    n, needs = sizes(shapes), needs_of(spec, shapes)
+    window, bounded = needs.window, needs.bounded
     dtype = shapes.query.dtype.name
-    window = binding_window(spec, n)
-    head_dim, value_dim = padded_head_dims(n)
-    bounded = bounds.has_bounds(shapes)
     chosen = schedule(spec, shapes)
     shape, heads = chosen.tile, chosen.pack
     row_tiles = math.ceil(n.T * heads / shape.rows)
@@ -157,11 +163,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     blind_rows = 0 if window.right is None or bounded else min(max(n.T - n.S - window.right, 0), n.T) * heads
     whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B
     cut_ctas = 0
-    if can_cut(value_dim, window) and not bounded:
+    if can_cut(needs):
         whole_tiles, cut_ctas = cut_last_wave(tiles, device.sm_count, math.ceil(n.S / shape.keys))
     cut_tiles = tiles - whole_tiles if cut_ctas else 0
     warps = 4 * shape.consumers
-    words = 32 * (value_dim // 2 + 4)
+    words = 32 * (needs.value_dim // 2 + 4)
     pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
     arrived = Buffer("arrived", (cut_tiles, warps), "int32")
     kernel = _kernel(spec, shapes, device.arch, shape, heads, cut_tiles > 0)
@@ -169,7 +175,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
-        shared_bytes=shape.shared_bytes(head_dim, value_dim, spec.dropout_rate > 0),
+        shared_bytes=shape.shared_bytes(needs),
         overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
         parameters=(
             rows_map(query, shape.rows, heads),
@@ -190,7 +196,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
             *scores.parameters(spec, shapes),
             *scores.sinks_parameters(shapes),
-            *bounds.parameters(limits, "query_keys", "group_blocks", *bounds.SEGMENTS),
+            *bounds.parameters(limits, "row_keys", "row_segments", "group_blocks", "key_value_segment_ids"),
             *dropout.parameters(spec),
         ),
     )

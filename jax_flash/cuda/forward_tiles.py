@@ -11,6 +11,27 @@ SHARED_BYTES = 227 * 1024  # that a CTA may have
 
 
 @dataclasses.dataclass(frozen=True)
+class Needs:
+    """What of a call decides on its tile, besides lengths and heads; `needs_of` in forward_plan.py makes it.
+
+    Head dims are padded: `head_dim` of queries and keys, `value_dim` of values.
+    """
+
+    head_dim: int
+    value_dim: int
+    window: Window
+    changed: bool = False  # scores, by more than the scale and the window
+    bounded: bool = False  # what rows see is data
+    segments: bool = False  # that is of segments, too
+    dropout: bool = False
+
+    @property
+    def tiles_alike(self) -> bool:
+        """Whether all tiles take equally long."""
+        return self.window.unbounded and not self.bounded
+
+
+@dataclasses.dataclass(frozen=True)
 class ForwardTile:
     """Tile shape and schedule of one kernel variant."""
 
@@ -29,24 +50,22 @@ class ForwardTile:
     def threads(self) -> int:
         return 128 * (1 + self.consumers)
 
-    def shared_bytes(self, head_dim: int, value_dim: int | None = None, dropout: bool = False) -> int:
+    def shared_bytes(self, needs: Needs) -> int:
         """Dynamic shared memory: Q, the rings of K and V, rows of the output, dropout's words of keys,
-        barriers, tiles, -inf.
-
-        `value_dim` is that of V where it is not `head_dim`, here as everywhere below.
-        """
-        key_row, value_row = (math.ceil(x / PANEL) * PANEL * 2 for x in (head_dim, value_dim or head_dim))
+        what rows see where that is data, barriers, tiles, -inf."""
+        key_row, value_row = (math.ceil(x / PANEL) * PANEL * 2 for x in (needs.head_dim, needs.value_dim))
         inputs = (self.query_stages * self.rows + self.stages * self.keys) * key_row
         inputs += self.stages * self.keys * value_row
         staging = 4 * self.consumers * 16 * PANEL * 2
-        words = (self.stages + 1) * self.keys * 4 if dropout else 0
+        words = (self.stages + 1) * self.keys * 4 if needs.dropout else 0
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
-        return inputs + staging + words + barriers + 24 * self.query_stages + 8
+        of_rows = self.rows * (8 * needs.bounded + 4 * needs.segments) + 8 * self.consumers * needs.bounded
+        return inputs + staging + words + barriers + (of_rows + 24) * self.query_stages + 8
 
-    def fitted(self, head_dim: int, value_dim: int | None = None, dropout: bool = False) -> "ForwardTile":
+    def fitted(self, needs: Needs) -> "ForwardTile":
         """The same where shared memory has room for it; or else with one stage for Q, and with fewer keys."""
         tile = self
-        while tile.shared_bytes(head_dim, value_dim, dropout) > SHARED_BYTES:
+        while tile.shared_bytes(needs) > SHARED_BYTES:
             keys = tile.keys if tile.query_stages > 1 else tile.keys - 16
             split = math.ceil(self.split * keys / self.keys)
             tile = dataclasses.replace(self, query_stages=1, keys=keys, split=split)
@@ -105,51 +124,34 @@ CHANGED_TILES: dict[int, ForwardTile] = {
 _PIECES = 8
 
 
-def choices(
-    head_dim: int,
-    window: Window,
-    changed: bool = False,
-    value_dim: int | None = None,
-    bounded: bool = False,
-    dropout: bool = False,
-) -> tuple[Choice, ...]:
-    """What padded head dims may run with, where scores are `changed` beyond scale and window or not, and what
-    rows see is data, `bounded`, or not, with `dropout` or without.
+def choices(needs: Needs) -> tuple[Choice, ...]:
+    """What a call may run with.
 
     Registers hold scores, P and the output, and go by the head dim of V; shared memory goes by both.
     """
-    dims = head_dim, value_dim or head_dim
-    if changed:
-        row = (Choice(next(tile for limit, tile in CHANGED_TILES.items() if dims[1] <= limit)),)
+    if needs.changed:
+        row = (Choice(next(tile for limit, tile in CHANGED_TILES.items() if needs.value_dim <= limit)),)
     else:
-        full, windowed = next(choices for limit, choices in TILES.items() if dims[1] <= limit)
-        row = full if window.unbounded and not bounded else windowed
+        full, windowed = next(choices for limit, choices in TILES.items() if needs.value_dim <= limit)
+        row = full if needs.tiles_alike else windowed
     fitted: dict[ForwardTile, Choice] = {}
     for choice in row:
-        shape = choice.tile.fitted(*dims, dropout)
+        shape = choice.tile.fitted(needs)
         fitted.setdefault(shape, Choice(shape, choice.cost))
     return tuple(fitted.values())
 
 
-def tile(
-    head_dim: int,
-    window: Window,
-    n: Sizes,
-    changed: bool = False,
-    value_dim: int | None = None,
-    bounded: bool = False,
-    dropout: bool = False,
-) -> ForwardTile:
-    """The tile of a call: of the choices for its padded head dims the one that costs least."""
+def tile(needs: Needs, n: Sizes) -> ForwardTile:
+    """The tile of a call: of the choices that it has the one that costs least."""
 
     def cost(choice: Choice) -> float:
         rows, keys = choice.tile.rows, choice.tile.keys
-        heads = pack(n, rows, bounded)
-        counts = block_counts(choice.tile, heads, window, n)
+        heads = pack(n, rows, needs.bounded)
+        counts = block_counts(choice.tile, heads, needs.window, n)
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
 
-    return min(choices(head_dim, window, changed, value_dim, bounded, dropout), key=cost).tile
+    return min(choices(needs), key=cost).tile
 
 
 def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:
@@ -183,9 +185,9 @@ def packs(group: int, rows: int) -> list[int]:
     return [heads for heads in range(1, min(group, rows) + 1) if group % heads == 0 and rows % heads == 0]
 
 
-def can_cut(value_dim: int, window: Window) -> bool:
+def can_cut(needs: Needs) -> bool:
     """Whether tiles may be cut: all are of one length, and the kernel has registers left to join pieces."""
-    return window.unbounded and value_dim <= 192
+    return needs.tiles_alike and needs.value_dim <= 192
 
 
 def cut_last_wave(tiles: int, ctas: int, blocks: int) -> tuple[int, int]:

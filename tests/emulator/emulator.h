@@ -142,6 +142,19 @@ T __shfl_sync(uint32_t, T value, int source) {
     return mine.taken;
 }
 template <class T>
+T __shfl_up_sync(uint32_t, T value, int distance) {
+    struct Exchange {
+        T given, taken;
+    } mine{value, 0};
+    emulator::together(emulator::warp, &mine, [distance](void** of_each) {
+        for (int lane = 0; lane < 32; ++lane) {
+            const int source = lane < distance ? lane : lane - distance;
+            static_cast<Exchange*>(of_each[lane])->taken = static_cast<Exchange*>(of_each[source])->given;
+        }
+    });
+    return mine.taken;
+}
+template <class T>
 T __shfl_xor_sync(uint32_t, T value, int distance) {
     struct Exchange {
         T given, taken;
@@ -153,3 +166,16 @@ T __shfl_xor_sync(uint32_t, T value, int distance) {
     });
     return mine.taken;
 }
+inline int reduce(int value, int (*combine)(int, int)) {
+    struct Exchange {
+        int given, taken;
+    } mine{value, 0};
+    emulator::together(emulator::warp, &mine, [combine](void** of_each) {
+        int all = static_cast<Exchange*>(of_each[0])->given;
+        for (int lane = 1; lane < 32; ++lane) all = combine(all, static_cast<Exchange*>(of_each[lane])->given);
+        for (int lane = 0; lane < 32; ++lane) static_cast<Exchange*>(of_each[lane])->taken = all;
+    });
+    return mine.taken;
+}
+inline int __reduce_min_sync(uint32_t, int value) { return reduce(value, min<int>); }
+inline int __reduce_max_sync(uint32_t, int value) { return reduce(value, max<int>); }

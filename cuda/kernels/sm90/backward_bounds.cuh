@@ -1,5 +1,5 @@
-// Which queries see keys where that is data, found by jax_flash/cuda/bounds.py before the kernel starts: batch rows
-// shorter than the arrays, packed sequences, segments. The window is part of it.
+// Which queries see keys where that is data, found by bounds_backward.cu before the kernel starts: batch rows shorter
+// than the arrays, packed sequences, segments. The window is part of it.
 #pragma once
 #include "backward_tile.cuh"
 

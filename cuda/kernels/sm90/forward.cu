@@ -127,9 +127,9 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
             int whole_begin, whole_end;
             RowBounds seen_by;
             if constexpr (Traits::bounds) {
-                const int4 group = shape.bounds.of_group(tile.batch, first_row / 64, row_tiles(shape));
-                whole_begin = group.z, whole_end = group.w;
-                seen_by.load(tile.batch, row, shape);
+                const int2 whole = shared.whole_blocks(query_slot.stage)[consumer];
+                whole_begin = whole.x, whole_end = whole.y;
+                seen_by.load(shared, query_slot.stage, tile, row, shape);
             } else {
                 whole_end = max(right_end(first_row, shape), 0) / Traits::keys;
                 whole_begin = ceil_div(left_begin(first_row + 63, shape), Traits::keys);
@@ -261,13 +261,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             float scale_log2,                                               // |scale|·log2(e)
             SCORE_PARAMETERS,                                               // see ScoreOperands
             const float* __restrict__ sinks, int64_t sinks_batch,
-            const int2* __restrict__ query_keys, const int4* __restrict__ group_blocks,  // see Bounds
-            const int* __restrict__ query_segments, const int* __restrict__ key_segments,
+            const int2* __restrict__ row_keys, const int* __restrict__ row_segments,  // see Bounds
+            const int4* __restrict__ group_blocks, const int* __restrict__ key_segments,
             DROPOUT_PARAMETERS) {  // see Dropout
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{queries, keys, query_heads, group, batch, columns, left, right,
-                      {query_keys, group_blocks, query_segments, key_segments}};
+                      {row_keys, row_segments, group_blocks, key_segments}};
     const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};
     const ScoreOperands operands = SCORE_OPERANDS;
     const Dropout dropout = DROPOUT_OPERANDS;

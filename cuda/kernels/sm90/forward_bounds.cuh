@@ -1,5 +1,5 @@
-// Which keys rows see where that is data, found by jax_flash/cuda/bounds.py before the kernel starts: batch rows shorter
-// than the arrays, packed sequences, segments. The window is part of it.
+// Which keys rows see where that is data, found by bounds_forward.cu before the kernel starts: batch rows shorter than
+// the arrays, packed sequences, segments. The window is part of it.
 #pragma once
 #include "forward_traits.cuh"
 
@@ -8,16 +8,17 @@ struct RowBounds {
     int begin[2], end[2], segment[2];
     const int* key_segments;  // of the batch row
 
-    __device__ __forceinline__ void load(int batch, int row, const Shape& shape) {
+    // From what came with Q; `row` is the upper of the two.
+    __device__ __forceinline__ void load(const SharedMemory& shared, int stage, const Tile& tile, int row,
+                                         const Shape& shape) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int query = min((row + 8 * r) / Traits::pack, shape.queries - 1);
-            const int64_t index = static_cast<int64_t>(batch) * shape.queries + query;
-            const int2 keys = shape.bounds.query_keys[index];
+            const int in_tile = row - tile.first_row + 8 * r;
+            const int2 keys = shared.row_keys(stage)[in_tile];
             begin[r] = keys.x, end[r] = keys.y;
-            if constexpr (Traits::segments) segment[r] = shape.bounds.query_segments[index];
+            if constexpr (Traits::segments) segment[r] = shared.row_segments(stage)[in_tile];
         }
-        key_segments = shape.bounds.key_segments + static_cast<int64_t>(batch) * shape.keys;
+        key_segments = shape.bounds.key_segments + static_cast<int64_t>(tile.batch) * shape.keys;
     }
 
     // Drops the scores of keys of other segments. `column` is the thread's first key.

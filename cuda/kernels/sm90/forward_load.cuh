@@ -21,6 +21,18 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
+// What the rows of a tile see, where it is data. `query_full` expects the bytes with those of Q.
+__device__ __forceinline__ void load_bounds(const SharedMemory& shared, int stage, const Tile& tile,
+                                            const Shape& shape) {
+    const int64_t first = static_cast<int64_t>(tile.batch) * row_tiles(shape) * Traits::rows + tile.first_row;
+    bulk::load(shared.base + SharedMemory::row_keys_offset(stage), shape.bounds.row_keys + first,
+               Traits::row_keys_bytes, shared.query_full(stage));
+    if constexpr (Traits::segments) {
+        bulk::load(shared.base + SharedMemory::row_segments_offset(stage), shape.bounds.row_segments + first,
+                   Traits::row_segments_bytes, shared.query_full(stage));
+    }
+}
+
 // Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share. After
 // those come, by stride, the ones that see no key, or, where the last tiles are cut, this CTA's share of them. Blocks
 // go from the last to the first; K runs one block ahead of V, as they are used. With two stages for Q, a tile is taken
@@ -57,8 +69,18 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
         if (tile.count() == 0) {
             mbarrier::arrive(shared.query_full(query_slot.stage));
         } else {
+            if constexpr (Traits::bounds) {
+#pragma unroll
+                for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
+                    const int group = tile.first_row / 64 + consumer;
+                    const int4 blocks = shape.bounds.of_group(tile.batch, group, row_tiles(shape));
+                    shared.whole_blocks(query_slot.stage)[consumer] = {blocks.z, blocks.w};
+                }
+            }
             load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
-                        Traits::key_panels, Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch);
+                        Traits::key_panels, Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch,
+                        Traits::bounds_bytes);
+            if constexpr (Traits::bounds) load_bounds(shared, query_slot.stage, tile, shape);
         }
         query_slot.advance();
     };

@@ -61,6 +61,11 @@ struct Traits {
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
     static constexpr int staging_bytes = descriptor::panel_bytes(16);  // a warp's rows of the output
+    // What the rows of a tile see, where it is data, comes with Q.
+    static constexpr int row_keys_bytes = bounds ? rows * 8 : 0;
+    static constexpr int row_segments_bytes = segments ? rows * 4 : 0;
+    static constexpr int bounds_bytes = row_keys_bytes + row_segments_bytes;
+    static constexpr int whole_bytes = bounds ? consumers * 8 : 0;
     // Dropout's words of a block's keys come with K. They are read until its probabilities are packed, after K is: by
     // the time at which K of the next block is, so that one stage more than K has needs no barriers of its own.
     static constexpr int word_stages = stages + 1;
@@ -108,7 +113,9 @@ struct SharedMemory {
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int staging = value + Traits::stages * Traits::value_bytes;
     static constexpr int first_word = staging + 4 * Traits::consumers * Traits::staging_bytes;
-    static constexpr int barriers = first_word + Traits::word_stages * Traits::word_bytes;
+    static constexpr int bounds = first_word + Traits::word_stages * Traits::word_bytes;
+    static constexpr int whole = bounds + Traits::query_stages * Traits::bounds_bytes;
+    static constexpr int barriers = whole + Traits::query_stages * Traits::whole_bytes;
     static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
     static constexpr int least = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
     static constexpr int bytes = least + 8;
@@ -128,6 +135,22 @@ struct SharedMemory {
         return reinterpret_cast<const uint4*>(data + words_offset(stage));
     }
 
+    // Of the Q in that stage, where it is data, as Bounds has them: the keys and the segment of each row, and, for each
+    // warpgroup, the blocks that all of its rows see whole. Those are written as the tile is.
+    __device__ static constexpr int row_keys_offset(int stage) { return bounds + stage * Traits::bounds_bytes; }
+    __device__ static constexpr int row_segments_offset(int stage) {
+        return row_keys_offset(stage) + Traits::row_keys_bytes;
+    }
+    __device__ const int2* row_keys(int stage) const {
+        return reinterpret_cast<const int2*>(data + row_keys_offset(stage));
+    }
+    __device__ const int* row_segments(int stage) const {
+        return reinterpret_cast<const int*>(data + row_segments_offset(stage));
+    }
+    __device__ int2* whole_blocks(int stage) const {
+        return reinterpret_cast<int2*>(data + whole + stage * Traits::whole_bytes);
+    }
+
     // Holds -inf, what maxima start from.
     __device__ float& least_score() const { return *reinterpret_cast<float*>(data + least); }
 
@@ -140,11 +163,12 @@ struct SharedMemory {
 };
 
 struct Bounds {
-    const int2* __restrict__ query_keys;    // (B, T): the keys [x, y) among which a query sees some; y = 0: none
+    const int2* __restrict__ row_keys;      // (B, rows of all tiles): the keys [x, y) among which a row sees some;
+                                            // y = 0: none
+    const int* __restrict__ row_segments;   // likewise; null without segments, as `key_segments`
     const int4* __restrict__ group_blocks;  // (B, groups of 64 rows): the blocks of keys [x, y) that some row sees, and
                                             // [z, w) that all rows see whole
-    const int* __restrict__ query_segments;  // (B, T); null without segments, as the next
-    const int* __restrict__ key_segments;    // (B, S)
+    const int* __restrict__ key_segments;   // (B, S)
 
     __device__ __forceinline__ int4 of_group(int batch, int group, int row_tiles) const {
         return group_blocks[static_cast<int64_t>(batch) * row_tiles * Traits::consumers + group];
