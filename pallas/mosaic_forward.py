@@ -136,6 +136,7 @@ class Shared(NamedTuple):
     value: Any
     out: Any  # None where output is staged over the queries
     lse: Any
+    row_sum: Any  # written, and never read: see `held`
 
 
 class Barriers(NamedTuple):
@@ -280,6 +281,16 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
         return lax.optimization_barrier(p.astype(dtype))
 
+    def held(of_block):
+        """A block's softmax, to be computed before the product under way is waited for.
+
+        ptxas moves that wait up past all arithmetic, so that the softmax would run after the product instead
+        of beside it; but not past a store.
+        """
+        _, _, row_sum, _ = of_block
+        shared.row_sum.at[warpgroup][...] = row_sum
+        return of_block
+
     def scores_like():
         return plgpu.layout_cast(jnp.zeros((ROWS, config.keys), jnp.float32), ACCUMULATOR)
 
@@ -306,7 +317,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             def step(acc):
                 plgpu.barrier_wait(barriers.value_full.at[slot_of(index - 1)])
                 scores = scores_of(index, lambda: add_values(acc, p, index - 1))
-                return probabilities(scores, row_max, row_sum, edge, first, j)
+                return held(probabilities(scores, row_max, row_sum, edge, first, j))
 
             acc, (p, row_max, row_sum, correction) = compat.accumulate(
                 step, acc, (scores_like(), row_max, row_sum, row_max)
@@ -374,6 +385,7 @@ def forward(
         value=tiles(config.stages, config.keys, size.V),
         out=None if output_shares_query(size, config) else tiles(config.warpgroups, ROWS, size.V),
         lse=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
+        row_sum=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
     )
     of_warpgroups = plgpu.Barrier(num_barriers=config.warpgroups)
     full = plgpu.Barrier(num_barriers=config.stages)

@@ -67,12 +67,12 @@ def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
 
 def _forward_bytes(size: Sizes, config: ForwardConfig, query_and_output: int) -> int:
     rings = 2 * config.stages * config.keys * (size.H + size.V)
-    return rings + config.queries * (2 * query_and_output + 4) + _BARRIERS
+    return rings + config.queries * (2 * query_and_output + 2 * 4) + _BARRIERS
 
 
 # By head dim: that one and smaller ones.
 _FORWARD = {
-    64: ForwardConfig(3, 128, 2),
+    64: ForwardConfig(2, 128, 3),
     128: ForwardConfig(2, 128, 2),
     192: ForwardConfig(2, 64, 2),
     256: ForwardConfig(2, 64, 2),
