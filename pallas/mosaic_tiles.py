@@ -21,7 +21,7 @@ class ForwardConfig:
     warpgroups: int  # that compute
     keys: int  # of a block
     stages: int  # blocks of keys and of values in shared memory
-    overlap: bool = True  # the product with the values of a block runs beside the softmax of the next one
+    hold: bool = True  # ptxas is kept from waiting for a product with values before the softmax beside it
     turns: bool = True  # warpgroups issue their products one after the other
     persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
 
@@ -31,7 +31,7 @@ class ForwardConfig:
         return ROWS * self.warpgroups
 
     def __str__(self) -> str:
-        switches = [name for name in ("overlap", "turns", "persistent") if getattr(self, name)]
+        switches = [name for name in ("hold", "turns", "persistent") if getattr(self, name)]
         schedule = f", {' + '.join(switches)}" if switches else ""
         return f"{self.queries} queries x {self.keys} keys, {self.stages} stages{schedule}"
 
