@@ -36,7 +36,7 @@ from jax_flash.pallas.mosaic_tiles import ForwardConfig
 
 KEYS = (64, 128, 192)
 STAGES = (2, 3)
-SWITCHES = ("overlap", "turns", "persistent")
+SWITCHES = ("hold", "turns", "persistent")
 MASKS = ("full", "causal")
 
 

@@ -3,7 +3,8 @@
 In both, each computing warpgroup owns 64 rows of a gradient: keys, or queries. Its two operands stay in
 shared memory, and a loading warpgroup streams the blocks of columns past them that it meets, in rings as in
 `mosaic_forward`. A step issues both products of rows and columns, takes the exponentials of the first beside
-the second, and adds to the gradients from registers. Scores of the kernel for dK and dV are held transposed,
+the second, and adds to the gradients from registers, to that of values beside what is left to do for that of
+keys. Scores of the kernel for dK and dV are held transposed,
 so that their rows are keys. Every sum has one owner and a fixed order: gradients are bitwise equal from run
 to run.
 """
@@ -197,6 +198,10 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
     def zeros(width: int):
         return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)
 
+    def packed(x):
+        # Without the barrier LLVM carries x in float32, and converts it where it is used.
+        return lax.optimization_barrier(x.astype(dtype))
+
     def spread(vector):
         return lax.broadcast_in_dim(vector, shape, [1 if side.rows_are_keys else 0])
 
@@ -205,35 +210,43 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         slot = rem(done, config.stages)
         columns = Operand(*(x.at[slot] for x in shared.columns))
 
-        def scores_and_gradients(scores, gradients):
+        def probabilities(scores):
+            p = jnp.exp2(scores * (scale * LOG2_E) - spread(vector_of(shared.lse, slot)))
+            if not edge:
+                return p
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1)
+            )
+            column += i * config.columns
+            met = band.meets(row + first, column)
+            if tail:
+                met = column < size.S if met is None else met & (column < size.S)
+            return p if met is None else jnp.where(met, p, 0.0)
+
+        def differentiated(p, gradients):
+            return packed(p * (gradients - spread(vector_of(shared.delta, slot))))
+
+        def add_first(ds):
+            add = lambda total: compat.wgmma(total, ds, columns.first)  # noqa: E731
+            return compat.accumulate(add, sums.first)[0]
+
+        def products(scores, gradients):
             plgpu.barrier_wait(barriers.first_full.at[slot])
-            plgpu.barrier_wait(barriers.second_full.at[slot])
             compat.wgmma(scores, rows.first, columns.first.transpose((1, 0)))
+            plgpu.barrier_wait(barriers.second_full.at[slot])
             compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
-            p = compat.awaited(scores, in_flight=1)
-            lse = vector_of(shared.lse, slot)
-            p = jnp.exp2(p * (scale * LOG2_E) - spread(lse))
-            if edge:
-                row, column = (
-                    plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1)
-                )
-                column += i * config.columns
-                met = band.meets(row + first, column)
-                if tail:
-                    met = column < size.S if met is None else met & (column < size.S)
-                p = p if met is None else jnp.where(met, p, 0.0)
-            delta = vector_of(shared.delta, slot)
-            ds = p * (compat.awaited(gradients, in_flight=0) - spread(delta))
-            return lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
+            p = probabilities(compat.awaited(scores, in_flight=1))
+            if not side.rows_are_keys:
+                return Operand(add_first(differentiated(p, compat.awaited(gradients, in_flight=0))), None)
 
-        p, ds = compat.from_zero(scores_and_gradients, shape, shape)
+            def beside(total):
+                compat.wgmma(total, packed(p), columns.second)
+                return add_first(differentiated(p, compat.awaited(gradients, in_flight=1)))
 
-        def add(sums):
-            if side.rows_are_keys:
-                compat.wgmma(sums.second, p, columns.second)
-            compat.wgmma(sums.first, ds, columns.first)
+            of_second, of_first = compat.accumulate(beside, sums.second, sums.first)
+            return Operand(of_first, of_second)
 
-        sums, _ = compat.accumulate(add, sums)
+        sums = compat.from_zero(products, shape, shape)
         plgpu.barrier_arrive(barriers.first_free.at[slot])
         plgpu.barrier_arrive(barriers.second_free.at[slot])
         return sums, done + 1

@@ -5,8 +5,8 @@ in shared memory filled by TMA; one barrier a slot says that it is full, another
 with it. Each computing warpgroup walks over the tile's keys with the online softmax of `triton_forward`, its
 scores, probabilities and output in registers.
 
-A step issues the scores of block j and the product of block j - 1's probabilities with its values, in this
-order with `overlap`: then the softmax of block j runs beside that product. With `turns`, warpgroups issue one
+A step issues the scores of block j, corrects the output beside them, and issues the product of block j - 1's
+probabilities with its values, beside which the softmax of block j runs. With `turns`, warpgroups issue one
 after the other, so that one's softmax runs beside the other's products.
 """
 
@@ -136,6 +136,7 @@ class Shared(NamedTuple):
     value: Any
     out: Any  # None where output is staged over the queries
     lse: Any
+    row_sum: Any  # written, and never read: see `held`
 
 
 class Barriers(NamedTuple):
@@ -254,31 +255,42 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         correction = jnp.exp2(row_max - shift)
         return p, new_max, row_sum * correction + p.sum(axis=1), correction
 
-    def scores_of(index, add_last_values=None):
-        """Issues a block's scores, and the last block's product with its values; waits for the scores."""
+    def issue_scores(scores, index):
+        slot = slot_of(index)
+        plgpu.barrier_wait(barriers.key_full.at[slot])
+        turn(plgpu.barrier_wait, warpgroup)
+        compat.wgmma(scores, query, shared.key.at[slot].transpose((1, 0)))
 
-        def issue(scores):
-            slot = slot_of(index)
-            plgpu.barrier_wait(barriers.key_full.at[slot])
-            turn(plgpu.barrier_wait, warpgroup)
-            if add_last_values is not None and not config.overlap:
-                add_last_values()
-            compat.wgmma(scores, query, shared.key.at[slot].transpose((1, 0)))
-            if add_last_values is not None and config.overlap:
-                add_last_values()
-            turn(plgpu.barrier_arrive, rem(warpgroup + 1, config.warpgroups))
-            result = compat.awaited(scores, in_flight=int(add_last_values is not None and config.overlap))
-            plgpu.barrier_arrive(barriers.key_free.at[slot])
-            return result
+    def pass_turn():
+        turn(plgpu.barrier_arrive, rem(warpgroup + 1, config.warpgroups))
 
-        return compat.from_zero(issue, (ROWS, config.keys))
+    def finished(scores, index, in_flight: int):
+        result = compat.awaited(scores, in_flight)
+        plgpu.barrier_arrive(barriers.key_free.at[slot_of(index)])
+        return result
 
     def add_values(acc, p, index):
-        compat.wgmma(acc, p, shared.value.at[slot_of(index)])
+        slot = slot_of(index)
+        plgpu.barrier_wait(barriers.value_full.at[slot])
+        compat.wgmma(acc, p, shared.value.at[slot])
+
+    def added_values(index):
+        plgpu.barrier_arrive(barriers.value_free.at[slot_of(index)])
 
     def packed(p):
         # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
         return lax.optimization_barrier(p.astype(dtype))
+
+    def held(of_block):
+        """A block's softmax, to be computed before the product under way is waited for.
+
+        ptxas moves that wait up past all arithmetic, so that the softmax would run after the product instead
+        of beside it; but not past a store.
+        """
+        if config.hold:
+            _, _, row_sum, _ = of_block
+            compat.store_unsynchronised(shared.row_sum.at[warpgroup], row_sum, ROW)
+        return of_block
 
     def scores_like():
         return plgpu.layout_cast(jnp.zeros((ROWS, config.keys), jnp.float32), ACCUMULATOR)
@@ -295,33 +307,42 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         plgpu.barrier_wait(barriers.query_full.at[warpgroup])
 
         # The first block has no values of an earlier one to run beside.
-        p, row_max, row_sum, _ = probabilities(
-            scores_of(blocks_done), row_max, row_sum, masked, first, keys.start
-        )
+        def first_scores(scores):
+            issue_scores(scores, blocks_done)
+            pass_turn()
+            return finished(scores, blocks_done, in_flight=0)
 
-        def overlapped(edge, j, carry):
-            acc, p, row_max, row_sum = carry
+        scores = compat.from_zero(first_scores, (ROWS, config.keys))
+        p, *of_rows = probabilities(scores, row_max, row_sum, masked, first, keys.start)
+
+        def step(edge, j, carry):
+            acc, p, (row_max, row_sum, correction) = carry
             index = blocks_done + (j - keys.start)
 
-            def step(acc):
-                plgpu.barrier_wait(barriers.value_full.at[slot_of(index - 1)])
-                scores = scores_of(index, lambda: add_values(acc, p, index - 1))
-                return probabilities(scores, row_max, row_sum, edge, first, j)
+            def products(scores):
+                issue_scores(scores, index)
+                return compat.accumulate(beside(scores), rescaled(acc, correction), softmax_like)
 
-            acc, (p, row_max, row_sum, correction) = compat.accumulate(
-                step, acc, (scores_like(), row_max, row_sum, row_max)
-            )
-            plgpu.barrier_arrive(barriers.value_free.at[slot_of(index - 1)])
-            return rescaled(acc, correction), packed(p), row_max, row_sum
+            def beside(scores):
+                def softmax_beside(acc):
+                    add_values(acc, p, index - 1)
+                    pass_turn()
+                    of_block = finished(scores, index, in_flight=1)
+                    return held(probabilities(of_block, row_max, row_sum, edge, first, j))
+
+                return softmax_beside
+
+            softmax_like = (scores_like(), row_max, row_sum, correction)
+            acc, (p, *of_rows) = compat.from_zero(products, (ROWS, config.keys))
+            added_values(index - 1)
+            return acc, packed(p), tuple(of_rows)
 
         rest = Blocks(keys.start + 1, _after(keys, "full_start"), _after(keys, "full_stop"), keys.stop)
-        acc, p, row_max, row_sum = over_blocks(rest, overlapped, (acc, packed(p), row_max, row_sum))
+        acc, p, (row_max, row_sum, correction) = over_blocks(rest, step, (acc, packed(p), tuple(of_rows)))
         count = keys.stop - keys.start
         last = blocks_done + count - 1
-
-        plgpu.barrier_wait(barriers.value_full.at[slot_of(last)])
-        acc, _ = compat.accumulate(lambda acc: add_values(acc, p, last), acc, None)
-        plgpu.barrier_arrive(barriers.value_free.at[slot_of(last)])
+        acc, _ = compat.accumulate(lambda acc: add_values(acc, p, last), rescaled(acc, correction), None)
+        added_values(last)
 
         if not shares_query and config.persistent:
             plgpu.barrier_arrive(barriers.query_free.at[warpgroup])
@@ -374,6 +395,7 @@ def forward(
         value=tiles(config.stages, config.keys, size.V),
         out=None if output_shares_query(size, config) else tiles(config.warpgroups, ROWS, size.V),
         lse=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
+        row_sum=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
     )
     of_warpgroups = plgpu.Barrier(num_barriers=config.warpgroups)
     full = plgpu.Barrier(num_barriers=config.stages)

@@ -21,7 +21,7 @@ class ForwardConfig:
     warpgroups: int  # that compute
     keys: int  # of a block
     stages: int  # blocks of keys and of values in shared memory
-    overlap: bool = True  # the product with the values of a block runs beside the softmax of the next one
+    hold: bool = True  # ptxas is kept from waiting for a product with values before the softmax beside it
     turns: bool = True  # warpgroups issue their products one after the other
     persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
 
@@ -31,7 +31,7 @@ class ForwardConfig:
         return ROWS * self.warpgroups
 
     def __str__(self) -> str:
-        switches = [name for name in ("overlap", "turns", "persistent") if getattr(self, name)]
+        switches = [name for name in ("hold", "turns", "persistent") if getattr(self, name)]
         schedule = f", {' + '.join(switches)}" if switches else ""
         return f"{self.queries} queries x {self.keys} keys, {self.stages} stages{schedule}"
 
@@ -67,12 +67,12 @@ def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
 
 def _forward_bytes(size: Sizes, config: ForwardConfig, query_and_output: int) -> int:
     rings = 2 * config.stages * config.keys * (size.H + size.V)
-    return rings + config.queries * (2 * query_and_output + 4) + _BARRIERS
+    return rings + config.queries * (2 * query_and_output + 2 * 4) + _BARRIERS
 
 
 # By head dim: that one and smaller ones.
 _FORWARD = {
-    64: ForwardConfig(3, 128, 2),
+    64: ForwardConfig(2, 128, 3),
     128: ForwardConfig(2, 128, 2),
     192: ForwardConfig(2, 64, 2),
     256: ForwardConfig(2, 64, 2),

@@ -60,8 +60,8 @@ class TestMosaicInterpreted(ImplementationSuite):
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(2, 64, 2, overlap=False, turns=False, persistent=False),
-        ForwardConfig(2, 64, 3, overlap=False),
+        ForwardConfig(2, 64, 2, hold=False, turns=False, persistent=False),
+        ForwardConfig(2, 64, 3, hold=False),
         ForwardConfig(3, 64, 2, turns=False),
         ForwardConfig(1, 128, 2, persistent=False),
     ],
