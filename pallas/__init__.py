@@ -14,6 +14,7 @@ from . import compat, lowering, mosaic_tiles, tiles
 name = "pallas"
 
 _DTYPES = ("bfloat16", "float16")
+_BIAS_DTYPES = ("bfloat16", "float16", "float32")
 _MAX_HEAD_DIM = 256
 _MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int32
 
@@ -40,18 +41,15 @@ def _device_reason(device: Device) -> str | None:
 
 def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
     size = sizes(shapes)
-    extra = [field for field in shapes.present() if field not in ("query", "key", "value")]
-    if extra:
-        return f"it doesn't take {', '.join(extra)} yet"
-    if spec.logits_soft_cap is not None:
-        return "it has no logits_soft_cap yet"
-    if spec.dropout_rate:
-        return "it has no dropout yet"
     dtypes = [str(x.dtype) for x in (shapes.query, shapes.key, shapes.value)]
     if len(set(dtypes)) != 1 or dtypes[0] not in _DTYPES:
         return f"query, key and value must all be bfloat16 or all float16, not {', '.join(dtypes)}"
     if max(size.H, size.V) > _MAX_HEAD_DIM:
         return f"head dims must be at most {_MAX_HEAD_DIM}, not {max(size.H, size.V)}"
+    if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
+        return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
+    if shapes.mask is not None and 1 << 31 <= shapes.mask.size <= 1 << 32:
+        return "the Triton lowering of Pallas can't address a mask of 2 to 4 GiB"
     if max(size.T, size.S) > _MAX_SEQUENCE:
         return f"sequences must be at most {_MAX_SEQUENCE} long, not {max(size.T, size.S)}"
     return None
@@ -83,7 +81,8 @@ def _mosaic_backward(
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), all bfloat16 or all float16, heads as they are.
+    """query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), all bfloat16 or all float16, heads as they are; the
+    other operands as `Operands` has them.
 
     Returns:
       out (B,T,N,V) in query's dtype and lse (B,N,T) float32, the natural log-sum-exp. Rows that have no key
@@ -116,7 +115,7 @@ def backward(
     """What `forward` took and gave, with d_out (B,T,N,V) and d_lse (B,N,T) float32 or None for zeros.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtypes, bitwise equal from run to run.
+      Gradients of the differentiable operands, in their shapes and dtypes, bitwise equal from run to run.
     """
     if operands.query_offsets is not None:
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)

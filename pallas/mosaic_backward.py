@@ -26,7 +26,7 @@ from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
 from .mosaic_forward import ACCUMULATOR, div, drain, rem
 from .mosaic_tiles import ROWS, BackwardConfig
-from .triton_forward import LOG2_E
+from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 ROW = plgpu.Layout.WGMMA.reduce(1)
