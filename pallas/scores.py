@@ -260,8 +260,8 @@ def whole(arrays: Any) -> Any:
 
 def _segment_blocks(rows: jax.Array, columns: jax.Array, row_block: int, column_block: int) -> jax.Array:
     """For each block of rows the blocks of columns [first, end) whose ids, from their least to their
-    greatest, have one in common with its own, int32 `(B, blocks of rows, 2)`: where ids are sorted, those that
-    share a segment with it.
+    greatest, have one in common with its own, int32 `(B, blocks of rows, 2)`: where ids are sorted, those
+    that share a segment with it.
     """
     (least, greatest), (column_least, column_greatest) = (
         (block[:, :, None] for block in _ranges(rows, row_block)),

@@ -127,8 +127,8 @@ def flash_backward_queries(
     """A program owns a block of queries of one head and walks over its keys.
 
     Refs: query (T,H), key (S,H), value (S,V), d_out (T,V), lse and delta (T,) float32, and what `Scores`
-    takes of the head -> d_query (T,H), and those of `d_scores` that there are: "bias" (T,S), "bias_of_queries" and
-    "slopes" (T,) float32.
+    takes of the head -> d_query (T,H), and those of `d_scores` that there are: "bias" (T,S),
+    "bias_of_queries" and "slopes" (T,) float32.
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)

@@ -1,7 +1,7 @@
 """The gradient of a bias of queries and keys that heads or batch rows share, by the Triton lowering.
 
 A program owns a block of the bias and walks over those that share it, computing their scores again: a sum
-over them without atomics, and without the scores of all of them in memory. Other forms are `triton_backward`'s.
+over them without atomics, and without the scores of all of them in memory. `triton_backward` has other forms.
 """
 
 import functools
@@ -51,8 +51,8 @@ def flash_backward_bias(
     tile: Tile,
 ) -> None:
     """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), d_out (B,T,N,V), lse and delta (B,N,T) float32,
-    and what `Scores` takes, whole -> d_bias (T,S), of the batch row and head that the grid names, or of all that
-    share it.
+    and what `Scores` takes, whole -> d_bias (T,S), of the batch row and head that the grid names, or of all
+    that share it.
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     batch_rows, heads = score_operands["bias"].shape[:2]
