@@ -58,8 +58,8 @@ class Band:
             met_by_all = jnp.clip(first_row + self.high + 1, 0, self.columns)
             stop, full_stop = _over(met + (block - 1), block), _over(met_by_all, block)
         if not isinstance(self.rows, int):
-            stop = jnp.where(first_row < self.rows, stop, 0)
-            full_stop = jnp.where(last_row < self.rows, full_stop, 0)
+            stop = jnp.where(first_row < self.rows, _traced(stop), 0)
+            full_stop = jnp.where(last_row < self.rows, _traced(full_stop), 0)
         if self.low is not None:
             met = jnp.clip(first_row + self.low, 0, self.columns)
             met_by_all = jnp.clip(last_row + self.low, 0, self.columns)
@@ -92,6 +92,11 @@ def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
     if one is None or other is None:
         return other if one is None else one
     return one & other
+
+
+def _traced(index: Index) -> jax.Array:
+    """The lowering takes no choice between two static numbers."""
+    return lax.full((), index, jnp.int32) if isinstance(index, int) else index
 
 
 def _over(index: Index, block: int) -> Index:

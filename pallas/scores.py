@@ -36,8 +36,11 @@ OPERANDS = (
     "dropout_rows",
     "dropout_columns",
 )
-SEGMENT_BLOCKS = "segment_blocks"
-_AXES = {name: "B" + AXES[name] for name in (*OPERANDS, "sinks")} | {SEGMENT_BLOCKS: "BR2"}
+SEGMENT_BLOCKS = ("first_block", "end_block")
+_AXES = {
+    **{name: "B" + AXES[name] for name in (*OPERANDS, "sinks")},
+    **dict.fromkeys(SEGMENT_BLOCKS, "BR"),  # R blocks of the tiles' rows
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +127,9 @@ class Scores:
     ) -> Blocks:
         """The blocks of `columns` that `rows` from the `first` on meet, which are the given block of them."""
         met = band.blocks(first, rows, columns)
-        if SEGMENT_BLOCKS in self.refs:
-            ref = self.refs[SEGMENT_BLOCKS]
+        if SEGMENT_BLOCKS[0] in self.refs:
             index = (block,) if batch is None else (batch, block)
-            met = met.within(triton.load(ref.at[*index, 0]), triton.load(ref.at[*index, 1]))
+            met = met.within(*(triton.load(self.refs[name].at[*index]) for name in SEGMENT_BLOCKS))
         return met
 
     def logits(self, products: jax.Array, place: Place | None, band: Band) -> Logits:
@@ -190,6 +192,8 @@ class Scores:
                 inside = both(inside, position < end)
         if not index:
             return triton.load(ref)
+        if all(extent == 1 for extent in ref.shape):
+            return triton.load(ref).reshape(1, 1)
         if inside is None:
             return triton.load(ref.at[tuple(index)])
         shape = jnp.broadcast_shapes(*(jnp.shape(position) for position in index))
@@ -223,7 +227,8 @@ def operands_of(
     arrays = {name: x for name in OPERANDS if (x := getattr(operands, name)) is not None}
     if operands.query_segment_ids is not None:
         ids = operands.query_segment_ids, operands.key_value_segment_ids
-        arrays[SEGMENT_BLOCKS] = _segment_blocks(*(reversed(ids) if transposed else ids), rows, columns)
+        blocks = _segment_blocks(*(reversed(ids) if transposed else ids), rows, columns)
+        arrays |= zip(SEGMENT_BLOCKS, blocks, strict=True)
     return arrays
 
 
@@ -258,9 +263,11 @@ def whole(arrays: Any) -> Any:
     return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_, rank=x.ndim: (0,) * rank), arrays)
 
 
-def _segment_blocks(rows: jax.Array, columns: jax.Array, row_block: int, column_block: int) -> jax.Array:
+def _segment_blocks(
+    rows: jax.Array, columns: jax.Array, row_block: int, column_block: int
+) -> tuple[jax.Array, jax.Array]:
     """For each block of rows the blocks of columns [first, end) whose ids, from their least to their
-    greatest, have one in common with its own, int32 `(B, blocks of rows, 2)`: where ids are sorted, those
+    greatest, have one in common with its own, int32 `(B, blocks of rows)` each: where ids are sorted, those
     that share a segment with it.
     """
     (least, greatest), (column_least, column_greatest) = (
@@ -271,7 +278,7 @@ def _segment_blocks(rows: jax.Array, columns: jax.Array, row_block: int, column_
     block = lax.broadcasted_iota(jnp.int32, share.shape, 2)
     first = jnp.min(block, axis=2, where=share, initial=share.shape[2])
     end = jnp.max(block + 1, axis=2, where=share, initial=0)
-    return jnp.stack((jnp.minimum(first, end), end), -1)
+    return jnp.minimum(first, end), end
 
 
 def _ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
