@@ -5,6 +5,7 @@ asks `Scores`. Queries may be the tile's rows or its columns: they are named by 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from jax_flash._lowering import AXES
 from jax_flash._spec import AttentionSpec, Operands, Sizes
 
 from .band import Band, Blocks, Index, both, keys_of_queries
+from .memory import indices
+from .tiles import Tile
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
@@ -47,16 +50,27 @@ _AXES = {
 class Place:
     """Where a tile of scores is.
 
-    Indices of queries and keys lie along different axes. Those at the ends and beyond aren't there; where
-    there is no end, all are. Batch row and head are given where the refs have them as axes.
+    Queries and keys at the ends and beyond are not there; where there is no end, all are. Batch row and head
+    are given where the refs have them as axes.
     """
 
-    queries: jax.Array
-    keys: jax.Array
+    first_query: Index
+    first_key: Index
+    tile: Tile
     queries_end: int | None
     keys_end: int | None
+    transposed: bool = False  # keys are the rows
     head: Index | None = None
     batch: Index | None = None
+
+    @functools.cached_property
+    def queries(self) -> jax.Array:
+        """Their indices, along their axis of the tile."""
+        return indices(self.first_query, self.tile.queries, int(self.transposed))
+
+    @functools.cached_property
+    def keys(self) -> jax.Array:
+        return indices(self.first_key, self.tile.keys, int(not self.transposed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +146,9 @@ class Scores:
             met = met.within(*(triton.load(self.refs[name].at[*index]) for name in SEGMENT_BLOCKS))
         return met
 
-    def logits(self, products: jax.Array, place: Place | None, band: Band) -> Logits:
+    def logits(self, products: jax.Array, place: Place, band: Band) -> Logits:
         """Of the products of queries and keys. `band` has queries as rows."""
-        if not self.natural or place is None:
+        if not self.natural:
             return Logits(products * (self.spec.scale * LOG2_E), None, None)
         tanh = distance = None
         cap = self.spec.logits_soft_cap
@@ -161,9 +175,9 @@ class Scores:
             met = both(met, queries == keys)
         return met
 
-    def kept(self, probabilities: jax.Array, place: Place | None) -> jax.Array:
+    def kept(self, probabilities: jax.Array, place: Place) -> jax.Array:
         """Those that dropout keeps, the others 0, all without the factor."""
-        if not self.spec.dropout_rate or place is None:
+        if not self.spec.dropout_rate:
             return probabilities
         rows, columns = self._load("dropout_rows", place), self._load("dropout_columns", place)
         kept = _dropout.keep_each(rows, columns, self.spec.dropout_rate)
@@ -181,9 +195,11 @@ class Scores:
         along = {
             "B": (place.batch, None),
             "N": (place.head, None),
-            "T": (place.queries, place.queries_end),
-            "S": (place.keys, place.keys_end),
         }
+        if "T" in _AXES[name]:
+            along["T"] = place.queries, place.queries_end
+        if "S" in _AXES[name]:
+            along["S"] = place.keys, place.keys_end
         found = [along[axis] for axis in _AXES[name] if along[axis][0] is not None]
         index, inside = [], None
         for extent, (position, end) in zip(ref.shape, found, strict=True):

@@ -27,7 +27,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from . import scores, triton_backward_bias
 from .compat import result, triton_call
 from .loop import over_blocks, over_others
-from .memory import dot, dot_transposed, indices, load, load_vector, store, store_block, store_vector
+from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
 from .scores import Place, Scores
 from .tiles import Tile, padded
 
@@ -73,15 +73,11 @@ def flash_backward_keys(
         # exp2(x - inf) = 0: queries beyond the end have no part in any sum.
         row_lse = load_vector(lse, start, tile.queries, rows=rows, other=jnp.inf, head=head)
         products = dot_transposed(k, q)
-        place = None
-        if edge or not of.plain:
-            keys = indices(first, tile.keys, 0)
-            place = Place(indices(start, tile.queries, 1), keys, rows, S_tail, head)
+        place = Place(start, first, tile, rows, S_tail, transposed=True, head=head)
         logits = of.logits(products, place, band)
         p = of.probability(logits.x, row_lse[None, :])
-        if place is not None:
-            met = of.met(place, across.meets(place.keys, place.queries) if edge else None)
-            p = p if met is None else jnp.where(met, p, 0.0)
+        met = of.met(place, across.meets(place.keys, place.queries) if edge else None)
+        p = p if met is None else jnp.where(met, p, 0.0)
         do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
         kept = of.kept(p, place)
         dv = dv + dot(kept.astype(do.dtype), do)
@@ -153,14 +149,11 @@ def flash_backward_queries(
         end = S_tail if edge else None
         k = load(key, start, tile.keys, width=H, rows=end)
         products = dot_transposed(q, k)
-        place = None
-        if edge or not of.plain:
-            place = Place(indices(first, tile.queries, 0), indices(start, tile.keys, 1), T_tail, end)
+        place = Place(first, start, tile, T_tail, end)
         logits = of.logits(products, place, band)
         p = of.probability(logits.x, row_lse[:, None])
-        if place is not None:
-            met = of.met(place, band.meets(place.queries, place.keys, end) if edge else None)
-            p = p if met is None else jnp.where(met, p, 0.0)
+        met = of.met(place, band.meets(columns=place.keys, rows=place.queries, end=end) if edge else None)
+        p = p if met is None else jnp.where(met, p, 0.0)
         v = load(value, start, tile.keys, width=V, rows=end)
         ds = p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
         if "bias" in d_scores:

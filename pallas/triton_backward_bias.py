@@ -17,7 +17,7 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes
 
 from . import scores
 from .compat import result, triton_call
-from .memory import dot_transposed, indices, load, load_vector, store_block
+from .memory import dot_transposed, load, load_vector, store_block
 from .scores import Place, Scores
 from .tiles import Tile
 
@@ -76,7 +76,7 @@ def flash_backward_bias(
         q = load(query, first, tile.queries, width=H, rows=T_tail, **at)
         k = load(key, start, tile.keys, width=H, rows=S_tail, head=key_head, batch=batch)
         row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf, **at)
-        place = Place(indices(first, tile.queries, 0), indices(start, tile.keys, 1), T_tail, S_tail, **at)
+        place = Place(first, start, tile, T_tail, S_tail, **at)
         logits = of.logits(dot_transposed(q, k), place, band)
         p = of.probability(logits.x, row_lse[:, None])
         met = of.met(place, band.meets(place.queries, place.keys, S_tail))

@@ -20,7 +20,7 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from . import scores
 from .compat import result, triton_call
 from .loop import over_blocks
-from .memory import dot, dot_transposed, indices, load, store, store_vector
+from .memory import dot, dot_transposed, load, store, store_vector
 from .scores import LN_2, LOG2_E, Place, Scores
 from .tiles import Tile, padded
 
@@ -63,11 +63,9 @@ def flash_forward(
         end = S_tail if edge else None
         k = load(key, start, tile.keys, width=H, rows=end)
         products = dot_transposed(q, k)
-        place = None
+        place = Place(first, start, tile, T_tail, end)
         if edge or not of.plain:
-            columns = indices(start, tile.keys, 1)
-            place = Place(indices(first, tile.queries, 0), columns, T_tail, end)
-            met = of.met(place, band.meets(place.queries, columns, end) if edge else None)
+            met = of.met(place, band.meets(columns=place.keys, rows=place.queries, end=end) if edge else None)
             x = of.logits(products, place, band).x
             x = x if met is None else jnp.where(met, x, -jnp.inf)
             new_max = jnp.maximum(row_max, jnp.max(x, axis=1))
