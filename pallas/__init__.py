@@ -58,15 +58,15 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
-    size = sizes(shapes)
+    size, by_triton = sizes(shapes), tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
         forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)})"
     else:
-        forward = f"Triton forward ({tiles.forward(size, device)})"
+        forward = f"Triton forward ({by_triton.forward})"
     if (configs := _mosaic_backward(spec, shapes, device)) is not None:
         by, (keys, queries) = "Mosaic GPU", configs
     else:
-        by, keys, queries = "Triton", tiles.backward_keys(size, device), tiles.backward_queries(size, device)
+        by, keys, queries = "Triton", by_triton.backward_keys, by_triton.backward_queries
     return f"{forward}, {by} backward of keys ({keys}) and of queries ({queries})"
 
 
@@ -100,8 +100,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
 
     from . import triton_forward
 
-    tile = tiles.forward(size, device)
-    return triton_forward.forward(spec, operands, tile)
+    return triton_forward.forward(spec, operands, tiles.choose(spec, operands, device).forward)
 
 
 def backward(
@@ -119,7 +118,7 @@ def backward(
     """
     if operands.query_offsets is not None:
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
-    size, device = sizes(operands), _device.current()
+    device = _device.current()
     if (configs := _mosaic_backward(spec, operands, device)) is not None:
         from . import mosaic_backward
 
@@ -127,5 +126,5 @@ def backward(
 
     from . import triton_backward
 
-    keys_tile, queries_tile = tiles.backward_keys(size, device), tiles.backward_queries(size, device)
-    return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, keys_tile, queries_tile)
+    chosen = tiles.choose(spec, operands, device)
+    return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)

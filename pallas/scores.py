@@ -22,23 +22,13 @@ from jax_flash._lowering import AXES
 from jax_flash._spec import AttentionSpec, Operands, Sizes
 
 from .band import Band, Blocks, Index, both, keys_of_queries
+from .features import OPERANDS
 from .memory import indices
 from .tiles import Tile
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
-OPERANDS = (
-    "bias",
-    "mask",
-    "alibi_slopes",
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-    "dropout_rows",
-    "dropout_columns",
-)
 SEGMENT_BLOCKS = ("first_block", "end_block")
 _AXES = {
     **{name: "B" + AXES[name] for name in (*OPERANDS, "sinks")},
@@ -220,14 +210,6 @@ class Scores:
 def _tanh(x: jax.Array) -> jax.Array:
     """To within some 1e-7 of 1; a GPU's own instruction for it is far coarser."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2_E)) + 1.0)
-
-
-def names(spec: AttentionSpec, shapes: Operands) -> list[str]:
-    """What a call has of all this, as arguments of a call are named."""
-    found = [name for name in (*OPERANDS, "sinks") if getattr(shapes, name) is not None]
-    found = [name for name in found if not name.startswith("dropout")]
-    cap = ["logits_soft_cap"] if spec.logits_soft_cap is not None else []
-    return found + cap + (["dropout_rate"] if spec.dropout_rate else [])
 
 
 def operands_of(

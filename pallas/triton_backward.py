@@ -29,7 +29,7 @@ from .compat import result, triton_call
 from .loop import over_blocks, over_others
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
 from .scores import Place, Scores
-from .tiles import Tile, padded
+from .tiles import Tile, Tiles, padded
 
 
 def flash_backward_keys(
@@ -200,11 +200,10 @@ def backward(
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
-    keys_tile: Tile,
-    queries_tile: Tile,
+    tiles: Tiles,
 ) -> Gradients:
-    """Shapes as in `jax_flash.pallas.backward`; `keys_tile` is for dK and dV, `queries_tile` for dQ."""
-    size = sizes(operands)
+    """Shapes as in `jax_flash.pallas.backward`."""
+    size, keys_tile, queries_tile = sizes(operands), tiles.backward_keys, tiles.backward_queries
     query, key, value = operands.query, operands.key, operands.value
     of_queries = scores.operands_of(operands, queries_tile.queries, queries_tile.keys)
     of_keys = scores.operands_of(operands, keys_tile.keys, keys_tile.queries, transposed=True)
@@ -281,7 +280,7 @@ def backward(
 
     d_bias = None
     if bias_form == "shared":
-        d_bias = triton_backward_bias.backward(spec, size, operands.bias, arguments, of_queries, queries_tile)
+        d_bias = triton_backward_bias.backward(spec, operands, arguments, tiles.backward_bias)
     elif bias_form == "scores":
         d_bias = d_scores["bias"]
     elif bias_form == "queries":

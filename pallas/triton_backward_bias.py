@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_flash._spec import AttentionSpec, Operands, Sizes
+from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from . import scores
 from .compat import result, triton_call
@@ -100,15 +100,13 @@ def flash_backward_bias(
 
 
 def backward(
-    spec: AttentionSpec,
-    size: Sizes,
-    bias: jax.Array,
-    arguments: tuple[jax.Array, ...],
-    score_operands: dict[str, jax.Array],
-    tile: Tile,
+    spec: AttentionSpec, operands: Operands, arguments: tuple[jax.Array, ...], tile: Tile
 ) -> jax.Array:
-    """The gradient of a bias of the form "shared", from the arguments of the kernel for dQ."""
+    """The gradient of a bias of the form "shared", from the arguments that other backward kernels have."""
+    size, bias = sizes(operands), operands.bias
+    assert bias is not None
     batch_rows, heads = bias.shape[:2]
+    score_operands = scores.operands_of(operands, tile.queries, tile.keys)
 
     def index(j, block, n):
         return lax.div(n, np.int32(heads)), lax.rem(n, np.int32(heads)), 0, 0
