@@ -113,11 +113,11 @@ def keys_of_queries(
       keys: and of S.
     """
     if queries is not None or keys is not None:
-        queries = size.T if queries is None else queries
-        keys = size.S if keys is None else keys
-        low = None if spec.left is None or spec.left >= size.S - 1 else keys - queries - spec.left
-        high = None if spec.right is None or spec.right >= size.T - 1 else keys - queries + spec.right
-        return Band(queries, keys, low, high)
+        rows = size.T if queries is None else queries
+        columns = size.S if keys is None else keys
+        low = None if spec.left is None or spec.left >= size.S - 1 else columns - rows - spec.left
+        high = None if spec.right is None or spec.right >= size.T - 1 else columns - rows + spec.right
+        return Band(rows, columns, low, high)
     aligned = size.S - size.T
     low = None if spec.left is None else aligned - spec.left
     high = None if spec.right is None else aligned + spec.right

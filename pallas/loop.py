@@ -42,5 +42,5 @@ def _over(start: Index, stop: Index, body: Callable[[Index, Carry], Carry], carr
         if start == stop:
             return carry
         # int32 even where 64-bit types are on
-        start, stop = np.int32(start), np.int32(stop)
+        return lax.fori_loop(np.int32(start), np.int32(stop), body, carry)
     return lax.fori_loop(start, stop, body, carry)

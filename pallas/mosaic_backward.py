@@ -43,7 +43,7 @@ class Side:
 
     @property
     def tiles(self) -> int:
-        return pl.cdiv(self.band.rows, ROWS * self.config.warpgroups)
+        return pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, ROWS * self.config.warpgroups)
 
     @property
     def heads(self) -> int:

@@ -158,8 +158,10 @@ def flash_backward_queries(
         ds = p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
         if "bias" in d_scores:
             store_bias(start, ds * of.factor)
-        terms = {"bias_of_queries": lambda: ds, "slopes": lambda: -ds * logits.distance}
-        of_queries = {name: x + jnp.sum(terms[name](), axis=1) for name, x in of_queries.items()}
+        terms = {"bias_of_queries": ds}
+        if logits.distance is not None:
+            terms["slopes"] = -ds * logits.distance
+        of_queries = {name: x + jnp.sum(terms[name], axis=1) for name, x in of_queries.items()}
         ds = logits.behind_cap(ds)
         return dq + dot(ds.astype(k.dtype), k), of_queries
 
@@ -258,7 +260,7 @@ def backward(
         {"bias_of_queries": bias_form == "queries", "slopes": operands.alibi_slopes is not None}, size.T
     )
     specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in of_scores}
-    if bias_form == "scores":
+    if bias_form == "scores" and operands.bias is not None:
         of_scores["bias"] = result(operands.bias.shape, operands.bias.dtype, like=query)
         specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
     d_query, d_scores = triton_call(
