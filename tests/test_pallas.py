@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import call_factors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from attention_case import Case
 from call_factors import BROADCAST_FORMS
 from implementation_suite import FEATURES, ImplementationSuite
+from pairwise_suite import PairwiseSuite
 
 import jax_flash
 from jax_flash import _device, pallas
@@ -80,6 +82,34 @@ class TestPallasInterpretedAsForHopper(TestPallasInterpreted):
     def assume_hopper(self):
         with _device.assume(_device.H100):
             yield
+
+
+class TestPallasPairwise(PairwiseSuite):
+    """What becomes of scores alone; all pairs run on a GPU (tests/gpu/test_pairwise_gpu.py)."""
+
+    implementation = "pallas"
+    compiler_options = TestPallasInterpreted.compiler_options
+    reports_errors = False
+
+    def environment(self):
+        return compat.interpret()
+
+    def factors(self):
+        factors = call_factors.factors(
+            self.dtypes,
+            lengths=((65, 70),),
+            head_dims=(16,),
+            value_head_dim=24,
+            heads=((4, 2),),
+            masks=("B1TS", "1N1S"),
+            biases=("1NTS", "BN1S"),
+        )
+        features = ("mask", "bias", "alibi_slopes", "seq_lengths", *call_factors.FEATURES)
+        others = ("transform", "batch axes", "bias dtype", "residual", "deterministic")
+        return {
+            name: values if name in features and name not in others else dict(list(values.items())[:1])
+            for name, values in factors.items()
+        }
 
 
 def shapes(B=1, T=257, S=300, N=4, K=2, H=64, V=None, dtype="bfloat16") -> Operands:
