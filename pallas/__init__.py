@@ -9,7 +9,7 @@ from jax_flash import _device, _packing
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
-from . import compat, lowering, mosaic_tiles, tiles
+from . import compat, features, lowering, mosaic_tiles, tiles
 
 name = "pallas"
 
@@ -67,7 +67,10 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
         by, (keys, queries) = "Mosaic GPU", configs
     else:
         by, keys, queries = "Triton", by_triton.backward_keys, by_triton.backward_queries
-    return f"{forward}, {by} backward of keys ({keys}) and of queries ({queries})"
+    backward = f"{by} backward of keys ({keys}) and of queries ({queries})"
+    if features.bias_gradient(shapes) == "shared":
+        backward += f" and of bias ({by_triton.backward_bias})"
+    return f"{forward}, {backward}"
 
 
 def _mosaic_backward(

@@ -1,6 +1,6 @@
 """What a call does to scores beyond scale and window, as far as that is static."""
 
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, sizes
 
 OPERANDS = (
     "bias",
@@ -32,3 +32,18 @@ def changes_scores(spec: AttentionSpec, shapes: Operands) -> bool:
 def loads_tiles(shapes: Operands) -> bool:
     """Whether an operand has a number for each score."""
     return any(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask))
+
+
+def bias_gradient(shapes: Operands) -> str | None:
+    """What the bias's gradient is to be summed over: nothing, as there is a bias for each of the scores
+    ("scores"), heads or batch rows that share it ("shared"), or keys or queries first ("queries" and "keys",
+    which are what is left then)."""
+    if shapes.bias is None:
+        return None
+    batch, heads, queries, keys = shapes.bias.shape
+    if keys == 1:
+        return "queries"
+    if queries == 1:
+        return "keys"
+    size = sizes(shapes)
+    return "scores" if (batch, heads) == (size.B, size.N) else "shared"

@@ -120,11 +120,8 @@ class Scores:
         return self.exp(jnp.minimum(x - lse, 0.0) if self.natural else x - lse)
 
     def band(self, batch: Index | None = None) -> Band:
-        queries, keys = (
-            self._length("query", self.size.T, batch),
-            self._length("key_value", self.size.S, batch),
-        )
-        return keys_of_queries(self.spec, self.size, queries, keys)
+        queries = self._length("query", self.size.T, batch)
+        return keys_of_queries(self.spec, self.size, queries, self._length("key_value", self.size.S, batch))
 
     def blocks(
         self, band: Band, first: Index, rows: int, columns: int, block: Index, batch: Index | None = None
@@ -182,15 +179,14 @@ class Scores:
     def _load(self, name: str, place: Place) -> jax.Array:
         """The tile of an operand, with axes of 1 where it broadcasts."""
         ref = self.refs[name]
-        along = {
-            "B": (place.batch, None),
-            "N": (place.head, None),
-        }
-        if "T" in _AXES[name]:
-            along["T"] = place.queries, place.queries_end
-        if "S" in _AXES[name]:
-            along["S"] = place.keys, place.keys_end
-        found = [along[axis] for axis in _AXES[name] if along[axis][0] is not None]
+        found: list[tuple[Any, int | None]] = []
+        for axis in _AXES[name]:
+            if axis == "T":
+                found.append((place.queries, place.queries_end))
+            elif axis == "S":
+                found.append((place.keys, place.keys_end))
+            elif (position := place.head if axis == "N" else place.batch) is not None:
+                found.append((position, None))
         index, inside = [], None
         for extent, (position, end) in zip(ref.shape, found, strict=True):
             index.append(position if extent > 1 else np.int32(0))

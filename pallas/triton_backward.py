@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
-from . import scores, triton_backward_bias
+from . import features, scores, triton_backward_bias
 from .compat import result, triton_call
 from .loop import over_blocks, over_others
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
@@ -228,7 +228,7 @@ def backward(
     arguments = (query, key, value, d_out, lse_of_logits, delta)
     static = dict(spec=spec, size=size)
 
-    bias_form = triton_backward_bias.form(operands)
+    bias_form = features.bias_gradient(operands)
 
     def sums(names: dict[str, bool], positions: int) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (size.B, size.N, positions)

@@ -22,20 +22,6 @@ from .scores import Place, Scores
 from .tiles import Tile
 
 
-def form(operands: Operands) -> str | None:
-    """What the gradient is to be summed over: nothing more ("scores"), heads or batch rows of it ("shared"),
-    or keys or queries first ("queries" and "keys", which are what is left then). None without a bias."""
-    if operands.bias is None:
-        return None
-    batch, heads, queries, keys = operands.bias.shape
-    if keys == 1:
-        return "queries"
-    if queries == 1:
-        return "keys"
-    (B, _, N, _) = operands.query.shape
-    return "scores" if (batch, heads) == (B, N) else "shared"
-
-
 def flash_backward_bias(
     query,
     key,

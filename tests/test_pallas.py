@@ -261,6 +261,10 @@ def test_supports_and_describes(device):
     chosen = tiles.choose(spec, operands, device)
     for tile in (chosen.forward, chosen.backward_keys, chosen.backward_queries):
         assert str(tile) in pallas.describe(spec, operands, device)
+    assert "of bias" not in pallas.describe(spec, operands, device)
+    shared = operands.replace(bias=jax.ShapeDtypeStruct((1, 1, 257, 300), jnp.dtype("bfloat16")))
+    of_bias = tiles.choose(spec, shared, device).backward_bias
+    assert f"of bias ({of_bias})" in pallas.describe(spec, shared, device)
 
 
 def test_runs_on_the_cpu_only_where_it_is_asked_to_interpret():
