@@ -46,7 +46,12 @@ def keep(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
     Returns:
       bool `(*L, R, C)`.
     """
-    bits = rows[..., :, None] * columns[..., None, :]
+    return keep_each(rows[..., :, None], columns[..., None, :], rate)
+
+
+def keep_each(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
+    """Which probabilities are kept, from the words of their rows and columns, which broadcast."""
+    bits = rows * columns
     # Less the uppermost bit, and the lower ones don't matter, as the threshold has none.
     return bits << 1 >= jnp.uint32(threshold(rate) << 17)
 

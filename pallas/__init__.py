@@ -9,11 +9,12 @@ from jax_flash import _device, _packing
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
-from . import compat, lowering, mosaic_tiles, tiles
+from . import compat, features, lowering, mosaic_tiles, tiles
 
 name = "pallas"
 
 _DTYPES = ("bfloat16", "float16")
+_BIAS_DTYPES = ("bfloat16", "float16", "float32")
 _MAX_HEAD_DIM = 256
 _MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int32
 
@@ -40,18 +41,15 @@ def _device_reason(device: Device) -> str | None:
 
 def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
     size = sizes(shapes)
-    extra = [field for field in shapes.present() if field not in ("query", "key", "value")]
-    if extra:
-        return f"it doesn't take {', '.join(extra)} yet"
-    if spec.logits_soft_cap is not None:
-        return "it has no logits_soft_cap yet"
-    if spec.dropout_rate:
-        return "it has no dropout yet"
     dtypes = [str(x.dtype) for x in (shapes.query, shapes.key, shapes.value)]
     if len(set(dtypes)) != 1 or dtypes[0] not in _DTYPES:
         return f"query, key and value must all be bfloat16 or all float16, not {', '.join(dtypes)}"
     if max(size.H, size.V) > _MAX_HEAD_DIM:
         return f"head dims must be at most {_MAX_HEAD_DIM}, not {max(size.H, size.V)}"
+    if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
+        return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
+    if shapes.mask is not None and 1 << 31 <= shapes.mask.size <= 1 << 32:
+        return "the Triton lowering of Pallas can't address a mask of 2 to 4 GiB"
     if max(size.T, size.S) > _MAX_SEQUENCE:
         return f"sequences must be at most {_MAX_SEQUENCE} long, not {max(size.T, size.S)}"
     return None
@@ -60,16 +58,19 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
-    size = sizes(shapes)
+    size, by_triton = sizes(shapes), tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
         forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)})"
     else:
-        forward = f"Triton forward ({tiles.forward(size, device)})"
+        forward = f"Triton forward ({by_triton.forward})"
     if (configs := _mosaic_backward(spec, shapes, device)) is not None:
         by, (keys, queries) = "Mosaic GPU", configs
     else:
-        by, keys, queries = "Triton", tiles.backward_keys(size, device), tiles.backward_queries(size, device)
-    return f"{forward}, {by} backward of keys ({keys}) and of queries ({queries})"
+        by, keys, queries = "Triton", by_triton.backward_keys, by_triton.backward_queries
+    backward = f"{by} backward of keys ({keys}) and of queries ({queries})"
+    if features.bias_gradient(shapes) == "shared":
+        backward += f" and of bias ({by_triton.backward_bias})"
+    return f"{forward}, {backward}"
 
 
 def _mosaic_backward(
@@ -83,7 +84,8 @@ def _mosaic_backward(
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), all bfloat16 or all float16, heads as they are.
+    """query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), all bfloat16 or all float16, heads as they are; the
+    other operands as `Operands` has them.
 
     Returns:
       out (B,T,N,V) in query's dtype and lse (B,N,T) float32, the natural log-sum-exp. Rows that have no key
@@ -101,8 +103,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
 
     from . import triton_forward
 
-    tile = tiles.forward(size, device)
-    return triton_forward.forward(spec, operands, tile)
+    return triton_forward.forward(spec, operands, tiles.choose(spec, operands, device).forward)
 
 
 def backward(
@@ -116,11 +117,11 @@ def backward(
     """What `forward` took and gave, with d_out (B,T,N,V) and d_lse (B,N,T) float32 or None for zeros.
 
     Returns:
-      Gradients of query, key and value, in their shapes and dtypes, bitwise equal from run to run.
+      Gradients of the differentiable operands, in their shapes and dtypes, bitwise equal from run to run.
     """
     if operands.query_offsets is not None:
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
-    size, device = sizes(operands), _device.current()
+    device = _device.current()
     if (configs := _mosaic_backward(spec, operands, device)) is not None:
         from . import mosaic_backward
 
@@ -128,5 +129,5 @@ def backward(
 
     from . import triton_backward
 
-    keys_tile, queries_tile = tiles.backward_keys(size, device), tiles.backward_queries(size, device)
-    return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, keys_tile, queries_tile)
+    chosen = tiles.choose(spec, operands, device)
+    return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)

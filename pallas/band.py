@@ -1,7 +1,8 @@
 """Which blocks of columns a block of rows meets: the band of a causal or windowed call.
 
 Rows are queries and columns keys, or, transposed, the other way round. Everything static is a Python int,
-so that a loop that can't be entered is never written.
+so that a loop that can't be entered is never written; with lengths, how many rows and columns there are and
+where the band lies are data.
 """
 
 import dataclasses
@@ -25,15 +26,22 @@ class Blocks:
     full_stop: Index
     stop: Index
 
+    def within(self, start: Index, stop: Index) -> "Blocks":
+        """Those of `[start, stop)` among them."""
+        start = jnp.maximum(start, self.start)
+        stop = jnp.maximum(jnp.minimum(stop, self.stop), start)
+        full_start = jnp.clip(self.full_start, start, stop)
+        return Blocks(start, full_start, jnp.clip(self.full_stop, full_start, stop), stop)
+
 
 @dataclasses.dataclass(frozen=True)
 class Band:
     """Row `r` meets the columns `r + low <= c <= r + high` of `0 <= c < columns`; None is unbounded."""
 
-    rows: int
-    columns: int
-    low: int | None
-    high: int | None
+    rows: Index
+    columns: Index
+    low: Index | None
+    high: Index | None
 
     def transposed(self) -> "Band":
         low = None if self.high is None else -self.high
@@ -44,11 +52,14 @@ class Band:
         """The blocks of `block` columns that rows `[first_row, first_row + row_count)` meet."""
         last_row = first_row + row_count - 1
         start, full_start = 0, 0
-        stop, full_stop = -(-self.columns // block), self.columns // block
+        stop, full_stop = _over(self.columns + (block - 1), block), _over(self.columns, block)
         if self.high is not None:
             met = jnp.clip(last_row + self.high + 1, 0, self.columns)
             met_by_all = jnp.clip(first_row + self.high + 1, 0, self.columns)
             stop, full_stop = _over(met + (block - 1), block), _over(met_by_all, block)
+        if not isinstance(self.rows, int):
+            stop = jnp.where(first_row < self.rows, _traced(stop), 0)
+            full_stop = jnp.where(last_row < self.rows, _traced(full_stop), 0)
         if self.low is not None:
             met = jnp.clip(first_row + self.low, 0, self.columns)
             met_by_all = jnp.clip(last_row + self.low, 0, self.columns)
@@ -57,26 +68,56 @@ class Band:
             full_stop = jnp.clip(full_stop, full_start, stop)
         return Blocks(start, full_start, full_stop, stop)
 
-    def meets(self, rows: jax.Array, columns: jax.Array) -> jax.Array | None:
+    def meets(self, rows: jax.Array, columns: jax.Array, end: int | None = None) -> jax.Array | None:
         """Whether each row meets each column, for indices that broadcast; None where nothing bounds them.
 
-        Columns at `columns` and beyond are not looked at.
+        How many rows and columns there are is not looked at where that is static, but for columns where their
+        `end` is given.
         """
         met = None
         if self.low is not None:
             met = columns - rows >= self.low
         if self.high is not None:
-            below = columns - rows <= self.high
-            met = below if met is None else met & below
+            met = both(met, columns - rows <= self.high)
+        for indices, count in ((rows, self.rows), (columns, self.columns)):
+            if not isinstance(count, int):
+                met = both(met, indices < count)
+        if end is not None and isinstance(self.columns, int):
+            met = both(met, columns < end)
         return met
 
 
-def _over(index: jax.Array, block: int) -> jax.Array:
-    return lax.div(index, np.int32(block))
+def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
+    """Where both hold, None being everywhere."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other
 
 
-def keys_of_queries(spec: AttentionSpec, size: Sizes) -> Band:
-    """The keys that each query sees, without bounds that bind nowhere."""
+def _traced(index: Index) -> jax.Array:
+    """The lowering takes no choice between two static numbers."""
+    return lax.full((), index, jnp.int32) if isinstance(index, int) else index
+
+
+def _over(index: Index, block: int) -> Index:
+    return index // block if isinstance(index, int) else lax.div(index, np.int32(block))
+
+
+def keys_of_queries(
+    spec: AttentionSpec, size: Sizes, queries: jax.Array | None = None, keys: jax.Array | None = None
+) -> Band:
+    """The keys that each query sees, without bounds that bind nowhere.
+
+    Args:
+      queries: how many of T there are, where that is data.
+      keys: and of S.
+    """
+    if queries is not None or keys is not None:
+        rows = size.T if queries is None else queries
+        columns = size.S if keys is None else keys
+        low = None if spec.left is None or spec.left >= size.S - 1 else columns - rows - spec.left
+        high = None if spec.right is None or spec.right >= size.T - 1 else columns - rows + spec.right
+        return Band(rows, columns, low, high)
     aligned = size.S - size.T
     low = None if spec.left is None else aligned - spec.left
     high = None if spec.right is None else aligned + spec.right

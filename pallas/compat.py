@@ -222,14 +222,17 @@ def triton_call(
     kernel: Callable[..., None],
     *,
     grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec],
-    out_specs: Sequence[pl.BlockSpec],
-    out_shape: Sequence[jax.ShapeDtypeStruct],
+    in_specs: Sequence[Any],
+    out_specs: Sequence[Any],
+    out_shape: Sequence[Any],
     num_warps: int,
     num_stages: int,
     name: str,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` by the Triton lowering, or in the interpreter within `interpret()`."""
+    """`pl.pallas_call` by the Triton lowering, or in the interpreter within `interpret()`.
+
+    Arguments and results, and so their specs and shapes, may be trees, absent leaves None.
+    """
     from jax.experimental.pallas import triton
 
     return pl.pallas_call(

@@ -1,4 +1,4 @@
-"""The loop over the blocks of a band."""
+"""Loops over the blocks of a band."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,10 +22,25 @@ def over_blocks(blocks: Blocks, body: Callable[[bool, Index, Carry], Carry], car
         (True, blocks.full_stop, blocks.stop),
     )
     for edge, start, stop in ranges:
-        if isinstance(start, int) and isinstance(stop, int):
-            if start == stop:
-                continue
-            # int32 even where 64-bit types are on
-            start, stop = np.int32(start), np.int32(stop)
-        carry = lax.fori_loop(start, stop, lambda j, carry, edge=edge: body(edge, j, carry), carry)
+        carry = _over(start, stop, lambda j, carry, edge=edge: body(edge, j, carry), carry)
     return carry
+
+
+def over_others(blocks: Blocks, count: int, body: Callable[[Index], None]) -> None:
+    """Runs `body(block)` over those of `count` blocks that are not in `blocks`."""
+
+    def step(j: Index, carry: np.int32) -> np.int32:
+        body(j)
+        return carry
+
+    for start, stop in ((0, blocks.start), (blocks.stop, count)):
+        _over(start, stop, step, np.int32(0))
+
+
+def _over(start: Index, stop: Index, body: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
+    if isinstance(start, int) and isinstance(stop, int):
+        if start == stop:
+            return carry
+        # int32 even where 64-bit types are on
+        return lax.fori_loop(np.int32(start), np.int32(stop), body, carry)
+    return lax.fori_loop(start, stop, body, carry)

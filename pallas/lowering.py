@@ -12,7 +12,7 @@ import jax
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
-from . import compat, mosaic_tiles
+from . import compat, features, mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
 _ENVIRONMENT = "JAX_FLASH_PALLAS"
@@ -55,6 +55,8 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
             return "the interpreter runs it when it alone is allowed"
     elif device.compute_capability != (9, 0):
         return f"it needs a Hopper GPU, not {device.kind}"
+    if unknown := features.names(spec, shapes):
+        return f"its kernels for Hopper take no {' and no '.join(unknown)}"
     size = sizes(shapes)
     if size.H % 16 or size.V % 16:
         return f"head dims must be multiples of 16, not {size.H} and {size.V}"

@@ -27,14 +27,16 @@ def _inside(start, count: int, rows: int | None, padded_width: int, width: int) 
     return inside
 
 
-def load(ref, start, count: int, *, width: int, rows: int | None = None, head=None) -> jax.Array:
-    """Rows `[start, start + count)` of a ref `(rows, width)`, or of one head of `(rows, heads, width)`.
+def load(ref, start, count: int, *, width: int, rows: int | None = None, head=None, batch=None) -> jax.Array:
+    """Rows `[start, start + count)` of a ref `(rows, width)`, or of one head of `(rows, heads, width)`, or of
+    one batch row besides, of `(batch, rows, heads, width)`.
 
     Columns at `width` and beyond read as zero, and so do rows at `rows` and beyond where it is given.
     """
     padded_width = ref.shape[-1]
     inside = _inside(start, count, rows, padded_width, width)
-    tile = ref.at[pl.ds(start, count)] if head is None else ref.at[pl.ds(start, count), head]
+    index = pl.ds(start, count) if head is None else (pl.ds(start, count), head)
+    tile = ref.at[index] if batch is None else ref.at[batch, *index]
     return triton.load(tile, mask=inside, other=None if inside is None else 0.0)
 
 
@@ -45,23 +47,40 @@ def store(ref, start, tile: jax.Array, *, width: int, rows: int | None = None) -
     triton.store(ref.at[pl.ds(start, count)], tile.astype(ref.dtype), mask=inside)
 
 
-def load_vector(ref, start, count: int, *, rows: int | None, other: float, head=None) -> jax.Array:
-    """Entries `[start, start + count)` of a ref `(rows,)`, or of one head of `(heads, rows)`.
+def store_block(ref, first, start, tile: jax.Array, *, rows: int | None, columns: int | None) -> None:
+    """Writes `tile` from row `first` and column `start` on, in the ref's dtype, within `rows` and `columns`
+    where they are given."""
+    inside = None
+    for begin, count, axis, end in ((first, tile.shape[0], 0, rows), (start, tile.shape[1], 1, columns)):
+        if end is not None:
+            within = jnp.broadcast_to(indices(begin, count, axis) < end, tile.shape)
+            inside = within if inside is None else inside & within
+    block = ref.at[pl.ds(first, tile.shape[0]), pl.ds(start, tile.shape[1])]
+    triton.store(block, tile.astype(ref.dtype), mask=inside)
+
+
+def load_vector(
+    ref, start, count: int, *, rows: int | None, other: float, head=None, batch=None
+) -> jax.Array:
+    """Entries `[start, start + count)` of a ref `(rows,)`, or of one head of `(heads, rows)`, or of one batch
+    row besides, of `(batch, heads, rows)`.
 
     Entries at `rows` and beyond read as `other`, where `rows` is given.
     """
-    entries = ref.at[pl.ds(start, count)] if head is None else ref.at[head, pl.ds(start, count)]
+    index = tuple(i for i in (batch, head) if i is not None)
+    entries = ref.at[*index, pl.ds(start, count)]
     if rows is None:
         return triton.load(entries)
     inside = start + lax.iota(jnp.int32, count) < rows
     return triton.load(entries, mask=inside, other=other)
 
 
-def store_vector(ref, start, entries: jax.Array, *, rows: int | None) -> None:
-    """Writes `entries` from `start` on, within `rows` where it is given."""
+def store_vector(ref, start, entries: jax.Array, *, rows: int | None, head=None) -> None:
+    """Writes `entries` from `start` on, of one head where the ref has more, within `rows` where given."""
     (count,) = entries.shape
     inside = None if rows is None else start + lax.iota(jnp.int32, count) < rows
-    triton.store(ref.at[pl.ds(start, count)], entries, mask=inside)
+    place = ref.at[pl.ds(start, count)] if head is None else ref.at[head, pl.ds(start, count)]
+    triton.store(place, entries, mask=inside)
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:

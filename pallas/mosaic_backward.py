@@ -27,7 +27,7 @@ from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
 from .mosaic_forward import ACCUMULATOR, div, drain, rem
 from .mosaic_tiles import ROWS, BackwardConfig
-from .triton_forward import LOG2_E
+from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def tiles(self) -> int:
-        return pl.cdiv(self.band.rows, ROWS * self.config.warpgroups)
+        return pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, ROWS * self.config.warpgroups)
 
     @property
     def heads(self) -> int:

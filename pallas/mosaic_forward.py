@@ -27,7 +27,7 @@ from . import compat
 from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
 from .mosaic_tiles import ROWS, ForwardConfig, output_shares_query
-from .triton_forward import LN_2, LOG2_E
+from .scores import LN_2, LOG2_E
 
 ACCUMULATOR = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)

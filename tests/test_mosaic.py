@@ -6,10 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from implementation_suite import ImplementationSuite
+from attention_case import Case
+from implementation_suite import FEATURES, ImplementationSuite
 
 import jax_flash
-from jax_flash import _device, pallas
+from jax_flash import _device, _packing, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, lowering, mosaic_forward, mosaic_tiles
 from jax_flash.pallas.mosaic_tiles import ForwardConfig
@@ -159,6 +160,19 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
     assert reason in lowering.mosaic_reason(spec, operands, device)
     with lowering.only(lowering.MOSAIC):
         assert reason in pallas.supports(spec, operands, device)
+
+
+@pytest.mark.parametrize(
+    "feature", [name for name in FEATURES if name not in ("value_head_dim", "deterministic")]
+)
+def test_leaves_to_triton_what_becomes_of_scores(feature):
+    case = Case("", "bfloat16", features=(feature,))
+    spec, operands = _packing.unpacked_shapes(case.spec(), case.operands())
+    assert pallas.supports(spec, operands, _device.H100) is None
+    assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
+    assert "take no " in lowering.mosaic_reason(spec, operands, _device.H100)
+    with lowering.only(lowering.MOSAIC):
+        assert "take no " in pallas.supports(case.spec(), case.operands(), _device.H100)
 
 
 def test_describes_what_runs(monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 from gpu_memory import poison
-from implementation_suite import ImplementationSuite
+from implementation_suite import FEATURES, ImplementationSuite
 
 from jax_flash.pallas import lowering
 
@@ -14,7 +14,7 @@ class TestPallas(ImplementationSuite):
 
     implementation = "pallas"
     head_dims = (64, 96, 128, 256)
-    features = ("value_head_dim", "deterministic")
+    features = FEATURES
 
     def before_run(self, nbytes):
         poison(nbytes)

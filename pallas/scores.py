@@ -1,0 +1,286 @@
+"""What makes logits of scores beyond the scale, and which of them count: for a tile, the same in all kernels.
+
+A kernel by Triton gets the operands that say so as a dict of refs, in whatever broadcast form they have, and
+asks `Scores`. Queries may be the tile's rows or its columns: they are named by indices that broadcast.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jax_flash import _dropout
+from jax_flash._lowering import AXES
+from jax_flash._spec import AttentionSpec, Operands, Sizes
+
+from .band import Band, Blocks, Index, both, keys_of_queries
+from .features import OPERANDS
+from .memory import indices
+from .tiles import Tile
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
+
+SEGMENT_BLOCKS = ("first_block", "end_block")
+_AXES = {
+    **{name: "B" + AXES[name] for name in (*OPERANDS, "sinks")},
+    **dict.fromkeys(SEGMENT_BLOCKS, "BR"),  # R blocks of the tiles' rows
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tile of scores is.
+
+    Queries and keys at the ends and beyond are not there; where there is no end, all are. Batch row and head
+    are given where the refs have them as axes.
+    """
+
+    first_query: Index
+    first_key: Index
+    tile: Tile
+    queries_end: int | None
+    keys_end: int | None
+    transposed: bool = False  # keys are the rows
+    head: Index | None = None
+    batch: Index | None = None
+
+    @functools.cached_property
+    def queries(self) -> jax.Array:
+        """Their indices, along their axis of the tile."""
+        return indices(self.first_query, self.tile.queries, int(self.transposed))
+
+    @functools.cached_property
+    def keys(self) -> jax.Array:
+        return indices(self.first_key, self.tile.keys, int(not self.transposed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """Of a tile of scores; in base 2 where `Scores.natural` doesn't hold."""
+
+    x: jax.Array
+    tanh: jax.Array | None  # of the soft cap
+    distance: jax.Array | None  # of key and query, as slopes have it, float32
+
+    def behind_cap(self, gradient: jax.Array) -> jax.Array:
+        """That of the logits as one of the scaled scores."""
+        return gradient if self.tanh is None else gradient * (1.0 - self.tanh * self.tanh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What a kernel does to scores; `refs` has those of `OPERANDS` that are there."""
+
+    spec: AttentionSpec
+    size: Sizes
+    refs: Mapping[str, Any]
+
+    @property
+    def natural(self) -> bool:
+        """Whether logits are more than scaled scores. Then they are kept as they are defined: in base 2 the
+        lowest bias that there is, which masks, would be beyond float32."""
+        cap = self.spec.logits_soft_cap is not None
+        return cap or "bias" in self.refs or "alibi_slopes" in self.refs
+
+    @property
+    def masked(self) -> bool:
+        """Whether any block may have scores that don't count, wherever it is in the band."""
+        return "mask" in self.refs or "query_segment_ids" in self.refs
+
+    @property
+    def plain(self) -> bool:
+        return not (self.natural or self.masked or self.spec.dropout_rate)
+
+    @property
+    def unit(self) -> float:
+        """A logit of 1 as `Logits` has it."""
+        return 1.0 if self.natural else LOG2_E
+
+    @property
+    def factor(self) -> float:
+        """Of probabilities that dropout keeps."""
+        return 1 / (1 - self.spec.dropout_rate)
+
+    def exp(self, x: jax.Array) -> jax.Array:
+        """Of differences of logits."""
+        return jnp.exp2(x * LOG2_E) if self.natural else jnp.exp2(x)
+
+    def probability(self, x: jax.Array, lse: jax.Array) -> jax.Array:
+        """Of logits; `lse`, in their unit, is inf where a query meets nothing."""
+        # Among huge logits the rounding of lse is large enough for an overflow.
+        return self.exp(jnp.minimum(x - lse, 0.0) if self.natural else x - lse)
+
+    def band(self, batch: Index | None = None) -> Band:
+        queries = self._length("query", self.size.T, batch)
+        return keys_of_queries(self.spec, self.size, queries, self._length("key_value", self.size.S, batch))
+
+    def blocks(
+        self, band: Band, first: Index, rows: int, columns: int, block: Index, batch: Index | None = None
+    ) -> Blocks:
+        """The blocks of `columns` that `rows` from the `first` on meet, which are the given block of them."""
+        met = band.blocks(first, rows, columns)
+        if SEGMENT_BLOCKS[0] in self.refs:
+            index = (block,) if batch is None else (batch, block)
+            met = met.within(*(triton.load(self.refs[name].at[*index]) for name in SEGMENT_BLOCKS))
+        return met
+
+    def logits(self, products: jax.Array, place: Place, band: Band) -> Logits:
+        """Of the products of queries and keys. `band` has queries as rows."""
+        if not self.natural:
+            return Logits(products * (self.spec.scale * LOG2_E), None, None)
+        tanh = distance = None
+        cap = self.spec.logits_soft_cap
+        if cap is None:
+            x = products * self.spec.scale
+        else:
+            tanh = _tanh(products * (self.spec.scale / cap))
+            x = cap * tanh
+        if "bias" in self.refs:
+            x = x + self._load("bias", place).astype(jnp.float32)
+        if "alibi_slopes" in self.refs:
+            diagonal = band.columns - band.rows
+            distance = jnp.abs(place.keys - place.queries - diagonal).astype(jnp.float32)
+            x = x - self._load("alibi_slopes", place) * distance
+        return Logits(x, tanh, distance)
+
+    def met(self, place: Place, in_band: jax.Array | None) -> jax.Array | None:
+        """Which scores count of those `in_band`; None for all of them."""
+        met = in_band
+        if "mask" in self.refs:
+            met = both(met, self._load("mask", place))
+        if "query_segment_ids" in self.refs:
+            queries, keys = self._load("query_segment_ids", place), self._load("key_value_segment_ids", place)
+            met = both(met, queries == keys)
+        return met
+
+    def kept(self, probabilities: jax.Array, place: Place) -> jax.Array:
+        """Those that dropout keeps, the others 0, all without the factor."""
+        if not self.spec.dropout_rate:
+            return probabilities
+        rows, columns = self._load("dropout_rows", place), self._load("dropout_columns", place)
+        kept = _dropout.keep_each(rows, columns, self.spec.dropout_rate)
+        return jnp.where(kept, probabilities, 0.0)
+
+    def _length(self, side: str, longest: int, batch: Index | None) -> jax.Array | None:
+        ref = self.refs.get(f"{side}_seq_lengths")
+        if ref is None:
+            return None
+        return jnp.clip(triton.load(ref if batch is None else ref.at[batch]), 0, longest)
+
+    def _load(self, name: str, place: Place) -> jax.Array:
+        """The tile of an operand, with axes of 1 where it broadcasts."""
+        ref = self.refs[name]
+        found: list[tuple[Any, int | None]] = []
+        for axis in _AXES[name]:
+            if axis == "T":
+                found.append((place.queries, place.queries_end))
+            elif axis == "S":
+                found.append((place.keys, place.keys_end))
+            elif (position := place.head if axis == "N" else place.batch) is not None:
+                found.append((position, None))
+        index, inside = [], None
+        for extent, (position, end) in zip(ref.shape, found, strict=True):
+            index.append(position if extent > 1 else np.int32(0))
+            if extent > 1 and end is not None:
+                inside = both(inside, position < end)
+        if not index:
+            return triton.load(ref)
+        if all(extent == 1 for extent in ref.shape):
+            return triton.load(ref).reshape(1, 1)
+        if inside is None:
+            return triton.load(ref.at[tuple(index)])
+        shape = jnp.broadcast_shapes(*(jnp.shape(position) for position in index))
+        zero = np.zeros((), ref.dtype)
+        return triton.load(ref.at[tuple(index)], mask=jnp.broadcast_to(inside, shape), other=zero)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """To within some 1e-7 of 1; a GPU's own instruction for it is far coarser."""
+    return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2_E)) + 1.0)
+
+
+def operands_of(
+    operands: Operands, rows: int, columns: int, transposed: bool = False
+) -> dict[str, jax.Array]:
+    """What a kernel is given for `Scores.refs`.
+
+    Args:
+      rows: of a tile: queries; or keys, where they are its rows.
+      columns: of a tile.
+      transposed: whether keys are rows.
+    """
+    arrays = {name: x for name in OPERANDS if (x := getattr(operands, name)) is not None}
+    if operands.query_segment_ids is not None:
+        ids = operands.query_segment_ids, operands.key_value_segment_ids
+        blocks = _segment_blocks(*(reversed(ids) if transposed else ids), rows, columns)
+        arrays |= zip(SEGMENT_BLOCKS, blocks, strict=True)
+    return arrays
+
+
+def specs_of(arrays: Mapping[str, jax.Array], group: int | None = None) -> dict[str, pl.BlockSpec]:
+    """Blocks for a grid of (block, head, batch row): of one head, or of the `group` of heads that share a key
+    head, which the grid names then."""
+    return {name: spec_of(name, x, group) for name, x in arrays.items()}
+
+
+def spec_of(name: str, x: Any, group: int | None = None) -> Any:
+    """The one of `specs_of` for an array, None for None."""
+    if x is None:
+        return None
+    shared = [extent == 1 for extent in x.shape]
+    block = [None, *x.shape[1:]]
+    head_axis = _AXES[name].find("N")
+    if head_axis > 0:
+        block[head_axis] = None if group is None else 1 if shared[head_axis] else group
+
+    def index(_, head, batch):
+        first = [0] * x.ndim
+        first[0] = 0 if shared[0] else batch
+        if head_axis > 0 and not shared[head_axis]:
+            first[head_axis] = head
+        return tuple(first)
+
+    return pl.BlockSpec(tuple(block), index)
+
+
+def whole(arrays: Any) -> Any:
+    """Specs with which every program sees whole arrays."""
+    return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_, rank=x.ndim: (0,) * rank), arrays)
+
+
+def _segment_blocks(
+    rows: jax.Array, columns: jax.Array, row_block: int, column_block: int
+) -> tuple[jax.Array, jax.Array]:
+    """For each block of rows the blocks of columns [first, end) whose ids, from their least to their
+    greatest, have one in common with its own, int32 `(B, blocks of rows)` each: where ids are sorted, those
+    that share a segment with it.
+    """
+    (least, greatest), (column_least, column_greatest) = (
+        (block[:, :, None] for block in _ranges(rows, row_block)),
+        (block[:, None, :] for block in _ranges(columns, column_block)),
+    )
+    share = (least <= column_greatest) & (column_least <= greatest)
+    block = lax.broadcasted_iota(jnp.int32, share.shape, 2)
+    first = jnp.min(block, axis=2, where=share, initial=share.shape[2])
+    end = jnp.max(block + 1, axis=2, where=share, initial=0)
+    return jnp.minimum(first, end), end
+
+
+def _ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest id of each block of positions."""
+    limits = jnp.iinfo(jnp.int32)
+
+    def padded(fill: int) -> jax.Array:
+        tail = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=fill)
+        return tail.reshape(ids.shape[0], -1, block)
+
+    return padded(limits.max).min(2), padded(limits.min).max(2)
