@@ -6,6 +6,7 @@ machine that has none.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +150,33 @@ def from_zero(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     return pl.run_scoped(body, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
 
 
+def from_zero_and_from(
+    first: Callable[[Any], None],
+    body: Callable[[Any, Any], Any],
+    shape: tuple[int, int],
+    start: Callable[[], jax.Array],
+    like: Any,
+) -> tuple[jax.Array, Any]:
+    """`first(a)` issues products into an accumulator of that shape that starts from zero, `body(a, b)` some
+    into one that starts from `start()`, which is computed beside the first ones: -> b's value and what `body`
+    returned, as `accumulate` has it.
+
+    In JAX 0.10 an accumulator can't start while another is in use: there `start()` comes before.
+    """
+    if jax.__version_info__ < (0, 11):
+
+        def both(b):
+            return from_zero(lambda a: (first(a), body(a, b))[1], shape)
+
+        return accumulate(both, start(), like)
+
+    def beside(a):
+        first(a)
+        return accumulate(functools.partial(body, a), start(), like)
+
+    return from_zero(beside, shape)
+
+
 def wgmma(accumulator: Any, a: Any, b: Any) -> None:
     """Issues `accumulator += a @ b`, with `a` in registers or shared memory and `b` in shared memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -196,9 +224,15 @@ def mosaic_call(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-        interpret=plgpu.InterpretGPUParams() if interpreting() else None,
+        interpret=_interpreter() if interpreting() else None,
     )
     return _without_effects(call, out_shape) if interpreting() else call
+
+
+def _interpreter() -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]: from 0.11 on
 
 
 def _without_effects(call: Callable[..., Any], out_shape: Any) -> Callable[..., Any]:

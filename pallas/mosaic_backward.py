@@ -226,27 +226,21 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         def differentiated(p, gradients):
             return packed(p * (gradients - spread(vector_of(shared.delta, slot))))
 
-        def add_first(ds):
-            add = lambda total: compat.wgmma(total, ds, columns.first)  # noqa: E731
-            return compat.accumulate(add, sums.first)[0]
-
-        def products(scores, gradients):
+        def add(totals, scores, gradients):
             plgpu.barrier_wait(barriers.first_full.at[slot])
             compat.wgmma(scores, rows.first, columns.first.transpose((1, 0)))
             plgpu.barrier_wait(barriers.second_full.at[slot])
             compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
             p = probabilities(compat.awaited(scores, in_flight=1))
-            if not side.rows_are_keys:
-                return Operand(add_first(differentiated(p, compat.awaited(gradients, in_flight=0))), None)
+            if side.rows_are_keys:
+                compat.wgmma(totals.second, packed(p), columns.second)
+            ds = differentiated(p, compat.awaited(gradients, in_flight=int(side.rows_are_keys)))
+            compat.wgmma(totals.first, ds, columns.first)
 
-            def beside(total):
-                compat.wgmma(total, packed(p), columns.second)
-                return add_first(differentiated(p, compat.awaited(gradients, in_flight=1)))
+        def add_to(totals):
+            compat.from_zero(functools.partial(add, totals), shape, shape)
 
-            of_second, of_first = compat.accumulate(beside, sums.second, sums.first)
-            return Operand(of_first, of_second)
-
-        sums = compat.from_zero(products, shape, shape)
+        sums, _ = compat.accumulate(add_to, sums)
         plgpu.barrier_arrive(barriers.first_free.at[slot])
         plgpu.barrier_arrive(barriers.second_free.at[slot])
         return sums, done + 1

@@ -319,21 +319,19 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             acc, p, (row_max, row_sum, correction) = carry
             index = blocks_done + (j - keys.start)
 
-            def products(scores):
-                issue_scores(scores, index)
-                return compat.accumulate(beside(scores), rescaled(acc, correction), softmax_like)
+            def softmax_beside(scores, acc):
+                add_values(acc, p, index - 1)
+                pass_turn()
+                of_block = finished(scores, index, in_flight=1)
+                return held(probabilities(of_block, row_max, row_sum, edge, first, j))
 
-            def beside(scores):
-                def softmax_beside(acc):
-                    add_values(acc, p, index - 1)
-                    pass_turn()
-                    of_block = finished(scores, index, in_flight=1)
-                    return held(probabilities(of_block, row_max, row_sum, edge, first, j))
-
-                return softmax_beside
-
-            softmax_like = (scores_like(), row_max, row_sum, correction)
-            acc, (p, *of_rows) = compat.from_zero(products, (ROWS, config.keys))
+            acc, (p, *of_rows) = compat.from_zero_and_from(
+                lambda scores: issue_scores(scores, index),
+                softmax_beside,
+                (ROWS, config.keys),
+                lambda: rescaled(acc, correction),
+                (scores_like(), row_max, row_sum, correction),
+            )
             added_values(index - 1)
             return acc, packed(p), tuple(of_rows)
 

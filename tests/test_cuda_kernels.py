@@ -225,8 +225,11 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     defines = dict(kernel.defines)
     start = time.thread_time()  # of this core alone, whatever else the machine does
     log = compile_kernel(kernel).log
-    limit = 5 if defines.get("SEGMENTS") else 3  # whose ids are compared with each other in long code
-    assert time.thread_time() - start < limit or kernel.entry != "forward", "what a first call waits for"
+    seconds = time.thread_time() - start
+    made = [defines.get(name, 0) not in (0, "void") for name in ("SOFT_CAP", "BIAS", "ALIBI", "MASK")]
+    # Long code: segments, whose ids are compared with each other, and many score operands at once.
+    limit = 5 if defines.get("SEGMENTS") or sum(made) > 2 else 3
+    assert seconds < limit or kernel.entry != "forward", "what a first call waits for"
     # C7510 and its kin (wgmma serialised), C7508 (setmaxnreg ignored), and whatever else may come.
     assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
     report = read_report(log, kernel.entry)
@@ -240,7 +243,6 @@ def test_compiles_soon_without_spills_or_warnings(kernel):
     # and at 128 with dropout.
     ahead = 240 + 192 * defines.get("DROPOUT", 0)
     spilled += defines.get("SEGMENTS", 0) * (ahead if kernel.entry == "forward" else 96)
-    made = [defines.get(name, 0) not in (0, "void") for name in ("SOFT_CAP", "BIAS", "ALIBI", "MASK")]
     spilled += (0, 64, 320, 320, 320)[sum(made)]  # what operands are read by
     assert report.spill_bytes <= spilled, log
     assert report.stack_bytes <= spilled, log
