@@ -24,7 +24,11 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
     why_not = _device_reason(device) or _call_reason(spec, shapes)
     if why_not is None and not lowering.allowed(lowering.TRITON):
-        return lowering.mosaic_reason(spec, shapes, device)
+        size = sizes(shapes)
+        why_not = lowering.mosaic_reason(spec, shapes, device)
+        if why_not is None and mosaic_tiles.backward(size) is None:
+            dims = f"{size.H} and {size.V}"
+            return f"only {lowering.MOSAIC} is allowed, which has no backward pass of head dims {dims}"
     return why_not
 
 

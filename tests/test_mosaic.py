@@ -175,6 +175,14 @@ def test_leaves_to_triton_what_becomes_of_scores(feature):
         assert "take no " in pallas.supports(case.spec(), case.operands(), _device.H100)
 
 
+def test_does_not_run_backward_by_triton_where_mosaic_alone_is_allowed():
+    with lowering.only(lowering.MOSAIC):
+        assert pallas.supports(AttentionSpec(0.125), shapes(H=128), _device.H100) is None
+        assert "no backward pass of head dims 256 and 64" in str(
+            pallas.supports(AttentionSpec(0.125), shapes(H=256, V=64), _device.H100)
+        )
+
+
 def test_describes_what_runs(monkeypatch):
     spec, operands = AttentionSpec(0.125), shapes()
     forward, backward = mosaic_tiles.forward(sizes(operands)), mosaic_tiles.backward(sizes(operands))
