@@ -152,7 +152,7 @@ def measure_packed(case: Packed) -> list[dict]:
     for name, result in found.items():
         row = {"group": "packed", "case": str(case), "peer": name} | result
         if "forward_milliseconds" in row:
-            offsets = np.array([0, TOKENS]) if name == DENSE else case.offsets
+            offsets = np.array([0, TOKENS], np.int32) if name == DENSE else case.offsets
             flops = case.flops(offsets)
             visited = case.visited_flops(offsets)
             for key, factor, blocks in (("forward", 1, visited[0]), ("backward", 2.5, visited[1])):
