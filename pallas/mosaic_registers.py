@@ -77,6 +77,7 @@ def where_between(
         for bound, tested in ((first, jnp.greater_equal), (end, jnp.less)):
             x = x if bound is None else jnp.where(tested(columns, bound[:, None]), x, otherwise)
         return x
+    bounds = [plgpu.layout_cast(bound, ROW) for bound in bounds]  # may be the same for all rows
     tests = [arith.CmpIPredicate.sge] * (first is not None) + [arith.CmpIPredicate.slt] * (end is not None)
 
     @plgpu.inline_mgpu(
