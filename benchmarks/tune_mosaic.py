@@ -36,7 +36,8 @@ from jax_flash.pallas.mosaic_tiles import ForwardConfig
 
 KEYS = (64, 128, 192)
 STAGES = (2, 3)
-SWITCHES = ("hold", "turns", "persistent")
+QUERY_STAGES = (1, 2)
+SWITCHES = ("turns", "persistent")
 MASKS = ("full", "causal")
 
 
@@ -54,8 +55,10 @@ def candidates(case: Case) -> Iterator[ForwardConfig]:
         return
     for values in itertools.product((True, False), repeat=len(SWITCHES)):
         yield dataclasses.replace(table, **dict(zip(SWITCHES, values, strict=True)))
-    for warpgroups, keys, stages in itertools.product((2, 3), KEYS, STAGES):
-        other = dataclasses.replace(table, warpgroups=warpgroups, keys=keys, stages=stages)
+    for warpgroups, keys, stages, query_stages in itertools.product((2, 3), KEYS, STAGES, QUERY_STAGES):
+        other = dataclasses.replace(
+            table, warpgroups=warpgroups, keys=keys, stages=stages, query_stages=query_stages
+        )
         # Three warpgroups have 160 registers a thread: too few for a wider output.
         registers = (case.head_dim + keys) // 2 + keys // 4
         enough = registers <= (128 if warpgroups == 3 else 208)

@@ -25,8 +25,10 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from . import compat
 from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
-from .mosaic_forward import ACCUMULATOR, div, drain, rem
+from .mosaic_forward import drain
+from .mosaic_registers import ACCUMULATOR
 from .mosaic_tiles import ROWS, BackwardConfig
+from .mosaic_walk import div, rem
 from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)

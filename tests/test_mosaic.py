@@ -61,10 +61,10 @@ class TestMosaicInterpreted(ImplementationSuite):
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(2, 64, 2, hold=False, turns=False, persistent=False),
-        ForwardConfig(2, 64, 3, hold=False),
-        ForwardConfig(3, 64, 2, turns=False),
-        ForwardConfig(1, 128, 2, persistent=False),
+        ForwardConfig(2, 64, 2, 1, turns=False, persistent=False),
+        ForwardConfig(2, 64, 3, 2),
+        ForwardConfig(3, 64, 2, 1, turns=False),
+        ForwardConfig(1, 128, 2, 2, persistent=False),
     ],
     ids=str,
 )
@@ -79,7 +79,7 @@ def test_every_schedule_gives_the_same(config, window):
         return jax.jit(lambda x: mosaic_forward.forward(spec, x, config, 2))(operands)
 
     with interpreted_by_mosaic():
-        (out, lse), (expected_out, expected_lse) = run(config), run(ForwardConfig(2, 128, 2))
+        (out, lse), (expected_out, expected_lse) = run(config), run(ForwardConfig(2, 128, 2, 1))
     assert jnp.allclose(out.astype(jnp.float32), expected_out.astype(jnp.float32), atol=0.02)
     assert jnp.allclose(lse, expected_lse, atol=1e-5)
 
@@ -204,6 +204,6 @@ def test_describes_what_runs(monkeypatch):
 def test_what_the_table_has_fits_in_shared_memory(head_dim):
     size = sizes(shapes(H=head_dim))
     assert mosaic_tiles.forward_fits(size, mosaic_tiles.forward(size))
-    assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8))
+    assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8, 1))
     for config in mosaic_tiles.backward(size) or ():
         assert mosaic_tiles.backward_fits(size, config)
