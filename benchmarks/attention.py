@@ -13,11 +13,14 @@ chip at another clock. Only figures of one run compare.
 import argparse
 import dataclasses
 import functools
+import itertools
 import logging
 import math
+import os
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import chart
@@ -57,35 +60,69 @@ class Case:
 DEFAULT_CASES = tuple(Case(*shape, causal) for shape in SHAPES for causal in (False, True))
 
 
-def measure(case: Case, names: Sequence[str], dtype: str, backward: bool) -> list[dict]:
-    """A row for each contender: TFLOP/s, or the error it raised in place of them, or of those of one pass."""
+Program = Callable | Exception  # compiled, or why it isn't
+Programs = Mapping[tuple[Case, str, str], Program]  # by case, contender and pass
+
+
+def shapes(case: Case, dtype: str) -> list[jax.ShapeDtypeStruct]:
+    """Of query, key, value and the output's gradient."""
     queries = (case.batch, case.seq_len, case.heads, case.head_dim)
     keys = (case.batch, case.seq_len, case.kv_heads, case.head_dim)
-    # Random data: on zeros the chip draws less power and runs faster.
-    query, key, value, d_out = (
-        jax.random.normal(jax.random.key(i), shape, jnp.dtype(dtype))
-        for i, shape in enumerate((queries, keys, keys, queries))
-    )
-    refused: dict[str, str] = {}
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (queries, keys, keys, queries)]
 
-    def prepare(name: str) -> tuple[list[tuple[Callable, tuple]], jax.Array]:
+
+def compile_all(cases: Sequence[Case], names: Sequence[str], dtype: str, backward: bool) -> Programs:
+    """Everything that is measured, before that: it takes longer, and all cores."""
+
+    def compiled(work: tuple[Case, str, str]) -> Program:
+        case, name, one_pass = work
         attend = functools.partial(contenders.CONTENDERS[name], causal=case.causal)
 
         def both(query, key, value, d_out):
             return jax.vjp(attend, query, key, value)[1](d_out)
 
-        passes: list[tuple[Callable, tuple]] = [(attend, (query, key, value))]
-        out = jax.jit(attend)(query, key, value)
-        if backward:
-            try:
-                jax.block_until_ready(jax.jit(both)(query, key, value, d_out))
-                passes.append((both, (query, key, value, d_out)))
-            except Exception as error:  # as in rounds.py, and the forward pass counts nevertheless
-                refused[name] = record.error(error)
+        *inputs, d_out = shapes(case, dtype)
+        try:
+            lowered = (
+                jax.jit(attend).lower(*inputs)
+                if one_pass == "forward"
+                else jax.jit(both).lower(*inputs, d_out)
+            )
+            return lowered.compile()
+        except Exception as error:  # whatever a contender refuses with is its answer
+            return error
+
+    work = list(itertools.product(cases, names, chart.PASSES if backward else ("forward",)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(work, pool.map(compiled, work), strict=True))
+
+
+def measure(case: Case, names: Sequence[str], dtype: str, programs: Programs) -> list[dict]:
+    """A row for each contender: TFLOP/s, or the error it raised in place of them, or of those of one pass."""
+    # Random data: on zeros the chip draws less power and runs faster.
+    inputs = [
+        jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(shapes(case, dtype))
+    ]
+    refused: dict[str, str] = {}
+
+    def prepare(name: str) -> tuple[list[tuple[Callable, Sequence[jax.Array]]], jax.Array]:
+        forward, both = (programs.get((case, name, one_pass)) for one_pass in chart.PASSES)
+        if isinstance(forward, Exception):
+            raise forward
+        passes: list[tuple[Callable, Sequence[jax.Array]]] = [(forward, inputs[:3])]
+        out = forward(*inputs[:3])
+        try:
+            if isinstance(both, Exception):
+                raise both
+            if both is not None:
+                jax.block_until_ready(both(*inputs))
+                passes.append((both, inputs))
+        except Exception as error:  # as in rounds.py, and the forward pass counts nevertheless
+            refused[name] = record.error(error)
         return passes, out
 
-    def figures(passes: list[tuple[Callable, tuple]]) -> dict[str, float]:
-        forward, *both = (timing.milliseconds(function, *inputs) for function, inputs in passes)
+    def figures(passes: list[tuple[Callable, Sequence[jax.Array]]]) -> dict[str, float]:
+        forward, *both = (timing.milliseconds(function, *arrays) for function, arrays in passes)
         return {"forward": forward, **({"backward": both[0] - forward} if both else {})}
 
     rows = []
@@ -201,8 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(record.heading(result))
     print(f"TFLOP/s forward/backward, {options.dtype}, {rounds.method(result['timing'])}")
     print(f"{'case':28}" + "".join(f"{name:>18}" for name in options.peers), flush=True)
+    programs = compile_all(options.cases, options.peers, options.dtype, options.backward)
     for case in options.cases:
-        rows = measure(case, options.peers, options.dtype, options.backward)
+        rows = measure(case, options.peers, options.dtype, programs)
         print_case(rows, case)
         result["rows"] += rows
         if options.out:  # each time, so that a run cut short leaves what it had
