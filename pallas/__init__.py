@@ -111,7 +111,8 @@ def backward(
         from . import mosaic_backward
 
         configs = mosaic_tiles.backward(sizes(operands))
-        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs)
+        multiprocessors = device.sm_count or 1
+        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, multiprocessors)
 
     from . import triton_backward
 

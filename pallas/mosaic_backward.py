@@ -25,9 +25,10 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat
 from .band import Band, Blocks, keys_of_queries
-from .loop import over_blocks
-from .mosaic_forward import ACCUMULATOR, div, drain, rem
+from .loop import over, over_blocks
+from .mosaic_forward import ACCUMULATOR, drain
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
+from .mosaic_walk import Walk, div, rem
 from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -53,6 +54,7 @@ class Side:
     config: BackwardConfig
     rows_are_keys: bool
     owns: Operand  # which gradients of the rows it sums
+    multiprocessors: int
 
     @property
     def name(self) -> str:
@@ -61,41 +63,41 @@ class Side:
         return "keys" if self.owns.first else "values"
 
     @property
-    def tiles(self) -> int:
-        return pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, ROWS * self.config.warpgroups)
-
-    @property
     def heads(self) -> int:
         """Of the gradient."""
         return self.size.K if self.rows_are_keys else self.size.N
+
+    @property
+    def rows_of_tile(self) -> int:
+        return ROWS * self.config.warpgroups
+
+    @property
+    def walk(self) -> Walk:
+        """Over tiles of rows: the first meets the most columns, or the last, where only one side is bound."""
+        tiles = pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, self.rows_of_tile)
+        low, high = self.band.low is not None, self.band.high is not None
+        longest = None if low == high else 0 if low else tiles - 1
+        blocks = self.multiprocessors if self.config.persistent else None
+        return Walk(tiles, self.heads, self.size.B, longest, blocks)
 
     @property
     def passes(self) -> int:
         """Over the columns: one for each query head that shares the keys."""
         return self.size.group if self.rows_are_keys else 1
 
-    def tile(self):
-        """-> first row, head and batch row of this block of the grid."""
-        block = lax.axis_index("block")
-        tile, others = rem(block, self.tiles), div(block, self.tiles)
-        if self.band.high is not None:
-            tile = self.tiles - 1 - tile  # the last rows meet the most columns: those first
-        return tile * (ROWS * self.config.warpgroups), rem(others, self.heads), div(others, self.heads)
-
     def column_head(self, head, of_pass):
         return head * self.size.group + of_pass if self.rows_are_keys else div(head, self.size.group)
 
     def blocks(self, first) -> Blocks:
-        """Of columns that the block of the grid meets."""
-        return self.band.blocks(first, ROWS * self.config.warpgroups, self.config.columns)
+        """Of columns that the tile meets."""
+        return self.band.blocks(first, self.rows_of_tile, self.config.columns)
 
-    def blocks_of_warpgroup(self, first, blocks: Blocks) -> Blocks:
+    def blocks_of_warpgroup(self, first, tile: Blocks) -> Blocks:
+        """Those of the tile that a warpgroup's rows meet."""
         own = self.band.blocks(first, ROWS, self.config.columns)
-        if isinstance(own.full_start, int) and isinstance(own.full_stop, int):
+        if all(isinstance(bound, int) for bound in vars(own).values()):
             return own
-        full_start = jnp.clip(own.full_start, blocks.start, blocks.stop)
-        full_stop = jnp.clip(own.full_stop, full_start, blocks.stop)
-        return dataclasses.replace(blocks, full_start=full_start, full_stop=full_stop)
+        return own.within(tile.start, tile.stop)
 
 
 class Shared(NamedTuple):
@@ -108,6 +110,7 @@ class Barriers(NamedTuple):
     """`full` where TMA has filled a place, `free` where its readers are done with it."""
 
     rows_full: Any
+    rows_free: Any  # None where there is one tile
     full: Operand
     free: Operand
 
@@ -134,42 +137,55 @@ def flash_backward(rows, columns, statistics, out, shared, barriers, *, scale: f
 
 def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
     config = side.config
-    first, head, batch = side.tile()
-    for w in range(config.warpgroups):
-        own = pl.ds(first + w * ROWS, ROWS)
-        full = barriers.rows_full.at[w]
-        for source, target in zip(rows, shared.rows, strict=True):
-            if source is not None:
-                plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[w], full)
-        if not side.rows_are_keys:
-            for source, target in zip(statistics, shared.statistics, strict=True):
-                plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[w], full)
-
-    blocks = side.blocks(first)
     streams = list(zip(columns, statistics, shared.columns, shared.statistics, strict=True))
 
-    def one_pass(of_pass, done):
-        column_head = side.column_head(head, of_pass)
+    def tile(tile, head, batch, carry):
+        tiles_done, done = carry
+        first = tile * side.rows_of_tile
+        for w in range(config.warpgroups):
+            place = rem(tiles_done, config.row_stages) * config.warpgroups + w
+            if config.persistent:
+                freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
+                pl.when(tiles_done >= config.row_stages)(freed)
+            own = pl.ds(first + w * ROWS, ROWS)
+            full = barriers.rows_full.at[place]
+            for source, target in zip(rows, shared.rows, strict=True):
+                if source is not None:
+                    plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[place], full)
+            if not side.rows_are_keys:
+                for source, target in zip(statistics, shared.statistics, strict=True):
+                    plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[place], full)
 
-        def block(i, done):
-            own = pl.ds(i * config.columns, config.columns)
-            for stream, stages, full, free in zip(
-                streams, config.rings, barriers.full, barriers.free, strict=True
-            ):
-                source, statistic, ring, of_statistic = stream
-                slot = rem(done, stages)
-                pl.when(done >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                plgpu.copy_gmem_to_smem(source.at[batch, own, column_head], ring.at[slot], full.at[slot])
-                if side.rows_are_keys and statistic is not None:
-                    source = statistic.at[batch, column_head, own]
-                    plgpu.copy_gmem_to_smem(source, of_statistic.at[slot], full.at[slot])
-            return done + 1
+        def one_pass(of_pass, done):
+            column_head = side.column_head(head, of_pass)
 
-        return lax.fori_loop(*_int32(blocks.start, blocks.stop), block, done)
+            def block(i, done):
+                own = pl.ds(i * config.columns, config.columns)
+                for stream, stages, full, free in zip(
+                    streams, config.rings, barriers.full, barriers.free, strict=True
+                ):
+                    source, statistic, ring, of_statistic = stream
+                    slot = rem(done, stages)
+                    pl.when(done >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                    plgpu.copy_gmem_to_smem(source.at[batch, own, column_head], ring.at[slot], full.at[slot])
+                    if side.rows_are_keys and statistic is not None:
+                        source = statistic.at[batch, column_head, own]
+                        plgpu.copy_gmem_to_smem(source, of_statistic.at[slot], full.at[slot])
+                return done + 1
 
-    filled = lax.fori_loop(*_int32(0, side.passes), one_pass, jnp.int32(0))
+            return lax.fori_loop(*_int32(blocks.start, blocks.stop), block, done)
+
+        blocks = side.blocks(first)
+        return tiles_done + 1, lax.fori_loop(*_int32(0, side.passes), one_pass, done)
+
+    tiles_done, done = side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
+    # No barrier is left while others still arrive at it.
     for stages, free in zip(config.rings, barriers.free, strict=True):
-        drain(filled, stages, free)
+        drain(done, stages, free)
+    if config.persistent:
+        for place in range(config.row_stages * config.warpgroups):
+            freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
+            pl.when(tiles_done > place // config.warpgroups)(freed)
 
 
 def _int32(*indices):
@@ -180,10 +196,6 @@ def _int32(*indices):
 def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> None:
     """One warpgroup's rows of the gradients."""
     config, size, band, owns = side.config, side.size, side.band, side.owns
-    first, head, batch = side.tile()
-    blocks = side.blocks(first)
-    first += warpgroup * ROWS
-    blocks = side.blocks_of_warpgroup(first, blocks)
     dtype = shared.rows.first.dtype
     shape = (ROWS, config.columns)
     tail = not side.rows_are_keys and size.S % config.columns != 0
@@ -192,134 +204,145 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         # Without the barrier LLVM carries x in float32, and converts it where it is used.
         return lax.optimization_barrier(x.astype(dtype))
 
-    def statistic(ref, slot):
+    def statistic(ref, slot, place):
         """Of queries, which are the columns or the rows."""
         if side.rows_are_keys:
             return lax.broadcast_in_dim(compat.load_vector(ref.at[slot], COLUMN), shape, [1])
-        return lax.broadcast_in_dim(compat.load_vector(ref.at[warpgroup], ROW), shape, [0])
+        return lax.broadcast_in_dim(compat.load_vector(ref.at[place], ROW), shape, [0])
 
-    def step(edge: bool, i, carry):
+    def masked(p, first, i):
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1))
+        column += i * config.columns
+        met = band.meets(row + first, column)
+        if tail:
+            met = column < size.S if met is None else met & (column < size.S)
+        return p if met is None else jnp.where(met, p, 0.0)
+
+    def step(first, place, edge: bool, i, carry):
+        """Adds what block `i` of columns gives to the sums of the rows from `first` on."""
         sums, done = carry
         # LLVM would keep what is the same for all blocks, dozens of matrix descriptors, in registers, and
         # ptxas would spill them: to both, this zero differs from block to block.
         zero = lax.shift_right_logical(lax.optimization_barrier(done), np.int32(31))
-        rows = Operand(*(None if x is None else x.at[warpgroup + zero] for x in shared.rows))
+        rows = Operand(*(None if x is None else x.at[place + zero] for x in shared.rows))
         slots = Operand(*(rem(done, stages) if stages > 1 else zero for stages in config.rings))
         columns = Operand(*(ring.at[slot] for ring, slot in zip(shared.columns, slots, strict=True)))
-
-        def filled(which: int):
-            plgpu.barrier_wait(barriers.full[which].at[slots[which]])
-
-        def probabilities(scores):
-            p = jnp.exp2(scores * (scale * LOG2_E) - statistic(shared.statistics.first, slots.first))
-            if not edge:
-                return p
-            row, column = (
-                plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1)
-            )
-            column += i * config.columns
-            met = band.meets(row + first, column)
-            if tail:
-                met = column < size.S if met is None else met & (column < size.S)
-            return p if met is None else jnp.where(met, p, 0.0)
+        full = Operand(*(x.at[slot] for x, slot in zip(barriers.full, slots, strict=True)))
 
         def add(totals, scores, gradients=None):
-            filled(0)
+            plgpu.barrier_wait(full.first)
             compat.wgmma(scores, rows.first, columns.first.transpose((1, 0)))
-            filled(1)
+            plgpu.barrier_wait(full.second)
             if owns.first:
                 compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
-            p = probabilities(compat.awaited(scores, in_flight=int(owns.first)))
+            scores = compat.awaited(scores, in_flight=int(owns.first))
+            p = jnp.exp2(scores * (scale * LOG2_E) - statistic(shared.statistics.first, slots.first, place))
+            p = masked(p, first, i) if edge else p
             if owns.second:
                 compat.wgmma(totals.second, packed(p), columns.second)
             if owns.first:
                 d_p = compat.awaited(gradients, in_flight=int(owns.second))
-                d_s = packed(p * (d_p - statistic(shared.statistics.second, slots.second)))
+                d_s = packed(p * (d_p - statistic(shared.statistics.second, slots.second, place)))
                 compat.wgmma(totals.first, d_s, columns.first)
 
         def add_to(totals):
             compat.from_zero(functools.partial(add, totals), *[shape] * (1 + owns.first))
 
         sums, _ = compat.accumulate(add_to, sums)
-        for free, slot in zip(barriers.free, slots, strict=True):
-            plgpu.barrier_arrive(free.at[slot])
-        return sums, done + 1
+        return sums, passed(done)
+
+    def passed(done):
+        for stages, free in zip(config.rings, barriers.free, strict=True):
+            plgpu.barrier_arrive(free.at[rem(done, stages)])
+        return done + 1
+
+    def skip(_, done):
+        """A block that other warpgroups meet."""
+        for stages, full in zip(config.rings, barriers.full, strict=True):
+            plgpu.barrier_wait(full.at[rem(done, stages)])
+        return passed(done)
 
     def zeros(width: int):
         return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)
 
-    plgpu.barrier_wait(barriers.rows_full.at[warpgroup])
-    widths = Operand(size.H, size.V)
-    sums = Operand(*(zeros(width) if own else None for own, width in zip(owns, widths, strict=True)))
-    carry = (sums, jnp.int32(0))
-    if side.passes == 1:
-        sums, _ = over_blocks(blocks, step, carry)
-    else:
-        one_pass = lambda _, carry: over_blocks(blocks, step, carry)  # noqa: E731
-        sums, _ = lax.fori_loop(*_int32(0, side.passes), one_pass, carry)
-    results = Operand(sums.first * scale if owns.first else None, sums.second)
-    places = shared.rows if shared.rows.second is not None else Operand(shared.rows.first, shared.rows.first)
-    own = pl.ds(first, ROWS)
-    for values, place, target in zip(results, places, out, strict=True):
-        if values is not None:
-            staged = place.at[warpgroup]
-            staged[...] = values.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, target.at[batch, own, head])
+    def tile(tile, head, batch, carry):
+        tiles_done, done = carry
+        first = tile * side.rows_of_tile
+        blocks = side.blocks(first)
+        first += warpgroup * ROWS
+        own = side.blocks_of_warpgroup(first, blocks)
+        place = rem(tiles_done, config.row_stages) * config.warpgroups + warpgroup
+        plgpu.barrier_wait(barriers.rows_full.at[place])
+
+        def one_pass(_, carry):
+            sums, done = carry
+            done = over(blocks.start, own.start, skip, done)
+            sums, done = over_blocks(own, functools.partial(step, first, place), (sums, done))
+            return sums, over(own.stop, blocks.stop, skip, done)
+
+        widths = Operand(size.H, size.V)
+        sums = Operand(*(zeros(width) if own else None for own, width in zip(owns, widths, strict=True)))
+        if side.passes == 1:
+            sums, done = one_pass(0, (sums, done))
+        else:
+            sums, done = lax.fori_loop(*_int32(0, side.passes), one_pass, (sums, done))
+
+        results = Operand(sums.first * scale if owns.first else None, sums.second)
+        rooms = shared.rows
+        if rooms.second is None:
+            rooms = Operand(rooms.first, rooms.first)
+        for values, room, target in zip(results, rooms, out, strict=True):
+            if values is not None:
+                room[place, :, :] = values.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room.at[place], target.at[batch, pl.ds(first, ROWS), head])
+        if config.persistent:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(barriers.rows_free.at[place])
+        return tiles_done + 1, done
+
+    side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
 
 
 def _gradients(side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand) -> Operand:
     """The gradients of `rows`, whose lengths are in whole tiles of 8."""
     config, owns, dtype = side.config, side.owns, rows.first.dtype
-    widths = (side.size.H, side.size.V)
-    warpgroups = config.warpgroups
     out = Operand(*(x if own else None for x, own in zip(rows, owns, strict=True)))
     if not owns.first:  # nor is there a product of the second of the rows, nor anything of delta
         rows, statistics = rows._replace(second=None), statistics._replace(second=None)
-    room = Operand(True, owns.first or side.size.H != side.size.V)
+    places = config.row_stages * config.warpgroups
+
+    def tiles(count: int, tile_rows: int, width: int):
+        return compat.tiled_shared_memory((count, tile_rows, width), dtype)
+
+    def of_statistic(x, stages: int):
+        per_query = (stages, config.columns) if side.rows_are_keys else (places, ROWS)
+        return None if x is None else plgpu.SMEM(per_query, jnp.float32)
+
+    H, V = side.size.H, side.size.V
+    room_for_second = owns.first or H != V
     shared = Shared(
-        rows=Operand(
-            *(
-                compat.tiled_shared_memory((warpgroups, ROWS, width), dtype) if wanted else None
-                for width, wanted in zip(widths, room, strict=True)
-            )
-        ),
-        columns=Operand(
-            *(
-                compat.tiled_shared_memory((stages, config.columns, width), dtype)
-                for stages, width in zip(config.rings, widths, strict=True)
-            )
-        ),
-        statistics=Operand(
-            *(
-                None
-                if x is None
-                else plgpu.SMEM(
-                    (stages, config.columns) if side.rows_are_keys else (warpgroups, ROWS), jnp.float32
-                )
-                for x, stages in zip(statistics, config.rings, strict=True)
-            )
-        ),
+        rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
+        columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
+        statistics=Operand(*map(of_statistic, statistics, config.rings)),
     )
     copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
-    of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
+    copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
+
+    def barrier(count: int, arrivals: int = 1):
+        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
     barriers = Barriers(
-        rows_full=plgpu.Barrier(num_barriers=warpgroups, num_arrivals=of_rows),
-        full=Operand(
-            *(
-                plgpu.Barrier(num_barriers=stages, num_arrivals=count)
-                for stages, count in zip(config.rings, copies, strict=True)
-            )
-        ),
-        free=Operand(
-            *(plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups) for stages in config.rings)
-        ),
+        rows_full=barrier(places, copies_of_rows),
+        rows_free=barrier(places) if config.persistent else None,
+        full=Operand(*map(barrier, config.rings, copies)),
+        free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
     )
     return compat.mosaic_call(
         functools.partial(flash_backward, scale=scale, side=side),
-        blocks=side.tiles * side.heads * side.size.B,
-        warpgroups=warpgroups + 1,
+        blocks=side.walk.grid,
+        warpgroups=config.warpgroups + 1,
         scratch=(shared, barriers),
         out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
         name=f"jax_flash_mosaic_backward_{side.name}",
@@ -334,6 +357,7 @@ def backward(
     d_out: jax.Array,
     d_lse: jax.Array | None,
     configs: BackwardConfigs,
+    multiprocessors: int,
 ) -> Gradients:
     """Shapes as in `jax_flash.pallas.backward`."""
     size = sizes(operands)
@@ -357,7 +381,7 @@ def backward(
     def of(rows_are_keys: bool, config: BackwardConfig, first: bool, second: bool) -> Operand:
         rows, columns = (of_keys, of_queries) if rows_are_keys else (of_queries, of_keys)
         band_of_rows = band.transposed() if rows_are_keys else band
-        side = Side(size, band_of_rows, config, rows_are_keys, Operand(first, second))
+        side = Side(size, band_of_rows, config, rows_are_keys, Operand(first, second), multiprocessors)
         return _gradients(side, spec.scale, rows, columns, statistics)
 
     d_query = of(False, configs.queries, True, False).first

@@ -49,6 +49,8 @@ class BackwardConfig:
     columns: int  # of a block
     stages: int  # blocks in shared memory
     second_stages: int | None = None  # of the output's gradient, or of values; None for as many
+    persistent: bool = False  # a block takes one tile after another, and loads ahead of their ends
+    row_stages: int = 1  # tiles whose rows are in shared memory
 
     @property
     def rings(self) -> tuple[int, int]:
@@ -58,7 +60,10 @@ class BackwardConfig:
     def __str__(self) -> str:
         first, second = self.rings
         stages = f"{first}" if first == second else f"{first} and {second}"
-        return f"{ROWS * self.warpgroups} rows x {self.columns} columns, {stages} stages"
+        text = f"{ROWS * self.warpgroups} rows x {self.columns} columns, {stages} stages"
+        if self.persistent:
+            text += ", persistent" if self.row_stages == 1 else f", persistent over {self.row_stages} tiles"
+        return text
 
 
 class BackwardConfigs(NamedTuple):
@@ -82,7 +87,7 @@ def backward_fits(size: Sizes, configs: BackwardConfigs) -> bool:
         row_bytes["values"] = both  # room to stage dV
     return all(
         config is None
-        or ROWS * config.warpgroups * (row_bytes[name] + 8)
+        or ROWS * config.warpgroups * config.row_stages * (row_bytes[name] + 8)
         + config.columns * (config.rings[0] * (2 * size.H + 4) + config.rings[1] * (2 * size.V + 4))
         + _BARRIERS
         <= SHARED_MEMORY

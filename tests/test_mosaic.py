@@ -13,8 +13,8 @@ from implementation_suite import FEATURES, ImplementationSuite
 import jax_flash
 from jax_flash import _device, _packing, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas import compat, lowering, mosaic_forward, mosaic_tiles
-from jax_flash.pallas.mosaic_tiles import ForwardConfig
+from jax_flash.pallas import compat, lowering, mosaic_backward, mosaic_forward, mosaic_tiles
+from jax_flash.pallas.mosaic_tiles import BackwardConfig, BackwardConfigs, ForwardConfig
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -88,6 +88,40 @@ def test_every_schedule_gives_the_same(config, window):
         (out, lse), (expected_out, expected_lse) = run(config), run(ForwardConfig(2, 128, 2))
     assert jnp.allclose(out.astype(jnp.float32), expected_out.astype(jnp.float32), atol=0.02)
     assert jnp.allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 9)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        BackwardConfig(2, 64, 2, persistent=True, row_stages=2),
+        BackwardConfig(3, 32, 3, 2, persistent=True),
+    ],
+    ids=str,
+)
+def test_every_backward_schedule_gives_the_same(config, window):
+    spec = AttentionSpec(0.125, *window)
+    keys = jax.random.split(jax.random.key(0), 5)
+    leaves = jax.tree.leaves(shapes(T=333, S=290, N=2, K=1))
+    leaves += [leaves[0], jax.ShapeDtypeStruct((1, 2, 333), jnp.float32)]
+    *arrays, d_out, d_lse = map(lambda key, x: jax.random.normal(key, x.shape, x.dtype), keys, leaves)
+    operands = Operands(*arrays)
+
+    def run(configs):
+        # Two blocks of the grid for some tiles each, where they are persistent.
+        arguments = (spec, operands, out, lse, d_out, d_lse, configs, 2)
+        return jax.jit(lambda: mosaic_backward.backward(*arguments))()
+
+    with interpreted_by_mosaic():
+        out, lse = mosaic_forward.forward(spec, operands, ForwardConfig(2, 128, 2), 2)
+        expected = run(BackwardConfigs(BackwardConfig(1, 64, 2), BackwardConfig(1, 64, 2)))
+        together = run(BackwardConfigs(config, config))
+        apart = run(BackwardConfigs(config, config, config))
+    for got in (together, apart):
+        for name in ("query", "key", "value"):
+            x, y = (getattr(gradients, name).astype(jnp.float32) for gradients in (got, expected))
+            assert jnp.allclose(x, y, atol=0.03), name
 
 
 def forward_and_backward(spec: AttentionSpec, operands: Operands):
