@@ -46,7 +46,7 @@ class BackwardConfig:
     """
 
     warpgroups: int  # that compute
-    columns: int  # of a block
+    columns: int  # of a block: a multiple of 64, for the products that sum over them
     stages: int  # blocks in shared memory
     second_stages: int | None = None  # of the output's gradient, or of values; None for as many
     persistent: bool = False  # a block takes one tile after another, and loads ahead of their ends
@@ -128,7 +128,7 @@ _BACKWARD = (
     (128, BackwardConfigs(BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 3))),
     (192, BackwardConfigs(BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 2))),
     (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 64, 2))),
-    (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 32, 2))),
+    (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 64, 1))),
 )
 
 

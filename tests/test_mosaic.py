@@ -96,7 +96,7 @@ def test_every_schedule_gives_the_same(config, window):
     "config",
     [
         BackwardConfig(2, 64, 2, persistent=True, row_stages=2),
-        BackwardConfig(3, 32, 3, 2, persistent=True),
+        BackwardConfig(3, 64, 3, 2, persistent=True),
     ],
     ids=str,
 )
@@ -146,6 +146,11 @@ def check_lowers(spec: AttentionSpec, operands: Operands) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 160, 192, 256])
 def test_lowers_for_hopper(head_dim, dtype):
     check_lowers(AttentionSpec(head_dim**-0.5, left=None, right=0), shapes(H=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("H, V", [(192, 128), (64, 256), (256, 160)])
+def test_lowers_head_dims_of_values(H, V):
+    check_lowers(AttentionSpec(H**-0.5, left=None, right=0), shapes(H=H, V=V))
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
