@@ -57,12 +57,6 @@ class Side:
     multiprocessors: int
 
     @property
-    def name(self) -> str:
-        if not self.rows_are_keys:
-            return "queries"
-        return "keys" if self.owns.first else "values"
-
-    @property
     def heads(self) -> int:
         """Of the gradient."""
         return self.size.K if self.rows_are_keys else self.size.N
@@ -227,7 +221,10 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         rows = Operand(*(None if x is None else x.at[place + zero] for x in shared.rows))
         slots = Operand(*(rem(done, stages) if stages > 1 else zero for stages in config.rings))
         columns = Operand(*(ring.at[slot] for ring, slot in zip(shared.columns, slots, strict=True)))
-        full = Operand(*(x.at[slot] for x, slot in zip(barriers.full, slots, strict=True)))
+        full, free = (
+            Operand(*(x.at[slot] for x, slot in zip(of_rings, slots, strict=True)))
+            for of_rings in (barriers.full, barriers.free)
+        )
 
         def add(totals, scores, gradients=None):
             plgpu.barrier_wait(full.first)
@@ -236,31 +233,36 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
             if owns.first:
                 compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
             scores = compat.awaited(scores, in_flight=int(owns.first))
-            p = jnp.exp2(scores * (scale * LOG2_E) - statistic(shared.statistics.first, slots.first, place))
+            lse = statistic(shared.statistics.first, slots.first, place)
+            if not owns.first:
+                plgpu.barrier_arrive(free.first)
+            p = jnp.exp2(scores * (scale * LOG2_E) - lse)
             p = masked(p, first, i) if edge else p
             if owns.second:
                 compat.wgmma(totals.second, packed(p), columns.second)
             if owns.first:
                 d_p = compat.awaited(gradients, in_flight=int(owns.second))
-                d_s = packed(p * (d_p - statistic(shared.statistics.second, slots.second, place)))
+                delta = statistic(shared.statistics.second, slots.second, place)
+                if not owns.second:
+                    plgpu.barrier_arrive(free.second)
+                d_s = packed(p * (d_p - delta))
                 compat.wgmma(totals.first, d_s, columns.first)
 
         def add_to(totals):
             compat.from_zero(functools.partial(add, totals), *[shape] * (1 + owns.first))
 
         sums, _ = compat.accumulate(add_to, sums)
-        return sums, passed(done)
-
-    def passed(done):
-        for stages, free in zip(config.rings, barriers.free, strict=True):
-            plgpu.barrier_arrive(free.at[rem(done, stages)])
-        return done + 1
+        for own, one in zip(owns, free, strict=True):
+            if own:  # else it was read by the first products alone
+                plgpu.barrier_arrive(one)
+        return sums, done + 1
 
     def skip(_, done):
         """A block that other warpgroups meet."""
-        for stages, full in zip(config.rings, barriers.full, strict=True):
+        for stages, full, free in zip(config.rings, barriers.full, barriers.free, strict=True):
             plgpu.barrier_wait(full.at[rem(done, stages)])
-        return passed(done)
+            plgpu.barrier_arrive(free.at[rem(done, stages)])
+        return done + 1
 
     def zeros(width: int):
         return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)
@@ -305,7 +307,9 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
     plgpu.wait_smem_to_gmem(0)
 
 
-def _gradients(side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand) -> Operand:
+def _gradients(
+    kernel: str, side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand
+) -> Operand:
     """The gradients of `rows`, whose lengths are in whole tiles of 8."""
     config, owns, dtype = side.config, side.owns, rows.first.dtype
     out = Operand(*(x if own else None for x, own in zip(rows, owns, strict=True)))
@@ -345,8 +349,63 @@ def _gradients(side: Side, scale: float, rows: Operand, columns: Operand, statis
         warpgroups=config.warpgroups + 1,
         scratch=(shared, barriers),
         out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
-        name=f"jax_flash_mosaic_backward_{side.name}",
+        name=f"jax_flash_mosaic_backward_{kernel}",
     )(rows, columns, statistics)[0]
+
+
+class Prepared(NamedTuple):
+    """What the kernels read, with lengths in whole tiles of 8: keys and values, queries and the output's
+    gradient, and lse and delta (B,N,T in whole blocks)."""
+
+    keys: Operand
+    queries: Operand
+    statistics: Operand
+
+
+# What each owns: whether its rows are keys, and which gradients of theirs it sums.
+KERNELS = {
+    "queries": (False, Operand(True, False)),
+    "keys": (True, Operand(True, False)),
+    "values": (True, Operand(False, True)),
+    "keys_and_values": (True, Operand(True, True)),
+}
+
+
+def prepare(
+    operands: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None
+) -> Prepared:
+    """Shapes as in `jax_flash.pallas.backward`."""
+    T = operands.query.shape[1]
+    d_out = d_out.astype(operands.query.dtype)
+    # Rows that meet nothing, and those beyond the end: 2^(x - inf) = 0, whatever x is.
+    met_nothing = lse == -jnp.inf
+    lse_2 = jnp.where(met_nothing, jnp.inf, lse * LOG2_E)
+    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        delta = delta - d_lse
+    delta = jnp.where(met_nothing, 0.0, delta)
+    beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
+    statistics = Operand(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
+    query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
+    return Prepared(Operand(key, value), Operand(query, d_out), statistics)
+
+
+def gradients(
+    kernel: str,
+    spec: AttentionSpec,
+    size: Sizes,
+    prepared: Prepared,
+    config: BackwardConfig,
+    multiprocessors: int,
+) -> Operand:
+    """Those that the kernel of this name owns, in whole tiles of 8."""
+    rows_are_keys, owns = KERNELS[kernel]
+    keys, queries, statistics = prepared
+    rows, columns = (keys, queries) if rows_are_keys else (queries, keys)
+    band = keys_of_queries(spec, size)
+    band = band.transposed() if rows_are_keys else band
+    side = Side(size, band, config, rows_are_keys, owns, multiprocessors)
+    return _gradients(kernel, side, spec.scale, rows, columns, statistics)
 
 
 def backward(
@@ -361,31 +420,14 @@ def backward(
 ) -> Gradients:
     """Shapes as in `jax_flash.pallas.backward`."""
     size = sizes(operands)
-    d_out = d_out.astype(operands.query.dtype)
-    # Rows that meet nothing, and those beyond the end: 2^(x - inf) = 0, whatever x is.
-    met_nothing = lse == -jnp.inf
-    lse_2 = jnp.where(met_nothing, jnp.inf, lse * LOG2_E)
-    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    if d_lse is not None:
-        delta = delta - d_lse
-    delta = jnp.where(met_nothing, 0.0, delta)
-    missing = -size.T % 256  # whole blocks of any configuration
-    beyond = ((0, 0), (0, 0), (0, missing))
-    lse_2 = jnp.pad(lse_2, beyond, constant_values=jnp.inf)
-    delta = jnp.pad(delta, beyond)
+    prepared = prepare(operands, out, lse, d_out, d_lse)
 
-    query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
-    of_keys, of_queries, statistics = Operand(key, value), Operand(query, d_out), Operand(lse_2, delta)
-    band = keys_of_queries(spec, size)
+    def run(kernel: str, config: BackwardConfig) -> Operand:
+        return gradients(kernel, spec, size, prepared, config, multiprocessors)
 
-    def of(rows_are_keys: bool, config: BackwardConfig, first: bool, second: bool) -> Operand:
-        rows, columns = (of_keys, of_queries) if rows_are_keys else (of_queries, of_keys)
-        band_of_rows = band.transposed() if rows_are_keys else band
-        side = Side(size, band_of_rows, config, rows_are_keys, Operand(first, second), multiprocessors)
-        return _gradients(side, spec.scale, rows, columns, statistics)
-
-    d_query = of(False, configs.queries, True, False).first
-    d_key, d_value = of(True, configs.keys, True, configs.values is None)
-    if configs.values is not None:
-        d_value = of(True, configs.values, False, True).second
+    d_query = run("queries", configs.queries).first
+    if configs.values is None:
+        d_key, d_value = run("keys_and_values", configs.keys)
+    else:
+        d_key, d_value = run("keys", configs.keys).first, run("values", configs.values).second
     return Gradients(d_query[:, : size.T], d_key[:, : size.S], d_value[:, : size.S])

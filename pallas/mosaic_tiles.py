@@ -80,19 +80,22 @@ class BackwardConfigs(NamedTuple):
 
 
 def backward_fits(size: Sizes, configs: BackwardConfigs) -> bool:
-    """Whether each kernel's shared memory does: its rows, its rings, and the statistics of queries."""
-    both = 2 * (size.H + size.V)
-    row_bytes = {"keys": both, "queries": both, "values": 2 * size.H}
-    if size.H != size.V:
-        row_bytes["values"] = both  # room to stage dV
+    kernels = {"keys": "keys_and_values" if configs.values is None else "keys"}
     return all(
-        config is None
-        or ROWS * config.warpgroups * config.row_stages * (row_bytes[name] + 8)
-        + config.columns * (config.rings[0] * (2 * size.H + 4) + config.rings[1] * (2 * size.V + 4))
-        + _BARRIERS
-        <= SHARED_MEMORY
+        config is None or backward_kernel_fits(size, kernels.get(name, name), config)
         for name, config in configs._asdict().items()
     )
+
+
+def backward_kernel_fits(size: Sizes, kernel: str, config: BackwardConfig) -> bool:
+    """Whether shared memory has room for the rows, the rings, and the statistics of queries with either."""
+    row_bytes = 2 * (size.H + size.V)
+    if kernel == "values" and size.H == size.V:  # which needs no values, and stages dV over keys
+        row_bytes = 2 * size.H
+    rows = ROWS * config.warpgroups * config.row_stages * (row_bytes + 8)
+    first, second = config.rings
+    columns = config.columns * (first * (2 * size.H + 4) + second * (2 * size.V + 4))
+    return rows + columns + _BARRIERS <= SHARED_MEMORY
 
 
 def output_shares_query(size: Sizes, config: ForwardConfig) -> bool:
