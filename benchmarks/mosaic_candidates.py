@@ -9,7 +9,8 @@ from jax_flash.pallas import mosaic_backward, mosaic_tiles
 from jax_flash.pallas.mosaic_tiles import BackwardConfig, ForwardConfig
 
 FORWARD_KEYS = (64, 128, 192)
-FORWARD_SWITCHES = ("hold", "turns", "persistent")
+FORWARD_SWITCHES = ("turns", "persistent")
+QUERY_STAGES = (1, 2)
 COLUMNS = (64, 128)
 STAGES = (2, 3)
 
@@ -21,8 +22,12 @@ def forward(size: Sizes) -> Iterator[ForwardConfig]:
         return
     for values in itertools.product((True, False), repeat=len(FORWARD_SWITCHES)):
         yield dataclasses.replace(table, **dict(zip(FORWARD_SWITCHES, values, strict=True)))
-    for warpgroups, keys, stages in itertools.product((2, 3), FORWARD_KEYS, STAGES):
-        other = dataclasses.replace(table, warpgroups=warpgroups, keys=keys, stages=stages)
+    for warpgroups, keys, stages, query_stages in itertools.product(
+        (2, 3), FORWARD_KEYS, STAGES, QUERY_STAGES
+    ):
+        other = dataclasses.replace(
+            table, warpgroups=warpgroups, keys=keys, stages=stages, query_stages=query_stages
+        )
         # Three warpgroups have 160 registers a thread: too few for a wider output.
         registers = (max(size.H, size.V) + keys) // 2 + keys // 4
         enough = registers <= (128 if warpgroups == 3 else 208)

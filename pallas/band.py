@@ -26,6 +26,11 @@ class Blocks:
     full_stop: Index
     stop: Index
 
+    def backwards(self) -> "Blocks":
+        """The same from the last one to the first: block `b` becomes `start + stop - 1 - b`."""
+        ends = self.start + self.stop
+        return Blocks(self.start, ends - self.full_stop, ends - self.full_start, self.stop)
+
     def within(self, start: Index, stop: Index) -> "Blocks":
         """Those of `[start, stop)` among them."""
         start = jnp.maximum(start, self.start)
@@ -67,6 +72,22 @@ class Band:
             full_start = jnp.clip(_over(met_by_all + (block - 1), block), start, stop)
             full_stop = jnp.clip(full_stop, full_start, stop)
         return Blocks(start, full_start, full_stop, stop)
+
+    def columns_of(self, rows: jax.Array, tail: bool) -> tuple[jax.Array | None, jax.Array | None]:
+        """The columns `[first, end)` that each row meets, None where it meets all; static lengths alone.
+
+        Args:
+          tail: whether columns that are not there are to be told from the others.
+        """
+        first = None if self.low is None else rows + self.low
+        end = None if self.high is None else rows + (self.high + 1)
+        if tail:
+            end = (
+                jnp.full(rows.shape, self.columns, jnp.int32)
+                if end is None
+                else jnp.minimum(end, self.columns)
+            )
+        return first, end
 
     def meets(self, rows: jax.Array, columns: jax.Array, end: int | None = None) -> jax.Array | None:
         """Whether each row meets each column, for indices that broadcast; None where nothing bounds them.

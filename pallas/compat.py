@@ -93,21 +93,6 @@ def load_vector(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout)
 
 
-def store_unsynchronised(ref: Any, values: jax.Array, layout: Any) -> None:
-    """Writes a vector to shared memory where nobody else reads it, without barriers around that."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpreting():
-        ref[...] = values
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-    def store(_, ref, values):
-        values.store_untiled(ref, optimized=False)
-
-    store(ref, values)
-
-
 def registers(computing: int) -> tuple[int, int]:
     """Registers for a thread of the computing warpgroups and of the one that loads for them."""
     return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[computing]

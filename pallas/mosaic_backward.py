@@ -26,9 +26,11 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from . import compat
 from .band import Band, Blocks, keys_of_queries
 from .loop import over, over_blocks
-from .mosaic_forward import ACCUMULATOR, drain
+from .mosaic_backward_walk import Walk
+from .mosaic_forward import drain
+from .mosaic_registers import ACCUMULATOR
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
-from .mosaic_walk import Walk, div, rem
+from .mosaic_walk import div, rem
 from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)

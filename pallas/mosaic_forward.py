@@ -5,127 +5,33 @@ in shared memory filled by TMA; one barrier a slot says that it is full, another
 with it. Each computing warpgroup walks over the tile's keys with the online softmax of `triton_forward`, its
 scores, probabilities and output in registers.
 
-A step issues the scores of block j, corrects the output beside them, and issues the product of block j - 1's
-probabilities with its values, beside which the softmax of block j runs. With `turns`, warpgroups issue one
-after the other, so that one's softmax runs beside the other's products.
+A step issues the scores of a block, corrects the output beside them, and issues the product of the last
+block's probabilities with its values. With `turns`, warpgroups issue one after the other, so that one's
+softmax runs beside the other's products: ptxas puts it behind a warpgroup's own.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash._spec import AttentionSpec, Operands, sizes
 
 from . import compat
-from .band import Band, Blocks, keys_of_queries
+from .band import Blocks, keys_of_queries
 from .loop import over_blocks
-from .mosaic_tiles import ROWS, ForwardConfig, output_shares_query
+from .mosaic_registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
+from .mosaic_tiles import ROWS, ForwardConfig
+from .mosaic_walk import Walk, div, int32, rem
 from .scores import LN_2, LOG2_E
 
-ACCUMULATOR = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-
-
-def div(index: jax.Array, by: int) -> jax.Array:
-    return lax.div(index, np.int32(by))
-
-
-def rem(index: jax.Array, by: int) -> jax.Array:
-    return lax.rem(index, np.int32(by))
-
-
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """The order in which blocks of the grid take tiles, and the keys that each tile meets."""
-
-    size: Sizes
-    band: Band
-    config: ForwardConfig
-    multiprocessors: int
-
-    @property
-    def tiles_of_head(self) -> int:
-        return pl.cdiv(self.size.T, self.config.queries)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether late tiles see more keys than early ones."""
-        return self.band.high is not None and self.band.low is None and self.tiles_of_head > 1
-
-    @property
-    def paired(self) -> bool:
-        """Whether long tiles are taken together with short ones, so that all pairs weigh the same."""
-        return self.config.persistent and self.uneven
-
-    @property
-    def items_of_head(self) -> int:
-        return pl.cdiv(self.tiles_of_head, 2) if self.paired else self.tiles_of_head
-
-    @property
-    def items(self) -> int:
-        return self.items_of_head * self.size.N * self.size.B
-
-    @property
-    def blocks(self) -> int:
-        return min(self.items, self.multiprocessors) if self.config.persistent else self.items
-
-    def over_tiles(self, body, carry):
-        """`body(first_query, head, batch, keys, carry)` over the tiles of this block of the grid."""
-        block = lax.axis_index("block")
-        if not self.config.persistent:
-            return self._tile(block, 0, body, carry)
-        turns = div(self.items - 1 - block, self.blocks) + 1
-        tiles = 2 if self.paired else 1
-
-        def step(i, carry):
-            item = block + div(i, tiles) * self.blocks
-            return self._tile(item, rem(i, tiles), body, carry)
-
-        return lax.fori_loop(np.int32(0), turns * tiles, step, carry)
-
-    def _tile(self, item, of_pair, body, carry):
-        in_head, others = rem(item, self.items_of_head), div(item, self.items_of_head)
-        last = self.tiles_of_head - 1
-        tile = last - in_head if self.uneven else in_head
-        if self.paired:
-            tile = lax.select(of_pair == 0, tile, last - tile)
-        head, batch = rem(others, self.size.N), div(others, self.size.N)
-        first = tile * self.config.queries
-        return body(first, head, batch, self._keys(first, self.config.queries), carry)
-
-    def _keys(self, first, rows: int) -> Blocks:
-        """The blocks of keys that a tile loads: at least one, also where its queries see none."""
-        blocks = self.band.blocks(first, rows, self.config.keys)
-        if self.band.low is None and self.band.high is None:
-            return blocks
-        start = jnp.minimum(blocks.start, pl.cdiv(self.size.S, self.config.keys) - 1)
-        return dataclasses.replace(blocks, start=start, stop=jnp.maximum(blocks.stop, start + 1))
-
-    def keys_of_warpgroup(self, first, tile: Blocks) -> Blocks:
-        """The tile's blocks of keys, those that all queries of a warpgroup meet told from the others."""
-        own = self.band.blocks(first, ROWS, self.config.keys)
-        full_start = _clip(own.full_start, tile.start, tile.stop)
-        return dataclasses.replace(
-            tile, full_start=full_start, full_stop=_clip(own.full_stop, full_start, tile.stop)
-        )
-
-
-def _int32(x) -> jax.Array | np.int32:
-    """An index of 32 bits, also where 64-bit types are on."""
-    return np.int32(x) if isinstance(x, int) else x
-
-
-def _clip(x, low, high):
-    if all(isinstance(value, int) for value in (x, low, high)):
-        return min(max(x, low), high)
-    return jnp.clip(x, low, high)
+# How much a row's maximum may grow, in base 2, before what is subtracted does (FlashAttention-4). So few
+# blocks have to correct the output, and probabilities stay below 2^8.
+SLACK = 8.0
 
 
 class Shared(NamedTuple):
@@ -136,7 +42,14 @@ class Shared(NamedTuple):
     value: Any
     out: Any  # None where output is staged over the queries
     lse: Any
-    row_sum: Any  # written, and never read: see `held`
+
+
+class Rows(NamedTuple):
+    """What the online softmax knows of a warpgroup's rows."""
+
+    subtracted: Any  # from their logits: about the largest so far
+    sums: Any  # of probabilities, (ROWS, FOLDED)
+    correction: Any  # of what was summed before the last block
 
 
 class Barriers(NamedTuple):
@@ -174,18 +87,23 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
 
     def tile(first, head, batch, keys: Blocks, carry):
         tiles_done, blocks_done = carry
-        for w in range(config.warpgroups):
-            if config.persistent:
-                pl.when(tiles_done > 0)(functools.partial(plgpu.barrier_wait, barriers.query_free.at[w]))
-            rows = pl.ds(first + w * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(
-                query.at[batch, rows, head], shared.query.at[w], barriers.query_full.at[w]
-            )
+        start, stop = int32(keys.start), int32(keys.stop)
 
-        def block(j, blocks_done):
+        def load_queries():
+            for w in range(config.warpgroups):
+                own = rem(tiles_done, config.query_stages) * config.warpgroups + w
+                refilled = functools.partial(plgpu.barrier_wait, barriers.query_free.at[own])
+                pl.when(tiles_done >= config.query_stages)(refilled)
+                rows = pl.ds(first + w * ROWS, ROWS)
+                full = barriers.query_full.at[own]
+                plgpu.copy_gmem_to_smem(query.at[batch, rows, head], shared.query.at[own], full)
+
+        def block(i, blocks_done):
             slot = rem(blocks_done, config.stages)
-            rows = pl.ds(j * config.keys, config.keys)
+            rows = pl.ds((start + stop - 1 - i) * config.keys, config.keys)
             key_head = div(head, group)
+            if config.query_stages > 1:
+                pl.when(i == start)(load_queries)
             for source, ring, full, free in (
                 (key, shared.key, barriers.key_full, barriers.key_free),
                 (value, shared.value, barriers.value_full, barriers.value_free),
@@ -193,17 +111,21 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
                 refilled = functools.partial(plgpu.barrier_wait, free.at[slot])
                 pl.when(blocks_done >= config.stages)(refilled)
                 plgpu.copy_gmem_to_smem(source.at[batch, rows, key_head], ring.at[slot], full.at[slot])
+            if config.query_stages == 1:
+                # Behind the blocks that there is room for while the tile before still needs their place.
+                pl.when(i == jnp.minimum(start + config.stages, stop) - 1)(load_queries)
             return blocks_done + 1
 
-        start, stop = _int32(keys.start), _int32(keys.stop)
         return tiles_done + 1, lax.fori_loop(start, stop, block, blocks_done)
 
-    _, blocks_done = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
+    tiles_done, blocks_done = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.
     drain(blocks_done, config.stages, barriers.key_free, barriers.value_free)
     if config.persistent:
-        for w in range(config.warpgroups):
-            plgpu.barrier_wait(barriers.query_free.at[w])
+        for place in range(config.query_stages):
+            for w in range(config.warpgroups):
+                free = barriers.query_free.at[place * config.warpgroups + w]
+                pl.when(tiles_done > place)(functools.partial(plgpu.barrier_wait, free))
 
 
 def drain(filled: jax.Array, stages: int, *free) -> None:
@@ -219,57 +141,51 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
     scale_2 = scale * LOG2_E
     S_tail = size.S % config.keys != 0
     masked = band.low is not None or band.high is not None or S_tail
+    dtype = shared.query.dtype
     shares_query = shared.out is None
-    query, staged_lse = shared.query.at[warpgroup], shared.lse.at[warpgroup]
-    staged = query if shares_query else shared.out.at[warpgroup]
-    dtype = query.dtype
+    # Of two places for queries, one is left to the output until the next tile is well under way.
+    releases_later = shares_query and config.persistent and config.query_stages > 1
+
+    def zeros(columns: int):
+        return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), ACCUMULATOR)
+
+    def rescaled(x, factors):
+        return x * lax.broadcast_in_dim(factors, x.shape, [0])
+
+    def packed(p):
+        # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
+        return lax.optimization_barrier(p.astype(dtype))
+
+    def slot_of(index):
+        return rem(index, config.stages)
+
+    def place_of(tile_number):
+        return rem(tile_number, config.query_stages) * config.warpgroups + warpgroup
+
+    def release(tile_number):
+        """Gives the place of a tile's queries back, once the output that was staged there is read."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(barriers.query_free.at[place_of(tile_number)])
 
     def turn(action, of):
         if config.turns:
             action(barriers.turn.at[of])
 
-    def slot_of(block_index):
-        return rem(block_index, config.stages)
+    def pass_turn():
+        turn(plgpu.barrier_arrive, rem(warpgroup + 1, config.warpgroups))
 
-    def probabilities(scores, row_max, row_sum, edge: bool, first, j):
-        """Online softmax: -> the block's probabilities, new maximum and sum, and the output's correction."""
-        if edge:
-            rows, columns = (
-                plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=ACCUMULATOR) for axis in (0, 1)
-            )
-            columns += j * config.keys
-            met = band.meets(rows + first, columns)
-            if S_tail:
-                met = columns < size.S if met is None else met & (columns < size.S)
-            scores = jnp.where(met, scores * scale_2, -jnp.inf)
-            new_max = jnp.maximum(row_max, scores.max(axis=1))
-            # A row that has met nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
-            shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
-        elif scale_2 >= 0:
-            new_max = shift = jnp.maximum(row_max, scores.max(axis=1) * scale_2)
-            scores = scores * scale_2
-        else:
-            scores = scores * scale_2
-            new_max = shift = jnp.maximum(row_max, scores.max(axis=1))
-        p = jnp.exp2(scores - lax.broadcast_in_dim(shift, scores.shape, [0]))
-        correction = jnp.exp2(row_max - shift)
-        return p, new_max, row_sum * correction + p.sum(axis=1), correction
-
-    def issue_scores(scores, index):
+    def issue_scores(scores, query, index):
         slot = slot_of(index)
         plgpu.barrier_wait(barriers.key_full.at[slot])
         turn(plgpu.barrier_wait, warpgroup)
         compat.wgmma(scores, query, shared.key.at[slot].transpose((1, 0)))
-
-    def pass_turn():
-        turn(plgpu.barrier_arrive, rem(warpgroup + 1, config.warpgroups))
 
     def finished(scores, index, in_flight: int):
         result = compat.awaited(scores, in_flight)
         plgpu.barrier_arrive(barriers.key_free.at[slot_of(index)])
         return result
 
-    def add_values(acc, p, index):
+    def issue_values(acc, p, index):
         slot = slot_of(index)
         plgpu.barrier_wait(barriers.value_full.at[slot])
         compat.wgmma(acc, p, shared.value.at[slot])
@@ -277,91 +193,108 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
     def added_values(index):
         plgpu.barrier_arrive(barriers.value_free.at[slot_of(index)])
 
-    def packed(p):
-        # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
-        return lax.optimization_barrier(p.astype(dtype))
+    def logits(scores, edge: bool, first_row, block):
+        """Masked scores, and the scale that they are yet to be multiplied with to be logits in base 2."""
+        scale = scale_2
+        if scale_2 <= 0:  # the largest score is not the largest logit, and -inf would not stay that
+            scores, scale = scores * scale_2, 1.0
+        if not edge:
+            return scores, scale
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
+        first_column = block * config.keys
+        bounds = (None if x is None else x - first_column for x in band.columns_of(rows, S_tail))
+        return where_between(scores, *bounds, -jnp.inf), scale
 
-    def held(of_block):
-        """A block's softmax, to be computed before the product under way is waited for.
+    def softmax(scores, rows: Rows, edge: bool, first_row, block):
+        """A block's probabilities, and what is known of the rows with it."""
+        scores, scale = logits(scores, edge, first_row, block)
+        highest = jnp.maximum(rows.subtracted, folded(jnp.maximum, scores).max(axis=1) * scale)
+        subtracted = jnp.where(highest > rows.subtracted + SLACK, highest, rows.subtracted)
+        # A row that has met nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
+        shift = jnp.where(subtracted == -jnp.inf, 0.0, subtracted) if masked else subtracted
+        p = jnp.exp2(scores * scale - lax.broadcast_in_dim(shift, scores.shape, [0]))
+        correction = jnp.exp2(rows.subtracted - shift)
+        return p, Rows(subtracted, rescaled(rows.sums, correction) + folded(jnp.add, p), correction)
 
-        ptxas moves that wait up past all arithmetic, so that the softmax would run after the product instead
-        of beside it; but not past a store.
-        """
-        if config.hold:
-            _, _, row_sum, _ = of_block
-            compat.store_unsynchronised(shared.row_sum.at[warpgroup], row_sum, ROW)
-        return of_block
-
-    def scores_like():
-        return plgpu.layout_cast(jnp.zeros((ROWS, config.keys), jnp.float32), ACCUMULATOR)
-
-    def rescaled(acc, correction):
-        return acc * lax.broadcast_in_dim(correction, acc.shape, [0])
-
-    def tile(first, head, batch, tile_keys: Blocks, blocks_done):
+    def tile(first, head, batch, tile_keys: Blocks, carry):
+        tiles_done, blocks_done = carry
+        own = place_of(tiles_done)
+        query = shared.query.at[own]
         first += warpgroup * ROWS
         keys = walk.keys_of_warpgroup(first, tile_keys)
-        row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
-        row_sum = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
-        acc = plgpu.layout_cast(jnp.zeros((ROWS, size.V), jnp.float32), ACCUMULATOR)
-        plgpu.barrier_wait(barriers.query_full.at[warpgroup])
+        count = keys.stop - keys.start
 
-        # The first block has no values of an earlier one to run beside.
         def first_scores(scores):
-            issue_scores(scores, blocks_done)
+            issue_scores(scores, query, blocks_done)
             pass_turn()
             return finished(scores, blocks_done, in_flight=0)
 
+        # The first block has no values of an earlier one to run beside.
+        plgpu.barrier_wait(barriers.query_full.at[own])
         scores = compat.from_zero(first_scores, (ROWS, config.keys))
-        p, *of_rows = probabilities(scores, row_max, row_sum, masked, first, keys.start)
+        nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+        p, rows = softmax(scores, Rows(nothing, zeros(FOLDED), nothing), masked, first, keys.stop - 1)
+        if releases_later:
+            pl.when(tiles_done > 0)(functools.partial(release, tiles_done - 1))
 
-        def step(edge, j, carry):
-            acc, p, (row_max, row_sum, correction) = carry
-            index = blocks_done + (j - keys.start)
+        def step(edge, i, carry):
+            acc, p, rows = carry
+            index = blocks_done + (i - keys.start)
 
             def softmax_beside(scores, acc):
-                add_values(acc, p, index - 1)
+                issue_values(acc, p, index - 1)
                 pass_turn()
-                of_block = finished(scores, index, in_flight=1)
-                return held(probabilities(of_block, row_max, row_sum, edge, first, j))
+                scores = finished(scores, index, in_flight=1)
+                return softmax(scores, rows, edge, first, keys.start + keys.stop - 1 - i)
 
-            acc, (p, *of_rows) = compat.from_zero_and_from(
-                lambda scores: issue_scores(scores, index),
+            acc, (p, rows) = compat.from_zero_and_from(
+                lambda scores: issue_scores(scores, query, index),
                 softmax_beside,
                 (ROWS, config.keys),
-                lambda: rescaled(acc, correction),
-                (scores_like(), row_max, row_sum, correction),
+                lambda: scaled_unless_one(acc, rows.correction),
+                (zeros(config.keys), rows),
             )
             added_values(index - 1)
-            return acc, packed(p), tuple(of_rows)
+            return acc, packed(p), rows
 
         rest = Blocks(keys.start + 1, _after(keys, "full_start"), _after(keys, "full_stop"), keys.stop)
-        acc, p, (row_max, row_sum, correction) = over_blocks(rest, step, (acc, packed(p), tuple(of_rows)))
-        count = keys.stop - keys.start
+        acc, p, rows = over_blocks(rest, step, (zeros(size.V), packed(p), rows))
+        if not shares_query and config.persistent:
+            plgpu.barrier_arrive(barriers.query_free.at[own])
         last = blocks_done + count - 1
-        acc, _ = compat.accumulate(lambda acc: add_values(acc, p, last), rescaled(acc, correction), None)
+
+        def last_values(acc):
+            issue_values(acc, p, last)
+            sums = rows.sums.sum(axis=1)
+            met_nothing = sums == 0.0
+            sums = jnp.where(met_nothing, 1.0, sums)
+            of_lse = jnp.where(met_nothing, -jnp.inf, rows.subtracted * LN_2 + jnp.log(sums))
+            return of_lse, 1.0 / sums
+
+        acc, (of_lse, normaliser) = compat.accumulate(
+            last_values, scaled_unless_one(acc, rows.correction), (rows.subtracted, rows.subtracted)
+        )
         added_values(last)
 
-        if not shares_query and config.persistent:
-            plgpu.barrier_arrive(barriers.query_free.at[warpgroup])
-
-        met_nothing = row_sum == 0.0
-        row_sum = jnp.where(met_nothing, 1.0, row_sum)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's output
-        staged_lse[...] = jnp.where(met_nothing, -jnp.inf, row_max * LN_2 + jnp.log(row_sum))
-        staged[...] = (acc * lax.broadcast_in_dim(1.0 / row_sum, acc.shape, [0])).astype(dtype)
+        if not shares_query:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's output
+        staged = query if shares_query else shared.out.at[warpgroup]
+        staged_lse = shared.lse.at[warpgroup]
+        staged_lse[...] = of_lse
+        staged[...] = rescaled(acc, normaliser).astype(dtype)
         plgpu.commit_smem()
-        rows = pl.ds(first, ROWS)
-        plgpu.copy_smem_to_gmem(staged, out.at[batch, rows, head])
-        plgpu.copy_smem_to_gmem(staged_lse, lse.at[batch, head, rows])
-        if shares_query and config.persistent:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(barriers.query_free.at[warpgroup])
-        return blocks_done + count
+        place = pl.ds(first, ROWS)
+        plgpu.copy_smem_to_gmem(staged, out.at[batch, place, head])
+        plgpu.copy_smem_to_gmem(staged_lse, lse.at[batch, head, place])
+        if shares_query and config.persistent and not releases_later:
+            release(tiles_done)
+        return tiles_done + 1, blocks_done + count
 
     if config.turns:
         pl.when(warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
-    walk.over_tiles(tile, jnp.int32(0))
+    tiles_done, _ = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
+    if releases_later:
+        release(tiles_done - 1)
     if config.turns:
         pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barriers.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
@@ -388,17 +321,17 @@ def forward(
         return compat.tiled_shared_memory((count, tile_rows, width), dtype)
 
     shared = Shared(
-        query=tiles(config.warpgroups, ROWS, size.H),
+        query=tiles(config.query_stages * config.warpgroups, ROWS, size.H),
         key=tiles(config.stages, config.keys, size.H),
         value=tiles(config.stages, config.keys, size.V),
-        out=None if output_shares_query(size, config) else tiles(config.warpgroups, ROWS, size.V),
+        out=None if size.H == size.V else tiles(config.warpgroups, ROWS, size.V),
         lse=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
-        row_sum=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
     )
     of_warpgroups = plgpu.Barrier(num_barriers=config.warpgroups)
+    of_queries = plgpu.Barrier(num_barriers=config.query_stages * config.warpgroups)
     full = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups)
-    barriers = Barriers(of_warpgroups, of_warpgroups, full, free, full, free, of_warpgroups)
+    barriers = Barriers(of_queries, of_queries, full, free, full, free, of_warpgroups)
     query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
     out, lse = compat.mosaic_call(
         functools.partial(flash_forward, scale=spec.scale, walk=walk),

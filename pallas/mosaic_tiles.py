@@ -10,7 +10,10 @@ from typing import NamedTuple
 from jax_flash._spec import Sizes
 
 SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor, for one block
-_BARRIERS = 1024  # bytes set aside for them, and for alignment
+_RESERVED = 3 * 1024 + 256  # bytes for barriers, alignment and Mosaic GPU's own
+_ALIGNMENT = (
+    1024  # of each array in shared memory; the barriers of a kernel that reduces nothing take as much
+)
 
 ROWS = 64  # of a warpgroup's matrix instruction
 
@@ -22,7 +25,7 @@ class ForwardConfig:
     warpgroups: int  # that compute
     keys: int  # of a block
     stages: int  # blocks of keys and of values in shared memory
-    hold: bool = True  # ptxas is kept from waiting for a product with values before the softmax beside it
+    query_stages: int  # tiles of queries there
     turns: bool = True  # warpgroups issue their products one after the other
     persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
 
@@ -32,9 +35,10 @@ class ForwardConfig:
         return ROWS * self.warpgroups
 
     def __str__(self) -> str:
-        switches = [name for name in ("hold", "turns", "persistent") if getattr(self, name)]
+        switches = [name for name in ("turns", "persistent") if getattr(self, name)]
         schedule = f", {' + '.join(switches)}" if switches else ""
-        return f"{self.queries} queries x {self.keys} keys, {self.stages} stages{schedule}"
+        stages = f"{self.stages} stages, {self.query_stages} of queries"
+        return f"{self.queries} queries x {self.keys} keys, {stages}{schedule}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,37 +92,32 @@ def backward_fits(size: Sizes, configs: BackwardConfigs) -> bool:
 
 
 def backward_kernel_fits(size: Sizes, kernel: str, config: BackwardConfig) -> bool:
-    """Whether shared memory has room for the rows, the rings, and the statistics of queries with either."""
+    """Whether shared memory has room for the rows, the rings, and lse and delta of queries."""
     row_bytes = 2 * (size.H + size.V)
     if kernel == "values" and size.H == size.V:  # which needs no values, and stages dV over keys
         row_bytes = 2 * size.H
-    rows = ROWS * config.warpgroups * config.row_stages * (row_bytes + 8)
-    first, second = config.rings
-    columns = config.columns * (first * (2 * size.H + 4) + second * (2 * size.V + 4))
-    return rows + columns + _BARRIERS <= SHARED_MEMORY
-
-
-def output_shares_query(size: Sizes, config: ForwardConfig) -> bool:
-    """Whether a tile's output is staged where its queries were, as there is no room for both."""
-    return _forward_bytes(size, config, size.H + size.V) > SHARED_MEMORY
+    rows = ROWS * config.warpgroups * config.row_stages
+    columns = [config.columns * stages for stages in config.rings]
+    tiles = rows * row_bytes + sum(2 * n * width for n, width in zip(columns, (size.H, size.V), strict=True))
+    queries = [rows, rows] if kernel == "queries" else columns
+    statistics = sum(-(-4 * n // _ALIGNMENT) * _ALIGNMENT for n in queries)
+    return tiles + statistics + _ALIGNMENT <= SHARED_MEMORY
 
 
 def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
-    shared = size.H if size.H == size.V else size.H + size.V
-    return _forward_bytes(size, config, shared) <= SHARED_MEMORY
-
-
-def _forward_bytes(size: Sizes, config: ForwardConfig, query_and_output: int) -> int:
-    rings = 2 * config.stages * config.keys * (size.H + size.V)
-    return rings + config.queries * (2 * query_and_output + 2 * 4) + _BARRIERS
+    """The output is staged where queries were, or in a place of its own where it has another head dim."""
+    rows = config.query_stages * size.H + (size.V if size.V != size.H else 0)
+    rings = config.stages * config.keys * (size.H + size.V)
+    lse = 4 * config.queries
+    return 2 * (config.queries * rows + rings) + lse + _RESERVED <= SHARED_MEMORY
 
 
 # By head dim: that one and smaller ones.
 _FORWARD = {
-    64: ForwardConfig(2, 128, 3),
-    128: ForwardConfig(2, 128, 2),
-    192: ForwardConfig(2, 64, 2),
-    256: ForwardConfig(2, 64, 2),
+    64: ForwardConfig(3, 128, 2, 2),
+    128: ForwardConfig(2, 128, 2, 2),
+    192: ForwardConfig(2, 64, 2, 2),
+    256: ForwardConfig(2, 64, 2, 1),
 }
 
 

@@ -1,8 +1,10 @@
-"""The order in which the blocks of a kernel's grid take the tiles of all heads."""
+"""The order in which blocks of `mosaic_forward`'s grid take tiles of queries, and the keys that these meet.
+
+Blocks of keys go from the last to the first, so that the masked one of causal attention comes first, where
+nothing runs beside its softmax anyway.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-Carry = TypeVar("Carry")
+from jax_flash._spec import Sizes
+
+from .band import Band, Blocks
+from .mosaic_tiles import ROWS, ForwardConfig
 
 
 def div(index: jax.Array, by: int) -> jax.Array:
@@ -21,52 +26,87 @@ def rem(index: jax.Array, by: int) -> jax.Array:
     return lax.rem(index, np.int32(by))
 
 
+def int32(x) -> jax.Array | np.int32:
+    """An index of 32 bits, also where 64-bit types are on."""
+    return np.int32(x) if isinstance(x, int) else x
+
+
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """Tile by tile through a head, the longest first; with `blocks`, so many blocks take several tiles each.
+    """The order in which blocks of the grid take tiles, and the keys that each tile meets."""
 
-    These take long tiles together with short ones, so that all pairs weigh the same.
-    """
+    size: Sizes
+    band: Band
+    config: ForwardConfig
+    multiprocessors: int
 
-    tiles: int  # of a head
-    heads: int
-    batch: int
-    longest: int | None  # the first or last tile of a head; None where all are alike
-    blocks: int | None = None
+    @property
+    def tiles_of_head(self) -> int:
+        return pl.cdiv(self.size.T, self.config.queries)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether late tiles see more keys than early ones."""
+        return self.band.high is not None and self.band.low is None and self.tiles_of_head > 1
 
     @property
     def paired(self) -> bool:
-        return self.blocks is not None and self.longest is not None and self.tiles > 1
+        """Whether long tiles are taken together with short ones, so that all pairs weigh the same."""
+        return self.config.persistent and self.uneven
 
     @property
     def items_of_head(self) -> int:
-        return pl.cdiv(self.tiles, 2) if self.paired else self.tiles
+        return pl.cdiv(self.tiles_of_head, 2) if self.paired else self.tiles_of_head
 
     @property
     def items(self) -> int:
-        return self.items_of_head * self.heads * self.batch
+        return self.items_of_head * self.size.N * self.size.B
 
     @property
-    def grid(self) -> int:
-        return self.items if self.blocks is None else min(self.items, self.blocks)
+    def blocks(self) -> int:
+        return min(self.items, self.multiprocessors) if self.config.persistent else self.items
 
-    def over(self, body: Callable[..., Carry], carry: Carry) -> Carry:
-        """`body(tile, head, batch, carry)` over the tiles of this block of the grid."""
+    def over_tiles(self, body, carry):
+        """`body(first_query, head, batch, keys, carry)` over the tiles of this block of the grid."""
         block = lax.axis_index("block")
-        if self.blocks is None:
-            return self._item(block, body, carry)
-        count = div(self.items - 1 - block, self.grid) + 1
-        step = lambda i, carry: self._item(block + i * np.int32(self.grid), body, carry)  # noqa: E731
-        return lax.fori_loop(np.int32(0), count, step, carry)
+        if not self.config.persistent:
+            return self._tile(block, 0, body, carry)
+        turns = div(self.items - 1 - block, self.blocks) + 1
+        tiles = 2 if self.paired else 1
 
-    def _item(self, item: jax.Array, body: Callable[..., Carry], carry: Carry) -> Carry:
+        def step(i, carry):
+            item = block + div(i, tiles) * self.blocks
+            return self._tile(item, rem(i, tiles), body, carry)
+
+        return lax.fori_loop(np.int32(0), turns * tiles, step, carry)
+
+    def _tile(self, item, of_pair, body, carry):
         in_head, others = rem(item, self.items_of_head), div(item, self.items_of_head)
-        head, batch = rem(others, self.heads), div(others, self.heads)
-        first, last = in_head, self.tiles - 1 - in_head
-        if self.longest:
-            first, last = last, first
-        if not self.paired:
-            return body(first, head, batch, carry)
-        tiles = jnp.where(in_head * 2 == self.tiles - 1, np.int32(1), np.int32(2))  # the middle one is alone
-        step = lambda i, carry: body(lax.select(i == 0, first, last), head, batch, carry)  # noqa: E731
-        return lax.fori_loop(np.int32(0), tiles, step, carry)
+        last = self.tiles_of_head - 1
+        tile = last - in_head if self.uneven else in_head
+        if self.paired:
+            tile = lax.select(of_pair == 0, tile, last - tile)
+        head, batch = rem(others, self.size.N), div(others, self.size.N)
+        first = tile * self.config.queries
+        return body(first, head, batch, self._keys(first, self.config.queries), carry)
+
+    def _keys(self, first, rows: int) -> Blocks:
+        """The blocks of keys that a tile loads: at least one, also where its queries see none."""
+        blocks = self.band.blocks(first, rows, self.config.keys)
+        if self.band.low is None and self.band.high is None:
+            return blocks
+        start = jnp.minimum(blocks.start, pl.cdiv(self.size.S, self.config.keys) - 1)
+        return dataclasses.replace(blocks, start=start, stop=jnp.maximum(blocks.stop, start + 1))
+
+    def keys_of_warpgroup(self, first, tile: Blocks) -> Blocks:
+        """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
+        own = self.band.blocks(first, ROWS, self.config.keys)
+        full_start = _clip(own.full_start, tile.start, tile.stop)
+        full_stop = _clip(own.full_stop, full_start, tile.stop)
+        return dataclasses.replace(tile, full_start=full_start, full_stop=full_stop).backwards()
+
+
+def _clip(x, low, high):
+    if all(isinstance(value, int) for value in (x, low, high)):
+        return min(max(x, low), high)
+    return jnp.clip(x, low, high)

@@ -19,7 +19,7 @@ from . import scores
 from .compat import result, triton_call
 from .memory import dot_transposed, load, load_vector, store_block
 from .scores import Place, Scores
-from .tiles import Tile
+from .tiles import Tile, padded
 
 
 def flash_backward_bias(
@@ -36,9 +36,9 @@ def flash_backward_bias(
     size: Sizes,
     tile: Tile,
 ) -> None:
-    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), d_out (B,T,N,V), lse and delta (B,N,T) float32,
-    and what `Scores` takes, whole -> d_bias (T,S), of the batch row and head that the grid names, or of all
-    that share it.
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), d_out (B,T,N,V), head dims padded, lse and delta
+    (B,N,T) float32, and what `Scores` takes, whole -> d_bias (T,S), of the batch row and head that the grid
+    names, or of all that share it.
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     batch_rows, heads = score_operands["bias"].shape[:2]
@@ -85,6 +85,11 @@ def flash_backward_bias(
     store_block(d_bias, first, start, ds_sum * of.factor, rows=T_tail, columns=S_tail)
 
 
+def _padded(x: jax.Array) -> pl.BlockSpec:
+    """Every program sees all of `x`, whose last axis is a head dim, which `load` takes padded."""
+    return pl.BlockSpec((*x.shape[:-1], padded(x.shape[-1])), lambda *_: (0,) * x.ndim)
+
+
 def backward(
     spec: AttentionSpec, operands: Operands, arguments: tuple[jax.Array, ...], tile: Tile
 ) -> jax.Array:
@@ -100,7 +105,11 @@ def backward(
     return triton_call(
         functools.partial(flash_backward_bias, spec=spec, size=size, tile=tile),
         grid=(pl.cdiv(size.S, tile.keys), pl.cdiv(size.T, tile.queries), batch_rows * heads),
-        in_specs=[*scores.whole(arguments), scores.whole(score_operands)],
+        in_specs=[
+            *map(_padded, arguments[:-2]),
+            *scores.whole(arguments[-2:]),  # lse and delta
+            scores.whole(score_operands),
+        ],
         out_specs=[pl.BlockSpec((None, None, size.T, size.S), index)],
         out_shape=[result(bias.shape, bias.dtype, like=arguments[0])],
         num_warps=tile.num_warps,

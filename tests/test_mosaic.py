@@ -67,10 +67,10 @@ class TestMosaicInterpreted(ImplementationSuite):
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(2, 64, 2, hold=False, turns=False, persistent=False),
-        ForwardConfig(2, 64, 3, hold=False),
-        ForwardConfig(3, 64, 2, turns=False),
-        ForwardConfig(1, 128, 2, persistent=False),
+        ForwardConfig(2, 64, 2, 1, turns=False, persistent=False),
+        ForwardConfig(2, 64, 3, 2),
+        ForwardConfig(3, 64, 2, 1, turns=False),
+        ForwardConfig(1, 128, 2, 2, persistent=False),
     ],
     ids=str,
 )
@@ -85,7 +85,7 @@ def test_every_schedule_gives_the_same(config, window):
         return jax.jit(lambda x: mosaic_forward.forward(spec, x, config, 2))(operands)
 
     with interpreted_by_mosaic():
-        (out, lse), (expected_out, expected_lse) = run(config), run(ForwardConfig(2, 128, 2))
+        (out, lse), (expected_out, expected_lse) = run(config), run(ForwardConfig(2, 128, 2, 1))
     assert jnp.allclose(out.astype(jnp.float32), expected_out.astype(jnp.float32), atol=0.02)
     assert jnp.allclose(lse, expected_lse, atol=1e-5)
 
@@ -114,7 +114,7 @@ def test_every_backward_schedule_gives_the_same(config, window):
         return jax.jit(lambda: mosaic_backward.backward(*arguments))()
 
     with interpreted_by_mosaic():
-        out, lse = mosaic_forward.forward(spec, operands, ForwardConfig(2, 128, 2), 2)
+        out, lse = mosaic_forward.forward(spec, operands, ForwardConfig(2, 128, 2, 1), 2)
         expected = run(BackwardConfigs(BackwardConfig(1, 64, 2), BackwardConfig(1, 64, 2)))
         together = run(BackwardConfigs(config, config))
         apart = run(BackwardConfigs(config, config, config))
@@ -232,7 +232,7 @@ def test_what_the_table_has_fits_in_shared_memory(head_dim, value_head_dim):
     size = sizes(shapes(H=head_dim, V=value_head_dim))
     if value_head_dim is None:
         assert mosaic_tiles.forward_fits(size, mosaic_tiles.forward(size))
-        assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8))
+        assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8, 1))
     backward = mosaic_tiles.backward(size)
     assert mosaic_tiles.backward_fits(size, backward)
     assert (backward.values is not None) == (max(size.H, size.V) > 128)

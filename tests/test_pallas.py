@@ -8,6 +8,7 @@ import call_factors
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pairwise_suite
 import pytest
 from attention_case import Case
 from call_factors import BROADCAST_FORMS
@@ -17,7 +18,7 @@ from pairwise_suite import PairwiseSuite
 import jax_flash
 from jax_flash import _device, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas import compat, lowering, scores, tiles
+from jax_flash.pallas import compat, features, lowering, scores, tiles
 from jax_flash.pallas.band import Band, Blocks, keys_of_queries
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
@@ -230,10 +231,14 @@ def test_says_which_operands_it_does_not_take(operand, shape, dtype, reason):
     assert said is None if reason is None else reason in said
 
 
+def lower_for(device: _device.Device, case: Case, kernels: int):
+    assert pallas.supports(case.spec(), case.operands(), device) is None
+    exported_for(device, case.spec(), case.operands(), kernels)
+
+
 def lower_for_all_gpus(case: Case, kernels: int):
     for device in (A10, _device.H100):
-        assert pallas.supports(case.spec(), case.operands(), device) is None
-        exported_for(device, case.spec(), case.operands(), kernels)
+        lower_for(device, case, kernels)
 
 
 @pytest.mark.parametrize("T, S", [(129, 256), (1, 1)])
@@ -247,6 +252,48 @@ def test_lowers_every_bias_with_everything(form):
     case = Case("", "float16", T=65, S=80, N=4, features=(*EVERYTHING, f"bias:{form}"), bias_dtype="float32")
     is_shared = form.endswith("TS") and form != "BNTS"
     lower_for_all_gpus(case, kernels=4 if is_shared else 3)
+
+
+@pytest.mark.parametrize("H, V", [(96, 48), (40, 100), (256, 48), (1, 200)])
+def test_lowers_a_shared_bias_of_every_head_dim(H, V):
+    case = Case("", "bfloat16", T=65, S=80, N=4, H=H, V=V, features=("bias:B1TS",))
+    lower_for_all_gpus(case, kernels=4)
+
+
+class PairsToLower(PairwiseSuite):
+    """The interpreter runs a kernel with blocks of any width; the lowering wants powers of two, and has rules
+    for what is broadcast that the interpreter lacks."""
+
+    implementation = "pallas"
+
+    def environment(self):
+        return _device.assume(_device.H100)
+
+    def factors(self):
+        factors = call_factors.factors(
+            self.dtypes,
+            lengths=((129, 517), (128, 256)),  # with one query or key, or one batch row, less is shared
+            head_dims=(96, 40, 256, 100),
+            value_head_dim=48,
+            heads=((4, 2), (4, 4)),
+            windows=((20, 6), (None, 3), (7, -1)),
+            masks=("BNTS", "1N1S", "B1T1", "1111"),
+        )
+        of_the_call = ("transform", "batch axes", "residual", "deterministic")
+        return {name: values for name, values in factors.items() if name not in of_the_call}
+
+
+def pairs_to_lower() -> list[Case]:
+    suite = PairsToLower()
+    runs, refused = pairwise_suite.cases(suite, suite.factors())
+    assert not refused
+    return runs
+
+
+@pytest.mark.parametrize("turn, case", list(enumerate(pairs_to_lower())), ids=str)
+def test_lowers_pairs(turn, case):
+    kernels = 4 if features.bias_gradient(case.operands()) == "shared" else 3
+    lower_for((A10, _device.H100)[turn % 2], case, kernels)
 
 
 def test_lowers_features_with_64_bit_types():
