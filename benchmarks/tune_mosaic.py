@@ -1,15 +1,16 @@
-"""Times configurations of the Mosaic GPU forward kernel on the Hopper GPU at hand, beside other kernels.
+"""Times configurations of the Mosaic GPU kernels on the Hopper GPU at hand, beside other kernels.
 
     python benchmarks/tune_mosaic.py --out benchmarks/results/tune_mosaic_h200.json
     python benchmarks/tune_mosaic.py --head-dim 128 --mask causal --beside jax_flash_cuda jax_mgpu
+    python benchmarks/tune_mosaic.py --passes backward --head-dim 128 --shapes 1
 
-For each head dim and mask, the table's configuration and those that differ from it in a field or two. Results
-that differ from the first contender's are refused, as is what does not compile. A kernel that hangs
-ends the run after `--patience` seconds, with what it had.
+Forward, for each head dim and mask, the table's configuration and those that differ from it in a field or
+two. Backward, each kernel by itself, the table's configuration first, and the rate at which the best of each
+would run together. Results that differ from the first contender's are refused, as is what does not compile. A
+kernel that hangs ends the run after `--patience` seconds, with what it had.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import logging
@@ -18,27 +19,25 @@ import statistics
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import contenders
 import jax
+import mosaic_candidates as candidates
 import record
 import timing
 from calls import GROUPS, Case
 from rounds import check_agreement
 
 from jax_flash import _device
-from jax_flash._spec import Operands, sizes
-from jax_flash.pallas import lowering, mosaic_forward, mosaic_tiles
+from jax_flash._spec import Operands, Sizes, sizes
+from jax_flash.pallas import lowering, mosaic_backward, mosaic_forward, mosaic_tiles
 from jax_flash.pallas.mosaic_tiles import ForwardConfig
 
-KEYS = (64, 128, 192)
-STAGES = (2, 3)
-QUERY_STAGES = (1, 2)
-SWITCHES = ("turns", "persistent")
 MASKS = ("full", "causal")
+PRODUCTS = {"queries": 3, "keys": 3, "values": 2, "keys_and_values": 4}  # that a kernel computes
 
 
 def cases(head_dim: int, mask: str, count: int | None = None) -> list[Case]:
@@ -47,23 +46,8 @@ def cases(head_dim: int, mask: str, count: int | None = None) -> list[Case]:
     return [case for case in GROUPS["default"] if (case.head_dim, case.causal) == (head_dim, causal)][:count]
 
 
-def candidates(case: Case) -> Iterator[ForwardConfig]:
-    """The table's, with its switches in every position; and the other tiles that fit, with the table's."""
-    size = sizes(Operands(*case.shapes()))
-    table = mosaic_tiles.forward(size)
-    if table is None:
-        return
-    for values in itertools.product((True, False), repeat=len(SWITCHES)):
-        yield dataclasses.replace(table, **dict(zip(SWITCHES, values, strict=True)))
-    for warpgroups, keys, stages, query_stages in itertools.product((2, 3), KEYS, STAGES, QUERY_STAGES):
-        other = dataclasses.replace(
-            table, warpgroups=warpgroups, keys=keys, stages=stages, query_stages=query_stages
-        )
-        # Three warpgroups have 160 registers a thread: too few for a wider output.
-        registers = (case.head_dim + keys) // 2 + keys // 4
-        enough = registers <= (128 if warpgroups == 3 else 208)
-        if other != table and enough and mosaic_tiles.forward_fits(size, other):
-            yield other
+def call_sizes(case: Case) -> Sizes:
+    return sizes(Operands(*case.shapes()))
 
 
 def attention(config: ForwardConfig, case: Case):
@@ -75,13 +59,40 @@ def attention(config: ForwardConfig, case: Case):
     return run
 
 
-def functions(case: Case, beside: Sequence[str]) -> dict[str, Callable]:
-    """What is timed, by name."""
+def measure_forward(case: Case, beside: Sequence[str], patience: float) -> list[dict]:
     others = {
         name: functools.partial(contenders.CONTENDERS[name], causal=case.causal, window=case.window)
         for name in beside
     }
-    return others | {str(config): attention(config, case) for config in candidates(case)}
+    ours = {str(config): attention(config, case) for config in candidates.forward(call_sizes(case))}
+    return measure({"case": str(case)}, others | ours, case.inputs(), case.flops, patience)
+
+
+def measure_backward(case: Case, patience: float) -> list[dict]:
+    """Of one kernel after the other; what the preparation for them takes is in no figure."""
+    spec, size, multiprocessors = case.spec(), call_sizes(case), _device.current().sm_count
+    config = mosaic_tiles.forward(size)
+
+    @jax.jit
+    def prepared(*arrays):
+        operands = Operands(*arrays)
+        out, lse = mosaic_forward.forward(spec, operands, config, multiprocessors)
+        d_out = jax.random.normal(jax.random.key(3), out.shape, out.dtype)
+        return mosaic_backward.prepare(operands, out, lse, d_out, None)
+
+    inputs = prepared(*case.inputs())
+    rows = []
+    for kernel in candidates.backward_kernels(size):
+
+        def run(inputs, config, kernel=kernel):
+            return mosaic_backward.gradients(kernel, spec, size, inputs, config, multiprocessors)
+
+        timed = {
+            str(config): functools.partial(run, config=config) for config in candidates.backward(size, kernel)
+        }
+        flops = PRODUCTS[kernel] * case.flops / 2
+        rows += measure({"case": str(case), "kernel": kernel}, timed, [inputs], flops, patience)
+    return rows
 
 
 def compiled(function, inputs):
@@ -92,27 +103,28 @@ def compiled(function, inputs):
         return record.error(error)
 
 
-def measure(case: Case, beside: Sequence[str], patience: float) -> list[dict]:
-    """A row for each contender and configuration: TFLOP/s, or why it has none."""
-    inputs = case.inputs()
-    timed = functions(case, beside)
+def measure(
+    labels: dict, timed: dict[str, Callable], inputs: Sequence, flops: float, patience: float
+) -> list[dict]:
+    """A row for each function, by name: TFLOP/s and milliseconds, or why it has none."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = dict(zip(timed, pool.map(lambda f: compiled(f, inputs), timed.values()), strict=True))
     rows, expected = [], None
     for name, program in programs.items():
-        row = {"case": str(case), "name": name}
+        row = labels | {"name": name}
         rows.append(row)
         if isinstance(program, str):
             row["error"] = program
             continue
-        hung = threading.Timer(patience, _give_up, (name, case))
+        hung = threading.Timer(patience, _give_up, (name, labels))
         hung.start()
         try:
             result = jax.block_until_ready(program(*inputs))
             if name not in contenders.UNSCALED:
                 expected = result if expected is None else expected
-                check_agreement(result, expected)
-            row["rate"] = case.flops / timing.milliseconds(program, *inputs) / 1e9
+                jax.tree.map(check_agreement, result, expected)
+            row["milliseconds"] = timing.milliseconds(program, *inputs)
+            row["rate"] = flops / row["milliseconds"] / 1e9
         except Exception as error:
             row["error"] = record.error(error)
         finally:
@@ -120,14 +132,14 @@ def measure(case: Case, beside: Sequence[str], patience: float) -> list[dict]:
     return rows
 
 
-def _give_up(name: str, case: Case) -> None:
-    print(f"  {name} hangs on {case}", flush=True)
+def _give_up(name: str, labels: dict) -> None:
+    print(f"  {name} hangs on {', '.join(labels.values())}", flush=True)
     os._exit(1)
 
 
-def print_best(head_dim: int, mask: str, rows: Sequence[dict]) -> None:
+def print_best(title: str, rows: Sequence[dict]) -> None:
     """The geometric mean of each name over the cases, fastest first."""
-    print(f"head dim {head_dim}, {mask}:")
+    print(f"{title}:")
     rates: dict[str, list[float]] = {}
     for row in rows:
         rates.setdefault(row["name"], [])
@@ -145,14 +157,30 @@ def print_best(head_dim: int, mask: str, rows: Sequence[dict]) -> None:
     sys.stdout.flush()
 
 
+def print_backward(title: str, timed: Sequence[Case], rows: Sequence[dict]) -> None:
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        print_best(f"{title}, {kernel}", [row for row in rows if row["kernel"] == kernel])
+    for case in timed:
+        best: dict[str, float] = {}
+        for row in rows:
+            if row["case"] == str(case):
+                milliseconds = row.get("milliseconds", float("inf"))
+                best[row["kernel"]] = min(milliseconds, best.get(row["kernel"], float("inf")))
+        rate = 2.5 * case.flops / sum(best.values()) / 1e9  # five products where forward has two
+        print(f"  {record.rate(rate):>6}  the best of each on {case}")
+    sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--passes", choices=("forward", "backward"), default="forward")
     parser.add_argument("--head-dim", type=int, nargs="+", default=(128, 64, 256))
     parser.add_argument("--mask", choices=MASKS, nargs="+", default=MASKS)
     parser.add_argument("--shapes", type=int, help="only so many of each head dim and mask")
-    parser.add_argument("--beside", nargs="*", default=("jax_flash_cuda", "jax_mgpu", "tokamax"))
+    peers = ("jax_flash_cuda", "jax_mgpu", "tokamax")
+    parser.add_argument("--beside", nargs="*", default=peers, help="forward alone (default %(default)s)")
     parser.add_argument("--patience", type=float, default=30, help="seconds (default %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
@@ -164,15 +192,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"tune_mosaic.py: the Mosaic GPU kernels can't run here: {reason}")
     result = record.environment() | {"rows": []}
     print(record.heading(result | {"ceiling": record.product_ceiling("bfloat16")}))
-    print(f"TFLOP/s forward, bfloat16, {result['timing']}: geometric mean over the cases, then each")
+    print(f"TFLOP/s {options.passes}, bfloat16, {result['timing']}: geometric mean over the cases, then each")
     for head_dim, mask in itertools.product(options.head_dim, options.mask):
         found = []
-        for case in cases(head_dim, mask, options.shapes):
-            found += measure(case, options.beside, options.patience)
+        timed = cases(head_dim, mask, options.shapes)
+        for case in timed:
+            if options.passes == "forward":
+                found += measure_forward(case, options.beside, options.patience)
+            else:
+                found += measure_backward(case, options.patience)
             if options.out:  # each time, so that a run cut short leaves what it had
                 record.write(result | {"rows": result["rows"] + found}, options.out)
         result["rows"] += found
-        print_best(head_dim, mask, found)
+        title = f"head dim {head_dim}, {mask}"
+        if options.passes == "forward":
+            print_best(title, found)
+        else:
+            print_backward(title, timed, found)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
     why_not = _device_reason(device) or _call_reason(spec, shapes)
     if why_not is None and not lowering.allowed(lowering.TRITON):
-        size = sizes(shapes)
         why_not = lowering.mosaic_reason(spec, shapes, device)
-        if why_not is None and mosaic_tiles.backward(size) is None:
-            dims = f"{size.H} and {size.V}"
-            return f"only {lowering.MOSAIC} is allowed, which has no backward pass of head dims {dims}"
     return why_not
 
 
@@ -64,27 +60,12 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
     size, by_triton = sizes(shapes), tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
-        forward = f"Mosaic GPU forward ({mosaic_tiles.forward(size)})"
-    else:
-        forward = f"Triton forward ({by_triton.forward})"
-    if (configs := _mosaic_backward(spec, shapes, device)) is not None:
-        by, (keys, queries) = "Mosaic GPU", configs
-    else:
-        by, keys, queries = "Triton", by_triton.backward_keys, by_triton.backward_queries
-    backward = f"{by} backward of keys ({keys}) and of queries ({queries})"
+        forward, backward = mosaic_tiles.forward(size), mosaic_tiles.backward(size)
+        return f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
+    backward = f"of keys ({by_triton.backward_keys}) and of queries ({by_triton.backward_queries})"
     if features.bias_gradient(shapes) == "shared":
         backward += f" and of bias ({by_triton.backward_bias})"
-    return f"{forward}, {backward}"
-
-
-def _mosaic_backward(
-    spec: AttentionSpec, shapes: Operands, device: Device
-) -> tuple[mosaic_tiles.BackwardConfig, mosaic_tiles.BackwardConfig] | None:
-    """Configurations of the Mosaic GPU backward kernels, where these run: not by themselves yet, but where
-    their lowering is asked for by name."""
-    if lowering.allowed(lowering.TRITON) or lowering.mosaic_reason(spec, shapes, device) is not None:
-        return None
-    return mosaic_tiles.backward(sizes(shapes))
+    return f"Triton forward ({by_triton.forward}), Triton backward {backward}"
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -126,10 +107,12 @@ def backward(
     if operands.query_offsets is not None:
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
     device = _device.current()
-    if (configs := _mosaic_backward(spec, operands, device)) is not None:
+    if lowering.mosaic_reason(spec, operands, device) is None:
         from . import mosaic_backward
 
-        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, *configs)
+        configs = mosaic_tiles.backward(sizes(operands))
+        multiprocessors = device.sm_count or 1
+        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, multiprocessors)
 
     from . import triton_backward
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from jax.experimental import pallas as pl
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
 _interpreting = False
+
+# XLA runs kernels at once that don't depend on each other, and Mosaic GPU's interpreter keeps one's state.
+_one_kernel = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -224,7 +228,7 @@ def _without_effects(call: Callable[..., Any], out_shape: Any) -> Callable[..., 
     """`call` without the interpreter's ordered effects, which JAX partitions no computation with."""
 
     def run(*arrays):
-        with interpret():
+        with _one_kernel, interpret():
             return call(*arrays)
 
     return lambda *arrays: jax.pure_callback(run, out_shape, *arrays)

@@ -22,7 +22,7 @@ def over_blocks(blocks: Blocks, body: Callable[[bool, Index, Carry], Carry], car
         (True, blocks.full_stop, blocks.stop),
     )
     for edge, start, stop in ranges:
-        carry = _over(start, stop, lambda j, carry, edge=edge: body(edge, j, carry), carry)
+        carry = over(start, stop, lambda j, carry, edge=edge: body(edge, j, carry), carry)
     return carry
 
 
@@ -34,10 +34,11 @@ def over_others(blocks: Blocks, count: int, body: Callable[[Index], None]) -> No
         return carry
 
     for start, stop in ((0, blocks.start), (blocks.stop, count)):
-        _over(start, stop, step, np.int32(0))
+        over(start, stop, step, np.int32(0))
 
 
-def _over(start: Index, stop: Index, body: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
+def over(start: Index, stop: Index, body: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `body(block, carry)` over the blocks `[start, stop)`."""
     if isinstance(start, int) and isinstance(stop, int):
         if start == stop:
             return carry

@@ -1,12 +1,13 @@
 """Backward by Mosaic GPU, for Hopper: the sums of `triton_backward`, a kernel for dK and dV, and one for dQ.
 
-In both, each computing warpgroup owns 64 rows of a gradient: keys, or queries. Its two operands stay in
-shared memory, and a loading warpgroup streams the blocks of columns past them that it meets, in rings as in
+Above head dim 128 dK and dV have no room in a warpgroup's registers together, and get a kernel each.
+
+In all of them, each computing warpgroup owns 64 rows of a gradient: keys, or queries. Their operands stay in
+shared memory, and a loading warpgroup streams the blocks of columns past them that they meet, in rings as in
 `mosaic_forward`. A step issues both products of rows and columns, takes the exponentials of the first beside
 the second, and adds to the gradients from registers, to that of values beside what is left to do for that of
-keys. Scores of the kernel for dK and dV are held transposed,
-so that their rows are keys. Every sum has one owner and a fixed order: gradients are bitwise equal from run
-to run.
+keys. Where rows are keys, scores are held transposed. Every sum has one owner and a fixed order: gradients
+are bitwise equal from run to run.
 """
 
 import dataclasses
@@ -24,10 +25,11 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat
 from .band import Band, Blocks, keys_of_queries
-from .loop import over_blocks
+from .loop import over, over_blocks
+from .mosaic_backward_walk import Walk
 from .mosaic_forward import drain
 from .mosaic_registers import ACCUMULATOR
-from .mosaic_tiles import ROWS, BackwardConfig
+from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
 from .mosaic_walk import div, rem
 from .scores import LOG2_E
 
@@ -35,18 +37,26 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
+class Operand(NamedTuple):
+    """The pair of arrays whose products with the other side's are scores and their gradients.
+
+    Keys and values, or queries and the gradient of the output; or what there is of either of them.
+    """
+
+    first: Any
+    second: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What one of the two kernels does with rows and columns."""
+    """What one of the kernels does with rows and columns."""
 
     size: Sizes
     band: Band  # of rows
     config: BackwardConfig
     rows_are_keys: bool
-
-    @property
-    def tiles(self) -> int:
-        return pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, ROWS * self.config.warpgroups)
+    owns: Operand  # which gradients of the rows it sums
+    multiprocessors: int
 
     @property
     def heads(self) -> int:
@@ -54,65 +64,57 @@ class Side:
         return self.size.K if self.rows_are_keys else self.size.N
 
     @property
+    def rows_of_tile(self) -> int:
+        return ROWS * self.config.warpgroups
+
+    @property
+    def walk(self) -> Walk:
+        """Over tiles of rows: the first meets the most columns, or the last, where only one side is bound."""
+        tiles = pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, self.rows_of_tile)
+        low, high = self.band.low is not None, self.band.high is not None
+        longest = None if low == high else 0 if low else tiles - 1
+        blocks = self.multiprocessors if self.config.persistent else None
+        return Walk(tiles, self.heads, self.size.B, longest, blocks)
+
+    @property
     def passes(self) -> int:
         """Over the columns: one for each query head that shares the keys."""
         return self.size.group if self.rows_are_keys else 1
-
-    def tile(self):
-        """-> first row, head and batch row of this block of the grid."""
-        block = lax.axis_index("block")
-        tile, others = rem(block, self.tiles), div(block, self.tiles)
-        if self.band.high is not None:
-            tile = self.tiles - 1 - tile  # the last rows meet the most columns: those first
-        return tile * (ROWS * self.config.warpgroups), rem(others, self.heads), div(others, self.heads)
 
     def column_head(self, head, of_pass):
         return head * self.size.group + of_pass if self.rows_are_keys else div(head, self.size.group)
 
     def blocks(self, first) -> Blocks:
-        """Of columns that the block of the grid meets."""
-        return self.band.blocks(first, ROWS * self.config.warpgroups, self.config.columns)
+        """Of columns that the tile meets."""
+        return self.band.blocks(first, self.rows_of_tile, self.config.columns)
 
-    def blocks_of_warpgroup(self, first, blocks: Blocks) -> Blocks:
+    def blocks_of_warpgroup(self, first, tile: Blocks) -> Blocks:
+        """Those of the tile that a warpgroup's rows meet."""
         own = self.band.blocks(first, ROWS, self.config.columns)
-        if isinstance(own.full_start, int) and isinstance(own.full_stop, int):
+        if all(isinstance(bound, int) for bound in vars(own).values()):
             return own
-        full_start = jnp.clip(own.full_start, blocks.start, blocks.stop)
-        full_stop = jnp.clip(own.full_stop, full_start, blocks.stop)
-        return dataclasses.replace(blocks, full_start=full_start, full_stop=full_stop)
-
-
-class Operand(NamedTuple):
-    """The pair of arrays whose products with the other side's are scores and their gradients.
-
-    Keys and values, or queries and the gradient of the output.
-    """
-
-    first: Any
-    second: Any
+        return own.within(tile.start, tile.stop)
 
 
 class Shared(NamedTuple):
-    rows: Operand
-    columns: Operand
-    lse: Any  # of queries, as rows or columns; in base 2
-    delta: Any
+    rows: Operand  # the second is room for its gradient where only that is computed, if there need be
+    columns: Operand  # rings
+    statistics: Operand  # lse, in base 2, and delta: of the rows, or in rings
 
 
 class Barriers(NamedTuple):
     """`full` where TMA has filled a place, `free` where its readers are done with it."""
 
     rows_full: Any
-    first_full: Any
-    first_free: Any
-    second_full: Any
-    second_free: Any
+    rows_free: Any  # None where there is one tile
+    full: Operand
+    free: Operand
 
 
-def flash_backward(rows, columns, lse, delta, out, shared, barriers, *, scale: float, side: Side) -> None:
-    """`rows` and `columns` are `Operand`s (B, length, heads, width); lse and delta (B,N,T in whole blocks).
+def flash_backward(rows, columns, statistics, out, shared, barriers, *, scale: float, side: Side) -> None:
+    """`rows` and `columns` are `Operand`s (B, length, heads, width); `statistics` lse and delta (B,N,T).
 
-    `out` has the gradients of the rows: dK and dV, or dQ and None.
+    `out` has the gradients of the rows that `side` owns.
     """
     config = side.config
     warpgroup = lax.axis_index("warpgroup")
@@ -126,58 +128,60 @@ def flash_backward(rows, columns, lse, delta, out, shared, barriers, *, scale: f
     @pl.when(warpgroup == config.warpgroups)
     def _():
         plgpu.set_max_registers(fewer, action="decrease")
-        _load(rows, columns, lse, delta, shared, barriers, side=side)
+        _load(rows, columns, statistics, shared, barriers, side=side)
 
 
-def _load(rows, columns, lse, delta, shared, barriers, *, side: Side) -> None:
+def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
     config = side.config
-    first, head, batch = side.tile()
-    for w in range(config.warpgroups):
-        own = pl.ds(first + w * ROWS, ROWS)
-        full = barriers.rows_full.at[w]
-        for source, target in zip(rows, shared.rows, strict=True):
-            plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[w], full)
-        if not side.rows_are_keys:
-            for source, target in ((lse, shared.lse), (delta, shared.delta)):
-                plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[w], full)
+    streams = list(zip(columns, statistics, shared.columns, shared.statistics, strict=True))
 
-    blocks = side.blocks(first)
+    def tile(tile, head, batch, carry):
+        tiles_done, done = carry
+        first = tile * side.rows_of_tile
+        for w in range(config.warpgroups):
+            place = rem(tiles_done, config.row_stages) * config.warpgroups + w
+            if config.persistent:
+                freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
+                pl.when(tiles_done >= config.row_stages)(freed)
+            own = pl.ds(first + w * ROWS, ROWS)
+            full = barriers.rows_full.at[place]
+            for source, target in zip(rows, shared.rows, strict=True):
+                if source is not None:
+                    plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[place], full)
+            if not side.rows_are_keys:
+                for source, target in zip(statistics, shared.statistics, strict=True):
+                    plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[place], full)
 
-    def one_pass(of_pass, done):
-        column_head = side.column_head(head, of_pass)
+        def one_pass(of_pass, done):
+            column_head = side.column_head(head, of_pass)
 
-        def block(i, done):
-            slot = rem(done, config.stages)
-            own = pl.ds(i * config.columns, config.columns)
-            for source, ring, vector, of_vector, full, free in (
-                (
-                    columns.first,
-                    shared.columns.first,
-                    lse,
-                    shared.lse,
-                    barriers.first_full,
-                    barriers.first_free,
-                ),
-                (
-                    columns.second,
-                    shared.columns.second,
-                    delta,
-                    shared.delta,
-                    barriers.second_full,
-                    barriers.second_free,
-                ),
-            ):
-                pl.when(done >= config.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                plgpu.copy_gmem_to_smem(source.at[batch, own, column_head], ring.at[slot], full.at[slot])
-                if side.rows_are_keys:
-                    source = vector.at[batch, column_head, own]
-                    plgpu.copy_gmem_to_smem(source, of_vector.at[slot], full.at[slot])
-            return done + 1
+            def block(i, done):
+                own = pl.ds(i * config.columns, config.columns)
+                for stream, stages, full, free in zip(
+                    streams, config.rings, barriers.full, barriers.free, strict=True
+                ):
+                    source, statistic, ring, of_statistic = stream
+                    slot = rem(done, stages)
+                    pl.when(done >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                    plgpu.copy_gmem_to_smem(source.at[batch, own, column_head], ring.at[slot], full.at[slot])
+                    if side.rows_are_keys and statistic is not None:
+                        source = statistic.at[batch, column_head, own]
+                        plgpu.copy_gmem_to_smem(source, of_statistic.at[slot], full.at[slot])
+                return done + 1
 
-        return lax.fori_loop(*_int32(blocks.start, blocks.stop), block, done)
+            return lax.fori_loop(*_int32(blocks.start, blocks.stop), block, done)
 
-    filled = lax.fori_loop(*_int32(0, side.passes), one_pass, jnp.int32(0))
-    drain(filled, config.stages, barriers.first_free, barriers.second_free)
+        blocks = side.blocks(first)
+        return tiles_done + 1, lax.fori_loop(*_int32(0, side.passes), one_pass, done)
+
+    tiles_done, done = side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
+    # No barrier is left while others still arrive at it.
+    for stages, free in zip(config.rings, barriers.free, strict=True):
+        drain(done, stages, free)
+    if config.persistent:
+        for place in range(config.row_stages * config.warpgroups):
+            freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
+            pl.when(tiles_done > place // config.warpgroups)(freed)
 
 
 def _int32(*indices):
@@ -187,121 +191,223 @@ def _int32(*indices):
 
 def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> None:
     """One warpgroup's rows of the gradients."""
-    config, size, band = side.config, side.size, side.band
-    first, head, batch = side.tile()
-    blocks = side.blocks(first)
-    first += warpgroup * ROWS
-    blocks = side.blocks_of_warpgroup(first, blocks)
-    rows = Operand(*(x.at[warpgroup] for x in shared.rows))
-    dtype = rows.first.dtype
+    config, size, band, owns = side.config, side.size, side.band, side.owns
+    dtype = shared.rows.first.dtype
     shape = (ROWS, config.columns)
     tail = not side.rows_are_keys and size.S % config.columns != 0
-
-    def zeros(width: int):
-        return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)
 
     def packed(x):
         # Without the barrier LLVM carries x in float32, and converts it where it is used.
         return lax.optimization_barrier(x.astype(dtype))
 
-    def spread(vector):
-        return lax.broadcast_in_dim(vector, shape, [1 if side.rows_are_keys else 0])
+    def statistic(ref, slot, place):
+        """Of queries, which are the columns or the rows."""
+        if side.rows_are_keys:
+            return lax.broadcast_in_dim(compat.load_vector(ref.at[slot], COLUMN), shape, [1])
+        return lax.broadcast_in_dim(compat.load_vector(ref.at[place], ROW), shape, [0])
 
-    def step(edge: bool, i, carry):
+    def masked(p, first, i):
+        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1))
+        column += i * config.columns
+        met = band.meets(row + first, column)
+        if tail:
+            met = column < size.S if met is None else met & (column < size.S)
+        return p if met is None else jnp.where(met, p, 0.0)
+
+    def step(first, place, edge: bool, i, carry):
+        """Adds what block `i` of columns gives to the sums of the rows from `first` on."""
         sums, done = carry
-        slot = rem(done, config.stages)
-        columns = Operand(*(x.at[slot] for x in shared.columns))
+        # LLVM would keep what is the same for all blocks, dozens of matrix descriptors, in registers, and
+        # ptxas would spill them: to both, this zero differs from block to block.
+        zero = lax.shift_right_logical(lax.optimization_barrier(done), np.int32(31))
+        rows = Operand(*(None if x is None else x.at[place + zero] for x in shared.rows))
+        slots = Operand(*(rem(done, stages) if stages > 1 else zero for stages in config.rings))
+        columns = Operand(*(ring.at[slot] for ring, slot in zip(shared.columns, slots, strict=True)))
+        full, free = (
+            Operand(*(x.at[slot] for x, slot in zip(of_rings, slots, strict=True)))
+            for of_rings in (barriers.full, barriers.free)
+        )
 
-        def probabilities(scores):
-            p = jnp.exp2(scores * (scale * LOG2_E) - spread(vector_of(shared.lse, slot)))
-            if not edge:
-                return p
-            row, column = (
-                plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1)
-            )
-            column += i * config.columns
-            met = band.meets(row + first, column)
-            if tail:
-                met = column < size.S if met is None else met & (column < size.S)
-            return p if met is None else jnp.where(met, p, 0.0)
-
-        def differentiated(p, gradients):
-            return packed(p * (gradients - spread(vector_of(shared.delta, slot))))
-
-        def add(totals, scores, gradients):
-            plgpu.barrier_wait(barriers.first_full.at[slot])
+        def add(totals, scores, gradients=None):
+            plgpu.barrier_wait(full.first)
             compat.wgmma(scores, rows.first, columns.first.transpose((1, 0)))
-            plgpu.barrier_wait(barriers.second_full.at[slot])
-            compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
-            p = probabilities(compat.awaited(scores, in_flight=1))
-            if side.rows_are_keys:
+            plgpu.barrier_wait(full.second)
+            if owns.first:
+                compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
+            scores = compat.awaited(scores, in_flight=int(owns.first))
+            lse = statistic(shared.statistics.first, slots.first, place)
+            if not owns.first:
+                plgpu.barrier_arrive(free.first)
+            p = jnp.exp2(scores * (scale * LOG2_E) - lse)
+            p = masked(p, first, i) if edge else p
+            if owns.second:
                 compat.wgmma(totals.second, packed(p), columns.second)
-            ds = differentiated(p, compat.awaited(gradients, in_flight=int(side.rows_are_keys)))
-            compat.wgmma(totals.first, ds, columns.first)
+            if owns.first:
+                d_p = compat.awaited(gradients, in_flight=int(owns.second))
+                delta = statistic(shared.statistics.second, slots.second, place)
+                if not owns.second:
+                    plgpu.barrier_arrive(free.second)
+                d_s = packed(p * (d_p - delta))
+                compat.wgmma(totals.first, d_s, columns.first)
 
         def add_to(totals):
-            compat.from_zero(functools.partial(add, totals), shape, shape)
+            compat.from_zero(functools.partial(add, totals), *[shape] * (1 + owns.first))
 
         sums, _ = compat.accumulate(add_to, sums)
-        plgpu.barrier_arrive(barriers.first_free.at[slot])
-        plgpu.barrier_arrive(barriers.second_free.at[slot])
+        for own, one in zip(owns, free, strict=True):
+            if own:  # else it was read by the first products alone
+                plgpu.barrier_arrive(one)
         return sums, done + 1
 
-    def vector_of(ref, slot):
-        if side.rows_are_keys:
-            return compat.load_vector(ref.at[slot], COLUMN)
-        return compat.load_vector(ref.at[warpgroup], ROW)
+    def skip(_, done):
+        """A block that other warpgroups meet."""
+        for stages, full, free in zip(config.rings, barriers.full, barriers.free, strict=True):
+            plgpu.barrier_wait(full.at[rem(done, stages)])
+            plgpu.barrier_arrive(free.at[rem(done, stages)])
+        return done + 1
 
-    plgpu.barrier_wait(barriers.rows_full.at[warpgroup])
-    sums = Operand(zeros(size.H), zeros(size.V) if side.rows_are_keys else None)
-    carry = (sums, jnp.int32(0))
-    if side.passes == 1:
-        sums, _ = over_blocks(blocks, step, carry)
-    else:
-        one_pass = lambda _, carry: over_blocks(blocks, step, carry)  # noqa: E731
-        sums, _ = lax.fori_loop(*_int32(0, side.passes), one_pass, carry)
-    results = Operand(sums.first * scale, sums.second)
-    own = pl.ds(first, ROWS)
-    for values, staged, target in zip(results, rows, out, strict=True):
-        if values is not None:
-            staged[...] = values.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, target.at[batch, own, head])
+    def zeros(width: int):
+        return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)
+
+    def tile(tile, head, batch, carry):
+        tiles_done, done = carry
+        first = tile * side.rows_of_tile
+        blocks = side.blocks(first)
+        first += warpgroup * ROWS
+        own = side.blocks_of_warpgroup(first, blocks)
+        place = rem(tiles_done, config.row_stages) * config.warpgroups + warpgroup
+        plgpu.barrier_wait(barriers.rows_full.at[place])
+
+        def one_pass(_, carry):
+            sums, done = carry
+            done = over(blocks.start, own.start, skip, done)
+            sums, done = over_blocks(own, functools.partial(step, first, place), (sums, done))
+            return sums, over(own.stop, blocks.stop, skip, done)
+
+        widths = Operand(size.H, size.V)
+        sums = Operand(*(zeros(width) if own else None for own, width in zip(owns, widths, strict=True)))
+        if side.passes == 1:
+            sums, done = one_pass(0, (sums, done))
+        else:
+            sums, done = lax.fori_loop(*_int32(0, side.passes), one_pass, (sums, done))
+
+        results = Operand(sums.first * scale if owns.first else None, sums.second)
+        rooms = shared.rows
+        if rooms.second is None:
+            rooms = Operand(rooms.first, rooms.first)
+        for values, room, target in zip(results, rooms, out, strict=True):
+            if values is not None:
+                room[place, :, :] = values.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room.at[place], target.at[batch, pl.ds(first, ROWS), head])
+        if config.persistent:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(barriers.rows_free.at[place])
+        return tiles_done + 1, done
+
+    side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _gradients(side: Side, scale: float, rows: Operand, columns: Operand, lse, delta) -> Operand:
+def _gradients(
+    kernel: str, side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand
+) -> Operand:
     """The gradients of `rows`, whose lengths are in whole tiles of 8."""
-    config, dtype = side.config, rows.first.dtype
-    widths = (side.size.H, side.size.V)
-    warpgroups, stages = config.warpgroups, config.stages
-    per_vector = (stages, config.columns) if side.rows_are_keys else (warpgroups, ROWS)
+    config, owns, dtype = side.config, side.owns, rows.first.dtype
+    out = Operand(*(x if own else None for x, own in zip(rows, owns, strict=True)))
+    if not owns.first:  # nor is there a product of the second of the rows, nor anything of delta
+        rows, statistics = rows._replace(second=None), statistics._replace(second=None)
+    places = config.row_stages * config.warpgroups
+
+    def tiles(count: int, tile_rows: int, width: int):
+        return compat.tiled_shared_memory((count, tile_rows, width), dtype)
+
+    def of_statistic(x, stages: int):
+        per_query = (stages, config.columns) if side.rows_are_keys else (places, ROWS)
+        return None if x is None else plgpu.SMEM(per_query, jnp.float32)
+
+    H, V = side.size.H, side.size.V
+    room_for_second = owns.first or H != V
     shared = Shared(
-        rows=Operand(*(compat.tiled_shared_memory((warpgroups, ROWS, width), dtype) for width in widths)),
-        columns=Operand(
-            *(compat.tiled_shared_memory((stages, config.columns, width), dtype) for width in widths)
-        ),
-        lse=plgpu.SMEM(per_vector, jnp.float32),
-        delta=plgpu.SMEM(per_vector, jnp.float32),
+        rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
+        columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
+        statistics=Operand(*map(of_statistic, statistics, config.rings)),
     )
-    full = plgpu.Barrier(num_barriers=stages, num_arrivals=2 if side.rows_are_keys else 1)
-    free = plgpu.Barrier(num_barriers=stages, num_arrivals=warpgroups)
+    copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
+    copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
+
+    def barrier(count: int, arrivals: int = 1):
+        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
     barriers = Barriers(
-        plgpu.Barrier(num_barriers=warpgroups, num_arrivals=2 if side.rows_are_keys else 4),
-        full,
-        free,
-        full,
-        free,
+        rows_full=barrier(places, copies_of_rows),
+        rows_free=barrier(places) if config.persistent else None,
+        full=Operand(*map(barrier, config.rings, copies)),
+        free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
     )
-    targets = rows if side.rows_are_keys else Operand(rows.first, None)
     return compat.mosaic_call(
         functools.partial(flash_backward, scale=scale, side=side),
-        blocks=side.tiles * side.heads * side.size.B,
-        warpgroups=warpgroups + 1,
+        blocks=side.walk.grid,
+        warpgroups=config.warpgroups + 1,
         scratch=(shared, barriers),
-        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), targets)],
-        name="jax_flash_mosaic_backward_" + ("keys" if side.rows_are_keys else "queries"),
-    )(rows, columns, lse, delta)[0]
+        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
+        name=f"jax_flash_mosaic_backward_{kernel}",
+    )(rows, columns, statistics)[0]
+
+
+class Prepared(NamedTuple):
+    """What the kernels read, with lengths in whole tiles of 8: keys and values, queries and the output's
+    gradient, and lse and delta (B,N,T in whole blocks)."""
+
+    keys: Operand
+    queries: Operand
+    statistics: Operand
+
+
+# What each owns: whether its rows are keys, and which gradients of theirs it sums.
+KERNELS = {
+    "queries": (False, Operand(True, False)),
+    "keys": (True, Operand(True, False)),
+    "values": (True, Operand(False, True)),
+    "keys_and_values": (True, Operand(True, True)),
+}
+
+
+def prepare(
+    operands: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None
+) -> Prepared:
+    """Shapes as in `jax_flash.pallas.backward`."""
+    T = operands.query.shape[1]
+    d_out = d_out.astype(operands.query.dtype)
+    # Rows that meet nothing, and those beyond the end: 2^(x - inf) = 0, whatever x is.
+    met_nothing = lse == -jnp.inf
+    lse_2 = jnp.where(met_nothing, jnp.inf, lse * LOG2_E)
+    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        delta = delta - d_lse
+    delta = jnp.where(met_nothing, 0.0, delta)
+    beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
+    statistics = Operand(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
+    query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
+    return Prepared(Operand(key, value), Operand(query, d_out), statistics)
+
+
+def gradients(
+    kernel: str,
+    spec: AttentionSpec,
+    size: Sizes,
+    prepared: Prepared,
+    config: BackwardConfig,
+    multiprocessors: int,
+) -> Operand:
+    """Those that the kernel of this name owns, in whole tiles of 8."""
+    rows_are_keys, owns = KERNELS[kernel]
+    keys, queries, statistics = prepared
+    rows, columns = (keys, queries) if rows_are_keys else (queries, keys)
+    band = keys_of_queries(spec, size)
+    band = band.transposed() if rows_are_keys else band
+    side = Side(size, band, config, rows_are_keys, owns, multiprocessors)
+    return _gradients(kernel, side, spec.scale, rows, columns, statistics)
 
 
 def backward(
@@ -311,29 +417,19 @@ def backward(
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
-    keys_config: BackwardConfig,
-    queries_config: BackwardConfig,
+    configs: BackwardConfigs,
+    multiprocessors: int,
 ) -> Gradients:
-    """Shapes as in `jax_flash.pallas.backward`; `keys_config` is for dK and dV, `queries_config` for dQ."""
+    """Shapes as in `jax_flash.pallas.backward`."""
     size = sizes(operands)
-    d_out = d_out.astype(operands.query.dtype)
-    # Rows that meet nothing, and those beyond the end: 2^(x - inf) = 0, whatever x is.
-    met_nothing = lse == -jnp.inf
-    lse_2 = jnp.where(met_nothing, jnp.inf, lse * LOG2_E)
-    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    if d_lse is not None:
-        delta = delta - d_lse
-    delta = jnp.where(met_nothing, 0.0, delta)
-    missing = -size.T % 256  # whole blocks of any configuration
-    beyond = ((0, 0), (0, 0), (0, missing))
-    lse_2 = jnp.pad(lse_2, beyond, constant_values=jnp.inf)
-    delta = jnp.pad(delta, beyond)
+    prepared = prepare(operands, out, lse, d_out, d_lse)
 
-    query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
-    of_keys, of_queries = Operand(key, value), Operand(query, d_out)
-    band = keys_of_queries(spec, size)
-    keys_side = Side(size, band.transposed(), keys_config, rows_are_keys=True)
-    queries_side = Side(size, band, queries_config, rows_are_keys=False)
-    d_keys = _gradients(keys_side, spec.scale, of_keys, of_queries, lse_2, delta)
-    d_queries = _gradients(queries_side, spec.scale, of_queries, of_keys, lse_2, delta)
-    return Gradients(d_queries.first[:, : size.T], d_keys.first[:, : size.S], d_keys.second[:, : size.S])
+    def run(kernel: str, config: BackwardConfig) -> Operand:
+        return gradients(kernel, spec, size, prepared, config, multiprocessors)
+
+    d_query = run("queries", configs.queries).first
+    if configs.values is None:
+        d_key, d_value = run("keys_and_values", configs.keys)
+    else:
+        d_key, d_value = run("keys", configs.keys).first, run("values", configs.values).second
+    return Gradients(d_query[:, : size.T], d_key[:, : size.S], d_value[:, : size.S])

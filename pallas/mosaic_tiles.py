@@ -5,11 +5,15 @@ but for two registers at head dim 256 forward; no timing has gone into it yet.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from jax_flash._spec import Sizes
 
 SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor, for one block
 _RESERVED = 3 * 1024 + 256  # bytes for barriers, alignment and Mosaic GPU's own
+_ALIGNMENT = (
+    1024  # of each array in shared memory; the barriers of a kernel that reduces nothing take as much
+)
 
 ROWS = 64  # of a warpgroup's matrix instruction
 
@@ -39,21 +43,65 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """How a block of a kernel of `mosaic_backward` works: `warpgroups` own 64 rows each of its gradient."""
+    """How a block of a kernel of `mosaic_backward` works: `warpgroups` own 64 rows each of its gradients.
+
+    Blocks of columns stream past them: of queries and of the output's gradient where the rows are keys, else
+    of keys and values.
+    """
 
     warpgroups: int  # that compute
-    columns: int  # of a block that streams past them: queries for dK and dV, keys for dQ
+    columns: int  # of a block: a multiple of 64, for the products that sum over them
     stages: int  # blocks in shared memory
+    second_stages: int | None = None  # of the output's gradient, or of values; None for as many
+    persistent: bool = False  # a block takes one tile after another, and loads ahead of their ends
+    row_stages: int = 1  # tiles whose rows are in shared memory
+
+    @property
+    def rings(self) -> tuple[int, int]:
+        """Blocks in shared memory of either operand of the columns."""
+        return self.stages, self.stages if self.second_stages is None else self.second_stages
 
     def __str__(self) -> str:
-        return f"{ROWS * self.warpgroups} rows x {self.columns} columns, {self.stages} stages"
+        first, second = self.rings
+        stages = f"{first}" if first == second else f"{first} and {second}"
+        text = f"{ROWS * self.warpgroups} rows x {self.columns} columns, {stages} stages"
+        if self.persistent:
+            text += ", persistent" if self.row_stages == 1 else f", persistent over {self.row_stages} tiles"
+        return text
 
 
-def backward_fits(size: Sizes, config: BackwardConfig) -> bool:
-    of_column = 2 * (size.H + size.V) + 8
-    return (
-        ROWS * config.warpgroups + config.stages * config.columns
-    ) * of_column + _RESERVED <= SHARED_MEMORY
+class BackwardConfigs(NamedTuple):
+    """Of the kernels of a backward pass."""
+
+    keys: BackwardConfig  # for dK; and for dV, where there is no kernel for that
+    queries: BackwardConfig
+    values: BackwardConfig | None = None
+
+    def __str__(self) -> str:
+        if self.values is None:
+            return f"of keys and values ({self.keys}) and of queries ({self.queries})"
+        return f"of keys ({self.keys}), of values ({self.values}) and of queries ({self.queries})"
+
+
+def backward_fits(size: Sizes, configs: BackwardConfigs) -> bool:
+    kernels = {"keys": "keys_and_values" if configs.values is None else "keys"}
+    return all(
+        config is None or backward_kernel_fits(size, kernels.get(name, name), config)
+        for name, config in configs._asdict().items()
+    )
+
+
+def backward_kernel_fits(size: Sizes, kernel: str, config: BackwardConfig) -> bool:
+    """Whether shared memory has room for the rows, the rings, and lse and delta of queries."""
+    row_bytes = 2 * (size.H + size.V)
+    if kernel == "values" and size.H == size.V:  # which needs no values, and stages dV over keys
+        row_bytes = 2 * size.H
+    rows = ROWS * config.warpgroups * config.row_stages
+    columns = [config.columns * stages for stages in config.rings]
+    tiles = rows * row_bytes + sum(2 * n * width for n, width in zip(columns, (size.H, size.V), strict=True))
+    queries = [rows, rows] if kernel == "queries" else columns
+    statistics = sum(-(-4 * n // _ALIGNMENT) * _ALIGNMENT for n in queries)
+    return tiles + statistics + _ALIGNMENT <= SHARED_MEMORY
 
 
 def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
@@ -73,16 +121,23 @@ _FORWARD = {
 }
 
 
-# Of the kernel for dK and dV, whose two sums have no room in registers beyond that, and of the one for dQ.
-_BACKWARD_KEYS = {64: BackwardConfig(2, 64, 3), 128: BackwardConfig(2, 64, 2)}
-_BACKWARD_QUERIES = {64: BackwardConfig(2, 128, 2), 128: BackwardConfig(2, 64, 3)}
+# By head dim, that one and smaller ones: the first that fits. Above 128, registers have no room for both sums
+# of keys. There the second operand of the columns is read by one product of a step, the first mostly by two,
+# and so for longer.
+_WIDE = BackwardConfig(2, 64, 2, 1)
+_BACKWARD = (
+    (64, BackwardConfigs(BackwardConfig(2, 64, 3), BackwardConfig(2, 128, 2))),
+    (128, BackwardConfigs(BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 3))),
+    (192, BackwardConfigs(BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 2))),
+    (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 64, 2))),
+    (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 64, 1))),
+)
 
 
-def backward(size: Sizes) -> tuple[BackwardConfig, BackwardConfig] | None:
-    """The configurations for dK and dV, and for dQ; None where nothing fits."""
+def backward(size: Sizes) -> BackwardConfigs:
+    """The configurations for such a call, of head dims up to 256."""
     head_dim = max(size.H, size.V)
-    limit = next((limit for limit in _BACKWARD_KEYS if head_dim <= limit), None)
-    return None if limit is None else (_BACKWARD_KEYS[limit], _BACKWARD_QUERIES[limit])
+    return next(found for limit, found in _BACKWARD if head_dim <= limit and backward_fits(size, found))
 
 
 def forward(size: Sizes) -> ForwardConfig | None:

@@ -1,6 +1,7 @@
 """Pallas by Mosaic GPU, on the CPU: kernels in JAX's interpreter against the definition, and lowering."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,8 @@ from implementation_suite import FEATURES, ImplementationSuite
 import jax_flash
 from jax_flash import _device, _packing, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas import compat, lowering, mosaic_forward, mosaic_tiles
-from jax_flash.pallas.mosaic_tiles import ForwardConfig
+from jax_flash.pallas import compat, lowering, mosaic_backward, mosaic_forward, mosaic_tiles
+from jax_flash.pallas.mosaic_tiles import BackwardConfig, BackwardConfigs, ForwardConfig
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -53,7 +54,12 @@ class TestMosaicInterpreted(ImplementationSuite):
         every = {"length": 2, "cross": 2, "head dim": 3, "groups": 1, "window": 4, "large": 2, "feature": 2}
         found = super().cases()
         kinds = ([case for case in found if case.category == name][::n] for name, n in every.items())
-        return [case for kind in kinds for case in kind]
+        # Kernels of their own for dK and dV; in the second, with dV staged in a place of its own.
+        wide = [
+            Case("head dim", "bfloat16", T=65, S=150, N=4, K=2, H=256),
+            Case("head dim", "float16", T=150, S=70, N=2, K=2, H=192, V=128, is_causal=True),
+        ]
+        return [case for kind in kinds for case in kind] + wide
 
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
@@ -84,6 +90,40 @@ def test_every_schedule_gives_the_same(config, window):
     assert jnp.allclose(lse, expected_lse, atol=1e-5)
 
 
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 9)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        BackwardConfig(2, 64, 2, persistent=True, row_stages=2),
+        BackwardConfig(3, 64, 3, 2, persistent=True),
+    ],
+    ids=str,
+)
+def test_every_backward_schedule_gives_the_same(config, window):
+    spec = AttentionSpec(0.125, *window)
+    keys = jax.random.split(jax.random.key(0), 5)
+    leaves = jax.tree.leaves(shapes(T=333, S=290, N=2, K=1))
+    leaves += [leaves[0], jax.ShapeDtypeStruct((1, 2, 333), jnp.float32)]
+    *arrays, d_out, d_lse = map(lambda key, x: jax.random.normal(key, x.shape, x.dtype), keys, leaves)
+    operands = Operands(*arrays)
+
+    def run(configs):
+        # Two blocks of the grid for some tiles each, where they are persistent.
+        arguments = (spec, operands, out, lse, d_out, d_lse, configs, 2)
+        return jax.jit(lambda: mosaic_backward.backward(*arguments))()
+
+    with interpreted_by_mosaic():
+        out, lse = mosaic_forward.forward(spec, operands, ForwardConfig(2, 128, 2, 1), 2)
+        expected = run(BackwardConfigs(BackwardConfig(1, 64, 2), BackwardConfig(1, 64, 2)))
+        together = run(BackwardConfigs(config, config))
+        apart = run(BackwardConfigs(config, config, config))
+    for got in (together, apart):
+        for name in ("query", "key", "value"):
+            x, y = (getattr(gradients, name).astype(jnp.float32) for gradients in (got, expected))
+            assert jnp.allclose(x, y, atol=0.03), name
+
+
 def forward_and_backward(spec: AttentionSpec, operands: Operands):
     """A function of the operands, out's cotangent taken as out, and lse's as lse."""
     out, lse = pallas.forward(spec, operands)
@@ -98,20 +138,19 @@ def calls_lowered_for_hopper(function, *args) -> tuple[int, int]:
 
 
 def check_lowers(spec: AttentionSpec, operands: Operands) -> None:
-    """Backward of Mosaic GPU's kernels where these alone are allowed, and of Triton's by itself."""
-    lower = functools.partial(
-        calls_lowered_for_hopper, functools.partial(forward_and_backward, spec), operands
-    )
-    assert lower() == (1, 2)
-    if mosaic_tiles.backward(sizes(operands)) is not None:
-        with lowering.only(lowering.MOSAIC):
-            assert lower() == (3, 0)
+    kernels = 1 + sum(config is not None for config in mosaic_tiles.backward(sizes(operands)))
+    assert calls_lowered_for_hopper(functools.partial(forward_and_backward, spec), operands) == (kernels, 0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 160, 192, 256])
 def test_lowers_for_hopper(head_dim, dtype):
     check_lowers(AttentionSpec(head_dim**-0.5, left=None, right=0), shapes(H=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("H, V", [(192, 128), (64, 256), (256, 160)])
+def test_lowers_head_dims_of_values(H, V):
+    check_lowers(AttentionSpec(H**-0.5, left=None, right=0), shapes(H=H, V=V))
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
@@ -175,24 +214,11 @@ def test_leaves_to_triton_what_becomes_of_scores(feature):
         assert "take no " in pallas.supports(case.spec(), case.operands(), _device.H100)
 
 
-def test_does_not_run_backward_by_triton_where_mosaic_alone_is_allowed():
-    with lowering.only(lowering.MOSAIC):
-        assert pallas.supports(AttentionSpec(0.125), shapes(H=128), _device.H100) is None
-        assert "no backward pass of head dims 256 and 64" in str(
-            pallas.supports(AttentionSpec(0.125), shapes(H=256, V=64), _device.H100)
-        )
-
-
 def test_describes_what_runs(monkeypatch):
     spec, operands = AttentionSpec(0.125), shapes()
     forward, backward = mosaic_tiles.forward(sizes(operands)), mosaic_tiles.backward(sizes(operands))
     described = pallas.describe(spec, operands, _device.H100)
-    assert f"Mosaic GPU forward ({forward})" in described and "Triton backward" in described
-    with lowering.only(lowering.MOSAIC):
-        described = pallas.describe(spec, operands, _device.H100)
-    assert "Mosaic GPU backward" in described and all(
-        str(config) in described for config in (forward, *backward)
-    )
+    assert described == f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
     monkeypatch.setenv("JAX_FLASH_PALLAS", "triton")
     assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
     monkeypatch.setenv("JAX_FLASH_PALLAS", "cutlass")
@@ -201,9 +227,16 @@ def test_describes_what_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))
-def test_what_the_table_has_fits_in_shared_memory(head_dim):
-    size = sizes(shapes(H=head_dim))
-    assert mosaic_tiles.forward_fits(size, mosaic_tiles.forward(size))
-    assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8, 1))
-    for config in mosaic_tiles.backward(size) or ():
-        assert mosaic_tiles.backward_fits(size, config)
+@pytest.mark.parametrize("value_head_dim", [None, 16, 128, 256])
+def test_what_the_table_has_fits_in_shared_memory(head_dim, value_head_dim):
+    size = sizes(shapes(H=head_dim, V=value_head_dim))
+    if value_head_dim is None:
+        assert mosaic_tiles.forward_fits(size, mosaic_tiles.forward(size))
+        assert not mosaic_tiles.forward_fits(size, ForwardConfig(2, 512, 8, 1))
+    backward = mosaic_tiles.backward(size)
+    assert mosaic_tiles.backward_fits(size, backward)
+    assert (backward.values is not None) == (max(size.H, size.V) > 128)
+    for name, config in backward._asdict().items():
+        if config is not None:
+            more = backward._replace(**{name: dataclasses.replace(config, stages=64, second_stages=64)})
+            assert not mosaic_tiles.backward_fits(size, more)
