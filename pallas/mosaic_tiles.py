@@ -1,19 +1,19 @@
 """The shape and schedule of each Mosaic GPU kernel, as a value that can be printed.
 
-The table holds what fits shared memory, and compiles for sm_90a without a spill in the loop of whole blocks,
-but for two registers at head dim 256 forward; no timing has gone into it yet.
+The tables hold what was fastest on an H200 in the geometric mean of full and causal attention, by
+`benchmarks/tune_mosaic.py` and what came before it (benchmarks/results/mosaic_steps_forward_h200.json and
+tune_mosaic_backward_h200.json), at head dims 64, 128 and 256; backward above 128 what fits and doesn't spill.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from jax_flash._spec import Sizes
 
 SHARED_MEMORY = 227 * 1024  # of a Hopper multiprocessor, for one block
 _RESERVED = 3 * 1024 + 256  # bytes for barriers, alignment and Mosaic GPU's own
-_ALIGNMENT = (
-    1024  # of each array in shared memory; the barriers of a kernel that reduces nothing take as much
-)
+_ALIGNMENT = 1024  # of each array in shared memory; barriers of a kernel that reduces nothing take as much
 
 ROWS = 64  # of a warpgroup's matrix instruction
 
@@ -125,9 +125,10 @@ _FORWARD = {
 # of keys. There the second operand of the columns is read by one product of a step, the first mostly by two,
 # and so for longer.
 _WIDE = BackwardConfig(2, 64, 2, 1)
+_ahead = functools.partial(BackwardConfig, persistent=True, row_stages=2)
 _BACKWARD = (
-    (64, BackwardConfigs(BackwardConfig(2, 64, 3), BackwardConfig(2, 128, 2))),
-    (128, BackwardConfigs(BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 3))),
+    (64, BackwardConfigs(_ahead(2, 128, 2), _ahead(2, 128, 3))),
+    (128, BackwardConfigs(_ahead(2, 64, 3), BackwardConfig(2, 128, 2, 1, persistent=True))),
     (192, BackwardConfigs(BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 2), BackwardConfig(2, 64, 2))),
     (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 64, 2))),
     (256, BackwardConfigs(_WIDE, _WIDE, BackwardConfig(2, 64, 1))),
