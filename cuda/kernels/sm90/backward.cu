@@ -22,15 +22,6 @@
 
 // ---------------------------------------------------------------------------------------- producer
 
-__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
-                                            int rows, int head, int first_row, int batch) {
-#pragma unroll 1  // the thread has few registers
-    for (int panel = 0; panel < panels; ++panel) {
-        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
-                  panel * descriptor::panel_columns, head, first_row, batch);
-    }
-}
-
 // Q or dO of a block. CTAs that share a tile walk the same blocks: each loads a part of the rows, for all.
 __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
                                            int head, int first_row, int batch) {
@@ -57,15 +48,19 @@ __device__ __forceinline__ void produce(const Call& call) {
     int index = call.next_tile ? atomicAdd(call.next_tile, 1) : blockIdx.x / Traits::cluster;
     BlockSlot slot;
 #pragma unroll 1
-    for (uint32_t parity = 0;; parity ^= 1) {
+    for (KeySlot key_slot;; key_slot.advance()) {
+        const int key_stage = key_slot.stage;
         QueryBlocks blocks{};  // read while the tile before is at work
         if constexpr (Traits::bounds) {
             if (index < tiles) blocks = call.work(index).blocks;
         }
-        mbarrier::wait(shared.key_empty(), parity ^ 1);
-        shared.tile_index() = index < tiles ? index : -1;
-        if constexpr (Traits::bounds) shared.tile_blocks() = blocks;
-        if (index >= tiles) break;
+        mbarrier::wait(shared.key_empty(key_stage), key_slot.parity ^ 1);
+        shared.tile_index(key_stage) = index < tiles ? index : -1;
+        if constexpr (Traits::bounds) shared.tile_blocks(key_stage) = blocks;
+        if (index >= tiles) {
+            mbarrier::arrive(shared.key_full(key_stage));
+            return;
+        }
         const Work work = call.work(index, Traits::bounds ? &blocks : nullptr);
         const KeyTile& tile = work.tile;
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
@@ -74,9 +69,9 @@ __device__ __forceinline__ void produce(const Call& call) {
                         tile.batch);
         };
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
-        load_keys(shared.key_tile(), call.maps.key, shared.key_full(), Traits::key_panels);
-        auto load_value = [&] {
-            mbarrier::wait(shared.value_empty(), parity ^ 1);
+        load_keys(shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels);
+        auto load_value = [&] {  // elsewhere consumers do, once their gradients have left its place
+            if constexpr (Traits::persistent) return;
             load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
         };
         if (work.blocks.count() == 0) load_value();
@@ -112,7 +107,6 @@ __device__ __forceinline__ void produce(const Call& call) {
         if (!Traits::persistent) return;
         index = call.next_tile ? atomicAdd(call.next_tile, 1) : index + grid;
     }
-    mbarrier::arrive(shared.key_full());
 }
 
 // ---------------------------------------------------------------------------------------- entry
@@ -170,10 +164,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_out_map);
         tma::prefetch_descriptor(d_key_map);
         tma::prefetch_descriptor(d_value_map);
-        mbarrier::init(shared.key_full(), Traits::cluster);  // K, and what is needed of the other CTA's
-        // A lane of each warp that reads K or the tile's index.
-        mbarrier::init(shared.key_empty(),
-                       4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
+        for (int stage = 0; stage < Traits::key_stages; ++stage) {
+            mbarrier::init(shared.key_full(stage), Traits::cluster);  // K, and what is needed of the other CTA's
+            // A lane of each warp that reads K or the tile's index.
+            mbarrier::init(shared.key_empty(stage),
+                           4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
+        }
         for (int stage = 0; stage < Traits::sum_stages; ++stage) {
             mbarrier::init(shared.sum_full(stage), 4);
             mbarrier::init(shared.sum_empty(stage), 1);
@@ -186,8 +182,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             mbarrier::init(shared.turn_ended(stage), Traits::turn_enders);
             mbarrier::init(shared.turn_told(stage), 1);
         }
-        mbarrier::init(shared.value_full(), 1);
-        mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
+        for (int part = 0; part < Traits::value_parts; ++part) mbarrier::init(shared.value_full(part), 1);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
             mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
             // With split products consumers say so, and the other CTA once it has dS.

@@ -1,6 +1,7 @@
 // What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
 #pragma once
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
 #include "backward_bounds.cuh"
 #include "backward_order.cuh"
 #include "backward_tile.cuh"
@@ -19,6 +20,16 @@ enum Barrier {
 struct TensorMaps {
     const TensorMap &query, &key, &value, &d_out, &d_key, &d_value;
 };
+
+// Loads panels of 64 columns that lie `rows` rows apart. One thread.
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
+                                            int rows, int head, int first_row, int batch) {
+#pragma unroll 1  // the loading thread has few registers
+    for (int panel = 0; panel < panels; ++panel) {
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
+                  panel * descriptor::panel_columns, head, first_row, batch);
+    }
+}
 
 // A tile of a CTA, the same for all of its roles.
 struct Work {
@@ -109,23 +120,22 @@ struct Call {
             return work.place.rank(block, work.tile, work.blocks, shape);
         }
     }
-    // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the
-    // barriers of K and V in that round; visit has to release both.
+    // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`; visit has to release it.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
 #pragma unroll 1
-        for (uint32_t parity = 0;; parity ^= 1) {
-            mbarrier::wait(shared.key_full(), parity);
-            const int index = __shfl_sync(0xffffffff, shared.tile_index(), 0);  // in a uniform register
+        for (KeySlot slot;; slot.advance()) {
+            mbarrier::wait(shared.key_full(slot.stage), slot.parity);
+            const int index = __shfl_sync(0xffffffff, shared.tile_index(slot.stage), 0);  // in a uniform register
             if (index < 0) break;
             if constexpr (Traits::bounds) {
                 // By one lane, too: once that one lets go of the tile, the next one's may be there.
-                const QueryBlocks& of_tile = shared.tile_blocks();
+                const QueryBlocks& of_tile = shared.tile_blocks(slot.stage);
                 const QueryBlocks blocks{__shfl_sync(0xffffffff, of_tile.first, 0),
                                          __shfl_sync(0xffffffff, of_tile.last, 0)};
-                visit(work(index, &blocks), parity);
+                visit(work(index, &blocks), slot);
             } else {
-                visit(work(index), parity);
+                visit(work(index), slot);
             }
         }
     }
