@@ -50,18 +50,14 @@ __device__ __forceinline__ void produce(const Call& call) {
 #pragma unroll 1
     for (KeySlot key_slot;; key_slot.advance()) {
         const int key_stage = key_slot.stage;
-        QueryBlocks blocks{};  // read while the tile before is at work
-        if constexpr (Traits::bounds) {
-            if (index < tiles) blocks = call.work(index).blocks;
-        }
         mbarrier::wait(shared.key_empty(key_stage), key_slot.parity ^ 1);
-        shared.tile_index(key_stage) = index < tiles ? index : -1;
-        if constexpr (Traits::bounds) shared.tile_blocks(key_stage) = blocks;
         if (index >= tiles) {
+            call.told_work(key_stage).tile.first_key = -1;
             mbarrier::arrive(shared.key_full(key_stage));
             return;
         }
-        const Work work = call.work(index, Traits::bounds ? &blocks : nullptr);
+        const Work work = call.work(index);
+        if constexpr (Traits::persistent) call.told_work(key_stage) = work;
         const KeyTile& tile = work.tile;
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
             mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));

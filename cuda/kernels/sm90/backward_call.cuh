@@ -97,14 +97,13 @@ struct Call {
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
     }
-    // `of_tile` has its blocks, where they are data and read already.
-    __device__ Work work(int tile_index, const QueryBlocks* of_tile = nullptr) const {
+    __device__ Work work(int tile_index) const {
         const bool last_first =
             Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
         const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
         QueryBlocks blocks;
         if constexpr (Traits::bounds) {
-            blocks = of_tile ? *of_tile : query_blocks_by_data(tile, shape);
+            blocks = query_blocks_by_data(tile, shape);
         } else {
             blocks = query_blocks(tile, shape);
         }
@@ -120,23 +119,29 @@ struct Call {
             return work.place.rank(block, work.tile, work.blocks, shape);
         }
     }
+    // What the loading thread tells the others of the tile whose K is there. `first_key` is negative where no more come.
+    __device__ Work& told_work(int stage) const {
+        static_assert(!Traits::persistent || sizeof(Work) <= Traits::work_bytes, "there is room for it");
+        return *reinterpret_cast<Work*>(shared.data + SharedMemory::work + stage * Traits::work_bytes);
+    }
     // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`; visit has to release it.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
 #pragma unroll 1
         for (KeySlot slot;; slot.advance()) {
             mbarrier::wait(shared.key_full(slot.stage), slot.parity);
-            const int index = __shfl_sync(0xffffffff, shared.tile_index(slot.stage), 0);  // in a uniform register
-            if (index < 0) break;
-            if constexpr (Traits::bounds) {
-                // By one lane, too: once that one lets go of the tile, the next one's may be there.
-                const QueryBlocks& of_tile = shared.tile_blocks(slot.stage);
-                const QueryBlocks blocks{__shfl_sync(0xffffffff, of_tile.first, 0),
-                                         __shfl_sync(0xffffffff, of_tile.last, 0)};
-                visit(work(index, &blocks), slot);
-            } else {
-                visit(work(index), slot);
+            const Work& told = told_work(slot.stage);
+            // By one lane, which may let go of the tile before others are here. In uniform registers.
+            auto same = [](int of_lane) { return __shfl_sync(0xffffffff, of_lane, 0); };
+            const KeyTile tile{same(told.tile.first_key), same(told.tile.head), same(told.tile.batch)};
+            if (tile.first_key < 0) break;
+            const QueryBlocks blocks{same(told.blocks.first), same(told.blocks.last)};
+            Place place{blocks.first};
+            if constexpr (Traits::deterministic) {
+                place = {same(told.place.start), same(told.place.spacing), same(told.place.before),
+                         same(told.place.behind)};
             }
+            visit(Work{tile, blocks, place}, slot);
         }
     }
 

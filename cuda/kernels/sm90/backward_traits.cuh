@@ -66,7 +66,8 @@ struct Traits {
     static constexpr int key_stages = persistent ? 2 : 1;
     static constexpr int value_place_bytes =
         persistent ? ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(cta_keys) : value_bytes;
-    static constexpr int value_parts = cta_keys / 64;  // that come by themselves
+    static constexpr int work_bytes = persistent ? 40 : 0;  // what all roles are told of a tile
+    static constexpr int value_parts = cta_keys / 64;       // that come by themselves
     static constexpr int value_part_bytes = value_bytes / value_parts;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
@@ -138,13 +139,6 @@ __device__ constexpr int statistics_slot(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
-// The query blocks [first, last) in which some query sees some key of a tile.
-struct QueryBlocks {
-    int first, last;
-
-    __device__ int count() const { return max(last - first, 0); }
-};
-
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
 struct SharedMemory {
     unsigned char* data;
@@ -163,12 +157,12 @@ struct SharedMemory {
     static constexpr int statistics = factors + Traits::factor_bytes;
     static constexpr int stage_statistics_bytes = 2 * Traits::statistics_bytes + Traits::word_bytes;
     static constexpr int barriers = statistics + Traits::stages * stage_statistics_bytes;
-    static constexpr int d_scores_barriers = 3 * Traits::key_stages + Traits::value_parts + 1;
+    static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 1;
     static constexpr int barrier_count = d_scores_barriers + 2 * Traits::d_scores_buffers + 4 * Traits::stages +
                                          2 * Traits::sum_stages + Traits::writers * Traits::writer_stages +
                                          3 * Traits::turn_stages;
-    static constexpr int blocks = barriers + 8 * barrier_count;  // of tiles, where they are data
-    static constexpr int bytes = blocks + 8 * Traits::key_stages * Traits::bounds;
+    static constexpr int work = barriers + 8 * barrier_count;
+    static constexpr int bytes = work + Traits::key_stages * Traits::work_bytes;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -212,15 +206,7 @@ struct SharedMemory {
 
     __device__ uint32_t key_full(int stage = 0) const { return base + barriers + 8 * stage; }
     __device__ uint32_t key_empty(int stage) const { return key_full(Traits::key_stages + stage); }
-    // Of the tile whose K is there; negative where no more come.
-    __device__ int& tile_index(int stage) const {
-        return *reinterpret_cast<int*>(data + barriers + 8 * (2 * Traits::key_stages + stage));
-    }
-    // And the blocks that it visits, where they are data.
-    __device__ QueryBlocks& tile_blocks(int stage) const {
-        return reinterpret_cast<QueryBlocks*>(data + blocks)[stage];
-    }
-    __device__ uint32_t value_full(int part = 0) const { return key_full(3 * Traits::key_stages + part); }
+    __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
     // The other CTA's place for dS of this one.
     __device__ uint32_t peer_d_scores_empty() const { return value_full(Traits::value_parts); }
     __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (d_scores_barriers + buffer); }
