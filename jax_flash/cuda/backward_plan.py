@@ -40,6 +40,7 @@ class BackwardTile:
     sum_stages: int = 1
     writer_stages: int = 0
     turn_stages: int = 0  # and turns under way, where tiles add to sums in turns
+    bounds: bool = False  # whether what queries see is data
     factors: bool = False  # whether one consumer hands the soft cap's derivative to the other, beside P
     dropout: bool = False
 
@@ -93,8 +94,8 @@ class BackwardTile:
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
         d_scores *= 2 if self.factors else 1
         sums = d_query + writers
-        words = barriers + (0 if self.split_products else 5 * key_stages)
-        return keys_and_values + blocks + d_scores + peer + sums + statistics + 8 * words
+        told = 0 if self.split_products else key_stages * (5 + 2 * self.bounds)  # of tiles
+        return keys_and_values + blocks + d_scores + peer + sums + statistics + 8 * (barriers + told)
 
 
 # The larger head dim, of K and Q or of V, rounded up to a multiple of 16, at most → tile. What a consumer
@@ -167,7 +168,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     bounded = bounds.has_bounds(shapes)
     beside = scores.handed_factors(spec, shapes) and max(head_dim, value_dim) <= _MAX_HEAD_DIM_WITH_FACTORS
     main_shape = dataclasses.replace(
-        shape.in_turns if spec.deterministic else shape, factors=beside
+        shape.in_turns if spec.deterministic else shape, bounds=bounded, factors=beside
     )
     in_turns = spec.deterministic and not shape.split_products  # and all by one warp
     query_blocks = math.ceil(n.T / shape.queries)

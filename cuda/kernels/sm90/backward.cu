@@ -57,8 +57,14 @@ __device__ __forceinline__ void produce(const Call& call) {
             return;
         }
         const Work work = call.work(index);
-        if constexpr (Traits::persistent) call.told_work(key_stage) = work;
         const KeyTile& tile = work.tile;
+        if constexpr (Traits::persistent) call.told_work(key_stage) = work;
+        if constexpr (Traits::persistent && Traits::bounds) {
+#pragma unroll
+            for (int i = 0; i < Traits::consumers; ++i) {
+                shared.whole_blocks(key_stage, i) = whole_blocks(tile.batch, tile.first_key + 64 * i, call.shape);
+            }
+        }
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
             mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
             load_panels(destination, map, barrier, panels, Traits::cta_keys, tile.head, cta_first_key(tile),

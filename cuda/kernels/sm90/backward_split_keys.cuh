@@ -24,8 +24,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
     if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
 
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) __attribute__((always_inline)) {
-        const uint32_t key_rows =
-            uniform_anew(shared.key_tile(key_slot.stage)) + 64 * consumer * descriptor::row_bytes;
+        const uint32_t key_rows = uniform_anew(shared.key_tile(key_slot.stage)) + 64 * consumer * descriptor::row_bytes;
         const int first_key = work.tile.first_key + 64 * consumer;         // of this warpgroup
         const int key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;  // the thread's first one
         const int iterations = work.iterations(call.shape);
@@ -37,7 +36,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, work.tile.batch, key);
         BlockVisit now = work.first_visit();
         KeyBounds bounds;
-        bounds.load(work.tile.batch, first_key, key, call.shape);
+        if constexpr (Traits::bounds) {
+            bounds.load(shared.whole_blocks(key_slot.stage, consumer), work.tile.batch, key, call.shape);
+        }
 
         auto start_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);

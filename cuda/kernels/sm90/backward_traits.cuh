@@ -67,7 +67,8 @@ struct Traits {
     static constexpr int value_place_bytes =
         persistent ? ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(cta_keys) : value_bytes;
     static constexpr int work_bytes = persistent ? 40 : 0;  // what all roles are told of a tile
-    static constexpr int value_parts = cta_keys / 64;       // that come by themselves
+    static constexpr int whole_blocks_bytes = persistent && bounds ? 16 : 0;  // … and consumers, where that is data
+    static constexpr int value_parts = cta_keys / 64;                         // that come by themselves
     static constexpr int value_part_bytes = value_bytes / value_parts;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
@@ -162,7 +163,8 @@ struct SharedMemory {
                                          2 * Traits::sum_stages + Traits::writers * Traits::writer_stages +
                                          3 * Traits::turn_stages;
     static constexpr int work = barriers + 8 * barrier_count;
-    static constexpr int bytes = work + Traits::key_stages * Traits::work_bytes;
+    static constexpr int whole = work + Traits::key_stages * Traits::work_bytes;
+    static constexpr int bytes = whole + Traits::key_stages * Traits::whole_blocks_bytes;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -206,6 +208,10 @@ struct SharedMemory {
 
     __device__ uint32_t key_full(int stage = 0) const { return base + barriers + 8 * stage; }
     __device__ uint32_t key_empty(int stage) const { return key_full(Traits::key_stages + stage); }
+    // The blocks that see all of a consumer's 64 keys.
+    __device__ int2& whole_blocks(int stage, int consumer) const {
+        return reinterpret_cast<int2*>(data + whole + stage * Traits::whole_blocks_bytes)[consumer];
+    }
     __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
     // The other CTA's place for dS of this one.
     __device__ uint32_t peer_d_scores_empty() const { return value_full(Traits::value_parts); }
@@ -238,7 +244,7 @@ using SumSlot = PipelineState<Traits::sum_stages>;
 
 // What is data of a call with BOUNDS, see backward_bounds.cuh.
 struct Bounds {
-    const int2* __restrict__ key_queries;   // (B, S): the queries [x, y) among which some see a key; y = 0: none
+    const int2* __restrict__ key_queries;   // (B, keys of all tiles): the queries [x, y) that see a key; y = 0: none
     const int2* __restrict__ group_blocks;  // (B, groups of 64 keys): the blocks of queries [x, y) that see all of them
     const int2* __restrict__ tile_blocks;   // (B, key tiles): the blocks [x, y) that a tile visits, if x < y
     const int2* __restrict__ block_tiles;   // (B, query blocks): the tiles [x, y) that visit a block
