@@ -72,11 +72,18 @@ __device__ __forceinline__ void produce(const Call& call) {
         };
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
         load_keys(shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels);
-        auto load_value = [&] {  // elsewhere consumers do, once their gradients have left its place
-            if constexpr (Traits::persistent) return;
+        auto load_value = [&] {
+            if constexpr (Traits::persistent) {  // consumers do, once their gradients have left its place
+#pragma unroll 1
+                for (int i = 0; i < Traits::value_panels * Traits::value_parts; ++i) {
+                    tma::prefetch(call.maps.value, i / Traits::value_parts * descriptor::panel_columns, tile.head,
+                                  tile.first_key + i % Traits::value_parts * 64, tile.batch);
+                }
+                return;
+            }
             load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
         };
-        if (work.blocks.count() == 0) load_value();
+        if (!Traits::persistent && work.blocks.count() == 0) load_value();
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             const float* statistics = call.statistics_block(tile, head, block);
             const int first_row = block * Traits::queries, stage = slot.stage;
