@@ -103,9 +103,9 @@ class BackwardTile:
 # with packed P, and of packed P, dS and dQ. Timed where both are the same.
 #
 #   head dim   gradients           S or dP, P   packed P or dS, and dQ   shared KB
-#   64         2 x 32              64 + 32      32 + 32                  194
-#   96         2 x 48              32 + 16      16 + 16                  217
-#   128        2 x 64              32 + 16      16 + 16                  209
+#   64         2 x 32              64 + 32      32 + 32                  210
+#   96         2 x 48              32 + 16      16 + 16                  225
+#   128        2 x 64              32 + 16      16 + 16                  225
 #   192        96 (dK or dV)       32           16 + 32 (dQ)             201
 #   256        128 (dK or dV)      32           16 + 32 (dQ)             225
 _TILES = {

@@ -119,12 +119,12 @@ struct Call {
             return work.place.rank(block, work.tile, work.blocks, shape);
         }
     }
-    // What the loading thread tells the others of the tile whose K is there. `first_key` is negative where no more come.
+    // What the loading thread tells the others of the tile whose K comes. `first_key` is negative where no more come.
     __device__ Work& told_work(int stage) const {
         static_assert(!Traits::persistent || sizeof(Work) <= Traits::work_bytes, "there is room for it");
         return *reinterpret_cast<Work*>(shared.data + SharedMemory::work + stage * Traits::work_bytes);
     }
-    // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`; visit has to release it.
+    // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`, which visit releases.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
 #pragma unroll 1

@@ -1,8 +1,8 @@
 // The consumers that split a tile of 128 keys: each computes Sᵀ, dPᵀ, dV and dK of its 64 keys.
 //
-// So that the next tile starts at once, its K comes beside the tile before, to a place of its own. V of 64 keys is read by
-// one consumer alone, which stages its gradients there when it is through with it, dV beside the last product of dK, and
-// then loads the next tile's V itself, beside that one's first scores.
+// So that the next tile starts at once, its K comes beside the tile before, to a place of its own. V of 64 keys is read
+// by one consumer alone, which stages its gradients there when it is through with it, dV beside the last product of dK,
+// and then loads the next tile's V itself, beside that one's first scores.
 #pragma once
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"

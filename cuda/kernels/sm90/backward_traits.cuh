@@ -60,16 +60,17 @@ struct Traits {
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);  // … of dO
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(cta_keys);
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(cta_keys);
-    // A CTA with split products has one tile. Others take one after the other, and load K of the next one beside a tile;
-    // V's place is where both gradients are staged on their way out.
+    // A CTA with split products has one tile. Others take one after the other, with K of the next one loaded beside it,
+    // and stage both gradients in V's place (backward_split_keys.cuh).
     static constexpr bool persistent = !split_products;
     static constexpr int key_stages = persistent ? 2 : 1;
     static constexpr int value_place_bytes =
         persistent ? ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(cta_keys) : value_bytes;
-    static constexpr int work_bytes = persistent ? 40 : 0;  // what all roles are told of a tile
-    static constexpr int whole_blocks_bytes = persistent && bounds ? 16 : 0;  // … and consumers, where that is data
-    static constexpr int value_parts = cta_keys / 64;                         // that come by themselves
+    static constexpr int value_parts = cta_keys / 64;  // that come by themselves
     static constexpr int value_part_bytes = value_bytes / value_parts;
+    // What the loading thread tells of a tile: Call::told_work, SharedMemory::whole_blocks.
+    static constexpr int work_bytes = persistent ? 40 : 0;
+    static constexpr int whole_blocks_bytes = persistent && bounds ? 8 * consumers : 0;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
     static constexpr int statistics_bytes = queries * 4;               // one stage of lse, or of D
@@ -208,7 +209,7 @@ struct SharedMemory {
 
     __device__ uint32_t key_full(int stage = 0) const { return base + barriers + 8 * stage; }
     __device__ uint32_t key_empty(int stage) const { return key_full(Traits::key_stages + stage); }
-    // The blocks that see all of a consumer's 64 keys.
+    // The blocks that see all of a consumer's 64 keys, where that is data.
     __device__ int2& whole_blocks(int stage, int consumer) const {
         return reinterpret_cast<int2*>(data + whole + stage * Traits::whole_blocks_bytes)[consumer];
     }
