@@ -74,7 +74,11 @@ class BackwardTile:
         key_row, value_row, larger_row = (
             math.ceil(x / PANEL) * PANEL * 2 for x in (head_dim, value_dim, larger_dim)
         )
-        keys_and_values = self.cta_keys * (key_row + value_row)
+        # K of the next tile, too, and a place for V that has room for either gradient.
+        key_stages = 1 if self.split_products else 2
+        keys_and_values = self.cta_keys * (
+            key_stages * key_row + (value_row if self.split_products else larger_row)
+        )
         blocks = self.stages * self.queries * (key_row + value_row)
         buffers = 1 if self.split_products else 2
         d_scores = buffers * self.queries * self.cta_keys * 2
@@ -85,14 +89,13 @@ class BackwardTile:
             d_query_columns = head_dim if larger_dim <= 96 else PANEL
         d_query = self.sum_stages * 64 * d_query_columns * 4
         writers = 2 * self.writer_stages * 4096
-        gradients = 0 if self.split_products else 2 * 64 * larger_row
         statistics = self.stages * self.statistics * self.queries * 4
-        barriers = 6 + 2 * buffers + 4 * self.stages
+        barriers = 2 * key_stages + self.cta_keys // 64 + 1 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
         d_scores *= 2 if self.factors else 1
         sums = d_query + writers
-        words = barriers + self.bounds
-        return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * words
+        told = 0 if self.split_products else key_stages * (5 + 2 * self.bounds)  # of tiles
+        return keys_and_values + blocks + d_scores + peer + sums + statistics + 8 * (barriers + told)
 
 
 # The larger head dim, of K and Q or of V, rounded up to a multiple of 16, at most → tile. What a consumer
@@ -100,9 +103,9 @@ class BackwardTile:
 # with packed P, and of packed P, dS and dQ. Timed where both are the same.
 #
 #   head dim   gradients           S or dP, P   packed P or dS, and dQ   shared KB
-#   64         2 x 32              64 + 32      32 + 32                  194
-#   96         2 x 48              32 + 16      16 + 16                  217
-#   128        2 x 64              32 + 16      16 + 16                  209
+#   64         2 x 32              64 + 32      32 + 32                  210
+#   96         2 x 48              32 + 16      16 + 16                  225
+#   128        2 x 64              32 + 16      16 + 16                  225
 #   192        96 (dK or dV)       32           16 + 32 (dQ)             201
 #   256        128 (dK or dV)      32           16 + 32 (dQ)             225
 _TILES = {
@@ -288,7 +291,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         parameters=(
             rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all
             rows_map(key, shape.cta_keys),
-            rows_map(value, shape.cta_keys),
+            rows_map(value, 64),
             rows_map(d_out, shape.queries // shape.cluster),
             rows_map(d_key, 64),
             rows_map(d_value, 64),

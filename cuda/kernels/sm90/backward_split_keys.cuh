@@ -1,4 +1,8 @@
 // The consumers that split a tile of 128 keys: each computes Sᵀ, dPᵀ, dV and dK of its 64 keys.
+//
+// So that the next tile starts at once, its K comes beside the tile before, to a place of its own. V of 64 keys is read
+// by one consumer alone, which stages its gradients there when it is through with it, dV beside the last product of dK,
+// and then loads the next tile's V itself, beside that one's first scores.
 #pragma once
 #include "../ptx/mbarrier.cuh"
 #include "backward_call.cuh"
@@ -12,14 +16,15 @@ __device__ __forceinline__ void pass_turn(int consumer) { named_barrier_arrive(t
 __device__ __forceinline__ void consume_split_keys(const Call& call, int consumer) {
     const SharedMemory& shared = call.shared;
     const int lane = threadIdx.x % 32;
-    const uint32_t key_rows = shared.key_tile() + 64 * consumer * descriptor::row_bytes;
-    const uint32_t value_rows = shared.value_tile() + 64 * consumer * descriptor::row_bytes;
+    const uint32_t value_rows = shared.value_tile(consumer);
     const float scale_log2 = call.scale * log2_e;
     BlockSlot slot;
     DScoresSlot d_scores_slot;
+    PipelineState<1> value_slot;
     if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
 
-    call.for_each_tile([&](const Work& work, uint32_t tile_parity) __attribute__((always_inline)) {
+    call.for_each_tile([&](const Work& work, const KeySlot& key_slot) __attribute__((always_inline)) {
+        const uint32_t key_rows = uniform_anew(shared.key_tile(key_slot.stage)) + 64 * consumer * descriptor::row_bytes;
         const int first_key = work.tile.first_key + 64 * consumer;         // of this warpgroup
         const int key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;  // the thread's first one
         const int iterations = work.iterations(call.shape);
@@ -31,7 +36,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, work.tile.batch, key);
         BlockVisit now = work.first_visit();
         KeyBounds bounds;
-        bounds.load(work.tile.batch, first_key, key, call.shape);
+        if constexpr (Traits::bounds) {
+            bounds.load(shared.whole_blocks(key_slot.stage, consumer), work.tile.batch, key, call.shape);
+        }
 
         auto start_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
@@ -50,6 +57,18 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             if constexpr (Traits::dropout) {
                 mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
             }
+        };
+
+        auto load_value = [&]() __attribute__((always_inline)) {
+            if (threadIdx.x % 128 != 0) return;
+            tma::wait_group_read<0>();  // dK of the tile before is on its way
+            mbarrier::arrive_expect(shared.value_full(consumer), Traits::value_part_bytes);
+            load_panels(value_rows, call.maps.value, shared.value_full(consumer), Traits::value_panels,
+                        Traits::cta_keys, work.tile.head, first_key, work.tile.batch);
+        };
+        auto store_d_value = [&]() __attribute__((always_inline)) {
+            store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, value_rows, own + consumer,
+                           work.tile.head, first_key, work.tile.batch);
         };
 
         // From P of a block to P of the next one. Between two steps no product is under way.
@@ -71,7 +90,6 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::wait<0>();
             wgmma::pin(scores);
             wgmma::pin(d_value);
-            if (last && lane == 0) mbarrier::arrive(shared.value_empty());
             differentiate(scores, shared.delta(stage), [&](int i) { return unpack_operand(probabilities, i); });
             pack_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
@@ -84,6 +102,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             if (!last) start_scores();
             pass_turn(consumer);
             if (last) {
+                store_d_value();
                 wgmma::wait<0>();
             } else {
                 finish_scores();
@@ -94,23 +113,21 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
         if (iterations > 0) {
             start_scores();
-            mbarrier::wait(shared.value_full(), tile_parity);
+            load_value();
             finish_scores();
+            mbarrier::wait(shared.value_full(consumer), value_slot.parity);
+            value_slot.advance();
 #pragma unroll 1
             for (int iteration = 1; iteration < iterations; ++iteration) step(false);
             step(true);
         } else {
-            mbarrier::wait(shared.value_full(), tile_parity);  // the barrier's next round may not start before
-            if (lane == 0) mbarrier::arrive(shared.value_empty());
+            wait_for_stores(own + consumer);  // of the tile before
+            store_d_value();
         }
-
-        wait_for_stores(own + consumer);  // of the tile before
-        if (lane == 0) mbarrier::arrive(shared.key_empty());
-        store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value,
-                       shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+        if (lane == 0) mbarrier::arrive(shared.key_empty(key_slot.stage));
         wait_for_stores(own + consumer);
-        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key,
-                       shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, value_rows,
+                       own + consumer, work.tile.head, first_key, work.tile.batch);
     });
     wait_for_stores(own + consumer);
 }
