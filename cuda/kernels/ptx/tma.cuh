@@ -21,8 +21,8 @@ __device__ __forceinline__ void load(uint32_t destination, const TensorMap& map,
 
 // global → L2, ahead of a load of the same box.
 __device__ __forceinline__ void prefetch(const TensorMap& map, int c0, int c1, int c2, int c3) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0), "r"(c1),
-                 "r"(c2), "r"(c3)
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
 }
 

@@ -50,20 +50,30 @@ __device__ __forceinline__ void produce(const Call& call) {
 #pragma unroll 1
     for (KeySlot key_slot;; key_slot.advance()) {
         const int key_stage = key_slot.stage;
+        // Read while the tile before is at work.
+        const Work work = call.work(min(index, tiles - 1));
+        const KeyTile& tile = work.tile;
+        int2 whole[Traits::consumers];
+        if constexpr (Traits::tells_work && Traits::bounds) {
+#pragma unroll
+            for (int i = 0; i < Traits::consumers; ++i) {
+                whole[i] = whole_blocks(tile.batch, tile.first_key + 64 * i, call.shape);
+            }
+        }
         mbarrier::wait(shared.key_empty(key_stage), key_slot.parity ^ 1);
         if (index >= tiles) {
-            call.told_work(key_stage).tile.first_key = -1;
+            shared.told_tile(key_stage) = -1;
             mbarrier::arrive(shared.key_full(key_stage));
             return;
         }
-        const Work work = call.work(index);
-        const KeyTile& tile = work.tile;
-        if constexpr (Traits::persistent) call.told_work(key_stage) = work;
-        if constexpr (Traits::persistent && Traits::bounds) {
+        if constexpr (Traits::tells_work) {
+            call.told_work(key_stage) = work;
+        } else {
+            shared.told_tile(key_stage) = index;
+        }
+        if constexpr (Traits::tells_work && Traits::bounds) {
 #pragma unroll
-            for (int i = 0; i < Traits::consumers; ++i) {
-                shared.whole_blocks(key_stage, i) = whole_blocks(tile.batch, tile.first_key + 64 * i, call.shape);
-            }
+            for (int i = 0; i < Traits::consumers; ++i) shared.whole_blocks(key_stage, i) = whole[i];
         }
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
             mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
@@ -73,17 +83,18 @@ __device__ __forceinline__ void produce(const Call& call) {
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
         load_keys(shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels);
         auto load_value = [&] {
-            if constexpr (Traits::persistent) {  // consumers do, once their gradients have left its place
+            if constexpr (Traits::gradients_in_value_place) {  // consumers do, once those have left
 #pragma unroll 1
                 for (int i = 0; i < Traits::value_panels * Traits::value_parts; ++i) {
                     tma::prefetch(call.maps.value, i / Traits::value_parts * descriptor::panel_columns, tile.head,
                                   tile.first_key + i % Traits::value_parts * 64, tile.batch);
                 }
-                return;
+            } else {
+                mbarrier::wait(shared.value_empty(), key_slot.parity ^ 1);
+                load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
             }
-            load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
         };
-        if (!Traits::persistent && work.blocks.count() == 0) load_value();
+        if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value();
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             const float* statistics = call.statistics_block(tile, head, block);
             const int first_row = block * Traits::queries, stage = slot.stage;
@@ -192,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             mbarrier::init(shared.turn_told(stage), 1);
         }
         for (int part = 0; part < Traits::value_parts; ++part) mbarrier::init(shared.value_full(part), 1);
+        mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
             mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
             // With split products consumers say so, and the other CTA once it has dS.

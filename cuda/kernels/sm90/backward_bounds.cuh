@@ -12,8 +12,8 @@ __device__ __forceinline__ int2 whole_blocks(int batch, int first_key, const Sha
     return shape.bounds.group_blocks[batch * shape.key_tiles() * (Traits::keys / 64) + first_key / 64];
 }
 
-// What there is to know of a thread's two keys and its warpgroup's 64, once a tile. Nothing is computed from what is loaded
-// here before the first mask, so that it has the time of the first scores to arrive.
+// What there is to know of a thread's two keys and its warpgroup's 64, once a tile. Nothing is computed from what is
+// loaded here before the first mask, so that it has the time of the first scores to arrive.
 struct KeyBounds {
     int2 queries[2];  // that see each
     int segment[2];

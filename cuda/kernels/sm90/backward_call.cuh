@@ -26,8 +26,8 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
                                             int rows, int head, int first_row, int batch) {
 #pragma unroll 1  // the loading thread has few registers
     for (int panel = 0; panel < panels; ++panel) {
-        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
-                  panel * descriptor::panel_columns, head, first_row, batch);
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier, panel * descriptor::panel_columns,
+                  head, first_row, batch);
     }
 }
 
@@ -119,10 +119,10 @@ struct Call {
             return work.place.rank(block, work.tile, work.blocks, shape);
         }
     }
-    // What the loading thread tells the others of the tile whose K comes. `first_key` is negative where no more come.
+    // What the loading thread tells the others of the tile whose K comes, if any, see `told_tile`.
     __device__ Work& told_work(int stage) const {
-        static_assert(!Traits::persistent || sizeof(Work) <= Traits::work_bytes, "there is room for it");
-        return *reinterpret_cast<Work*>(shared.data + SharedMemory::work + stage * Traits::work_bytes);
+        static_assert(!Traits::tells_work || sizeof(Work) <= Traits::work_bytes, "there is room for it");
+        return reinterpret_cast<Work&>(shared.told_tile(stage));
     }
     // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`, which visit releases.
     template <class Visit>
@@ -130,18 +130,23 @@ struct Call {
 #pragma unroll 1
         for (KeySlot slot;; slot.advance()) {
             mbarrier::wait(shared.key_full(slot.stage), slot.parity);
-            const Work& told = told_work(slot.stage);
             // By one lane, which may let go of the tile before others are here. In uniform registers.
             auto same = [](int of_lane) { return __shfl_sync(0xffffffff, of_lane, 0); };
-            const KeyTile tile{same(told.tile.first_key), same(told.tile.head), same(told.tile.batch)};
-            if (tile.first_key < 0) break;
-            const QueryBlocks blocks{same(told.blocks.first), same(told.blocks.last)};
-            Place place{blocks.first};
-            if constexpr (Traits::deterministic) {
-                place = {same(told.place.start), same(told.place.spacing), same(told.place.before),
-                         same(told.place.behind)};
+            const int told_tile = same(shared.told_tile(slot.stage));
+            if (told_tile < 0) break;
+            if constexpr (Traits::tells_work) {
+                const Work& told = told_work(slot.stage);
+                const KeyTile tile{told_tile, same(told.tile.head), same(told.tile.batch)};
+                const QueryBlocks blocks{same(told.blocks.first), same(told.blocks.last)};
+                Place place{blocks.first};
+                if constexpr (Traits::deterministic) {
+                    place = {same(told.place.start), same(told.place.spacing), same(told.place.before),
+                             same(told.place.behind)};
+                }
+                visit(Work{tile, blocks, place}, slot);
+            } else {
+                visit(work(told_tile), slot);
             }
-            visit(Work{tile, blocks, place}, slot);
         }
     }
 

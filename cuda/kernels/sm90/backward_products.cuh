@@ -167,8 +167,7 @@ __device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, D
 }
 
 // Writes dK or dV of a warpgroup's 64 keys by TMA, which clips rows and columns that are not there, from `staging`,
-// 64 rows of a tile of keys, which are in use until `wait_for_stores`. All of the warpgroup's threads call it, and
-// `barrier` is for them.
+// which is in use until `wait_for_stores`. All of the warpgroup's threads call it, and `barrier` is for them.
 template <int count>
 __device__ __forceinline__ void store_gradient(const float (&gradient)[count], float factor, const TensorMap& map,
                                                uint32_t staging, int barrier, int head, int first_key, int batch) {
@@ -176,7 +175,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[count], f
 #pragma unroll
     for (int i = 0; i < count; i += 8) {
         const int chunk = i / 4 + half;
-        const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(Traits::cta_keys);
+        const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(Traits::gradient_panel_rows);
         store_matrix_x4(panel + descriptor::swizzled_offset(row, chunk % 8),
                         pack<Traits::Element>(gradient[i] * factor, gradient[i + 1] * factor),
                         pack<Traits::Element>(gradient[i + 2] * factor, gradient[i + 3] * factor),
@@ -188,7 +187,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[count], f
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < ceil_div(2 * count, descriptor::panel_columns); ++panel) {
-            tma::store(map, staging + panel * descriptor::panel_bytes(Traits::cta_keys),
+            tma::store(map, staging + panel * descriptor::panel_bytes(Traits::gradient_panel_rows),
                        panel * descriptor::panel_columns, head, first_key, batch);
         }
         tma::commit_group();

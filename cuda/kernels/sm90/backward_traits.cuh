@@ -60,17 +60,25 @@ struct Traits {
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);  // … of dO
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(cta_keys);
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(cta_keys);
-    // A CTA with split products has one tile. Others take one after the other, with K of the next one loaded beside it,
-    // and stage both gradients in V's place (backward_split_keys.cuh).
+    // A CTA with split products has one tile, whose gradients leave by way of K's and V's place. Others take one after
+    // the other. Theirs leave by way of V's, beside which K of the next tile has one, too; or by way of a place of
+    // their own: then the next V comes earlier, and the next K later (backward_split_keys.cuh).
     static constexpr bool persistent = !split_products;
-    static constexpr int key_stages = persistent ? 2 : 1;
-    static constexpr int value_place_bytes =
-        persistent ? ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(cta_keys) : value_bytes;
-    static constexpr int value_parts = cta_keys / 64;  // that come by themselves
+    static constexpr bool gradients_in_value_place = persistent && larger_dim <= 96;
+    static constexpr int key_stages = gradients_in_value_place ? 2 : 1;
+    static constexpr int value_parts = gradients_in_value_place ? consumers : 1;  // that come by themselves
     static constexpr int value_part_bytes = value_bytes / value_parts;
-    // What the loading thread tells of a tile: Call::told_work, SharedMemory::whole_blocks.
-    static constexpr int work_bytes = persistent ? 40 : 0;
-    static constexpr int whole_blocks_bytes = persistent && bounds ? 8 * consumers : 0;
+    // dK or dV of a warpgroup's 64 keys on its way out, in panels of so many rows.
+    static constexpr int gradient_panel_rows = gradients_in_value_place ? cta_keys : 64;
+    static constexpr int gradient_bytes = ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(64);
+    static constexpr int value_place_bytes = gradients_in_value_place ? consumers * gradient_bytes : value_bytes;
+    static constexpr int gradients_bytes = persistent && !gradients_in_value_place ? consumers * gradient_bytes : 0;
+    // What the loading thread tells of a tile: its work (Call::told_work) and, where that is data, which blocks see
+    // keys whole. Or its index alone: without bounds work is soon computed, and with few registers left, as at head dim
+    // 128, work that is told costs instructions in each step.
+    static constexpr bool tells_work = gradients_in_value_place || (persistent && bounds);
+    static constexpr int work_bytes = tells_work ? 40 : 8;
+    static constexpr int whole_blocks_bytes = tells_work && bounds ? 8 * consumers : 0;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
     static constexpr int statistics_bytes = queries * 4;               // one stage of lse, or of D
@@ -155,11 +163,12 @@ struct SharedMemory {
     static constexpr int peer_key = peer_d_scores + Traits::peer_d_scores_bytes;
     static constexpr int d_query = peer_key + Traits::peer_key_bytes;
     static constexpr int writer = d_query + Traits::sum_stages * Traits::d_query_bytes;
-    static constexpr int factors = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
+    static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
+    static constexpr int factors = gradients + Traits::gradients_bytes;
     static constexpr int statistics = factors + Traits::factor_bytes;
     static constexpr int stage_statistics_bytes = 2 * Traits::statistics_bytes + Traits::word_bytes;
     static constexpr int barriers = statistics + Traits::stages * stage_statistics_bytes;
-    static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 1;
+    static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 2;
     static constexpr int barrier_count = d_scores_barriers + 2 * Traits::d_scores_buffers + 4 * Traits::stages +
                                          2 * Traits::sum_stages + Traits::writers * Traits::writer_stages +
                                          3 * Traits::turn_stages;
@@ -172,6 +181,10 @@ struct SharedMemory {
     __device__ uint32_t key_tile(int stage = 0) const { return base + key + stage * Traits::key_bytes; }
     // Rows of 64 keys, in panels of the tile's.
     __device__ uint32_t value_tile(int part = 0) const { return base + value + part * 64 * descriptor::row_bytes; }
+    __device__ uint32_t gradient_tile(int consumer) const {
+        return Traits::gradients_in_value_place ? value_tile(consumer)
+                                                : base + gradients + consumer * Traits::gradient_bytes;
+    }
     __device__ uint32_t query_block(int stage) const { return base + query + stage * Traits::query_bytes; }
     __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::d_out_bytes; }
     __device__ static constexpr int writer_offset(int warp, int stage) {
@@ -209,13 +222,18 @@ struct SharedMemory {
 
     __device__ uint32_t key_full(int stage = 0) const { return base + barriers + 8 * stage; }
     __device__ uint32_t key_empty(int stage) const { return key_full(Traits::key_stages + stage); }
+    // Of the tile whose K comes: its index, or its first key, with which its work begins. Negative where no more come.
+    __device__ int& told_tile(int stage) const {
+        return *reinterpret_cast<int*>(data + work + stage * Traits::work_bytes);
+    }
     // The blocks that see all of a consumer's 64 keys, where that is data.
     __device__ int2& whole_blocks(int stage, int consumer) const {
         return reinterpret_cast<int2*>(data + whole + stage * Traits::whole_blocks_bytes)[consumer];
     }
     __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
+    __device__ uint32_t value_empty() const { return value_full(Traits::value_parts); }
     // The other CTA's place for dS of this one.
-    __device__ uint32_t peer_d_scores_empty() const { return value_full(Traits::value_parts); }
+    __device__ uint32_t peer_d_scores_empty() const { return value_empty() + 8; }
     __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (d_scores_barriers + buffer); }
     __device__ uint32_t d_scores_empty(int buffer) const {
         return d_scores_full(buffer) + 8 * Traits::d_scores_buffers;
