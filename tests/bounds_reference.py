@@ -72,8 +72,10 @@ def backward_operands(
     of_span = np.arange(math.ceil(blocks / span)) * span
     in_span = (first[:, :, None] < of_span + span) & (last[:, :, None] > of_span)
     in_span &= (first < last)[:, :, None]
+    no_key = ((0, 0), (0, tiles * keys - n.S))
+    padded = np.pad(begin, no_key, constant_values=NOWHERE), np.pad(end, no_key)
     return {
-        "key_queries": np.stack((begin, end), -1),
+        "key_queries": np.stack(padded, -1),
         "group_blocks": np.stack((whole_begin, whole_end), -1),
         "tile_blocks": np.stack((first, last), -1),
         "block_tiles": np.stack(

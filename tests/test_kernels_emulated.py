@@ -297,6 +297,26 @@ def test_heads_whose_dq_takes_the_place_of_another_heads(
     check_backward(case, emulator, multiprocessors)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(H=128, T=200, S=700, N=4, K=2, B=2, right=0, return_residual=True),
+        Case(H=128, T=60, S=900, N=4, K=2, left=70),  # tiles that no query sees come between others
+        Case(H=128, T=60, S=900, N=2, left=70, deterministic=True),
+        Case(H=64, T=700, S=500, N=2, right=-300),
+        Case(H=96, T=1, S=400, N=3),  # tiles of one block
+        Case(H=128, V=64, T=129, S=500, B=3, lengths="qk", right=0),
+        Case(H=64, V=128, T=300, S=500, B=2, packed=12),
+        Case(H=128, T=200, S=700, N=4, K=2, packed=9, dropout=0.3, right=0),
+        Case(H=128, T=300, S=500, N=2, segments="mixed", deterministic=True),
+    ],
+    ids=str,
+)
+def test_all_tiles_on_one_multiprocessor(case, emulator):
+    """K of a tile comes, and gradients of the one before it leave, beside others' products."""
+    check_backward(case, emulator, multiprocessors=1, runs=2)
+
+
 @pytest.mark.parametrize("case,multiprocessors", IN_TURNS, ids=str)
 def test_deterministic_backward(case, multiprocessors, emulator):
     case = dataclasses.replace(case, deterministic=True)

@@ -64,6 +64,14 @@ class BackwardTile:
     def keys(self) -> int:
         return self.cta_keys * self.cluster
 
+    def gradients_in_value_place(self, larger_dim: int) -> bool:
+        """Whether dK and dV leave by way of V's place, beside which K of the next tile has one."""
+        return not self.split_products and larger_dim <= 96
+
+    def value_rows(self, larger_dim: int) -> int:
+        """Keys whose V comes by itself."""
+        return 64 if self.gradients_in_value_place(larger_dim) else self.cta_keys
+
     def shared_bytes(self, head_dim: int, value_dim: int | None = None) -> int:
         """Dynamic shared memory, in the order of `SharedMemory` in cuda/kernels/sm90/backward_traits.cuh.
 
@@ -74,7 +82,12 @@ class BackwardTile:
         key_row, value_row, larger_row = (
             math.ceil(x / PANEL) * PANEL * 2 for x in (head_dim, value_dim, larger_dim)
         )
-        keys_and_values = self.cta_keys * (key_row + value_row)
+        # K of the next tile, too, and a place for V that has room for either gradient; or one for gradients.
+        in_value_place = self.gradients_in_value_place(larger_dim)
+        key_stages = 2 if in_value_place else 1
+        keys = self.cta_keys * key_stages * key_row
+        values = self.cta_keys * (larger_row if in_value_place else value_row)
+        gradients = 0 if self.split_products or in_value_place else self.cta_keys * larger_row
         blocks = self.stages * self.queries * (key_row + value_row)
         buffers = 1 if self.split_products else 2
         d_scores = buffers * self.queries * self.cta_keys * 2
@@ -85,14 +98,16 @@ class BackwardTile:
             d_query_columns = head_dim if larger_dim <= 96 else PANEL
         d_query = self.sum_stages * 64 * d_query_columns * 4
         writers = 2 * self.writer_stages * 4096
-        gradients = 0 if self.split_products else 2 * 64 * larger_row
         statistics = self.stages * self.statistics * self.queries * 4
-        barriers = 6 + 2 * buffers + 4 * self.stages
+        value_parts = self.cta_keys // self.value_rows(larger_dim)
+        barriers = 2 * key_stages + value_parts + 2 + 2 * buffers + 4 * self.stages
         barriers += 2 * self.sum_stages + 2 * self.writer_stages + 3 * self.turn_stages
         d_scores *= 2 if self.factors else 1
         sums = d_query + writers
-        words = barriers + self.bounds
-        return keys_and_values + blocks + d_scores + peer + sums + gradients + statistics + 8 * words
+        tells_work = in_value_place or (self.bounds and not self.split_products)  # not the tile's index alone
+        told = key_stages * (5 + 2 * self.bounds) if tells_work else 1
+        words = barriers + told
+        return keys + values + blocks + d_scores + peer + sums + gradients + statistics + 8 * words
 
 
 # The larger head dim, of K and Q or of V, rounded up to a multiple of 16, at most → tile. What a consumer
@@ -100,9 +115,9 @@ class BackwardTile:
 # with packed P, and of packed P, dS and dQ. Timed where both are the same.
 #
 #   head dim   gradients           S or dP, P   packed P or dS, and dQ   shared KB
-#   64         2 x 32              64 + 32      32 + 32                  194
-#   96         2 x 48              32 + 16      16 + 16                  217
-#   128        2 x 64              32 + 16      16 + 16                  209
+#   64         2 x 32              64 + 32      32 + 32                  210
+#   96         2 x 48              32 + 16      16 + 16                  225
+#   128        2 x 64              32 + 16      16 + 16                  225
 #   192        96 (dK or dV)       32           16 + 32 (dQ)             201
 #   256        128 (dK or dV)      32           16 + 32 (dQ)             225
 _TILES = {
@@ -288,7 +303,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         parameters=(
             rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all
             rows_map(key, shape.cta_keys),
-            rows_map(value, shape.cta_keys),
+            rows_map(value, shape.value_rows(max(head_dim, value_dim))),
             rows_map(d_out, shape.queries // shape.cluster),
             rows_map(d_key, 64),
             rows_map(d_value, 64),

@@ -69,7 +69,7 @@ def backward_buffers(shapes: Shapes, queries: int, keys: int, span: int) -> tupl
         return ()
     blocks, tiles = math.ceil(n.T / queries), math.ceil(n.S / keys)
     return (
-        Buffer("key_queries", (n.B, n.S, 2), "int32"),
+        Buffer("key_queries", (n.B, tiles * keys, 2), "int32"),
         Buffer("group_blocks", (n.B, tiles * keys // 64, 2), "int32"),
         Buffer("tile_blocks", (n.B, tiles, 2), "int32"),
         Buffer("block_tiles", (n.B, blocks, 2), "int32"),

@@ -19,6 +19,13 @@ __device__ __forceinline__ void load(uint32_t destination, const TensorMap& map,
         : "memory");
 }
 
+// global → L2, ahead of a load of the same box.
+__device__ __forceinline__ void prefetch(const TensorMap& map, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0),
+                 "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
 // The same to every CTA of the cluster whose bit is set in `ctas`, and completes there: `destination` and `barrier` are
 // addresses here and stand for the same ones in each.
 __device__ __forceinline__ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier,

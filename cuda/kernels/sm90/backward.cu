@@ -22,15 +22,6 @@
 
 // ---------------------------------------------------------------------------------------- producer
 
-__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
-                                            int rows, int head, int first_row, int batch) {
-#pragma unroll 1  // the thread has few registers
-    for (int panel = 0; panel < panels; ++panel) {
-        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
-                  panel * descriptor::panel_columns, head, first_row, batch);
-    }
-}
-
 // Q or dO of a block. CTAs that share a tile walk the same blocks: each loads a part of the rows, for all.
 __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
                                            int head, int first_row, int batch) {
@@ -57,29 +48,53 @@ __device__ __forceinline__ void produce(const Call& call) {
     int index = call.next_tile ? atomicAdd(call.next_tile, 1) : blockIdx.x / Traits::cluster;
     BlockSlot slot;
 #pragma unroll 1
-    for (uint32_t parity = 0;; parity ^= 1) {
-        QueryBlocks blocks{};  // read while the tile before is at work
-        if constexpr (Traits::bounds) {
-            if (index < tiles) blocks = call.work(index).blocks;
-        }
-        mbarrier::wait(shared.key_empty(), parity ^ 1);
-        shared.tile_index() = index < tiles ? index : -1;
-        if constexpr (Traits::bounds) shared.tile_blocks() = blocks;
-        if (index >= tiles) break;
-        const Work work = call.work(index, Traits::bounds ? &blocks : nullptr);
+    for (KeySlot key_slot;; key_slot.advance()) {
+        const int key_stage = key_slot.stage;
+        // Read while the tile before is at work.
+        const Work work = call.work(min(index, tiles - 1));
         const KeyTile& tile = work.tile;
+        int2 whole[Traits::consumers];
+        if constexpr (Traits::tells_work && Traits::bounds) {
+#pragma unroll
+            for (int i = 0; i < Traits::consumers; ++i) {
+                whole[i] = whole_blocks(tile.batch, tile.first_key + 64 * i, call.shape);
+            }
+        }
+        mbarrier::wait(shared.key_empty(key_stage), key_slot.parity ^ 1);
+        if (index >= tiles) {
+            shared.told_tile(key_stage) = -1;
+            mbarrier::arrive(shared.key_full(key_stage));
+            return;
+        }
+        if constexpr (Traits::tells_work) {
+            call.told_work(key_stage) = work;
+        } else {
+            shared.told_tile(key_stage) = index;
+        }
+        if constexpr (Traits::tells_work && Traits::bounds) {
+#pragma unroll
+            for (int i = 0; i < Traits::consumers; ++i) shared.whole_blocks(key_stage, i) = whole[i];
+        }
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
             mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
             load_panels(destination, map, barrier, panels, Traits::cta_keys, tile.head, cta_first_key(tile),
                         tile.batch);
         };
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
-        load_keys(shared.key_tile(), call.maps.key, shared.key_full(), Traits::key_panels);
+        load_keys(shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels);
         auto load_value = [&] {
-            mbarrier::wait(shared.value_empty(), parity ^ 1);
-            load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
+            if constexpr (Traits::gradients_in_value_place) {  // consumers do, once those have left
+#pragma unroll 1
+                for (int i = 0; i < Traits::value_panels * Traits::value_parts; ++i) {
+                    tma::prefetch(call.maps.value, i / Traits::value_parts * descriptor::panel_columns, tile.head,
+                                  tile.first_key + i % Traits::value_parts * 64, tile.batch);
+                }
+            } else {
+                mbarrier::wait(shared.value_empty(), key_slot.parity ^ 1);
+                load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels);
+            }
         };
-        if (work.blocks.count() == 0) load_value();
+        if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value();
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             const float* statistics = call.statistics_block(tile, head, block);
             const int first_row = block * Traits::queries, stage = slot.stage;
@@ -112,7 +127,6 @@ __device__ __forceinline__ void produce(const Call& call) {
         if (!Traits::persistent) return;
         index = call.next_tile ? atomicAdd(call.next_tile, 1) : index + grid;
     }
-    mbarrier::arrive(shared.key_full());
 }
 
 // ---------------------------------------------------------------------------------------- entry
@@ -170,10 +184,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(d_out_map);
         tma::prefetch_descriptor(d_key_map);
         tma::prefetch_descriptor(d_value_map);
-        mbarrier::init(shared.key_full(), Traits::cluster);  // K, and what is needed of the other CTA's
-        // A lane of each warp that reads K or the tile's index.
-        mbarrier::init(shared.key_empty(),
-                       4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
+        for (int stage = 0; stage < Traits::key_stages; ++stage) {
+            mbarrier::init(shared.key_full(stage), Traits::cluster);  // K, and what is needed of the other CTA's
+            // A lane of each warp that reads K or the tile's index.
+            mbarrier::init(shared.key_empty(stage),
+                           4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
+        }
         for (int stage = 0; stage < Traits::sum_stages; ++stage) {
             mbarrier::init(shared.sum_full(stage), 4);
             mbarrier::init(shared.sum_empty(stage), 1);
@@ -186,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             mbarrier::init(shared.turn_ended(stage), Traits::turn_enders);
             mbarrier::init(shared.turn_told(stage), 1);
         }
-        mbarrier::init(shared.value_full(), 1);
+        for (int part = 0; part < Traits::value_parts; ++part) mbarrier::init(shared.value_full(part), 1);
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
         for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
             mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);

@@ -12,22 +12,25 @@ __device__ __forceinline__ int2 whole_blocks(int batch, int first_key, const Sha
     return shape.bounds.group_blocks[batch * shape.key_tiles() * (Traits::keys / 64) + first_key / 64];
 }
 
-// What there is to know of a thread's two keys and its warpgroup's 64, once a tile.
+// What there is to know of a thread's two keys and its warpgroup's 64, once a tile. Nothing is computed from what is
+// loaded here before the first mask, so that it has the time of the first scores to arrive.
 struct KeyBounds {
     int2 queries[2];  // that see each
     int segment[2];
-    int2 whole;               // blocks that see all 64
-    const int* of_queries;    // segments
+    int2 whole;             // blocks that see all 64
+    const int* of_queries;  // segments
 
-    __device__ __forceinline__ void load(int batch, int first_key, int key, const Shape& shape) {
-        if constexpr (!Traits::bounds) return;
-        whole = whole_blocks(batch, first_key, shape);
+    // `key` is the thread's first. `whole_` goes to uniform registers, for which a warp would wait.
+    __device__ __forceinline__ void load(int2 whole_, int batch, int key, const Shape& shape) {
+        whole = whole_;
+        const int64_t first = static_cast<int64_t>(batch) * shape.key_tiles() * Traits::keys;  // key of the batch row
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int64_t there = static_cast<int64_t>(batch) * shape.keys + min(key + 8 * r, shape.keys - 1);
-            queries[r] = shape.bounds.key_queries[there];
-            if (key + 8 * r >= shape.keys) queries[r].y = 0;
-            if constexpr (Traits::segments) segment[r] = shape.bounds.key_segments[there];
+            queries[r] = shape.bounds.key_queries[first + key + 8 * r];
+            if constexpr (Traits::segments) {
+                const int there = min(key + 8 * r, shape.keys - 1);
+                segment[r] = shape.bounds.key_segments[static_cast<int64_t>(batch) * shape.keys + there];
+            }
         }
         of_queries = shape.bounds.query_segments + static_cast<int64_t>(batch) * shape.queries;
     }

@@ -1,6 +1,7 @@
 // What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
 #pragma once
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
 #include "backward_bounds.cuh"
 #include "backward_order.cuh"
 #include "backward_tile.cuh"
@@ -19,6 +20,16 @@ enum Barrier {
 struct TensorMaps {
     const TensorMap &query, &key, &value, &d_out, &d_key, &d_value;
 };
+
+// Loads panels of 64 columns that lie `rows` rows apart. One thread.
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
+                                            int rows, int head, int first_row, int batch) {
+#pragma unroll 1  // the loading thread has few registers
+    for (int panel = 0; panel < panels; ++panel) {
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier, panel * descriptor::panel_columns,
+                  head, first_row, batch);
+    }
+}
 
 // A tile of a CTA, the same for all of its roles.
 struct Work {
@@ -86,14 +97,13 @@ struct Call {
     __device__ int tile_count() const {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
     }
-    // `of_tile` has its blocks, where they are data and read already.
-    __device__ Work work(int tile_index, const QueryBlocks* of_tile = nullptr) const {
+    __device__ Work work(int tile_index) const {
         const bool last_first =
             Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
         const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
         QueryBlocks blocks;
         if constexpr (Traits::bounds) {
-            blocks = of_tile ? *of_tile : query_blocks_by_data(tile, shape);
+            blocks = query_blocks_by_data(tile, shape);
         } else {
             blocks = query_blocks(tile, shape);
         }
@@ -109,23 +119,33 @@ struct Call {
             return work.place.rank(block, work.tile, work.blocks, shape);
         }
     }
-    // Calls visit(work, parity) for each of the CTA's tiles, as soon as its K is there. `parity` is that of the
-    // barriers of K and V in that round; visit has to release both.
+    // What the loading thread tells the others of the tile whose K comes, if any, see `told_tile`.
+    __device__ Work& told_work(int stage) const {
+        static_assert(!Traits::tells_work || sizeof(Work) <= Traits::work_bytes, "there is room for it");
+        return reinterpret_cast<Work&>(shared.told_tile(stage));
+    }
+    // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`, which visit releases.
     template <class Visit>
     __device__ __forceinline__ void for_each_tile(Visit visit) const {
 #pragma unroll 1
-        for (uint32_t parity = 0;; parity ^= 1) {
-            mbarrier::wait(shared.key_full(), parity);
-            const int index = __shfl_sync(0xffffffff, shared.tile_index(), 0);  // in a uniform register
-            if (index < 0) break;
-            if constexpr (Traits::bounds) {
-                // By one lane, too: once that one lets go of the tile, the next one's may be there.
-                const QueryBlocks& of_tile = shared.tile_blocks();
-                const QueryBlocks blocks{__shfl_sync(0xffffffff, of_tile.first, 0),
-                                         __shfl_sync(0xffffffff, of_tile.last, 0)};
-                visit(work(index, &blocks), parity);
+        for (KeySlot slot;; slot.advance()) {
+            mbarrier::wait(shared.key_full(slot.stage), slot.parity);
+            // By one lane, which may let go of the tile before others are here. In uniform registers.
+            auto same = [](int of_lane) { return __shfl_sync(0xffffffff, of_lane, 0); };
+            const int told_tile = same(shared.told_tile(slot.stage));
+            if (told_tile < 0) break;
+            if constexpr (Traits::tells_work) {
+                const Work& told = told_work(slot.stage);
+                const KeyTile tile{told_tile, same(told.tile.head), same(told.tile.batch)};
+                const QueryBlocks blocks{same(told.blocks.first), same(told.blocks.last)};
+                Place place{blocks.first};
+                if constexpr (Traits::deterministic) {
+                    place = {same(told.place.start), same(told.place.spacing), same(told.place.before),
+                             same(told.place.behind)};
+                }
+                visit(Work{tile, blocks, place}, slot);
             } else {
-                visit(work(index), parity);
+                visit(work(told_tile), slot);
             }
         }
     }

@@ -53,7 +53,7 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
     const bool first_lane = threadIdx.x % 32 == 0;
     DScoresSlot slot;
     SumSlot sum_slot;
-    call.for_each_tile([&](const Work& work, uint32_t) {
+    call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
         const int iterations = work.iterations(call.shape);
 #pragma unroll 1
         for (int iteration = 0; iteration < iterations; ++iteration) {
@@ -64,12 +64,12 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                 float d_query[DqBlock::tile_columns / 2];
                 issue_d_query<DqBlock::tile_columns>(
                     d_query, shared.d_scores_buffer(slot.stage) + row_tile * descriptor::panel_bytes(Traits::keys),
-                    shared.key_tile() + column_tile * descriptor::panel_bytes(Traits::keys));
+                    shared.key_tile(key_slot.stage) + column_tile * descriptor::panel_bytes(Traits::keys));
                 wgmma::wait<0>();
                 wgmma::pin(d_query);
                 if (tile == DqBlock::tiles - 1 && first_lane) {
                     mbarrier::arrive(shared.d_scores_empty(slot.stage));
-                    if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty());
+                    if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty(key_slot.stage));
                 }
                 mbarrier::wait(shared.sum_empty(sum_slot.stage), sum_slot.parity ^ 1);
                 stage_d_query(d_query, shared.data + SharedMemory::d_query + sum_slot.stage * Traits::d_query_bytes);
@@ -79,6 +79,6 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
             }
             slot.advance();
         }
-        if (iterations == 0 && first_lane) mbarrier::arrive(shared.key_empty());
+        if (iterations == 0 && first_lane) mbarrier::arrive(shared.key_empty(key_slot.stage));
     });
 }

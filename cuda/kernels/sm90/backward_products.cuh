@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[count], f
 #pragma unroll
     for (int i = 0; i < count; i += 8) {
         const int chunk = i / 4 + half;
-        const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(64);
+        const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(Traits::gradient_panel_rows);
         store_matrix_x4(panel + descriptor::swizzled_offset(row, chunk % 8),
                         pack<Traits::Element>(gradient[i] * factor, gradient[i + 1] * factor),
                         pack<Traits::Element>(gradient[i + 2] * factor, gradient[i + 3] * factor),
@@ -187,8 +187,8 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[count], f
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
         for (int panel = 0; panel < ceil_div(2 * count, descriptor::panel_columns); ++panel) {
-            tma::store(map, staging + panel * descriptor::panel_bytes(64), panel * descriptor::panel_columns, head,
-                       first_key, batch);
+            tma::store(map, staging + panel * descriptor::panel_bytes(Traits::gradient_panel_rows),
+                       panel * descriptor::panel_columns, head, first_key, batch);
         }
         tma::commit_group();
     }

@@ -156,7 +156,10 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     }
     BlockVisit now = work.first_visit();
     KeyBounds bounds;
-    bounds.load(tile.batch, first_key, first_key + warp * 16 + lane / 4, call.shape);
+    if constexpr (Traits::bounds) {
+        bounds.load(whole_blocks(tile.batch, first_key, call.shape), tile.batch, first_key + warp * 16 + lane / 4,
+                    call.shape);
+    }
 
     auto start_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);

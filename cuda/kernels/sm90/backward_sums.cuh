@@ -50,9 +50,9 @@ __device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot
 __device__ __forceinline__ void add_d_query(const Call& call) {
     SumSlot slot;
     Ledger ledger;
-    call.for_each_tile([&](const Work& work, uint32_t) {
+    call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
         if (threadIdx.x % 32 != 0) return;
-        mbarrier::arrive(call.shared.key_empty());  // the tile's index is read
+        mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
         work.for_each_block(call.shape, [&](int head, int block, int) {
             const int head_index = call.head_index(work.tile, head);
             add_staged_block(call, slot, call.sum_block(head_index, block));

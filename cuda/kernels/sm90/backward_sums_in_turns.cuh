@@ -19,9 +19,9 @@ __device__ __forceinline__ void for_each_turn(const Call& call, Visit visit) {
         });
     };
     if constexpr (Traits::persistent) {
-        call.for_each_tile([&](const Work& work, uint32_t) {
+        call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
             if (!first_lane) return;
-            mbarrier::arrive(call.shared.key_empty());  // the tile's index is read
+            mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
             visit_blocks(work);
         });
     } else if (first_lane) {

@@ -7,6 +7,13 @@ struct KeyTile {
     int head, batch;  // of keys
 };
 
+// The query blocks [first, last) in which some query sees some key of a tile.
+struct QueryBlocks {
+    int first, last;
+
+    __device__ int count() const { return max(last - first, 0); }
+};
+
 // Heads that share the turns of tile `index`'s section.
 __device__ __forceinline__ int section_width(int index, const Shape& shape, int section_heads) {
     const int section = index / (section_heads * ceil_div(shape.keys, Traits::keys));

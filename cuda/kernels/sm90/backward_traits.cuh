@@ -60,6 +60,25 @@ struct Traits {
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);  // … of dO
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(cta_keys);
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(cta_keys);
+    // A CTA with split products has one tile, whose gradients leave by way of K's and V's place. Others take one after
+    // the other. Theirs leave by way of V's, beside which K of the next tile has one, too; or by way of a place of
+    // their own: then the next V comes earlier, and the next K later (backward_split_keys.cuh).
+    static constexpr bool persistent = !split_products;
+    static constexpr bool gradients_in_value_place = persistent && larger_dim <= 96;
+    static constexpr int key_stages = gradients_in_value_place ? 2 : 1;
+    static constexpr int value_parts = gradients_in_value_place ? consumers : 1;  // that come by themselves
+    static constexpr int value_part_bytes = value_bytes / value_parts;
+    // dK or dV of a warpgroup's 64 keys on its way out, in panels of so many rows.
+    static constexpr int gradient_panel_rows = gradients_in_value_place ? cta_keys : 64;
+    static constexpr int gradient_bytes = ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(64);
+    static constexpr int value_place_bytes = gradients_in_value_place ? consumers * gradient_bytes : value_bytes;
+    static constexpr int gradients_bytes = persistent && !gradients_in_value_place ? consumers * gradient_bytes : 0;
+    // What the loading thread tells of a tile: its work (Call::told_work) and, where that is data, which blocks see
+    // keys whole. Or its index alone: without bounds work is soon computed, and with few registers left, as at head dim
+    // 128, work that is told costs instructions in each step.
+    static constexpr bool tells_work = gradients_in_value_place || (persistent && bounds);
+    static constexpr int work_bytes = tells_work ? 40 : 8;
+    static constexpr int whole_blocks_bytes = tells_work && bounds ? 8 * consumers : 0;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
     static constexpr int statistics_bytes = queries * 4;               // one stage of lse, or of D
@@ -97,12 +116,6 @@ struct Traits {
     static constexpr bool hands_factors_later = hands_factors && larger_dim > 192;
     static constexpr int factor_bytes = hands_factors && !hands_factors_later ? d_scores_bytes : 0;
 
-    // dK or dV of a warpgroup's 64 keys on its way out. Without room for it, it takes the place of K or V: nothing of
-    // another tile can be loaded meanwhile, and a CTA has one tile.
-    static constexpr int gradient_bytes =
-        split_products ? 0 : ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(64);
-    static constexpr bool persistent = gradient_bytes > 0;
-
     static_assert(head_dim % 16 == 0 && value_dim % 16 == 0, "wgmma contracts 16 columns at a time");
     static_assert(larger_dim <= 256, "N of wgmma is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
@@ -136,21 +149,14 @@ __device__ constexpr int statistics_slot(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
-// The query blocks [first, last) in which some query sees some key of a tile.
-struct QueryBlocks {
-    int first, last;
-
-    __device__ int count() const { return max(last - first, 0); }
-};
-
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
 struct SharedMemory {
     unsigned char* data;
     uint32_t base;  // the address of `data`
 
     static constexpr int key = 0;
-    static constexpr int value = key + Traits::key_bytes;
-    static constexpr int query = value + Traits::value_bytes;
+    static constexpr int value = key + Traits::key_stages * Traits::key_bytes;
+    static constexpr int query = value + Traits::value_place_bytes;
     static constexpr int d_out = query + Traits::stages * Traits::query_bytes;
     static constexpr int d_scores = d_out + Traits::stages * Traits::d_out_bytes;
     static constexpr int peer_d_scores = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
@@ -158,21 +164,26 @@ struct SharedMemory {
     static constexpr int d_query = peer_key + Traits::peer_key_bytes;
     static constexpr int writer = d_query + Traits::sum_stages * Traits::d_query_bytes;
     static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
-    static constexpr int factors = gradients + Traits::consumers * Traits::gradient_bytes;
+    static constexpr int factors = gradients + Traits::gradients_bytes;
     static constexpr int statistics = factors + Traits::factor_bytes;
     static constexpr int stage_statistics_bytes = 2 * Traits::statistics_bytes + Traits::word_bytes;
     static constexpr int barriers = statistics + Traits::stages * stage_statistics_bytes;
-    static constexpr int barrier_count = 6 + 2 * Traits::d_scores_buffers + 4 * Traits::stages + 2 * Traits::sum_stages +
-                                         Traits::writers * Traits::writer_stages + 3 * Traits::turn_stages;
-    static constexpr int blocks = barriers + 8 * barrier_count;  // of the tile, where they are data
-    static constexpr int bytes = blocks + 8 * Traits::bounds;
+    static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 2;
+    static constexpr int barrier_count = d_scores_barriers + 2 * Traits::d_scores_buffers + 4 * Traits::stages +
+                                         2 * Traits::sum_stages + Traits::writers * Traits::writer_stages +
+                                         3 * Traits::turn_stages;
+    static constexpr int work = barriers + 8 * barrier_count;
+    static constexpr int whole = work + Traits::key_stages * Traits::work_bytes;
+    static constexpr int bytes = whole + Traits::key_stages * Traits::whole_blocks_bytes;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
-    __device__ uint32_t key_tile() const { return base + key; }
-    __device__ uint32_t value_tile() const { return base + value; }
+    __device__ uint32_t key_tile(int stage = 0) const { return base + key + stage * Traits::key_bytes; }
+    // Rows of 64 keys, in panels of the tile's.
+    __device__ uint32_t value_tile(int part = 0) const { return base + value + part * 64 * descriptor::row_bytes; }
     __device__ uint32_t gradient_tile(int consumer) const {
-        return base + gradients + consumer * Traits::gradient_bytes;
+        return Traits::gradients_in_value_place ? value_tile(consumer)
+                                                : base + gradients + consumer * Traits::gradient_bytes;
     }
     __device__ uint32_t query_block(int stage) const { return base + query + stage * Traits::query_bytes; }
     __device__ uint32_t d_out_block(int stage) const { return base + d_out + stage * Traits::d_out_bytes; }
@@ -209,17 +220,21 @@ struct SharedMemory {
         return reinterpret_cast<uint4*>(data + start + warp * 16 * descriptor::row_bytes);
     }
 
-    __device__ uint32_t key_full() const { return base + barriers; }
-    __device__ uint32_t key_empty() const { return base + barriers + 8; }
-    __device__ uint32_t value_full() const { return base + barriers + 16; }
-    __device__ uint32_t value_empty() const { return base + barriers + 24; }
-    // Of the tile whose K is there; negative where no more come.
-    __device__ int& tile_index() const { return *reinterpret_cast<int*>(data + barriers + 32); }
-    // And the blocks that it visits, where they are data.
-    __device__ QueryBlocks& tile_blocks() const { return *reinterpret_cast<QueryBlocks*>(data + blocks); }
+    __device__ uint32_t key_full(int stage = 0) const { return base + barriers + 8 * stage; }
+    __device__ uint32_t key_empty(int stage) const { return key_full(Traits::key_stages + stage); }
+    // Of the tile whose K comes: its index, or its first key, with which its work begins. Negative where no more come.
+    __device__ int& told_tile(int stage) const {
+        return *reinterpret_cast<int*>(data + work + stage * Traits::work_bytes);
+    }
+    // The blocks that see all of a consumer's 64 keys, where that is data.
+    __device__ int2& whole_blocks(int stage, int consumer) const {
+        return reinterpret_cast<int2*>(data + whole + stage * Traits::whole_blocks_bytes)[consumer];
+    }
+    __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
+    __device__ uint32_t value_empty() const { return value_full(Traits::value_parts); }
     // The other CTA's place for dS of this one.
-    __device__ uint32_t peer_d_scores_empty() const { return base + barriers + 40; }
-    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (6 + buffer); }
+    __device__ uint32_t peer_d_scores_empty() const { return value_empty() + 8; }
+    __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (d_scores_barriers + buffer); }
     __device__ uint32_t d_scores_empty(int buffer) const {
         return d_scores_full(buffer) + 8 * Traits::d_scores_buffers;
     }
@@ -239,6 +254,7 @@ struct SharedMemory {
     __device__ uint32_t sum_empty(int stage) const { return sum_full(Traits::sum_stages) + 8 * stage; }
 };
 
+using KeySlot = PipelineState<Traits::key_stages>;
 // Q and dO go round together.
 using BlockSlot = PipelineState<Traits::stages>;
 using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
@@ -247,7 +263,7 @@ using SumSlot = PipelineState<Traits::sum_stages>;
 
 // What is data of a call with BOUNDS, see backward_bounds.cuh.
 struct Bounds {
-    const int2* __restrict__ key_queries;   // (B, S): the queries [x, y) among which some see a key; y = 0: none
+    const int2* __restrict__ key_queries;   // (B, keys of all tiles): the queries [x, y) that see a key; y = 0: none
     const int2* __restrict__ group_blocks;  // (B, groups of 64 keys): the blocks of queries [x, y) that see all of them
     const int2* __restrict__ tile_blocks;   // (B, key tiles): the blocks [x, y) that a tile visits, if x < y
     const int2* __restrict__ block_tiles;   // (B, query blocks): the tiles [x, y) that visit a block

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(threads)
     bounds_backward(SEQUENCES_PARAMETERS,
                     const int* __restrict__ key_segments,     // (B, S); null without segments, as the next
                     const int2* __restrict__ block_segments,  // (B, blocks of queries), see bounds_segments
-                    int2* __restrict__ key_queries,           // (B, S)
+                    int2* __restrict__ key_queries,           // (B, keys of all tiles)
                     int2* __restrict__ group_blocks,          // (B, groups of all tiles)
                     int2* __restrict__ tile_blocks,           // (B, tiles): the blocks [x, y) of which some see a key
                     int* __restrict__ diagonals,              // (B, T): the keys that queries are aligned with; or null
@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(threads)
             int2 seen_by{nowhere, 0};  // also where there is no key: nobody sees such a group whole
             if (key < keys) {
                 seen_by = all.queries_of(all.of_key(batch_row, key), key);
-                key_queries[first_token + key] = seen_by;
                 if (key_segments != nullptr) ids.add(key_segments[first_token + key]);
             }
+            key_queries[static_cast<int64_t>(batch_row) * tiles * groups * 64 + key] = seen_by;
             of_tile.add(seen_by);
             // A last block of queries that are not there is whole without them.
             if (seen_by.y >= queries) seen_by.y = blocks * block_queries;

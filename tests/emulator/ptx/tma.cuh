@@ -12,6 +12,7 @@ void commit_group();
 void wait_for_reads(int pending);
 void wait_for_groups(int pending);
 inline void prefetch_descriptor(const TensorMap&) {}
+inline void prefetch(const TensorMap&, int, int, int, int) {}
 
 template <int pending>
 void wait_group_read() {
