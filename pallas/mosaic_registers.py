@@ -44,7 +44,7 @@ def scaled_unless_one(x: jax.Array, factors: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(ACCUMULATOR, ROW), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, ACCUMULATOR)
     )
-    def scale(_, x, factors):
+    def scale(_, x, factors) -> Any:
         one = _float(1.0)
         differs = [
             arith.cmpf(arith.CmpFPredicate.UNE, _scalar(factor), one) for factor in factors.registers.flat
@@ -84,7 +84,7 @@ def where_between(
         arg_types=(ACCUMULATOR, *(ROW for _ in bounds)),
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, ACCUMULATOR),
     )
-    def select(_, x, *bounds):
+    def select(_, x, *bounds) -> Any:
         of_thread = arith.muli(arith.remui(mgpu.thread_idx(), _integer(4)), _integer(2))
         of_halves = [
             [arith.subi(_scalar(row), of_thread) for row in bound.registers.flat] for bound in bounds
