@@ -22,7 +22,7 @@ namespace {
 
 constexpr int max_threads = 1024;
 constexpr size_t stack_bytes = 256 << 10;
-constexpr int patience = 1000;  // rounds without progress that are a deadlock, as rounds leave warps out
+constexpr int patience = 20000;  // rounds without progress that are a deadlock, as rounds leave warps out
 
 Action body;
 ucontext_t scheduler;
