@@ -91,8 +91,9 @@ def hang(deadline, tell):
 
 def test_a_process_that_dies_or_hangs_has_failed(monkeypatch):
     monkeypatch.setattr(fuzz_jobs, "SECONDS_PAST_DEADLINE", 0)
-    deadline = time.time() + 10
-    for work, code in ((die, 3), (hang, -15)):
+    # The first ends by itself, the second at the deadline, until when it must have started.
+    for work, code, seconds in ((die, 3, 120), (hang, -15, 30)):
+        deadline = time.time() + seconds
         (report,) = fuzz_jobs.in_processes(work, [()], deadline, fuzz_jobs.Progress())
         assert report.ran in (1, 2) and report.failure == (CASE, f"its process ended with {code}")
 
