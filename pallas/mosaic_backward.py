@@ -30,7 +30,7 @@ from .mosaic_backward_walk import Walk
 from .mosaic_forward import drain
 from .mosaic_registers import ACCUMULATOR
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
-from .mosaic_walk import div, rem
+from .mosaic_walk import div, int32, rem
 from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -169,10 +169,10 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
                         plgpu.copy_gmem_to_smem(source, of_statistic.at[slot], full.at[slot])
                 return done + 1
 
-            return lax.fori_loop(*_int32(blocks.start, blocks.stop), block, done)
+            return lax.fori_loop(int32(blocks.start), int32(blocks.stop), block, done)
 
         blocks = side.blocks(first)
-        return tiles_done + 1, lax.fori_loop(*_int32(0, side.passes), one_pass, done)
+        return tiles_done + 1, lax.fori_loop(np.int32(0), np.int32(side.passes), one_pass, done)
 
     tiles_done, done = side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.
@@ -182,11 +182,6 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
         for place in range(config.row_stages * config.warpgroups):
             freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
             pl.when(tiles_done > place // config.warpgroups)(freed)
-
-
-def _int32(*indices):
-    """Indices of 32 bits, also where 64-bit types are on."""
-    return [np.int32(x) if isinstance(x, int) else x for x in indices]
 
 
 def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> None:
@@ -289,7 +284,7 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         if side.passes == 1:
             sums, done = one_pass(0, (sums, done))
         else:
-            sums, done = lax.fori_loop(*_int32(0, side.passes), one_pass, (sums, done))
+            sums, done = lax.fori_loop(np.int32(0), np.int32(side.passes), one_pass, (sums, done))
 
         results = Operand(sums.first * scale if owns.first else None, sums.second)
         rooms = shared.rows

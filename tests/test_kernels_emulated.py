@@ -358,11 +358,9 @@ def check_gradients(case, gradients, expected, magnitude=1.0):
         got, want = np.asarray(got).astype(np.float64), getattr(expected, name)
         assert got.shape == want.shape and np.isfinite(got).all(), name
         # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
-        # With a single key dS is a difference of equals, and what is left of it is noise: in each of the
-        # sequences, and of terms that are as much larger as fewer of them are kept.
+        # With a single key dS is a difference of equals, and what is left of it is noise.
         single = case.S == 1 or "k" in case.lengths or case.segments or case.packed
-        noise = roundoff(case) * (case.H * (case.packed or 1)) ** 0.5 / (1 - case.dropout)
-        noise = noise if single and name != "value" else 0
+        noise = roundoff(case) * case.H**0.5 if single and name != "value" else 0
         if name not in ("query", "key", "value"):
             # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
             # by way of D: an error of each row, of some roundoffs of an element of dO·O.

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int max_threads = 1024;
 constexpr size_t stack_bytes = 256 << 10;
-constexpr int patience = 20000;  // rounds without progress that are a deadlock, as rounds leave warps out
+constexpr int patience = 1000;  // rounds without progress that are a deadlock, as rounds leave warps out
 
 Action body;
 ucontext_t scheduler;
@@ -191,7 +191,8 @@ void run_grid(int grid, int ctas, size_t resident, int threads) {
             }
             each = running ? std::next(each) : at_work.erase(each);
         }
-        idle = progress == before && !in_flight ? idle + 1 : 0;
+        // Others may have nothing to do while one is left behind.
+        idle = progress == before && !in_flight ? idle + (late == nullptr) : 0;
         if (idle > patience) emulator::fail("deadlock");
     }
 }

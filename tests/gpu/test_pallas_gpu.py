@@ -9,7 +9,9 @@ from jax_flash.pallas import lowering
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
-class PallasSuite(ImplementationSuite):
+class TestPallas(ImplementationSuite):
+    """By Mosaic GPU on Hopper, by Triton elsewhere."""
+
     implementation = "pallas"
     head_dims = (64, 96, 128, 256)
     features = FEATURES
@@ -18,16 +20,7 @@ class PallasSuite(ImplementationSuite):
         poison(nbytes)
 
 
-class TestPallas(PallasSuite):
-    """By Mosaic GPU on Hopper, by Triton elsewhere."""
-
-    @classmethod
-    def cases(cls):
-        """Those without features, which Triton takes in any case, and whose compilation is slow."""
-        return [case for case in super().cases() if case.category != "feature"]
-
-
-class TestPallasByTriton(PallasSuite):
+class TestPallasByTriton(TestPallas):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def by_triton(cls):
