@@ -71,14 +71,20 @@ def no_mosaic() -> str | None:
 
 
 def tiled_shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout that wgmma reads: rows of the widest swizzle that divides them."""
+    """Shared memory in the layout that wgmma reads."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=tiles_of(shape[-1], dtype))
+
+
+def tiles_of(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """The layout that wgmma reads: rows of the widest swizzle that divides them, eight by eight."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    row_bytes = columns * jnp.dtype(dtype).itemsize
     swizzle = next(width for width in (128, 64, 32) if row_bytes % width == 0)
     tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))  # pyright: ignore[reportAbstractUsage]
-    swizzled = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
-    return plgpu.SMEM(shape, dtype, transforms=(tile, swizzled))
+    return tile, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def in_tiles(x: jax.Array) -> jax.Array:

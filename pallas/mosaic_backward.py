@@ -28,13 +28,13 @@ from .band import Band, Blocks, keys_of_queries
 from .loop import over, over_blocks
 from .mosaic_backward_walk import Walk
 from .mosaic_forward import drain
-from .mosaic_registers import ACCUMULATOR
+from .mosaic_product import issued, landed
+from .mosaic_registers import ACCUMULATOR, ROW, where_between
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
 from .mosaic_walk import div, int32, rem
 from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Operand(NamedTuple):
@@ -202,12 +202,10 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         return lax.broadcast_in_dim(compat.load_vector(ref.at[place], ROW), shape, [0])
 
     def masked(p, first, i):
-        row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=ACCUMULATOR) for axis in (0, 1))
-        column += i * config.columns
-        met = band.meets(row + first, column)
-        if tail:
-            met = column < size.S if met is None else met & (column < size.S)
-        return p if met is None else jnp.where(met, p, 0.0)
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
+        first_column = i * config.columns
+        bounds = [None if x is None else x - first_column for x in band.columns_of(rows, tail)]
+        return p if bounds == [None, None] else where_between(p, *bounds, 0.0)
 
     def step(first, place, edge: bool, i, carry):
         """Adds what block `i` of columns gives to the sums of the rows from `first` on."""
@@ -223,13 +221,12 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
             for of_rings in (barriers.full, barriers.free)
         )
 
-        def add(totals, scores, gradients=None):
+        def add_to(totals):
             plgpu.barrier_wait(full.first)
-            compat.wgmma(scores, rows.first, columns.first.transpose((1, 0)))
+            scores = issued(rows.first, columns.first)
             plgpu.barrier_wait(full.second)
-            if owns.first:
-                compat.wgmma(gradients, rows.second, columns.second.transpose((1, 0)))
-            scores = compat.awaited(scores, in_flight=int(owns.first))
+            gradients = issued(rows.second, columns.second) if owns.first else None
+            scores = landed(scores, in_flight=int(owns.first))
             lse = statistic(shared.statistics.first, slots.first, place)
             if not owns.first:
                 plgpu.barrier_arrive(free.first)
@@ -238,15 +235,12 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
             if owns.second:
                 compat.wgmma(totals.second, packed(p), columns.second)
             if owns.first:
-                d_p = compat.awaited(gradients, in_flight=int(owns.second))
+                d_p = landed(gradients, in_flight=int(owns.second))
                 delta = statistic(shared.statistics.second, slots.second, place)
                 if not owns.second:
                     plgpu.barrier_arrive(free.second)
                 d_s = packed(p * (d_p - delta))
                 compat.wgmma(totals.first, d_s, columns.first)
-
-        def add_to(totals):
-            compat.from_zero(functools.partial(add, totals), *[shape] * (1 + owns.first))
 
         sums, _ = compat.accumulate(add_to, sums)
         for own, one in zip(owns, free, strict=True):

@@ -24,6 +24,7 @@ from jax_flash._spec import AttentionSpec, Operands, sizes
 from . import compat
 from .band import Blocks, keys_of_queries
 from .loop import over_blocks
+from .mosaic_product import issued, landed
 from .mosaic_registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
 from .mosaic_tiles import ROWS, ForwardConfig
 from .mosaic_walk import Walk, div, int32, rem
@@ -174,14 +175,14 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
     def pass_turn():
         turn(plgpu.barrier_arrive, rem(warpgroup + 1, config.warpgroups))
 
-    def issue_scores(scores, query, index):
+    def issue_scores(query, index):
         slot = slot_of(index)
         plgpu.barrier_wait(barriers.key_full.at[slot])
         turn(plgpu.barrier_wait, warpgroup)
-        compat.wgmma(scores, query, shared.key.at[slot].transpose((1, 0)))
+        return issued(query, shared.key.at[slot])
 
     def finished(scores, index, in_flight: int):
-        result = compat.awaited(scores, in_flight)
+        result = landed(scores, in_flight)
         plgpu.barrier_arrive(barriers.key_free.at[slot_of(index)])
         return result
 
@@ -224,14 +225,11 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         keys = walk.keys_of_warpgroup(first, tile_keys)
         count = keys.stop - keys.start
 
-        def first_scores(scores):
-            issue_scores(scores, query, blocks_done)
-            pass_turn()
-            return finished(scores, blocks_done, in_flight=0)
-
         # The first block has no values of an earlier one to run beside.
         plgpu.barrier_wait(barriers.query_full.at[own])
-        scores = compat.from_zero(first_scores, (ROWS, config.keys))
+        scores = issue_scores(query, blocks_done)
+        pass_turn()
+        scores = finished(scores, blocks_done, in_flight=0)
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
         p, rows = softmax(scores, Rows(nothing, zeros(FOLDED), nothing), masked, first, keys.stop - 1)
         if releases_later:
@@ -241,19 +239,16 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
             acc, p, rows = carry
             index = blocks_done + (i - keys.start)
 
-            def softmax_beside(scores, acc):
+            scores = issue_scores(query, index)
+
+            def softmax_beside(acc):
                 issue_values(acc, p, index - 1)
                 pass_turn()
-                scores = finished(scores, index, in_flight=1)
-                return softmax(scores, rows, edge, first, keys.start + keys.stop - 1 - i)
+                block = keys.start + keys.stop - 1 - i
+                return softmax(finished(scores, index, in_flight=1), rows, edge, first, block)
 
-            acc, (p, rows) = compat.from_zero_and_from(
-                lambda scores: issue_scores(scores, query, index),
-                softmax_beside,
-                (ROWS, config.keys),
-                lambda: scaled_unless_one(acc, rows.correction),
-                (zeros(config.keys), rows),
-            )
+            acc = scaled_unless_one(acc, rows.correction)
+            acc, (p, rows) = compat.accumulate(softmax_beside, acc, (zeros(config.keys), rows))
             added_values(index - 1)
             return acc, packed(p), rows
 
