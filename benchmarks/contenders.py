@@ -71,6 +71,18 @@ def jax_mgpu(query, key, value, causal, window=None):
     return attention_mgpu.attention(*inputs, config).astype(query.dtype)
 
 
+def jax_triton(query, key, value, causal, window=None):
+    """JAX's own in Pallas by the Triton lowering; ours goes that way where JAX_FLASH_PALLAS is "triton"."""
+    from jax.experimental.pallas.ops.gpu import attention
+
+    if window is not None:
+        raise NotImplementedError("it has no windows")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError("it has no grouped heads")
+    _refuse_alignment_to_the_first_key(query, key, causal)
+    return attention.mha(query, key, value, None, sm_scale=query.shape[-1] ** -0.5, causal=causal)
+
+
 def _called_as_jax_nn(attention, implementation, query, key, value, causal, window):
     return attention(
         query,
@@ -101,7 +113,7 @@ def _refuse_alignment_to_the_first_key(query, key, causal):
 OURS = {
     f"jax_flash_{name}": functools.partial(_ours, implementation=name) for name in ("cuda", "pallas", "xla")
 }
-PEERS = {f.__name__: f for f in (cudnn, fa3_cu12, fa3_cu13, tokamax, jax_mgpu)}
+PEERS = {f.__name__: f for f in (cudnn, fa3_cu12, fa3_cu13, tokamax, jax_mgpu, jax_triton)}
 CONTENDERS = {**OURS, **PEERS}
 VARIANTS = {
     "deterministic": functools.partial(_ours, implementation="cuda", deterministic=True),

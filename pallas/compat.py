@@ -6,7 +6,6 @@ machine that has none.
 """
 
 import contextlib
-import functools
 import importlib
 import inspect
 import threading
@@ -136,42 +135,6 @@ class _Sum:
         self.value = value
 
 
-def from_zero(body: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
-    """What `body` returns of accumulators of these shapes that start from zero."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpreting():
-        return body(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-    return pl.run_scoped(body, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
-
-
-def from_zero_and_from(
-    first: Callable[[Any], None],
-    body: Callable[[Any, Any], Any],
-    shape: tuple[int, int],
-    start: Callable[[], jax.Array],
-    like: Any,
-) -> tuple[jax.Array, Any]:
-    """`first(a)` issues products into an accumulator of that shape that starts from zero, `body(a, b)` some
-    into one that starts from `start()`, which is computed beside the first ones: -> b's value and what `body`
-    returned, as `accumulate` has it.
-
-    In JAX 0.10 an accumulator can't start while another is in use: there `start()` comes before.
-    """
-    if jax.__version_info__ < (0, 11):
-
-        def both(b):
-            return from_zero(lambda a: (first(a), body(a, b))[1], shape)
-
-        return accumulate(both, start(), like)
-
-    def beside(a):
-        first(a)
-        return accumulate(functools.partial(body, a), start(), like)
-
-    return from_zero(beside, shape)
-
-
 def wgmma(accumulator: Any, a: Any, b: Any) -> None:
     """Issues `accumulator += a @ b`, with `a` in registers or shared memory and `b` in shared memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -181,15 +144,6 @@ def wgmma(accumulator: Any, a: Any, b: Any) -> None:
         accumulator.value += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
     else:
         plgpu.wgmma(accumulator, a, b)
-
-
-def awaited(accumulator: Any, in_flight: int) -> jax.Array:
-    """The accumulator's value, once at most `in_flight` of the products issued are still under way."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if isinstance(accumulator, _Sum):
-        return accumulator.value
-    return plgpu.wgmma_accumulator_load(accumulator, wait_n=in_flight)
 
 
 def mosaic_call(

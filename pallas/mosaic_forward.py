@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -99,25 +100,34 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
                 full = barriers.query_full.at[own]
                 plgpu.copy_gmem_to_smem(query.at[batch, rows, head], shared.query.at[own], full)
 
-        def block(i, blocks_done):
-            slot = rem(blocks_done, config.stages)
+        def load_block(i, source, ring, full, free):
+            """Block `i` of the tile's keys or values."""
+            index = blocks_done + (i - start)
+            slot = rem(index, config.stages)
+            pl.when(index >= config.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
             rows = pl.ds((start + stop - 1 - i) * config.keys, config.keys)
-            key_head = div(head, group)
+            own = source.at[batch, rows, div(head, group)]
+            plgpu.copy_gmem_to_smem(own, ring.at[slot], full.at[slot])
+
+        def step(i, carry):
+            # In the order in which they are read: values come a block behind keys.
             if config.query_stages > 1:
                 pl.when(i == start)(load_queries)
-            for source, ring, full, free in (
-                (key, shared.key, barriers.key_full, barriers.key_free),
-                (value, shared.value, barriers.value_full, barriers.value_free),
-            ):
-                refilled = functools.partial(plgpu.barrier_wait, free.at[slot])
-                pl.when(blocks_done >= config.stages)(refilled)
-                plgpu.copy_gmem_to_smem(source.at[batch, rows, key_head], ring.at[slot], full.at[slot])
+            load_keys = functools.partial(
+                load_block, i, key, shared.key, barriers.key_full, barriers.key_free
+            )
+            pl.when(i < stop)(load_keys)
+            load_values = functools.partial(
+                load_block, i - 1, value, shared.value, barriers.value_full, barriers.value_free
+            )
+            pl.when(i > start)(load_values)
             if config.query_stages == 1:
                 # Behind the blocks that there is room for while the tile before still needs their place.
                 pl.when(i == jnp.minimum(start + config.stages, stop) - 1)(load_queries)
-            return blocks_done + 1
+            return carry
 
-        return tiles_done + 1, lax.fori_loop(start, stop, block, blocks_done)
+        lax.fori_loop(start, stop + np.int32(1), step, 0)
+        return tiles_done + 1, blocks_done + (stop - start)
 
     tiles_done, blocks_done = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.

@@ -45,7 +45,7 @@ def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, f
             complaints.append(f"{name} has {np.sum(~np.isfinite(result))} of {result.size} not finite")
             continue
         errors[name] = np.linalg.norm(result - reference)
-        floors[name] = _floor(name, case, spec, reference, references, d_out)
+        floors[name] = _floor(name, case, spec, reference, references, operands, d_out)
     if not ratios and not complaints and all(errors[name] <= floors[name] for name in errors):
         return {}
     plains = _results_of(_reference.plain_with_gradients, spec, operands, d_out, d_lse)
@@ -80,7 +80,7 @@ def _finite(x):
     return np.where(np.isneginf(x), 0, x).astype(np.float64)
 
 
-def _floor(name, case, spec, reference, references, d_out):
+def _floor(name, case, spec, reference, references, operands, d_out):
     """The error that is allowed where plain attention happens to make less.
 
     - In the mean a number rounded to its dtype is off by up to half a unit roundoff, so a result
@@ -98,11 +98,12 @@ def _floor(name, case, spec, reference, references, d_out):
       the difference is mostly the rounding of O to its dtype, which goes into the gradients of
       query and key. Plain attention suffers from neither.
     - In calls that are drawn (`Case.is_drawn`) rows may have few keys, and results few numbers. The rounding
-      of O goes into D = rowsum(dO * O) and from there into the gradients of logits, and so does that of P, as
-      much and independently, by the sum of P dP. Their own size is below that of their terms where a row has
-      few keys: one key's gradient is 0. A slope has it times the distance, and a bias has the sum over a row,
-      or over many, where it is broadcast. Kernels for half precision have logits in base 2, and lse back from
-      it: two roundings of it more. And of few numbers plain attention's error may be small by luck.
+      of O goes into D = rowsum(dO * O) and from there into the gradients of logits, and so does that of P,
+      as much and independently, by the sum of P dP. Their own size is below that of their terms where a row
+      has few keys: one key's gradient is 0. A slope has it times the distance, a sink times its probability,
+      and a bias has the sum over a row, or over many, where it is broadcast. Kernels for half precision have
+      logits in base 2, and lse back from it: two roundings of it more. And of few numbers plain attention's
+      error may be small by luck.
     """
     float32 = UNIT_ROUNDOFF["float32"]
     roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
@@ -136,10 +137,19 @@ def _floor(name, case, spec, reference, references, d_out):
         if name != "d_value":
             noise = max(noise, roundoff / 2)
     rounding_of_d = 0.0
-    if case.is_drawn and name in ("d_bias", "d_query", "d_key", "d_alibi_slopes"):
-        rounding_of_d = 2**0.5 * roundoff * np.linalg.norm(references["out"] * np.asarray(d_out, np.float64))
+    if case.is_drawn and name in ("d_bias", "d_query", "d_key", "d_alibi_slopes", "d_sinks"):
+        terms = references["out"] * np.asarray(d_out, np.float64)
+        if name == "d_sinks":
+            terms *= _sink_probabilities(operands.sinks, references["lse"])[..., None]
+        rounding_of_d = 2**0.5 * roundoff * np.linalg.norm(terms)
     if name in ("d_query", "d_key"):
         rounding_of_d *= abs(spec.scale) * np.sqrt(case.H) * case.magnitude
     if name == "d_alibi_slopes":
         rounding_of_d *= max(case.T, case.S)
     return max(relative * np.linalg.norm(reference), noise * size_of_terms, rounding_of_d)
+
+
+def _sink_probabilities(sinks, lse):
+    """(B, T, N); 0 in rows that see nothing, not even the sink."""
+    there = np.isfinite(lse)
+    return np.where(there, np.exp(sinks[:, None, :] - np.where(there, lse, np.inf)), 0)

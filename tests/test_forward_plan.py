@@ -167,11 +167,12 @@ def test_registers_go_by_the_values_and_shared_memory_by_both(dims, expected):
 
 @pytest.mark.parametrize("bounded", (False, True))
 @pytest.mark.parametrize("drops", (False, True))
-@pytest.mark.parametrize("changed", (False, True))
-def test_tiles_fit_shared_memory(changed, drops, bounded):
+@pytest.mark.parametrize("read", (None, "mask", "bias"))
+@pytest.mark.parametrize("changes", (0, 1, 3))
+def test_tiles_fit_shared_memory(changes, read, drops, bounded):
     dims = range(16, 257, 16)
     for H, V, window in itertools.product(dims, dims, (Window(None, None), Window(None, 0))):
-        needs = Needs(H, V, window, changed=changed, bounded=bounded, segments=bounded, dropout=drops)
+        needs = Needs(H, V, window, changes, read, bounded, segments=bounded, dropout=drops)
         found = choices(needs)
         assert all(choice.tile.shared_bytes(needs) <= 227 * 1024 for choice in found)
         assert all(1 <= choice.tile.split <= choice.tile.keys // 16 for choice in found)

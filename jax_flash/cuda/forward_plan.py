@@ -63,7 +63,8 @@ def needs_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Nee
     return Needs(
         *padded_head_dims(n),
         binding_window(spec, n),
-        changed=scores.changed(spec, shapes),
+        changes=scores.changes(spec, shapes),
+        read=scores.read(shapes),
         bounded=bounds.has_bounds(shapes),
         segments=bounds.has_segments(shapes),
         dropout=spec.dropout_rate > 0,
@@ -108,7 +109,7 @@ def _kernel(
     # Where what rows see is data, the window is part of that.
     window = UNBOUNDED if needs.bounded else needs.window
     # Logits have their sign already.
-    sign = 1 if needs.changed else (spec.scale > 0) - (spec.scale < 0)
+    sign = 1 if needs.changes else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
         source="sm90/forward.cu",
         entry="forward",

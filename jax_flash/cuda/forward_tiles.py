@@ -20,7 +20,8 @@ class Needs:
     head_dim: int
     value_dim: int
     window: Window
-    changed: bool = False  # scores, by more than the scale and the window
+    changes: int = 0  # of scores, beside the scale and the window: how many of soft cap, bias, ALiBi and mask
+    read: str | None = None  # the one of bias and mask that is among them; "bias" where both are
     bounded: bool = False  # what rows see is data
     segments: bool = False  # that is of segments, too
     dropout: bool = False
@@ -112,13 +113,26 @@ TILES: dict[int, tuple[tuple[Choice, ...], tuple[Choice, ...]]] = {
     ),
 }
 
-# Where scores become logits by more than the scale. Smaller blocks, as that takes registers, and no turns:
-# what runs beside the tensor cores is so long that it leaves them idle in any order. Not timed yet.
-CHANGED_TILES: dict[int, ForwardTile] = {
+# Where scores become logits by more than the scale, by what each of them reads for that. Arithmetic alone,
+# soft cap or ALiBi, has room in registers beside a tile like the others, and a mask up to head dim 128; a
+# bias, and three changes or more, take smaller blocks, and no turns: what runs beside the tensor cores is so
+# long that it leaves them idle in any order. Timed at 64, 128 and 256
+# (benchmarks/results/tune_options_forward_h200.json); what is not the fastest there spills less.
+_SMALLER = {
     128: ForwardTile(2, 96, 2, False, 1, 6),
     192: ForwardTile(2, 64, 2, False, 1, 4),
     256: ForwardTile(2, 32, 2, False, 1, 2),
 }
+CHANGED_TILES: dict[str | None, dict[int, ForwardTile]] = {
+    None: {
+        128: ForwardTile(2, 128, 2, True, 2, 6),
+        192: ForwardTile(2, 96, 2, True, 1, 6),
+        256: ForwardTile(2, 64, 2, True, 1, 4),
+    },
+    "mask": _SMALLER | {128: ForwardTile(2, 128, 2, True, 2, 6)},
+    "bias": _SMALLER,
+}
+MUCH_CHANGED_TILES = _SMALLER | {128: ForwardTile(2, 80, 2, False, 1, 5)}
 
 # Pieces that a tile is cut into, at most: its last CTA reads them all.
 _PIECES = 8
@@ -129,8 +143,9 @@ def choices(needs: Needs) -> tuple[Choice, ...]:
 
     Registers hold scores, P and the output, and go by the head dim of V; shared memory goes by both.
     """
-    if needs.changed:
-        row = (Choice(next(tile for limit, tile in CHANGED_TILES.items() if needs.value_dim <= limit)),)
+    if needs.changes:
+        tiles = CHANGED_TILES[needs.read] if needs.changes <= 2 else MUCH_CHANGED_TILES
+        row = (Choice(next(tile for limit, tile in tiles.items() if needs.value_dim <= limit)),)
     else:
         full, windowed = next(choices for limit, choices in TILES.items() if needs.value_dim <= limit)
         row = full if needs.tiles_alike else windowed

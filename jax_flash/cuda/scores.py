@@ -24,9 +24,20 @@ def unsupported(shapes: Shapes) -> str | None:
     return None
 
 
+def changes(spec: AttentionSpec, shapes: Shapes) -> int:
+    """By how much more than the scale scores become logits: by how many of soft cap, bias, mask and ALiBi."""
+    operands = [name for name in OPERANDS if getattr(shapes, name) is not None]
+    return len(operands) + (spec.logits_soft_cap is not None)
+
+
 def changed(spec: AttentionSpec, shapes: Shapes) -> bool:
     """Whether scores become logits by more than the scale."""
-    return spec.logits_soft_cap is not None or any(getattr(shapes, name) is not None for name in OPERANDS)
+    return changes(spec, shapes) > 0
+
+
+def read(shapes: Shapes) -> str | None:
+    """What each score reads to become a logit: "bias", with a mask or without, "mask" alone, or nothing."""
+    return "bias" if shapes.bias is not None else "mask" if shapes.mask is not None else None
 
 
 def handed_factors(spec: AttentionSpec, shapes: Shapes) -> bool:

@@ -48,9 +48,12 @@ struct ScoreOperands {
             {mask_batch, mask_head, mask_query, mask_key}, slopes, slopes_batch, diagonals                     \
     }
 
-// tanh to within some 1e-7 of 1, which an instruction of its own does not give.
+// tanh to within some 1e-7 of 1, which an instruction of its own does not give; and where it is small, of itself, by its
+// series, as the log-sum-exp of small logits can be as small as they are.
 __device__ __forceinline__ float tanh_of(float x) {
-    return 1 - 2 * reciprocal_approx(exp2_approx(x * (2 * log2_e)) + 1);
+    const float near_zero = x * (1 - x * x * (1.f / 3));
+    const float far = 1 - 2 * reciprocal_approx(exp2_approx(x * (2 * log2_e)) + 1);
+    return fabsf(x) < 0.03f ? near_zero : far;
 }
 
 __device__ __forceinline__ float widened(const float* element) { return *element; }
