@@ -17,7 +17,7 @@ def method() -> str:
     if jax.default_backend() != "gpu":
         return f"wall clock, median of {ITERATIONS}"
     if _profiler() is not None:
-        return f"kernel time by CUPTI, median of {ITERATIONS}"
+        return f"kernel time by CUPTI, median of {ITERATIONS} after {WARM_UP_SECONDS} s of the same"
     return f"wall clock of {ITERATIONS} calls in flight at once, divided by {ITERATIONS}; least of 3"
 
 
