@@ -73,6 +73,20 @@ class Band:
             full_stop = jnp.clip(full_stop, full_start, stop)
         return Blocks(start, full_start, full_stop, stop)
 
+    def lengths(self, row_count: int, block: int) -> tuple[int, ...] | None:
+        """How many blocks each tile of `row_count` rows meets, one at least, where that grows or shrinks from
+        the first to the last; None where tiles are about alike. Static lengths alone."""
+        if (self.low is None) == (self.high is None):
+            return None
+        assert isinstance(self.rows, int) and isinstance(self.columns, int)
+        first = np.arange(0, self.rows, row_count)
+        start, stop = np.zeros_like(first), np.full_like(first, -(-self.columns // block))
+        if isinstance(self.high, int):
+            stop = -(-np.clip(first + row_count + self.high, 0, self.columns) // block)
+        if isinstance(self.low, int):
+            start = np.clip(first + self.low, 0, self.columns) // block
+        return tuple(np.maximum(stop - start, 1).tolist())
+
     def columns_of(self, rows: jax.Array, tail: bool) -> tuple[jax.Array | None, jax.Array | None]:
         """The columns `[first, end)` that each row meets, None where it meets all; static lengths alone.
 

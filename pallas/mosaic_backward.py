@@ -26,12 +26,11 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from . import compat
 from .band import Band, Blocks, keys_of_queries
 from .loop import over, over_blocks
-from .mosaic_backward_walk import Walk
 from .mosaic_forward import drain
 from .mosaic_product import issued, landed
 from .mosaic_registers import ACCUMULATOR, ROW, where_between
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
-from .mosaic_walk import div, int32, rem
+from .mosaic_walk import Walk, div, int32, rem
 from .scores import LOG2_E
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -69,12 +68,18 @@ class Side:
 
     @property
     def walk(self) -> Walk:
-        """Over tiles of rows: the first meets the most columns, or the last, where only one side is bound."""
-        tiles = pl.cdiv(self.size.S if self.rows_are_keys else self.size.T, self.rows_of_tile)
-        low, high = self.band.low is not None, self.band.high is not None
-        longest = None if low == high else 0 if low else tiles - 1
-        blocks = self.multiprocessors if self.config.persistent else None
-        return Walk(tiles, self.heads, self.size.B, longest, blocks)
+        """Over tiles of rows."""
+        size, config = self.size, self.config
+        rows, columns = (size.S, size.T) if self.rows_are_keys else (size.T, size.S)
+        heads = size.group if self.rows_are_keys else 1 / size.group  # of columns that a head of rows meets
+        return Walk(
+            tiles=pl.cdiv(rows, self.rows_of_tile),
+            heads=self.heads,
+            batch=size.B,
+            lengths=self.band.lengths(self.rows_of_tile, config.columns),
+            blocks=self.multiprocessors if config.persistent else None,
+            bytes_of_head=int(2 * columns * (size.H + size.V) * heads),
+        )
 
     @property
     def passes(self) -> int:

@@ -10,6 +10,7 @@ block's probabilities with its values. With `turns`, warpgroups issue one after 
 softmax runs beside the other's products: ptxas puts it behind a warpgroup's own.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from . import compat
-from .band import Blocks, keys_of_queries
+from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
 from .mosaic_product import issued, landed
 from .mosaic_registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
@@ -34,6 +35,54 @@ from .scores import LN_2, LOG2_E
 # How much a row's maximum may grow, in base 2, before what is subtracted does (FlashAttention-4). So few
 # blocks have to correct the output, and probabilities stay below 2^8.
 SLACK = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The queries of a call, and the keys that they meet.
+
+    Blocks of keys go from the last to the first, so that the masked one of causal attention comes first,
+    where nothing runs beside its softmax anyway.
+    """
+
+    size: Sizes
+    band: Band
+    config: ForwardConfig
+    multiprocessors: int
+
+    @property
+    def walk(self) -> Walk:
+        """Over tiles of queries."""
+        size, config = self.size, self.config
+        return Walk(
+            tiles=pl.cdiv(size.T, config.queries),
+            heads=size.N,
+            batch=size.B,
+            lengths=self.band.lengths(config.queries, config.keys),
+            blocks=self.multiprocessors if config.persistent else None,
+            bytes_of_head=2 * size.S * (size.H + size.V) // size.group,
+        )
+
+    def keys_of_tile(self, first) -> Blocks:
+        """The blocks of keys that a tile loads: at least one, also where its queries see none."""
+        blocks = self.band.blocks(first, self.config.queries, self.config.keys)
+        if self.band.low is None and self.band.high is None:
+            return blocks
+        start = jnp.minimum(blocks.start, pl.cdiv(self.size.S, self.config.keys) - 1)
+        return dataclasses.replace(blocks, start=start, stop=jnp.maximum(blocks.stop, start + 1))
+
+    def keys_of_warpgroup(self, first, tile: Blocks) -> Blocks:
+        """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
+        own = self.band.blocks(first, ROWS, self.config.keys)
+        full_start = _clip(own.full_start, tile.start, tile.stop)
+        full_stop = _clip(own.full_stop, full_start, tile.stop)
+        return dataclasses.replace(tile, full_start=full_start, full_stop=full_stop).backwards()
+
+
+def _clip(x, low, high):
+    if all(isinstance(value, int) for value in (x, low, high)):
+        return min(max(x, low), high)
+    return jnp.clip(x, low, high)
 
 
 class Shared(NamedTuple):
@@ -66,29 +115,31 @@ class Barriers(NamedTuple):
     turn: Any
 
 
-def flash_forward(query, key, value, out, lse, shared, barriers, *, scale: float, walk: Walk) -> None:
+def flash_forward(query, key, value, out, lse, shared, barriers, *, scale: float, side: Side) -> None:
     """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V) -> out (B,T,N,V), lse (B,N,T, in whole tiles)."""
-    config = walk.config
+    config = side.config
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = compat.registers(config.warpgroups)
 
     @pl.when(warpgroup < config.warpgroups)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        _compute(warpgroup, out, lse, shared, barriers, scale=scale, walk=walk)
+        _compute(warpgroup, out, lse, shared, barriers, scale=scale, side=side)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
         plgpu.set_max_registers(fewer, action="decrease")
-        _load(query, key, value, shared, barriers, walk=walk)
+        _load(query, key, value, shared, barriers, side=side)
 
 
-def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
+def _load(query, key, value, shared, barriers, *, side: Side) -> None:
     """Fills the queries of each tile, and the rings of its keys and values."""
-    config, group = walk.config, walk.size.group
+    config, group = side.config, side.size.group
 
-    def tile(first, head, batch, keys: Blocks, carry):
+    def tile(tile, head, batch, carry):
         tiles_done, blocks_done = carry
+        first = tile * config.queries
+        keys = side.keys_of_tile(first)
         start, stop = int32(keys.start), int32(keys.stop)
 
         def load_queries():
@@ -129,7 +180,7 @@ def _load(query, key, value, shared, barriers, *, walk: Walk) -> None:
         lax.fori_loop(start, stop + np.int32(1), step, 0)
         return tiles_done + 1, blocks_done + (stop - start)
 
-    tiles_done, blocks_done = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
+    tiles_done, blocks_done = side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.
     drain(blocks_done, config.stages, barriers.key_free, barriers.value_free)
     if config.persistent:
@@ -146,9 +197,9 @@ def drain(filled: jax.Array, stages: int, *free) -> None:
             pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, barriers.at[slot]))
 
 
-def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk) -> None:
+def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side) -> None:
     """One warpgroup's part of the tiles."""
-    config, size, band = walk.config, walk.size, walk.band
+    config, size, band = side.config, side.size, side.band
     scale_2 = scale * LOG2_E
     S_tail = size.S % config.keys != 0
     masked = band.low is not None or band.high is not None or S_tail
@@ -227,12 +278,14 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
         correction = jnp.exp2(rows.subtracted - shift)
         return p, Rows(subtracted, rescaled(rows.sums, correction) + folded(jnp.add, p), correction)
 
-    def tile(first, head, batch, tile_keys: Blocks, carry):
+    def tile(tile, head, batch, carry):
         tiles_done, blocks_done = carry
+        first = tile * config.queries
+        tile_keys = side.keys_of_tile(first)
         own = place_of(tiles_done)
         query = shared.query.at[own]
         first += warpgroup * ROWS
-        keys = walk.keys_of_warpgroup(first, tile_keys)
+        keys = side.keys_of_warpgroup(first, tile_keys)
         count = keys.stop - keys.start
 
         # The first block has no values of an earlier one to run beside.
@@ -297,7 +350,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, walk: Walk)
 
     if config.turns:
         pl.when(warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
-    tiles_done, _ = walk.over_tiles(tile, (jnp.int32(0), jnp.int32(0)))
+    tiles_done, _ = side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
     if releases_later:
         release(tiles_done - 1)
     if config.turns:
@@ -318,9 +371,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) in query's dtype, lse (B,N,T) float32."""
     size = sizes(operands)
-    walk = Walk(size, keys_of_queries(spec, size), config, multiprocessors)
+    side = Side(size, keys_of_queries(spec, size), config, multiprocessors)
     dtype = operands.query.dtype
-    rows = walk.tiles_of_head * config.queries  # TMA wants strides of 16 bytes: whole tiles, then cut
+    rows = side.walk.tiles * config.queries  # TMA wants strides of 16 bytes: whole tiles, then cut
 
     def tiles(count: int, tile_rows: int, width: int):
         return compat.tiled_shared_memory((count, tile_rows, width), dtype)
@@ -339,8 +392,8 @@ def forward(
     barriers = Barriers(of_queries, of_queries, full, free, full, free, of_warpgroups)
     query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
     out, lse = compat.mosaic_call(
-        functools.partial(flash_forward, scale=spec.scale, walk=walk),
-        blocks=walk.blocks,
+        functools.partial(flash_forward, scale=spec.scale, side=side),
+        blocks=side.walk.grid,
         warpgroups=config.warpgroups + 1,
         scratch=(shared, barriers),
         out_shape=[
