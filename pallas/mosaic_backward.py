@@ -210,7 +210,7 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
         first_column = i * config.columns
         bounds = [None if x is None else x - first_column for x in band.columns_of(rows, tail)]
-        return p if bounds == [None, None] else where_between(p, *bounds, 0.0)
+        return p if all(bound is None for bound in bounds) else where_between(p, *bounds, 0.0)
 
     def step(first, place, edge: bool, i, carry):
         """Adds what block `i` of columns gives to the sums of the rows from `first` on."""
