@@ -6,8 +6,9 @@
 Without flags that describe a case, the default ones are run, full and causal. Ours and every peer that is
 installed are measured; one that refuses a case shows why. Operations are counted as 4·B·N·T·S·H forward, 2.5
 times that backward, and half of both when causal; backward time is that of both passes less the forward one.
-Contenders take turns, in rounds of another order each, whose median counts: a figure alone may have found the
-chip at another clock. Only figures of one run compare.
+Contenders take turns, in rounds of another order each, whose median counts, and each is called for a while
+before it counts (timing.py): the chip's clock answers to the power drawn before. Only figures of one run
+compare.
 """
 
 import argparse

@@ -348,3 +348,16 @@ def test_says_why_it_cannot_run_here():
     with pytest.raises(SystemExit):
         tune.parse(["--head-dim", "260"])
     assert tune.parse([]).head_dim == tune.HEAD_DIMS
+
+
+def test_tiles_for_options_start_with_the_table_and_fit():
+    import tune_options
+
+    for head_dim in tune_options.TILES:
+        for option, read in zip(tune_options.OPTIONS, (None, None, "mask", "bias"), strict=True):
+            needs = Needs(head_dim, head_dim, Window(None, 0), changes=1, read=read)
+            first, *others = tune_options.tiles(head_dim, option)
+            assert first == choices(needs)[0].tile
+            assert others and first not in others
+            assert all(tile.shared_bytes(needs) <= SHARED_BYTES_PER_CTA for tile in (first, *others))
+            assert all(tile.split <= tile.keys // 16 for tile in (first, *others))

@@ -25,7 +25,7 @@ def unsupported(shapes: Shapes) -> str | None:
 
 
 def changes(spec: AttentionSpec, shapes: Shapes) -> int:
-    """By how much more than the scale scores become logits: by how many of soft cap, bias, mask and ALiBi."""
+    """How many of soft cap, bias, mask and ALiBi make logits of scores, beyond the scale."""
     operands = [name for name in OPERANDS if getattr(shapes, name) is not None]
     return len(operands) + (spec.logits_soft_cap is not None)
 
