@@ -36,18 +36,19 @@ def forward(size: Sizes) -> Iterator[ForwardConfig]:
 
 
 def backward_kernels(size: Sizes) -> dict[str, BackwardConfig]:
-    """The kernels of a call, by their names in `mosaic_backward.KERNELS`, with the table's configurations."""
-    table = mosaic_tiles.backward(size)
-    if table.values is None:
-        return {"queries": table.queries, "keys_and_values": table.keys}
-    return {"queries": table.queries, "keys": table.keys, "values": table.values}
+    """All kernels for such calls, by their names in `mosaic_backward.KERNELS`, as the table has them."""
+    return {
+        name: config
+        for together in (True, False)
+        for name, config in mosaic_tiles.backward(size, together).kernels.items()
+    }
 
 
 def backward(size: Sizes, kernel: str) -> Iterator[BackwardConfig]:
     """The table's for a kernel first, then all others that fit shared memory and registers."""
     table = backward_kernels(size)[kernel]
     yield table
-    _, owns = mosaic_backward.KERNELS[kernel]
+    owns = mosaic_backward.KERNELS[kernel].owns
     sums = size.H * owns.first + size.V * owns.second
     tiles = ((False, 1), (True, 1), (True, 2))  # persistent, and whether two tiles' rows are there
     for warpgroups, columns, first, second, (persistent, row_stages) in itertools.product(

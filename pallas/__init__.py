@@ -7,9 +7,10 @@ import jax
 
 from jax_flash import _device, _packing
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat, features, lowering, mosaic_tiles, tiles
+from .band import keys_of_queries
 
 name = "pallas"
 
@@ -60,7 +61,7 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
     size, by_triton = sizes(shapes), tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
-        forward, backward = mosaic_tiles.forward(size), mosaic_tiles.backward(size)
+        forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size)
         return f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
     backward = f"of keys ({by_triton.backward_keys}) and of queries ({by_triton.backward_queries})"
     if features.bias_gradient(shapes) == "shared":
@@ -102,7 +103,8 @@ def backward(
     """What `forward` took and gave, with d_out (B,T,N,V) and d_lse (B,N,T) float32 or None for zeros.
 
     Returns:
-      Gradients of the differentiable operands, in their shapes and dtypes, bitwise equal from run to run.
+      Gradients of the differentiable operands, in their shapes and dtypes; with `spec.deterministic`, bitwise
+      equal from run to run.
     """
     if operands.query_offsets is not None:
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
@@ -110,7 +112,7 @@ def backward(
     if lowering.mosaic_reason(spec, operands, device) is None:
         from . import mosaic_backward
 
-        configs = mosaic_tiles.backward(sizes(operands))
+        configs = _mosaic_backward(spec, sizes(operands))
         multiprocessors = device.sm_count or 1
         return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, multiprocessors)
 
@@ -118,3 +120,9 @@ def backward(
 
     chosen = tiles.choose(spec, operands, device)
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)
+
+
+def _mosaic_backward(spec: AttentionSpec, size: Sizes) -> mosaic_tiles.BackwardConfigs:
+    keys = keys_of_queries(spec, size).mean_columns()
+    in_any_order = not spec.deterministic and compat.adds_to_arrays()
+    return mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)

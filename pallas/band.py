@@ -33,10 +33,16 @@ class Blocks:
 
     def within(self, start: Index, stop: Index) -> "Blocks":
         """Those of `[start, stop)` among them."""
-        start = jnp.maximum(start, self.start)
-        stop = jnp.maximum(jnp.minimum(stop, self.stop), start)
-        full_start = jnp.clip(self.full_start, start, stop)
-        return Blocks(start, full_start, jnp.clip(self.full_stop, full_start, stop), stop)
+        own_start = clipped(self.start, start, stop)
+        own_stop = clipped(self.stop, own_start, stop)
+        full_start = clipped(self.full_start, own_start, own_stop)
+        return Blocks(own_start, full_start, clipped(self.full_stop, full_start, own_stop), own_stop)
+
+    def whole_in(self, others: "Blocks") -> "Blocks":
+        """All of `others`, those that are met whole here told from the rest."""
+        full_start = clipped(self.full_start, others.start, others.stop)
+        full_stop = clipped(self.full_stop, full_start, others.stop)
+        return Blocks(others.start, full_start, full_stop, others.stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +93,14 @@ class Band:
             start = np.clip(first + self.low, 0, self.columns) // block
         return tuple(np.maximum(stop - start, 1).tolist())
 
+    def mean_columns(self) -> float:
+        """How many columns a row meets, in the mean; static lengths alone."""
+        assert isinstance(self.rows, int) and isinstance(self.columns, int)
+        rows = np.arange(self.rows)
+        first = 0 if self.low is None else np.clip(rows + self.low, 0, self.columns)
+        end = self.columns if self.high is None else np.clip(rows + self.high + 1, 0, self.columns)
+        return float(np.mean(np.maximum(end - first, 0)))
+
     def columns_of(self, rows: jax.Array, tail: bool) -> tuple[jax.Array | None, jax.Array | None]:
         """The columns `[first, end)` that each row meets, None where it meets all; static lengths alone.
 
@@ -120,6 +134,13 @@ class Band:
         if end is not None and isinstance(self.columns, int):
             met = both(met, columns < end)
         return met
+
+
+def clipped(index: Index, low: Index, high: Index) -> Index:
+    """The nearest to `index` of `[low, high]`, static where all are."""
+    if isinstance(index, int) and isinstance(low, int) and isinstance(high, int):
+        return min(max(index, low), high)
+    return jnp.clip(index, low, high)
 
 
 def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:

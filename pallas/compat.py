@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from jax_flash._varying import vary_over
+
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
 _interpreting = False
 
@@ -154,8 +156,16 @@ def mosaic_call(
     scratch: Sequence[Any],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     name: str,
-) -> Callable[..., Any]:
-    """A Mosaic GPU kernel over axes `block` and `warpgroup`, or in its interpreter within `interpret()`."""
+    sums: Any = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """A Mosaic GPU kernel over axes `block` and `warpgroup`, or in its interpreter within `interpret()`.
+
+    Args:
+      sums: what the kernel adds to, by `add_to`, a tree: zeros at first. It gets them behind its operands.
+
+    Returns:
+      a function that gives results of `out_shape`, and the sums.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def named(*refs: Any) -> None:
@@ -175,7 +185,32 @@ def mosaic_call(
         ),
         interpret=_interpreter() if interpreting() else None,
     )
-    return _without_effects(call, out_shape) if interpreting() else call
+
+    def run(*operands):
+        references = jax.tree.map(lambda x: jax.new_ref(_zeros(x)), sums)
+        results = call(*operands, *(() if sums is None else (references,)))
+        return results, jax.tree.map(jax.freeze, references)
+
+    return _without_effects(run, (list(out_shape), sums)) if interpreting() else run
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return vary_over(jnp.zeros(x.shape, x.dtype), x.manual_axis_type.varying)
+
+
+def adds_to_arrays() -> bool:
+    """Whether kernels of the installed JAX can be given `sums`: from 0.11 on."""
+    return jax.__version_info__ >= (0, 11)
+
+
+def add_to(source: Any, target: Any) -> None:
+    """Issues the addition of an array in shared memory to one of `sums`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpreting():
+        target[...] += source[...]
+    else:
+        plgpu.copy_smem_to_gmem(source, target, reduction_op="add")
 
 
 def _interpreter() -> Any:

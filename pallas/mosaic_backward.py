@@ -1,13 +1,14 @@
-"""Backward by Mosaic GPU, for Hopper: the sums of `triton_backward`, a kernel for dK and dV, and one for dQ.
+"""Backward by Mosaic GPU, for Hopper: the sums of `triton_backward`.
 
+One kernel for dK and dV adds to dQ as well, where that may be summed in any order; else there is one for dQ.
 Above head dim 128 dK and dV have no room in a warpgroup's registers together, and get a kernel each.
 
 In all of them, each computing warpgroup owns 64 rows of a gradient: keys, or queries. Their operands stay in
 shared memory, and a loading warpgroup streams the blocks of columns past them that they meet, in rings as in
 `mosaic_forward`. A step issues both products of rows and columns, takes the exponentials of the first beside
 the second, and adds to the gradients from registers, to that of values beside what is left to do for that of
-keys. Where rows are keys, scores are held transposed. Every sum has one owner and a fixed order: gradients
-are bitwise equal from run to run.
+keys. Where rows are keys, scores are held transposed. The sums of rows have one owner and a fixed order each,
+and are bitwise equal from run to run.
 """
 
 import dataclasses
@@ -26,8 +27,9 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from . import compat
 from .band import Band, Blocks, keys_of_queries
 from .loop import over, over_blocks
+from .mosaic_column_gradient import ColumnGradient
 from .mosaic_forward import drain
-from .mosaic_product import issued, landed
+from .mosaic_product import added, issued, landed
 from .mosaic_registers import ACCUMULATOR, ROW, where_between
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
 from .mosaic_walk import Walk, div, int32, rem
@@ -46,6 +48,23 @@ class Operand(NamedTuple):
     second: Any
 
 
+class Kernel(NamedTuple):
+    """One of the kernels: whose rows it takes, and which gradients of theirs it sums."""
+
+    rows_are_keys: bool
+    owns: Operand
+    adds: bool = False  # to the gradient of the first of the columns, too
+
+
+KERNELS = {
+    "all": Kernel(True, Operand(True, True), adds=True),
+    "queries": Kernel(False, Operand(True, False)),
+    "keys": Kernel(True, Operand(True, False)),
+    "values": Kernel(True, Operand(False, True)),
+    "keys_and_values": Kernel(True, Operand(True, True)),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Side:
     """What one of the kernels does with rows and columns."""
@@ -53,9 +72,16 @@ class Side:
     size: Sizes
     band: Band  # of rows
     config: BackwardConfig
-    rows_are_keys: bool
-    owns: Operand  # which gradients of the rows it sums
+    kernel: "Kernel"
     multiprocessors: int
+
+    @property
+    def rows_are_keys(self) -> bool:
+        return self.kernel.rows_are_keys
+
+    @property
+    def owns(self) -> Operand:
+        return self.kernel.owns
 
     @property
     def heads(self) -> int:
@@ -94,17 +120,26 @@ class Side:
         return self.band.blocks(first, self.rows_of_tile, self.config.columns)
 
     def blocks_of_warpgroup(self, first, tile: Blocks) -> Blocks:
-        """Those of the tile that a warpgroup's rows meet."""
+        """Those of the tile that a warpgroup's rows meet; all of them where warpgroups work together."""
         own = self.band.blocks(first, ROWS, self.config.columns)
-        if all(isinstance(bound, int) for bound in vars(own).values()):
-            return own
-        return own.within(tile.start, tile.stop)
+        if not self.kernel.adds:
+            return own.within(tile.start, tile.stop)
+        if self.rows_beyond:  # which have to be told from the others
+            all_there = (first + ROWS <= self.band.rows).astype(jnp.int32)
+            own = dataclasses.replace(own, full_stop=own.full_stop * all_there)
+        return own.whole_in(tile)
+
+    @property
+    def rows_beyond(self) -> bool:
+        """Whether the last tile has rows that aren't there."""
+        return self.band.rows % self.rows_of_tile != 0
 
 
 class Shared(NamedTuple):
     rows: Operand  # the second is room for its gradient where only that is computed, if there need be
     columns: Operand  # rings
     statistics: Operand  # lse, in base 2, and delta: of the rows, or in rings
+    column_gradient: ColumnGradient | None
 
 
 class Barriers(NamedTuple):
@@ -116,11 +151,13 @@ class Barriers(NamedTuple):
     free: Operand
 
 
-def flash_backward(rows, columns, statistics, out, shared, barriers, *, scale: float, side: Side) -> None:
+def flash_backward(rows, columns, statistics, *refs, scale: float, side: Side) -> None:
     """`rows` and `columns` are `Operand`s (B, length, heads, width); `statistics` lse and delta (B,N,T).
 
-    `out` has the gradients of the rows that `side` owns.
+    The others are the sum that columns' gradients are added to, if they are; the gradients of the rows that
+    `side` owns; shared memory; and barriers.
     """
+    *d_columns, out, shared, barriers = refs
     config = side.config
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = compat.registers(config.warpgroups)
@@ -128,7 +165,7 @@ def flash_backward(rows, columns, statistics, out, shared, barriers, *, scale: f
     @pl.when(warpgroup < config.warpgroups)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        _compute(warpgroup, out, shared, barriers, scale=scale, side=side)
+        _compute(warpgroup, d_columns, out, shared, barriers, scale=scale, side=side)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
@@ -189,9 +226,10 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
             pl.when(tiles_done > place // config.warpgroups)(freed)
 
 
-def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> None:
-    """One warpgroup's rows of the gradients."""
+def _compute(warpgroup, d_columns, out, shared, barriers, *, scale: float, side: Side) -> None:
+    """One warpgroup's rows of the gradients, and its share of what is added to `d_columns`."""
     config, size, band, owns = side.config, side.size, side.band, side.owns
+    column_gradient = shared.column_gradient
     dtype = shared.rows.first.dtype
     shape = (ROWS, config.columns)
     tail = not side.rows_are_keys and size.S % config.columns != 0
@@ -209,12 +247,17 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
     def masked(p, first, i):
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
         first_column = i * config.columns
-        bounds = [None if x is None else x - first_column for x in band.columns_of(rows, tail)]
-        return p if all(bound is None for bound in bounds) else where_between(p, *bounds, 0.0)
+        low, end = (None if x is None else x - first_column for x in band.columns_of(rows, tail))
+        if column_gradient is not None and side.rows_beyond:
+            end = jnp.where(rows < band.rows, config.columns if end is None else end, 0)
+        return p if low is None and end is None else where_between(p, low, end, 0.0)
 
-    def step(first, place, edge: bool, i, carry):
-        """Adds what block `i` of columns gives to the sums of the rows from `first` on."""
-        sums, done = carry
+    def step(first, place, begun, target, edge: bool, i, carry):
+        """Adds what block `i` of columns gives to the sums of the rows from `first` on and to `target(i)`.
+
+        `begun` blocks were done when the tile began.
+        """
+        (d_first, d_second), done = carry
         # LLVM would keep what is the same for all blocks, dozens of matrix descriptors, in registers, and
         # ptxas would spill them: to both, this zero differs from block to block.
         zero = lax.shift_right_logical(lax.optimization_barrier(done), np.int32(31))
@@ -226,31 +269,35 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
             for of_rings in (barriers.full, barriers.free)
         )
 
-        def add_to(totals):
-            plgpu.barrier_wait(full.first)
-            scores = issued(rows.first, columns.first)
-            plgpu.barrier_wait(full.second)
-            gradients = issued(rows.second, columns.second) if owns.first else None
-            scores = landed(scores, in_flight=int(owns.first))
-            lse = statistic(shared.statistics.first, slots.first, place)
-            if not owns.first:
-                plgpu.barrier_arrive(free.first)
-            p = jnp.exp2(scores * (scale * LOG2_E) - lse)
-            p = masked(p, first, i) if edge else p
-            if owns.second:
-                compat.wgmma(totals.second, packed(p), columns.second)
-            if owns.first:
-                d_p = landed(gradients, in_flight=int(owns.second))
-                delta = statistic(shared.statistics.second, slots.second, place)
-                if not owns.second:
-                    plgpu.barrier_arrive(free.second)
-                d_s = packed(p * (d_p - delta))
-                compat.wgmma(totals.first, d_s, columns.first)
-
-        sums, _ = compat.accumulate(add_to, sums)
+        plgpu.barrier_wait(full.first)
+        scores = issued(rows.first, columns.first)
+        plgpu.barrier_wait(full.second)
+        gradients = issued(rows.second, columns.second) if owns.first else None
+        scores = landed(scores, in_flight=int(owns.first))
+        lse = statistic(shared.statistics.first, slots.first, place)
+        if not owns.first:
+            plgpu.barrier_arrive(free.first)
+        p = jnp.exp2(scores * (scale * LOG2_E) - lse)
+        p = masked(p, first, i) if edge else p
+        if owns.second:
+            d_second = added(d_second, packed(p), columns.second)
+        if owns.first:
+            d_p = landed(gradients, in_flight=int(owns.second))
+            delta = statistic(shared.statistics.second, slots.second, place)
+            if not owns.second:
+                plgpu.barrier_arrive(free.second)
+            d_scores = packed(p * (d_p - delta))
+            d_first = added(d_first, d_scores, columns.first)
+            if column_gradient is not None:
+                column_gradient.put(d_scores, warpgroup, first=done == begun)
+                of_tile = [place - warpgroup + w for w in range(config.warpgroups)]
+                d_block = column_gradient.issued([shared.rows.first.at[one] for one in of_tile])
+        sums = Operand(*(x if x is None else landed(x, in_flight=0) for x in (d_first, d_second)))
         for own, one in zip(owns, free, strict=True):
             if own:  # else it was read by the first products alone
                 plgpu.barrier_arrive(one)
+        if column_gradient is not None:
+            column_gradient.add(landed(d_block, in_flight=0), warpgroup, target(i))
         return sums, done + 1
 
     def skip(_, done):
@@ -270,12 +317,23 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         first += warpgroup * ROWS
         own = side.blocks_of_warpgroup(first, blocks)
         place = rem(tiles_done, config.row_stages) * config.warpgroups + warpgroup
-        plgpu.barrier_wait(barriers.rows_full.at[place])
+        places = [place]
+        if column_gradient is not None:  # all are read
+            places = [place - warpgroup + w for w in range(config.warpgroups)]
+        for one in places:
+            plgpu.barrier_wait(barriers.rows_full.at[one])
+        begun = done
 
-        def one_pass(_, carry):
+        def one_pass(of_pass, carry):
+            def target(i):
+                """Where in `d_columns` this warpgroup's share of block `i` is added."""
+                share = size.H // config.warpgroups
+                own, width = pl.ds(i * config.columns, config.columns), pl.ds(warpgroup * share, share)
+                return d_columns[0].at[batch, own, side.column_head(head, of_pass), width]
+
             sums, done = carry
             done = over(blocks.start, own.start, skip, done)
-            sums, done = over_blocks(own, functools.partial(step, first, place), (sums, done))
+            sums, done = over_blocks(own, functools.partial(step, first, place, begun, target), (sums, done))
             return sums, over(own.stop, blocks.stop, skip, done)
 
         widths = Operand(size.H, size.V)
@@ -285,6 +343,8 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
         else:
             sums, done = lax.fori_loop(np.int32(0), np.int32(side.passes), one_pass, (sums, done))
 
+        if column_gradient is not None:
+            column_gradient.wait_for_readers(done > begun)
         results = Operand(sums.first * scale if owns.first else None, sums.second)
         rooms = shared.rows
         if rooms.second is None:
@@ -304,9 +364,10 @@ def _compute(warpgroup, out, shared, barriers, *, scale: float, side: Side) -> N
 
 
 def _gradients(
-    kernel: str, side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand
-) -> Operand:
-    """The gradients of `rows`, whose lengths are in whole tiles of 8."""
+    name: str, side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand
+) -> tuple[Operand, jax.Array | None]:
+    """The gradients of `rows`, whose lengths are in whole tiles of 8, and that of the first of `columns` in
+    float32, yet to be scaled, if the kernel adds to it."""
     config, owns, dtype = side.config, side.owns, rows.first.dtype
     out = Operand(*(x if own else None for x, own in zip(rows, owns, strict=True)))
     if not owns.first:  # nor is there a product of the second of the rows, nor anything of delta
@@ -326,6 +387,11 @@ def _gradients(
         rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
         columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
         statistics=Operand(*map(of_statistic, statistics, config.rings)),
+        column_gradient=(
+            ColumnGradient.scratch(config.warpgroups, ROWS, config.columns, H, dtype)
+            if side.kernel.adds
+            else None
+        ),
     )
     copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
     copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
@@ -339,14 +405,21 @@ def _gradients(
         full=Operand(*map(barrier, config.rings, copies)),
         free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
     )
-    return compat.mosaic_call(
+    summed = None
+    if side.kernel.adds:
+        B, length, heads, _ = columns.first.shape
+        shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
+        summed = compat.result(shape, jnp.float32, like=columns.first)
+    (gradients,), d_columns = compat.mosaic_call(
         functools.partial(flash_backward, scale=scale, side=side),
         blocks=side.walk.grid,
         warpgroups=config.warpgroups + 1,
         scratch=(shared, barriers),
         out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
-        name=f"jax_flash_mosaic_backward_{kernel}",
-    )(rows, columns, statistics)[0]
+        name=f"jax_flash_mosaic_backward_{name}",
+        sums=summed,
+    )(rows, columns, statistics)
+    return gradients, d_columns
 
 
 class Prepared(NamedTuple):
@@ -356,15 +429,6 @@ class Prepared(NamedTuple):
     keys: Operand
     queries: Operand
     statistics: Operand
-
-
-# What each owns: whether its rows are keys, and which gradients of theirs it sums.
-KERNELS = {
-    "queries": (False, Operand(True, False)),
-    "keys": (True, Operand(True, False)),
-    "values": (True, Operand(False, True)),
-    "keys_and_values": (True, Operand(True, True)),
-}
 
 
 def prepare(
@@ -393,14 +457,15 @@ def gradients(
     prepared: Prepared,
     config: BackwardConfig,
     multiprocessors: int,
-) -> Operand:
-    """Those that the kernel of this name owns, in whole tiles of 8."""
-    rows_are_keys, owns = KERNELS[kernel]
+) -> tuple[Operand, jax.Array | None]:
+    """Those that the kernel of this name owns, in whole tiles of 8; and that which it adds to, in float32 and
+    yet to be scaled, or None."""
     keys, queries, statistics = prepared
-    rows, columns = (keys, queries) if rows_are_keys else (queries, keys)
     band = keys_of_queries(spec, size)
-    band = band.transposed() if rows_are_keys else band
-    side = Side(size, band, config, rows_are_keys, owns, multiprocessors)
+    side = Side(size, band, config, KERNELS[kernel], multiprocessors)
+    rows, columns = (keys, queries) if side.rows_are_keys else (queries, keys)
+    if side.rows_are_keys:
+        side = dataclasses.replace(side, band=band.transposed())
     return _gradients(kernel, side, spec.scale, rows, columns, statistics)
 
 
@@ -418,12 +483,16 @@ def backward(
     size = sizes(operands)
     prepared = prepare(operands, out, lse, d_out, d_lse)
 
-    def run(kernel: str, config: BackwardConfig) -> Operand:
+    def run(kernel: str, config: BackwardConfig) -> tuple[Operand, jax.Array | None]:
         return gradients(kernel, spec, size, prepared, config, multiprocessors)
 
-    d_query = run("queries", configs.queries).first
-    if configs.values is None:
-        d_key, d_value = run("keys_and_values", configs.keys)
+    if configs.queries is None:
+        (d_key, d_value), d_query = run("all", configs.keys)
+        d_query = (d_query * spec.scale).astype(operands.query.dtype)
     else:
-        d_key, d_value = run("keys", configs.keys).first, run("values", configs.values).second
+        (d_query, _), _ = run("queries", configs.queries)
+        if configs.values is None:
+            (d_key, d_value), _ = run("keys_and_values", configs.keys)
+        else:
+            ((d_key, _), _), ((_, d_value), _) = run("keys", configs.keys), run("values", configs.values)
     return Gradients(d_query[:, : size.T], d_key[:, : size.S], d_value[:, : size.S])

@@ -73,16 +73,7 @@ class Side:
 
     def keys_of_warpgroup(self, first, tile: Blocks) -> Blocks:
         """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
-        own = self.band.blocks(first, ROWS, self.config.keys)
-        full_start = _clip(own.full_start, tile.start, tile.stop)
-        full_stop = _clip(own.full_stop, full_start, tile.stop)
-        return dataclasses.replace(tile, full_start=full_start, full_stop=full_stop).backwards()
-
-
-def _clip(x, low, high):
-    if all(isinstance(value, int) for value in (x, low, high)):
-        return min(max(x, low), high)
-    return jnp.clip(x, low, high)
+        return self.band.blocks(first, ROWS, self.config.keys).whole_in(tile).backwards()
 
 
 class Shared(NamedTuple):
@@ -391,7 +382,7 @@ def forward(
     free = plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups)
     barriers = Barriers(of_queries, of_queries, full, free, full, free, of_warpgroups)
     query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
-    out, lse = compat.mosaic_call(
+    (out, lse), _ = compat.mosaic_call(
         functools.partial(flash_forward, scale=spec.scale, side=side),
         blocks=side.walk.grid,
         warpgroups=config.warpgroups + 1,

@@ -100,7 +100,7 @@ def where_between(
         for place, pair in np.ndenumerate(x.registers):
             chunk, half = place[1], place[4]
             for i in range(2):
-                value = selected(_element(pair, i), FOLDED * chunk + i, half)
+                value = selected(element(pair, i), FOLDED * chunk + i, half)
                 pair = vector.insert(value, pair, dynamic_position=[], static_position=[i])
             registers.append(pair)
         return _like(x, registers)
@@ -116,12 +116,12 @@ def _like(x: mgpu.FragmentedArray, registers: list[ir.Value]) -> mgpu.Fragmented
     )
 
 
-def _element(register: ir.Value, i: int) -> ir.Value:
+def element(register: ir.Value, i: int) -> ir.Value:
     return vector.extract(register, dynamic_position=[], static_position=[i])
 
 
 def _scalar(register: ir.Value) -> Any:
-    return _element(register, 0) if isinstance(register.type, ir.VectorType) else register
+    return element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
 def _integer(value: int) -> ir.Value:

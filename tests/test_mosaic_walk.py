@@ -22,12 +22,11 @@ def side_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
     if kernel == "forward":
         config = dataclasses.replace(mosaic_tiles.forward(size), persistent=persistent)
         return mosaic_forward.Side(size, band, config, MULTIPROCESSORS)
-    configs = mosaic_tiles.backward(size)
-    config = configs.queries if kernel == "queries" else configs.keys
+    config = mosaic_tiles.backward(size, together=False).kernels[kernel]
     config = dataclasses.replace(config, persistent=persistent)
-    rows_are_keys, owns = mosaic_backward.KERNELS[kernel]
-    band = band.transposed() if rows_are_keys else band
-    return mosaic_backward.Side(size, band, config, rows_are_keys, owns, MULTIPROCESSORS)
+    kernel = mosaic_backward.KERNELS[kernel]
+    band = band.transposed() if kernel.rows_are_keys else band
+    return mosaic_backward.Side(size, band, config, kernel, MULTIPROCESSORS)
 
 
 def tiles_of(walk):

@@ -1,10 +1,11 @@
 """The Pallas kernels on the GPU, through the suite that every implementation runs."""
 
+import jax
 import pytest
 from gpu_memory import poison
 from implementation_suite import FEATURES, ImplementationSuite
 
-from jax_flash.pallas import lowering
+from jax_flash.pallas import lowering, mosaic_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
@@ -13,7 +14,7 @@ class TestPallas(ImplementationSuite):
     """By Mosaic GPU on Hopper, by Triton elsewhere."""
 
     implementation = "pallas"
-    head_dims = (64, 96, 128, 256)
+    head_dims = (64, 80, 96, 128, 256)  # every swizzle of shared memory
     features = FEATURES
 
     def before_run(self, nbytes):
@@ -26,3 +27,22 @@ class TestPallasByTriton(TestPallas):
     def by_triton(cls):
         with lowering.only(lowering.TRITON):
             yield
+
+
+class TestPallasTogether(TestPallas):
+    """With one kernel for all gradients however few keys there are, on Hopper."""
+
+    head_dims = (128,)
+
+    @classmethod
+    def cases(cls):
+        return [case for case in super().cases() if case.category != "feature"]  # Triton's
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def together(cls):
+        jax.clear_caches()  # which don't know of the number of keys
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mosaic_tiles, "KEYS_TO_SUM_TOGETHER", 0)
+            yield
+        jax.clear_caches()
