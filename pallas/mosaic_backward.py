@@ -126,7 +126,10 @@ class Side:
             return own.within(tile.start, tile.stop)
         if self.rows_beyond:  # which have to be told from the others
             all_there = (first + ROWS <= self.band.rows).astype(jnp.int32)
-            own = dataclasses.replace(own, full_stop=own.full_stop * all_there)
+            # Without the barrier LLVM sees where there can be two blocks at most, and ptxas 13.0 miscompiles
+            # that loop: it finds the second's index by a condition that the first turn has changed.
+            full_stop = lax.optimization_barrier(own.full_stop * all_there)
+            own = dataclasses.replace(own, full_stop=full_stop)
         return own.whole_in(tile)
 
     @property
