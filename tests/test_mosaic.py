@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,8 @@ def test_warpgroups_that_sum_together_do_not_race(monkeypatch, T, S, window):
     for reads by threads, which TMA may not write over without a fence."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    if "on_race" not in inspect.signature(plgpu.InterpretGPUParams).parameters:
+        pytest.skip("this JAX raises nothing where it finds a race")
     detecting = functools.partial(plgpu.InterpretGPUParams, detect_races=True, on_race="raise")
     monkeypatch.setattr(compat, "_interpreter", detecting)
     keys = jax.random.split(jax.random.key(0), 4)
