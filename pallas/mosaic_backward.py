@@ -135,7 +135,7 @@ class Side:
     @property
     def rows_beyond(self) -> bool:
         """Whether the last tile has rows that aren't there."""
-        return self.band.rows % self.rows_of_tile != 0
+        return (self.size.S if self.rows_are_keys else self.size.T) % self.rows_of_tile != 0
 
 
 class Shared(NamedTuple):
@@ -491,6 +491,7 @@ def backward(
 
     if configs.queries is None:
         (d_key, d_value), d_query = run("all", configs.keys)
+        assert d_query is not None
         d_query = (d_query * spec.scale).astype(operands.query.dtype)
     else:
         (d_query, _), _ = run("queries", configs.queries)
