@@ -167,9 +167,8 @@ def print_backward(title: str, timed: Sequence[Case], rows: Sequence[dict]) -> N
                 milliseconds = row.get("milliseconds", float("inf"))
                 best[row["kernel"]] = min(milliseconds, best.get(row["kernel"], float("inf")))
         together = best.pop("all", float("inf"))
-        rate = (
-            2.5 * case.flops / min(together, sum(best.values())) / 1e9
-        )  # five products where forward has two
+        milliseconds = min(together, sum(best.values()))
+        rate = 2.5 * case.flops / milliseconds / 1e9  # five products where forward has two
         print(f"  {record.rate(rate):>6}  the best of each, or of the one for all, on {case}")
     sys.stdout.flush()
 

@@ -109,25 +109,26 @@ def registers(computing: int) -> tuple[int, int]:
     return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[computing]
 
 
-def accumulate(body: Callable[[Any], Any], acc: Any, like: Any = None) -> tuple[Any, Any]:
-    """`body(accumulator)` issues products into an accumulator that starts from `acc`; or one for each leaf.
+def accumulate(body: Callable[[Any], Any], acc: jax.Array, like: Any) -> tuple[jax.Array, Any]:
+    """`body(accumulator)` issues products into an accumulator that starts from `acc`.
 
     Returns:
-      the accumulators' values when all products have ended, and what `body` returned, which has the types and
+      the accumulator's value when all products have ended, and what `body` returned, a tree of the types and
       layouts of `like`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if interpreting():
-        summed = jax.tree.map(_Sum, acc)
+        summed = _Sum(acc)
         result = body(summed)
-        return jax.tree.map(lambda one: one.value, summed), result
+        return summed.value, result
 
     def in_registers(refs):
         accumulator, results = refs
         jax.tree.map(lambda ref, x: ref.__setitem__(..., x), results, body(accumulator))
 
-    return pl.run_state(in_registers)((jax.tree.map(plgpu.WGMMAAccumulatorRef.init, acc), like))
+    state: Any = plgpu.WGMMAAccumulatorRef.init(acc), like
+    return pl.run_state(in_registers)(state)
 
 
 class _Sum:

@@ -72,7 +72,7 @@ class Side:
     size: Sizes
     band: Band  # of rows
     config: BackwardConfig
-    kernel: "Kernel"
+    kernel: Kernel
     multiprocessors: int
 
     @property

@@ -37,24 +37,26 @@ class ColumnGradient(NamedTuple):
         )
 
     def put(self, d_scores: jax.Array, warpgroup: jax.Array, first: jax.Array) -> None:
-        """Of a block of columns, the first of a tile of rows or not."""
+        """Puts a warpgroup's part (rows, columns) where all read it; `first`: the first block of a tile."""
         self.wait_for_readers(~first)
         self.d_scores[warpgroup, :, :] = d_scores
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.written.at[0])
 
     def issued(self, rows: Sequence[Any]) -> jax.Array:
-        """Issues the product for this warpgroup's share of the width, with the rows of all warpgroups."""
+        """Issues a block's gradient (columns, width / warpgroups): this warpgroup's share of the width, from
+        the `rows` (rows, width) of each."""
         plgpu.barrier_wait(self.written.at[0])
         return issued_share([self.d_scores.at[w] for w in range(len(rows))], rows)
 
     def add(self, landed: jax.Array, warpgroup: jax.Array, target: Any) -> None:
+        """Issues the addition of a share to `target`, its place in global memory."""
         plgpu.barrier_arrive(self.read.at[0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block before
         self.staged[warpgroup, :, :] = landed
         plgpu.commit_smem()
         compat.add_to(self.staged.at[warpgroup], target)
 
-    def wait_for_readers(self, any: jax.Array) -> None:
-        """Of what was put last, and of the rows: before either is written over."""
-        pl.when(any)(lambda: plgpu.barrier_wait(self.read.at[0]))
+    def wait_for_readers(self, some: jax.Array) -> None:
+        """Of what was put last, and of the rows, if there are `some`: before either is written over."""
+        pl.when(some)(lambda: plgpu.barrier_wait(self.read.at[0]))

@@ -1,11 +1,11 @@
-"""Products on the tensor cores that may stay under way from one turn of a loop to the next.
+"""Products on the tensor cores that are issued in one place and waited for in another.
 
-Pallas' own end where the scope of their accumulator does. Here a product is issued, and `issued` or `added`
-give the registers that will hold it: a value once it has `landed`.
+`issued`, `added` and `issued_share` give the registers that will hold a product: a value once it has
+`landed`. Pallas' own end with the scope of their accumulators instead.
 
 Pallas' own also start from what is in those registers, and so have them set to zero first: for 64 x 128 by 32
-instructions of each thread, while the tensor cores wait for the product. What `issued` issues writes over
-whatever they hold.
+instructions of each thread, while the tensor cores wait for the product. What is issued here without a total
+writes over whatever they hold.
 
 In Pallas' interpreter each function is its definition.
 """

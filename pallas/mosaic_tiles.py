@@ -150,7 +150,8 @@ _BACKWARD = (
 
 
 # How many keys a query must see in the mean for one kernel to be faster, by 4 to 14% with 1024 and more. With
-# 512 it takes longer to set the sum of dQ to zero, and to round it, than two products of seven do.
+# 512 it takes longer to set the sum of dQ to zero, and to round it, than two products of seven do
+# (benchmarks/results/mosaic_together_backward_h200.json).
 KEYS_TO_SUM_TOGETHER = 768
 
 

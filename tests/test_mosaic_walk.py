@@ -92,3 +92,16 @@ def test_tiles_alike_are_walked_head_by_head():
     walk = side_of("forward", 2, 1024, 4, 128, is_causal=False).walk
     taken = [tile for item in tiles_of(walk) for tile in item]
     assert taken == sorted(taken, key=lambda tile: (tile[2], tile[1], tile[0]))
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 10), (0, 0), (None, -3)], ids=str)
+@pytest.mark.parametrize("T, S", [(1, 1), (65, 65), (127, 301), (301, 127)])
+def test_the_mean_number_of_keys_is_that_of_the_definition(T, S, window):
+    query, key = (jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16) for length in (T, S))
+    left, right = window
+    band = keys_of_queries(AttentionSpec(1.0, left, right), sizes(Operands(query, key, key)))
+    distance = np.arange(S) - np.arange(T)[:, None] - (S - T)
+    seen = (distance >= (-S - T if left is None else -left)) & (
+        distance <= (S + T if right is None else right)
+    )
+    assert band.mean_columns() == pytest.approx(seen.sum(axis=1).mean())
