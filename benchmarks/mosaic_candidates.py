@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from jax_flash._spec import Sizes
-from jax_flash.pallas import mosaic_backward, mosaic_tiles
+from jax_flash.pallas import mosaic_backward_side, mosaic_tiles
 from jax_flash.pallas.mosaic_tiles import BackwardConfig, ForwardConfig
 
 FORWARD_KEYS = (64, 128, 192)
@@ -36,7 +36,7 @@ def forward(size: Sizes) -> Iterator[ForwardConfig]:
 
 
 def backward_kernels(size: Sizes) -> dict[str, BackwardConfig]:
-    """All kernels for such calls, by their names in `mosaic_backward.KERNELS`, as the table has them."""
+    """All kernels for such calls, by their names in `mosaic_backward_side.KERNELS`, as the table has them."""
     return {
         name: config
         for together in (True, False)
@@ -48,7 +48,7 @@ def backward(size: Sizes, kernel: str) -> Iterator[BackwardConfig]:
     """The table's for a kernel first, then all others that fit shared memory and registers."""
     table = backward_kernels(size)[kernel]
     yield table
-    owns = mosaic_backward.KERNELS[kernel].owns
+    owns = mosaic_backward_side.KERNELS[kernel].owns
     sums = size.H * owns.first + size.V * owns.second
     tiles = ((False, 1), (True, 1), (True, 2))  # persistent, and whether two tiles' rows are there
     for warpgroups, columns, first, second, (persistent, row_stages) in itertools.product(

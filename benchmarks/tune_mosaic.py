@@ -3,11 +3,14 @@
     python benchmarks/tune_mosaic.py --out benchmarks/results/tune_mosaic_h200.json
     python benchmarks/tune_mosaic.py --head-dim 128 --mask causal --beside jax_flash_cuda jax_mgpu
     python benchmarks/tune_mosaic.py --passes backward --head-dim 128 --shapes 1
+    python benchmarks/tune_mosaic.py --passes together --head-dim 128
 
 Forward, for each head dim and mask, the table's configuration and those that differ from it in a field or
 two. Backward, each kernel by itself, the table's configuration first, and the rate at which the best of each
-would run together. Results that differ from the first contender's are refused, as is what does not compile. A
-kernel that hangs ends the run after `--patience` seconds, with what it had.
+would run together. `together`: whole backward passes by one kernel for all gradients and by one for each
+side, over lengths, to see from how many keys on one is faster. Results that differ from the first contender's
+are refused, as is what does not compile. A kernel that hangs ends the run after `--patience` seconds, with
+what it had.
 """
 
 import argparse
@@ -34,9 +37,12 @@ from rounds import check_agreement
 from jax_flash import _device
 from jax_flash._spec import Operands, Sizes, sizes
 from jax_flash.pallas import lowering, mosaic_backward, mosaic_forward, mosaic_tiles
+from jax_flash.pallas.band import keys_of_queries
 from jax_flash.pallas.mosaic_tiles import ForwardConfig
 
 MASKS = ("full", "causal")
+TOKENS = 16384  # of a call, in as many sequences of one of the lengths
+LENGTHS = (256, 512, 768, 1024, 1536, 2048, 4096)
 PRODUCTS = {"all": 5, "queries": 3, "keys": 3, "values": 2, "keys_and_values": 4}  # that a kernel computes
 
 
@@ -44,6 +50,10 @@ def cases(head_dim: int, mask: str, count: int | None = None) -> list[Case]:
     """The first `count` of the shapes that attention is compared on."""
     causal = mask == "causal"
     return [case for case in GROUPS["default"] if (case.head_dim, case.causal) == (head_dim, causal)][:count]
+
+
+def cases_of_lengths(head_dim: int, mask: str) -> list[Case]:
+    return [Case(round(TOKENS / n), n, n, 16, 16, head_dim, causal=mask == "causal") for n in LENGTHS]
 
 
 def call_sizes(case: Case) -> Sizes:
@@ -93,6 +103,33 @@ def measure_backward(case: Case, patience: float) -> list[dict]:
         flops = PRODUCTS[kernel] * case.flops / 2
         rows += measure({"case": str(case), "kernel": kernel}, timed, [inputs], flops, patience)
     return rows
+
+
+def measure_together(case: Case, patience: float) -> list[dict]:
+    """Of the whole pass by either of the table's ways; none where it has one alone."""
+    spec, size, multiprocessors = case.spec(), call_sizes(case), _device.current().sm_count
+    ways = {together: mosaic_tiles.backward(size, together) for together in (False, True)}
+    if ways[False] == ways[True]:
+        return []
+
+    @jax.jit
+    def inputs(*arrays):
+        out, lse = mosaic_forward.forward(
+            spec, Operands(*arrays), mosaic_tiles.forward(size), multiprocessors
+        )
+        return *arrays, out, lse, jax.random.normal(jax.random.key(3), out.shape, out.dtype)
+
+    def run(*arrays, configs):
+        *qkv, out, lse, d_out = arrays
+        found = mosaic_backward.backward(
+            spec, Operands(*qkv), out, lse, d_out, None, configs, multiprocessors
+        )
+        return found.query, found.key, found.value
+
+    timed = {str(configs): functools.partial(run, configs=configs) for configs in ways.values()}
+    rows = measure({"case": str(case)}, timed, inputs(*case.inputs()), 2.5 * case.flops, patience)
+    keys = keys_of_queries(spec, size).mean_columns()
+    return [row | {"keys_of_a_query": keys} for row in rows]
 
 
 def compiled(function, inputs):
@@ -173,11 +210,24 @@ def print_backward(title: str, timed: Sequence[Case], rows: Sequence[dict]) -> N
     sys.stdout.flush()
 
 
+def print_together(title: str, rows: Sequence[dict]) -> None:
+    print(f"{title}: keys that a query sees in the mean, TFLOP/s with kernels apart and with one, ratio")
+    for apart, one in zip(rows[::2], rows[1::2], strict=True):
+        rates = [row.get("rate", float("nan")) for row in (apart, one)]
+        print(
+            f"  {apart['keys_of_a_query']:>6.0f}  {rates[0]:.0f}  {rates[1]:.0f}  {rates[1] / rates[0]:.3f}"
+        )
+        for row in (apart, one):
+            if "error" in row:
+                print(f"    {row['name']}: {row['error']}")
+    sys.stdout.flush()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--passes", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--passes", choices=("forward", "backward", "together"), default="forward")
     parser.add_argument("--head-dim", type=int, nargs="+", default=(128, 64, 256))
     parser.add_argument("--mask", choices=MASKS, nargs="+", default=MASKS)
     parser.add_argument("--shapes", type=int, help="only so many of each head dim and mask")
@@ -198,19 +248,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for head_dim, mask in itertools.product(options.head_dim, options.mask):
         found = []
         timed = cases(head_dim, mask, options.shapes)
+        if options.passes == "together":
+            timed = cases_of_lengths(head_dim, mask)
         for case in timed:
             if options.passes == "forward":
                 found += measure_forward(case, options.beside, options.patience)
-            else:
+            elif options.passes == "backward":
                 found += measure_backward(case, options.patience)
+            else:
+                found += measure_together(case, options.patience)
             if options.out:  # each time, so that a run cut short leaves what it had
                 record.write(result | {"rows": result["rows"] + found}, options.out)
         result["rows"] += found
         title = f"head dim {head_dim}, {mask}"
         if options.passes == "forward":
             print_best(title, found)
-        else:
+        elif options.passes == "backward":
             print_backward(title, timed, found)
+        else:
+            print_together(title, found)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class BackwardConfigs(NamedTuple):
 
     @property
     def kernels(self) -> dict[str, BackwardConfig]:
-        """By their names in `mosaic_backward.KERNELS`."""
+        """By their names in `mosaic_backward_side.KERNELS`."""
         if self.queries is None:
             return {"all": self.keys}
         if self.values is None:

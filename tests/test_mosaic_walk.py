@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas import mosaic_backward, mosaic_forward, mosaic_tiles
+from jax_flash.pallas import mosaic_backward_side, mosaic_forward, mosaic_tiles
 from jax_flash.pallas.band import keys_of_queries
 
 MULTIPROCESSORS = 132
@@ -24,9 +24,9 @@ def side_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
         return mosaic_forward.Side(size, band, config, MULTIPROCESSORS)
     config = mosaic_tiles.backward(size, together=False).kernels[kernel]
     config = dataclasses.replace(config, persistent=persistent)
-    kernel = mosaic_backward.KERNELS[kernel]
+    kernel = mosaic_backward_side.KERNELS[kernel]
     band = band.transposed() if kernel.rows_are_keys else band
-    return mosaic_backward.Side(size, band, config, kernel, MULTIPROCESSORS)
+    return mosaic_backward_side.Side(size, band, config, kernel, MULTIPROCESSORS)
 
 
 def tiles_of(walk):
