@@ -149,10 +149,10 @@ _BACKWARD = (
 )
 
 
-# How many keys a query must see in the mean for one kernel to be faster, by 4 to 14% with 1024 and more. With
-# 512 it takes longer to set the sum of dQ to zero, and to round it, than two products of seven do
-# (benchmarks/results/mosaic_together_backward_h200.json).
-KEYS_TO_SUM_TOGETHER = 768
+# How many keys a query must see in the mean for one kernel to be faster, or as fast. With 768 it is 0.5 to 5%
+# slower: to set the sum of dQ to zero, and to round it, takes longer than two products of seven
+# (benchmarks/results/tune_mosaic_together_h200.json).
+KEYS_TO_SUM_TOGETHER = 1024
 
 
 def backward(size: Sizes, together: bool) -> BackwardConfigs:
