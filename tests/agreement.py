@@ -77,7 +77,7 @@ def _results_of(attention, spec, operands, d_out, d_lse):
 
 
 def _numbers(x: np.ndarray) -> float:
-    """How many numbers make up the norm of `x`: random ones all, but no more than three if one outweighs them."""
+    """How many numbers make up the norm of `x`: all if they are random, under four if one outweighs them."""
     squares = np.square(x)
     fourth_moment = np.sum(np.square(squares))
     of_a_normal_one = 3
