@@ -78,19 +78,24 @@ def measure_forward(case: Case, beside: Sequence[str], patience: float) -> list[
     return measure({"case": str(case)}, others | ours, case.inputs(), case.flops, patience)
 
 
+def saved_and_cotangent(case: Case) -> tuple[Operands[jax.Array], jax.Array, jax.Array, jax.Array]:
+    """What a backward pass takes: the operands, the output, lse, and the output's cotangent."""
+    config = mosaic_tiles.forward(call_sizes(case))
+    operands = Operands(*case.inputs())
+    forward = functools.partial(
+        mosaic_forward.forward,
+        case.spec(),
+        config=config,
+        multiprocessors=_device.current().sm_count,
+    )
+    out, lse = jax.jit(forward)(operands)
+    return operands, out, lse, jax.random.normal(jax.random.key(3), out.shape, out.dtype)
+
+
 def measure_backward(case: Case, patience: float) -> list[dict]:
     """Of one kernel after the other; what the preparation for them takes is in no figure."""
     spec, size, multiprocessors = case.spec(), call_sizes(case), _device.current().sm_count
-    config = mosaic_tiles.forward(size)
-
-    @jax.jit
-    def prepared(*arrays):
-        operands = Operands(*arrays)
-        out, lse = mosaic_forward.forward(spec, operands, config, multiprocessors)
-        d_out = jax.random.normal(jax.random.key(3), out.shape, out.dtype)
-        return mosaic_backward.prepare(operands, out, lse, d_out, None)
-
-    inputs = prepared(*case.inputs())
+    inputs = jax.jit(mosaic_backward.prepare)(*saved_and_cotangent(case), None)
     rows = []
     for kernel in candidates.backward_kernels(size):
 
@@ -112,22 +117,11 @@ def measure_together(case: Case, patience: float) -> list[dict]:
     if ways[False] == ways[True]:
         return []
 
-    @jax.jit
-    def inputs(*arrays):
-        out, lse = mosaic_forward.forward(
-            spec, Operands(*arrays), mosaic_tiles.forward(size), multiprocessors
-        )
-        return *arrays, out, lse, jax.random.normal(jax.random.key(3), out.shape, out.dtype)
-
-    def run(*arrays, configs):
-        *qkv, out, lse, d_out = arrays
-        found = mosaic_backward.backward(
-            spec, Operands(*qkv), out, lse, d_out, None, configs, multiprocessors
-        )
-        return found.query, found.key, found.value
+    def run(*inputs, configs):
+        return mosaic_backward.backward(spec, *inputs, None, configs, multiprocessors)
 
     timed = {str(configs): functools.partial(run, configs=configs) for configs in ways.values()}
-    rows = measure({"case": str(case)}, timed, inputs(*case.inputs()), 2.5 * case.flops, patience)
+    rows = measure({"case": str(case)}, timed, saved_and_cotangent(case), 2.5 * case.flops, patience)
     keys = keys_of_queries(spec, size).mean_columns()
     return [row | {"keys_of_a_query": keys} for row in rows]
 

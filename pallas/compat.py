@@ -104,11 +104,6 @@ def load_vector(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout)
 
 
-def registers(computing: int) -> tuple[int, int]:
-    """Registers for a thread of the computing warpgroups and of the one that loads for them."""
-    return {1: (240, 40), 2: (232, 40), 3: (160, 32)}[computing]
-
-
 def accumulate(body: Callable[[Any], Any], acc: jax.Array, like: Any) -> tuple[jax.Array, Any]:
     """`body(accumulator)` issues products into an accumulator that starts from `acc`.
 

@@ -13,9 +13,9 @@ from . import compat
 from .loop import over, over_blocks
 from .mosaic_backward_side import Operand, Side
 from .mosaic_column_gradient import ColumnGradient
-from .mosaic_forward import drain
 from .mosaic_product import added, issued, landed
 from .mosaic_registers import ACCUMULATOR, ROW, where_between
+from .mosaic_roles import divide, drain
 from .mosaic_tiles import ROWS
 from .mosaic_walk import int32, rem
 from .scores import LOG2_E
@@ -46,19 +46,13 @@ def flash_backward(rows, columns, statistics, *refs, scale: float, side: Side) -
     `side` owns; shared memory; and barriers.
     """
     *d_columns, out, shared, barriers = refs
-    config = side.config
-    warpgroup = lax.axis_index("warpgroup")
-    more, fewer = compat.registers(config.warpgroups)
-
-    @pl.when(warpgroup < config.warpgroups)
-    def _():
-        plgpu.set_max_registers(more, action="increase")
-        _compute(warpgroup, d_columns, out, shared, barriers, scale=scale, side=side)
-
-    @pl.when(warpgroup == config.warpgroups)
-    def _():
-        plgpu.set_max_registers(fewer, action="decrease")
-        _load(rows, columns, statistics, shared, barriers, side=side)
+    divide(
+        side.config.warpgroups,
+        compute=lambda warpgroup: _compute(
+            warpgroup, d_columns, out, shared, barriers, scale=scale, side=side
+        ),
+        load=lambda: _load(rows, columns, statistics, shared, barriers, side=side),
+    )
 
 
 def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:

@@ -28,6 +28,7 @@ from .band import Band, Blocks, keys_of_queries
 from .loop import over_blocks
 from .mosaic_product import issued, landed
 from .mosaic_registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
+from .mosaic_roles import divide, drain
 from .mosaic_tiles import ROWS, ForwardConfig
 from .mosaic_walk import Walk, div, int32, rem
 from .scores import LN_2, LOG2_E
@@ -108,19 +109,11 @@ class Barriers(NamedTuple):
 
 def flash_forward(query, key, value, out, lse, shared, barriers, *, scale: float, side: Side) -> None:
     """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V) -> out (B,T,N,V), lse (B,N,T, in whole tiles)."""
-    config = side.config
-    warpgroup = lax.axis_index("warpgroup")
-    more, fewer = compat.registers(config.warpgroups)
-
-    @pl.when(warpgroup < config.warpgroups)
-    def _():
-        plgpu.set_max_registers(more, action="increase")
-        _compute(warpgroup, out, lse, shared, barriers, scale=scale, side=side)
-
-    @pl.when(warpgroup == config.warpgroups)
-    def _():
-        plgpu.set_max_registers(fewer, action="decrease")
-        _load(query, key, value, shared, barriers, side=side)
+    divide(
+        side.config.warpgroups,
+        compute=lambda warpgroup: _compute(warpgroup, out, lse, shared, barriers, scale=scale, side=side),
+        load=lambda: _load(query, key, value, shared, barriers, side=side),
+    )
 
 
 def _load(query, key, value, shared, barriers, *, side: Side) -> None:
@@ -179,13 +172,6 @@ def _load(query, key, value, shared, barriers, *, side: Side) -> None:
             for w in range(config.warpgroups):
                 free = barriers.query_free.at[place * config.warpgroups + w]
                 pl.when(tiles_done > place)(functools.partial(plgpu.barrier_wait, free))
-
-
-def drain(filled: jax.Array, stages: int, *free) -> None:
-    """Waits until the readers of rings are done with what was filled last."""
-    for slot in range(stages):
-        for barriers in free:
-            pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, barriers.at[slot]))
 
 
 def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side) -> None:

@@ -1,0 +1,35 @@
+"""The warpgroups of a block: one loads what the others compute with."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Registers for a thread of the computing warpgroups, by how many there are, and of the one that loads.
+_REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
+
+
+def divide(computing: int, compute: Callable[[jax.Array], None], load: Callable[[], None]) -> None:
+    """Runs `compute(warpgroup)` in the first `computing` warpgroups of a block, and `load()` in the last."""
+    warpgroup = lax.axis_index("warpgroup")
+    more, fewer = _REGISTERS[computing]
+
+    @pl.when(warpgroup < computing)
+    def _():
+        plgpu.set_max_registers(more, action="increase")
+        compute(warpgroup)
+
+    @pl.when(warpgroup == computing)
+    def _():
+        plgpu.set_max_registers(fewer, action="decrease")
+        load()
+
+
+def drain(filled: jax.Array, stages: int, *free) -> None:
+    """Waits until the readers of rings are done with what was filled last."""
+    for slot in range(stages):
+        for barriers in free:
+            pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, barriers.at[slot]))
