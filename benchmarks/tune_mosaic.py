@@ -52,8 +52,10 @@ def cases(head_dim: int, mask: str, count: int | None = None) -> list[Case]:
     return [case for case in GROUPS["default"] if (case.head_dim, case.causal) == (head_dim, causal)][:count]
 
 
-def cases_of_lengths(head_dim: int, mask: str) -> list[Case]:
-    return [Case(round(TOKENS / n), n, n, 16, 16, head_dim, causal=mask == "causal") for n in LENGTHS]
+def cases_of_lengths(head_dim: int, mask: str, count: int | None = None) -> list[Case]:
+    """One of each of the first `count` lengths, all of about as many tokens."""
+    causal = mask == "causal"
+    return [Case(round(TOKENS / n), n, n, 16, 16, head_dim, causal) for n in LENGTHS[:count]]
 
 
 def call_sizes(case: Case) -> Sizes:
@@ -224,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--passes", choices=("forward", "backward", "together"), default="forward")
     parser.add_argument("--head-dim", type=int, nargs="+", default=(128, 64, 256))
     parser.add_argument("--mask", choices=MASKS, nargs="+", default=MASKS)
-    parser.add_argument("--shapes", type=int, help="only so many of each head dim and mask")
+    parser.add_argument("--shapes", type=int, help="or lengths: only so many of each head dim and mask")
     peers = ("jax_flash_cuda", "jax_mgpu", "tokamax")
     parser.add_argument("--beside", nargs="*", default=peers, help="forward alone (default %(default)s)")
     parser.add_argument("--patience", type=float, default=30, help="seconds (default %(default)s)")
@@ -241,9 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"TFLOP/s {options.passes}, bfloat16, {result['timing']}: geometric mean over the cases, then each")
     for head_dim, mask in itertools.product(options.head_dim, options.mask):
         found = []
-        timed = cases(head_dim, mask, options.shapes)
-        if options.passes == "together":
-            timed = cases_of_lengths(head_dim, mask)
+        pick = cases_of_lengths if options.passes == "together" else cases
+        timed = pick(head_dim, mask, options.shapes)
         for case in timed:
             if options.passes == "forward":
                 found += measure_forward(case, options.beside, options.patience)

@@ -11,7 +11,6 @@ keys. Where rows are keys, scores are held transposed. The sums of rows have one
 and are bitwise equal from run to run.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -29,65 +28,6 @@ from .mosaic_backward_side import KERNELS, Operand, Side
 from .mosaic_column_gradient import ColumnGradient
 from .mosaic_tiles import ROWS, BackwardConfig, BackwardConfigs
 from .scores import LOG2_E
-
-
-def _gradients(
-    name: str, side: Side, scale: float, rows: Operand, columns: Operand, statistics: Operand
-) -> tuple[Operand, jax.Array | None]:
-    """The gradients of `rows`, whose lengths are in whole tiles of 8, and that of the first of `columns` in
-    float32, yet to be scaled, if the kernel adds to it."""
-    config, owns, dtype = side.config, side.owns, rows.first.dtype
-    out = Operand(*(x if own else None for x, own in zip(rows, owns, strict=True)))
-    if not owns.first:  # nor is there a product of the second of the rows, nor anything of delta
-        rows, statistics = rows._replace(second=None), statistics._replace(second=None)
-    places = config.row_stages * config.warpgroups
-
-    def tiles(count: int, tile_rows: int, width: int):
-        return compat.tiled_shared_memory((count, tile_rows, width), dtype)
-
-    def of_statistic(x, stages: int):
-        per_query = (stages, config.columns) if side.rows_are_keys else (places, ROWS)
-        return None if x is None else plgpu.SMEM(per_query, jnp.float32)
-
-    H, V = side.size.H, side.size.V
-    room_for_second = owns.first or H != V
-    shared = Shared(
-        rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
-        columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
-        statistics=Operand(*map(of_statistic, statistics, config.rings)),
-        column_gradient=(
-            ColumnGradient.scratch(config.warpgroups, ROWS, config.columns, H, dtype)
-            if side.kernel.adds
-            else None
-        ),
-    )
-    copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
-    copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
-
-    def barrier(count: int, arrivals: int = 1):
-        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
-
-    barriers = Barriers(
-        rows_full=barrier(places, copies_of_rows),
-        rows_free=barrier(places) if config.persistent else None,
-        full=Operand(*map(barrier, config.rings, copies)),
-        free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
-    )
-    summed = None
-    if side.kernel.adds:
-        B, length, heads, _ = columns.first.shape
-        shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
-        summed = compat.result(shape, jnp.float32, like=columns.first)
-    (gradients,), d_columns = compat.mosaic_call(
-        functools.partial(flash_backward, scale=scale, side=side),
-        blocks=side.walk.grid,
-        warpgroups=config.warpgroups + 1,
-        scratch=(shared, barriers),
-        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
-        name=f"jax_flash_mosaic_backward_{name}",
-        sums=summed,
-    )(rows, columns, statistics)
-    return gradients, d_columns
 
 
 class Prepared(NamedTuple):
@@ -118,6 +58,44 @@ def prepare(
     return Prepared(Operand(key, value), Operand(query, d_out), statistics)
 
 
+def _scratch(side: Side, rows: Operand, statistics: Operand) -> tuple[Shared, Barriers]:
+    """A block's shared memory and barriers; `rows` and `statistics` are what it reads of either, or None."""
+    config, dtype = side.config, rows.first.dtype
+    H, V = side.size.H, side.size.V
+    places = config.row_stages * config.warpgroups
+
+    def tiles(count: int, tile_rows: int, width: int):
+        return compat.tiled_shared_memory((count, tile_rows, width), dtype)
+
+    def of_statistic(x, stages: int):
+        per_query = (stages, config.columns) if side.rows_are_keys else (places, ROWS)
+        return None if x is None else plgpu.SMEM(per_query, jnp.float32)
+
+    def barrier(count: int, arrivals: int = 1):
+        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+    room_for_second = side.owns.first or H != V
+    shared = Shared(
+        rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
+        columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
+        statistics=Operand(*map(of_statistic, statistics, config.rings)),
+        column_gradient=(
+            ColumnGradient.scratch(config.warpgroups, ROWS, config.columns, H, dtype)
+            if side.kernel.adds
+            else None
+        ),
+    )
+    copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
+    copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
+    barriers = Barriers(
+        rows_full=barrier(places, copies_of_rows),
+        rows_free=barrier(places) if config.persistent else None,
+        full=Operand(*map(barrier, config.rings, copies)),
+        free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
+    )
+    return shared, barriers
+
+
 def gradients(
     kernel: str,
     spec: AttentionSpec,
@@ -126,15 +104,31 @@ def gradients(
     config: BackwardConfig,
     multiprocessors: int,
 ) -> tuple[Operand, jax.Array | None]:
-    """Those that the kernel of this name owns, in whole tiles of 8; and that which it adds to, in float32 and
-    yet to be scaled, or None."""
+    """Those that the kernel of this name in `KERNELS` owns, lengths in whole tiles of 8; and that which it
+    adds to, in float32 and yet to be scaled, or None."""
     keys, queries, statistics = prepared
-    band = keys_of_queries(spec, size)
+    rows, columns, band = queries, keys, keys_of_queries(spec, size)
+    if KERNELS[kernel].rows_are_keys:
+        rows, columns, band = keys, queries, band.transposed()
     side = Side(size, band, config, KERNELS[kernel], multiprocessors)
-    rows, columns = (keys, queries) if side.rows_are_keys else (queries, keys)
-    if side.rows_are_keys:
-        side = dataclasses.replace(side, band=band.transposed())
-    return _gradients(kernel, side, spec.scale, rows, columns, statistics)
+    out = Operand(*(x if own else None for x, own in zip(rows, side.owns, strict=True)))
+    if not side.owns.first:  # nor is there a product of the second of the rows, nor anything of delta
+        rows, statistics = rows._replace(second=None), statistics._replace(second=None)
+    summed = None
+    if side.kernel.adds:
+        B, length, heads, H = columns.first.shape
+        shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
+        summed = compat.result(shape, jnp.float32, like=columns.first)
+    (of_rows,), of_columns = compat.mosaic_call(
+        functools.partial(flash_backward, scale=spec.scale, side=side),
+        blocks=side.walk.grid,
+        warpgroups=config.warpgroups + 1,
+        scratch=_scratch(side, rows, statistics),
+        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
+        name=f"jax_flash_mosaic_backward_{kernel}",
+        sums=summed,
+    )(rows, columns, statistics)
+    return of_rows, of_columns
 
 
 def backward(

@@ -1,8 +1,9 @@
 """The shape and schedule of each Mosaic GPU kernel, as a value that can be printed.
 
 The tables hold what was fastest on an H200, or within 1% of it, in the mean of full and causal attention, by
-`benchmarks/tune_mosaic.py` and what came before it (benchmarks/results/mosaic_steps_forward_h200.json and
-tune_mosaic_backward_h200.json), at head dims 64, 128 and 256; backward above 128 what fits and doesn't spill.
+`benchmarks/tune_mosaic.py` and what came before it (in benchmarks/results: mosaic_steps_forward_h200.json,
+tune_mosaic_backward_h200.json, and for the one kernel for all gradients mosaic_together_backward_h200.json),
+at head dims 64, 128 and 256; backward above 128 what fits and doesn't spill.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ import numpy as np
 from jax_flash import _reference
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-MANY = 256  # numbers of about one size, that plain attention's error in them isn't small by luck
+MANY = 256  # numbers, that plain attention's error in them isn't small by luck
 
 
 def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, float]:
@@ -53,7 +53,7 @@ def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, f
     for name, error in errors.items():
         floor, reference = floors[name], _finite(references[name])
         plain_error = np.linalg.norm(_finite(plains[name]) - reference)
-        multiple = 4 if case.is_drawn and _numbers(reference) < MANY else 2
+        multiple = 4 if case.is_drawn and reference.size < MANY else 2
         bound = max(multiple * plain_error, floor)
         if multiple * plain_error >= floor:
             over_plain[name] = float(error / plain_error)
@@ -74,14 +74,6 @@ def _results_of(attention, spec, operands, d_out, d_lse):
         out, lse, gradients = attention(spec, operands, d_out, d_lse)
     named = {f"d_{f.name}": getattr(gradients, f.name) for f in dataclasses.fields(gradients)}
     return {"out": out, "lse": lse.transpose(0, 2, 1), **named}
-
-
-def _numbers(x: np.ndarray) -> float:
-    """How many numbers make up the norm of `x`: all if they are random, under four if one outweighs them."""
-    squares = np.square(x)
-    fourth_moment = np.sum(np.square(squares))
-    of_a_normal_one = 3
-    return min(x.size, of_a_normal_one * np.sum(squares) ** 2 / fourth_moment) if fourth_moment else x.size
 
 
 def _finite(x):
@@ -110,11 +102,10 @@ def _floor(name, case, spec, reference, references, operands, d_out):
       as much and independently, by the sum of P dP. Their own size is below that of their terms where a row
       has few keys: one key's gradient is 0. A slope has it times the distance, a sink times its probability,
       and a bias has the sum over a row, or over many, where it is broadcast. Kernels for half precision have
-      logits in base 2, and lse back from it: two roundings of it more. And of few numbers, or where a few
-      outweigh all others (`_numbers`), plain attention's error may be small by luck, and the rounding of O
-      and P more than it is in the mean: 2.5 standard deviations of a single number, which one in a hundred
-      exceeds, so of few numbers twice that, and of few that are sums over all rows in every call. Nor does
-      plain attention round the gradients of a loop's calls, and their sum.
+      logits in base 2, and lse back from it: two roundings of it more. And of few numbers plain attention's
+      error may be small by luck, and the rounding of O and P more than it is in the mean: 2.5 standard
+      deviations of a single number, which one in a hundred exceeds, so of few numbers twice that, and of few
+      that are sums over all rows in every call.
     """
     float32 = UNIT_ROUNDOFF["float32"]
     roundoff = float32 if name == "lse" else UNIT_ROUNDOFF[case.dtype]
@@ -154,7 +145,7 @@ def _floor(name, case, spec, reference, references, operands, d_out):
         if name == "d_sinks":
             terms *= _sink_probabilities(operands.sinks, references["lse"])[..., None]
         rounding_of_d = 2**0.5 * roundoff * np.linalg.norm(terms)
-        rounding_of_d *= 2 if _numbers(reference) < MANY else 1
+        rounding_of_d *= 2 if reference.size < MANY else 1
     if name in ("d_query", "d_key"):
         rounding_of_d *= abs(spec.scale) * np.sqrt(case.H) * case.magnitude
     if name == "d_alibi_slopes":

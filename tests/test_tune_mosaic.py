@@ -60,12 +60,11 @@ def test_backward_candidates_are_the_tables_and_others_that_fit(head_dim):
 def test_lengths_lie_on_both_sides_of_where_one_kernel_is_taken():
     import tune_mosaic
 
-    lengths = [case.keys for case in tune_mosaic.cases_of_lengths(128, "full")]
-    assert lengths == list(tune_mosaic.LENGTHS)
-    assert min(lengths) < KEYS_TO_SUM_TOGETHER < max(lengths)
-    assert all(
-        abs(case.batch * case.keys - 16384) < 1024 for case in tune_mosaic.cases_of_lengths(128, "full")
-    )
+    cases = tune_mosaic.cases_of_lengths(128, "full")
+    assert [case.keys for case in cases] == list(tune_mosaic.LENGTHS)
+    assert min(tune_mosaic.LENGTHS) < KEYS_TO_SUM_TOGETHER < max(tune_mosaic.LENGTHS)
+    assert all(abs(case.batch * case.keys - tune_mosaic.TOKENS) < 1024 for case in cases)
+    assert tune_mosaic.cases_of_lengths(128, "full", 2) == cases[:2]
 
 
 @pytest.mark.skipif(not compat.adds_to_arrays(), reason="kernels of this JAX add to no array")
@@ -86,7 +85,7 @@ def test_ways_of_summing_are_compared_where_there_are_two(monkeypatch, capsys):
     monkeypatch.setattr(tune_mosaic, "saved_and_cotangent", lambda case: saved)
     with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
         rows = tune_mosaic.measure_together(case, patience=1)
-        (narrow,) = tune_mosaic.cases_of_lengths(64, "full")[:1]
+        (narrow,) = tune_mosaic.cases_of_lengths(64, "full", 1)
         assert tune_mosaic.measure_together(narrow, patience=1) == []
     assert [row["keys_of_a_query"] for row in rows] == [512.5, 512.5]
     assert "and of queries" in rows[0]["name"] and "values and queries" in rows[1]["name"]
