@@ -28,7 +28,7 @@ from comparison import FA3, OURS, Comparison
 
 from jax_flash._device import Device, current
 from jax_flash._spec import Operands
-from jax_flash.cuda import backward_plan
+from jax_flash.cuda.sm90 import backward_plan
 
 GROUPS = calls.GROUPS | {
     "gqa": [

@@ -31,7 +31,7 @@ import timing
 import jax_flash
 from jax_flash import cuda
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import backward_plan, forward_plan
+from jax_flash.cuda.sm90 import backward_plan, forward_plan
 
 TOKENS, DOCUMENTS = 16384, 16
 DENSE = "one sequence"
@@ -67,14 +67,14 @@ class Packed:
             1.0, right=0 if self.causal else None, max_query_length=TOKENS, max_key_value_length=TOKENS
         )
         chosen = forward_plan.schedule(spec, operands)
-        blocks = np.asarray(cuda.forward_bounds(spec, operands)["group_blocks"])[0, :, :2]
+        blocks = np.asarray(cuda.forward_metadata(spec, operands)["group_blocks"])[0, :, :2]
         groups = blocks.reshape(-1, chosen.tile.consumers, 2)
         seen = groups[..., 1] > groups[..., 0]
         first = np.where(seen, groups[..., 0], TOKENS).min(1)
         visits = np.maximum(groups[..., 1].max(1) - first, 0).sum()
         forward = 4 * chosen.tile.rows * chosen.tile.keys * int(visits) // chosen.pack
         shape = backward_plan.tile(forward_plan.padded_head_dim(self.head_dim))
-        tiles = np.asarray(cuda.backward_bounds(spec, operands)["tile_blocks"])[0]
+        tiles = np.asarray(cuda.backward_metadata(spec, operands)["tile_blocks"])[0]
         visits = np.maximum(tiles[:, 1] - tiles[:, 0], 0).sum()
         backward = 10 * shape.queries * shape.keys * int(visits)
         return self.heads * self.head_dim * forward, self.heads * self.head_dim * backward

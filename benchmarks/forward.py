@@ -23,8 +23,8 @@ from comparison import OURS, Comparison
 
 from jax_flash._device import Device, current
 from jax_flash._spec import Operands, sizes
-from jax_flash.cuda import forward_plan
-from jax_flash.cuda.forward_tiles import block_counts
+from jax_flash.cuda.sm90 import forward_plan
+from jax_flash.cuda.sm90.forward_tiles import block_counts
 from jax_flash.cuda.window import binding_window
 
 GROUPS = calls.GROUPS | {"launch": [Case(4, 256, 256, 16, 16, 64, calls=32)]}

@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Iterator
 
 from jax_flash._spec import Sizes
-from jax_flash.pallas import mosaic_backward_side, mosaic_tiles
-from jax_flash.pallas.mosaic_tiles import BackwardConfig, ForwardConfig
+from jax_flash.pallas.mosaic import backward_side as mosaic_backward_side
+from jax_flash.pallas.mosaic import tiles as mosaic_tiles
+from jax_flash.pallas.mosaic.tiles import BackwardConfig, ForwardConfig
 
 FORWARD_KEYS = (64, 128, 192)
 FORWARD_SWITCHES = ("turns", "persistent")

@@ -1,4 +1,4 @@
-"""Searches the forward kernel's tiles on the GPU at hand: the table of jax_flash/cuda/forward_tiles.py anew.
+"""Searches the forward kernel's tiles on the GPU at hand: makes the table of cuda/sm90/forward_tiles.py anew.
 
     python benchmarks/tune.py --out benchmarks/results/tune_forward_h200.json
     python benchmarks/tune.py --head-dim 128 --mask windowed --budget-seconds 60
@@ -40,10 +40,10 @@ from rounds import check_agreement
 from jax_flash import cuda
 from jax_flash._device import Device, current
 from jax_flash._spec import Operands
-from jax_flash.cuda import forward_plan, forward_tiles
 from jax_flash.cuda.compile import CompileError, compile_kernel
-from jax_flash.cuda.forward_tiles import Choice, ForwardTile, Needs
 from jax_flash.cuda.launch_plan import Launch
+from jax_flash.cuda.sm90 import forward_plan, forward_tiles
+from jax_flash.cuda.sm90.forward_tiles import Choice, ForwardTile, Needs
 from jax_flash.cuda.window import Window
 
 MASKS = {"full": Window(None, None), "windowed": Window(None, 0)}
@@ -372,8 +372,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     for head_dim in options.head_dim:
-        if not 8 <= head_dim <= cuda.MAX_HEAD_DIM or head_dim % 8:
-            parser.error(f"--head-dim {head_dim}: may be a multiple of 8 up to {cuda.MAX_HEAD_DIM}")
+        if not 8 <= head_dim <= cuda.sm90.MAX_HEAD_DIM or head_dim % 8:
+            parser.error(f"--head-dim {head_dim}: may be a multiple of 8 up to {cuda.sm90.MAX_HEAD_DIM}")
     return options
 
 

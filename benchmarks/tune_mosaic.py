@@ -36,9 +36,12 @@ from rounds import check_agreement
 
 from jax_flash import _device
 from jax_flash._spec import Operands, Sizes, sizes
-from jax_flash.pallas import lowering, mosaic_backward, mosaic_forward, mosaic_tiles
+from jax_flash.pallas import lowering
 from jax_flash.pallas.band import keys_of_queries
-from jax_flash.pallas.mosaic_tiles import ForwardConfig
+from jax_flash.pallas.mosaic import backward as mosaic_backward
+from jax_flash.pallas.mosaic import forward as mosaic_forward
+from jax_flash.pallas.mosaic import tiles as mosaic_tiles
+from jax_flash.pallas.mosaic.tiles import ForwardConfig
 
 MASKS = ("full", "causal")
 TOKENS = 16384  # of a call, in as many sequences of one of the lengths

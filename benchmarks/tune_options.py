@@ -3,7 +3,7 @@
     python benchmarks/tune_options.py --out benchmarks/results/tune_options_forward_h200.json
 
 Options are those of features.py, causal, b4 s4096. The first tile of each head dim is the table's
-(jax_flash/cuda/forward_tiles.py's for calls that are changed); results that differ from its are refused.
+(jax_flash/cuda/sm90/forward_tiles.py's for calls that are changed); results that differ from its are refused.
 Tiles take turns, in rounds of another order each, whose median counts.
 """
 
@@ -21,8 +21,8 @@ import timing
 from tune import planned, source
 
 import jax_flash
-from jax_flash.cuda import forward_tiles
-from jax_flash.cuda.forward_tiles import ForwardTile, Needs
+from jax_flash.cuda.sm90 import forward_tiles
+from jax_flash.cuda.sm90.forward_tiles import ForwardTile, Needs
 from jax_flash.cuda.window import Window
 
 OPTIONS = ("soft cap", "ALiBi", "mask of keys", "bias of a head")

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import _autodiff, _device, _dispatch, _dropout, _validate
+from jax_flash import _device, _dispatch, _dropout, _validate
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
+from jax_flash.transforms import autodiff
 
 
 @overload
@@ -353,7 +354,7 @@ def attend(call: Call, implementation: Any) -> Any:
     if call.is_empty:
         return _nothing(call)
     chosen = _dispatch.select(call.spec, call.shapes, names, _device.current())
-    results = _autodiff.attend(call.spec, chosen, call.operands)
+    results = autodiff.attend(call.spec, chosen, call.operands)
     if call.spec.return_residual:
         out, lse = results
         results = out, jnp.swapaxes(lse, -1, -2)

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._lowering import AXES
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands, sizes
+from jax_flash.transforms.lowering import AXES
 
 OFFSETS = ("query_offsets", "key_value_offsets")
 

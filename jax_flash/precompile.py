@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax_flash import _validate, cuda
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import backward_plan, cache, forward_plan
-from jax_flash.cuda.backward_plan import plan_backward
+from jax_flash.cuda import cache
 from jax_flash.cuda.compile import compile_kernel, describe
 from jax_flash.cuda.launch_plan import Kernel
 
@@ -42,8 +41,9 @@ def device_of(arch: str) -> Device:
 
 def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
     """Every kernel of such calls' forward and backward passes, at any length."""
-    found = forward_plan.kernels(spec, shapes, device)
-    for plan in (forward_plan.plan_bounds, plan_backward, backward_plan.plan_bounds):
+    family = cuda.family(device)
+    found = family.kernels(spec, shapes, device)
+    for plan in (family.plan_forward_metadata, family.plan_backward, family.plan_backward_metadata):
         planned = plan(spec, shapes, device)
         found += [launch.kernel for launch in planned.launches] if planned else []
     return list(dict.fromkeys(found))

@@ -9,8 +9,10 @@ from jax_flash import _device, _packing
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
-from . import compat, features, lowering, mosaic_tiles, tiles
+from . import compat, features, lowering
 from .band import keys_of_queries
+from .mosaic import tiles as mosaic_tiles
+from .triton import tiles as triton_tiles
 
 name = "pallas"
 
@@ -59,7 +61,7 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
-    size, by_triton = sizes(shapes), tiles.choose(spec, shapes, device)
+    size, by_triton = sizes(shapes), triton_tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
         forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size)
         return f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
@@ -81,15 +83,15 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         return _packing.forward(forward, spec, operands)
     size, device = sizes(operands), _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
-        from . import mosaic_forward
+        from .mosaic import forward as mosaic_forward
 
         config = mosaic_tiles.forward(size)
         assert config is not None  # or there would be a reason
         return mosaic_forward.forward(spec, operands, config, device.sm_count or 1)
 
-    from . import triton_forward
+    from .triton import forward as triton_forward
 
-    return triton_forward.forward(spec, operands, tiles.choose(spec, operands, device).forward)
+    return triton_forward.forward(spec, operands, triton_tiles.choose(spec, operands, device).forward)
 
 
 def backward(
@@ -110,15 +112,15 @@ def backward(
         return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
     device = _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
-        from . import mosaic_backward
+        from .mosaic import backward as mosaic_backward
 
         configs = _mosaic_backward(spec, sizes(operands))
         multiprocessors = device.sm_count or 1
         return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, multiprocessors)
 
-    from . import triton_backward
+    from .triton import backward as triton_backward
 
-    chosen = tiles.choose(spec, operands, device)
+    chosen = triton_tiles.choose(spec, operands, device)
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)
 
 

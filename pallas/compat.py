@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jax_flash._varying import vary_over
+from jax_flash.transforms.varying import vary_over
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
 _interpreting = False

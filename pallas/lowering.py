@@ -12,7 +12,8 @@ import jax
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
-from . import compat, features, mosaic_tiles
+from . import compat, features
+from .mosaic import tiles as mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
 _ENVIRONMENT = "JAX_FLASH_PALLAS"

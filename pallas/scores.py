@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jax_flash import _dropout
-from jax_flash._lowering import AXES
 from jax_flash._spec import AttentionSpec, Operands, Sizes
+from jax_flash.transforms.lowering import AXES
 
 from .band import Band, Blocks, Index, both, keys_of_queries
 from .features import OPERANDS
-from .memory import indices
-from .tiles import Tile
+from .triton.memory import indices
+from .triton.tiles import Tile
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)

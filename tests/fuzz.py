@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
 import call_factors
 import fuzz_jobs
 import hypothesis

@@ -1,48 +1,59 @@
-"""CUDA kernels for Hopper, compiled by NVRTC for the call at hand and run as XLA custom calls.
+"""CUDA kernels, compiled by NVRTC for the call at hand and run as XLA custom calls.
 
-From here: `forward_plan.py` and `backward_plan.py` turn a call into a launch plan, `call.py` makes the
-custom call of it, `compile.py` the machine code, and the module `_launcher` (cuda/launcher) runs it.
+A family of kernels (`sm90/`) turns a call into launch plans. From a plan, `call.py` makes the custom call,
+`compile.py` the machine code, and the module `_launcher` (cuda/launcher) runs it.
 """
 
 import functools
 import warnings
 from collections.abc import Mapping
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import backward_plan, call, compile, dropout, fixed_point, forward_plan, scores
+from jax_flash.cuda import call, compile, dropout, fixed_point, score_mod, sm90
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
 
-MAX_HEAD_DIM = 256
+families = (sm90,)
+"""The families of kernels, one for each generation of GPUs. `sm90/__init__.py` says what a family has."""
 
 
 def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str | None:
     """Why these kernels can't run the call on `device`, or None."""
     if device.platform != "cuda":
         return f"it needs a CUDA GPU, and JAX's default device is {device.kind} ({device.platform})"
-    if device.compute_capability is None or device.compute_capability[0] != 9:
+    family = _family(device)
+    if family is None:
         return (
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
-    if nvrtc_missing := _nvrtc_missing():
-        return nvrtc_missing
-    n = sizes(shapes)
-    if reason := scores.unsupported(shapes) or dropout.unsupported(spec):
-        return reason
-    if shapes.query.dtype.name not in ("bfloat16", "float16"):
-        return f"query's dtype is {shapes.query.dtype.name}; it may be bfloat16 or float16"
-    for operand, head_dim in (("key", n.H), ("value", n.V)):
-        if head_dim > MAX_HEAD_DIM:
-            return f"{operand}'s head dim is {head_dim}; it may be up to {MAX_HEAD_DIM}"
-    limit = 2**29  # the kernels add up rows, keys and window sides in 32 bits
-    if max(n.T, n.S) >= limit or n.B * n.N >= limit:
-        return f"query and key sequences and batch times heads are limited to {limit}"
-    return None
+    return (
+        _nvrtc_missing()
+        or score_mod.unsupported(shapes)
+        or dropout.unsupported(spec)
+        or family.unsupported(spec, shapes)
+    )
+
+
+def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
+    """The kernels' names and tile shapes for a call that `supports` accepts."""
+    return family(device).describe(spec, shapes)
+
+
+def family(device: Device) -> ModuleType:
+    """The kernels for `device`, whose architecture `supports` accepts."""
+    found = _family(device)
+    assert found is not None, device
+    return found
+
+
+def _family(device: Device) -> ModuleType | None:
+    return next((f for f in families if device.compute_capability in f.COMPUTE_CAPABILITIES), None)
 
 
 @functools.cache
@@ -56,26 +67,12 @@ def _nvrtc_missing() -> str | None:
     return None
 
 
-def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
-    """The kernels' names and tile shapes for a call that `supports` accepts."""
-    n = sizes(shapes)
-    head_dim, value_dim = forward_plan.padded_head_dims(n)
-    changed = scores.changed(spec, shapes)
-    ahead = forward_plan.schedule(spec, shapes).tile
-    back = backward_plan.tile(max(head_dim, value_dim), changed)
-    dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
-    return (
-        f"sm_90 kernels for {dims}: forward {ahead.rows} queries × {ahead.keys} keys, "
-        f"{ahead.stages} stages; backward {back.queries} × {back.keys}, {back.stages} stages"
-    )
-
-
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, V)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
     n = sizes(operands)
     operands = _padded(operands)
-    plan = forward_plan.plan_forward(spec, shapes_of(operands), current())
-    arrays = operands.present() | forward_bounds(spec, operands)
+    plan = family(current()).plan_forward(spec, shapes_of(operands), current())
+    arrays = operands.present() | forward_metadata(spec, operands)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return _cut(results["out"], n.V), results["lse"]
 
@@ -91,8 +88,8 @@ def backward(
     """Gradients of what is differentiable; `d_lse (B, N, T)` is None where lse was not returned."""
     n = sizes(operands)
     operands = _padded(operands)
-    plan = backward_plan.plan_backward(spec, shapes_of(operands), current())
-    arrays = operands.present() | backward_bounds(spec, operands)
+    plan = family(current()).plan_backward(spec, shapes_of(operands), current())
+    arrays = operands.present() | backward_metadata(spec, operands)
     arrays |= {"out": _padded_rows(out), "lse": lse, "d_out": _padded_rows(d_out)}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
@@ -100,22 +97,22 @@ def backward(
     if fixed_point.adds_bias_up(spec, shapes_of(operands)):
         arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
     results = _call("jax_flash_backward", plan, arrays)
-    others = scores.gradients(spec, operands, results, bias_factor)
+    others = score_mod.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
     return Gradients(_cut(d_query, n.H), _cut(d_key, n.H), _cut(d_value, n.V), **others)
 
 
-def forward_bounds(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """By name what the forward kernel reads besides where what queries see is data."""
-    return _bounds(forward_plan.plan_bounds(spec, shapes_of(operands), current()), operands)
+def forward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """Mask metadata that the forward kernel reads, by name; empty where the mask is static."""
+    return _metadata(family(current()).plan_forward_metadata(spec, shapes_of(operands), current()), operands)
 
 
-def backward_bounds(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """The same of the backward kernel."""
-    return _bounds(backward_plan.plan_bounds(spec, shapes_of(operands), current()), operands)
+def backward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
+    """Mask metadata that the backward kernel reads, by name; empty where the mask is static."""
+    return _metadata(family(current()).plan_backward_metadata(spec, shapes_of(operands), current()), operands)
 
 
-def _bounds(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Array]:
+def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Array]:
     return {} if plan is None else _call("jax_flash_bounds", plan, operands.present())
 
 

@@ -120,8 +120,7 @@ def _compile(kernel: Kernel, folder: Path) -> Compiled:
     options = [
         *OPTIONS,
         f"--gpu-architecture={kernel.arch}",
-        f"--include-path={path.parent}",
-        f"--include-path={folder}",
+        f"--include-path={folder}",  # sources include by paths under it
         *(f"-D{name}={value}" for name, value in kernel.defines),
     ]
 

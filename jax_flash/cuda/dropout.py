@@ -1,4 +1,4 @@
-"""Dropout as the kernels take it (cuda/kernels/sm90/dropout.cuh)."""
+"""Dropout as the kernels take it (cuda/kernels/common/dropout.cuh)."""
 
 from collections.abc import Mapping
 

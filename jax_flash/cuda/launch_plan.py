@@ -29,7 +29,7 @@ class Buffer:
 class Kernel:
     """One entry point compiled with one set of defines: what NVRTC gets, and what caches key on."""
 
-    source: str  # a file under cuda/kernels/, as "sm90/forward.cu"
+    source: str  # a file under cuda/kernels/, as "sm90/forward/forward.cu"
     entry: str  # the extern "C" name
     arch: str  # "sm_90a"
     defines: tuple[tuple[str, int | float | str], ...]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jax_flash import _device, _packing
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash._varying import vary_alike
+from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
 
 

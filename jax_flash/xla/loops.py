@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, Operands
-from jax_flash._varying import vary_over, varying_axes
+from jax_flash.transforms.varying import vary_over, varying_axes
 from jax_flash.xla import blocks
 
 

@@ -12,7 +12,7 @@ import pytest
 import jax_flash
 from jax_flash._device import current
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda.forward_plan import plan_forward
+from jax_flash.cuda.sm90.forward_plan import plan_forward
 
 # XLA aligns each of the custom call's results, three gradients and six pieces of scratch memory (sum of dQ,
 # statistics, counters), to 256 bytes at most, and keeps a table of their addresses.

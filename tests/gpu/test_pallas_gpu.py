@@ -5,7 +5,8 @@ import pytest
 from gpu_memory import poison
 from implementation_suite import FEATURES, ImplementationSuite
 
-from jax_flash.pallas import lowering, mosaic_tiles
+from jax_flash.pallas import lowering
+from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 

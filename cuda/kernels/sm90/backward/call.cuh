@@ -1,0 +1,170 @@
+// What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/backward/mask_metadata.cuh"
+#include "sm90/backward/dq_order.cuh"
+#include "sm90/backward/tile_scheduler.cuh"
+#include "sm90/backward/traits.cuh"
+
+// Named barriers of two warpgroups (256 threads), and of one (128).
+enum Barrier {
+    d_scores_written = 1,
+    exchange_full,
+    turn,            // and the next: one a consumer
+    own = turn + 2,  // and the next two: one a consumer, one for dQ
+    exchange_read = own + 3,
+    factors_full,
+};
+
+struct TensorMaps {
+    const TensorMap &query, &key, &value, &d_out, &d_key, &d_value;
+};
+
+// Loads panels of 64 columns that lie `rows` rows apart. One thread.
+__device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
+                                            int rows, int head, int first_row, int batch) {
+#pragma unroll 1  // the loading thread has few registers
+    for (int panel = 0; panel < panels; ++panel) {
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier, panel * descriptor::panel_columns,
+                  head, first_row, batch);
+    }
+}
+
+// A tile of a CTA, the same for all of its roles.
+struct Work {
+    KeyTile tile;
+    QueryBlocks blocks;
+    Place place;
+
+    __device__ int iterations(const Shape& shape) const { return blocks.count() * shape.group; }
+
+    __device__ BlockVisit first_visit() const { return {0, place.start}; }
+
+    // Calls visit(query_head, block, iteration) in the order that all roles share.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_block(const Shape& shape, Visit visit) const {
+        int iteration = 0;
+        if constexpr (Traits::deterministic) {
+            BlockVisit now = first_visit();
+#pragma unroll 1
+            for (const int end = iterations(shape); iteration < end; ++iteration) {
+                visit(now.head(tile, shape), now.block, iteration);
+                now.advance(blocks, place);
+            }
+        } else {
+#pragma unroll 1
+            for (int member = 0; member < shape.group; ++member) {
+#pragma unroll 1
+                for (int block = blocks.first; block < blocks.last; ++block) {
+                    visit(tile.head * shape.group + member, block, iteration++);
+                }
+            }
+        }
+    }
+};
+
+// Where dQ is summed up, and where it goes. A head's sum has a place only while key tiles add to it: when all have
+// added to it, dQ is written and zeros are left, and the place goes to a head some way on. So sums stay in L2.
+struct QueryGradient {
+    float* sums;              // (places, query blocks, queries · head_dim), see DqBlock; zeros at first
+    int* arrived;             // (B, N, spans of query blocks): how many key tiles have added to the span; null: nobody
+                              // counts, all heads have a place, and backward_postprocess writes dQ
+    int* written;             // (B, N): pieces of dQ that are written
+    int* next_job;            // pieces of dQ, of all heads, that warps have taken in order to write them
+    Traits::Element* result;  // (B, T, N, columns)
+    int places, columns;
+};
+
+// Parameters that every role sees.
+struct Call {
+    const SharedMemory shared;
+    const TensorMaps maps;
+    const Shape shape;
+    const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D; see SharedMemory::lse
+    const QueryGradient d_query;
+    int* next_tile;           // counts the tiles handed out; null: they go by stride
+    int* turns;               // (B, N, query blocks): additions to each so far; null unless these go in turns
+    int section_heads;        // see key_tile_at
+    int wave;                 // see place_of
+    float scale;
+    const ScoreOperands scores;
+    Traits::BiasSum* d_bias;   // as the bias
+    float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
+    const float* bias_factor;  // of terms that are added up as integers
+    const Dropout dropout;
+
+    __device__ int tile_count() const {
+        return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
+    }
+    __device__ Work work(int tile_index) const {
+        const bool last_first =
+            Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
+        const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
+        QueryBlocks blocks;
+        if constexpr (Traits::bounds) {
+            blocks = query_blocks_by_data(tile, shape);
+        } else {
+            blocks = query_blocks(tile, shape);
+        }
+        return {tile, blocks, place_of(tile_index, tile, blocks, shape, section_heads, wave)};
+    }
+    // How many tiles add to the block's dQ before this one does.
+    __device__ int rank(const Work& work, int block) const {
+        if constexpr (Traits::bounds) {
+            const int2 tiles = shape.bounds.block_tiles[work.tile.batch * shape.query_blocks() + block];
+            const int number = work.tile.first_key / Traits::keys;
+            return work.place.spacing < 0 ? number - tiles.x : tiles.y - 1 - number;
+        } else {
+            return work.place.rank(block, work.tile, work.blocks, shape);
+        }
+    }
+    // What the loading thread tells the others of the tile whose K comes, if any, see `told_tile`.
+    __device__ Work& told_work(int stage) const {
+        static_assert(!Traits::tells_work || sizeof(Work) <= Traits::work_bytes, "there is room for it");
+        return reinterpret_cast<Work&>(shared.told_tile(stage));
+    }
+    // Calls visit(work, slot) for each of the CTA's tiles, as soon as its K is there, in `slot`, which visit releases.
+    template <class Visit>
+    __device__ __forceinline__ void for_each_tile(Visit visit) const {
+#pragma unroll 1
+        for (KeySlot slot;; slot.advance()) {
+            mbarrier::wait(shared.key_full(slot.stage), slot.parity);
+            // By one lane, which may let go of the tile before others are here. In uniform registers.
+            auto same = [](int of_lane) { return __shfl_sync(0xffffffff, of_lane, 0); };
+            const int told_tile = same(shared.told_tile(slot.stage));
+            if (told_tile < 0) break;
+            if constexpr (Traits::tells_work) {
+                const Work& told = told_work(slot.stage);
+                const KeyTile tile{told_tile, same(told.tile.head), same(told.tile.batch)};
+                const QueryBlocks blocks{same(told.blocks.first), same(told.blocks.last)};
+                Place place{blocks.first};
+                if constexpr (Traits::deterministic) {
+                    place = {same(told.place.start), same(told.place.spacing), same(told.place.before),
+                             same(told.place.behind)};
+                }
+                visit(Work{tile, blocks, place}, slot);
+            } else {
+                visit(work(told_tile), slot);
+            }
+        }
+    }
+
+    // A query head among those of all batch rows.
+    __device__ int head_index(const KeyTile& tile, int query_head) const {
+        return tile.batch * shape.query_heads() + query_head;
+    }
+    // Where a block's share of a (B, N, query blocks, …) array lies.
+    __device__ int64_t block_index(int head_index, int block) const {
+        return static_cast<int64_t>(head_index) * shape.query_blocks() + block;
+    }
+    __device__ const float* statistics_block(const KeyTile& tile, int query_head, int block) const {
+        return statistics + block_index(head_index(tile, query_head), block) * (Traits::statistics * Traits::queries);
+    }
+    __device__ float* sum_block(int head_index, int block) const {
+        return d_query.sums + block_index(head_index % d_query.places, block) * DqBlock::elements;
+    }
+    __device__ float* d_query_block(const KeyTile& tile, int query_head, int block) const {
+        return sum_block(head_index(tile, query_head), block);
+    }
+};

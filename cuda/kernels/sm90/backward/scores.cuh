@@ -1,0 +1,102 @@
+// Scores that become logits by more than the scale (score_mod.cuh), in the backward pass's orientation, keys down and
+// queries across; and the gradients of bias and slopes.
+#pragma once
+#include "ptx/math.cuh"
+#include "sm90/backward/call.cuh"
+#include "sm90/backward/products.cuh"
+
+// Of element i of an accumulator: its query, from the block's first on, and its row, 8 keys below the thread's first or not.
+__device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2; }
+__device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
+
+// Sᵀ becomes Pᵀ. With a soft cap `factors` becomes its derivative, packed as P will be. `key` is the thread's first.
+__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&factors)[query_steps][4],
+                                                    const Call& call, int batch, int head, int block, int key,
+                                                    const float4* lse) {
+    const Shape& shape = call.shape;
+#pragma unroll
+    for (int i = 0; i < score_count; i += 8) {
+        const float4 queries = lse[i / 2 + threadIdx.x % 4];
+        float tanh[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int query = block * Traits::queries + query_of(i + j);
+            const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
+            const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), tanh[j]);
+            scores[i + j] = exp2_approx(logit - of_column(queries, j));
+        }
+        if constexpr (ScoreTraits::soft_cap) {
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                factors[i / 8][j / 2] =
+                    pack<Traits::Element>(1 - tanh[j] * tanh[j], 1 - tanh[j + 1] * tanh[j + 1]);
+            }
+        }
+    }
+}
+
+// Adds to a sum of many CTAs, of floats or of terms times `factor` as integers, whose order doesn't matter.
+__device__ __forceinline__ void add_term(float* sum, float term, float) { atomicAdd(sum, term); }
+__device__ __forceinline__ void add_term(uint64_t* sum, float term, float factor) {
+    atomicAdd(sum, static_cast<uint64_t>(__float2ll_rn(term * factor)));
+}
+
+// Adds dS of the thread's keys and the block's queries to the bias's gradient, over whatever axes the bias is the same.
+__device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_count], const Call& call, int batch,
+                                                  int head, int block, int key) {
+    const Strides& strides = call.scores.bias_strides;
+    using Sum = Traits::BiasSum;
+    Sum* const of_head = call.d_bias + batch * strides.batch + head * strides.head;
+    const int lane = threadIdx.x % 32, first_query = block * Traits::queries;
+    const float factor = is_same<Sum, float> ? 1 : *call.bias_factor;
+    auto add = [&](int query, int row, float sum) {
+        const int at = key + 8 * row;
+        if (query < call.shape.queries && at < call.shape.keys) {
+            add_term(of_head + query * strides.query + static_cast<int64_t>(at) * strides.key, sum, factor);
+        }
+    };
+    if (strides.query == 0) {
+        float sums[2] = {};  // of the thread's rows
+#pragma unroll
+        for (int i = 0; i < score_count; ++i) sums[key_row_of(i)] += d_scores[i];
+        if (strides.key == 0) {
+            const float sum = warp_sum(sums[0] + sums[1]);
+            if (lane == 0) add_term(of_head, sum, factor);
+        } else {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const float sum = quad_sum(sums[row]);
+                if (lane % 4 == 0) add(first_query, row, sum);
+            }
+        }
+    } else if (strides.key == 0) {
+#pragma unroll
+        for (int i = 0; i < score_count; ++i) {
+            if (key_row_of(i) == 1) continue;
+            float sum = d_scores[i] + d_scores[i + 2];
+#pragma unroll
+            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            if (lane < 4) add(first_query + query_of(i), 0, sum);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < score_count; ++i) add(first_query + query_of(i), key_row_of(i), d_scores[i]);
+    }
+}
+
+// Adds to the warp's own share of the slope's gradient, so that no order but its own decides on the sum.
+__device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score_count], const Call& call,
+                                                   const KeyTile& tile, int first_key, int head, int block, int key) {
+    const Shape& shape = call.shape;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < score_count; ++i) {
+        const int query = block * Traits::queries + query_of(i);
+        const ScoreRow row(call.scores, tile.batch, head, query, shape.queries, shape.keys);
+        sum -= d_scores[i] * row.distance(key + 8 * key_row_of(i));
+    }
+    sum = warp_sum(sum);
+    const int64_t shares = ceil_div(shape.keys, Traits::keys) * Traits::cluster;
+    const int64_t share = call.head_index(tile, head) * shares + first_key / Traits::cta_keys;
+    if (threadIdx.x % 32 == 0) atomicAdd(call.d_slopes + share * 4 + threadIdx.x / 32 % 4, sum);
+}

@@ -1,0 +1,154 @@
+// The consumers that split a tile of 128 keys: each computes Sᵀ, dPᵀ, dV and dK of its 64 keys.
+//
+// What of the next tile comes beside the tile before depends on the head dim (Traits::gradients_in_value_place):
+//
+//   up to 96   K, to a place of its own. V of 64 keys is read by one consumer alone, which stages its gradients there
+//              when it is through with it, dV beside the last product of dK, and then loads the next tile's V itself,
+//              beside that one's first scores;
+//   128        V, as soon as both consumers have read the one before, and K once the warpgroup for dQ has. dV, dK and
+//              the next V would take longer to go through one place than those scores, so that gradients have another.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "sm90/backward/call.cuh"
+#include "sm90/backward/products.cuh"
+
+// Waiting for the turn at the tensor cores, and passing it on to the other consumer. Left alone, the two fall into
+// step, and none has products to run while both are at their exponentials.
+__device__ __forceinline__ void take_turn(int consumer) { named_barrier_sync(turn + consumer, 256); }
+__device__ __forceinline__ void pass_turn(int consumer) { named_barrier_arrive(turn + (consumer ^ 1), 256); }
+
+__device__ __forceinline__ void consume_split_keys(const Call& call, int consumer) {
+    const SharedMemory& shared = call.shared;
+    const int lane = threadIdx.x % 32;
+    const uint32_t value_rows = shared.value_tile() + 64 * consumer * descriptor::row_bytes;
+    const float scale_log2 = call.scale * log2_e;
+    BlockSlot slot;
+    DScoresSlot d_scores_slot;
+    PipelineState<1> value_slot;
+    constexpr bool in_value_place = Traits::gradients_in_value_place;
+    if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
+
+    call.for_each_tile([&](const Work& work, const KeySlot& key_slot) __attribute__((always_inline)) {
+        // K lies elsewhere in each tile. In uniform registers from here on, as descriptors are else found in each step.
+        auto operand = [](uint32_t rows) { return in_value_place ? uniform_anew(rows) : rows; };
+        const uint32_t value_operand = operand(value_rows);
+        const uint32_t key_rows = operand(shared.key_tile(key_slot.stage)) + 64 * consumer * descriptor::row_bytes;
+        const int first_key = work.tile.first_key + 64 * consumer;         // of this warpgroup
+        const int key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;  // the thread's first one
+        const int iterations = work.iterations(call.shape);
+        float d_key[d_key_count] = {};
+        float d_value[d_value_count] = {};
+        float scores[score_count];
+        uint32_t probabilities[query_steps][4];  // of the block at hand
+        uint32_t key_words[2];
+        if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, work.tile.batch, key);
+        BlockVisit now = work.first_visit();
+        KeyBounds bounds;
+        if constexpr (Traits::bounds) {
+            bounds.load(shared.whole_blocks(key_slot.stage, consumer), work.tile.batch, key, call.shape);
+        }
+
+        auto start_scores = [&]() __attribute__((always_inline)) {
+            mbarrier::wait(shared.query_full(slot.stage), slot.parity);
+            issue_scores<0, key_steps>(scores, key_rows, shared.query_block(slot.stage));
+        };
+        auto finish_scores = [&]() __attribute__((always_inline)) {
+            wgmma::wait<0>();
+            wgmma::pin(scores);
+            exponentiate(scores, shared.lse(slot.stage), scale_log2);
+            if constexpr (Traits::bounds) {
+                bounds.mask(scores, now.block, call.shape);
+            } else if (crosses(first_key, now.block, call.shape)) {
+                mask(scores, key, now.block, call.shape);
+            }
+            pack_operand(probabilities, scores);
+            if constexpr (Traits::dropout) {
+                mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
+            }
+        };
+
+        auto load_value = [&]() __attribute__((always_inline)) {
+            if (threadIdx.x % 128 != 0) return;
+            tma::wait_group_read<0>();  // dK of the tile before is on its way
+            mbarrier::arrive_expect(shared.value_full(consumer), Traits::value_part_bytes);
+            load_panels(value_rows, call.maps.value, shared.value_full(consumer), Traits::value_panels,
+                        Traits::cta_keys, work.tile.head, first_key, work.tile.batch);
+        };
+        auto store_d_value = [&]() __attribute__((always_inline)) {
+            store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value,
+                           shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+        };
+
+        // From P of a block to P of the next one. Between two steps no product is under way.
+        auto step = [&](const bool last) __attribute__((always_inline)) {
+            const int stage = slot.stage;
+            uint32_t d_scores_operand[query_steps][4];
+
+            take_turn(consumer);
+            mbarrier::wait(shared.d_out_full(stage), slot.parity);
+            issue_scores<0, value_steps>(scores, value_operand, shared.d_out_block(stage));
+            if constexpr (Traits::dropout) {
+                uint32_t kept[query_steps][4];
+                take_kept(kept, probabilities);
+                issue_gradient(d_value, kept, shared.d_out_block(stage));
+            } else {
+                issue_gradient(d_value, probabilities, shared.d_out_block(stage));
+            }
+            pass_turn(consumer);
+            wgmma::wait<0>();
+            wgmma::pin(scores);
+            wgmma::pin(d_value);
+            if (last && !in_value_place && lane == 0) mbarrier::arrive(shared.value_empty());
+            differentiate(scores, shared.delta(stage), [&](int i) { return unpack_operand(probabilities, i); });
+            pack_operand(d_scores_operand, scores);
+            hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
+            if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));  // D is read, too
+
+            take_turn(consumer);
+            issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
+            slot.advance();
+            now.advance(work.blocks, work.place);
+            if (!last) start_scores();
+            pass_turn(consumer);
+            if (last) {
+                if constexpr (in_value_place) store_d_value();
+                wgmma::wait<0>();
+            } else {
+                finish_scores();
+            }
+            wgmma::pin(d_key);
+            if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
+        };
+
+        if (iterations > 0) {
+            start_scores();
+            if constexpr (in_value_place) {
+                load_value();
+            } else {
+                mbarrier::wait(shared.value_full(), key_slot.parity);
+            }
+            finish_scores();
+            if constexpr (in_value_place) {
+                mbarrier::wait(shared.value_full(consumer), value_slot.parity);
+                value_slot.advance();
+            }
+#pragma unroll 1
+            for (int iteration = 1; iteration < iterations; ++iteration) step(false);
+            step(true);
+        } else if constexpr (in_value_place) {
+            wait_for_stores(own + consumer);  // of the tile before
+            store_d_value();
+        } else {
+            mbarrier::wait(shared.value_full(), key_slot.parity);  // the barrier's next round may not start before
+            if (lane == 0) mbarrier::arrive(shared.value_empty());
+        }
+
+        if constexpr (!in_value_place) wait_for_stores(own + consumer);  // of the tile before
+        if (lane == 0) mbarrier::arrive(shared.key_empty(key_slot.stage));
+        if constexpr (!in_value_place) store_d_value();
+        wait_for_stores(own + consumer);
+        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key,
+                       shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+    });
+    wait_for_stores(own + consumer);
+}

@@ -1,0 +1,132 @@
+"""What a call does to scores beyond scale and window, for the kernels (cuda/kernels/common/score_mod.cuh)."""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import dropout, fixed_point
+from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
+from jax_flash.cuda.mask_metadata import has_bounds
+
+OPERANDS = ("bias", "mask", "alibi_slopes")
+_C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
+
+Shapes = Operands[jax.ShapeDtypeStruct]
+
+
+def unsupported(shapes: Shapes) -> str | None:
+    """Why the kernels can't take these operands, or None."""
+    if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
+        return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
+    return None
+
+
+def changes(spec: AttentionSpec, shapes: Shapes) -> int:
+    """How many of soft cap, bias, mask and ALiBi make logits of scores, beyond the scale."""
+    operands = [name for name in OPERANDS if getattr(shapes, name) is not None]
+    return len(operands) + (spec.logits_soft_cap is not None)
+
+
+def changed(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether scores become logits by more than the scale."""
+    return changes(spec, shapes) > 0
+
+
+def read(shapes: Shapes) -> str | None:
+    """What each score reads to become a logit: "bias", with a mask or without, "mask" alone, or nothing."""
+    return "bias" if shapes.bias is not None else "mask" if shapes.mask is not None else None
+
+
+def handed_factors(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether the backward kernel needs the soft cap's derivative apart from P: the gradients of bias and
+    slopes are without it."""
+    return spec.logits_soft_cap is not None and not (shapes.bias is None and shapes.alibi_slopes is None)
+
+
+def defines(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, int | str], ...]:
+    return (
+        ("SOFT_CAP", int(spec.logits_soft_cap is not None)),
+        ("BIAS", "void" if shapes.bias is None else _C_TYPES[shapes.bias.dtype.name]),
+        ("ALIBI", int(shapes.alibi_slopes is not None)),
+        ("MASK", int(shapes.mask is not None)),
+    )
+
+
+NO_DEFINES = (("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0))
+"""Those of kernels that don't see scores."""
+
+
+def buffers(shapes: Shapes, names: tuple[str, ...] = OPERANDS) -> tuple[Buffer, ...]:
+    """Those of the operands `names` that are there."""
+    found = ((name, getattr(shapes, name)) for name in names)
+    return tuple(Buffer(name, x.shape, x.dtype.name) for name, x in found if x is not None)
+
+
+def parameters(spec: AttentionSpec, shapes: Shapes) -> tuple[Parameter, ...]:
+    """`SCORE_PARAMETERS` of the kernels."""
+    diagonals = has_bounds(shapes) and shapes.alibi_slopes is not None
+    cap = spec.logits_soft_cap
+    return (
+        Scalar("float32", spec.scale if cap is None else spec.scale / cap),
+        Scalar("float32", cap or 0.0),
+        *_pointer_and_strides("bias", shapes.bias),
+        *_pointer_and_strides("mask", shapes.mask),
+        *_pointer_and_strides("alibi_slopes", shapes.alibi_slopes),
+        Pointer("diagonals") if diagonals else Scalar("int64", 0),
+    )
+
+
+def sinks_parameters(shapes: Shapes) -> tuple[Parameter, ...]:
+    return _pointer_and_strides("sinks", shapes.sinks)
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """From element to element along each axis, 0 along those that stand for all: of length 1."""
+    return tuple(0 if size == 1 else math.prod(shape[axis + 1 :]) for axis, size in enumerate(shape))
+
+
+def _pointer_and_strides(name: str, x: jax.ShapeDtypeStruct | None) -> tuple[Parameter, ...]:
+    """Of a `(B|1, N|1, T|1, S|1)` array all strides, the last in 32 bits; of a `(B|1, N)` one the first."""
+    axes = 4 if name in ("bias", "mask") else 1
+    steps = (0,) * axes if x is None else strides(x.shape)[:axes]
+    types = ("int64", "int64", "int64", "int32")
+    pointer = Scalar("int64", 0) if x is None else Pointer(name)
+    return pointer, *(Scalar(type, step) for type, step in zip(types, steps, strict=False))
+
+
+def gradients(
+    spec: AttentionSpec,
+    operands: Operands,
+    results: Mapping[str, jax.Array],
+    bias_factor: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """Those of bias, alibi_slopes and sinks that are there.
+
+    `results` are the backward plan's, by name, and `bias_factor` is what that was given by this name.
+    """
+    found = {}
+    factor = dropout.factor(spec)  # which the kernels leave to whoever takes dS or D from them
+    if operands.bias is not None:
+        d_bias = results["d_bias"]
+        if bias_factor is not None:
+            d_bias = fixed_point.to_float32(d_bias, bias_factor)
+        found["bias"] = (d_bias * factor).astype(operands.bias.dtype)
+    if operands.alibi_slopes is not None:
+        d_slopes = results["d_slopes"].sum((2, 3)) * factor
+        found["alibi_slopes"] = _over_batch(d_slopes, operands.alibi_slopes)
+    if operands.sinks is not None:
+        # A sink's probability is e^(sink - lse), and the cotangent of its logit that times -D. D is among the
+        # main kernel's statistics, beside lse in base 2, infinite for rows that attend to nothing.
+        lse, delta = results["statistics"][:, :, :, 0], results["statistics"][:, :, :, -1] * factor
+        logits = operands.sinks[:, :, None, None] * math.log2(math.e)
+        found["sinks"] = _over_batch(-(jnp.exp2(logits - lse) * delta).sum((2, 3)), operands.sinks)
+    return found
+
+
+def _over_batch(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+    """`gradient (B, N)` as that of an operand which may be one for all batch rows."""
+    shared = gradient.shape[0] != operand.shape[0]
+    return (gradient.sum(0, keepdims=True) if shared else gradient).astype(operand.dtype)

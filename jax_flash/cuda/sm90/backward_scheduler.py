@@ -1,0 +1,111 @@
+"""In what order CTAs of the backward kernel take key tiles, and which heads' dQ is summed up at a time."""
+
+import functools
+import heapq
+import math
+
+from jax_flash._spec import Sizes
+from jax_flash.cuda.window import Window
+
+# What a section of the walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
+_SECTION_BYTES = 36 << 20
+# A tile's beginning and end take about as long as so many blocks.
+_ENDS = 2
+# For how many blocks' time dQ of a head is taken to wait to be written.
+_WRITING = 30
+# Walks are simulated up to so many tiles; longer ones end evenly enough.
+_SIMULATED = 1 << 14
+
+
+def seen_blocks(n: Sizes, window: Window, queries: int, keys: int) -> tuple[int, ...]:
+    """How many blocks of `queries` see some key of each tile of `keys` (`query_blocks` in the kernel)."""
+    counts = []
+    for first_key in range(0, n.S, keys):
+        last_key = min(first_key + keys, n.S) - 1
+        begin = 0 if window.right is None else max(0, first_key - (n.S - n.T) - window.right)
+        end = n.T if window.left is None else min(n.T, last_key - (n.S - n.T) + window.left + 1)
+        counts.append(math.ceil(end / queries) - begin // queries if end > begin else 0)
+    return tuple(counts)
+
+
+def every_query_sees_a_key(n: Sizes, window: Window) -> bool:
+    """Whether no query is masked as a whole, so that each block's sum of dQ gets a share of some tile."""
+    # The first query sees least to its right, the last one to its left.
+    right_end = n.S - 1 if window.right is None else min(n.S - 1, n.S - n.T + window.right)
+    left = n.S - 1 if window.left is None else window.left
+    return right_end >= 0 and left >= 0 and (window.right is None or left + window.right >= 0)
+
+
+@functools.lru_cache(256)
+def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int) -> int:
+    """Key heads whose tiles are walked together (`key_tile_at` in sm90/backward/tile_scheduler.cuh).
+
+    Where all tiles take equally long, one head at a time keeps its queries in L2. Elsewhere the longest tiles
+    of several heads go first, of as few as let the last wave end evenly.
+
+    Args:
+      blocks: query blocks that see each key tile of a head.
+      heads: key heads, of all batch rows.
+      group: query heads of each.
+      bytes_per_head: of Q, dO and the sum of dQ, of one query head: those of a key head take turns.
+      workers: CTAs, or clusters, that take tiles at a time.
+    """
+    if len(set(blocks)) == 1:
+        return 1
+    most = max(1, min(heads, _SECTION_BYTES // bytes_per_head))
+    if len(blocks) * heads > _SIMULATED:
+        return most
+    widths = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if w <= most]
+    times = {w: _makespan(blocks, heads, group, w, workers) for w in widths}
+    return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
+
+
+def section_heads_by_data(heads: int, bytes_per_head: int, parts: int) -> int:
+    """The same where it is data how long tiles take: as many heads as there is room for, so that CTAs end
+    together wherever the long ones are, in sections all alike. Tiles of a turn read one of a head's `parts`
+    alone."""
+    sections = math.ceil(heads * bytes_per_head / (parts * _SECTION_BYTES))
+    return math.ceil(heads / max(1, min(heads, sections)))
+
+
+def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -> int:
+    """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward/dq_order.cuh).
+
+    Many heads keep the tiles of one head apart. Where tiles are not alike, the longest ones of a section come
+    last, but for the last section: there have to be two, and a small last one would have little beside what
+    the others leave. Tiles of a key head get apart by whole query heads, so that `bytes_per_head` counts the
+    group's.
+    """
+    if tiles_alike:
+        return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES)))
+    most = max(1, min(math.ceil(heads / 2), _SECTION_BYTES // bytes_per_head))
+    return max(
+        range(1, most + 1), key=lambda width: ((heads - 1) % width + 1, -width)
+    )  # by that of the last one
+
+
+def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:
+    """When the last worker ends, in blocks' times, if each takes the next tile as soon as it is free."""
+    ends = [0] * workers
+    for first in range(0, heads, section):
+        for count in blocks:
+            for _ in range(min(section, heads - first)):
+                heapq.heapreplace(ends, ends[0] + count * group + _ENDS)
+    return max(ends)
+
+
+def sum_places(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> int:
+    """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
+    cuda/kernels/sm90/backward/call.cuh): those that are begun before a head's longest tile ends, and before
+    it is written then.
+
+    A whole number of groups. And either all heads, or at least two sections: a head's tiles wait for the one
+    that had its place, whose tiles must all be handed out before them.
+
+    Args:
+      blocks, heads, group, workers: as `section_heads` takes them.
+      section: what it gave.
+    """
+    steps = max(blocks) * group + _WRITING
+    sections = 1 + math.ceil(steps * workers / max(section * sum(blocks) * group, 1))
+    return min(sections * section, heads) * group

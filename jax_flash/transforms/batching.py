@@ -1,0 +1,70 @@
+"""How `vmap` maps a call: the mapped axis becomes one more batch axis in front.
+
+Mapping the implementations themselves is no option: a custom call's attributes are fixed for the
+shapes that it was traced with. Nor are mapped axes folded into the batch here: merging an unsharded
+axis with a sharded one would make the partitioner gather, and in explicit-sharding mode it is an
+error. `_lowering.py` folds them on each device.
+
+An operand that is not mapped gets an axis of size 1, which stands for all rows. The backward pass
+expands the differentiable ones, since each mapped instance has a gradient of its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
+from jax_flash.transforms import partitioning
+from jax_flash.transforms.lowering import Call
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`out (*B, T, N, V)` and `lse (*B, N, T)`, mappable by `vmap`."""
+
+    @custom_vmap
+    def mappable(operands: Operands) -> tuple[jax.Array, jax.Array]:
+        return partitioning.forward(call, operands)
+
+    @mappable.def_vmap
+    def rule(size: int, in_batched: Any, operands: Operands) -> Any:
+        (is_mapped,) = in_batched
+        operands = jax.tree.map(lambda x, mapped: x if mapped else x[None], operands, is_mapped)
+        out, lse = forward(call, operands)
+        return (out, lse), (True, True)
+
+    return mappable(operands)
+
+
+def backward(
+    call: Call,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Gradients of the differentiable operands, mappable by `vmap`."""
+
+    @custom_vmap
+    def mappable(operands: Operands, *rest: jax.Array | None) -> Gradients:
+        return partitioning.backward(call, operands, *rest)
+
+    @mappable.def_vmap
+    def rule(size: int, in_batched: Any, operands: Operands, *rest: jax.Array | None) -> Any:
+        def expand(x: jax.Array, mapped: bool) -> jax.Array:
+            return x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+        operands_mapped, *rest_mapped = in_batched
+        expanded = {
+            name: expand(x, getattr(operands_mapped, name))
+            if name in DIFFERENTIABLE
+            else (x if getattr(operands_mapped, name) else x[None])
+            for name, x in operands.present().items()
+        }
+        rest = jax.tree.map(expand, rest, tuple(rest_mapped))
+        gradients = backward(call, Operands(**expanded), *rest)
+        return gradients, jax.tree.map(lambda _: True, gradients)
+
+    return mappable(operands, out, lse, d_out, d_lse)

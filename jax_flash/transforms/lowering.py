@@ -1,0 +1,139 @@
+"""The last step above an implementation: what each device runs on the arrays that it holds.
+
+Everything higher up keeps the axes that `vmap` adds where they are, in front, so that a sharded
+batch axis stays an axis of its own; only here, where arrays are local, do they fold into the one
+batch axis that an implementation takes. Folding comes before the implementation plans its launch:
+a plan is made for static shapes, so it must see the folded ones.
+
+An automatic choice of implementation, `("cuda", "xla")`, is settled here as well, when the program
+is lowered: the first runs on the platform that it was chosen for, the last anywhere else. So one
+trace serves a `jit` over CPU arrays on a machine with a GPU and an export for several platforms.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash import _device, _dispatch
+from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
+from jax_flash.transforms.varying import vary_over, varying_axes
+
+AXES = {
+    "query": "TNH",
+    "key": "SKH",
+    "value": "SKV",
+    "bias": "NTS",
+    "mask": "NTS",
+    "alibi_slopes": "N",
+    "sinks": "N",
+    "query_seq_lengths": "",
+    "key_value_seq_lengths": "",
+    "query_segment_ids": "T",
+    "key_value_segment_ids": "S",
+    "query_offsets": "O",
+    "key_value_offsets": "O",
+    "dropout_rows": "NT",
+    "dropout_columns": "S",
+    "out": "TNV",
+    "lse": "NT",
+}
+"""The axes of every array after its batch axes, in the letters of `_spec.py`; `O` is the offsets of packed
+sequences."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Everything static about a call on its way down; hashable, so `jit` can key on it.
+
+    `device` is the one that the call was planned for when it was traced. It travels along because
+    parts of a call are traced later: the backward pass, or the body of a partitioned computation.
+    """
+
+    spec: AttentionSpec
+    implementation: tuple[str, ...]
+    device: _device.Device
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`out (*B, T, N, V)` and `lse (*B, N, T)` for operands with any number of batch axes `*B`."""
+    batch = batch_shape(operands)
+    out, lse = _run(call, "forward", fold(operands, batch))
+    return _unfold(out, batch), _unfold(lse, batch)
+
+
+def backward(
+    call: Call,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Gradients of the differentiable operands, each with its operand's shape."""
+    batch = batch_shape(operands)
+    flat = [None if x is None else x.reshape(-1, *x.shape[len(batch) :]) for x in (out, lse, d_out, d_lse)]
+    gradients = _run(call, "backward", fold(operands, batch), *flat)
+
+    def restore(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+        if gradient.size == operand.size:
+            return gradient.reshape(operand.shape)
+        gradient = _unfold(gradient, batch)
+        shared = [i for i, size in enumerate(batch) if operand.shape[i] != size]
+        return jnp.sum(gradient, axis=shared, keepdims=True)
+
+    return Gradients(
+        **{
+            field.name: None if gradient is None else restore(gradient, getattr(operands, field.name))
+            for field in dataclasses.fields(gradients)
+            for gradient in [getattr(gradients, field.name)]
+        }
+    )
+
+
+def batch_shape(operands: Operands) -> tuple[int, ...]:
+    """The batch axes of the call as a whole; in any one operand each may be 1."""
+    leading = (x.shape[: x.ndim - len(AXES[name])] for name, x in operands.present().items())
+    return np.broadcast_shapes(*leading)
+
+
+def fold(operands: Operands, batch: tuple[int, ...]) -> Operands:
+    """Canonical operands: the batch axes as one, expanded except where one row may stand for all."""
+
+    def fold_one(name: str, x: jax.Array) -> jax.Array:
+        core = x.shape[len(batch) :]
+        leading = x.shape[: len(batch)]
+        if name in BATCH_AXIS_MAY_BE_ONE and math.prod(leading) == 1:
+            return x.reshape(1, *core)
+        if leading != batch:
+            x = jnp.broadcast_to(x, (*batch, *core))
+        return x.reshape(-1, *core)
+
+    return Operands(**{name: fold_one(name, x) for name, x in operands.present().items()})
+
+
+def _unfold(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    return x.reshape(*batch, *x.shape[1:])
+
+
+def _run(call: Call, entry: str, *args: Any) -> Any:
+    axes = varying_axes(args)  # a custom call's results vary over none until they are told to
+
+    def runner(name: str) -> Callable[..., Any]:
+        @functools.wraps(getattr(_dispatch.get(name), entry))
+        def run(*args: Any) -> Any:
+            with _device.assume(call.device):
+                return vary_over(getattr(_dispatch.get(name), entry)(call.spec, *args), axes)
+
+        return run
+
+    first, *others = call.implementation
+    if not others:
+        return runner(first)(*args)
+    platforms = {call.device.platform: runner(first)}
+    return jax.lax.platform_dependent(*args, **platforms, default=runner(others[-1]))

@@ -1,0 +1,1 @@
+"""The lowering by Mosaic GPU, for Hopper: TMA, wgmma and warp specialisation."""

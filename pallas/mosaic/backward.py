@@ -1,0 +1,161 @@
+"""Backward by Mosaic GPU, for Hopper: the sums of `triton_backward`.
+
+One kernel for dK and dV adds to dQ as well, where that may be summed in any order; else there is one for dQ.
+Above head dim 128 dK and dV have no room in a warpgroup's registers together, and get a kernel each.
+
+In all of them, each computing warpgroup owns 64 rows of a gradient: keys, or queries. Their operands stay in
+shared memory, and a loading warpgroup streams the blocks of columns past them that they meet, in rings as in
+`mosaic_forward`. A step issues both products of rows and columns, takes the exponentials of the first beside
+the second, and adds to the gradients from registers, to that of values beside what is left to do for that of
+keys. Where rows are keys, scores are held transposed. The sums of rows have one owner and a fixed order each,
+and are bitwise equal from run to run.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
+
+from .. import compat
+from ..band import keys_of_queries
+from ..scores import LOG2_E
+from .backward_kernel import Barriers, Shared, flash_backward
+from .backward_side import KERNELS, Operand, Side
+from .column_gradient import ColumnGradient
+from .tiles import ROWS, BackwardConfig, BackwardConfigs
+
+
+class Prepared(NamedTuple):
+    """What the kernels read, with lengths in whole tiles of 8: keys and values, queries and the output's
+    gradient, and lse and delta (B,N,T in whole blocks)."""
+
+    keys: Operand
+    queries: Operand
+    statistics: Operand
+
+
+def prepare(
+    operands: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None
+) -> Prepared:
+    """Shapes as in `jax_flash.pallas.backward`."""
+    T = operands.query.shape[1]
+    d_out = d_out.astype(operands.query.dtype)
+    # Rows that meet nothing, and those beyond the end: 2^(x - inf) = 0, whatever x is.
+    met_nothing = lse == -jnp.inf
+    lse_2 = jnp.where(met_nothing, jnp.inf, lse * LOG2_E)
+    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        delta = delta - d_lse
+    delta = jnp.where(met_nothing, 0.0, delta)
+    beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
+    statistics = Operand(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
+    query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
+    return Prepared(Operand(key, value), Operand(query, d_out), statistics)
+
+
+def _scratch(side: Side, rows: Operand, statistics: Operand) -> tuple[Shared, Barriers]:
+    """A block's shared memory and barriers; `rows` and `statistics` are what it reads of either, or None."""
+    config, dtype = side.config, rows.first.dtype
+    H, V = side.size.H, side.size.V
+    places = config.row_stages * config.warpgroups
+
+    def tiles(count: int, tile_rows: int, width: int):
+        return compat.tiled_shared_memory((count, tile_rows, width), dtype)
+
+    def of_statistic(x, stages: int):
+        per_query = (stages, config.columns) if side.rows_are_keys else (places, ROWS)
+        return None if x is None else plgpu.SMEM(per_query, jnp.float32)
+
+    def barrier(count: int, arrivals: int = 1):
+        return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+    room_for_second = side.owns.first or H != V
+    shared = Shared(
+        rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
+        columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
+        statistics=Operand(*map(of_statistic, statistics, config.rings)),
+        column_gradient=(
+            ColumnGradient.scratch(config.warpgroups, ROWS, config.columns, H, dtype)
+            if side.kernel.adds
+            else None
+        ),
+    )
+    copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
+    copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
+    barriers = Barriers(
+        rows_full=barrier(places, copies_of_rows),
+        rows_free=barrier(places) if config.persistent else None,
+        full=Operand(*map(barrier, config.rings, copies)),
+        free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
+    )
+    return shared, barriers
+
+
+def gradients(
+    kernel: str,
+    spec: AttentionSpec,
+    size: Sizes,
+    prepared: Prepared,
+    config: BackwardConfig,
+    multiprocessors: int,
+) -> tuple[Operand, jax.Array | None]:
+    """Those that the kernel of this name in `KERNELS` owns, lengths in whole tiles of 8; and that which it
+    adds to, in float32 and yet to be scaled, or None."""
+    keys, queries, statistics = prepared
+    rows, columns, band = queries, keys, keys_of_queries(spec, size)
+    if KERNELS[kernel].rows_are_keys:
+        rows, columns, band = keys, queries, band.transposed()
+    side = Side(size, band, config, KERNELS[kernel], multiprocessors)
+    out = Operand(*(x if own else None for x, own in zip(rows, side.owns, strict=True)))
+    if not side.owns.first:  # nor is there a product of the second of the rows, nor anything of delta
+        rows, statistics = rows._replace(second=None), statistics._replace(second=None)
+    summed = None
+    if side.kernel.adds:
+        B, length, heads, H = columns.first.shape
+        shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
+        summed = compat.result(shape, jnp.float32, like=columns.first)
+    (of_rows,), of_columns = compat.mosaic_call(
+        functools.partial(flash_backward, scale=spec.scale, side=side),
+        blocks=side.walk.grid,
+        warpgroups=config.warpgroups + 1,
+        scratch=_scratch(side, rows, statistics),
+        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
+        name=f"jax_flash_mosaic_backward_{kernel}",
+        sums=summed,
+    )(rows, columns, statistics)
+    return of_rows, of_columns
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    configs: BackwardConfigs,
+    multiprocessors: int,
+) -> Gradients:
+    """Shapes as in `jax_flash.pallas.backward`."""
+    size = sizes(operands)
+    prepared = prepare(operands, out, lse, d_out, d_lse)
+
+    def run(kernel: str, config: BackwardConfig) -> tuple[Operand, jax.Array | None]:
+        return gradients(kernel, spec, size, prepared, config, multiprocessors)
+
+    if configs.queries is None:
+        (d_key, d_value), d_query = run("all", configs.keys)
+        assert d_query is not None
+        d_query = (d_query * spec.scale).astype(operands.query.dtype)
+    else:
+        (d_query, _), _ = run("queries", configs.queries)
+        if configs.values is None:
+            (d_key, d_value), _ = run("keys_and_values", configs.keys)
+        else:
+            ((d_key, _), _), ((_, d_value), _) = run("keys", configs.keys), run("values", configs.values)
+    return Gradients(d_query[:, : size.T], d_key[:, : size.S], d_value[:, : size.S])

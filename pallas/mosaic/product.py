@@ -1,0 +1,227 @@
+"""Products on the tensor cores that are issued in one place and waited for in another.
+
+`issued`, `added` and `issued_share` give the registers that will hold a product: a value once it has
+`landed`. Pallas' own end with the scope of their accumulators instead.
+
+Pallas' own also start from what is in those registers, and so have them set to zero first: for 64 x 128 by 32
+instructions of each thread, while the tensor cores wait for the product. What is issued here without a total
+writes over whatever they hold.
+
+In Pallas' interpreter each function is its definition.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from .. import compat
+from .registers import ACCUMULATOR, element
+
+_SLICE = 16  # of what is summed over, by one instruction
+_ATOM_ROWS = 8  # rows that lie together, a swizzle's width of each, in memory that wgmma reads
+
+
+def issued(a: Any, b: Any) -> jax.Array:
+    """Issues `a @ b.T`, both `(rows, width)` in `compat.tiled_shared_memory`."""
+    if compat.interpreting():
+        return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(_tiled(a), _tiled(b)), return_type=_accumulator(a.shape[0], b.shape[0]))
+    def issue(_, a, b) -> Any:
+        shape = _Tiles.of(a).rows, _Tiles.of(b).rows
+        pair = _Tiles.of(a).summed_over_columns(a), _Tiles.of(b).summed_over_columns(b)
+        return _issue(shape, ir.MemRefType(a.type).element_type, [pair])
+
+    return issue(a, b)
+
+
+def added(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
+    """Issues `total + a @ b`, `a` in registers and `b` in `compat.tiled_shared_memory`."""
+    if compat.interpreting():
+        return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, ACCUMULATOR, _tiled(b)), return_type=_accumulator(*total.shape)
+    )
+    def issue(_, total, a, b) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        # Of 16 columns a thread has four pairs, in the order in which its registers are named here.
+        packed = _Operand([utils.bitcast(pair, i32) for pair in a.registers.flat])
+        return _issue(total.shape, a.mlir_dtype, [(packed, _Tiles.of(b).summed_over_rows(b))], total)
+
+    return issue(total, a, b)
+
+
+def issued_share(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
+    """Issues the sum of `a.T @ b` over pairs of as many warpgroups, all `(rows, columns)` in
+    `compat.tiled_shared_memory`: of the columns of `b` this warpgroup's equal share, whole tiles."""
+    width = b[0].shape[-1] // len(b)
+    if compat.interpreting():
+        products = [
+            jnp.dot(x[...].T, y[...], preferred_element_type=jnp.float32) for x, y in zip(a, b, strict=True)
+        ]
+        return lax.dynamic_slice_in_dim(sum(products), lax.axis_index("warpgroup") * width, width, axis=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(tuple(map(_tiled, a)), tuple(map(_tiled, b))),
+        return_type=_accumulator(a[0].shape[-1], width),
+    )
+    def issue(_, a, b) -> Any:
+        tiles = _Tiles.of(b[0])
+        i64 = ir.IntegerType.get_signless(64)
+        share_bytes = tiles.tiles // len(b) * tiles.atom
+        share = arith.muli(arith.extui(i64, mgpu.warpgroup_idx()), _long(share_bytes >> 4))
+        pairs = []
+        for x, y in zip(a, b, strict=True):
+            columns = _Tiles.of(y).summed_over_rows(y)
+            columns = columns._replace(inputs=[arith.addi(columns.inputs[0], share)])
+            pairs.append((_Tiles.of(x).summed_over_rows(x), columns))
+        shape = _Tiles.of(a[0]).columns, width
+        return _issue(shape, ir.MemRefType(a[0].type).element_type, pairs)
+
+    return issue(tuple(a), tuple(b))
+
+
+def landed(product: jax.Array, in_flight: int) -> jax.Array:
+    """A product's value, once at most `in_flight` of those issued since are still under way."""
+    if compat.interpreting():
+        return product
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,), return_type=_accumulator(*product.shape))
+    def wait(_, product) -> Any:
+        nvvm.wgmma_wait_group_sync_aligned(in_flight)
+        return mgpu.optimization_barrier(product)
+
+    return wait(product)
+
+
+def _tiled(ref: Any) -> Any:
+    return plgpu.RefType(compat.tiles_of(ref.shape[-1], ref.dtype))
+
+
+def _accumulator(rows: int, columns: int) -> Any:
+    return plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=ACCUMULATOR)
+
+
+class _Operand(NamedTuple):
+    """What of it an instruction reads for each slice: four registers of `inputs`, or memory where the one
+    descriptor there points, moved on by an offset."""
+
+    inputs: list[ir.Value]
+    offsets: list[int] | None = None
+    summed_over_rows: bool = False
+
+
+class _Tiles(NamedTuple):
+    """Tiled shared memory: whole rows of tiles, one after the other."""
+
+    rows: int
+    tiles: int  # side by side
+    tile_columns: int
+
+    @classmethod
+    def of(cls, ref: ir.Value) -> "_Tiles":
+        row_tiles, tiles, _, tile_columns = ir.MemRefType(ref.type).shape
+        return cls(_ATOM_ROWS * row_tiles, tiles, tile_columns)
+
+    @property
+    def columns(self) -> int:
+        return self.tiles * self.tile_columns
+
+    @property
+    def swizzle(self) -> int:
+        return 2 * self.tile_columns
+
+    @property
+    def atom(self) -> int:
+        return _ATOM_ROWS * self.swizzle
+
+    def summed_over_columns(self, ref: ir.Value) -> _Operand:
+        slices = range(self.tile_columns // _SLICE)
+        offsets = [tile * self.atom + 2 * _SLICE * i for tile in range(self.tiles) for i in slices]
+        return _Operand([self._descriptor(ref, leading=0)], offsets)
+
+    def summed_over_rows(self, ref: ir.Value) -> _Operand:
+        slice_bytes = _SLICE // _ATOM_ROWS * self.tiles * self.atom
+        offsets = [i * slice_bytes for i in range(self.rows // _SLICE)]
+        return _Operand([self._descriptor(ref, leading=self.atom)], offsets, summed_over_rows=True)
+
+    def _descriptor(self, ref: ir.Value, leading: int) -> ir.Value:
+        """Of wgmma (PTX, "Matrix descriptor").
+
+        Args:
+          leading: bytes from a tile to the one beside it, where columns are not summed over.
+        """
+        address = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
+        place = arith.shrui(arith.andi(address, _long(0x3FFFF)), _long(4))
+        mode, from_row_to_row = {128: 1, 64: 2, 32: 3}[self.swizzle], self.tiles * self.atom
+        upper = arith.shli(_long(mode << 30 | from_row_to_row >> 4), _long(32))
+        return arith.ori(arith.ori(place, _long(leading >> 4 << 16)), upper)
+
+
+def _issue(
+    shape: tuple[int, ...],
+    dtype: ir.Type,
+    pairs: Sequence[tuple[_Operand, _Operand]],
+    total: mgpu.FragmentedArray | None = None,
+) -> mgpu.FragmentedArray:
+    """`total` plus the products of the pairs, or those alone, in registers that hold it once landed."""
+    count = shape[1] // 2  # registers of a thread
+    onto = [] if total is None else [element(pair, i) for pair in total.registers.flat for i in range(2)]
+    inputs, constraints = list(onto), ["=f"] * count + [str(i) for i in range(len(onto))]
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{_SLICE}.f32.{dtype}.{dtype}"
+    lines = ["{ .reg .pred overwrite, add; .reg .b64 a, b;"]
+    lines += ["setp.ne.b32 overwrite, 0, 0; setp.ne.b32 add, 1, 0; wgmma.fence.sync.aligned;"]
+    scale = "overwrite" if total is None else "add"
+    for a, b in pairs:
+        first_a = count + len(inputs)
+        first_b = first_a + len(a.inputs)
+        inputs += [*a.inputs, *b.inputs]
+        constraints += ["r" if a.offsets is None else "l"] * len(a.inputs) + ["l"]
+        assert b.offsets is not None
+        for i, offset in enumerate(b.offsets):
+            lines += [f"add.s64 b, ${first_b}, {offset >> 4};"]
+            if a.offsets is None:
+                rows, of_rows = _braced(range(first_a + 4 * i, first_a + 4 * i + 4)), []
+            else:
+                lines += [f"add.s64 a, ${first_a}, {a.offsets[i] >> 4};"]
+                rows, of_rows = "a", [str(int(a.summed_over_rows))]
+            modes = ", ".join([scale, "1", "1", *of_rows, str(int(b.summed_over_rows))])
+            lines += [f"{instruction} {_braced(range(count))}, {rows}, b, {modes};"]
+            scale = "add"
+    lines += ["wgmma.commit_group.sync.aligned; }"]
+    f32 = ir.F32Type.get()
+    results = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        inputs,
+        "\n".join(lines),
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    pair = ir.VectorType.get((2,), f32)
+    elements = [llvm.extractvalue(f32, results, [i]) for i in range(count)]
+    registers = np.empty(count // 2, dtype=object)
+    registers[:] = [vector.from_elements(pair, elements[i : i + 2]) for i in range(0, count, 2)]
+    layout = mgpu.WGMMA_LAYOUT
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+    )
+
+
+def _braced(numbers: Iterable[int]) -> str:
+    return "{" + ",".join(f"${i}" for i in numbers) + "}"
+
+
+def _long(value: int) -> ir.Value:
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.constant(i64, ir.IntegerAttr.get(i64, value))

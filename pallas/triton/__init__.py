@@ -1,0 +1,1 @@
+"""The lowering by Triton, for NVIDIA GPUs from Ampere on."""

@@ -1,0 +1,302 @@
+"""Backward by the Triton lowering: one kernel for dK and dV, one for dQ, so that no sum needs an atomic.
+
+With p = exp(x - lse) for the logit x = scale q.k, delta = rowsum(dO * O) - d_lse and ds = p * (dO.v - delta):
+
+    dV = p^T dO        dK = scale * ds^T q        dQ = scale * ds k
+
+ds is the gradient of x. Where logits are more than scaled scores (scores.py), each sum over it is taken where
+a program has all of its terms: over keys in the kernel for dQ, over queries in that for dK and dV, and over
+heads or batch rows in one of its own (triton_backward_bias.py). The soft cap's derivative comes after them,
+and what dropout keeps is divided by 1 - rate at the very end: delta is the smaller by it until then.
+
+Each sum is taken in one program in a fixed order: gradients are bitwise equal from run to run.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
+
+from .. import features, scores
+from ..compat import result, triton_call
+from ..loop import over_blocks, over_others
+from ..scores import Place, Scores
+from . import backward_bias as triton_backward_bias
+from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
+from .tiles import Tile, Tiles, padded
+
+
+def flash_backward_keys(
+    query,
+    key,
+    value,
+    d_out,
+    lse,
+    delta,
+    score_operands: dict[str, Any],
+    d_key,
+    d_value,
+    d_bias: dict[str, Any],
+    *,
+    spec: AttentionSpec,
+    size: Sizes,
+    tile: Tile,
+) -> None:
+    """A program owns a block of keys of one key head and walks over the queries of each head that shares it.
+
+    Refs: query (T,group,H), key (S,H), value (S,V), d_out (T,group,V), lse and delta (group,T) float32, and
+    what `Scores` takes of these heads -> d_key (S,H), d_value (S,V), and in `d_bias`, where there is such a
+    sum, "bias_of_keys" (group,S) float32. Scores are held transposed, keys by queries.
+    """
+    T, S, H, V = size.T, size.S, size.H, size.V
+    of = Scores(spec, size, score_operands)
+    band = of.band()
+    across = band.transposed()
+    block = pl.program_id(0)
+    first = block * tile.keys
+    T_tail = T if T % tile.queries else None
+    S_tail = S if S % tile.keys else None
+    k = load(key, first, tile.keys, width=H, rows=S_tail)
+    v = load(value, first, tile.keys, width=V, rows=S_tail)
+
+    def body(head, edge: bool, i, carry):
+        dk, dv, bias_of_keys = carry
+        start = i * tile.queries
+        rows = T_tail if edge else None
+        q = load(query, start, tile.queries, width=H, rows=rows, head=head)
+        # exp2(x - inf) = 0: queries beyond the end have no part in any sum.
+        row_lse = load_vector(lse, start, tile.queries, rows=rows, other=jnp.inf, head=head)
+        products = dot_transposed(k, q)
+        place = Place(start, first, tile, rows, S_tail, transposed=True, head=head)
+        logits = of.logits(products, place, band)
+        p = of.probability(logits.x, row_lse[None, :])
+        met = of.met(place, across.meets(place.keys, place.queries) if edge else None)
+        p = p if met is None else jnp.where(met, p, 0.0)
+        do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
+        kept = of.kept(p, place)
+        dv = dv + dot(kept.astype(do.dtype), do)
+        row_delta = load_vector(delta, start, tile.queries, rows=rows, other=0.0, head=head)
+        ds = p * (of.kept(dot_transposed(v, do), place) - row_delta[None, :])
+        bias_of_keys = {name: x + jnp.sum(ds, axis=1) for name, x in bias_of_keys.items()}
+        ds = logits.behind_cap(ds)
+        return dk + dot(ds.astype(q.dtype), q), dv, bias_of_keys
+
+    def of_head(head, carry):
+        dk, dv = carry
+        bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
+        dk, dv, bias_of_keys = over_blocks(blocks, functools.partial(body, head), (dk, dv, bias_of_keys))
+        for name, x in bias_of_keys.items():
+            store_vector(d_bias[name], first, x * of.factor, rows=S_tail, head=head)
+        return dk, dv
+
+    blocks = of.blocks(across, first, tile.keys, tile.queries, block)
+    carry = (
+        jnp.zeros((tile.keys, padded(H)), jnp.float32),
+        jnp.zeros((tile.keys, padded(V)), jnp.float32),
+    )
+    dk, dv = lax.fori_loop(np.int32(0), np.int32(size.group), of_head, carry)
+    store(d_key, first, dk * (spec.scale * of.factor), width=H, rows=S_tail)
+    store(d_value, first, dv if of.factor == 1 else dv * of.factor, width=V, rows=S_tail)
+
+
+def flash_backward_queries(
+    query,
+    key,
+    value,
+    d_out,
+    lse,
+    delta,
+    score_operands: dict[str, Any],
+    d_query,
+    d_scores: dict[str, Any],
+    *,
+    spec: AttentionSpec,
+    size: Sizes,
+    tile: Tile,
+) -> None:
+    """A program owns a block of queries of one head and walks over its keys.
+
+    Refs: query (T,H), key (S,H), value (S,V), d_out (T,V), lse and delta (T,) float32, and what `Scores`
+    takes of the head -> d_query (T,H), and those of `d_scores` that there are: "bias" (T,S),
+    "bias_of_queries" and "slopes" (T,) float32.
+    """
+    T, S, H, V = size.T, size.S, size.H, size.V
+    of = Scores(spec, size, score_operands)
+    band = of.band()
+    block = pl.program_id(0)
+    if band.high is not None:
+        block = pl.cdiv(T, tile.queries) - 1 - block  # as in the forward kernel
+    first = block * tile.queries
+    T_tail = T if T % tile.queries else None
+    S_tail = S if S % tile.keys else None
+    q = load(query, first, tile.queries, width=H, rows=T_tail)
+    do = load(d_out, first, tile.queries, width=V, rows=T_tail)
+    row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf)
+    row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0)
+
+    def store_bias(start, ds):
+        store_block(d_scores["bias"], first, start, ds, rows=T_tail, columns=S_tail)
+
+    def body(edge: bool, j, carry):
+        dq, of_queries = carry
+        start = j * tile.keys
+        end = S_tail if edge else None
+        k = load(key, start, tile.keys, width=H, rows=end)
+        products = dot_transposed(q, k)
+        place = Place(first, start, tile, T_tail, end)
+        logits = of.logits(products, place, band)
+        p = of.probability(logits.x, row_lse[:, None])
+        met = of.met(place, band.meets(columns=place.keys, rows=place.queries, end=end) if edge else None)
+        p = p if met is None else jnp.where(met, p, 0.0)
+        v = load(value, start, tile.keys, width=V, rows=end)
+        ds = p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
+        if "bias" in d_scores:
+            store_bias(start, ds * of.factor)
+        terms = {"bias_of_queries": ds}
+        if logits.distance is not None:
+            terms["slopes"] = -ds * logits.distance
+        of_queries = {name: x + jnp.sum(terms[name], axis=1) for name, x in of_queries.items()}
+        ds = logits.behind_cap(ds)
+        return dq + dot(ds.astype(k.dtype), k), of_queries
+
+    blocks = of.blocks(band, first, tile.queries, tile.keys, block)
+    of_queries = {name: jnp.zeros((tile.queries,), jnp.float32) for name in d_scores if name != "bias"}
+    dq, of_queries = over_blocks(
+        blocks, body, (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries)
+    )
+    store(d_query, first, dq * (spec.scale * of.factor), width=H, rows=T_tail)
+    for name, x in of_queries.items():
+        store_vector(d_scores[name], first, x * of.factor, rows=T_tail)
+    if "bias" in d_scores:
+        zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
+        over_others(blocks, pl.cdiv(S, tile.keys), lambda j: store_bias(j * tile.keys, zeros))
+
+
+def _specs(size: Sizes, heads: int | None, key_head: Callable[[jax.Array], jax.Array]) -> list[pl.BlockSpec]:
+    """Blocks of query, key, value, d_out, lse and delta for a grid of (block, head, batch row).
+
+    A program sees `heads` query heads as an axis, or, with None, the one that the grid names.
+    """
+    H, V = padded(size.H), padded(size.V)
+
+    def of_queries(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, size.T, heads, width), lambda _, head, b: (b, 0, head, 0))
+
+    def of_keys(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, size.S, None, width), lambda _, head, b: (b, 0, key_head(head), 0))
+
+    of_rows = pl.BlockSpec((None, heads, size.T), lambda _, head, b: (b, head, 0))
+    return [of_queries(H), of_keys(H), of_keys(V), of_queries(V), of_rows, of_rows]
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    tiles: Tiles,
+) -> Gradients:
+    """Shapes as in `jax_flash.pallas.backward`."""
+    size, keys_tile, queries_tile = sizes(operands), tiles.backward_keys, tiles.backward_queries
+    query, key, value = operands.query, operands.key, operands.value
+    of_queries = scores.operands_of(operands, queries_tile.queries, queries_tile.keys)
+    of_keys = scores.operands_of(operands, keys_tile.keys, keys_tile.queries, transposed=True)
+    of = Scores(spec, size, of_queries)
+    d_out = d_out.astype(query.dtype)
+    # Rows that meet nothing: 2^(x - inf) = 0, whatever x is.
+    met_nothing = lse == -jnp.inf
+    lse_of_logits = jnp.where(met_nothing, jnp.inf, lse if of.natural else lse * of.unit)
+    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        delta = delta - d_lse
+    delta = jnp.where(met_nothing, 0.0, delta)
+    d_sinks = None
+    if operands.sinks is not None:
+        # A sink's probability is exp(sink - lse), and the gradient of its logit that times -delta.
+        p = jnp.exp(operands.sinks[:, :, None] - jnp.where(met_nothing, jnp.inf, lse))
+        d_sinks = _sum_to(-jnp.sum(p * delta, 2), operands.sinks)
+    if spec.dropout_rate:
+        delta = delta / of.factor
+    arguments = (query, key, value, d_out, lse_of_logits, delta)
+    static = dict(spec=spec, size=size)
+
+    bias_form = features.bias_gradient(operands)
+
+    def sums(names: dict[str, bool], positions: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (size.B, size.N, positions)
+        return {name: result(shape, jnp.float32, like=query) for name, there in names.items() if there}
+
+    sums_of_keys = sums({"bias_of_keys": bias_form == "keys"}, size.S)
+    d_key, d_value, d_bias_of_keys = triton_call(
+        functools.partial(flash_backward_keys, tile=keys_tile, **static),
+        grid=(pl.cdiv(size.S, keys_tile.keys), size.K, size.B),
+        in_specs=[
+            *_specs(size, heads=size.group, key_head=lambda k: k),
+            scores.specs_of(of_keys, size.group),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, size.S, None, padded(size.H)), lambda block, k, b: (b, 0, k, 0)),
+            pl.BlockSpec((None, size.S, None, padded(size.V)), lambda block, k, b: (b, 0, k, 0)),
+            {
+                name: pl.BlockSpec((None, size.group, size.S), lambda block, k, b: (b, k, 0))
+                for name in sums_of_keys
+            },
+        ],
+        out_shape=[*(result(x.shape, x.dtype, like=x) for x in (key, value)), sums_of_keys],
+        num_warps=keys_tile.num_warps,
+        num_stages=keys_tile.num_stages,
+        name="jax_flash_pallas_backward_keys",
+    )(*arguments, of_keys)
+
+    of_scores = sums(
+        {"bias_of_queries": bias_form == "queries", "slopes": operands.alibi_slopes is not None}, size.T
+    )
+    specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in of_scores}
+    if bias_form == "scores" and operands.bias is not None:
+        of_scores["bias"] = result(operands.bias.shape, operands.bias.dtype, like=query)
+        specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
+    d_query, d_scores = triton_call(
+        functools.partial(flash_backward_queries, tile=queries_tile, **static),
+        grid=(pl.cdiv(size.T, queries_tile.queries), size.N, size.B),
+        in_specs=[
+            *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
+            scores.specs_of(of_queries),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0)),
+            specs,
+        ],
+        out_shape=[result(query.shape, query.dtype, like=query), of_scores],
+        num_warps=queries_tile.num_warps,
+        num_stages=queries_tile.num_stages,
+        name="jax_flash_pallas_backward_queries",
+    )(*arguments, of_queries)
+
+    d_bias = None
+    if bias_form == "shared":
+        d_bias = triton_backward_bias.backward(spec, operands, arguments, tiles.backward_bias)
+    elif bias_form == "scores":
+        d_bias = d_scores["bias"]
+    elif bias_form == "queries":
+        d_bias = _sum_to(d_scores["bias_of_queries"][:, :, :, None], operands.bias)
+    elif bias_form == "keys":
+        d_bias = _sum_to(d_bias_of_keys["bias_of_keys"][:, :, None, :], operands.bias)
+    d_slopes = None
+    if operands.alibi_slopes is not None:
+        d_slopes = _sum_to(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
+    return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks)
+
+
+def _sum_to(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+    """`gradient` summed over the axes that are 1 in its operand, and in its dtype."""
+    shared = [axis for axis, extent in enumerate(operand.shape) if extent != gradient.shape[axis]]
+    return jnp.sum(gradient, shared, keepdims=True).astype(operand.dtype)

@@ -1,0 +1,130 @@
+"""Programs that outlive the process that traced them: `jax.export`, and the compilation cache."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transform_cases as cases
+
+import jax_flash
+from jax_flash import _device
+
+NORMAL = np.random.default_rng(0).normal(size=(3, 2, 6, 4, 8)).astype(np.float32)
+
+
+def run_python(code, *args, **environment):
+    """Runs `code` in a fresh process, and gives what it prints."""
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=pathlib.Path(__file__).parents[1] / "support",
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"} | environment,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
+
+
+def scalar(query, key, value):
+    out, lse = jax_flash.flash_attention(
+        query, key, value, is_causal=True, return_residual=True, implementation="xla"
+    )
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+
+LOAD_AND_RUN = """
+import sys
+import jax, jax.export
+import numpy as np
+
+exported = jax.export.deserialize(bytearray(open(sys.argv[1], "rb").read()))
+inputs = np.load(sys.argv[2])
+function = exported.call
+if sys.argv[4] == "grad":
+    function = jax.grad(function, argnums=(0, 1, 2))
+np.save(sys.argv[3], np.stack(function(*inputs)))
+assert "jax_flash" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("where", ["gradient_inside", "gradient_outside"])
+def test_exported_program_runs_in_a_fresh_process(tmp_path, where):
+    """Where the gradient is taken of the exported function, its derivative is exported with it."""
+    gradient = jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))
+    inside = where == "gradient_inside"
+    exported = jax.export.export(gradient if inside else jax.jit(scalar), platforms=["cpu"])(*NORMAL)
+    (tmp_path / "program").write_bytes(exported.serialize(vjp_order=0 if inside else 1))
+    np.save(tmp_path / "inputs.npy", NORMAL)
+    paths = [tmp_path / name for name in ("program", "inputs.npy", "results.npy")]
+    run_python(LOAD_AND_RUN, *paths, "run" if inside else "grad")
+    cases.assert_close(np.load(paths[-1]), np.stack(gradient(*NORMAL)))
+
+
+def test_one_export_for_several_platforms():
+    """With the automatic choice each platform gets its own implementation, and this one runs here."""
+
+    def opaque_forward(spec, operands):
+        out, lse = jax.eval_shape(lambda o: cases.plain_forward(spec, o), operands)
+        return jax.ffi.ffi_call("on_gpu_alone", (out, lse))(operands.query)
+
+    cases.add_implementation("exported", opaque_forward, cases.plain_backward)
+    operands = cases.make_operands()
+    differentiable, others = cases.split(operands)
+
+    def automatic(operands):
+        return cases.attend(operands, implementation=("exported", "plain"))
+
+    with _device.assume(_device.H100):
+        exported = jax.export.export(
+            jax.jit(jax.value_and_grad(cases.loss(automatic))),
+            platforms=["cuda", "cpu"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("on_gpu_alone")],
+        )(differentiable, others)
+    assert "on_gpu_alone" in exported.mlir_module()
+    actual = jax.export.deserialize(exported.serialize()).call(differentiable, others)
+    cases.assert_close(actual, jax.value_and_grad(cases.loss(cases.definition))(differentiable, others))
+
+
+COMPILE = """
+import sys
+import jax
+import numpy as np
+import jax_flash
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if "cache_hits" in name else None)
+
+def scalar(x, scale=float(sys.argv[3])):
+    return jax_flash.flash_attention(x, x, x, scale=scale, implementation="xla").sum()
+
+x = np.linspace(0, 1, 2 * 4 * 2 * 8, dtype=np.float32).reshape(2, 4, 2, 8)
+if sys.argv[2] == "sharded":
+    # Without it the key holds the address of a Python object, which no other process shares.
+    jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    x = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("x")))
+step = jax.jit(jax.grad(scalar)).lower(x)
+hits.clear()
+gradient = step.compile()(x)
+print(len(hits), float(abs(np.asarray(gradient)).sum()))
+"""
+
+
+@pytest.mark.parametrize("placement", ["single", "sharded"])
+def test_persistent_compilation_cache(tmp_path, placement):
+    """The second process finds what the first compiled; another scale is another program."""
+    first = run_python(COMPILE, tmp_path, placement, 0.5).split()
+    second = run_python(COMPILE, tmp_path, placement, 0.5).split()
+    other = run_python(COMPILE, tmp_path, placement, 0.25).split()
+    assert [int(hits) for hits, _ in (first, second, other)] == [0, 1, 0]
+    assert first[1] == second[1] != other[1]

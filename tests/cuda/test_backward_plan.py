@@ -1,0 +1,194 @@
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import launch_plan
+from jax_flash.cuda.launch_plan import Pointer, Scalar, TensorMap
+from jax_flash.cuda.sm90 import backward_plan
+from jax_flash.cuda.sm90.backward_plan import plan_backward
+
+HEAD_DIMS = range(8, 257, 8)
+
+
+def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16, V=None):
+    query = jax.ShapeDtypeStruct((B, T, N, H), dtype)
+    key = jax.ShapeDtypeStruct((B, S, K, H), dtype)
+    value = jax.ShapeDtypeStruct((B, S, K, V or H), dtype)
+    return Operands(query, key, value)
+
+
+def main_launch(plan):
+    (launch,) = (launch for launch in plan.launches if launch.kernel.entry == "backward")
+    return launch
+
+
+def scalars(launch):
+    return [
+        p.value for p in launch.parameters if isinstance(p, Scalar) and p.type != "int64"
+    ]  # a null pointer
+
+
+def test_buffers_are_those_of_the_call_and_scratch_comes_last():
+    plan = plan_backward(AttentionSpec(0.1), shapes(), H100)
+    assert [(b.name, b.shape, b.dtype) for b in plan.operands] == [
+        ("query", (2, 1000, 8, 128), "bfloat16"),
+        ("key", (2, 777, 2, 128), "bfloat16"),
+        ("value", (2, 777, 2, 128), "bfloat16"),
+        ("out", (2, 1000, 8, 128), "bfloat16"),
+        ("lse", (2, 8, 1000), "float32"),
+        ("d_out", (2, 1000, 8, 128), "bfloat16"),
+    ]
+    assert [(b.name, b.shape, b.dtype) for b in plan.results] == [
+        ("d_query", (2, 1000, 8, 128), "bfloat16"),
+        ("d_key", (2, 777, 2, 128), "bfloat16"),
+        ("d_value", (2, 777, 2, 128), "bfloat16"),
+        ("statistics", (2, 8, 16, 2, 64), "float32"),
+        ("d_query_sums", (16, 16, 64 * 128), "float32"),
+        ("arrived", (2, 8, 4), "int32"),
+        ("written", (2, 8), "int32"),
+        ("next_job", (1,), "int32"),
+    ]
+
+
+def test_d_lse_is_an_operand_only_of_calls_that_return_lse():
+    without = plan_backward(AttentionSpec(0.1), shapes(), H100)
+    with_lse = plan_backward(AttentionSpec(0.1, return_residual=True), shapes(), H100)
+    assert [b.name for b in with_lse.operands] == [b.name for b in without.operands] + ["d_lse"]
+    assert Pointer("d_lse") in with_lse.launches[0].parameters
+    assert without.launches[0].parameters[3] == Scalar("int64", 0)  # a null pointer
+
+
+def test_survives_the_attribute():
+    plan = plan_backward(AttentionSpec(0.1, 5, 0), shapes(H=80, dtype=jnp.float16), H100)
+    assert launch_plan.load(launch_plan.dump(plan)) == plan
+
+
+def test_kernels_depend_on_head_dim_and_dtype_alone():
+    kernels = {
+        tuple(launch.kernel for launch in plan_backward(spec, shapes(B=B, T=T, N=N), H100).launches)
+        for spec, B, T, N in [
+            (AttentionSpec(0.1), 1, 1, 2),
+            (AttentionSpec(-2.0, 7, 0, return_residual=True), 3, 4097, 16),
+        ]
+    }
+    assert len(kernels) == 1
+
+
+def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
+    def plan(right, deterministic, **sizes):
+        return plan_backward(
+            AttentionSpec(0.1, None, right, deterministic=deterministic), shapes(**sizes), H100
+        )
+
+    for right, head_dim in itertools.product((None, 0), (128, 256)):
+        default, fixed = plan(right, False, H=head_dim), plan(right, True, H=head_dim)
+        buffers = {b.name: b for b in fixed.results}
+        assert buffers["turns"].shape == (2, 8, 16)
+        assert buffers["d_query_sums"].shape[0] == 2 * 8  # every head has its place
+        assert all(Pointer("turns") in launch.parameters for launch in fixed.launches[:2])
+        # The kernel ahead serves both.
+        assert fixed.launches[0].kernel == default.launches[0].kernel
+        assert fixed.launches[2].kernel.entry == "backward_postprocess"
+        assert ("DETERMINISTIC", 1) in main_launch(fixed).kernel.defines
+        assert ("DETERMINISTIC", 0) in main_launch(default).kernel.defines
+        assert main_launch(fixed).grid == main_launch(default).grid
+
+    def heads_and_wave(right, **sizes):
+        parameters = main_launch(plan(right, True, **sizes)).parameters
+        # Those before the scale, the first that is no integer.
+        scale = next(i for i, p in enumerate(parameters) if isinstance(p, Scalar) and p.type == "float32")
+        return [p.value for p in parameters[scale - 2 : scale]]
+
+    assert heads_and_wave(None, S=50_000) == [4, H100.sm_count]  # at work at once
+    assert heads_and_wave(None, S=128) == [4, 4]
+    assert heads_and_wave(None, S=50_000, H=256) == [4, H100.sm_count // 2]  # clusters
+    assert heads_and_wave(0) == [2, 0]  # two sections, the last of which goes the other way
+    assert heads_and_wave(0, B=1, K=1) == [1, 0]
+    assert heads_and_wave(0, T=1 << 20, S=1 << 20) == [1, 0]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rate", (0.0, 0.1))
+def test_tiles_fit_the_hardware(head_dim, rate):
+    plan = plan_backward(AttentionSpec(0.1, dropout_rate=rate), shapes(H=head_dim), H100)
+    main = main_launch(plan)
+    assert main.shared_bytes <= 227 * 1024
+    assert main.block == (512 if head_dim <= 128 else 384)
+    for p in main.parameters:
+        if isinstance(p, TensorMap):
+            assert all(stride % 16 == 0 for stride in p.strides)
+            assert all(0 < extent <= 256 for extent in p.box)
+            assert p.box[0] * 2 == p.swizzle == 128
+            assert p.sizes[0] == head_dim  # the padding is TMA's, not the array's
+
+
+@pytest.mark.parametrize("dims", list(itertools.product((8, 64, 96, 128, 192, 256), repeat=2)))
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):
+    H, V = dims
+    plan = plan_backward(AttentionSpec(0.1, deterministic=deterministic), shapes(H=H, V=V), H100)
+    buffers = {b.name: b for b in (*plan.operands, *plan.results)}
+    for name in ("value", "out", "d_out", "d_value"):
+        assert buffers[name].shape[3] == V
+    for name in ("query", "key", "d_query", "d_key"):
+        assert buffers[name].shape[3] == H
+    prepare, main, *finish = plan.launches
+    # Rows of out and dO; of dQ.
+    assert scalars(prepare)[-2] == V and all(scalars(launch)[2] == H for launch in finish)
+    maps = {p.buffer: p for p in main.parameters if isinstance(p, TensorMap)}
+    assert {name for name, m in maps.items() if m.sizes[0] == V} >= {"value", "d_out", "d_value"}
+    assert {name for name, m in maps.items() if m.sizes[0] == H} >= {"query", "key", "d_key"}
+    assert main.shared_bytes <= 227 * 1024
+    # The larger one decides on the tile.
+    larger = plan_backward(
+        AttentionSpec(0.1, deterministic=deterministic), shapes(H=max(dims), V=max(dims)), H100
+    )
+    assert main.block == main_launch(larger).block and main.grid == main_launch(larger).grid
+
+
+def test_ctas_take_several_tiles_where_the_next_ones_can_be_loaded_meanwhile():
+    def counted(plan):
+        counter = plan.results[-1].name == "next_tile"
+        assert all((Pointer("next_tile") in launch.parameters) == counter for launch in plan.launches[:2])
+        return counter
+
+    many = shapes(S=50_000)
+    full, causal = (plan_backward(AttentionSpec(0.1, None, right), many, H100) for right in (None, 0))
+    assert main_launch(full).grid == main_launch(causal).grid == (H100.sm_count, 1, 1)
+    assert counted(causal) and counted(full)
+    large = plan_backward(AttentionSpec(0.1, None, 0), shapes(S=50_000, H=256), H100)
+    assert main_launch(large).grid == (math.ceil(50_000 / 128) * 2 * 2 * 2, 1, 1) and not counted(large)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_tile_has_a_cta_and_every_block_scratch(head_dim):
+    plan = plan_backward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+    shape = backward_plan.tile(head_dim)
+    blocks = math.ceil(1000 / shape.queries)
+    prepare, main, *finish = plan.launches
+    # One a key head, not a query head; two where they share a tile.
+    assert main.cluster == (2 if head_dim > 128 else 1)
+    assert main.grid == (math.ceil(777 / shape.keys) * 2 * 2 * main.cluster, 1, 1)
+    assert all(launch.grid == (blocks * 8 * 2, 1, 1) for launch in (prepare, *finish))
+    assert len(finish) == (head_dim > 128)  # elsewhere the main kernel writes dQ
+    buffers = {b.name: b for b in plan.results}
+    assert buffers["statistics"].shape[2:] == (blocks, 2, shape.queries)
+    assert buffers["d_query_sums"].shape == (2 * 8, blocks, shape.queries * head_dim)
+
+
+def test_a_side_of_the_window_that_hides_nothing_is_out_of_reach():
+    def window(spec, **sizes):
+        return scalars(main_launch(plan_backward(spec, shapes(**sizes), H100)))[7:9]
+
+    left, right = window(AttentionSpec(0.1))
+    assert left == right
+    # As far as lengths go that fit 32 bits with it, on either side of the diagonal.
+    assert left >= 2**28 and 2 * left + 2**28 < 2**31
+    assert window(AttentionSpec(0.1, 63, 63), T=64, S=64) == [left, right]
+    assert window(AttentionSpec(0.1, 5, 0)) == [5, 0]
+    assert window(AttentionSpec(0.1, -3, None)) == [-3, right]

@@ -1,0 +1,117 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.cuda.sm90.backward_plan import plan_backward
+from jax_flash.cuda.sm90.backward_scheduler import (
+    _makespan,
+    every_query_sees_a_key,
+    section_heads,
+    seen_blocks,
+    sum_places,
+)
+from jax_flash.cuda.window import binding_window
+
+MIB = 1 << 20
+
+
+def call(T, S, left=None, right=None, B=1, N=1, K=1):
+    query = jax.ShapeDtypeStruct((B, T, N, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((B, S, K, 128), jnp.bfloat16)
+    return AttentionSpec(0.1, left, right), Operands(query, key, key)
+
+
+def seen_by(spec, n):
+    """The definition: `seen(query, key)`."""
+
+    def seen(query, key):
+        distance = key - query - (n.S - n.T)
+        return (spec.left is None or -distance <= spec.left) and (
+            spec.right is None or distance <= spec.right
+        )
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    "T,S,left,right",
+    [
+        (1000, 777, None, None),
+        (1000, 777, None, 0),
+        (300, 900, None, 0),
+        (900, 300, 0, 0),
+        (512, 512, 100, 30),
+    ],
+)
+def test_seen_blocks_are_those_with_a_pair_that_is_seen(T, S, left, right):
+    spec, shapes = call(T, S, left, right)
+    n = sizes(shapes)
+    seen = seen_by(spec, n)
+    counts = seen_blocks(n, binding_window(spec, n), 64, 128)
+    for tile, count in enumerate(counts):
+        keys = range(tile * 128, min(tile * 128 + 128, S))
+        blocks = {query // 64 for query in range(T) if seen(query, keys[0]) or seen(query, keys[-1])}
+        blocks |= {query // 64 for query in range(T) for key in keys[::16] if seen(query, key)}
+        assert count == (max(blocks) - min(blocks) + 1 if blocks else 0)
+
+
+@pytest.mark.parametrize("T,S", [(40, 30), (30, 40), (1, 7)])
+@pytest.mark.parametrize("left", (None, 0, 5, 35, -3))
+@pytest.mark.parametrize("right", (None, 0, 5, 35, -3))
+def test_whether_every_query_sees_a_key(T, S, left, right):
+    spec, shapes = call(T, S, left, right)
+    n = sizes(shapes)
+    seen = seen_by(spec, n)
+    expected = all(any(seen(query, key) for key in range(S)) for query in range(T))
+    assert every_query_sees_a_key(n, binding_window(spec, n)) == expected
+
+
+def test_equal_tiles_go_head_by_head():
+    assert section_heads((64,) * 32, 64, 1, 4 * MIB, 132) == 1
+
+
+def test_unequal_tiles_of_so_many_heads_go_together_that_the_last_wave_is_even():
+    blocks = tuple(range(64, 0, -2))
+    for heads, group in ((64, 1), (32, 4)):
+        width = section_heads(blocks, heads, group, 4 * MIB, 132)
+        even = heads * (sum(blocks) * group + len(blocks) * 2) / 132
+        assert 1 < width <= 9  # what L2 holds
+        assert _makespan(blocks, heads, group, width, 132) < 1.01 * even
+        assert _makespan(blocks, heads, group, 1, 132) > 1.05 * even
+
+
+def test_no_more_heads_go_together_than_there_are_or_than_l2_holds():
+    blocks = tuple(range(16, 0, -2))
+    assert section_heads(blocks, 2, 1, MIB, 132) <= 2
+    assert section_heads(tuple(range(1 << 14, 0, -2)), 16, 1, 1024 * MIB, 132) == 1
+
+
+def test_heads_have_a_place_until_they_are_written():
+    blocks = (64,) * 32
+    at_work = 132 / 32  # heads
+    assert at_work + 1 < sum_places(blocks, 1000, 1, 1, 132) < 3 * at_work
+    assert sum_places(blocks, 3, 1, 1, 132) == 3
+    assert sum_places(blocks, 1000, 4, 1, 132) % 4 == 0
+    assert sum_places((0, 0), 7, 1, 1, 132) == 7  # nobody attends to anything
+    # A causal head's longest tile takes as long as those of several heads after it.
+    causal = tuple(range(64, 0, -2))
+    assert sum_places(causal, 1000, 1, 1, 132) > sum_places(blocks, 1000, 1, 1, 132)
+
+
+@pytest.mark.parametrize("blocks", [(64,) * 32, tuple(range(64, 0, -2)), (1,), (0, 3)])
+@pytest.mark.parametrize("section", (1, 4, 16))
+def test_a_place_goes_to_a_later_section_or_to_nobody(blocks, section):
+    for heads in (1, 7, 100, 5000):
+        count = sum_places(blocks, heads, 2, section, 132) // 2
+        assert count == heads or count >= 2 * section
+
+
+def test_the_plan_has_the_places():
+    spec, shapes = call(4096, 4096, right=0, B=8, N=16, K=16)
+    plan = plan_backward(spec, shapes, H100)
+    (sums,) = (buffer for buffer in plan.results if buffer.name == "d_query_sums")
+    blocks = tuple(range(64, 0, -2))
+    width = section_heads(blocks, 128, 1, 4096 * 128 * 8, 132)
+    assert sums.shape == (sum_places(blocks, 128, 1, width, 132), 64, 64 * 128)

@@ -1,0 +1,444 @@
+"""Every CUDA kernel as its compiler sees it, and every launch plan against the hardware, with no GPU.
+
+A kernel that spills, or whose wgmma the compiler serialised, is right and slow: nothing but this shows it.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import supports
+from jax_flash.cuda.compile import compile_kernel, kernels_folder
+from jax_flash.cuda.launch_plan import (
+    ELEMENT_BYTES,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    TensorMap,
+    Zero,
+)
+from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
+from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 80, 96, 128, 160, 192, 256)
+OTHER_HEAD_DIMS = (16, 32, 48, 112, 144, 176, 208, 224, 240)  # with those above, all that are compiled for
+# Of keys and of values, where these have their own.
+HEAD_DIM_PAIRS = ((192, 128), (128, 64), (64, 128), (40, 24), (96, 128), (256, 64), (64, 256), (192, 16))
+WINDOWS = ((None, None), (None, 0), (100, None), (100, 30))
+# Operands of features that have several.
+OF_FEATURES = {
+    "dropout": ("dropout_rows", "dropout_columns"),
+    "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
+    "segments": ("query_segment_ids", "key_value_segment_ids"),
+    "packed": ("query_offsets", "key_value_offsets"),
+}
+
+# Compute capability 9.0, from the tables of the CUDA programming guide.
+THREADS_PER_CTA = 1024
+REGISTERS_PER_SM = 65536
+REGISTERS_PER_THREAD = 255
+SHARED_BYTES_PER_CTA = 232448  # 227 KB, of which 1 KB is the system's in what a multiprocessor has
+NAMED_BARRIERS = 16
+
+
+def spec_and_operands(
+    head_dim=128,
+    dtype="bfloat16",
+    window=(None, None),
+    scale=0.1,
+    return_residual=True,
+    deterministic=False,
+    features=(),
+    B=2,
+    T=1000,
+    S=777,
+    N=8,
+    K=2,
+    value_dim=None,
+) -> tuple[AttentionSpec, Operands]:
+    query = jax.ShapeDtypeStruct((B, T, N, head_dim), jnp.dtype(dtype))
+    key = jax.ShapeDtypeStruct((B, S, K, head_dim), jnp.dtype(dtype))
+    value = jax.ShapeDtypeStruct((B, S, K, value_dim or head_dim), jnp.dtype(dtype))
+    left, right = window
+    cap = 30.0 if "soft_cap" in features else None
+    spec = AttentionSpec(
+        scale,
+        left,
+        right,
+        logits_soft_cap=cap,
+        dropout_rate=0.1 if "dropout" in features else 0.0,
+        return_residual=return_residual,
+        deterministic=deterministic,
+        max_query_length=T if "packed" in features else None,
+        max_key_value_length=S if "packed" in features else None,
+    )
+    for feature, names in OF_FEATURES.items():
+        features = (*features, *names) if feature in features else features
+    others = {
+        "bias": jax.ShapeDtypeStruct((1 if "broadcast" in features else B, N, T, S), jnp.float32),
+        "mask": jax.ShapeDtypeStruct((B, 1, T, S), jnp.bool_),
+        "alibi_slopes": jax.ShapeDtypeStruct((1, N), jnp.float32),
+        "sinks": jax.ShapeDtypeStruct((1, N), jnp.float32),
+        "dropout_rows": jax.ShapeDtypeStruct((B, N, T), jnp.uint32),
+        "dropout_columns": jax.ShapeDtypeStruct((B, S), jnp.uint32),
+        "query_seq_lengths": jax.ShapeDtypeStruct((B,), jnp.int32),
+        "key_value_seq_lengths": jax.ShapeDtypeStruct((B,), jnp.int32),
+        "query_segment_ids": jax.ShapeDtypeStruct((B, T), jnp.int32),
+        "key_value_segment_ids": jax.ShapeDtypeStruct((B, S), jnp.int32),
+        "query_offsets": jax.ShapeDtypeStruct((B, 17), jnp.int32),
+        "key_value_offsets": jax.ShapeDtypeStruct((B, 17), jnp.int32),
+    }
+    operands = Operands(query, key, value, **{name: x for name, x in others.items() if name in features})
+    assert supports(spec, operands, H100) is None
+    return spec, operands
+
+
+def plans(**call) -> tuple[LaunchPlan, LaunchPlan]:
+    """Forward and backward of one call on an H100."""
+    return plan_forward(*spec_and_operands(**call), H100), plan_backward(*spec_and_operands(**call), H100)
+
+
+def all_plans(**call) -> list[LaunchPlan]:
+    """The same, and what finds bounds for them where there are any."""
+    bounds = (
+        plan(*spec_and_operands(**call), H100) for plan in (plan_forward_metadata, plan_backward_metadata)
+    )
+    return [*plans(**call), *(plan for plan in bounds if plan is not None)]
+
+
+def launches(**call) -> list[Launch]:
+    return [launch for plan in all_plans(**call) for launch in plan.launches]
+
+
+def variants() -> dict[Kernel, Launch]:
+    """Every kernel of the head dims that models have, and each code path at all other head dims."""
+    calls = [
+        dict(zip(("head_dim", "dtype", "window"), call, strict=True))
+        for call in itertools.product(HEAD_DIMS, DTYPES, WINDOWS)
+    ]
+    for i, head_dim in enumerate(OTHER_HEAD_DIMS):
+        for j, window in enumerate(WINDOWS):
+            calls.append({"head_dim": head_dim, "dtype": DTYPES[(i + j) % 2], "window": window})
+    for i, head_dim in enumerate(HEAD_DIMS):  # the sign of the scale is compiled in
+        calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
+    calls.append({"scale": 0.0})
+    calls += [{"head_dim": head_dim, "deterministic": True} for head_dim in (*HEAD_DIMS, *OTHER_HEAD_DIMS)]
+    # What makes logits of scores, one by one and all at once.
+    features = ("soft_cap", "bias", "mask", "alibi_slopes", "sinks")
+    for head_dim in (64, 128, 192, 256):
+        calls += [{"head_dim": head_dim, "features": (feature,)} for feature in features]
+        calls += [{"head_dim": head_dim, "features": features, "window": (None, 0)}]
+        for several in (features[1:], features, (*features, "broadcast")):
+            calls += [{"head_dim": head_dim, "features": several, "window": (100, 0), "deterministic": True}]
+    calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160, 208)]
+    calls += [{"features": features, "dtype": "float16", "K": 8}]
+    for i, (head_dim, value_dim) in enumerate(HEAD_DIM_PAIRS):
+        pair = {"head_dim": head_dim, "value_dim": value_dim, "dtype": DTYPES[i % 2]}
+        calls += [{**pair, "window": window} for window in ((None, None), (None, 0), (100, 30))]
+        calls += [{**pair, "deterministic": True}]
+        calls += [{**pair, "features": features[max(head_dim, value_dim) > 192 :]}]
+    calls += [{"head_dim": head_dim, "features": ("dropout",)} for head_dim in (16, 48, *HEAD_DIMS)]
+    calls += [{"head_dim": H, "value_dim": V, "features": ("dropout",)} for H, V in ((192, 128), (64, 128))]
+    for i, head_dim in enumerate((64, 128, 192, 256)):
+        dropout = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
+        calls.append(dropout | {"features": ("dropout",), "window": (100 * (i % 2) or None, 0)})
+        calls.append(dropout | {"features": ("dropout",), "deterministic": True})
+        calls.append(dropout | {"features": ("dropout", *features)})
+    # What queries see is data. Packed sequences have the kernels of lengths.
+    for i, head_dim in enumerate((64, 96, 128, 192, 256)):
+        data = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
+        for feature in ("lengths", "segments"):
+            calls += [data | {"features": (feature,)}, data | {"features": (feature, "dropout")}]
+            calls += [data | {"features": (feature,), "deterministic": True}]
+        calls.append(data | {"features": ("packed", "alibi_slopes", "soft_cap"), "window": (None, 0)})
+    calls += [{"head_dim": 192, "value_dim": 128, "features": (x,)} for x in ("packed", "segments")]
+    calls += [{"head_dim": 128, "T": 16, "N": 16, "features": (x,)} for x in ("lengths", "segments")]
+    found = {launch.kernel: launch for call in calls for launch in launches(**call)}
+    # What the forward kernel runs at other lengths, and with heads packed; a launch differs in nothing else.
+    calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
+    calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]
+    calls += [{"head_dim": head_dim, "value_dim": value_dim} for head_dim, value_dim in HEAD_DIM_PAIRS]
+    calls += [{"head_dim": head_dim, "features": ("dropout",)} for head_dim in (64, 128)]
+    for call in calls:
+        launch = next(launch for launch in launches(**call) if launch.kernel.entry == "forward")
+        for kernel in forward_plan.kernels(*spec_and_operands(**call), H100):
+            shared = dict(kernel.defines)["SHARED_BYTES"]
+            threads = 128 * (1 + dict(kernel.defines)["CONSUMERS"])
+            found[kernel] = dataclasses.replace(launch, kernel=kernel, shared_bytes=shared, block=threads)
+    return found
+
+
+VARIANTS = variants()
+
+
+def kernel_id(kernel: Kernel) -> str:
+    values = "-".join(str(value) for name, value in kernel.defines if name != "SHARED_BYTES")
+    return f"{kernel.entry}-{values}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """ptxas's account of one entry point."""
+
+    registers: int
+    barriers: int
+    static_shared_bytes: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+def read_report(log: str, entry: str) -> Report:
+    """Raises AssertionError where the log doesn't give each figure exactly once for `entry`."""
+
+    def number(pattern, default=None):
+        found = re.findall(pattern, log)
+        if not found and default is not None:
+            return default
+        assert len(found) == 1, f"{pattern!r} is {len(found)} times in:\n{log}"
+        return int(found[0])
+
+    assert re.findall(r"Compiling entry function '(\w+)'", log) == [entry], log
+    return Report(
+        registers=number(r"Used (\d+) registers"),
+        barriers=number(r"used (\d+) barriers"),
+        static_shared_bytes=number(r"(\d+) bytes smem", default=0),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+    )
+
+
+@pytest.mark.parametrize("kernel", VARIANTS, ids=kernel_id)
+def test_compiles_soon_without_spills_or_warnings(kernel):
+    defines = dict(kernel.defines)
+    start = time.thread_time()  # of this core alone, whatever else the machine does
+    log = compile_kernel(kernel).log
+    seconds = time.thread_time() - start
+    made = [defines.get(name, 0) not in (0, "void") for name in ("SOFT_CAP", "BIAS", "ALIBI", "MASK")]
+    # Long code: segments, whose ids are compared with each other, and many score operands at once.
+    limit = 5 if defines.get("SEGMENTS") or sum(made) > 2 else 3
+    assert seconds < limit or kernel.entry != "forward", "what a first call waits for"
+    # C7510 and its kin (wgmma serialised), C7508 (setmaxnreg ignored), and whatever else may come.
+    assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+    report = read_report(log, kernel.entry)
+    # Beside the products, in warps of 32 registers that load, add to sums and write, a few are, once a tile.
+    beside = kernel.entry == "backward" and (defines["DETERMINISTIC"] or not defines["SPLIT_PRODUCTS"])
+    spilled = (288 if defines["DETERMINISTIC"] else 64) if beside else 0
+    # Dropout's words of the keys, the tile's first key: read again long before they are needed. Forward, what
+    # a tile's end needs. NVRTC 13.0 spills less than 13.5 here.
+    spilled += (128 if beside else 16) * defines.get("DROPOUT", 0)
+    # Segments of a thread's rows, or keys, and what these see, once a tile: the most forward at head dim 256,
+    # and at 128 with dropout.
+    ahead = 240 + 192 * defines.get("DROPOUT", 0)
+    spilled += defines.get("SEGMENTS", 0) * (ahead if kernel.entry == "forward" else 96)
+    spilled += (0, 64, 320, 320, 320)[sum(made)]  # what operands are read by
+    assert report.spill_bytes <= spilled, log
+    assert report.stack_bytes <= spilled, log
+    launch = VARIANTS[kernel]
+    assert report.registers <= REGISTERS_PER_THREAD, log
+    assert _allocated(report.registers) * launch.block <= REGISTERS_PER_SM, log
+    assert report.barriers <= NAMED_BARRIERS, log
+    assert report.static_shared_bytes + launch.shared_bytes <= SHARED_BYTES_PER_CTA, log
+
+
+@pytest.mark.parametrize("cluster", (1, 2))
+@pytest.mark.parametrize("head_dim", (144, 160, 176, 192))
+def test_either_number_of_ctas_may_share_a_tile(head_dim, cluster, monkeypatch):
+    shape = dataclasses.replace(backward_plan.tile(head_dim), cluster=cluster)
+    monkeypatch.setattr(backward_plan, "tile", lambda *_: shape)
+    (kernel,) = (x.kernel for x in launches(head_dim=head_dim) if x.kernel.entry == "backward")
+    log = compile_kernel(kernel).log
+    assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+    assert read_report(log, "backward").spill_bytes == 0, log
+
+
+def _allocated(registers: int) -> int:
+    """Registers are given out to warps in units of 256, eight a thread."""
+    return math.ceil(registers / 8) * 8
+
+
+# One of each tile shape: the sides of a window and the dtype don't change it.
+SPECIALISED = [
+    kernel
+    for kernel in dict.fromkeys(
+        launch.kernel
+        for head_dim, window, deterministic in itertools.product(HEAD_DIMS, WINDOWS[::3], (False, True))
+        for launch in launches(head_dim=head_dim, window=window, deterministic=deterministic)
+    )
+    if kernel.entry in ("forward", "backward")
+]
+
+
+@pytest.mark.parametrize("kernel", SPECIALISED, ids=kernel_id)
+def test_register_pool_covers_what_warpgroups_ask_for(kernel):
+    """A setmaxnreg.inc that asks for more than the pool has waits for ever."""
+    ptx = compile_to_ptx(kernel)
+    released = [int(n) for n in re.findall(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+(\d+)", ptx)]
+    taken = [int(n) for n in re.findall(r"setmaxnreg\.inc\.sync\.aligned\.u32\s+(\d+)", ptx)]
+    threads = VARIANTS[kernel].block
+    at_launch = _allocated(read_report(compile_kernel(kernel).log, kernel.entry).registers)
+    if not released and not taken:
+        return
+    assert 1 <= len(released) <= 2 and len(taken) == 1, "loading, perhaps dQ, and the consumers"
+    (consumer,) = taken
+    for count in (*released, consumer):
+        assert count % 8 == 0 and 24 <= count <= 256
+    assert max(released) <= at_launch <= consumer
+    warpgroups = threads // 128
+    assert threads % 128 == 0
+    assert sum(released) + (warpgroups - len(released)) * consumer <= warpgroups * at_launch
+
+
+def compile_to_ptx(kernel: Kernel) -> str:
+    from cuda.bindings import nvrtc
+
+    folder = kernels_folder()
+    path = folder / kernel.source
+    options = [
+        "--std=c++17",
+        f"--gpu-architecture={kernel.arch.replace('sm_', 'compute_')}",
+        f"--include-path={folder}",
+        *(f"-D{name}={value}" for name, value in kernel.defines),
+    ]
+    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), kernel.source.encode(), 0, [], [])
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
+        assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        ptx = bytearray(size)
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return ptx.decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+# Launch plans.
+
+CALLS = [
+    *({"head_dim": head_dim} for head_dim in range(8, 257, 8)),
+    *(
+        {"head_dim": head_dim, "value_dim": value_dim}
+        for head_dim, value_dim in itertools.product((8, 64, 80, 96, 128, 160, 192, 208, 256), repeat=2)
+        if head_dim != value_dim
+    ),
+    *({"head_dim": head_dim, "value_dim": 128, "deterministic": True} for head_dim in (16, 80, 96, 192)),
+    *({"head_dim": 64, "T": T, "S": S} for T, S in itertools.product((1, 127, 129, 4096), repeat=2)),
+    *({"window": window, "head_dim": 256, "dtype": "float16"} for window in WINDOWS),
+    {"B": 1, "T": 1, "S": 1, "N": 1, "K": 1, "head_dim": 8},
+    {"B": 1, "T": 1 << 20, "S": 1 << 20, "N": 32, "K": 8},
+    {"B": 1, "T": 1, "S": 1 << 24, "N": 64, "K": 1},
+    {"B": 4096, "T": 128, "S": 128, "N": 64, "K": 64},
+    {"return_residual": False},
+    *(
+        {"features": (feature, "alibi_slopes"), "window": (100, 0)}
+        for feature in ("lengths", "segments", "packed")
+    ),
+    {"B": 1, "T": 1, "S": 1, "features": ("segments",)},
+    {"B": 1, "T": 1 << 20, "S": 1 << 20, "features": ("packed", "dropout")},
+    {"B": 65535, "T": 100, "S": 70, "features": ("lengths",)},
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(f"{k}{v}" for k, v in call.items()))
+def test_plan_is_within_hardware_limits(call):
+    for plan in all_plans(**call):
+        buffers = {buffer.name: buffer for buffer in (*plan.operands, *plan.results)}
+        assert len(buffers) == len(plan.operands) + len(plan.results), "buffers have names of their own"
+        for step in plan.steps:
+            if isinstance(step, Zero):
+                assert step.buffer in buffers
+            else:
+                check_launch(step, buffers)
+
+
+def check_launch(launch: Launch, buffers):
+    assert launch.kernel.arch == "sm_90a"
+    assert (kernels_folder() / launch.kernel.source).is_file()
+    assert 1 <= launch.block <= THREADS_PER_CTA and launch.block % 32 == 0
+    assert 0 <= launch.shared_bytes <= SHARED_BYTES_PER_CTA
+    x, y, z = launch.grid
+    assert 1 <= x < 2**31 and 1 <= y < 2**16 and 1 <= z < 2**16
+    assert 1 <= launch.cluster <= 8 and x % launch.cluster == 0
+    for parameter in launch.parameters:
+        match parameter:
+            case Pointer():
+                assert parameter.buffer in buffers
+            case TensorMap():
+                check_tensor_map(parameter, buffers[parameter.buffer])
+            case Scalar(type="int32"):
+                assert -(2**31) <= parameter.value < 2**31
+            case Scalar(type="uint32"):
+                assert 0 <= parameter.value < 2**32
+            case Scalar(type="int64"):
+                assert -(2**63) <= parameter.value < 2**63
+            case Scalar(type="float32"):
+                assert math.isfinite(parameter.value) and abs(parameter.value) < 3.4e38
+            case _:
+                raise AssertionError(f"no such parameter: {parameter}")
+
+
+def check_tensor_map(m: TensorMap, buffer):
+    """What cuTensorMapEncodeTiled asks for, and that no element lies outside of the buffer."""
+    element = ELEMENT_BYTES[m.dtype]
+    rank = len(m.sizes)
+    assert 1 <= rank <= 5 and len(m.box) == rank and len(m.strides) == rank - 1
+    assert all(1 <= size <= 2**32 for size in m.sizes)
+    assert all(1 <= extent <= 256 for extent in m.box)
+    assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in m.strides)
+    inner_bytes = m.box[0] * element
+    assert inner_bytes % 16 == 0
+    assert m.swizzle in (0, 32, 64, 128)
+    assert m.swizzle == 0 or inner_bytes <= m.swizzle
+    assert m.dtype == buffer.dtype
+    last = (m.sizes[0] - 1) * element
+    last += sum((size - 1) * stride for size, stride in zip(m.sizes[1:], m.strides, strict=True))
+    assert last + element <= buffer.bytes
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_scratch_memory_is_linear_in_the_sequence(head_dim):
+    def scratch(T, S):
+        """Bytes that are not results of the call."""
+        forward, backward = plans(head_dim=head_dim, T=T, S=S)
+        results = ("out", "lse", "d_query", "d_key", "d_value")
+        return [sum(b.bytes for b in plan.results if b.name not in results) for plan in (forward, backward)]
+
+    base, queries, keys, both = (
+        scratch(T, S) for T, S in ((4096, 4096), (8192, 4096), (4096, 8192), (8192, 8192))
+    )
+    # Each axis adds what the other doesn't change: no term of their product.
+    assert both[1] - keys[1] == queries[1] - base[1]
+    assert both[1] <= 2 * base[1]
+    # Pieces of tiles that CTAs share: two a CTA at most, whatever the lengths.
+    rows_of_all_ctas = H100.sm_count * 192 * (head_dim + 8) * 4
+    assert all(lengths[0] <= 2 * rows_of_all_ctas for lengths in (base, queries, keys, both))
+
+
+def test_kernels_are_shared_between_calls():
+    """Sizes, scale and residual don't compile anything beyond what was found for calls of a kind."""
+    kind = spec_and_operands(N=8, K=1)
+    backward = {launch.kernel for launch in plan_backward(*kind, H100).launches}
+    kernels = {*forward_plan.kernels(*kind, H100), *backward}
+    for call in (
+        {"B": 7, "T": 3, "S": 9000},
+        {"T": 8192, "S": 8192},
+        {"scale": 3.0},
+        {"return_residual": False},
+    ):
+        assert {launch.kernel for launch in launches(**{"N": 8, "K": 1} | call)} <= kernels
+    # One compilation serves lengths that are much alike.
+    one, other = ({launch.kernel for launch in launches(T=T, S=T, N=2, K=2)} for T in (2040, 2048))
+    assert one == other

@@ -1,0 +1,109 @@
+"""The order in which blocks of a Mosaic GPU kernel take tiles: each once, and about equally much for all."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.pallas.band import keys_of_queries
+from jax_flash.pallas.mosaic import backward_side as mosaic_backward_side
+from jax_flash.pallas.mosaic import forward as mosaic_forward
+from jax_flash.pallas.mosaic import tiles as mosaic_tiles
+
+MULTIPROCESSORS = 132
+SIDES = ("forward", "queries", "keys_and_values")
+
+
+def side_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
+    query, key = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K or N))
+    size = sizes(Operands(query, key, key))
+    band = keys_of_queries(AttentionSpec(scale=1.0, right=0 if is_causal else None), size)
+    if kernel == "forward":
+        config = dataclasses.replace(mosaic_tiles.forward(size), persistent=persistent)
+        return mosaic_forward.Side(size, band, config, MULTIPROCESSORS)
+    config = mosaic_tiles.backward(size, together=False).kernels[kernel]
+    config = dataclasses.replace(config, persistent=persistent)
+    kernel = mosaic_backward_side.KERNELS[kernel]
+    band = band.transposed() if kernel.rows_are_keys else band
+    return mosaic_backward_side.Side(size, band, config, kernel, MULTIPROCESSORS)
+
+
+def tiles_of(walk):
+    """(tile, head, batch row) of each item, in their order; of a pair one after the other."""
+    none = jnp.full((2, 3), -1)
+
+    def item(index):
+        def body(tile, head, batch, carry):
+            count, found = carry
+            return count + 1, found.at[count].set(jnp.stack([tile, head, batch]))
+
+        return walk._item(index, body, (0, none))[1]
+
+    found = np.asarray(jax.vmap(item)(jnp.arange(walk.items, dtype=jnp.int32)))
+    return [[tuple(tile.tolist()) for tile in of_item if tile[0] >= 0] for of_item in found]
+
+
+@pytest.mark.parametrize("kernel", SIDES)
+@pytest.mark.parametrize("persistent", (False, True))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize(
+    "shape", [(2, 1024, 16, 128), (1, 4096, 6, 64), (3, 640, 5, 64), (1, 100, 3, 128), (1, 2048, 24, 128)]
+)
+def test_every_tile_is_taken_once(kernel, shape, is_causal, persistent):
+    walk = side_of(kernel, *shape, is_causal=is_causal, persistent=persistent).walk
+    taken = [tile for item in tiles_of(walk) for tile in item]
+    assert len(taken) == len(set(taken))
+    assert set(taken) == set(np.ndindex(walk.tiles, walk.heads, walk.batch))
+
+
+@pytest.mark.parametrize("kernel", SIDES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4, 4096, 16, 128),
+        (1, 16384, 16, 128),
+        (4, 4096, 32, 64),
+        (16, 1024, 16, 128),
+        (2, 3000, 12, 128),
+        (1, 4096, 7, 64),
+        (4, 4096, 32, 128, 8),
+    ],
+)
+def test_blocks_have_equally_much_to_do(kernel, shape):
+    walk = side_of(kernel, *shape).walk
+    work = np.zeros(walk.grid)
+    for item, tiles in enumerate(tiles_of(walk)):
+        work[item % walk.grid] += sum(walk.lengths[tile] + 1 for tile, *_ in tiles)
+    waves = walk.tiles * walk.heads * walk.batch / walk.grid
+    assert work.max() <= (1.05 if waves > 4 else 1.15) * work.mean()
+
+
+@pytest.mark.parametrize("kernel", SIDES)
+def test_tiles_are_as_long_as_their_blocks(kernel):
+    side = side_of(kernel, 1, 3000, 2, 128)
+    block = side.config.keys if kernel == "forward" else side.config.columns
+    rows = side.config.queries if kernel == "forward" else side.rows_of_tile
+    blocks = [side.band.blocks(tile * rows, rows, block) for tile in range(side.walk.tiles)]
+    assert side.walk.lengths == tuple(int(found.stop - found.start) for found in blocks)
+
+
+def test_tiles_alike_are_walked_head_by_head():
+    walk = side_of("forward", 2, 1024, 4, 128, is_causal=False).walk
+    taken = [tile for item in tiles_of(walk) for tile in item]
+    assert taken == sorted(taken, key=lambda tile: (tile[2], tile[1], tile[0]))
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 10), (0, 0), (None, -3)], ids=str)
+@pytest.mark.parametrize("T, S", [(1, 1), (65, 65), (127, 301), (301, 127)])
+def test_the_mean_number_of_keys_is_that_of_the_definition(T, S, window):
+    query, key = (jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16) for length in (T, S))
+    left, right = window
+    band = keys_of_queries(AttentionSpec(1.0, left, right), sizes(Operands(query, key, key)))
+    distance = np.arange(S) - np.arange(T)[:, None] - (S - T)
+    seen = (distance >= (-S - T if left is None else -left)) & (
+        distance <= (S + T if right is None else right)
+    )
+    assert band.mean_columns() == pytest.approx(seen.sum(axis=1).mean())

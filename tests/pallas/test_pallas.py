@@ -1,0 +1,439 @@
+"""Pallas by Triton, on the CPU: kernels in the interpreter against the definition, and lowering for GPUs."""
+
+import dataclasses
+import functools
+import itertools
+
+import call_factors
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pairwise_suite
+import pytest
+from attention_case import Case
+from call_factors import BROADCAST_FORMS
+from implementation_suite import FEATURES, ImplementationSuite
+from pairwise_suite import PairwiseSuite
+
+import jax_flash
+from jax_flash import _device, pallas
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.pallas import compat, features, lowering, scores
+from jax_flash.pallas.band import Band, Blocks, keys_of_queries
+from jax_flash.pallas.triton import tiles as triton_tiles
+
+# JAX 0.11 and newer say at every lowering that the Triton lowering will go.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
+TRITON_CALL = "__gpu$xla.gpu.triton"
+T4 = _device.Device("cuda", "Tesla T4", (7, 5), 40)
+
+
+EVERYTHING = (
+    "mask:B11S",
+    "logits_soft_cap",
+    "alibi_slopes",
+    "sinks",
+    "dropout",
+    "seq_lengths",
+    "segment_ids",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def by_triton():
+    with lowering.only(lowering.TRITON):
+        yield
+
+
+class TestPallasInterpreted(ImplementationSuite):
+    implementation = "pallas"
+    # Most of the time goes into compiling what the interpreter makes of kernels.
+    compiler_options = {"xla_backend_optimization_level": 0}  # noqa: RUF012
+    lengths = (1, 65, 150)
+    head_dims = (64, 80, 256)
+    heads = ((6, 2),)
+    features = FEATURES
+
+    def environment(self):
+        return compat.interpret()
+
+    @classmethod
+    def cases(cls):
+        """Those of all; a bias in every form whose gradient is summed up elsewhere; and all at once."""
+        forms = [("bias:1NTS",), ("bias:B1TS",), ("bias:11TS", *EVERYTHING), ("bias:BNT1",), ("bias:1111",)]
+        small = {"T": 70, "S": 150, "N": 4, "K": 2, "B": 3}
+        return super().cases() + [
+            Case("feature", dtype, features=features, **small)
+            for dtype, features in zip(itertools.cycle(cls.dtypes), [*forms, ("bias:BNTS", *EVERYTHING)])
+        ]
+
+
+class TestPallasInterpretedAsForHopper(TestPallasInterpreted):
+    """The tiles of the other table, at lengths that they divide."""
+
+    lengths = (128, 256)
+    typical_length = 256
+
+    @classmethod
+    def cases(cls):
+        return [case for case in super().cases() if case.category in ("length", "cross")]
+
+    @pytest.fixture(autouse=True)
+    def assume_hopper(self):
+        with _device.assume(_device.H100):
+            yield
+
+
+class TestPallasPairwise(PairwiseSuite):
+    """What becomes of scores alone; all pairs run on a GPU (tests/gpu/test_pairwise_gpu.py)."""
+
+    implementation = "pallas"
+    compiler_options = TestPallasInterpreted.compiler_options
+    reports_errors = False
+
+    def environment(self):
+        return compat.interpret()
+
+    def factors(self):
+        factors = call_factors.factors(
+            self.dtypes,
+            lengths=((65, 70),),
+            head_dims=(16,),
+            value_head_dim=24,
+            heads=((4, 2),),
+            masks=("B1TS", "1N1S"),
+            biases=("1NTS", "BN1S"),
+        )
+        features = ("mask", "bias", "alibi_slopes", "seq_lengths", *call_factors.FEATURES)
+        others = ("transform", "batch axes", "bias dtype", "residual", "deterministic")
+        return {
+            name: values if name in features and name not in others else dict(list(values.items())[:1])
+            for name, values in factors.items()
+        }
+
+
+def shapes(B=1, T=257, S=300, N=4, K=2, H=64, V=None, dtype="bfloat16") -> Operands:
+    V = H if V is None else V
+    query, key, value = ((B, T, N, H), (B, S, K, H), (B, S, K, V))
+    return Operands(*(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (query, key, value)))
+
+
+def forward_and_backward(spec: AttentionSpec, operands: Operands, d_lse: bool = True):
+    """A function of the operands, out's cotangent taken as out, and lse's as lse or None."""
+    out, lse = pallas.forward(spec, operands)
+    return out, lse, pallas.backward(spec, operands, out, lse, out, lse if d_lse else None)
+
+
+def exported_for(
+    device: _device.Device, spec: AttentionSpec, operands: Operands, kernels: int = 3
+) -> jax.export.Exported:
+    with _device.assume(device), compat.lowering_for(device.kind):
+        function = jax.jit(lambda operands: forward_and_backward(spec, operands))
+        checks = [jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
+        exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(operands)
+    assert exported.mlir_module().count(TRITON_CALL) == kernels
+    return exported
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 72, 80, 96, 128, 160, 192, 256])
+def test_lowers_for_cuda(head_dim, dtype):
+    spec = AttentionSpec(head_dim**-0.5, left=None, right=0)
+    operands = shapes(H=head_dim, dtype=dtype)
+    exported = exported_for(_device.H100, spec, operands)
+    leaves = [operands.query, operands.key, operands.value]
+    assert [(x.shape, x.dtype) for x in exported.out_avals[2:]] == [(x.shape, x.dtype) for x in leaves]
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
+@pytest.mark.parametrize("device, T, S", [(A10, 1, 1), (_device.H100, 256, 256), (A10, 3, 1000)])
+def test_lowers_every_mask_and_length(device, T, S, window):
+    left, right = window
+    exported_for(device, AttentionSpec(0.125, left, right), shapes(T=T, S=S, V=128))
+
+
+def test_lowers_with_64_bit_types():
+    with jax.enable_x64(True):
+        exported_for(_device.H100, AttentionSpec(0.125, 5, 3), shapes())
+
+
+def test_kernels_take_their_sum_in_float32_whatever_the_default_precision():
+    with jax.default_matmul_precision("BF16_BF16_F32_X3"):
+        exported_for(_device.H100, AttentionSpec(0.125), shapes())
+
+
+def test_lowers_within_shard_map_and_its_replication_check():
+    operands = shapes(B=2)
+    device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
+    split = jax.sharding.PartitionSpec("batch", None, "heads", None)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+    def gradients(query, key, value):
+        def loss(*arrays):
+            out = jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas")
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
+
+    with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
+        traced = jax.jit(gradients).trace(operands.query, operands.key, operands.value)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count(TRITON_CALL) == 3
+
+
+def test_a_sharded_jit_stays_sharded():
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = jax.sharding.PartitionSpec("batch", None, "heads", None)
+    sharding = jax.sharding.NamedSharding(mesh, split)
+    keys = jax.random.split(jax.random.key(0), 3)
+    whole = [jax.random.normal(key, (2, 20, 2, 16), jnp.bfloat16) for key in keys]
+    with compat.interpret():
+        attend = jax.jit(lambda *arrays: jax_flash.flash_attention(*arrays, implementation="pallas"))
+        parts = [jax.device_put(x, sharding) for x in whole]
+        assert "all-gather" not in attend.lower(*parts).compile().as_text()
+        np.testing.assert_array_equal(attend(*parts), attend(*whole))
+
+
+@pytest.mark.parametrize(
+    "spec, changes, device, reason",
+    [
+        ({}, {}, _device.CPU, "needs an NVIDIA GPU.*'cpu'"),
+        ({}, {}, _device.Device("rocm", "MI300X"), "needs an NVIDIA GPU.*'rocm'"),
+        ({}, {}, T4, "compute capability 8.0.*Tesla T4 has 7.5"),
+        ({}, {"H": 257}, A10, "at most 256, not 257"),
+        ({}, {"V": 320}, A10, "at most 256, not 320"),
+        ({}, {"dtype": "float32"}, A10, "bfloat16 or all float16, not float32"),
+        ({}, {"S": 2**30}, A10, "at most 536870912 long"),
+    ],
+)
+def test_says_what_it_can_not_do(spec, changes, device, reason):
+    spec = AttentionSpec(**{"scale": 0.125, **spec})
+    said = pallas.supports(spec, shapes(**changes), device)
+    assert said is not None
+    with pytest.raises(NotImplementedError, match=reason):
+        raise NotImplementedError(said)
+
+
+@pytest.mark.parametrize(
+    "operand, shape, dtype, reason",
+    [
+        ("bias", (1, 1, 257, 300), np.float64, "bfloat16 or float16 or float32, not float64"),
+        ("mask", (5, 2, 257, 1_000_000), bool, "a mask of 2 to 4 GiB"),  # element offsets beyond int32
+        ("mask", (9, 2, 257, 1_000_000), bool, None),
+    ],
+)
+def test_says_which_operands_it_does_not_take(operand, shape, dtype, reason):
+    operands = shapes().replace(**{operand: jax.ShapeDtypeStruct(shape, np.dtype(dtype))})
+    said = pallas.supports(AttentionSpec(0.125), operands, A10)
+    assert said is None if reason is None else reason in said
+
+
+def lower_for(device: _device.Device, case: Case, kernels: int):
+    assert pallas.supports(case.spec(), case.operands(), device) is None
+    exported_for(device, case.spec(), case.operands(), kernels)
+
+
+def lower_for_all_gpus(case: Case, kernels: int):
+    for device in (A10, _device.H100):
+        lower_for(device, case, kernels)
+
+
+@pytest.mark.parametrize("T, S", [(129, 256), (1, 1)])
+@pytest.mark.parametrize("feature", [*FEATURES, "seq_lengths:query", "seq_lengths:key_value", "mask:1111"])
+def test_lowers_every_feature(feature, T, S):
+    lower_for_all_gpus(Case("", "bfloat16", T=T, S=S, N=4, is_causal=True, features=(feature,)), kernels=3)
+
+
+@pytest.mark.parametrize("form", BROADCAST_FORMS[::3])  # of each way to sum up the gradient some
+def test_lowers_every_bias_with_everything(form):
+    case = Case("", "float16", T=65, S=80, N=4, features=(*EVERYTHING, f"bias:{form}"), bias_dtype="float32")
+    is_shared = form.endswith("TS") and form != "BNTS"
+    lower_for_all_gpus(case, kernels=4 if is_shared else 3)
+
+
+@pytest.mark.parametrize("H, V", [(96, 48), (40, 100), (256, 48), (1, 200)])
+def test_lowers_a_shared_bias_of_every_head_dim(H, V):
+    case = Case("", "bfloat16", T=65, S=80, N=4, H=H, V=V, features=("bias:B1TS",))
+    lower_for_all_gpus(case, kernels=4)
+
+
+class PairsToLower(PairwiseSuite):
+    """The interpreter runs a kernel with blocks of any width; the lowering wants powers of two, and has rules
+    for what is broadcast that the interpreter lacks."""
+
+    implementation = "pallas"
+
+    def environment(self):
+        return _device.assume(_device.H100)
+
+    def factors(self):
+        factors = call_factors.factors(
+            self.dtypes,
+            lengths=((129, 517), (128, 256)),  # with one query or key, or one batch row, less is shared
+            head_dims=(96, 40, 256, 100),
+            value_head_dim=48,
+            heads=((4, 2), (4, 4)),
+            windows=((20, 6), (None, 3), (7, -1)),
+            masks=("BNTS", "1N1S", "B1T1", "1111"),
+        )
+        of_the_call = ("transform", "batch axes", "residual", "deterministic")
+        return {name: values for name, values in factors.items() if name not in of_the_call}
+
+
+def pairs_to_lower() -> list[Case]:
+    suite = PairsToLower()
+    runs, refused = pairwise_suite.cases(suite, suite.factors())
+    assert not refused
+    return runs
+
+
+@pytest.mark.parametrize("turn, case", list(enumerate(pairs_to_lower())), ids=str)
+def test_lowers_pairs(turn, case):
+    kernels = 4 if features.bias_gradient(case.operands()) == "shared" else 3
+    lower_for((A10, _device.H100)[turn % 2], case, kernels)
+
+
+def test_lowers_features_with_64_bit_types():
+    with jax.enable_x64(True):
+        lower_for_all_gpus(Case("", "bfloat16", features=(*EVERYTHING, "bias:1NTS")), kernels=4)
+
+
+@pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)
+def test_supports_and_describes(device):
+    spec, operands = AttentionSpec(0.125), shapes()
+    assert pallas.supports(spec, operands, device) is None
+    chosen = triton_tiles.choose(spec, operands, device)
+    for tile in (chosen.forward, chosen.backward_keys, chosen.backward_queries):
+        assert str(tile) in pallas.describe(spec, operands, device)
+    assert "of bias" not in pallas.describe(spec, operands, device)
+    shared = operands.replace(bias=jax.ShapeDtypeStruct((1, 1, 257, 300), jnp.dtype("bfloat16")))
+    of_bias = triton_tiles.choose(spec, shared, device).backward_bias
+    assert f"of bias ({of_bias})" in pallas.describe(spec, shared, device)
+
+
+def test_runs_on_the_cpu_only_where_it_is_asked_to_interpret():
+    assert pallas.supports(AttentionSpec(0.125), shapes(), _device.CPU) is not None
+    with compat.interpret():
+        assert pallas.supports(AttentionSpec(0.125), shapes(), _device.CPU) is None
+    assert pallas.supports(AttentionSpec(0.125), shapes(), _device.CPU) is not None
+
+
+@pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)
+@pytest.mark.parametrize("T", [1, 100, 4096])
+@pytest.mark.parametrize("S", [1, 100, 4096])
+@pytest.mark.parametrize("H", [1, 64, 80, 129, 256])
+def test_tiles_are_powers_of_two(T, S, H, device):
+    operands = shapes(T=T, S=S, H=H)
+    masked = operands.replace(mask=jax.ShapeDtypeStruct((1, 1, T, S), np.dtype(bool)))
+    chosen = [triton_tiles.choose(AttentionSpec(0.125), x, device) for x in (operands, masked)]
+    for tile in itertools.chain(*(vars(of_call).values() for of_call in chosen)):
+        for extent in (tile.queries, tile.keys, tile.num_warps):
+            assert extent & (extent - 1) == 0
+        assert min(tile.queries, tile.keys) >= 16
+
+
+def met_directly(band: Band) -> np.ndarray:
+    distance = np.arange(band.columns)[None, :] - np.arange(band.rows)[:, None]
+    met = np.ones(distance.shape, bool)
+    if band.low is not None:
+        met &= distance >= band.low
+    if band.high is not None:
+        met &= distance <= band.high
+    return met
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("T, S", [(10, 10), (7, 23), (23, 7), (1, 30)])
+def test_band_visits_every_block_that_is_met_and_masks_what_is_not_whole(T, S, transposed):
+    sides = (None, 0, 2, 5, 40)
+    for left, right in itertools.product(sides, sides):
+        spec = AttentionSpec(1.0, left, right)
+        band = keys_of_queries(spec, sizes(shapes(T=T, S=S)))
+        wanted = np.arange(S)[None, :] - np.arange(T)[:, None] - (S - T)
+        wanted = (wanted >= -np.inf if left is None else wanted >= -left) & (
+            wanted <= np.inf if right is None else wanted <= right
+        )
+        np.testing.assert_array_equal(met_directly(band), wanted)
+        if transposed:
+            band, wanted = band.transposed(), wanted.T
+            np.testing.assert_array_equal(met_directly(band), wanted)
+        height, width = 4, 3
+        for first in range(0, band.rows, height):
+            blocks = band.blocks(np.int32(first), height, width)
+            start, full_start, full_stop, stop = (int(x) for x in dataclasses.astuple(blocks))
+            assert 0 <= start <= full_start <= full_stop <= stop <= -(-band.columns // width)
+            rows = wanted[first : first + height]
+            visited = np.zeros(band.columns, bool)
+            visited[start * width : stop * width] = True
+            assert not rows[:, ~visited].any(), (band, first)
+            assert full_start == full_stop or full_stop * width <= band.columns
+            assert rows[:, full_start * width : full_stop * width].all(), (band, first)
+
+
+def test_a_bound_that_binds_nowhere_costs_nothing():
+    band = keys_of_queries(AttentionSpec(1.0, left=299, right=256), sizes(shapes(T=257, S=300)))
+    assert (band.low, band.high) == (None, None)
+    assert band.blocks(np.int32(0), 64, 100) == Blocks(start=0, full_start=0, full_stop=3, stop=3)
+
+
+@pytest.mark.parametrize("left, right", [(None, None), (None, 0), (3, None), (2, 1)])
+@pytest.mark.parametrize("queries, keys", [(7, 11), (0, 5), (9, 0), (3, 2), (9, 11)])
+def test_band_of_lengths_is_that_of_shorter_sequences(queries, keys, left, right):
+    T, S, height, width = 9, 11, 4, 3
+    spec = AttentionSpec(1.0, left, right)
+    size, shorter = (sizes(shapes(T=t, S=s)) for t, s in ((T, S), (queries, keys)))
+    of_queries = keys_of_queries(spec, size, np.int32(queries), np.int32(keys))
+    seen = np.zeros((T, S), bool)
+    seen[:queries, :keys] = met_directly(keys_of_queries(spec, shorter))
+    for band, wanted in ((of_queries, seen), (of_queries.transposed(), seen.T)):
+        rows, columns = np.ix_(*map(np.arange, wanted.shape))
+        np.testing.assert_array_equal(np.broadcast_to(band.meets(rows, columns), wanted.shape), wanted)
+        for first in range(0, wanted.shape[0], height):
+            blocks = band.blocks(np.int32(first), height, width)
+            start, full_start, full_stop, stop = (int(x) for x in dataclasses.astuple(blocks))
+            assert 0 <= start <= full_start <= full_stop <= stop <= -(-wanted.shape[1] // width)
+            of_rows = wanted[first : first + height]
+            assert not of_rows[:, : start * width].any() and not of_rows[:, stop * width :].any()
+            assert of_rows[:, full_start * width : full_stop * width].all()
+            assert (start < stop) == of_rows.any()
+
+
+def test_blocks_of_other_segments_are_passed_over():
+    queries = jnp.repeat(jnp.array([[0, 1, 2, 5]], jnp.int32), 4, axis=1)
+    keys = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 3, 3]], jnp.int32)
+    operands = Operands(None, None, None, query_segment_ids=queries, key_value_segment_ids=keys)
+    found = scores.operands_of(operands, 4, 4)
+    np.testing.assert_array_equal(
+        [found[name][0] for name in scores.SEGMENT_BLOCKS], [[0, 1, 2, 0], [1, 3, 3, 0]]
+    )
+    found = scores.operands_of(operands, 4, 4, transposed=True)
+    np.testing.assert_array_equal(
+        [found[name][0] for name in scores.SEGMENT_BLOCKS], [[0, 1, 1, 0], [1, 2, 3, 0]]
+    )
+
+
+def test_a_bias_of_the_lowest_numbers_masks_and_gives_no_nan():
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (jax.random.normal(k, (1, 40, 2, 16), jnp.bfloat16) for k in keys)
+    bias = np.zeros((1, 2, 40, 40), np.float32)
+    bias[:, 0, 5] = np.finfo(np.float32).min  # all keys are as good, and as bad
+    bias[:, 1, 5] = -np.inf  # none is there
+    bias[:, :, :, 7] = -np.inf
+
+    def attend(*arguments):
+        return jax_flash.flash_attention(*arguments, return_residual=True, implementation="pallas")
+
+    with compat.interpret():
+        (out, lse), vjp = jax.vjp(attend, query, key, value, jnp.asarray(bias))
+        gradients = vjp((out, jnp.ones_like(lse)))
+    mean = np.delete(np.asarray(value, np.float32), 7, axis=1).mean(1)
+    np.testing.assert_allclose(np.asarray(out, np.float32)[:, 5, 0], mean[:, 0], atol=1e-2)
+    assert not np.asarray(out)[:, 5, 1].any() and np.isneginf(lse[:, 5, 1])
+    for gradient in gradients:
+        assert np.isfinite(np.asarray(gradient, np.float32)).all()
+    assert not np.asarray(gradients[1])[:, 7].any()
+    assert not np.asarray(gradients[3])[:, 1, 5].any()

@@ -1,0 +1,131 @@
+"""Runs launch plans on a CPU: the kernels' own sources, compiled by g++ over the emulated PTX layer in
+tests/support/emulator. What is emulated, and what is not, is said in tests/support/emulator/emulator.h."""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_flash.cuda.compile import describe, kernels_folder
+from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap, Zero
+
+EMULATOR = Path(__file__).parent / "emulator"
+DTYPES = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "int32": np.int32,
+    "uint32": np.uint32,
+    "uint8": np.uint8,
+    "bool": np.bool_,
+}
+SCALARS = {
+    "int32": ctypes.c_int32,
+    "uint32": ctypes.c_uint32,
+    "int64": ctypes.c_int64,
+    "float32": ctypes.c_float,
+}
+
+
+class _TensorMap(ctypes.Structure):
+    """`TensorMap` of tests/support/emulator/ptx/types.cuh."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("sizes", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 3),
+        ("box", ctypes.c_int64 * 4),
+    )
+
+
+class KernelEmulator:
+    """Builds into `folder` what it runs, and keeps it for the next call."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.libraries: dict[Kernel, ctypes.CDLL] = {}
+
+    def run(
+        self, plan: LaunchPlan, operands: dict[str, Any], seed: int, resident: int = 1
+    ) -> dict[str, np.ndarray]:
+        """The plan's results by name, scratch memory among them. `seed` decides the order of what the
+        hardware does at once; it has room for so many `resident` CTAs."""
+        arrays = {}
+        for buffer in (*plan.operands, *plan.results):
+            arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
+        for buffer in plan.operands:
+            arrays[buffer.name][...] = operands[buffer.name]
+        for step in plan.steps:
+            if isinstance(step, Zero):
+                arrays[step.buffer][...] = 0
+            else:
+                self._launch(step, arrays, seed, resident)
+        return {buffer.name: arrays[buffer.name] for buffer in plan.results}
+
+    def _launch(self, launch: Launch, arrays: dict[str, np.ndarray], seed: int, resident: int):
+        assert launch.grid[1:] == (1, 1), "grids of one axis"
+        values = [_parameter(p, arrays) for p in launch.parameters]
+        addresses = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
+        library = self._library(launch.kernel)
+        if launch.shared_bytes == 0:
+            resident = 1  # static shared memory is one CTA's
+        clusters = max(1, resident // launch.cluster)
+        shape = (launch.grid[0], launch.cluster, clusters, launch.block)
+        library.emulate(*shape, ctypes.c_uint64(seed), addresses)
+
+    def _library(self, kernel: Kernel) -> ctypes.CDLL:
+        if kernel not in self.libraries:
+            # The kernels find the emulated layer where the real one lies, beside their folder.
+            sources = self.folder / "sources"
+            shutil.copytree(kernels_folder(), sources / "kernels", dirs_exist_ok=True)
+            shutil.copytree(EMULATOR, sources / "kernels", dirs_exist_ok=True)
+            library = self.folder / f"{hashlib.sha256(describe(kernel).encode()).hexdigest()[:16]}.so"
+            defines = {**dict(kernel.defines), "ENTRY": kernel.entry, "SOURCE": kernel.source}
+            command = [
+                "g++",
+                "-std=c++17",
+                "-O2",
+                "-w",
+                "-fPIC",
+                "-shared",
+                "-I.",
+                "emulator.cc",
+                "-o",
+                str(library),
+            ]
+            command += [f"-D{name}={value}" for name, value in defines.items()]
+            subprocess.run(command, cwd=sources / "kernels", check=True)
+            self.libraries[kernel] = ctypes.CDLL(str(library))
+        return self.libraries[kernel]
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any, alignment: int = 256) -> np.ndarray:
+    """Memory as XLA's, aligned, with NaN in it."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.full(size + alignment, 0xFF, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _parameter(parameter: Pointer | Scalar | TensorMap, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The bytes of a kernel parameter, aligned as a tensor map has to be."""
+    if isinstance(parameter, Pointer):
+        value = ctypes.c_void_p(arrays[parameter.buffer].ctypes.data)
+    elif isinstance(parameter, Scalar):
+        value = SCALARS[parameter.type](parameter.value)
+    else:
+        assert parameter.swizzle == 128
+        value = _TensorMap(
+            arrays[parameter.buffer].ctypes.data,
+            (ctypes.c_int64 * 4)(*parameter.sizes),
+            (ctypes.c_int64 * 3)(*parameter.strides),
+            (ctypes.c_int64 * 4)(*parameter.box),
+        )
+    memory = _aligned((256,), np.uint8)
+    memory[: ctypes.sizeof(value)] = np.frombuffer(bytes(value), np.uint8)
+    return memory

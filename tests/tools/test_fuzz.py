@@ -1,0 +1,124 @@
+"""A short fuzz of the portable implementation, and that a fuzz finds what is wrong and makes it small."""
+
+import json
+import os
+import time
+
+import fuzz
+import fuzz_jobs
+import hypothesis
+import jax
+import pairwise_suite
+import pytest
+from attention_case import Case
+from flawed import add_flawed_implementation
+
+from jax_flash import _device
+from jax_flash.cuda.sm90.backward_plan import plan_backward
+
+
+@pytest.mark.parametrize("seed", range(4))  # always the same calls: others are for the command line
+def test_random_calls_agree_with_the_definition(seed):
+    report = fuzz.fuzz(fuzz.Xla(), 7, seed)
+    assert report.failure is None, fuzz.to_json(report.failure[0]) + "\n" + report.failure[1]
+    assert report.ran == 7
+    assert not report.refused
+
+
+class Flawed(fuzz.Xla):
+    implementation = "flawed"
+    lengths = (7,)
+    head_dims = (16,)
+
+    def environment(self):
+        return jax.disable_jit()  # or each case would be compiled
+
+    def factors(self):
+        factors = super().factors()
+        kept = ("dtype", "lengths", "H", "logits_soft_cap", "sinks", "segment_ids", "dropout")
+        return {name: factors[name] for name in kept}
+
+
+def test_a_fault_of_two_features_together_is_found_and_made_small(monkeypatch, capsys):
+    add_flawed_implementation(monkeypatch)
+    monkeypatch.setitem(fuzz.FUZZED, "flawed", Flawed)
+    status = fuzz.main(["--implementation", "flawed", "--cases", "60", "--seed", "0"])
+    assert status == 1
+    said = capsys.readouterr().out
+    assert "--seed 0" in said and "  no dropout of bfloat16 → " in said and "  no segments → 1\n" in said
+    assert "AssertionError: " in said and "lse: error" in said
+    again = said.splitlines()[-1].partition("--case '")[2].removesuffix("'")
+    case = fuzz.from_json(again)
+    assert str(case) == f"{Case('fuzz', 'float32', T=7, S=7, H=16)}-logits_soft_cap-sinks"
+    with pytest.raises(AssertionError, match="lse: error"):
+        fuzz.main(["--implementation", "flawed", "--case", again])
+
+
+def test_a_printed_case_is_the_same_case(monkeypatch, capsys):
+    case = Case("fuzz", "bfloat16", T=3, local_window_size=(None, 3), features=("sinks", "mask:B11S"), seed=5)
+    assert fuzz.from_json(fuzz.to_json(case)) == case
+    monkeypatch.setattr(fuzz.Xla, "check", lambda self, case: print(case))
+    fuzz.main(["--implementation", "xla", "--case", fuzz.to_json(case)])
+    assert str(case) in capsys.readouterr().out
+
+
+def test_processes_share_the_cases(tmp_path, capsys):
+    out = tmp_path / "summary.json"
+    assert fuzz.main([*"--implementation xla --cases 3 --jobs 2 --seed 0 --out".split(), str(out)]) == 0
+    summary = json.loads(out.read_text())
+    assert summary["cases"] == 3 and summary["seed"] == 0 and summary["device"] == "cpu"
+    assert not summary["failures"] and not summary["refused"]
+    assert "ran 3 in " in capsys.readouterr().out
+
+
+def test_time_runs_out():
+    report = fuzz.fuzz(fuzz.Xla(), 1000, seed=0, deadline=time.time() + 3)
+    assert 0 < report.ran < 50 and report.failure is None and report.at_hand is None
+
+
+CASE = Case("fuzz", "bfloat16")
+
+
+def die(deadline, tell):
+    tell(fuzz_jobs.Report(ran=2, at_hand=CASE))
+    os._exit(3)
+
+
+def hang(deadline, tell):
+    tell(fuzz_jobs.Report(ran=1, at_hand=CASE))
+    time.sleep(1000)
+
+
+def test_a_process_that_dies_or_hangs_has_failed(monkeypatch):
+    monkeypatch.setattr(fuzz_jobs, "SECONDS_PAST_DEADLINE", 0)
+    # The first ends by itself, the second at the deadline, until when it must have started.
+    for work, code, seconds in ((die, 3, 120), (hang, -15, 30)):
+        deadline = time.time() + seconds
+        (report,) = fuzz_jobs.in_processes(work, [()], deadline, fuzz_jobs.Progress())
+        assert report.ran in (1, 2) and report.failure == (CASE, f"its process ended with {code}")
+
+
+def test_cases_of_a_list_have_the_same_kernels():
+    """But for the forward kernel's tile, which depends on the lengths, and sums of a broadcast bias."""
+
+    class Cuda(fuzz.Cuda):
+        def environment(self):
+            return _device.assume(_device.H100)
+
+    fuzzed = Cuda()
+    factors, _ = pairwise_suite.supported(fuzzed, fuzzed.factors())
+    several = 0
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(max_examples=40, database=None, deadline=None)
+    @hypothesis.given(fuzz.cases(factors, fuzzed.varied))
+    def check(cases):
+        nonlocal several
+        several += len(set(cases)) > 2
+        cases = [case for case in cases if fuzzed.refusal(case) is None]
+        plans = [plan_backward(case.spec(), case.operands(), _device.H100) for case in cases]
+        defines = [dict(plan.launches[1].kernel.defines) | {"BIAS_SUM": "any"} for plan in plans]
+        assert all(one == defines[0] for one in defines)
+
+    check()
+    assert several > 10
