@@ -18,6 +18,10 @@ class Device:
     sm_count: int = 0
 
     @property
+    def is_gpu(self) -> bool:
+        return self.platform in ("cuda", "rocm")
+
+    @property
     def arch(self) -> str:
         """The compiler's name of the architecture, as "sm_90a" or "sm_80"."""
         if self.compute_capability is None:

@@ -1,18 +1,26 @@
 """Which implementation runs a call.
 
-An implementation is a module with `supports`, `describe`, `forward` and `backward`. It says itself
-what it can't do; here is only the order in which they are asked.
+An implementation is a module with `supports`, `describe`, `forward` and `backward`. `supports` returns the
+limit that keeps it from running a call, as the support table in the README documents it, or None. It raises
+ImportError where the installation lacks something that the call needs. Here are the order in which
+implementations are asked, and the warnings where a slower one runs than the device allows for.
 """
 
+import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import jax
 
+from jax_flash import _slower
 from jax_flash._device import Device
+from jax_flash._slower import SlowerImplementationWarning
 from jax_flash._spec import AttentionSpec, Operands
+
+__all__ = ["IMPLEMENTATIONS", "SlowerImplementationWarning", "get", "reason", "reasons", "select"]
 
 IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 """In order of preference: the automatic choice is the first that supports the call."""
@@ -29,13 +37,19 @@ def get(name: str) -> ModuleType:
     return importlib.import_module(f"jax_flash.{name}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an implementation can't run a call."""
+
+    reason: str
+    fault: ImportError | None = None
+    """What the installation lacks; None where the reason is a documented limit."""
+
+
 def reason(name: str, spec: AttentionSpec, shapes: Shapes, device: Device) -> str | None:
     """Why that implementation can't run the call on `device`; None where it can."""
-    try:
-        implementation = get(name)
-    except ImportError as error:
-        return f"it can't be imported ({error})"
-    return implementation.supports(spec, shapes, device)
+    refusal = _refusal(name, spec, shapes, device)
+    return None if refusal is None else refusal.reason
 
 
 def reasons(spec: AttentionSpec, shapes: Shapes, device: Device) -> dict[str, str | None]:
@@ -47,6 +61,9 @@ def select(
     spec: AttentionSpec, shapes: Shapes, names: Sequence[str] | None, device: Device
 ) -> tuple[str, ...]:
     """The implementation to run, and what to run in its place on other platforms.
+
+    Warns with `SlowerImplementationWarning`, once for each reason, where a GPU runs a slower implementation
+    because of a fault of the installation, or the automatic choice is "xla" because of a limit.
 
     Args:
       names: the implementations to try in order; None for the automatic choice among all.
@@ -60,16 +77,62 @@ def select(
       NotImplementedError: none of them supports the call; with the reason of each.
     """
     candidates = IMPLEMENTATIONS if names is None else tuple(names)
-    refused: dict[str, str] = {}
+    refused: dict[str, Refusal] = {}
     for position, name in enumerate(candidates):
-        why_not = reason(name, spec, shapes, device)
-        if why_not is None:
+        refusal = _refusal(name, spec, shapes, device)
+        if refusal is None:
+            if refused and device.is_gpu:
+                _warn_of_slower(name, refused, device, is_automatic=names is None)
             portable_behind = PORTABLE in candidates[position + 1 :]
             return (name, PORTABLE) if portable_behind and name != PORTABLE else (name,)
-        refused[name] = why_not
+        refused[name] = refusal
     where = f"on {device.kind} ({device.platform})"
+    fault = next((refusal.fault for refusal in refused.values() if refusal.fault is not None), None)
     if len(refused) == 1:
-        ((name, why_not),) = refused.items()
-        raise NotImplementedError(f'implementation "{name}" can\'t run this call {where}: {why_not}')
-    listed = "; ".join(f"{name}: {why_not}" for name, why_not in refused.items())
-    raise NotImplementedError(f"no implementation of {candidates} can run this call {where}: {listed}")
+        ((name, only),) = refused.items()
+        message = f'implementation "{name}" can\'t run this call {where}: {only.reason}'
+        raise NotImplementedError(message) from fault
+    message = f"no implementation of {candidates} can run this call {where}: {_listed(refused)}"
+    raise NotImplementedError(message) from fault
+
+
+def _refusal(name: str, spec: AttentionSpec, shapes: Shapes, device: Device) -> Refusal | None:
+    try:
+        implementation = get(name)
+    except ImportError as error:
+        return Refusal(_import_failure(error), error)
+    try:
+        limit = implementation.supports(spec, shapes, device)
+    except ImportError as error:
+        return Refusal(str(error), error)
+    return None if limit is None else Refusal(limit)
+
+
+def _import_failure(error: ImportError) -> str:
+    """What failed where, and the cure, for an implementation that can't be imported."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"it can't be imported ({type(error).__name__}: {error}{where}); jax_flash or JAX is damaged or half "
+        "installed: pip install --force-reinstall jax_flash"
+    )
+
+
+def _warn_of_slower(
+    picked: str, refused: Mapping[str, Refusal], device: Device, *, is_automatic: bool
+) -> None:
+    """Warns where `picked` runs because those before it were `refused`, and the user may not expect it.
+
+    A limit is worth a warning where it leaves nothing but "xla", unless the user named "xla" himself.
+    """
+    faults = {name: refusal for name, refusal in refused.items() if refusal.fault is not None}
+    told = refused if is_automatic and picked == PORTABLE else faults
+    if told:
+        _slower.warn(
+            f'On {device.kind} this call of jax_flash runs by implementation="{picked}", which is slower, '
+            f'because of: {_listed(told)}. To choose it without this warning, pass implementation="{picked}".'
+        )
+
+
+def _listed(refused: Mapping[str, Refusal]) -> str:
+    return "; ".join(f"{name}: {refusal.reason}" for name, refusal in refused.items())

@@ -23,12 +23,19 @@ _MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int3
 
 
 def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
-    """The reason why this implementation can't run such a call on `device`, or None."""
+    """The reason why this implementation can't run such a call on `device`, or None.
+
+    Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
+    """
     spec, shapes = _packing.unpacked_shapes(spec, shapes)
     why_not = _device_reason(device) or _call_reason(spec, shapes)
-    if why_not is None and not lowering.allowed(lowering.TRITON):
-        why_not = lowering.mosaic_reason(spec, shapes, device)
-    return why_not
+    if why_not is not None:
+        return why_not
+    if not lowering.allowed(lowering.TRITON):
+        return lowering.mosaic_reason(spec, shapes, device)
+    if not compat.interpreting():
+        compat.require_triton()
+    return None
 
 
 def _device_reason(device: Device) -> str | None:
@@ -39,7 +46,7 @@ def _device_reason(device: Device) -> str | None:
     if device.compute_capability < (8, 0):
         major, minor = device.compute_capability
         return f"it needs compute capability 8.0 (Ampere) or newer, and {device.kind} has {major}.{minor}"
-    return compat.no_triton()
+    return None
 
 
 def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:

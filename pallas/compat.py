@@ -48,27 +48,29 @@ def lowering_for(device_kind: str) -> Iterator[None]:
         yield
 
 
-def no_triton() -> str | None:
-    """Why the installed JAX can't run these kernels, or None."""
+def require_triton() -> None:
+    """Raises ImportError where the installed JAX has no Triton lowering of Pallas."""
+    _require("jax.experimental.pallas.triton", "Triton")
+
+
+def require_mosaic() -> None:
+    """Raises ImportError where the installed JAX has no Mosaic GPU lowering of Pallas."""
+    _require("jax.experimental.pallas.mosaic_gpu", "Mosaic GPU")
+
+
+def _require(module: str, lowering: str) -> None:
     try:
-        importlib.import_module("jax.experimental.pallas.triton")
+        importlib.import_module(module)
     except ImportError as error:
-        return f"JAX {jax.__version__} has no Triton lowering of Pallas ({error})"
-    return None
+        raise ImportError(
+            f"JAX {jax.__version__} has no {lowering} lowering of Pallas ({type(error).__name__}: {error}); "
+            "a JAX release that has it is needed, with the jaxlib that belongs to it"
+        ) from error
 
 
 def result(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
     """What a kernel makes from `like`: under `jax.shard_map`, it varies over the same mesh axes."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
-
-
-def no_mosaic() -> str | None:
-    """Why the installed JAX can't run the Mosaic GPU kernels, or None."""
-    try:
-        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    except ImportError as error:
-        return f"JAX {jax.__version__} has no Mosaic GPU lowering of Pallas ({error})"
-    return None
 
 
 def tiled_shared_memory(shape: tuple[int, ...], dtype: Any) -> Any:

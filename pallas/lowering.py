@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
+from jax_flash import _slower
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
@@ -63,4 +64,10 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
         return f"head dims must be multiples of 16, not {size.H} and {size.V}"
     if mosaic_tiles.forward(size) is None:
         return f"head dims {size.H} and {size.V} need more shared memory than there is"
-    return compat.no_mosaic()
+    try:
+        compat.require_mosaic()
+    except ImportError as error:
+        if allowed(TRITON):
+            _slower.warn(f"On {device.kind} jax_flash's Pallas kernels run by Triton, slower: {error}")
+        return str(error)
+    return None

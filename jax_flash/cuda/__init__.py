@@ -5,7 +5,6 @@ A family of kernels (`sm90/`) turns a call into launch plans. From a plan, `call
 """
 
 import functools
-import warnings
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -24,7 +23,10 @@ families = (sm90,)
 
 
 def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str | None:
-    """Why these kernels can't run the call on `device`, or None."""
+    """Why these kernels can't run the call on `device`, or None.
+
+    Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
+    """
     if device.platform != "cuda":
         return f"it needs a CUDA GPU, and JAX's default device is {device.kind} ({device.platform})"
     family = _family(device)
@@ -32,12 +34,10 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
         return (
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
-    return (
-        _nvrtc_missing()
-        or score_mod.unsupported(shapes)
-        or dropout.unsupported(spec)
-        or family.unsupported(spec, shapes)
-    )
+    limit = score_mod.unsupported(shapes) or dropout.unsupported(spec) or family.unsupported(spec, shapes)
+    if limit is None:
+        _require_nvrtc()
+    return limit
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
@@ -57,14 +57,9 @@ def _family(device: Device) -> ModuleType | None:
 
 
 @functools.cache
-def _nvrtc_missing() -> str | None:
-    """What to install, where NVRTC is missing. Warns, once: as a Hopper GPU runs something slower then."""
-    try:
-        compile.nvrtc_version()
-    except compile.NvrtcNotFoundError as error:
-        warnings.warn(f"jax_flash's CUDA kernels can't be used on this GPU: {error}", stacklevel=2)
-        return str(error)
-    return None
+def _require_nvrtc() -> None:
+    """Raises NvrtcNotFoundError where NVRTC is not installed. Once found, it is not looked for again."""
+    compile.nvrtc_version()
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:

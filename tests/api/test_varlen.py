@@ -207,7 +207,7 @@ def test_an_implementation_gets_the_sequences_as_they_are_packed():
     assert (spec.left, spec.right) == (None, 3)  # no sequence has keys further left
     assert shapes.query.shape == (1, 13, N, H) and shapes.key.shape == (1, 15, K, H)
     assert shapes.query_offsets.shape == shapes.key_value_offsets.shape == (1, 6)
-    assert _dispatch.select(spec, shapes, None, _device.H100)[-1] == "xla"
+    assert _dispatch.select(spec, shapes, _dispatch.IMPLEMENTATIONS, _device.H100)[-1] == "xla"
 
 
 @pytest.mark.parametrize(

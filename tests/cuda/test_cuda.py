@@ -78,18 +78,19 @@ def test_refuses_operands_and_types():
     assert reason(H=64, V=257) == "value's head dim is 257; it may be up to 256"
 
 
-def test_missing_nvrtc_names_the_extra_and_warns_once(monkeypatch):
+def test_missing_nvrtc_is_said_where_no_limit_is(monkeypatch):
     def missing():
         raise compile_.NvrtcNotFoundError("pip install 'jax_flash[cuda13]'")
 
     monkeypatch.setattr(compile_, "nvrtc_version", missing)
-    cuda._nvrtc_missing.cache_clear()
+    cuda._require_nvrtc.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="cuda13"):
-            assert "cuda13" in reason()
-        assert "cuda13" in reason()
+        with pytest.raises(compile_.NvrtcNotFoundError, match="cuda13"):
+            reason()
+        assert "float32" in reason(dtype=jnp.float32)
+        assert "needs a CUDA GPU" in reason(device=CPU)
     finally:
-        cuda._nvrtc_missing.cache_clear()
+        cuda._require_nvrtc.cache_clear()
 
 
 def test_describe_names_the_tile():
