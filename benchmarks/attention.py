@@ -61,6 +61,10 @@ class Case:
 DEFAULT_CASES = tuple(Case(*shape, causal) for shape in SHAPES for causal in (False, True))
 
 
+# `with_residual` returns more than what the others return.
+_VARIANTS = {name: f for name, f in contenders.VARIANTS.items() if name != "with_residual"}
+_ALL = {**contenders.CONTENDERS, **_VARIANTS}
+
 Program = Callable | Exception  # compiled, or why it isn't
 Programs = Mapping[tuple[Case, str, str], Program]  # by case, contender and pass
 
@@ -77,7 +81,7 @@ def compile_all(cases: Sequence[Case], names: Sequence[str], dtype: str, backwar
 
     def compiled(work: tuple[Case, str, str]) -> Program:
         case, name, one_pass = work
-        attend = functools.partial(contenders.CONTENDERS[name], causal=case.causal)
+        attend = functools.partial(_ALL[name], causal=case.causal)
 
         def both(query, key, value, d_out):
             return jax.vjp(attend, query, key, value)[1](d_out)
@@ -191,13 +195,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         default=",".join(contenders.CONTENDERS),
-        help=f"which to measure, of {','.join(contenders.CONTENDERS)} (the default)",
+        help=f"which to measure: {','.join(contenders.CONTENDERS)} (the default), {','.join(_VARIANTS)}",
     )
     parser.add_argument("--out", type=Path, help="JSON file to write; the chart goes beside it as PNG")
     options = parser.parse_args(arguments)
     options.peers = options.peers.split(",")
-    if unknown := set(options.peers) - set(contenders.CONTENDERS):
-        parser.error(f"--peers: {', '.join(sorted(unknown))}; may be {', '.join(contenders.CONTENDERS)}")
+    if unknown := set(options.peers) - set(_ALL):
+        parser.error(f"--peers: {', '.join(sorted(unknown))}; may be {', '.join(_ALL)}")
 
     heads = options.num_heads or default.heads
     described = (

@@ -8,16 +8,15 @@ returns that too.
 """
 
 import functools
+import importlib
 import importlib.metadata
 
 import jax
 import jax.numpy as jnp
 
 
-def _ours(query, key, value, causal, window=None, *, implementation, **options):
-    import jax_flash
-
-    attention = functools.partial(jax_flash.flash_attention, **options)
+def _ours(query, key, value, causal, window=None, *, implementation, package="jax_flash", **options):
+    attention = functools.partial(importlib.import_module(package).flash_attention, **options)
     return _called_as_jax_nn(attention, implementation, query, key, value, causal, window)
 
 
@@ -114,8 +113,15 @@ OURS = {
     f"jax_flash_{name}": functools.partial(_ours, implementation=name) for name in ("cuda", "pallas", "xla")
 }
 PEERS = {f.__name__: f for f in (cudnn, fa3_cu12, fa3_cu13, tokamax, jax_mgpu, jax_triton)}
+BEFORE = {  # an earlier version of ours, where before.py has installed it
+    f"jax_flash_before{suffix}": functools.partial(
+        _ours, implementation="cuda", package="jax_flash_before", **options
+    )
+    for suffix, options in (("", {}), ("_deterministic", {"deterministic": True}))
+}
 CONTENDERS = {**OURS, **PEERS}
 VARIANTS = {
+    **BEFORE,
     "deterministic": functools.partial(_ours, implementation="cuda", deterministic=True),
     "with_residual": functools.partial(_ours, implementation="cuda", return_residual=True),
 }
