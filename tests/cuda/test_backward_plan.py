@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -52,6 +53,7 @@ def test_buffers_are_those_of_the_call_and_scratch_comes_last():
         ("arrived", (2, 8, 4), "int32"),
         ("written", (2, 8), "int32"),
         ("next_job", (1,), "int32"),
+        ("next_tile", (1,), "int32"),
     ]
 
 
@@ -98,18 +100,16 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
         assert ("DETERMINISTIC", 0) in main_launch(default).kernel.defines
         assert main_launch(fixed).grid == main_launch(default).grid
 
-    def heads_and_wave(right, **sizes):
+    def section(right, **sizes):
         parameters = main_launch(plan(right, True, **sizes)).parameters
-        # Those before the scale, the first that is no integer.
+        # The one before the scale, the first that is no integer.
         scale = next(i for i, p in enumerate(parameters) if isinstance(p, Scalar) and p.type == "float32")
-        return [p.value for p in parameters[scale - 2 : scale]]
+        return parameters[scale - 1].value
 
-    assert heads_and_wave(None, S=50_000) == [4, H100.sm_count]  # at work at once
-    assert heads_and_wave(None, S=128) == [4, 4]
-    assert heads_and_wave(None, S=50_000, H=256) == [4, H100.sm_count // 2]  # clusters
-    assert heads_and_wave(0) == [2, 0]  # two sections, the last of which goes the other way
-    assert heads_and_wave(0, B=1, K=1) == [1, 0]
-    assert heads_and_wave(0, T=1 << 20, S=1 << 20) == [1, 0]
+    assert section(None, S=50_000) == section(None, S=128) == section(None, S=50_000, H=256) == 4
+    assert section(0) == 2  # two sections, the last of which goes the other way
+    assert section(0, B=1, K=1) == 1
+    assert section(0, T=1 << 20, S=1 << 20) == 1
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -151,18 +151,50 @@ def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):
     assert main.block == main_launch(larger).block and main.grid == main_launch(larger).grid
 
 
-def test_ctas_take_several_tiles_where_the_next_ones_can_be_loaded_meanwhile():
-    def counted(plan):
-        counter = plan.results[-1].name == "next_tile"
-        assert all((Pointer("next_tile") in launch.parameters) == counter for launch in plan.launches[:2])
-        return counter
+def counts_tiles(plan):
+    """Whether CTAs take tiles from a counter, which the kernel ahead sets to zero."""
+    counter = any(b.name == "next_tile" for b in plan.results)
+    assert all((Pointer("next_tile") in launch.parameters) == counter for launch in plan.launches[:2])
+    return counter
 
+
+def test_ctas_take_several_tiles_where_the_next_ones_can_be_loaded_meanwhile():
     many = shapes(S=50_000)
-    full, causal = (plan_backward(AttentionSpec(0.1, None, right), many, H100) for right in (None, 0))
-    assert main_launch(full).grid == main_launch(causal).grid == (H100.sm_count, 1, 1)
-    assert counted(causal) and counted(full)
+    for right in (None, 0):
+        plan = plan_backward(AttentionSpec(0.1, None, right), many, H100)
+        assert main_launch(plan).grid == (H100.sm_count, 1, 1)
     large = plan_backward(AttentionSpec(0.1, None, 0), shapes(S=50_000, H=256), H100)
-    assert main_launch(large).grid == (math.ceil(50_000 / 128) * 2 * 2 * 2, 1, 1) and not counted(large)
+    assert main_launch(large).grid == (math.ceil(50_000 / 128) * 2 * 2 * 2, 1, 1)
+
+
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("right", (None, 0))
+@pytest.mark.parametrize("S", (100, 50_000))  # fewer tiles than multiprocessors, and more
+def test_tiles_that_wait_for_others_come_from_a_counter(S, right, head_dim):
+    """Without it a kernel could wait for a CTA that isn't resident. Only split products that need no order
+    don't wait."""
+    for deterministic in (False, True):
+        spec = AttentionSpec(0.1, None, right, deterministic=deterministic)
+        assert counts_tiles(plan_backward(spec, shapes(S=S, H=head_dim), H100)) == (
+            deterministic or head_dim <= 128
+        )
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
+@pytest.mark.parametrize("right", (None, 0))
+def test_deterministic_sums_do_not_depend_on_how_many_multiprocessors_there_are(right, head_dim):
+    """Persistent kernels start more CTAs on more of them: nothing else differs."""
+    spec = AttentionSpec(0.1, None, right, deterministic=True)
+    few, many = (
+        plan_backward(spec, shapes(S=50_000, H=head_dim), dataclasses.replace(H100, sm_count=count))
+        for count in (1, 132)
+    )
+    assert few.operands == many.operands and few.results == many.results
+
+    def without_grid(plan):
+        return [dataclasses.replace(launch, grid=()) for launch in plan.launches]
+
+    assert without_grid(few) == without_grid(many)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -1,5 +1,9 @@
+import heapq
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_flash._device import H100
@@ -9,6 +13,7 @@ from jax_flash.cuda.sm90.backward_scheduler import (
     _makespan,
     every_query_sees_a_key,
     section_heads,
+    section_heads_in_turns,
     seen_blocks,
     sum_places,
 )
@@ -115,3 +120,30 @@ def test_the_plan_has_the_places():
     blocks = tuple(range(64, 0, -2))
     width = section_heads(blocks, 128, 1, 4096 * 128 * 8, 132)
     assert sums.shape == (sum_places(blocks, 128, 1, width, 132), 64, 64 * 128)
+
+
+def makespan_in_order(heads, tiles, blocks, section, workers, lag=1.0):
+    """When the last worker ends, in blocks' times, if tiles that all see all blocks add to dQ in the order in
+    which they are handed out: at each block a tile is `lag` behind the one before it of its head."""
+    free, before, count = [0.0] * workers, {}, np.arange(1, blocks + 1)
+    for first in range(0, heads, section):
+        for _ in range(tiles):
+            for head in range(first, min(first + section, heads)):
+                start = free[0] + 1
+                waits = np.maximum(start, before[head] + lag - count) if head in before else start
+                before[head] = count + np.maximum.accumulate(np.broadcast_to(waits, blocks))
+                heapq.heapreplace(free, before[head][-1] + 1)
+    return max(free)
+
+
+@pytest.mark.parametrize(
+    "B,S,K,group,most",
+    [(4, 4096, 16, 1, 0.01), (1, 16384, 16, 1, 0.01), (4, 4096, 8, 4, 0.03), (1, 4096, 8, 1, 0.12)],
+)
+def test_a_fixed_order_costs_little_where_heads_are_many(B, S, K, group, most):
+    """Beside tiles that start evenly spread over the blocks and never wait: those all have to be resident."""
+    heads, tiles, blocks = B * K, S // 128, S // 64 * group
+    section = section_heads_in_turns(heads, group * S * 128 * 8, tiles_alike=True)
+    spread = math.ceil(heads * tiles / 132) * (blocks + 2)
+    assert makespan_in_order(heads, tiles, blocks, section, 132) <= (1 + most) * spread
+    assert makespan_in_order(heads, tiles, blocks, section, 132, lag=0) <= spread

@@ -160,7 +160,7 @@ BACKWARD = (
 # Additions to dQ in turns, and on how many multiprocessors.
 IN_TURNS = (
     (Case(H=128, T=300, S=300, right=0, N=4, K=2), 3),
-    (Case(H=128, T=200, S=500, N=4, K=2), 3),  # a wave ends within a head; more of its tiles than blocks
+    (Case(H=128, T=200, S=500, N=4, K=2), 3),  # more tiles of a head than blocks
     (Case(H=128, T=70, S=700), 5),
     (Case(H=64, T=600, S=500, N=3), 4),
     (Case(H=64, T=500, S=900, left=200, right=10, N=2), 4),
@@ -336,8 +336,12 @@ def test_deterministic_gradients_of_a_bias_of_any_magnitude(magnitude, bias, emu
     check_backward(case, emulator, magnitude=magnitude)
 
 
-def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0):
-    """Compares with the definition. As many CTAs run together as there are `multiprocessors`."""
+def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, resident=()):
+    """Compares with the definition; returns the results of each run.
+
+    The plan is for a device of so many `multiprocessors`. `resident` says how many CTAs run together, in one
+    run after the other: by default in each of `runs` as many as there are multiprocessors.
+    """
     device = dataclasses.replace(H100, sm_count=multiprocessors)
     spec, operands, d_out, d_lse, seed = draw(case)
     d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
@@ -349,11 +353,14 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0):
     if fixed_point.adds_bias_up(spec, shapes_of(operands)):
         arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
     plan = plan_backward(spec, shapes_of(operands), device)
-    results, *others = (emulator.run(plan, arrays, seed + i, multiprocessors) for i in range(runs))
-    gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
-    gradients |= score_mod.gradients(spec, operands, results, bias_factor)
-    check_gradients(case, gradients, expected, of_rounded_output(case, operands, out, lse, d_out), magnitude)
-    return [results, *others]
+    resident = resident or (multiprocessors,) * runs
+    of_runs = [emulator.run(plan, arrays, seed + i, count) for i, count in enumerate(resident)]
+    rounded_output = of_rounded_output(case, operands, out, lse, d_out)
+    for results in of_runs:
+        gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
+        gradients |= score_mod.gradients(spec, operands, results, bias_factor)
+        check_gradients(case, gradients, expected, rounded_output, magnitude)
+    return of_runs
 
 
 def of_rounded_output(case, operands, out, lse, d_out):

@@ -22,12 +22,20 @@ __device__ __forceinline__ uint32_t address_in(int rank, uint32_t address) {
 }
 
 // Waits for all threads of all CTAs. All lanes of a warp call it together. What a thread wrote before is visible to the
-// others only after a fence, as mbarrier::fence_init is one.
+// others only after a fence: mbarrier::fence_init for barriers, `fence` for the rest.
 __device__ __forceinline__ void sync() {
     asm volatile(
         "barrier.cluster.arrive.relaxed.aligned;\n"
         "barrier.cluster.wait.acquire.aligned;\n" ::
             : "memory");
 }
+
+// Writes a word to the shared memory of any CTA of the cluster.
+__device__ __forceinline__ void store(uint32_t address, int value) {
+    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Orders this thread's writes before a `sync`, for all CTAs of the cluster.
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 
 }  // namespace cluster

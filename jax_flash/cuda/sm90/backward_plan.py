@@ -105,7 +105,7 @@ class BackwardTile:
         d_scores *= 2 if self.factors else 1
         sums = d_query + writers
         tells_work = in_value_place or (self.bounds and not self.split_products)  # not the tile's index alone
-        told = key_stages * (5 + 2 * self.bounds) if tells_work else 1
+        told = key_stages * (3 + 2 * self.bounds) if tells_work else 1
         words = barriers + told
         return keys + values + blocks + d_scores + peer + sums + gradients + statistics + 8 * words
 
@@ -262,16 +262,15 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         window = Window(0, -_UNBOUNDED)  # empty: for the kernels' arithmetic, far from everything
     left, right = (Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right))
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
-    # Persistent CTAs take tiles from a counter, but for those that wait for a whole wave of others. Split
-    # products can load nothing of the next tile beside the end of one, and each tile has its CTAs.
+    # Split products can load nothing of the next tile beside the end of one, so each tile has its CTAs.
+    # Others are persistent.
     ctas = tiles if shape.split_products else min(tiles, device.sm_count)
-    by_stride = spec.deterministic and tiles_alike
-    counter = (Buffer("next_tile", (1,), "int32"),) if ctas < tiles and not by_stride else ()
+    # Wherever warps wait for other CTAs' tiles, CTAs take tiles from a counter (dq_order.cuh).
+    waits = spec.deterministic or not shape.split_products
+    counter = (Buffer("next_tile", (1,), "int32"),) if waits else ()
     next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
     turns = (Buffer("turns", (n.B, n.N, query_blocks), "int32"),) if spec.deterministic else ()
     turns_parameter = Pointer("turns") if turns else Scalar("int64", 0)
-    # Tiles at work at once, each seeing all blocks.
-    wave = min(tiles, workers) if spec.deterministic and tiles_alike else 0
 
     prepare = Launch(
         kernel=kernel("sm90/backward/preprocess.cu", "backward_preprocess"),
@@ -317,7 +316,6 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             left,
             right,
             Scalar("int32", section),
-            Scalar("int32", wave),
             Scalar("float32", spec.scale),
             *score_mod.parameters(spec, shapes),
             *(Scalar("int64", 0) if x is None else Pointer(x.name) for x in (d_bias, d_slopes)),

@@ -71,10 +71,11 @@ def section_heads_by_data(heads: int, bytes_per_head: int, parts: int) -> int:
 def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -> int:
     """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward/dq_order.cuh).
 
-    Many heads keep the tiles of one head apart. Where tiles are not alike, the longest ones of a section come
-    last, but for the last section: there have to be two, and a small last one would have little beside what
-    the others leave. Tiles of a key head get apart by whole query heads, so that `bytes_per_head` counts the
-    group's.
+    A tile comes to a block behind those of its head that were handed out before it, so each tile of a head
+    that is at work delays the next one by about a block's time: sections are as wide as L2 allows, so that
+    few are. Where tiles are not alike, the longest ones of a section come last, but for the last section:
+    there have to be two, and a small last one would have little beside what the others leave. Tiles of a key
+    head get apart by whole query heads, so that `bytes_per_head` counts the group's.
     """
     if tiles_alike:
         return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES)))

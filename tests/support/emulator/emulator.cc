@@ -168,13 +168,16 @@ void run_on(Cluster& state) {
     }
 }
 
-// Runs all clusters of a grid, at most `resident` of them at once. They start in the order of their index.
+// Runs all clusters of a grid, at most `resident` of them at once. They start in a random order, as CUDA promises none.
 void run_grid(int grid, int ctas, size_t resident, int threads) {
     std::list<Cluster> at_work;
     const Cluster* late = nullptr;  // that the others leave behind for a while
-    for (int next = 0, idle = 0; next < grid || !at_work.empty();) {
-        for (; next < grid && at_work.size() < resident; next += ctas) {
-            start(at_work.emplace_back(), next, ctas, threads);
+    std::vector<int> waiting;       // clusters that have not started, by the index of their first CTA
+    for (int first = 0; first < grid; first += ctas) waiting.push_back(first);
+    for (size_t i = waiting.size(); i > 1; --i) std::swap(waiting[i - 1], waiting[emulator::random() % i]);
+    for (int idle = 0; !waiting.empty() || !at_work.empty();) {
+        for (; !waiting.empty() && at_work.size() < resident; waiting.pop_back()) {
+            start(at_work.emplace_back(), waiting.back(), ctas, threads);
         }
         const int64_t before = progress;
         if (resident > 1 && emulator::random() % 64 == 0) {
@@ -308,6 +311,9 @@ void sync() {
     emulator::progressed();
     while (barrier.round == round) emulator::yield();
     emulator::progressed();
+}
+void store(uint32_t address, int value) {
+    memcpy(cta_at(address).shared + (address & 0xffffff), &value, sizeof(value));
 }
 }  // namespace cluster
 

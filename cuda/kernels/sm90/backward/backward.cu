@@ -39,13 +39,13 @@ __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap
     }
 }
 
-// Runs in one thread. CTAs that take several tiles do so from a counter that all share: under a window tiles take
-// unequally long, and a tile may wait for those handed out before it (wait_for_place), so that a CTA that has not
-// started has none. By stride where tiles add in turns and wait for their whole wave (dq_order.cuh).
+// Runs in one thread. Persistent CTAs take tiles from a counter that all share: tiles take unequally long under a window,
+// and a tile may wait for those handed out before it (wait_for_place, dq_order.cuh), which a resident CTA has to have.
+// The order in which CTAs start is not known, and how many are resident is not either, so nothing follows blockIdx.
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
-    const int grid = gridDim.x, tiles = call.tile_count();
-    int index = call.next_tile ? atomicAdd(call.next_tile, 1) : blockIdx.x / Traits::cluster;
+    const int tiles = call.tile_count();
+    int index = Traits::persistent ? atomicAdd(call.next_tile, 1) : call.own_tile();
     BlockSlot slot;
 #pragma unroll 1
     for (KeySlot key_slot;; key_slot.advance()) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(const Call& call) {
         }
         if constexpr (Traits::tells_work) {
             call.told_work(key_stage) = work;
-        } else {
+        } else if constexpr (Traits::persistent) {
             shared.told_tile(key_stage) = index;
         }
         if constexpr (Traits::tells_work && Traits::bounds) {
@@ -125,11 +125,36 @@ __device__ __forceinline__ void produce(const Call& call) {
             }
         }
         if (!Traits::persistent) return;
-        index = call.next_tile ? atomicAdd(call.next_tile, 1) : index + grid;
+        index = atomicAdd(call.next_tile, 1);
     }
 }
 
 // ---------------------------------------------------------------------------------------- entry
+
+// Waits for all threads of all CTAs that share a tile.
+__device__ __forceinline__ void sync_ctas() {
+    if constexpr (Traits::cluster > 1) {
+        __syncwarp();
+        cluster::sync();
+    } else {
+        __syncthreads();
+    }
+}
+
+// Takes the one tile of CTAs that share it from the counter, and tells all of them. By blockIdx a tile could wait for
+// one whose CTAs are not resident yet.
+__device__ __forceinline__ void take_tile(const Call& call) {
+    const bool first_cta = Traits::cluster == 1 || cluster::rank() == 0;
+    if (threadIdx.x == 0 && first_cta) {
+        const int index = atomicAdd(call.next_tile, 1);
+        call.shared.told_tile(0) = index;
+        if constexpr (Traits::cluster > 1) {
+            cluster::store(in_peer(call.shared.base + SharedMemory::work), index);
+            cluster::fence();
+        }
+    }
+    sync_ctas();
+}
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
@@ -140,7 +165,6 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
              int* __restrict__ next_tile, int* turns, int queries, int keys, int key_heads, int group, int batch,
              int left, int right,
              int section_heads,  // see key_tile_at
-             int wave,           // see place_of
              float scale,
              SCORE_PARAMETERS,  // see ScoreOperands
              Traits::BiasSum* d_bias, float* d_slopes,
@@ -167,7 +191,6 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     next_tile,
                     turns,
                     section_heads,
-                    wave,
                     scale,
                     SCORE_OPERANDS,
                     d_bias,
@@ -219,12 +242,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         }
         mbarrier::fence_init();
     }
-    if constexpr (Traits::cluster > 1) {
-        __syncwarp();
-        cluster::sync();
-    } else {
-        __syncthreads();
-    }
+    sync_ctas();
+    if constexpr (!Traits::persistent && Traits::deterministic) take_tile(call);
 
     const int warp = warp_index();
     if (warp < 4) {

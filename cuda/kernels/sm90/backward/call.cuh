@@ -35,11 +35,13 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
 struct Work {
     KeyTile tile;
     QueryBlocks blocks;
-    Place place;
+    BlockOrder order;
 
     __device__ int iterations(const Shape& shape) const { return blocks.count() * shape.group; }
 
-    __device__ BlockVisit first_visit() const { return {0, place.start}; }
+    __device__ BlockVisit first_visit() const {
+        return {0, Traits::deterministic && order == BlockOrder::backward ? blocks.last - 1 : blocks.first};
+    }
 
     // Calls visit(query_head, block, iteration) in the order that all roles share.
     template <class Visit>
@@ -50,7 +52,7 @@ struct Work {
 #pragma unroll 1
             for (const int end = iterations(shape); iteration < end; ++iteration) {
                 visit(now.head(tile, shape), now.block, iteration);
-                now.advance(blocks, place);
+                now.advance(blocks, order);
             }
         } else {
 #pragma unroll 1
@@ -83,10 +85,9 @@ struct Call {
     const Shape shape;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D; see SharedMemory::lse
     const QueryGradient d_query;
-    int* next_tile;           // counts the tiles handed out; null: they go by stride
+    int* next_tile;           // counts the tiles handed out; null where each tile has its CTA and none waits for another
     int* turns;               // (B, N, query blocks): additions to each so far; null unless these go in turns
     int section_heads;        // see key_tile_at
-    int wave;                 // see place_of
     float scale;
     const ScoreOperands scores;
     Traits::BiasSum* d_bias;   // as the bias
@@ -98,8 +99,9 @@ struct Call {
         return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
     }
     __device__ Work work(int tile_index) const {
-        const bool last_first =
-            Traits::deterministic && wave == 0 && goes_last_first(tile_index, shape, section_heads);
+        BlockOrder order = BlockOrder::forward;
+        if constexpr (Traits::deterministic) order = block_order(tile_index, shape, section_heads);
+        const bool last_first = Traits::deterministic && order == BlockOrder::forward;
         const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
         QueryBlocks blocks;
         if constexpr (Traits::bounds) {
@@ -107,17 +109,21 @@ struct Call {
         } else {
             blocks = query_blocks(tile, shape);
         }
-        return {tile, blocks, place_of(tile_index, tile, blocks, shape, section_heads, wave)};
+        return {tile, blocks, order};
     }
     // How many tiles add to the block's dQ before this one does.
     __device__ int rank(const Work& work, int block) const {
-        if constexpr (Traits::bounds) {
-            const int2 tiles = shape.bounds.block_tiles[work.tile.batch * shape.query_blocks() + block];
-            const int number = work.tile.first_key / Traits::keys;
-            return work.place.spacing < 0 ? number - tiles.x : tiles.y - 1 - number;
-        } else {
-            return work.place.rank(block, work.tile, work.blocks, shape);
-        }
+        return rank_of(work.tile, work.order, block, shape);
+    }
+    // Index of the tile of a CTA that has one only. Where tiles wait for others it comes from the counter (take_tile).
+    __device__ int own_tile() const {
+        if constexpr (Traits::deterministic) return shared.told_tile(0);
+        return blockIdx.x / Traits::cluster;
+    }
+    // The same for all lanes of a warp, in a uniform register.
+    __device__ int own_tile_of_warp() const {
+        if constexpr (Traits::deterministic) return __shfl_sync(0xffffffff, own_tile(), 0);
+        return own_tile();
     }
     // What the loading thread tells the others of the tile whose K comes, if any, see `told_tile`.
     __device__ Work& told_work(int stage) const {
@@ -138,12 +144,11 @@ struct Call {
                 const Work& told = told_work(slot.stage);
                 const KeyTile tile{told_tile, same(told.tile.head), same(told.tile.batch)};
                 const QueryBlocks blocks{same(told.blocks.first), same(told.blocks.last)};
-                Place place{blocks.first};
+                BlockOrder order = BlockOrder::forward;
                 if constexpr (Traits::deterministic) {
-                    place = {same(told.place.start), same(told.place.spacing), same(told.place.before),
-                             same(told.place.behind)};
+                    order = static_cast<BlockOrder>(same(static_cast<int>(told.order)));
                 }
-                visit(Work{tile, blocks, place}, slot);
+                visit(Work{tile, blocks, order}, slot);
             } else {
                 visit(work(told_tile), slot);
             }

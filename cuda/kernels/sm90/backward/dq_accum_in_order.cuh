@@ -25,7 +25,7 @@ __device__ __forceinline__ void for_each_turn(const Call& call, Visit visit) {
             visit_blocks(work);
         });
     } else if (first_lane) {
-        visit_blocks(call.work(blockIdx.x / Traits::cluster));
+        visit_blocks(call.work(call.own_tile()));
     }
 }
 

@@ -107,7 +107,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             take_turn(consumer);
             issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
             slot.advance();
-            now.advance(work.blocks, work.place);
+            now.advance(work.blocks, work.order);
             if (!last) start_scores();
             pass_turn(consumer);
             if (last) {

@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     BlockSlot slot;
     DScoresSlot d_scores_slot;
 
-    const Work work = call.work(blockIdx.x / Traits::cluster);
+    const Work work = call.work(call.own_tile_of_warp());
     const KeyTile& tile = work.tile;
     const int first_key = cta_first_key(tile), iterations = work.iterations(call.shape);
     float d_value[d_value_count] = {};
@@ -233,7 +233,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
         mbarrier::wait(shared.d_out_full(stage), slot.parity);
         issue_gradient(d_value, probabilities, shared.d_out_block(stage));
         slot.advance();
-        now.advance(work.blocks, work.place);
+        now.advance(work.blocks, work.order);
         if (!last) start_scores();
         if constexpr (Traits::hands_factors_later) hand_over_factors();
         if (last) {
@@ -301,7 +301,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     BlockSlot slot;
     DScoresSlot d_scores_slot;
 
-    const Work work = call.work(blockIdx.x / Traits::cluster);
+    const Work work = call.work(call.own_tile_of_warp());
     const KeyTile& tile = work.tile;
     const int iterations = work.iterations(call.shape);
     float d_key[d_key_count] = {};
@@ -402,7 +402,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
             wgmma::wait<0>();
             wgmma::pin(d_scores);
         }
-        now.advance(work.blocks, work.place);
+        now.advance(work.blocks, work.order);
         d_scores_slot.advance();
     };
 

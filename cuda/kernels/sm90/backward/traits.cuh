@@ -77,7 +77,7 @@ struct Traits {
     // keys whole. Or its index alone: without bounds work is soon computed, and with few registers left, as at head dim
     // 128, work that is told costs instructions in each step.
     static constexpr bool tells_work = gradients_in_value_place || (persistent && bounds);
-    static constexpr int work_bytes = tells_work ? 40 : 8;
+    static constexpr int work_bytes = tells_work ? 24 : 8;
     static constexpr int whole_blocks_bytes = tells_work && bounds ? 8 * consumers : 0;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);

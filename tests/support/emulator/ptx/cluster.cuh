@@ -7,5 +7,7 @@ namespace cluster {
 int rank();
 uint32_t address_in(int rank, uint32_t address);
 void sync();
+void store(uint32_t address, int value);
+inline void fence() {}
 
 }  // namespace cluster
