@@ -23,7 +23,7 @@ from comparison import OURS, Comparison
 
 from jax_flash._device import Device, current
 from jax_flash._spec import Operands, sizes
-from jax_flash.cuda.sm90 import forward_plan
+from jax_flash.cuda.sm90 import forward_plan, tensor_maps
 from jax_flash.cuda.sm90.forward_tiles import block_counts
 from jax_flash.cuda.window import binding_window
 
@@ -52,7 +52,7 @@ def visited_flops(case: Case, device: Device) -> int:
     """
     shapes = Operands(*case.shapes())
     n, window = sizes(shapes), binding_window(case.spec(), sizes(shapes))
-    chosen, head_dim = forward_plan.schedule(case.spec(), shapes), forward_plan.padded_head_dim(case.head_dim)
+    chosen, head_dim = forward_plan.schedule(case.spec(), shapes), tensor_maps.padded_head_dim(case.head_dim)
     tile, heads = chosen.tile, chosen.pack
     blocks = sum(block_counts(tile, heads, window, n))
     return 4 * case.calls * case.batch * (case.heads // heads) * head_dim * tile.rows * tile.keys * blocks

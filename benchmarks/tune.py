@@ -42,7 +42,7 @@ from jax_flash._device import Device, current
 from jax_flash._spec import Operands
 from jax_flash.cuda.compile import CompileError, compile_kernel
 from jax_flash.cuda.launch_plan import Launch
-from jax_flash.cuda.sm90 import forward_plan, forward_tiles
+from jax_flash.cuda.sm90 import forward_plan, forward_tiles, tensor_maps
 from jax_flash.cuda.sm90.forward_tiles import Choice, ForwardTile, Needs
 from jax_flash.cuda.window import Window
 
@@ -205,7 +205,7 @@ def refusal(
     """Why `tile` can't run `cases` well on `device`, or None. Compiles its kernels if it must."""
     if tile.pingpong and tile.consumers == 1:
         return "one warpgroup has nobody to take turns with"
-    head_dim = forward_plan.padded_head_dim(cases[0].head_dim)
+    head_dim = tensor_maps.padded_head_dim(cases[0].head_dim)
     # A consumer thread holds scores and outputs in float32, and probabilities in 16 bits.
     needed = tile.keys // 2 + head_dim // 2 + tile.keys // 4
     available = min(255, (REGISTERS // 128 - PRODUCER_REGISTERS) // tile.consumers // 8 * 8)
@@ -313,7 +313,7 @@ def choice_source(choice: Choice) -> str:
 
 def table_choices(head_dim: int, mask: str) -> tuple[Choice, ...]:
     """What the table has for `head_dim`."""
-    padded = forward_plan.padded_head_dim(head_dim)
+    padded = tensor_maps.padded_head_dim(head_dim)
     return forward_tiles.choices(Needs(padded, padded, MASKS[mask]))
 
 

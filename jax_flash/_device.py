@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import jax
 
+# JAX doesn't tell the size of a GPU's L2 cache. Where models of an architecture differ, the least of theirs.
+_L2_BYTES = {(9, 0): 50 << 20}
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -16,6 +19,11 @@ class Device:
     kind: str
     compute_capability: tuple[int, int] | None = None  # CUDA only
     sm_count: int = 0
+    l2_bytes: int = 0  # of the L2 cache; 0 takes what GPUs of this compute capability have, if that is known
+
+    def __post_init__(self):
+        if not self.l2_bytes and self.compute_capability in _L2_BYTES:
+            object.__setattr__(self, "l2_bytes", _L2_BYTES[self.compute_capability])
 
     @property
     def is_gpu(self) -> bool:

@@ -18,13 +18,13 @@ LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
 
 _SEQUENCES = 4
-"""A batch row of several sequences is taken to have so many, of one length, as only the data says."""
+"""Sequences that a batch row with offsets or segments is assumed to hold; the data alone has their number."""
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 
-def has_bounds(shapes: Shapes) -> bool:
-    """Whether what queries see is data, besides operands that are added to scores."""
+def is_needed(shapes: Shapes) -> bool:
+    """Whether the mask depends on lengths, segments or offsets, which are known only at run time."""
     return any(getattr(shapes, name) is not None for name in (*LENGTHS, *SEGMENTS, *_packing.OFFSETS))
 
 
@@ -32,24 +32,24 @@ def has_segments(shapes: Shapes) -> bool:
     return shapes.query_segment_ids is not None
 
 
-def parts(shapes: Shapes) -> int:
-    """Into how many parts a batch row falls, each with tiles that see it alone, about; 0 without bounds."""
+def assumed_sequences(shapes: Shapes) -> int:
+    """How many sequences schedulers assume in a batch row; 0 if the mask is static."""
     if has_segments(shapes) or shapes.query_offsets is not None:
         return _SEQUENCES
-    return int(has_bounds(shapes))
+    return int(is_needed(shapes))
 
 
 def defines(shapes: Shapes) -> tuple[tuple[str, int], ...]:
-    return (("BOUNDS", int(has_bounds(shapes))), ("SEGMENTS", int(has_segments(shapes))))
+    return (("MASK_METADATA", int(is_needed(shapes))), ("SEGMENTS", int(has_segments(shapes))))
 
 
-NO_DEFINES = (("BOUNDS", 0), ("SEGMENTS", 0))
+NO_DEFINES = (("MASK_METADATA", 0), ("SEGMENTS", 0))
 
 
 def forward_buffers(shapes: Shapes, groups: int) -> tuple[Buffer, ...]:
     """What the forward kernel reads, of batch rows of so many `groups` of 64 rows."""
     n = sizes(shapes)
-    if not has_bounds(shapes):
+    if not is_needed(shapes):
         return ()
     row_segments = Buffer("row_segments", (n.B, groups * 64), "int32")
     return (
@@ -64,7 +64,7 @@ def backward_buffers(shapes: Shapes, queries: int, keys: int, span: int) -> tupl
     """What the backward kernel reads, of tiles of `keys` and blocks of `queries`. `span` of those are counted
     together as done."""
     n = sizes(shapes)
-    if not has_bounds(shapes):
+    if not is_needed(shapes):
         return ()
     blocks, tiles = math.ceil(n.T / queries), math.ceil(n.S / keys)
     return (

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import dropout, fixed_point
+from jax_flash.cuda import dropout, fixed_point, mask_metadata
 from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
-from jax_flash.cuda.mask_metadata import has_bounds
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
 _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
@@ -24,25 +23,27 @@ def unsupported(shapes: Shapes) -> str | None:
     return None
 
 
-def changes(spec: AttentionSpec, shapes: Shapes) -> int:
-    """How many of soft cap, bias, mask and ALiBi make logits of scores, beyond the scale."""
+def count(spec: AttentionSpec, shapes: Shapes) -> int:
+    """How many of soft cap, bias, mask and ALiBi the call has."""
     operands = [name for name in OPERANDS if getattr(shapes, name) is not None]
     return len(operands) + (spec.logits_soft_cap is not None)
 
 
-def changed(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether scores become logits by more than the scale."""
-    return changes(spec, shapes) > 0
+def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether the call modifies scores beyond the scale."""
+    return count(spec, shapes) > 0
 
 
-def read(shapes: Shapes) -> str | None:
-    """What each score reads to become a logit: "bias", with a mask or without, "mask" alone, or nothing."""
+def loaded_operand(shapes: Shapes) -> str | None:
+    """The array that a score is looked up in: "bias" (with a mask or without), "mask" alone, or None."""
     return "bias" if shapes.bias is not None else "mask" if shapes.mask is not None else None
 
 
-def handed_factors(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether the backward kernel needs the soft cap's derivative apart from P: the gradients of bias and
-    slopes are without it."""
+def needs_softcap_grad(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether the backward kernel keeps the soft cap's derivative beside P.
+
+    Bias and ALiBi are added after the cap, so their gradients don't have that factor.
+    """
     return spec.logits_soft_cap is not None and not (shapes.bias is None and shapes.alibi_slopes is None)
 
 
@@ -67,7 +68,7 @@ def buffers(shapes: Shapes, names: tuple[str, ...] = OPERANDS) -> tuple[Buffer, 
 
 def parameters(spec: AttentionSpec, shapes: Shapes) -> tuple[Parameter, ...]:
     """`SCORE_PARAMETERS` of the kernels."""
-    diagonals = has_bounds(shapes) and shapes.alibi_slopes is not None
+    diagonals = mask_metadata.is_needed(shapes) and shapes.alibi_slopes is not None
     cap = spec.logits_soft_cap
     return (
         Scalar("float32", spec.scale if cap is None else spec.scale / cap),

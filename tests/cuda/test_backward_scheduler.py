@@ -8,6 +8,7 @@ import pytest
 
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.backward_scheduler import (
     _makespan,
@@ -20,6 +21,7 @@ from jax_flash.cuda.sm90.backward_scheduler import (
 from jax_flash.cuda.window import binding_window
 
 MIB = 1 << 20
+L2_BYTES = l2.backward_bytes(H100)
 
 
 def call(T, S, left=None, right=None, B=1, N=1, K=1):
@@ -74,13 +76,13 @@ def test_whether_every_query_sees_a_key(T, S, left, right):
 
 
 def test_equal_tiles_go_head_by_head():
-    assert section_heads((64,) * 32, 64, 1, 4 * MIB, 132) == 1
+    assert section_heads((64,) * 32, 64, 1, 4 * MIB, 132, L2_BYTES) == 1
 
 
 def test_unequal_tiles_of_so_many_heads_go_together_that_the_last_wave_is_even():
     blocks = tuple(range(64, 0, -2))
     for heads, group in ((64, 1), (32, 4)):
-        width = section_heads(blocks, heads, group, 4 * MIB, 132)
+        width = section_heads(blocks, heads, group, 4 * MIB, 132, L2_BYTES)
         even = heads * (sum(blocks) * group + len(blocks) * 2) / 132
         assert 1 < width <= 9  # what L2 holds
         assert _makespan(blocks, heads, group, width, 132) < 1.01 * even
@@ -89,8 +91,8 @@ def test_unequal_tiles_of_so_many_heads_go_together_that_the_last_wave_is_even()
 
 def test_no_more_heads_go_together_than_there_are_or_than_l2_holds():
     blocks = tuple(range(16, 0, -2))
-    assert section_heads(blocks, 2, 1, MIB, 132) <= 2
-    assert section_heads(tuple(range(1 << 14, 0, -2)), 16, 1, 1024 * MIB, 132) == 1
+    assert section_heads(blocks, 2, 1, MIB, 132, L2_BYTES) <= 2
+    assert section_heads(tuple(range(1 << 14, 0, -2)), 16, 1, 1024 * MIB, 132, L2_BYTES) == 1
 
 
 def test_heads_have_a_place_until_they_are_written():
@@ -118,7 +120,7 @@ def test_the_plan_has_the_places():
     plan = plan_backward(spec, shapes, H100)
     (sums,) = (buffer for buffer in plan.results if buffer.name == "d_query_sums")
     blocks = tuple(range(64, 0, -2))
-    width = section_heads(blocks, 128, 1, 4096 * 128 * 8, 132)
+    width = section_heads(blocks, 128, 1, 4096 * 128 * 8, 132, L2_BYTES)
     assert sums.shape == (sum_places(blocks, 128, 1, width, 132), 64, 64 * 128)
 
 
@@ -143,7 +145,13 @@ def makespan_in_order(heads, tiles, blocks, section, workers, lag=1.0):
 def test_a_fixed_order_costs_little_where_heads_are_many(B, S, K, group, most):
     """Beside tiles that start evenly spread over the blocks and never wait: those all have to be resident."""
     heads, tiles, blocks = B * K, S // 128, S // 64 * group
-    section = section_heads_in_turns(heads, group * S * 128 * 8, tiles_alike=True)
+    section = section_heads_in_turns(heads, group * S * 128 * 8, tiles_alike=True, l2_bytes=L2_BYTES)
     spread = math.ceil(heads * tiles / 132) * (blocks + 2)
     assert makespan_in_order(heads, tiles, blocks, section, 132) <= (1 + most) * spread
     assert makespan_in_order(heads, tiles, blocks, section, 132, lag=0) <= spread
+
+
+def test_shares_of_l2_are_those_that_were_timed():
+    """The plans of an H100 and an H200 stay as they were timed."""
+    assert l2.forward_bytes(H100) == 32 * MIB
+    assert l2.backward_bytes(H100) == 36 * MIB

@@ -4,7 +4,7 @@
 // Defines, all set by jax_flash/cuda/score_mod.py:
 //   SOFT_CAP, ALIBI, MASK   1: the call has it
 //   BIAS                    the bias's element type; void: there is none
-// and BOUNDS: which key a query is aligned with is data then.
+// and MASK_METADATA: which key a query is aligned with is data then.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
@@ -14,8 +14,8 @@ struct ScoreTraits {
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI, mask = MASK;
     static constexpr bool bias = !is_same<Bias, void>;
     // Whether there is anything to do; if not, the scale is part of the softmax's own arithmetic.
-    static constexpr bool change = soft_cap || bias || alibi || mask;
-    static constexpr bool diagonals = alibi && BOUNDS;
+    static constexpr bool has_score_mod = soft_cap || bias || alibi || mask;
+    static constexpr bool diagonals = alibi && MASK_METADATA;
 };
 
 // From element to element of a (B | 1, N | 1, T | 1, S | 1) array along each axis, 0 where all share one.
@@ -59,7 +59,7 @@ __device__ __forceinline__ float tanh_of(float x) {
 __device__ __forceinline__ float widened(const float* element) { return *element; }
 template <class Element>
 __device__ __forceinline__ float widened(const Element* element) {
-    return unpack<Element>(element->bits).x;
+    return to_floats<Element>(element->bits).x;
 }
 template <class Element>
 __device__ __forceinline__ float bias_at(const void* bias, int64_t index) {

@@ -21,31 +21,31 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// Two floats rounded to nearest and packed, `low` at the lower address.
+// Converts two floats to a pair of 16-bit elements, rounding to nearest. `low` comes at the lower address.
 template <class Element>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-    uint32_t packed;
+__device__ __forceinline__ uint32_t convert(float low, float high) {
+    uint32_t pair;
     if constexpr (is_same<Element, bfloat16>) {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     } else {
         static_assert(is_same<Element, float16>, "elements are bfloat16 or float16");
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     }
-    return packed;
+    return pair;
 }
 
-// The inverse of `pack`.
+// Converts a pair of 16-bit elements to floats, exactly.
 template <class Element>
-__device__ __forceinline__ float2 unpack(uint32_t packed) {
+__device__ __forceinline__ float2 to_floats(uint32_t pair) {
     float2 values;
     if constexpr (is_same<Element, bfloat16>) {
-        values.x = __uint_as_float(packed << 16);
-        values.y = __uint_as_float(packed & 0xffff0000u);
+        values.x = __uint_as_float(pair << 16);
+        values.y = __uint_as_float(pair & 0xffff0000u);
     } else {
         static_assert(is_same<Element, float16>, "elements are bfloat16 or float16");
         asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
             : "=f"(values.x), "=f"(values.y)
-            : "r"(packed));
+            : "r"(pair));
     }
     return values;
 }

@@ -8,7 +8,7 @@ using uint64_t = unsigned long long;
 using int32_t = int;
 using int64_t = long long;
 
-// Element types of 16 bits. They are only moved, and converted by `pack`.
+// Element types of 16 bits. Kernels move them, and convert them by `convert` and `to_floats` (math.cuh).
 struct bfloat16 {
     uint16_t bits;
 };

@@ -48,7 +48,7 @@ def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     n = sizes(shapes)
     head_dim, value_dim = forward_plan.padded_head_dims(n)
     ahead = forward_plan.schedule(spec, shapes).tile
-    back = backward_plan.tile(max(head_dim, value_dim), score_mod.changed(spec, shapes))
+    back = backward_plan.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
     dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
     return (
         f"sm_90 kernels for {dims}: forward {ahead.rows} queries × {ahead.keys} keys, "

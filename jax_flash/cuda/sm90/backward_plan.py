@@ -9,6 +9,7 @@ from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, fixed_point, mask_metadata, mask_metadata_plan, score_mod
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, Zero
+from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.backward_scheduler import (
     every_query_sees_a_key,
     section_heads,
@@ -17,7 +18,7 @@ from jax_flash.cuda.sm90.backward_scheduler import (
     seen_blocks,
     sum_places,
 )
-from jax_flash.cuda.sm90.forward_plan import PANEL, padded_head_dims, rows_map
+from jax_flash.cuda.sm90.tensor_maps import PANEL, padded_head_dims, rows_map
 from jax_flash.cuda.window import Window, binding_window
 
 
@@ -153,10 +154,10 @@ def plan_backward_metadata(
     spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
 ) -> LaunchPlan | None:
     """How `device` finds what the main kernel reads of a call with bounds."""
-    if not mask_metadata.has_bounds(shapes):
+    if not mask_metadata.is_needed(shapes):
         return None
     n = sizes(shapes)
-    shape = tile(max(n.H, n.V), score_mod.changed(spec, shapes))
+    shape = tile(max(n.H, n.V), score_mod.has_score_mod(spec, shapes))
     return mask_metadata_plan.plan_backward(spec, shapes, device.arch, shape.queries, shape.keys, _SPAN)
 
 
@@ -172,13 +173,14 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
     window = binding_window(spec, n)
-    changed = score_mod.changed(spec, shapes)
+    changed = score_mod.has_score_mod(spec, shapes)
     shape = dataclasses.replace(tile(max(n.H, n.V), changed), dropout=spec.dropout_rate > 0)
     # With split products both consumers have columns of dQ, and dP may be computed in two parts.
     least = 32 if shape.split_products else 16
     head_dim, value_dim = (max(x, least) for x in padded_head_dims(n))
-    bounded = mask_metadata.has_bounds(shapes)
-    beside = score_mod.handed_factors(spec, shapes) and max(head_dim, value_dim) <= _MAX_HEAD_DIM_WITH_FACTORS
+    bounded = mask_metadata.is_needed(shapes)
+    beside = score_mod.needs_softcap_grad(spec, shapes)
+    beside = beside and max(head_dim, value_dim) <= _MAX_HEAD_DIM_WITH_FACTORS
     main_shape = dataclasses.replace(
         shape.in_turns if spec.deterministic else shape, bounds=bounded, factors=beside
     )
@@ -236,12 +238,15 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
     head_bytes = n.T * (head_dim * (2 + 4) + value_dim * 2)  # Q and the sum of dQ, dO
+    l2_bytes = l2.backward_bytes(device)
     if spec.deterministic:
-        section = section_heads_in_turns(key_heads, n.group * head_bytes, tiles_alike)
+        section = section_heads_in_turns(key_heads, n.group * head_bytes, tiles_alike, l2_bytes)
     elif bounded:
-        section = section_heads_by_data(key_heads, head_bytes, mask_metadata.parts(shapes))
+        section = section_heads_by_data(
+            key_heads, head_bytes, mask_metadata.assumed_sequences(shapes), l2_bytes
+        )
     else:
-        section = section_heads(seen, key_heads, n.group, head_bytes, workers)
+        section = section_heads(seen, key_heads, n.group, head_bytes, workers, l2_bytes)
     # Sums that are added to in turns have all a place, and a kernel of its own writes dQ.
     counted = not shape.split_products and not spec.deterministic
     places = n.B * n.N

@@ -7,8 +7,6 @@ import math
 from jax_flash._spec import Sizes
 from jax_flash.cuda.window import Window
 
-# What a section of the walk reads and adds to, Q, dO and the sum of dQ, should stay in L2.
-_SECTION_BYTES = 36 << 20
 # A tile's beginning and end take about as long as so many blocks.
 _ENDS = 2
 # For how many blocks' time dQ of a head is taken to wait to be written.
@@ -37,7 +35,9 @@ def every_query_sees_a_key(n: Sizes, window: Window) -> bool:
 
 
 @functools.lru_cache(256)
-def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int) -> int:
+def section_heads(
+    blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int, l2_bytes: int
+) -> int:
     """Key heads whose tiles are walked together (`key_tile_at` in sm90/backward/tile_scheduler.cuh).
 
     Where all tiles take equally long, one head at a time keeps its queries in L2. Elsewhere the longest tiles
@@ -49,10 +49,11 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
       group: query heads of each.
       bytes_per_head: of Q, dO and the sum of dQ, of one query head: those of a key head take turns.
       workers: CTAs, or clusters, that take tiles at a time.
+      l2_bytes: that Q, dO and the sum of dQ of the heads may take (l2.py).
     """
     if len(set(blocks)) == 1:
         return 1
-    most = max(1, min(heads, _SECTION_BYTES // bytes_per_head))
+    most = max(1, min(heads, l2_bytes // bytes_per_head))
     if len(blocks) * heads > _SIMULATED:
         return most
     widths = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if w <= most]
@@ -60,15 +61,15 @@ def section_heads(blocks: tuple[int, ...], heads: int, group: int, bytes_per_hea
     return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
 
 
-def section_heads_by_data(heads: int, bytes_per_head: int, parts: int) -> int:
+def section_heads_by_data(heads: int, bytes_per_head: int, parts: int, l2_bytes: int) -> int:
     """The same where it is data how long tiles take: as many heads as there is room for, so that CTAs end
     together wherever the long ones are, in sections all alike. Tiles of a turn read one of a head's `parts`
     alone."""
-    sections = math.ceil(heads * bytes_per_head / (parts * _SECTION_BYTES))
+    sections = math.ceil(heads * bytes_per_head / (parts * l2_bytes))
     return math.ceil(heads / max(1, min(heads, sections)))
 
 
-def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -> int:
+def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool, l2_bytes: int) -> int:
     """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward/dq_order.cuh).
 
     A tile comes to a block behind those of its head that were handed out before it, so each tile of a head
@@ -78,8 +79,8 @@ def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool) -
     head get apart by whole query heads, so that `bytes_per_head` counts the group's.
     """
     if tiles_alike:
-        return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / _SECTION_BYTES)))
-    most = max(1, min(math.ceil(heads / 2), _SECTION_BYTES // bytes_per_head))
+        return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / l2_bytes)))
+    most = max(1, min(math.ceil(heads / 2), l2_bytes // bytes_per_head))
     return max(
         range(1, most + 1), key=lambda width: ((heads - 1) % width + 1, -width)
     )  # by that of the last one

@@ -8,9 +8,18 @@ import jax
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
-from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap, Zero
+from jax_flash.cuda.launch_plan import (
+    ELEMENT_BYTES,
+    Buffer,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Pointer,
+    Scalar,
+    Zero,
+)
+from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.forward_tiles import (
-    PANEL,
     ForwardTile,
     Needs,
     block_counts,
@@ -21,30 +30,8 @@ from jax_flash.cuda.sm90.forward_tiles import (
     packs,
     tile,
 )
+from jax_flash.cuda.sm90.tensor_maps import padded_head_dims, rows_map
 from jax_flash.cuda.window import UNBOUNDED, Window, binding_window
-
-# Keys and values of the heads that a section of the tile walk works on at once should stay in L2, beside
-# what else passes through it.
-_SECTION_BYTES = 32 << 20
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """What the kernels are compiled for; TMA fills the columns beyond `head_dim` with zeros."""
-    return math.ceil(head_dim / 16) * 16
-
-
-def padded_head_dims(n: Sizes) -> tuple[int, int]:
-    """The same of keys, and of values."""
-    return padded_head_dim(n.H), padded_head_dim(n.V)
-
-
-def rows_map(buffer: Buffer, rows: int, pack: int = 1) -> TensorMap:
-    """A map over `(B, rows, heads, head dim)` that copies `rows / pack` rows of `pack` heads, one panel of
-    columns; the heads of a row stand together."""
-    B, T, N, H = buffer.shape
-    element = buffer.bytes // math.prod(buffer.shape)
-    strides = (H * element, N * H * element, T * N * H * element)
-    return TensorMap(buffer.name, buffer.dtype, (H, N, T, B), strides, (PANEL, pack, rows // pack, 1))
 
 
 def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
@@ -63,9 +50,9 @@ def needs_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Nee
     return Needs(
         *padded_head_dims(n),
         binding_window(spec, n),
-        changes=score_mod.changes(spec, shapes),
-        read=score_mod.read(shapes),
-        bounded=mask_metadata.has_bounds(shapes),
+        changes=score_mod.count(spec, shapes),
+        read=score_mod.loaded_operand(shapes),
+        bounded=mask_metadata.is_needed(shapes),
         segments=mask_metadata.has_segments(shapes),
         dropout=spec.dropout_rate > 0,
     )
@@ -89,7 +76,7 @@ def plan_forward_metadata(
     spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
 ) -> LaunchPlan | None:
     """How `device` finds what the kernel reads of a call with bounds."""
-    if not mask_metadata.has_bounds(shapes):
+    if not mask_metadata.is_needed(shapes):
         return None
     chosen = schedule(spec, shapes)
     return mask_metadata_plan.plan_forward(
@@ -187,7 +174,7 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
             Pointer("lse"),
             *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.V)),
             *(Scalar("int32", x or 0) for x in (window.left, window.right)),
-            Scalar("int32", _section_heads(n, window, heads, mask_metadata.parts(shapes))),
+            Scalar("int32", _l2_head_group(n, shapes, window, heads, device)),
             Pointer("next_tile") if counted else Scalar("int64", 0),
             Scalar("int32", whole_tiles),
             Scalar("int32", cut_ctas),
@@ -220,16 +207,22 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     return LaunchPlan(operands, (out, lse), (launch,))
 
 
-def _section_heads(n: Sizes, window: Window, pack: int, parts: int) -> int:
-    """Packs of query heads whose tiles are walked together (`tile_at` in sm90/forward/tile_scheduler.cuh).
+def _l2_head_group(
+    n: Sizes, shapes: Operands[jax.ShapeDtypeStruct], window: Window, pack_gqa: int, device: Device
+) -> int:
+    """How many head packs the tile scheduler interleaves (`tile_at` in sm90/forward/tile_scheduler.cuh).
 
-    Without a window all tiles take equally long: one pack at a time keeps its keys and values in L2.
-    With one, the longest tiles of many packs go first, so that CTAs end together; and so they do where it is
-    data how long tiles take. Tiles of a turn read one of `parts` of a pack's bytes then; 0: it is not data.
+    A head pack is the `pack_gqa` query heads whose rows share tiles. Where all tiles take equally long, the
+    scheduler finishes one head pack before the next, so that its keys and values stay in L2. Elsewhere it
+    interleaves as many head packs as L2 holds, longest tiles first, to even out the tail. If tile lengths are
+    known only at run time, concurrent tiles read about one sequence of each batch row.
     """
-    if window.unbounded and not parts:
+    sequences = mask_metadata.assumed_sequences(shapes)
+    if window.unbounded and not sequences:
         return 1
-    packs = n.B * n.N // pack
-    bytes_per_pack = n.S * (n.H + n.V) * 2 / (n.group / pack)
-    sections = min(packs, math.ceil(packs * bytes_per_pack / (max(parts, 1) * _SECTION_BYTES)))
-    return math.ceil(packs / sections)  # all sections alike: a small last one would end in a ragged wave
+    head_packs = n.B * n.N // pack_gqa
+    element_bytes = ELEMENT_BYTES[shapes.key.dtype.name]
+    bytes_per_pack = n.S * (n.H + n.V) * element_bytes / (n.group / pack_gqa)
+    groups = math.ceil(head_packs * bytes_per_pack / (max(sequences, 1) * l2.forward_bytes(device)))
+    # Groups of equal size: a small last group would end in a ragged wave.
+    return math.ceil(head_packs / min(head_packs, groups))

@@ -4,10 +4,8 @@ import dataclasses
 import math
 
 from jax_flash._spec import Sizes
+from jax_flash.cuda.sm90.tensor_maps import MAX_SHARED_BYTES, tile_row_bytes
 from jax_flash.cuda.window import Window
-
-PANEL = 64  # columns of a 16-bit tile under the 128-byte swizzle
-SHARED_BYTES = 227 * 1024  # that a CTA may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +52,10 @@ class ForwardTile:
     def shared_bytes(self, needs: Needs) -> int:
         """Dynamic shared memory: Q, the rings of K and V, rows of the output, dropout's words of keys,
         what rows see where that is data, barriers, tiles, -inf."""
-        key_row, value_row = (math.ceil(x / PANEL) * PANEL * 2 for x in (needs.head_dim, needs.value_dim))
+        key_row, value_row = (tile_row_bytes(x, 2) for x in (needs.head_dim, needs.value_dim))
         inputs = (self.query_stages * self.rows + self.stages * self.keys) * key_row
         inputs += self.stages * self.keys * value_row
-        staging = 4 * self.consumers * 16 * PANEL * 2
+        staging = 4 * self.consumers * 16 * 128
         words = (self.stages + 1) * self.keys * 4 if needs.dropout else 0
         barriers = 8 * (2 * self.query_stages + 4 * self.stages)
         of_rows = self.rows * (8 * needs.bounded + 4 * needs.segments) + 8 * self.consumers * needs.bounded
@@ -66,7 +64,7 @@ class ForwardTile:
     def fitted(self, needs: Needs) -> "ForwardTile":
         """The same where shared memory has room for it; or else with one stage for Q, and with fewer keys."""
         tile = self
-        while tile.shared_bytes(needs) > SHARED_BYTES:
+        while tile.shared_bytes(needs) > MAX_SHARED_BYTES:
             keys = tile.keys if tile.query_stages > 1 else tile.keys - 16
             split = math.ceil(self.split * keys / self.keys)
             tile = dataclasses.replace(self, query_stages=1, keys=keys, split=split)

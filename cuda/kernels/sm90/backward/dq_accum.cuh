@@ -142,7 +142,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
             const float4* sum = reinterpret_cast<const float4*>(stage) + lane;
             auto packed = [&](float low, float high) {
                 const float factor = with_dropout(call.scale, call.dropout.factor);
-                return pack<Traits::Element>(low * factor, high * factor);
+                return convert<Traits::Element>(low * factor, high * factor);
             };
 #pragma unroll
             for (int part = 0; part < 4; ++part) {  // 16 rows, staged over half of their sums

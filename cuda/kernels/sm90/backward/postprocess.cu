@@ -27,9 +27,9 @@ extern "C" __global__ void __launch_bounds__(threads)
         const int row = 64 * row_tile + thread / 32 * 16 + thread % 32 / 4;
         const float4 sum = sums[i];
         uint16_t* destination = staged + row * staged_stride + chunk * 8 + thread % 4 * 2;
-        *reinterpret_cast<uint32_t*>(destination) = pack<Traits::Element>(sum.x * scale, sum.y * scale);
+        *reinterpret_cast<uint32_t*>(destination) = convert<Traits::Element>(sum.x * scale, sum.y * scale);
         *reinterpret_cast<uint32_t*>(destination + 8 * staged_stride) =
-            pack<Traits::Element>(sum.z * scale, sum.w * scale);
+            convert<Traits::Element>(sum.z * scale, sum.w * scale);
     }
     __syncthreads();
 

@@ -14,7 +14,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float2 x = unpack<Traits::Element>(left[i]), y = unpack<Traits::Element>(right[i]);
+        const float2 x = to_floats<Traits::Element>(left[i]), y = to_floats<Traits::Element>(right[i]);
         sum += x.x * y.x + x.y * y.y;
     }
     return sum;

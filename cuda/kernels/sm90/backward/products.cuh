@@ -112,14 +112,14 @@ __device__ __forceinline__ void differentiate(float (&d_scores)[score_count], co
 __device__ __forceinline__ void pack_operand(uint32_t (&packed)[query_steps][4], const float (&values)[score_count]) {
 #pragma unroll
     for (int i = 0; i < score_count / 2; ++i) {
-        packed[i / 4][i % 4] = pack<Traits::Element>(values[2 * i], values[2 * i + 1]);
+        packed[i / 4][i % 4] = convert<Traits::Element>(values[2 * i], values[2 * i + 1]);
     }
 }
 
 // Elements i … i+3 of what was packed.
 __device__ __forceinline__ float4 unpack_operand(const uint32_t (&packed)[query_steps][4], int i) {
-    const float2 low = unpack<Traits::Element>(packed[i / 8][i / 2 % 4]);
-    const float2 high = unpack<Traits::Element>(packed[i / 8][i / 2 % 4 + 1]);
+    const float2 low = to_floats<Traits::Element>(packed[i / 8][i / 2 % 4]);
+    const float2 high = to_floats<Traits::Element>(packed[i / 8][i / 2 % 4 + 1]);
     return {low.x, low.y, high.x, high.y};
 }
 
@@ -177,10 +177,10 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[count], f
         const int chunk = i / 4 + half;
         const uint32_t panel = staging + chunk / 8 * descriptor::panel_bytes(Traits::gradient_panel_rows);
         store_matrix_x4(panel + descriptor::swizzled_offset(row, chunk % 8),
-                        pack<Traits::Element>(gradient[i] * factor, gradient[i + 1] * factor),
-                        pack<Traits::Element>(gradient[i + 2] * factor, gradient[i + 3] * factor),
-                        pack<Traits::Element>(gradient[i + 4] * factor, gradient[i + 5] * factor),
-                        pack<Traits::Element>(gradient[i + 6] * factor, gradient[i + 7] * factor));
+                        convert<Traits::Element>(gradient[i] * factor, gradient[i + 1] * factor),
+                        convert<Traits::Element>(gradient[i + 2] * factor, gradient[i + 3] * factor),
+                        convert<Traits::Element>(gradient[i + 4] * factor, gradient[i + 5] * factor),
+                        convert<Traits::Element>(gradient[i + 6] * factor, gradient[i + 7] * factor));
     }
     fence_proxy_async();
     named_barrier_sync(barrier, 128);

@@ -29,7 +29,7 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
                 factors[i / 8][j / 2] =
-                    pack<Traits::Element>(1 - tanh[j] * tanh[j], 1 - tanh[j + 1] * tanh[j + 1]);
+                    convert<Traits::Element>(1 - tanh[j] * tanh[j], 1 - tanh[j + 1] * tanh[j + 1]);
             }
         }
     }

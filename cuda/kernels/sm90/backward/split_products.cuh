@@ -167,7 +167,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
     };
     auto finish_scores = [&]() __attribute__((always_inline)) {
         wgmma::pin(scores);
-        if constexpr (ScoreTraits::change) {
+        if constexpr (ScoreTraits::has_score_mod) {
             exponentiate_logits(scores, factors, call, tile.batch, now.head(tile, call.shape), now.block,
                                 first_key + warp * 16 + lane / 4, shared.lse(slot.stage));
         } else {
@@ -197,8 +197,8 @@ __device__ __forceinline__ void consume_values(const Call& call) {
             uint4& there = shared.exchange_rows(warp)[i * 32 + lane];
             if constexpr (ScoreTraits::soft_cap && !Traits::hands_factors) {
                 auto capped = [&](int j) {
-                    const float2 p = unpack<Traits::Element>(packed[j]), by = unpack<Traits::Element>(factor[j]);
-                    return pack<Traits::Element>(p.x * by.x, p.y * by.y);
+                    const float2 p = to_floats<Traits::Element>(packed[j]), by = to_floats<Traits::Element>(factor[j]);
+                    return convert<Traits::Element>(p.x * by.x, p.y * by.y);
                 };
                 there = {capped(0), capped(1), capped(2), capped(3)};
             } else {
@@ -350,7 +350,7 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
                 const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float2 factor = unpack<Traits::Element>(words[j]);
+                    const float2 factor = to_floats<Traits::Element>(words[j]);
                     d_scores[8 * i + 2 * j] *= factor.x;
                     d_scores[8 * i + 2 * j + 1] *= factor.y;
                 }

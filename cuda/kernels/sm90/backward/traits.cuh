@@ -13,12 +13,12 @@
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
 //   TURN_STAGES     turns under way, where tiles add to sums in turns
 //   SPAN            blocks of queries that key tiles count together
-//   BOUNDS          1: which queries see keys is data, see backward_bounds.cuh
+//   MASK_METADATA          1: which queries see keys is data, see backward_bounds.cuh
 //   SEGMENTS        1: so it is, and queries see keys of their own segment alone
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
-// Only the main kernel has BOUNDS, SEGMENTS and those of scores.cuh set; all have that of dropout.cuh.
+// Only the main kernel has MASK_METADATA, SEGMENTS and those of scores.cuh set; all have that of dropout.cuh.
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
@@ -38,7 +38,7 @@ struct Traits {
     static constexpr int stages = STAGES;
     static constexpr int sum_stages = SUM_STAGES;
     static constexpr bool deterministic = DETERMINISTIC;
-    static constexpr bool bounds = BOUNDS;
+    static constexpr bool bounds = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
     using BiasSum = BIAS_SUM;
     static constexpr bool dropout = has_dropout;
@@ -122,7 +122,7 @@ struct Traits {
     static_assert(cta_keys == (split_products ? 64 : 128), "a warpgroup holds one or both gradients of 64 keys");
     static_assert(cluster == 1 || (split_products && cluster == 2), "two CTAs share dQ where they split products");
     static_assert(larger_dim <= 192 || cluster == 2, "next to 64 x larger_dim accumulators only half of dQ fits");
-    static_assert(!ScoreTraits::change || split_products, "what becomes of scores takes registers");
+    static_assert(!ScoreTraits::has_score_mod || split_products, "what becomes of scores takes registers");
     static_assert(!split_products || head_dim >= 32, "both consumers have columns of dQ");
     static_assert(cluster == 1 || value_dim >= 32, "dP is computed in two parts");
     static_assert(!split_products || queries == 64, "the registers hold no more next to 64 x larger_dim accumulators");
@@ -261,7 +261,7 @@ using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
 using WriterSlot = PipelineState<Traits::writer_stages>;
 using SumSlot = PipelineState<Traits::sum_stages>;
 
-// What is data of a call with BOUNDS, see backward_bounds.cuh.
+// What is data of a call with MASK_METADATA, see backward_bounds.cuh.
 struct Bounds {
     const int2* __restrict__ key_queries;   // (B, keys of all tiles): the queries [x, y) that see a key; y = 0: none
     const int2* __restrict__ group_blocks;  // (B, groups of 64 keys): the blocks of queries [x, y) that see all of them

@@ -57,7 +57,7 @@ __device__ __forceinline__ void pack_probabilities(uint32_t (&packed)[packed_cou
                                                    const float (&probabilities)[score_count]) {
 #pragma unroll
     for (int i = 0; i < score_count / 2; ++i) {
-        packed[i / 4][i % 4] = pack<Traits::Element>(probabilities[2 * i], probabilities[2 * i + 1]);
+        packed[i / 4][i % 4] = convert<Traits::Element>(probabilities[2 * i], probabilities[2 * i + 1]);
     }
 }
 
@@ -302,6 +302,6 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
         // Logits come in base 2 out of `transform_scores`, where it has something to do.
         consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands, {sinks, sinks_batch}, dropout,
-                ScoreTraits::change ? 1.0f : scale_log2);
+                ScoreTraits::has_score_mod ? 1.0f : scale_log2);
     }
 }

@@ -15,7 +15,7 @@ __device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 template <int count>
 __device__ __forceinline__ void transform_scores(float (&scores)[count], const ScoreOperands& operands,
                                                  const Tile& tile, int row, int first_key, const Shape& shape) {
-    if constexpr (ScoreTraits::change) {
+    if constexpr (ScoreTraits::has_score_mod) {
         const int column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

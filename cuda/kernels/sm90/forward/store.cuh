@@ -48,10 +48,10 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim /
 #pragma unroll
         for (int i = 32 * panel; i < min(32 * panel + 32, Traits::value_dim / 2); i += 8) {
             store_matrix_x4(shared.base + staging + descriptor::swizzled_offset(lane % 16, i % 32 / 4 + lane / 16),
-                            pack<Traits::Element>(out[i] * normalise[0], out[i + 1] * normalise[0]),
-                            pack<Traits::Element>(out[i + 2] * normalise[1], out[i + 3] * normalise[1]),
-                            pack<Traits::Element>(out[i + 4] * normalise[0], out[i + 5] * normalise[0]),
-                            pack<Traits::Element>(out[i + 6] * normalise[1], out[i + 7] * normalise[1]));
+                            convert<Traits::Element>(out[i] * normalise[0], out[i + 1] * normalise[0]),
+                            convert<Traits::Element>(out[i + 2] * normalise[1], out[i + 3] * normalise[1]),
+                            convert<Traits::Element>(out[i + 4] * normalise[0], out[i + 5] * normalise[0]),
+                            convert<Traits::Element>(out[i + 6] * normalise[1], out[i + 7] * normalise[1]));
         }
         __syncwarp();
         const int column = descriptor::panel_columns * panel + 8 * (lane % 8);

@@ -15,7 +15,7 @@
 //   HAS_LEFT, HAS_RIGHT   1: the window bounds that side
 //   SCORE_SIGN  factor of the scores: 1, or -1 or 0 where the scale is negative or zero
 //   SINKS       1: each head has a logit beside those of the keys
-//   BOUNDS      1: what rows see is data, see forward_bounds.cuh; the window bounds neither side then
+//   MASK_METADATA      1: what rows see is data, see forward_bounds.cuh; the window bounds neither side then
 //   SEGMENTS    1: so it is, and rows see keys of their own segment alone
 //   SHARED_BYTES  dynamic shared memory of the launch
 // and those of scores.cuh and dropout.cuh.
@@ -37,7 +37,7 @@ struct Traits {
     static constexpr int query_stages = QUERY_STAGES;
     static constexpr bool pingpong = PINGPONG;
     static constexpr bool cut = CUT;
-    static constexpr bool bounds = BOUNDS;
+    static constexpr bool bounds = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
     static constexpr bool has_left = HAS_LEFT || bounds;  // sides that hide keys
     static constexpr bool has_right = HAS_RIGHT || bounds;

@@ -43,12 +43,12 @@ float widen(uint16_t bits) {
 }
 
 template <class Element>
-uint32_t pack(float low, float high) {
+uint32_t convert(float low, float high) {
     return narrow<Element>(low) | static_cast<uint32_t>(narrow<Element>(high)) << 16;
 }
 template <class Element>
-float2 unpack(uint32_t packed) {
-    return {widen<Element>(packed), widen<Element>(packed >> 16)};
+float2 to_floats(uint32_t pair) {
+    return {widen<Element>(pair), widen<Element>(pair >> 16)};
 }
 
 inline uint32_t upper_halves(uint32_t low, uint32_t high) { return low >> 16 | (high & 0xffff0000u); }
