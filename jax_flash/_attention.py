@@ -139,7 +139,8 @@ def flash_attention(
       logits_soft_cap: c above, greater than 0; None for no cap.
       alibi_slopes: `(N,)` or `(*B, N)`, floating: slope above, for each query head.
       sinks: `(N,)`, floating: for each query head, a logit that takes part in the sum and has no value.
-      dropout_rate: the share of probabilities to drop, in [0, 1).
+      dropout_rate: the share of probabilities to drop, in [0, 1), rounded to a multiple of 2**-15 below 1.
+        What is kept is divided by one minus the rounded rate. A rate of at most 2**-16 drops nothing.
       dropout_key: one key, as from `jax.random.key`; needed when `dropout_rate > 0`. What is kept is a pure
         function of (key, batch, head, i, j): `jax_flash.dropout_mask` returns it.
       deterministic: make gradients bitwise equal from run to run.
@@ -311,7 +312,7 @@ def prepare(
     rate, dropout_key = _validate.dropout(dropout_rate, dropout_key)
     rows = columns = None
     if dropout_key is not None:
-        rows, columns = _dropout.words(dropout_key, math.prod(batch_shape), N, T, S)
+        rows, columns = _dropout.hashes(dropout_key, math.prod(batch_shape), N, T, S)
         rows = _validate.reshaped(rows, (*(batch_shape or (1,)), N, T))
         columns = _validate.reshaped(columns, (*(batch_shape or (1,)), S))
     left, right = window

@@ -1,45 +1,76 @@
 """Which attention probabilities dropout keeps: a pure function of (key, batch, head, i, j).
 
-The key becomes a word for each row of each head and one for each column, outside of every implementation:
-operands like any other, linear in the sequence, that are batched, sharded, gathered and packed as queries and
-keys are. What is kept at row `i`, column `j` is a function of their two words alone, so that every
-implementation recomputes it for whichever block it holds, forward and backward alike:
+Each row of each head has a hash, and each column of each batch row has one: odd uint32 numbers that are made
+from the key before an implementation is picked. They are operands like any other, linear in the sequence;
+they are batched, sharded and gathered as queries and keys are. The hashes of a row and of a column decide
+about their probability, so every implementation recomputes the decision for whichever block it holds, forward
+and backward alike:
 
-    kept(i, j)  =  bits 16 to 30 of row[i] * column[j]  >=  threshold(rate)
+    keep(i, j)  =  bits 16 to 30 of row[i] * column[j]  >=  threshold(rate)
 
-in wrapping uint32 arithmetic, two and a half instructions on a GPU. Why that is enough: words are odd, so
-the products' upper bits take all values equally often; and they are hashes themselves, so that two rows or
-columns come out alike only where their words are in a ratio of small numbers, as one pair in 2**28 is. All
-heads of a batch row share the columns' words; each has rows of its own.
+in wrapping uint32 arithmetic, two and a half instructions on a GPU. A product is random enough for two
+reasons. The hashes are odd, so its upper bits take all values equally often. The hashes are random, so two
+rows or two columns agree only if the ratio of their hashes is one of small numbers, as it is for one pair in
+2**28.
+
+No two rows of a call have the same hash, whatever their batch rows and heads, and no two columns. A hash is a
+position that a bijection of 30-bit numbers permutes, made odd. The key selects the bijection, and two keys
+select unrelated ones. A line is a head of a batch row (for columns: a batch row); index `i` of line `l` has
+the position
+
+    i  xor  (the 30 bits of l in reverse order)
+
+Indices fill the position's bits from the lowest up and lines fill them from the highest down. So positions
+differ as long as the bits of the largest index and of the largest line number are at most 30 together:
+`B * N * T <= 2**30` if these are powers of two. Positions don't depend on T or S.
+
+A larger call repeats hashes, in another order: line `l` has those of lines that are a multiple of `2**30 / T`
+away. If N is at most that, these are heads of other batch rows, where columns have other hashes: no decision
+is repeated.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-_BITS = 15  # of a hash that decide; the kernels compare them as magnitudes of 16-bit numbers
-_POSITIONS = 2**30 - 1
+_RATE_BITS = 15  # bits of a product that decide; the kernels compare them as magnitudes of 16-bit numbers
+_POSITION_BITS = 30
+_POSITION_MASK = 2**_POSITION_BITS - 1
+# Shifts and multipliers are those of the 32-bit hash "triple32", but for 16 instead of 17. With 30 bits too,
+# each input bit flips each output bit half of the time.
+_ROUNDS = ((16, 0xED5AD4BB), (11, 0xAC4C1B51), (14, 0x31848BAB))
+_LAST_SHIFT = 15
 
 
-def words(key: jax.Array, batch: int, heads: int, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
-    """The words of rows, uint32 `(batch, heads, queries)`, and of columns, `(batch, keys)`."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def hashes(key: jax.Array, batch: int, heads: int, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+    """The hashes of rows, uint32 `(batch, heads, queries)`, and of columns, `(batch, keys)`."""
     row_key, column_key = jax.random.split(key)
-    row_seeds = jax.random.bits(row_key, (batch, heads), jnp.uint32)
-    column_seeds = jax.random.bits(column_key, (batch,), jnp.uint32)
-    return _stream(row_seeds, queries), _stream(column_seeds, keys)
+    rows = _hash_lines(row_key, batch * heads, queries)
+    return rows.reshape(batch, heads, queries), _hash_lines(column_key, batch, keys)
 
 
 def threshold(rate: float) -> int:
-    """The least hash that is kept, of `_BITS` bits: `rate` to the nearest multiple of 2**-15, below 1."""
-    return min(round(rate * 2**_BITS), 2**_BITS - 1)
+    """The least value that is kept of the product's bits: `rate` in units of 2**-15, rounded, below 2**15."""
+    return min(round(rate * 2**_RATE_BITS), 2**_RATE_BITS - 1)
+
+
+def keep_probability(rate: float) -> float:
+    """The share of probabilities that is kept, and what the kept ones are divided by.
+
+    This is 1 minus the rate in force, `rate` rounded to a multiple of 2**-15. A rate of at most 2**-16 keeps
+    everything. Rates are rounded to less than 1, so every rate keeps at least one probability in 2**15.
+    """
+    return 1 - threshold(rate) / 2**_RATE_BITS
 
 
 def keep(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
     """Which probabilities of a block are kept.
 
     Args:
-      rows: the words of its rows, `(*L, R)`.
+      rows: the hashes of its rows, `(*L, R)`.
       columns: those of its columns, `(*L, C)`; axes `L` broadcast.
       rate: the share to drop, in [0, 1).
 
@@ -50,26 +81,42 @@ def keep(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
 
 
 def keep_each(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
-    """Which probabilities are kept, from the words of their rows and columns, which broadcast."""
-    bits = rows * columns
-    # Less the uppermost bit, and the lower ones don't matter, as the threshold has none.
-    return bits << 1 >= jnp.uint32(threshold(rate) << 17)
+    """Which probabilities are kept, from the hashes of their rows and columns, which broadcast."""
+    product = rows * columns
+    # The shift removes bit 31. Bits 0 to 15 don't matter, as the threshold has none.
+    return product << 1 >= jnp.uint32(threshold(rate) << 17)
 
 
-def _stream(seeds: jax.Array, length: int) -> jax.Array:
-    """Odd words for positions 0 to `length - 1` of each seed, `(*seeds, length)`, no two of a seed alike."""
-    return 2 * _mix(seeds[..., None] + jnp.arange(length, dtype=jnp.uint32)) + 1
+def _hash_lines(key: jax.Array, lines: int, length: int) -> jax.Array:
+    """The hashes of `lines` heads or batch rows, `(lines, length)`."""
+    line = jnp.arange(lines, dtype=jnp.uint32)[:, None]
+    index = jnp.arange(length, dtype=jnp.uint32)[None, :]
+    round_keys = jax.random.bits(key, (len(_ROUNDS),), jnp.uint32)
+    return _permute(_position(line, index), round_keys) << 1 | 1
 
 
-def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of 30-bit numbers in which every input bit flips every output bit half of the time.
+def _position(line: jax.Array, index: jax.Array) -> jax.Array:
+    """A 30-bit number for each line and index, which broadcast."""
+    return (index ^ _reverse_bits(line) >> 32 - _POSITION_BITS) & _POSITION_MASK
 
-    Two rounds of xor-shift and multiply; the constants are those of the "lowbias32" search.
+
+def _reverse_bits(x: jax.Array) -> jax.Array:
+    """Bit 0 becomes bit 31, and so on."""
+    for bits, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
+        mask = jnp.uint32(mask)
+        x = (x & mask) << bits | x >> bits & mask
+    return x << 16 | x >> 16
+
+
+def _permute(x: jax.Array, round_keys: jax.Array) -> jax.Array:
+    """The bijection of 30-bit numbers that `round_keys` select.
+
+    A round xors its key into all bits, xors upper bits into lower ones and multiplies by an odd number.
     """
-    x &= _POSITIONS
-    x = (x ^ (x >> 15)) * jnp.uint32(0x7FEB352D) & _POSITIONS
-    x = (x ^ (x >> 14)) * jnp.uint32(0x846CA68B) & _POSITIONS
-    return x ^ (x >> 15)
+    for round_key, (shift, multiplier) in zip(round_keys, _ROUNDS, strict=True):
+        x = (x ^ round_key) & _POSITION_MASK
+        x = (x ^ x >> shift) * jnp.uint32(multiplier) & _POSITION_MASK
+    return x ^ x >> _LAST_SHIFT
 
 
 def dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
@@ -81,7 +128,8 @@ def dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Arr
       shape: `(*B, N, T, S)` of the call: its leading batch axes, query heads, queries and keys.
 
     Returns:
-      bool of that shape, True where the probability is kept (and divided by `1 - rate`).
+      bool of that shape, True where the probability is kept (and divided by `1 - rate`, with the rate rounded
+      to a multiple of 2**-15 below 1).
 
     Raises:
       ValueError: `shape` has fewer than three axes, or `rate` is outside of [0, 1).
@@ -90,6 +138,11 @@ def dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Arr
         raise ValueError(f"shape must be (*batch, heads, queries, keys), but it is {tuple(shape)}")
     if not 0 <= rate < 1:
         raise ValueError(f"rate must be at least 0 and below 1, but it is {rate}")
+    return _dropout_mask(key, float(rate), tuple(shape))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
     *batch, heads, queries, keys = shape
-    rows, columns = words(key, math.prod(batch), heads, queries, keys)
+    rows, columns = hashes(key, math.prod(batch), heads, queries, keys)
     return keep(rows, columns[:, None], rate).reshape(shape)

@@ -149,7 +149,7 @@ def _attention(spec, operands, dtype, rounding):
 
     if spec.dropout_rate:
         kept = _dropout.keep(operands.dropout_rows, operands.dropout_columns[:, None], spec.dropout_rate)
-        p = jnp.where(kept, p / (1 - spec.dropout_rate), 0.0)
+        p = jnp.where(kept, p / _dropout.keep_probability(spec.dropout_rate), 0.0)
     return product("bnts,bsnv->btnv", narrow(p), value), lse
 
 

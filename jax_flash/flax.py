@@ -124,7 +124,7 @@ def dot_product_attention(
     own = call.operands.dropout_rows
     if own is not None and _validate.flag("broadcast_dropout", broadcast_dropout):
         T, S = query.shape[-3], key.shape[-3]
-        rows, columns = _dropout.words(dropout_rng, 1, 1, T, S)
+        rows, columns = _dropout.hashes(dropout_rng, 1, 1, T, S)
         operands = call.operands.replace(
             dropout_rows=jnp.broadcast_to(rows[0], own.shape),
             dropout_columns=jnp.broadcast_to(columns[0], (*own.shape[:-2], S)),

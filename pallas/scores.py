@@ -108,7 +108,7 @@ class Scores:
     @property
     def factor(self) -> float:
         """Of probabilities that dropout keeps."""
-        return 1 / (1 - self.spec.dropout_rate)
+        return 1 / _dropout.keep_probability(self.spec.dropout_rate)
 
     def exp(self, x: jax.Array) -> jax.Array:
         """Of differences of logits."""

@@ -28,11 +28,11 @@ def defines(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
 
 def factor(spec: AttentionSpec) -> float:
     """Of the probabilities that are kept."""
-    return 1 / (1 - spec.dropout_rate)
+    return 1 / _dropout.keep_probability(spec.dropout_rate)
 
 
 def buffers(spec: AttentionSpec, *shapes: tuple[int, ...]) -> tuple[Buffer, ...]:
-    """The words of rows and columns, of these shapes, where there is dropout."""
+    """The hashes of rows and columns, of these shapes, where there is dropout."""
     if not spec.dropout_rate:
         return ()
     return tuple(Buffer(name, shape, "uint32") for name, shape in zip(NAMES, shapes, strict=True))
@@ -51,7 +51,7 @@ def pointer(spec: AttentionSpec, name: str) -> Parameter:
 
 
 def arranged(plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """`arrays` by name, with columns' words as the forward `plan` takes them."""
+    """`arrays` by name, with columns' hashes as the forward `plan` takes them."""
     shapes = {buffer.name: buffer.shape for buffer in plan.operands}
     return {
         name: _in_blocks(x, shapes[name]) if name == "dropout_columns" else x for name, x in arrays.items()
@@ -59,7 +59,7 @@ def arranged(plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax
 
 
 def _in_blocks(columns: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Words `(B, S)` as `shape`, `(B, blocks, keys)`, in the order in which the kernel reads them.
+    """Hashes `(B, S)` as `shape`, `(B, blocks, keys)`, in the order in which the kernel reads them.
 
     Anything is behind the last; of each 16 keys 0, 1, 8 and 9 come first, then
     2, 3, 10 and 11, and so on, as a thread has them (`for_each_dropped` in dropout.cuh).

@@ -7,7 +7,7 @@ With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _packing
+from jax_flash import _device, _dropout, _packing
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -105,8 +105,9 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             dp = logits.product(d_out_block, value, ((4,), (3,)), dtype)
             p_kept = p
             if block.kept is not None:
-                p_kept = jnp.where(block.kept, p / (1 - spec.dropout_rate), 0)
-                dp = jnp.where(block.kept, dp / (1 - spec.dropout_rate), 0)
+                keep_probability = _dropout.keep_probability(spec.dropout_rate)
+                p_kept = jnp.where(block.kept, p / keep_probability, 0)
+                dp = jnp.where(block.kept, dp / keep_probability, 0)
             dx = p * (dp - delta_block[..., None])
             sums = {name: _add_sum(name, x, dx, block, cut, index, key_index) for name, x in sums.items()}
             if block.capped is not None:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _packing
+from jax_flash import _device, _dropout, _packing
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -71,7 +71,7 @@ def _forward(spec, operands, cut):
             accumulated *= shrink[..., None]
             top = new_top
         total = jnp.where(empty, 1, total)
-        block_out = accumulated / (total * (1 - spec.dropout_rate))[..., None]
+        block_out = accumulated / (total * _dropout.keep_probability(spec.dropout_rate))[..., None]
         block_lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
         out = cut.queries.put(out, logits.by_head(block_out).swapaxes(1, 2), index, 1)
         return out, cut.queries.put(lse, logits.by_head(block_lse), index, 2)

@@ -149,9 +149,9 @@ def block(
 
     kept = None
     if spec.dropout_rate:
-        row_words = cut.queries.take(operands.dropout_rows, query_block, -1)
-        column_words = cut.keys.take(operands.dropout_columns, key_block, -1)
-        kept = _dropout.keep(row_words, column_words[:, None, None], spec.dropout_rate)
+        row_hashes = cut.queries.take(operands.dropout_rows, query_block, -1)
+        column_hashes = cut.keys.take(operands.dropout_columns, key_block, -1)
+        kept = _dropout.keep(row_hashes, column_hashes[:, None, None], spec.dropout_rate)
     return Block(x, capped, distance, kept)
 
 

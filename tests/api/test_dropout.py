@@ -103,16 +103,139 @@ def test_singular_values_are_those_of_independent_coins():
     assert abs((values < 1).mean() - (1 / 3 + np.sqrt(3) / (2 * np.pi))) < 0.01
 
 
-@pytest.mark.parametrize("count", [2**12, 2**16])
-def test_words_are_odd_and_all_different(count):
-    rows, columns = _dropout.words(jax.random.key(9), 3, 2, count, count)
-    for words in (*rows.reshape(6, count), *columns):
-        assert (words % 2 == 1).all() and np.unique(words).size == count
+@pytest.mark.parametrize("length", [777, 4096])
+@pytest.mark.parametrize("axis", range(4), ids=["batch", "head", "row", "column"])
+def test_patterns_along_an_axis_are_equally_frequent(axis, length):
+    """Pearson's statistic of all patterns of eight decisions that follow each other."""
+    kept = mask(11, 0.5, (8, 8, *((length, 128) if axis == 2 else (128, length))))
+    kept = np.moveaxis(kept, axis, -1)
+    kept = kept[..., : kept.shape[-1] // 8 * 8].reshape(-1, 8)
+    counts = np.bincount(np.packbits(kept, axis=1)[:, 0], minlength=256)
+    expected = kept.shape[0] / 256
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert abs(statistic - 255) < 5 * np.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("axis", [2, 3], ids=["row", "column"])
+def test_runs_are_as_long_as_those_of_coins(axis, rate):
+    """Of runs of kept probabilities, a share of rate * (1 - rate)^(n - 1) has length n."""
+    kept = np.moveaxis(mask(13, rate, (2, 4, 1024, 1024)), axis, -1).reshape(-1)
+    starts = np.flatnonzero(kept & ~np.roll(kept, 1))
+    ends = np.flatnonzero(kept & ~np.roll(kept, -1))
+    lengths = ends - starts + 1 if starts[0] <= ends[0] else ends[1:] - starts[:-1] + 1
+    longest = int(
+        np.log(100 / lengths.size) / np.log(1 - rate)
+    )  # up to here there are about a hundred or more
+    counts = np.bincount(np.minimum(lengths, longest), minlength=longest + 1)[1:]
+    share = rate * (1 - rate) ** np.arange(longest)
+    share[-1] = (1 - rate) ** (longest - 1)
+    expected = share * lengths.size
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert abs(statistic - (longest - 1)) < 5 * np.sqrt(2 * longest)
+
+
+def test_no_head_is_another_shifted():
+    """Of any two heads of any two batch rows, at every distance of their rows: the correlation of rows that
+    then coincide, over the first columns alone."""
+    batch, heads, length, columns = 4, 4, 4096, 32
+    x = standardised(mask(17, 0.5, (batch, heads, length, columns))).reshape(batch * heads, length, columns)
+    spectra = np.fft.rfft(x, axis=1)
+    pairs = np.stack(np.triu_indices(batch * heads, 1), axis=1)
+    for one, other in pairs:
+        cross = np.fft.irfft((spectra[one] * spectra[other].conj()).sum(-1), length)
+        assert np.abs(cross).max() / np.sqrt(length * columns) < 6.5
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "seed"),
+    [(8, 32, 16384, 2), (8, 32, 16384, 5), (3, 5, 1000, 0), (1, 1, 2**20, 0), (2**16, 1, 7, 0)],
+)
+def test_no_two_rows_or_columns_of_a_call_have_the_same_hash(batch, heads, length, seed):
+    rows, columns = _dropout.hashes(jax.random.key(seed), batch, heads, length, length)
+    for hashes in np.asarray(rows), np.asarray(columns):
+        assert (hashes % 2 == 1).all()
+        # The product's bit 31, the only one that a hash's bit 31 has a part in, is not looked at.
+        assert np.unique(hashes & 2**31 - 1).size == hashes.size
+
+
+def unpermute(x, round_keys):
+    """The inverse of `_dropout._permute`."""
+
+    def unshift(x, shift):
+        y = x
+        for _ in range(30 // shift):
+            y = x ^ y >> shift
+        return y
+
+    x = unshift(np.asarray(x, np.int64), _dropout._LAST_SHIFT)
+    for round_key, (shift, multiplier) in zip(round_keys[::-1], _dropout._ROUNDS[::-1], strict=True):
+        x = unshift(x * pow(multiplier, -1, 2**30) % 2**30, shift) ^ int(round_key) % 2**30
+    return x
+
+
+def test_permutation_is_a_bijection_of_30_bits():
+    x = np.random.default_rng(0).integers(2**30, size=2**16, dtype=np.uint32)
+    round_keys = jax.random.bits(jax.random.key(1), (3,), jnp.uint32)
+    y = np.asarray(_dropout._permute(jnp.asarray(x), round_keys))
+    assert y.max() < 2**30
+    np.testing.assert_array_equal(unpermute(y, round_keys), x)
+
+
+@pytest.mark.parametrize("index_bits", [1, 7, 20, 29])
+def test_positions_differ_as_long_as_line_and_index_fit_into_30_bits(index_bits):
+    random = np.random.default_rng(0)
+    line = random.integers(2 ** (30 - index_bits), size=2**14, dtype=np.uint32)
+    index = random.integers(2**index_bits, size=2**14, dtype=np.uint32)
+    position = np.asarray(_dropout._position(jnp.asarray(line), jnp.asarray(index)))
+    np.testing.assert_array_equal(position % 2**index_bits, index)
+    reversed_line = [int(f"{x:030b}"[::-1], 2) for x in line]
+    np.testing.assert_array_equal(position - index, reversed_line)
+
+
+def test_no_key_gives_another_keys_hashes_shifted():
+    """Where one key's hashes are found among another's: each at a distance of its own."""
+    length = 2**14
+    index = np.arange(length)
+    for seed in range(4):
+        rows, _ = _dropout.hashes(jax.random.key(seed), 1, 1, length, 1)
+        other = jax.random.bits(jax.random.split(jax.random.key(seed + 1))[0], (3,), jnp.uint32)
+        found = unpermute(np.asarray(rows)[0, 0] // 2, other)
+        for distance in found - index, found ^ index:
+            assert np.unique(distance).size > length - 5
+
+
+@pytest.mark.parametrize(
+    "setting", ["rank_promotion", "dtype_promotion", "x64", "disable_jit", "transfer_guard"]
+)
+def test_hashes_are_the_same_under_any_setting(setting):
+    key = jax.random.key(4)
+    expected = jax.tree.map(np.asarray, _dropout.hashes(key, 2, 3, 40, 70))
+    jax.clear_caches()
+    strict = {
+        "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
+        "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+        "x64": lambda: jax.enable_x64(True),
+        "disable_jit": jax.disable_jit,
+        "transfer_guard": lambda: jax.transfer_guard("disallow"),
+    }
+    with strict[setting]():
+        hashes = _dropout.hashes(key, 2, 3, 40, 70)
+        kept = jax_flash.dropout_mask(key, 0.3, (2, 3, 40, 70))
+    jax.tree.map(np.testing.assert_array_equal, hashes, expected)
+    assert all(x.dtype == jnp.uint32 for x in hashes)
+    np.testing.assert_array_equal(kept, mask(4, 0.3, (2, 3, 40, 70)))
+
+
+def test_keys_under_vmap_are_keys_alone():
+    keys = jax.random.split(jax.random.key(5), 3)
+    mapped = jax.vmap(lambda key: jax_flash.dropout_mask(key, 0.3, (2, 8, 9)))(keys)
+    np.testing.assert_array_equal(mapped, [jax_flash.dropout_mask(key, 0.3, (2, 8, 9)) for key in keys])
 
 
 def test_hashes_are_evenly_distributed():
     """Over all values that a threshold tells apart."""
-    rows, columns = _dropout.words(jax.random.key(2), 1, 1, 2048, 2048)
+    rows, columns = _dropout.hashes(jax.random.key(2), 1, 1, 2048, 2048)
     bits = np.asarray(rows)[0, 0, :, None] * np.asarray(columns)
     counts = np.bincount((bits >> 16).ravel() % 2**15, minlength=2**15)
     expected = bits.size / 2**15
@@ -121,7 +244,7 @@ def test_hashes_are_evenly_distributed():
 
 
 def test_a_block_is_the_same_alone_as_in_the_whole():
-    rows, columns = _dropout.words(jax.random.key(0), 2, 3, 256, 512)
+    rows, columns = _dropout.hashes(jax.random.key(0), 2, 3, 256, 512)
     whole = _dropout.keep(rows, columns[:, None], 0.3)
     block = _dropout.keep(rows[1:, :, 64:96], columns[1:, None, 500:], 0.3)
     np.testing.assert_array_equal(block, whole[1:, :, 64:96, 500:512])
@@ -142,6 +265,47 @@ def test_rates_of_a_threshold():
     ]
 
 
+@pytest.mark.parametrize(
+    ("rate", "probability"),
+    [
+        (0, 1),
+        (2**-17, 1),
+        (2**-15, 1 - 2**-15),
+        (0.1, 1 - 3277 / 2**15),
+        (0.5, 0.5),
+        (0.99999, 2**-15),
+        (np.nextafter(1, 0), 2**-15),
+    ],
+)
+def test_probability_of_being_kept(rate, probability):
+    assert _dropout.keep_probability(rate) == probability
+    kept = mask(7, rate, (1, 4096, 4096))
+    deviation = np.sqrt(probability * (1 - probability) / kept.size)
+    assert abs(kept.mean() - probability) <= 5 * deviation
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.3, 0.9999, 0.99999])
+def test_what_is_kept_is_divided_by_its_probability(rate):
+    """So the mean stays. All values are 1 and all logits 0: without dropout out and d_value are 1."""
+    T = S = 2048
+    query, key, value = jnp.zeros((T, 1, 8)), jnp.zeros((S, 1, 8)), jnp.ones((S, 1, 1))
+    dropout_key = jax.random.key(3)
+    kept = np.asarray(jax_flash.dropout_mask(dropout_key, rate, (1, T, S)))[0]
+    probability = _dropout.keep_probability(rate)
+
+    def attend(value):
+        return jax_flash.flash_attention(
+            query, key, value, dropout_rate=rate, dropout_key=dropout_key, implementation="xla"
+        )
+
+    out, vjp = jax.vjp(attend, value)
+    (d_value,) = vjp(jnp.ones_like(out))
+    np.testing.assert_allclose(out[:, 0, 0], kept.mean(1) / probability, rtol=1e-5)
+    np.testing.assert_allclose(d_value[:, 0, 0], kept.mean(0) / probability, rtol=1e-5)
+    deviation = np.sqrt((1 - probability) / probability / (T * S))
+    assert abs(out.mean() - 1) < 5 * deviation + 1e-6
+
+
 def test_leading_axes_are_batch_rows_in_order():
     flat = mask(shape=(6, 2, 8, 8))
     np.testing.assert_array_equal(mask(shape=(2, 3, 2, 8, 8)), flat.reshape(2, 3, 2, 8, 8))
@@ -157,7 +321,8 @@ def test_is_what_flash_attention_keeps():
     dropout_key = jax.random.key(7)
     out = jax_flash.flash_attention(query, key, value, dropout_rate=0.4, dropout_key=dropout_key)
     kept = jax_flash.dropout_mask(dropout_key, 0.4, (B, N, T, S))
-    np.testing.assert_allclose(out.transpose(0, 2, 1, 3), kept / (S * 0.6), rtol=1e-5)
+    expected = kept / (S * _dropout.keep_probability(0.4))
+    np.testing.assert_allclose(out.transpose(0, 2, 1, 3), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

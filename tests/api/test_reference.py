@@ -28,7 +28,7 @@ def plain_operands(draw, T=T, S=S, dtype=np.float64):
 
 
 def all_operands(draw):
-    words = jax.tree.map(np.asarray, _dropout.words(jax.random.key(0), B, N, T, S))
+    rows, columns = jax.tree.map(np.asarray, _dropout.hashes(jax.random.key(0), B, N, T, S))
     return plain_operands(draw).replace(
         bias=draw.standard_normal((1, N, T, S)),
         mask=draw.random((B, 1, 1, S)) < 0.8,
@@ -38,8 +38,8 @@ def all_operands(draw):
         key_value_seq_lengths=np.array([6, 7], np.int32),
         query_segment_ids=draw.integers(0, 2, (B, T), np.int32),
         key_value_segment_ids=draw.integers(0, 2, (B, S), np.int32),
-        dropout_rows=words[0],
-        dropout_columns=words[1],
+        dropout_rows=rows,
+        dropout_columns=columns,
     )
 
 
@@ -97,7 +97,7 @@ def by_hand(spec, operands):
         for j, x in logits.items():
             p = math.exp(x) / total
             if kept is not None:
-                p *= kept[b, n, i, j] / (1 - spec.dropout_rate)
+                p *= kept[b, n, i, j] / _dropout.keep_probability(spec.dropout_rate)
             out[b, i, n] += p * operands.value[b, j, n // size.group]
     return out, lse
 

@@ -127,6 +127,17 @@ def test_tiles_fit_the_hardware(head_dim, rate):
             assert p.sizes[0] == head_dim  # the padding is TMA's, not the array's
 
 
+def test_kept_probabilities_are_divided_by_the_rate_in_force():
+    """0.96 is not a multiple of 2**-15: 31457 / 2**15 of the probabilities are dropped."""
+    preprocess, main, postprocess = plan_backward(
+        AttentionSpec(0.1, dropout_rate=0.96), shapes(H=256), H100
+    ).launches
+    probability = 1 - 31457 / 2**15
+    assert scalars(preprocess)[-1] == probability
+    assert 1 / probability in scalars(main)
+    assert scalars(postprocess)[-1] == 0.1 * (1 / probability)
+
+
 @pytest.mark.parametrize("dims", list(itertools.product((8, 64, 96, 128, 192, 256), repeat=2)))
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):

@@ -70,7 +70,19 @@ def test_dropout():
     )
 
 
-def test_words_of_keys_are_in_the_order_of_accumulators():
+def test_kept_probabilities_are_divided_by_the_rate_in_force():
+    """0.96 is not a multiple of 2**-15: 31457 / 2**15 of the probabilities are dropped."""
+    rows = jax.ShapeDtypeStruct((2, 8, 1000), jnp.uint32)
+    columns = jax.ShapeDtypeStruct((2, 777), jnp.uint32)
+    operands = shapes().replace(dropout_rows=rows, dropout_columns=columns)
+    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.96), operands, H100)
+    assert plan.launches[0].parameters[-2:] == (
+        Scalar("uint32", 31457 * 0x10001),
+        Scalar("float32", 2**15 / (2**15 - 31457)),
+    )
+
+
+def test_hashes_of_keys_are_in_the_order_of_accumulators():
     words = dict(
         dropout_rows=jax.ShapeDtypeStruct((2, 8, 1000), jnp.uint32),
         dropout_columns=jax.ShapeDtypeStruct((2, 777), jnp.uint32),

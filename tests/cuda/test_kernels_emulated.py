@@ -527,8 +527,8 @@ def draw(case):
     )
     if case.dropout:
         dropout_key = jax.random.key(int(random.integers(2**31)))
-        words = _dropout.words(dropout_key, case.B, case.N, case.T, case.S)
-        others |= {"dropout_rows": words[0], "dropout_columns": words[1]}
+        rows, columns = _dropout.hashes(dropout_key, case.B, case.N, case.T, case.S)
+        others |= {"dropout_rows": rows, "dropout_columns": columns}
     operands = Operands(
         *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)
     )

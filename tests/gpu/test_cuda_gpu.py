@@ -10,6 +10,7 @@ from gpu_memory import poison
 from implementation_suite import Case, ImplementationSuite, compare, draw
 
 import jax_flash
+from jax_flash import _dropout
 
 
 class TestCuda(ImplementationSuite):
@@ -173,7 +174,7 @@ class TestCuda(ImplementationSuite):
         out, vjp = jax.vjp(attend, identity)
         (d_value,) = vjp(identity)
         kept = jax_flash.dropout_mask(key, rate, (2, 3, head_dim, head_dim))
-        expected = kept / (head_dim * (1 - rate))
+        expected = kept / (head_dim * _dropout.keep_probability(rate))
         np.testing.assert_allclose(out.astype(jnp.float32).transpose(0, 2, 1, 3), expected, rtol=0.01)
         np.testing.assert_allclose(d_value.astype(jnp.float32).transpose(0, 2, 3, 1), expected, rtol=0.01)
 

@@ -437,3 +437,25 @@ def test_a_bias_of_the_lowest_numbers_masks_and_gives_no_nan():
         assert np.isfinite(np.asarray(gradient, np.float32)).all()
     assert not np.asarray(gradients[1])[:, 7].any()
     assert not np.asarray(gradients[3])[:, 1, 5].any()
+
+
+def test_kept_probabilities_are_divided_by_the_rate_in_force():
+    """0.9999 is not a multiple of 2**-15: 3 in 2**15 are kept. Logits are 0 and values the identity."""
+    n, rate = 64, 0.9999
+    query = jnp.zeros((4, n, 4, n), jnp.bfloat16)
+    identity = jnp.broadcast_to(jnp.eye(n, dtype=jnp.bfloat16)[:, None], query.shape)
+    dropout_key = jax.random.key(1)
+
+    def attend(value):
+        return jax_flash.flash_attention(
+            query, query, value, dropout_rate=rate, dropout_key=dropout_key, implementation="pallas"
+        )
+
+    with compat.interpret():
+        out, vjp = jax.vjp(attend, identity)
+        (d_value,) = vjp(identity)
+    kept = np.asarray(jax_flash.dropout_mask(dropout_key, rate, (4, 4, n, n)))
+    assert 0 < kept.sum() < 30
+    expected = kept / (n * 3 * 2**-15)
+    np.testing.assert_allclose(out.astype(jnp.float32).transpose(0, 2, 1, 3), expected, rtol=0.01)
+    np.testing.assert_allclose(d_value.astype(jnp.float32).transpose(0, 2, 3, 1), expected, rtol=0.01)

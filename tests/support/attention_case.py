@@ -210,8 +210,8 @@ def draw(case: Case):
     }
     if "dropout" in case.features:
         arguments["dropout_key"] = key = jax.random.key(int(generator.integers(2**31)))
-        # Batch rows of one call have words of their own; a call made again with the same key has the same.
-        rows, columns = _dropout.words(key, case.rows_of_a_call, case.N, case.T, case.S)
+        # Batch rows of one call have hashes of their own; a call made again with the same key has the same.
+        rows, columns = _dropout.hashes(key, case.rows_of_a_call, case.N, case.T, case.S)
         calls = case.B // case.rows_of_a_call
         operands["dropout_rows"] = np.tile(rows, (calls, 1, 1))
         operands["dropout_columns"] = np.tile(columns, (calls, 1))

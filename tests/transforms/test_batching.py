@@ -167,11 +167,11 @@ def test_packed_sequences(names, implementation):
         cases.assert_close(jax.tree.map(lambda x, i=i: x[i], actual), expected)
 
 
-def test_dropout_words_are_mapped_like_any_operand():
+def test_dropout_hashes_are_mapped_like_any_operand():
     spec = dataclasses.replace(cases.SPEC, dropout_rate=0.5)
     n = sizes(OPERANDS)
-    columns = _dropout.words(jax.random.key(0), n.B, n.N, n.T, n.S)[1]
-    rows = jnp.stack([_dropout.words(jax.random.key(i), n.B, n.N, n.T, n.S)[0] for i in range(3)])
+    columns = _dropout.hashes(jax.random.key(0), n.B, n.N, n.T, n.S)[1]
+    rows = jnp.stack([_dropout.hashes(jax.random.key(i), n.B, n.N, n.T, n.S)[0] for i in range(3)])
 
     def attend(function, rows):
         return function(OPERANDS.replace(dropout_rows=rows, dropout_columns=columns), spec)[0]

@@ -135,8 +135,8 @@ def test_every_pair_of_features(draw, features):
                 operands = operands.replace(sinks=normal(draw, rows, N))
             case "dropout":
                 spec |= {"dropout_rate": 0.3}
-                words = _dropout.words(jax.random.key(1), B, N, T, S)
-                operands = operands.replace(dropout_rows=words[0], dropout_columns=words[1])
+                rows, columns = _dropout.hashes(jax.random.key(1), B, N, T, S)
+                operands = operands.replace(dropout_rows=rows, dropout_columns=columns)
     check(AttentionSpec(**spec), operands, *cotangents(draw, operands))
 
 

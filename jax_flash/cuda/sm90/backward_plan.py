@@ -6,6 +6,7 @@ import math
 import jax
 
 from jax_flash._device import Device
+from jax_flash._dropout import keep_probability
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, fixed_point, mask_metadata, mask_metadata_plan, score_mod
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, Zero
@@ -295,7 +296,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             turns_parameter,
             *(Scalar("int32", x) for x in (n.T, n.N, n.V)),
             dropout.pointer(spec, "dropout_rows"),
-            Scalar("float32", 1 - spec.dropout_rate),
+            Scalar("float32", keep_probability(spec.dropout_rate)),
         ),
     )
     main = Launch(

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(threads)
                      int* __restrict__ turns,      // (B, N, query blocks), or null
                      int queries, int query_heads, int columns,
                      const uint32_t* __restrict__ dropout_rows,  // (B, N, T), or null
-                     float kept) {                               // 1 - rate of dropout
+                     float kept) {                               // share that dropout keeps
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
