@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,22 +17,6 @@ namespace jax_flash {
 namespace {
 
 namespace py = pybind11;
-
-template <typename T>
-Scalar MakeScalarOf(py::handle value) {
-    const T number = value.cast<T>();
-    Scalar scalar{0};
-    std::memcpy(&scalar.bits, &number, sizeof number);
-    return scalar;
-}
-
-Scalar MakeScalar(const std::string& type, py::handle value) {
-    if (type == "int32") return MakeScalarOf<std::int32_t>(value);
-    if (type == "uint32") return MakeScalarOf<std::uint32_t>(value);
-    if (type == "int64") return MakeScalarOf<std::int64_t>(value);
-    if (type == "float32") return MakeScalarOf<float>(value);
-    throw std::invalid_argument("type is \"" + type + "\"; it may be int32, uint32, int64 or float32");
-}
 
 CUtensorMapDataType ElementType(const std::string& dtype) {
     if (dtype == "bfloat16") return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -58,7 +41,7 @@ CUtensorMapSwizzle Swizzle(int bytes) {
     throw std::invalid_argument("swizzle is " + std::to_string(bytes) + "; it may be 0, 32, 64 or 128");
 }
 
-TensorMap MakeTensorMap(std::size_t buffer, const std::string& dtype, std::vector<cuuint64_t> sizes,
+TensorMap MakeTensorMap(std::size_t offset, std::size_t buffer, const std::string& dtype, std::vector<cuuint64_t> sizes,
                         std::vector<cuuint64_t> strides, std::vector<cuuint32_t> box, int swizzle) {
     // The driver reads as many strides and box sizes as there are axes.
     if (sizes.empty() || sizes.size() > 5 || strides.size() != sizes.size() - 1 || box.size() != sizes.size()) {
@@ -68,14 +51,15 @@ TensorMap MakeTensorMap(std::size_t buffer, const std::string& dtype, std::vecto
             std::to_string(sizes.size()) + ", " + std::to_string(strides.size()) + " and " +
             std::to_string(box.size()));
     }
-    return TensorMap{buffer,         ElementType(dtype), std::move(sizes), std::move(strides),
-                     std::move(box), Swizzle(swizzle)};
+    return TensorMap{offset,          buffer, ElementType(dtype), std::move(sizes), std::move(strides), std::move(box),
+                     Swizzle(swizzle)};
 }
 
 Launch MakeLaunch(std::shared_ptr<Kernel> kernel, std::array<unsigned, 3> grid, unsigned block, unsigned shared_bytes,
-                  unsigned cluster, bool overlap_previous, std::vector<Parameter> parameters) {
+                  unsigned cluster, bool overlap_previous, const py::bytes& parameters,
+                  std::vector<Pointer> pointers, std::vector<TensorMap> tensor_maps) {
     return Launch{std::move(kernel), {grid[0], grid[1], grid[2]}, block, shared_bytes, cluster,
-                  overlap_previous,  std::move(parameters)};
+                  overlap_previous,  std::string(parameters), std::move(pointers), std::move(tensor_maps)};
 }
 
 // A handler as jax.ffi.register_ffi_target takes it.
@@ -102,15 +86,16 @@ PYBIND11_MODULE(_launcher, m) {
              py::arg("cubin"), py::arg("entry"), py::arg("description"));
 
     py::class_<Pointer>(m, "Pointer")
-        .def(py::init([](std::size_t buffer) { return Pointer{buffer}; }), py::arg("buffer"));
-    py::class_<Scalar>(m, "Scalar").def(py::init(&MakeScalar), py::arg("type"), py::arg("value"));
+        .def(py::init([](std::size_t offset, std::size_t buffer) { return Pointer{offset, buffer}; }),
+             py::arg("offset"), py::arg("buffer"));
     py::class_<TensorMap>(m, "TensorMap")
-        .def(py::init(&MakeTensorMap), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
+        .def(py::init(&MakeTensorMap), py::arg("offset"), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
              py::arg("box"), py::arg("swizzle"));
 
     py::class_<Launch>(m, "Launch")
         .def(py::init(&MakeLaunch), py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
-             py::arg("cluster"), py::arg("overlap_previous"), py::arg("parameters"));
+             py::arg("cluster"), py::arg("overlap_previous"), py::arg("parameters"), py::arg("pointers"),
+             py::arg("tensor_maps"));
     py::class_<Zero>(m, "Zero").def(py::init([](std::size_t buffer) { return Zero{buffer}; }), py::arg("buffer"));
 
     py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")

@@ -1,17 +1,14 @@
 #include "plan.h"
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 namespace jax_flash {
 namespace {
 
-// Where the value of one kernel parameter lives during a launch.
-union Value {
-    CUdeviceptr address;
-    std::uint64_t bits;
-    CUtensorMap map;  // brings its alignment of 64 bytes
-};
+constexpr std::size_t kMaxParameterBytes = 4096;  // of a kernel, in every supported driver
 
 std::uint64_t CurrentContext() {
     unsigned long long id = 0;
@@ -73,9 +70,26 @@ Plan::Plan(std::vector<std::size_t> operand_bytes, std::vector<std::size_t> resu
             expect_buffer(zero->buffer);
             continue;
         }
-        for (const Parameter& parameter : std::get<Launch>(step).parameters) {
-            if (const auto* pointer = std::get_if<Pointer>(&parameter)) expect_buffer(pointer->buffer);
-            if (const auto* map = std::get_if<TensorMap>(&parameter)) expect_buffer(map->buffer);
+        const Launch& launch = std::get<Launch>(step);
+        const std::size_t bytes = launch.parameters.size();
+        auto expect_field = [bytes](std::size_t offset, std::size_t size) {
+            if (offset % std::min<std::size_t>(size, alignof(CUtensorMap)) != 0 || offset > bytes ||
+                size > bytes - offset) {
+                throw std::invalid_argument("a field of " + std::to_string(size) + " bytes at " +
+                                            std::to_string(offset) + " of " + std::to_string(bytes));
+            }
+        };
+        if (bytes > kMaxParameterBytes) {
+            throw std::invalid_argument("parameters are " + std::to_string(bytes) + " bytes; they may be up to " +
+                                        std::to_string(kMaxParameterBytes));
+        }
+        for (const Pointer& pointer : launch.pointers) {
+            expect_buffer(pointer.buffer);
+            expect_field(pointer.offset, sizeof(CUdeviceptr));
+        }
+        for (const TensorMap& map : launch.tensor_maps) {
+            expect_buffer(map.buffer);
+            expect_field(map.offset, sizeof(CUtensorMap));
         }
     }
 }
@@ -110,20 +124,16 @@ void Plan::RunStep(const Zero& zero, std::uint64_t, const std::vector<CUdevicept
 void Plan::RunStep(const Launch& launch, std::uint64_t context, const std::vector<CUdeviceptr>& buffers,
                    CUstream stream) const {
     const std::string& subject = launch.kernel->description();
-    std::vector<Value> values(launch.parameters.size());
-    std::vector<void*> addresses(launch.parameters.size());
-    for (std::size_t i = 0; i < launch.parameters.size(); ++i) {
-        const Parameter& parameter = launch.parameters[i];
-        if (const auto* pointer = std::get_if<Pointer>(&parameter)) {
-            values[i].address = buffers[pointer->buffer];
-        } else if (const auto* scalar = std::get_if<Scalar>(&parameter)) {
-            values[i].bits = scalar->bits;
-        } else {
-            const auto& map = std::get<TensorMap>(parameter);
-            values[i].map = Encode(map, buffers[map.buffer], subject);
-        }
-        addresses[i] = &values[i];
+    alignas(CUtensorMap) unsigned char parameters[kMaxParameterBytes];
+    std::memcpy(parameters, launch.parameters.data(), launch.parameters.size());
+    for (const Pointer& pointer : launch.pointers) {
+        std::memcpy(parameters + pointer.offset, &buffers[pointer.buffer], sizeof(CUdeviceptr));
     }
+    for (const TensorMap& map : launch.tensor_maps) {
+        const CUtensorMap encoded = Encode(map, buffers[map.buffer], subject);
+        std::memcpy(parameters + map.offset, &encoded, sizeof encoded);
+    }
+    void* addresses[] = {parameters};
 
     CUlaunchAttribute attributes[2] = {};
     unsigned count = 0;
@@ -151,8 +161,7 @@ void Plan::RunStep(const Launch& launch, std::uint64_t context, const std::vecto
     config.hStream = stream;
     config.attrs = attributes;
     config.numAttrs = count;
-    Check(GetDriver().launch_kernel_ex(&config, launch.kernel->Load(context, launch.shared_bytes), addresses.data(),
-                                       nullptr),
+    Check(GetDriver().launch_kernel_ex(&config, launch.kernel->Load(context, launch.shared_bytes), addresses, nullptr),
           "cuLaunchKernelEx", subject);
 }
 

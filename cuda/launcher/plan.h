@@ -45,19 +45,16 @@ class Kernel {
     std::unordered_map<std::uint64_t, Loaded> loaded_;
 };
 
-// Kernel parameter: the address of a buffer.
+// Field of a kernel's parameter struct: the address of a buffer, `offset` bytes from the start.
 struct Pointer {
+    std::size_t offset;
     std::size_t buffer;
 };
 
-// Kernel parameter: a number, its bytes in the low end of `bits`.
-struct Scalar {
-    std::uint64_t bits;
-};
-
-// Kernel parameter: a tensor map over a buffer. Axes are innermost first; `strides` are bytes and
+// Field of a kernel's parameter struct: a tensor map over a buffer. Axes are innermost first; `strides` are bytes and
 // start with axis 1.
 struct TensorMap {
+    std::size_t offset;
     std::size_t buffer;
     CUtensorMapDataType dtype;
     std::vector<cuuint64_t> sizes;
@@ -66,8 +63,6 @@ struct TensorMap {
     CUtensorMapSwizzle swizzle;
 };
 
-using Parameter = std::variant<Pointer, Scalar, TensorMap>;
-
 struct Launch {
     std::shared_ptr<Kernel> kernel;
     unsigned grid[3];
@@ -75,7 +70,9 @@ struct Launch {
     unsigned shared_bytes;
     unsigned cluster;
     bool overlap_previous;
-    std::vector<Parameter> parameters;
+    std::string parameters;  // the struct's bytes, but for those of these fields:
+    std::vector<Pointer> pointers;
+    std::vector<TensorMap> tensor_maps;
 };
 
 // Fills a buffer with zero bytes.

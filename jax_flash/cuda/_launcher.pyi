@@ -7,14 +7,12 @@ class Kernel:
     def __init__(self, cubin: bytes, entry: str, description: str) -> None: ...
 
 class Pointer:
-    def __init__(self, buffer: int) -> None: ...
-
-class Scalar:
-    def __init__(self, type: str, value: int | float) -> None: ...
+    def __init__(self, offset: int, buffer: int) -> None: ...
 
 class TensorMap:
     def __init__(
         self,
+        offset: int,
         buffer: int,
         dtype: str,
         sizes: Sequence[int],
@@ -32,7 +30,9 @@ class Launch:
         shared_bytes: int,
         cluster: int,
         overlap_previous: bool,
-        parameters: Sequence[Pointer | Scalar | TensorMap],
+        parameters: bytes,
+        pointers: Sequence[Pointer],
+        tensor_maps: Sequence[TensorMap],
     ) -> None: ...
 
 class Zero:

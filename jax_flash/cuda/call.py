@@ -13,12 +13,11 @@ from jax_flash.cuda.launch_plan import (
     Kernel,
     Launch,
     LaunchPlan,
-    Parameter,
     Pointer,
-    Scalar,
     TensorMap,
     Zero,
 )
+from jax_flash.cuda.parameters import layout, pack
 
 # The names that operations have in HLO and in profiles. All run the same launcher.
 TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds")
@@ -57,18 +56,11 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
     kernels = _compile_all(plan)
     number = {buffer.name: i for i, buffer in enumerate((*plan.operands, *plan.results))}
 
-    def parameter(p: Parameter) -> _launcher.Pointer | _launcher.Scalar | _launcher.TensorMap:
-        match p:
-            case Pointer():
-                return _launcher.Pointer(number[p.buffer])
-            case Scalar():
-                return _launcher.Scalar(p.type, p.value)
-            case TensorMap():
-                return _launcher.TensorMap(number[p.buffer], p.dtype, p.sizes, p.strides, p.box, p.swizzle)
-
     def step(s: Launch | Zero) -> _launcher.Launch | _launcher.Zero:
         if not isinstance(s, Launch):
             return _launcher.Zero(number[s.buffer])
+        parameters = s.kernel.parameters
+        fields = list(zip(layout(parameters).slots, s.arguments, strict=True))
         return _launcher.Launch(
             kernels[s.kernel],
             s.grid,
@@ -76,7 +68,19 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
             s.shared_bytes,
             s.cluster,
             s.overlap_previous,
-            [parameter(p) for p in s.parameters],
+            pack(parameters, [x if isinstance(x, int | float) else None for x in s.arguments]),
+            [
+                _launcher.Pointer(slot.offset, number[x.buffer])
+                for slot, x in fields
+                if isinstance(x, Pointer)
+            ],
+            [
+                _launcher.TensorMap(
+                    slot.offset, number[x.buffer], x.dtype, x.sizes, x.strides, x.box, x.swizzle
+                )
+                for slot, x in fields
+                if isinstance(x, TensorMap)
+            ],
         )
 
     return _launcher.Plan(

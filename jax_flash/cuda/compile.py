@@ -14,6 +14,7 @@ from pathlib import Path
 
 from jax_flash.cuda import cache
 from jax_flash.cuda.launch_plan import Kernel
+from jax_flash.cuda.parameters import HEADER_NAME, header
 
 OPTIONS = (
     "--std=c++17",
@@ -95,7 +96,7 @@ def _cache_key(kernel: Kernel, folder: Path) -> str:
     All sources count, as any may be included: a change to one compiles every kernel again.
     """
     digest = hashlib.sha256()
-    identity = [dataclasses.astuple(kernel), OPTIONS, nvrtc_version()]
+    identity = [dataclasses.astuple(kernel), header(kernel.parameters), OPTIONS, nvrtc_version()]
     digest.update(json.dumps(identity).encode())
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
@@ -135,7 +136,8 @@ def _compile(kernel: Kernel, folder: Path) -> Compiled:
         return log.rstrip(b"\0").decode(errors="replace").strip()
 
     # The log names the file by its path under `folder`, which is the same on every machine.
-    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), kernel.source.encode(), 0, [], [])
+    headers, names = [header(kernel.parameters).encode()], [HEADER_NAME.encode()]
+    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), kernel.source.encode(), 1, headers, names)
     try:
         encoded = [option.encode() for option in options]
         check(nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0], "nvrtcCompileProgram")

@@ -7,12 +7,22 @@ import jax.numpy as jnp
 
 from jax_flash import _dropout
 from jax_flash._spec import AttentionSpec
-from jax_flash.cuda.launch_plan import Buffer, LaunchPlan, Parameter, Pointer, Scalar
+from jax_flash.cuda.launch_plan import Arguments, Buffer, LaunchPlan, Pointer
+from jax_flash.cuda.parameters import struct
 
 MAX_THRESHOLD = 0x7C00
 """The kernels compare hashes as magnitudes of float16, of which this, infinity, is the last in order."""
 
 NAMES = ("dropout_rows", "dropout_columns")
+
+PARAMETERS = struct(
+    "Dropout",
+    rows="const uint32_t*",  # (B, N, T)
+    # Forward (B, blocks of keys, keys), in the order of for_each_dropped; backward (B, S).
+    columns="const uint32_t*",
+    threshold="uint32_t",  # of hashes that are kept, in both halves
+    factor="float",  # of what is kept, see `factor`
+)
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
@@ -38,16 +48,19 @@ def buffers(spec: AttentionSpec, *shapes: tuple[int, ...]) -> tuple[Buffer, ...]
     return tuple(Buffer(name, shape, "uint32") for name, shape in zip(NAMES, shapes, strict=True))
 
 
-def parameters(spec: AttentionSpec) -> tuple[Parameter, ...]:
-    """`DROPOUT_PARAMETERS` of the kernels."""
-    pointers = (pointer(spec, name) for name in NAMES)
-    threshold = _dropout.threshold(spec.dropout_rate) * 0x10001
-    return (*pointers, Scalar("uint32", threshold), Scalar("float32", factor(spec)))
+def arguments(spec: AttentionSpec) -> Arguments:
+    """Those of `PARAMETERS`."""
+    return {
+        "rows": pointer(spec, "dropout_rows"),
+        "columns": pointer(spec, "dropout_columns"),
+        "threshold": _dropout.threshold(spec.dropout_rate) * 0x10001,
+        "factor": factor(spec),
+    }
 
 
-def pointer(spec: AttentionSpec, name: str) -> Parameter:
+def pointer(spec: AttentionSpec, name: str) -> Pointer | None:
     """To one of `NAMES`, null without dropout."""
-    return Pointer(name) if spec.dropout_rate else Scalar("int64", 0)
+    return Pointer(name) if spec.dropout_rate else None
 
 
 def arranged(plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -12,7 +12,8 @@ import jax
 
 from jax_flash import _packing
 from jax_flash._spec import Operands, Sizes, sizes
-from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
+from jax_flash.cuda.launch_plan import Buffer, Pointer
+from jax_flash.cuda.parameters import struct
 
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
@@ -21,6 +22,29 @@ _SEQUENCES = 4
 """Sequences that a batch row with offsets or segments is assumed to hold; the data alone has their number."""
 
 Shapes = Operands[jax.ShapeDtypeStruct]
+
+FORWARD_PARAMETERS = struct(
+    "MaskMetadata",
+    # (B, rows of all tiles): the keys [x, y) among which a row sees some; y = 0: none.
+    row_keys="const int2*",
+    row_segments="const int*",  # likewise; null without segments, as `key_segments`
+    # (B, groups of 64 rows): the key blocks [x, y) that some row sees, and [z, w) that all rows see whole.
+    group_blocks="const int4*",
+    key_segments="const int*",  # (B, S)
+)
+"""What the forward kernel reads of a call whose mask is data."""
+
+BACKWARD_PARAMETERS = struct(
+    "MaskMetadata",
+    key_queries="const int2*",  # (B, keys of all tiles): the queries [x, y) that see a key; y = 0: none
+    group_blocks="const int2*",  # (B, groups of 64 keys): the blocks of queries [x, y) that see all of them
+    tile_blocks="const int2*",  # (B, key tiles): the blocks [x, y) that a tile visits, if x < y
+    block_tiles="const int2*",  # (B, query blocks): the tiles [x, y) that visit a block
+    span_tiles="const int*",  # (B, spans): how many tiles visit blocks of a span
+    query_segments="const int*",  # (B, T); null without segments, as the next
+    key_segments="const int*",  # (B, S)
+)
+"""The same of the backward kernel."""
 
 
 def is_needed(shapes: Shapes) -> bool:
@@ -86,7 +110,29 @@ def _diagonals(shapes: Shapes, n: Sizes) -> tuple[Buffer, ...]:
     return () if shapes.alibi_slopes is None else (Buffer("diagonals", (n.B, n.T), "int32"),)
 
 
-def parameters(buffers: tuple[Buffer, ...], *names: str) -> tuple[Parameter, ...]:
-    """Pointers to those of `buffers` that are there, null for others."""
+_BUFFERS = {
+    "query_offsets": _packing.OFFSETS[0],
+    "key_offsets": _packing.OFFSETS[1],
+    "query_lengths": LENGTHS[0],
+    "key_lengths": LENGTHS[1],
+    "query_segments": SEGMENTS[0],
+    "key_segments": SEGMENTS[1],
+}
+"""Buffers of other names than the fields that point at them."""
+
+
+def pointers(buffers: tuple[Buffer, ...], *fields: str) -> dict[str, Pointer | None]:
+    """Pointers to the buffers that `fields` are of, null where they are not among `buffers`."""
     present = {buffer.name for buffer in buffers}
-    return tuple(Pointer(name) if name in present else Scalar("int64", 0) for name in names)
+    names = {field: _BUFFERS.get(field, field) for field in fields}
+    return {field: Pointer(name) if name in present else None for field, name in names.items()}
+
+
+def forward_arguments(buffers: tuple[Buffer, ...]) -> dict[str, Pointer | None]:
+    """Those of `FORWARD_PARAMETERS`."""
+    return pointers(buffers, *(name for name, _ in FORWARD_PARAMETERS.fields))
+
+
+def backward_arguments(buffers: tuple[Buffer, ...]) -> dict[str, Pointer | None]:
+    """Those of `BACKWARD_PARAMETERS`."""
+    return pointers(buffers, *(name for name, _ in BACKWARD_PARAMETERS.fields))

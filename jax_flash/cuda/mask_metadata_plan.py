@@ -7,13 +7,81 @@ import jax
 from jax_flash import _packing
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import mask_metadata
-from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Parameter, Pointer, Scalar
+from jax_flash.cuda.launch_plan import Arguments, Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
+from jax_flash.cuda.parameters import Struct, struct
 
 _WARPS = 4
 """Of a CTA, each with some work of its own."""
 _ORDER_THREADS = 256
 
 Shapes = Operands[jax.ShapeDtypeStruct]
+
+_SEQUENCES = struct(
+    # The sequences of a call: those that offsets tell apart, or else each batch row, with its lengths.
+    "SequenceOperands",
+    query_offsets="const int*",  # (B, count + 1), ascending; or null, as the next
+    key_offsets="const int*",
+    query_lengths="const int*",  # (B); null: all of T or S
+    key_lengths="const int*",
+    count="int32_t",  # in a batch row
+    longest_query="int32_t",  # what a packed sequence has beyond is padding
+    longest_key="int32_t",
+    queries="int32_t",  # T
+    keys="int32_t",  # S
+    left="int32_t",  # the window; T and S where it bounds nothing
+    right="int32_t",
+)
+
+_FORWARD = struct(
+    "Parameters",
+    sequences=_SEQUENCES,
+    query_segments="const int*",  # (B, T); null without segments, as the next
+    block_segments="const int2*",  # (B, blocks of keys), see segment_ranges
+    row_keys="int2*",  # (B, rows of all groups)
+    row_segments="int*",  # likewise; null without segments
+    group_blocks="int4*",  # (B, groups)
+    diagonals="int*",  # (B, T): the keys that queries are aligned with; or null
+    batch="int32_t",
+    groups="int32_t",
+    pack="int32_t",  # rows of a query
+    block_keys="int32_t",
+)
+
+_BACKWARD = struct(
+    "Parameters",
+    sequences=_SEQUENCES,
+    key_segments="const int*",  # (B, S); null without segments, as the next
+    block_segments="const int2*",  # (B, blocks of queries), see segment_ranges
+    key_queries="int2*",  # (B, keys of all tiles)
+    group_blocks="int2*",  # (B, groups of all tiles)
+    tile_blocks="int2*",  # (B, tiles): the blocks [x, y) of which some see a key
+    diagonals="int*",  # (B, T): the keys that queries are aligned with; or null
+    batch="int32_t",
+    tiles="int32_t",
+    groups="int32_t",  # of 64 keys, in a tile
+    block_queries="int32_t",
+)
+
+_ORDER = struct(
+    "Parameters",
+    tile_blocks="int2*",  # (B, tiles): what _BACKWARD found, and what the backward kernel is given
+    visitors="int*",  # (B, tiles): scratch
+    block_tiles="int2*",  # (B, blocks), see mask_metadata.BACKWARD_PARAMETERS
+    span_tiles="int*",  # (B, spans), likewise
+    tiles="int32_t",
+    blocks="int32_t",
+    span="int32_t",
+)
+
+_SEGMENT_RANGES = struct(
+    "Parameters",
+    ids="const int*",  # (B, positions)
+    block_ids="int2*",  # (B, blocks): the least and the greatest
+    batch="int32_t",
+    positions="int32_t",
+    blocks="int32_t",
+    size="int32_t",
+)
 
 
 def plan_forward(
@@ -34,10 +102,13 @@ def plan_forward(
         "mask_metadata_forward",
         arch,
         n.B * groups,
-        *_sequences(spec, shapes, operands),
-        *mask_metadata.parameters((*operands, *ids), "query_segment_ids", "block_segments"),
-        *mask_metadata.parameters(results, "row_keys", "row_segments", "group_blocks", "diagonals"),
-        *(Scalar("int32", x) for x in (n.B, groups, pack, keys)),
+        _FORWARD,
+        {
+            "sequences": _sequences(spec, shapes, operands),
+            **mask_metadata.pointers((*operands, *ids), "query_segments", "block_segments"),
+            **mask_metadata.pointers(results, "row_keys", "row_segments", "group_blocks", "diagonals"),
+            **{"batch": n.B, "groups": groups, "pack": pack, "block_keys": keys},
+        },
     )
     return LaunchPlan(operands, (*results, *ids), (*find_ids, find))
 
@@ -61,23 +132,25 @@ def plan_backward(
         "mask_metadata_backward",
         arch,
         n.B * tiles,
-        *_sequences(spec, shapes, operands),
-        *mask_metadata.parameters((*operands, *ids), "key_value_segment_ids", "block_segments"),
-        *mask_metadata.parameters(results, "key_queries", "group_blocks", "tile_blocks", "diagonals"),
-        *(Scalar("int32", x) for x in (n.B, tiles, keys // 64, queries)),
+        _BACKWARD,
+        {
+            "sequences": _sequences(spec, shapes, operands),
+            **mask_metadata.pointers((*operands, *ids), "key_segments", "block_segments"),
+            **mask_metadata.pointers(results, "key_queries", "group_blocks", "tile_blocks", "diagonals"),
+            **{"batch": n.B, "tiles": tiles, "groups": keys // 64, "block_queries": queries},
+        },
     )
-    order = Launch(
-        kernel=_kernel("mask_metadata_order", arch),
+    order = launch(
+        kernel=_kernel("mask_metadata_order", arch, _ORDER),
         grid=(n.B, 1, 1),
         block=_ORDER_THREADS,
-        shared_bytes=0,
         overlap_previous=True,
-        parameters=(
-            *mask_metadata.parameters(
+        arguments={
+            **mask_metadata.pointers(
                 (*results, visitors), "tile_blocks", "visitors", "block_tiles", "span_tiles"
             ),
-            *(Scalar("int32", x) for x in (tiles, blocks, span)),
-        ),
+            **{"tiles": tiles, "blocks": blocks, "span": span},
+        },
     )
     return LaunchPlan(operands, (*results, *ids, visitors), (*find_ids, find, order))
 
@@ -99,16 +172,16 @@ def _block_segments(
     B, positions = getattr(shapes, name).shape
     blocks = math.ceil(positions / size)
     found = Buffer("block_segments", (B, blocks, 2), "int32")
-    parameters = (
-        Pointer(name),
-        Pointer(found.name),
-        *(Scalar("int32", x) for x in (B, positions, blocks, size)),
-    )
-    return (found,), (_launch("segment_ranges", arch, B * blocks, *parameters),)
+    arguments = {
+        "ids": Pointer(name),
+        "block_ids": Pointer(found.name),
+        **{"batch": B, "positions": positions, "blocks": blocks, "size": size},
+    }
+    return (found,), (_launch("segment_ranges", arch, B * blocks, _SEGMENT_RANGES, arguments),)
 
 
-def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]) -> tuple[Parameter, ...]:
-    """`SEQUENCES_PARAMETERS` of the kernels."""
+def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]) -> Arguments:
+    """Those of `_SEQUENCES`."""
     n = sizes(shapes)
     count, longest = 0, (0, 0)
     if shapes.query_offsets is not None:
@@ -118,22 +191,23 @@ def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]
     least = -(n.T + n.S)
     left = n.S if spec.left is None else max(min(spec.left, n.S), least)
     right = n.T if spec.right is None else max(min(spec.right, n.T), least)
-    return (
-        *mask_metadata.parameters(operands, *_packing.OFFSETS, *mask_metadata.LENGTHS),
-        *(Scalar("int32", x) for x in (count, *map(min, longest, (n.T, n.S)), n.T, n.S, left, right)),
-    )
+    return {
+        **mask_metadata.pointers(operands, "query_offsets", "key_offsets", "query_lengths", "key_lengths"),
+        "count": count,
+        **{"longest_query": min(longest[0], n.T), "longest_key": min(longest[1], n.S)},
+        **{"queries": n.T, "keys": n.S, "left": left, "right": right},
+    }
 
 
-def _launch(entry: str, arch: str, warps: int, *parameters: Parameter) -> Launch:
-    return Launch(
-        kernel=_kernel(entry, arch),
+def _launch(entry: str, arch: str, warps: int, parameters: Struct, arguments: Arguments) -> Launch:
+    return launch(
+        kernel=_kernel(entry, arch, parameters),
         grid=(math.ceil(warps / _WARPS), 1, 1),
         block=32 * _WARPS,
-        shared_bytes=0,
         overlap_previous=True,
-        parameters=parameters,
+        arguments=arguments,
     )
 
 
-def _kernel(entry: str, arch: str) -> Kernel:
-    return Kernel(f"common/{entry}.cu", entry, arch, ())
+def _kernel(entry: str, arch: str, parameters: Struct) -> Kernel:
+    return Kernel(f"common/{entry}.cu", entry, arch, (), parameters)

@@ -8,12 +8,35 @@ import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import dropout, fixed_point, mask_metadata
-from jax_flash.cuda.launch_plan import Buffer, Parameter, Pointer, Scalar
+from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
+from jax_flash.cuda.parameters import struct
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
 _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
 
 Shapes = Operands[jax.ShapeDtypeStruct]
+
+_STRIDES = struct(
+    # From element to element of a (B | 1, N | 1, T | 1, S | 1) array along each axis, 0 where all share one.
+    "Strides",
+    batch="int64_t",
+    head="int64_t",
+    query="int64_t",
+    key="int32_t",
+)
+
+PARAMETERS = struct(
+    "ScoreOperands",
+    scale="float",  # over the soft cap, where there is one
+    soft_cap="float",
+    bias="const void*",
+    bias_strides=_STRIDES,
+    mask="const unsigned char*",
+    mask_strides=_STRIDES,
+    slopes="const float*",  # (B | 1, N)
+    slopes_stride="int64_t",  # from batch row to batch row
+    diagonals="const int*",  # (B, T): the key that each query is aligned with, where that is data
+)
 
 
 def unsupported(shapes: Shapes) -> str | None:
@@ -66,22 +89,30 @@ def buffers(shapes: Shapes, names: tuple[str, ...] = OPERANDS) -> tuple[Buffer, 
     return tuple(Buffer(name, x.shape, x.dtype.name) for name, x in found if x is not None)
 
 
-def parameters(spec: AttentionSpec, shapes: Shapes) -> tuple[Parameter, ...]:
-    """`SCORE_PARAMETERS` of the kernels."""
-    diagonals = mask_metadata.is_needed(shapes) and shapes.alibi_slopes is not None
-    cap = spec.logits_soft_cap
-    return (
-        Scalar("float32", spec.scale if cap is None else spec.scale / cap),
-        Scalar("float32", cap or 0.0),
-        *_pointer_and_strides("bias", shapes.bias),
-        *_pointer_and_strides("mask", shapes.mask),
-        *_pointer_and_strides("alibi_slopes", shapes.alibi_slopes),
-        Pointer("diagonals") if diagonals else Scalar("int64", 0),
-    )
+def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
+    """Those of `PARAMETERS`; operands that a call has none of are null."""
+    cap, slopes = spec.logits_soft_cap, shapes.alibi_slopes
+    return {
+        "scale": spec.scale if cap is None else spec.scale / cap,
+        "soft_cap": cap or 0.0,
+        "bias": pointer("bias", shapes.bias),
+        "bias_strides": _named_strides(shapes.bias),
+        "mask": pointer("mask", shapes.mask),
+        "mask_strides": _named_strides(shapes.mask),
+        "slopes": pointer("alibi_slopes", slopes),
+        "slopes_stride": batch_stride(slopes),
+        "diagonals": pointer("diagonals", slopes if mask_metadata.is_needed(shapes) else None),
+    }
 
 
-def sinks_parameters(shapes: Shapes) -> tuple[Parameter, ...]:
-    return _pointer_and_strides("sinks", shapes.sinks)
+def pointer(name: str, x: jax.ShapeDtypeStruct | None) -> Pointer | None:
+    """To the buffer of an operand, null where there is none."""
+    return None if x is None else Pointer(name)
+
+
+def batch_stride(x: jax.ShapeDtypeStruct | None) -> int:
+    """From batch row to batch row of a (B | 1, N) operand, if any."""
+    return 0 if x is None else strides(x.shape)[0]
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -89,13 +120,10 @@ def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if size == 1 else math.prod(shape[axis + 1 :]) for axis, size in enumerate(shape))
 
 
-def _pointer_and_strides(name: str, x: jax.ShapeDtypeStruct | None) -> tuple[Parameter, ...]:
-    """Of a `(B|1, N|1, T|1, S|1)` array all strides, the last in 32 bits; of a `(B|1, N)` one the first."""
-    axes = 4 if name in ("bias", "mask") else 1
-    steps = (0,) * axes if x is None else strides(x.shape)[:axes]
-    types = ("int64", "int64", "int64", "int32")
-    pointer = Scalar("int64", 0) if x is None else Pointer(name)
-    return pointer, *(Scalar(type, step) for type, step in zip(types, steps, strict=False))
+def _named_strides(x: jax.ShapeDtypeStruct | None) -> Arguments:
+    """Those of `_STRIDES`, of a (B | 1, N | 1, T | 1, S | 1) operand, if any."""
+    steps = (0, 0, 0, 0) if x is None else strides(x.shape)
+    return dict(zip(("batch", "head", "query", "key"), steps, strict=True))
 
 
 def gradients(

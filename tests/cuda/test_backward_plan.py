@@ -9,7 +9,7 @@ import pytest
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
-from jax_flash.cuda.launch_plan import Pointer, Scalar, TensorMap
+from jax_flash.cuda.launch_plan import Pointer, TensorMap
 from jax_flash.cuda.sm90 import backward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 
@@ -26,12 +26,6 @@ def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16, V=None):
 def main_launch(plan):
     (launch,) = (launch for launch in plan.launches if launch.kernel.entry == "backward")
     return launch
-
-
-def scalars(launch):
-    return [
-        p.value for p in launch.parameters if isinstance(p, Scalar) and p.type != "int64"
-    ]  # a null pointer
 
 
 def test_buffers_are_those_of_the_call_and_scratch_comes_last():
@@ -61,8 +55,8 @@ def test_d_lse_is_an_operand_only_of_calls_that_return_lse():
     without = plan_backward(AttentionSpec(0.1), shapes(), H100)
     with_lse = plan_backward(AttentionSpec(0.1, return_residual=True), shapes(), H100)
     assert [b.name for b in with_lse.operands] == [b.name for b in without.operands] + ["d_lse"]
-    assert Pointer("d_lse") in with_lse.launches[0].parameters
-    assert without.launches[0].parameters[3] == Scalar("int64", 0)  # a null pointer
+    assert with_lse.launches[0].by_path["d_lse"] == Pointer("d_lse")
+    assert without.launches[0].by_path["d_lse"] is None
 
 
 def test_survives_the_attribute():
@@ -92,7 +86,7 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
         buffers = {b.name: b for b in fixed.results}
         assert buffers["turns"].shape == (2, 8, 16)
         assert buffers["d_query_sums"].shape[0] == 2 * 8  # every head has its place
-        assert all(Pointer("turns") in launch.parameters for launch in fixed.launches[:2])
+        assert all(Pointer("turns") in launch.arguments for launch in fixed.launches[:2])
         # The kernel ahead serves both.
         assert fixed.launches[0].kernel == default.launches[0].kernel
         assert fixed.launches[2].kernel.entry == "backward_postprocess"
@@ -101,10 +95,7 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
         assert main_launch(fixed).grid == main_launch(default).grid
 
     def section(right, **sizes):
-        parameters = main_launch(plan(right, True, **sizes)).parameters
-        # The one before the scale, the first that is no integer.
-        scale = next(i for i, p in enumerate(parameters) if isinstance(p, Scalar) and p.type == "float32")
-        return parameters[scale - 1].value
+        return main_launch(plan(right, True, **sizes)).by_path["section_heads"]
 
     assert section(None, S=50_000) == section(None, S=128) == section(None, S=50_000, H=256) == 4
     assert section(0) == 2  # two sections, the last of which goes the other way
@@ -119,7 +110,7 @@ def test_tiles_fit_the_hardware(head_dim, rate):
     main = main_launch(plan)
     assert main.shared_bytes <= 227 * 1024
     assert main.block == (512 if head_dim <= 128 else 384)
-    for p in main.parameters:
+    for p in main.arguments:
         if isinstance(p, TensorMap):
             assert all(stride % 16 == 0 for stride in p.strides)
             assert all(0 < extent <= 256 for extent in p.box)
@@ -150,8 +141,8 @@ def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):
         assert buffers[name].shape[3] == H
     prepare, main, *finish = plan.launches
     # Rows of out and dO; of dQ.
-    assert scalars(prepare)[-2] == V and all(scalars(launch)[2] == H for launch in finish)
-    maps = {p.buffer: p for p in main.parameters if isinstance(p, TensorMap)}
+    assert prepare.by_path["columns"] == V and all(launch.by_path["head_dim"] == H for launch in finish)
+    maps = {p.buffer: p for p in main.arguments if isinstance(p, TensorMap)}
     assert {name for name, m in maps.items() if m.sizes[0] == V} >= {"value", "d_out", "d_value"}
     assert {name for name, m in maps.items() if m.sizes[0] == H} >= {"query", "key", "d_key"}
     assert main.shared_bytes <= 227 * 1024
@@ -165,7 +156,7 @@ def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):
 def counts_tiles(plan):
     """Whether CTAs take tiles from a counter, which the kernel ahead sets to zero."""
     counter = any(b.name == "next_tile" for b in plan.results)
-    assert all((Pointer("next_tile") in launch.parameters) == counter for launch in plan.launches[:2])
+    assert all((Pointer("next_tile") in launch.arguments) == counter for launch in plan.launches[:2])
     return counter
 
 
@@ -226,7 +217,8 @@ def test_every_tile_has_a_cta_and_every_block_scratch(head_dim):
 
 def test_a_side_of_the_window_that_hides_nothing_is_out_of_reach():
     def window(spec, **sizes):
-        return scalars(main_launch(plan_backward(spec, shapes(**sizes), H100)))[7:9]
+        arguments = main_launch(plan_backward(spec, shapes(**sizes), H100)).by_path
+        return [arguments["left"], arguments["right"]]
 
     left, right = window(AttentionSpec(0.1))
     assert left == right

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 
 import jax
 import jax.export
@@ -14,20 +15,21 @@ from jax_flash.cuda.compile import CompileError
 from jax_flash.cuda.launch_plan import (
     Buffer,
     Kernel,
-    Launch,
     LaunchPlan,
     Pointer,
-    Scalar,
     TensorMap,
     Zero,
 )
+from jax_flash.cuda.parameters import struct
 
 SOURCE = """
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-extern "C" __global__ void double_it(const __grid_constant__ TensorMap rows, float* doubled, int n) {
-    doubled[n] = FACTOR;
+#include "parameters.cuh"
+extern "C" __global__ void double_it(const __grid_constant__ Parameters parameters) {
+    parameters.doubled[parameters.n] = FACTOR;
 }
 """
+PARAMETERS = struct("Parameters", rows="TensorMap", doubled="float*", n="int32_t")
+TYPES = compile.kernels_folder() / "ptx" / "types.cuh"
 ROWS = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 
 
@@ -35,22 +37,24 @@ ROWS = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 def sources(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "double.cu").write_text(SOURCE)
+    (tmp_path / "ptx").mkdir()
+    shutil.copy(TYPES, tmp_path / "ptx")
     monkeypatch.setattr(compile, "kernels_folder", lambda: tmp_path)
     return tmp_path
 
 
 def make_plan(factor: int | str = 2) -> LaunchPlan:
     """One of every kind of step and parameter."""
-    launch = Launch(
-        kernel=Kernel("double.cu", "double_it", "sm_90a", (("FACTOR", factor),)),
+    launch = launch_plan.launch(
+        kernel=Kernel("double.cu", "double_it", "sm_90a", (("FACTOR", factor),), PARAMETERS),
         grid=(1, 1, 1),
         block=32,
         shared_bytes=1024,
-        parameters=(
-            TensorMap("rows", "float32", (8, 4), (32,), (8, 4), 32),
-            Pointer("doubled"),
-            Scalar("int32", 32),
-        ),
+        arguments={
+            "rows": TensorMap("rows", "float32", (8, 4), (32,), (8, 4), 32),
+            "doubled": Pointer("doubled"),
+            "n": 32,
+        },
     )
     return LaunchPlan(
         operands=(Buffer("rows", (4, 8), "float32"),),

@@ -1,6 +1,8 @@
 """Compilation by NVRTC, which needs no GPU."""
 
+import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,11 +12,14 @@ import pytest
 from jax_flash.cuda import cache, compile
 from jax_flash.cuda.compile import CompileError, NvrtcNotFoundError, compile_kernel
 from jax_flash.cuda.launch_plan import Kernel
+from jax_flash.cuda.parameters import struct
 
 SOURCE = """
 #include "scale.cuh"
-extern "C" __global__ void multiply(float* x) { x[threadIdx.x] *= SCALE * factor; }
+#include "parameters.cuh"
+extern "C" __global__ void multiply(Parameters of_call) { of_call.x[threadIdx.x] *= SCALE * factor; }
 """
+PARAMETERS = struct("Parameters", x="float*")
 
 
 @pytest.fixture
@@ -26,6 +31,8 @@ def sources(tmp_path, monkeypatch):
     (folder / "sm90").mkdir(parents=True)
     (folder / "sm90" / "multiply.cu").write_text(SOURCE)
     (folder / "scale.cuh").write_text("constexpr float factor = 2;")
+    (folder / "ptx").mkdir()
+    shutil.copy(compile.kernels_folder() / "ptx" / "types.cuh", folder / "ptx")
     return folder
 
 
@@ -44,7 +51,7 @@ def compilations(monkeypatch):
 
 
 def make_kernel(scale: float | str = 3.0, arch: str = "sm_90a") -> Kernel:
-    return Kernel("sm90/multiply.cu", "multiply", arch, (("SCALE", scale),))
+    return Kernel("sm90/multiply.cu", "multiply", arch, (("SCALE", scale),), PARAMETERS)
 
 
 def forget_this_process(monkeypatch):
@@ -82,7 +89,7 @@ def test_the_disk_cache_gives_the_same(sources, compilations, monkeypatch):
     assert [path.name.split("-")[:2] for path in cache.folder().iterdir()] == [["multiply", "sm_90a"]]
 
 
-@pytest.mark.parametrize("change", ["define", "header", "source", "options", "NVRTC"])
+@pytest.mark.parametrize("change", ["define", "parameters", "header", "source", "options", "NVRTC"])
 def test_whatever_changes_the_code_is_compiled_anew(sources, compilations, monkeypatch, change):
     compile_kernel(make_kernel(), sources)
     forget_this_process(monkeypatch)
@@ -90,6 +97,8 @@ def test_whatever_changes_the_code_is_compiled_anew(sources, compilations, monke
     match change:
         case "define":
             kernel = make_kernel(scale=4.0)
+        case "parameters":
+            kernel = dataclasses.replace(kernel, parameters=struct("Parameters", x="float*", n="int32_t"))
         case "header":
             (sources / "scale.cuh").write_text("constexpr float factor = 5;")
         case "source":
@@ -124,9 +133,11 @@ def test_two_processes_that_compile_the_same_kernel_at_once(sources):
         import pathlib, sys
         from jax_flash.cuda.compile import compile_kernel
         from jax_flash.cuda.launch_plan import Kernel
+        from jax_flash.cuda.parameters import Struct
         print("ready", flush=True)
         sys.stdin.readline()
-        kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3.0),))
+        parameters = Struct("Parameters", (("x", "float*"),))
+        kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3.0),), parameters)
         print(len(compile_kernel(kernel, pathlib.Path(sys.argv[1])).cubin))
     """
     pipe = subprocess.PIPE
@@ -150,7 +161,7 @@ def test_a_kernel_that_does_not_compile_shows_the_log_and_the_kernel(sources):
         compile_kernel(make_kernel(scale="unheard_of"), sources)
     message = str(raised.value)
     assert "multiply of sm90/multiply.cu for sm_90a (SCALE=unheard_of)" in message
-    assert 'sm90/multiply.cu(3): error: identifier "unheard_of" is undefined' in message
+    assert 'sm90/multiply.cu(4): error: identifier "unheard_of" is undefined' in message
     assert cache.usage() == (0, 0)
 
 
@@ -184,7 +195,9 @@ def test_no_driver_is_needed(sources):
         import ctypes, pathlib, sys
         from jax_flash.cuda.compile import compile_kernel
         from jax_flash.cuda.launch_plan import Kernel
-        kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3),))
+        from jax_flash.cuda.parameters import Struct
+        parameters = Struct("Parameters", (("x", "float*"),))
+        kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3),), parameters)
         compile_kernel(kernel, pathlib.Path(sys.argv[1]))
         print("libcuda.so" in pathlib.Path("/proc/self/maps").read_text())
     """

@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import pathlib
+import struct
 import subprocess
 import sys
 import threading
@@ -106,10 +107,16 @@ def make_kernel(entry: str = "forward") -> "_launcher.Kernel":
     return _launcher.Kernel(b"CUBIN", entry, f"{entry} of some.cu")
 
 
-def make_launch(parameters=(), kernel=None, shared_bytes=0, cluster=1, overlap_previous=False):
+def make_launch(
+    parameters=b"", pointers=(), maps=(), kernel=None, shared_bytes=0, cluster=1, overlap_previous=False
+):
     kernel = kernel or make_kernel()
-    grid = (4, 3, 2)
-    return _launcher.Launch(kernel, grid, 128, shared_bytes, cluster, overlap_previous, list(parameters))
+    fields = (parameters, list(pointers), list(maps))
+    return _launcher.Launch(kernel, (4, 3, 2), 128, shared_bytes, cluster, overlap_previous, *fields)
+
+
+def make_map(offset: int) -> "_launcher.TensorMap":
+    return _launcher.TensorMap(offset, 0, "uint8", (16,), (), (16,), 0)
 
 
 def make_plan(*steps) -> "_launcher.Plan":
@@ -144,26 +151,20 @@ def test_no_attribute_that_the_launch_does_not_ask_for(driver):
     assert driver.calls("cuFuncSetAttribute") == []
 
 
-def test_parameters_are_packed_by_type(driver):
+def test_addresses_are_written_between_the_numbers(driver):
     driver.reset(layout="ppiulf")
-    parameters = [
-        _launcher.Pointer(1),
-        _launcher.Pointer(0),
-        _launcher.Scalar("int32", -5),
-        _launcher.Scalar("uint32", 2**32 - 1),
-        _launcher.Scalar("int64", -(2**40)),
-        _launcher.Scalar("float32", 0.125),
-    ]
-    make_plan(make_launch(parameters)).run([OPERAND, SCRATCH], stream=0)
+    numbers = struct.pack("<16xiIqf4x", -5, 2**32 - 1, -(2**40), 0.125)
+    pointers = [_launcher.Pointer(0, 1), _launcher.Pointer(8, 0)]
+    make_plan(make_launch(numbers, pointers)).run([OPERAND, SCRATCH], stream=0)
     (launched,) = driver.calls("cuLaunchKernelEx")
     assert launched["parameters"] == [SCRATCH, OPERAND, -5, 2**32 - 1, -(2**40), 0.125]
 
 
 def test_tensor_maps_are_encoded_for_the_buffers_of_each_run(driver):
     driver.reset(layout="mm")
-    first = _launcher.TensorMap(0, "bfloat16", (64, 3, 5), (128, 384), (64, 1, 4), 128)
-    second = _launcher.TensorMap(1, "float32", (8,), (), (8,), 0)
-    plan = make_plan(make_launch([first, second]))
+    first = _launcher.TensorMap(0, 0, "bfloat16", (64, 3, 5), (128, 384), (64, 1, 4), 128)
+    second = _launcher.TensorMap(128, 1, "float32", (8,), (), (8,), 0)
+    plan = make_plan(make_launch(bytes(256), maps=[first, second]))
     plan.run([OPERAND, SCRATCH], stream=0)
     plan.run([OPERAND + 64, SCRATCH], stream=0)
     encoded = driver.calls("cuTensorMapEncodeTiled")
@@ -240,8 +241,8 @@ def test_many_threads_load_a_kernel_once(driver):
     ],
 )
 def test_errors_name_the_call_the_error_and_the_kernel(driver, failing_call, subject):
-    tensor_map = _launcher.TensorMap(0, "float16", (8, 4), (16,), (8, 4), 32)
-    plan = make_plan(make_launch([tensor_map], shared_bytes=1000), _launcher.Zero(1))
+    tensor_map = _launcher.TensorMap(0, 0, "float16", (8, 4), (16,), (8, 4), 32)
+    plan = make_plan(make_launch(bytes(128), maps=[tensor_map], shared_bytes=1000), _launcher.Zero(1))
     driver.reset(layout="m", failing_call=failing_call)
     with pytest.raises(RuntimeError) as raised:
         plan.run([OPERAND, SCRATCH], stream=0)
@@ -263,13 +264,17 @@ def test_a_failed_load_is_tried_again(driver):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: _launcher.Scalar("int8", 1), 'type is "int8"'),
-        (lambda: _launcher.TensorMap(0, "int8", (8,), (), (8,), 0), 'dtype is "int8"'),
-        (lambda: _launcher.TensorMap(0, "uint8", (8,), (), (8,), 96), "swizzle is 96"),
-        (lambda: _launcher.TensorMap(0, "uint8", (8, 8), (), (8, 8), 0), "got 2, 0 and 2"),
-        (lambda: _launcher.TensorMap(0, "uint8", (8,) * 6, (8,) * 5, (8,) * 6, 0), "got 6, 5 and 6"),
+        (lambda: _launcher.TensorMap(0, 0, "int8", (8,), (), (8,), 0), 'dtype is "int8"'),
+        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,), (), (8,), 96), "swizzle is 96"),
+        (lambda: _launcher.TensorMap(0, 0, "uint8", (8, 8), (), (8, 8), 0), "got 2, 0 and 2"),
+        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,) * 6, (8,) * 5, (8,) * 6, 0), "got 6, 5 and 6"),
         (lambda: make_plan(_launcher.Zero(2)), "buffer 2 of 2"),
-        (lambda: make_plan(make_launch([_launcher.Pointer(5)])), "buffer 5 of 2"),
+        (lambda: make_plan(make_launch(bytes(8), [_launcher.Pointer(0, 5)])), "buffer 5 of 2"),
+        (lambda: make_plan(make_launch(bytes(8), [_launcher.Pointer(8, 0)])), "8 bytes at 8 of 8"),
+        (lambda: make_plan(make_launch(bytes(16), [_launcher.Pointer(4, 0)])), "8 bytes at 4 of 16"),
+        (lambda: make_plan(make_launch(bytes(128), maps=[make_map(64)])), "128 bytes at 64 of 128"),
+        (lambda: make_plan(make_launch(bytes(256), maps=[make_map(32)])), "128 bytes at 32 of 256"),
+        (lambda: make_plan(make_launch(bytes(4097))), "parameters are 4097 bytes; they may be up to 4096"),
         (lambda: make_plan().run([OPERAND], stream=0), "got 1 addresses for 2 buffers"),
     ],
 )
@@ -287,8 +292,8 @@ def test_registry_keeps_the_first_plan():
 
 def test_handlers_run_a_registered_plan(driver, xla):
     driver.reset(layout="pp")
-    pointers = [_launcher.Pointer(0), _launcher.Pointer(1)]
-    _launcher.register_plan("handlers", make_plan(make_launch(pointers), _launcher.Zero(1)))
+    pointers = [_launcher.Pointer(0, 0), _launcher.Pointer(8, 1)]
+    _launcher.register_plan("handlers", make_plan(make_launch(bytes(16), pointers), _launcher.Zero(1)))
     assert xla.call("initialize", "handlers") == ""
     assert [line["call"] for line in driver.calls()] == ["cuModuleLoadData", "cuModuleGetFunction"]
     driver.reset(layout="pp")

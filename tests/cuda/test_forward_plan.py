@@ -8,7 +8,7 @@ import pytest
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, launch_plan
-from jax_flash.cuda.launch_plan import Launch, Pointer, Scalar, TensorMap, Zero
+from jax_flash.cuda.launch_plan import Launch, Pointer, TensorMap, Zero
 from jax_flash.cuda.sm90.forward_plan import plan_forward
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
@@ -62,12 +62,11 @@ def test_dropout():
     ]
     assert plan.launches[0].shared_bytes - without.launches[0].shared_bytes == 3 * keys * 4
     assert (defines(plan)["DROPOUT"], defines(without)["DROPOUT"]) == (1, 0)
-    assert plan.launches[0].parameters[-4:] == (
-        Pointer("dropout_rows"),
-        Pointer("dropout_columns"),
-        Scalar("uint32", 0x20002000),
-        Scalar("float32", 1 / 0.75),
-    )
+    arguments = plan.launches[0].by_path
+    assert arguments["dropout.rows"] == Pointer("dropout_rows")
+    assert arguments["dropout.columns"] == Pointer("dropout_columns")
+    assert arguments["dropout.threshold"] == 0x20002000
+    assert arguments["dropout.factor"] == 1 / 0.75
 
 
 def test_kept_probabilities_are_divided_by_the_rate_in_force():
@@ -123,8 +122,7 @@ def test_a_side_that_hides_nothing_costs_nothing():
 def test_the_sign_of_the_scale_is_the_kernels_and_its_size_a_parameter(scale, sign, factor):
     plan = plan_forward(AttentionSpec(scale), shapes(), H100)
     assert defines(plan)["SCORE_SIGN"] == sign
-    parameters = plan.launches[0].parameters
-    scale_log2 = next(p.value for p in parameters if isinstance(p, Scalar) and p.type == "float32")
+    scale_log2 = plan.launches[0].by_path["scale_log2"]
     assert scale_log2 > 0
     assert factor is None or scale_log2 == pytest.approx(factor / jnp.log(2.0))
 
@@ -140,7 +138,7 @@ def test_the_grid_has_a_cta_for_each_tile_up_to_one_a_multiprocessor():
 @pytest.mark.parametrize("head_dim,columns", [(8, 8), (64, 64), (80, 80), (200, 200)])
 def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
     plan = plan_forward(AttentionSpec(0.1), shapes(H=head_dim, N=2), H100)
-    maps = [p for p in plan.launches[0].parameters if isinstance(p, TensorMap)]
+    maps = [p for p in plan.launches[0].arguments if isinstance(p, TensorMap)]
     assert [m.buffer for m in maps] == ["query", "key", "value"]
     for m in maps:
         B, rows, heads, H = next(b.shape for b in plan.operands + plan.results if b.name == m.buffer)
@@ -152,7 +150,7 @@ def test_tensor_maps_cover_the_arrays_and_not_the_padding(head_dim, columns):
 
 def test_values_may_have_a_head_dim_of_their_own():
     plan = plan_forward(AttentionSpec(0.1), shapes(H=192, V=120), H100)
-    maps = [p for p in plan.launches[0].parameters if isinstance(p, TensorMap)]
+    maps = [p for p in plan.launches[0].arguments if isinstance(p, TensorMap)]
     assert [m.sizes[0] for m in maps] == [192, 192, 120]
     assert (defines(plan)["HEAD_DIM"], defines(plan)["VALUE_DIM"]) == (192, 128)
     assert plan.results[0].shape == (2, 1000, 8, 120)
@@ -248,7 +246,7 @@ def test_heads_are_packed_where_that_makes_fewer_tiles(queries, heads, key_heads
 
 def test_packed_heads_lie_together_in_the_query_map():
     plan = plan_forward(AttentionSpec(0.1), shapes(T=16, N=64, K=4), H100)
-    query = next(p for p in plan.launches[0].parameters if isinstance(p, TensorMap))
+    query = next(p for p in plan.launches[0].arguments if isinstance(p, TensorMap))
     assert query.box == (64, 8, 16, 1)
     assert defines(plan)["PACK"] == 8
     assert plan.launches[0].grid == (2 * 8, 1, 1)

@@ -436,7 +436,7 @@ def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
 
 
 def _tensor_maps(plan):
-    return [p for launch in plan.launches for p in launch.parameters if isinstance(p, TensorMap)]
+    return [p for launch in plan.launches for p in launch.arguments if isinstance(p, TensorMap)]
 
 
 @pytest.mark.parametrize("magnitude", (1e3, 1e4, 1e5, 1e15))

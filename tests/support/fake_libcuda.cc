@@ -1,7 +1,7 @@
 // A CUDA driver that records what it is asked and runs nothing, for tests of the launcher.
 //
-// Each call appends one line of JSON to a log. Kernel parameters carry no types through the driver
-// API, so a test first says their layout, one letter each: p address, i int32, u uint32, l int64,
+// Each call appends one line of JSON to a log. A kernel's parameter struct carries no types through the
+// driver API, so a test first says its fields, one letter each: p address, i int32, u uint32, l int64,
 // f float32, m tensor map.
 #include <cuda.h>
 
@@ -35,9 +35,13 @@ std::string List(const T* values, unsigned size) {
     return text.str() + "]";
 }
 
+// The next field of a struct; moves `address` behind it.
 template <typename T>
-T Read(const void* address) {
-    return *static_cast<const T*>(address);
+T Read(const char*& address) {
+    address += -reinterpret_cast<size_t>(address) % alignof(T);
+    const T value = *reinterpret_cast<const T*>(address);
+    address += sizeof(T);
+    return value;
 }
 
 }  // namespace
@@ -145,26 +149,27 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
         }
     }
     fields << ", \"parameters\": [";
+    const char* field = static_cast<const char*>(parameters[0]);
     for (size_t i = 0; i < layout.size(); ++i) {
         fields << (i ? ", " : "");
         switch (layout[i]) {
             case 'p':
-                fields << Read<CUdeviceptr>(parameters[i]);
+                fields << Read<CUdeviceptr>(field);
                 break;
             case 'i':
-                fields << Read<int>(parameters[i]);
+                fields << Read<int>(field);
                 break;
             case 'u':
-                fields << Read<unsigned>(parameters[i]);
+                fields << Read<unsigned>(field);
                 break;
             case 'l':
-                fields << Read<long long>(parameters[i]);
+                fields << Read<long long>(field);
                 break;
             case 'f':
-                fields << Read<float>(parameters[i]);
+                fields << Read<float>(field);
                 break;
             case 'm':
-                fields << static_cast<const CUtensorMap*>(parameters[i])->opaque[0];
+                fields << Read<CUtensorMap>(field).opaque[0];
                 break;
         }
     }

@@ -12,7 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from jax_flash.cuda.compile import describe, kernels_folder
-from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, Scalar, TensorMap, Zero
+from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, TensorMap, Zero
+from jax_flash.cuda.parameters import HEADER_NAME, header, layout, pack
 
 EMULATOR = Path(__file__).parent / "emulator"
 DTYPES = {
@@ -23,12 +24,6 @@ DTYPES = {
     "uint32": np.uint32,
     "uint8": np.uint8,
     "bool": np.bool_,
-}
-SCALARS = {
-    "int32": ctypes.c_int32,
-    "uint32": ctypes.c_uint32,
-    "int64": ctypes.c_int64,
-    "float32": ctypes.c_float,
 }
 
 
@@ -69,14 +64,13 @@ class KernelEmulator:
 
     def _launch(self, launch: Launch, arrays: dict[str, np.ndarray], seed: int, resident: int):
         assert launch.grid[1:] == (1, 1), "grids of one axis"
-        values = [_parameter(p, arrays) for p in launch.parameters]
-        addresses = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
+        parameters = _parameters(launch, arrays)
         library = self._library(launch.kernel)
         if launch.shared_bytes == 0:
             resident = 1  # static shared memory is one CTA's
         clusters = max(1, resident // launch.cluster)
         shape = (launch.grid[0], launch.cluster, clusters, launch.block)
-        library.emulate(*shape, ctypes.c_uint64(seed), addresses)
+        library.emulate(*shape, ctypes.c_uint64(seed), ctypes.c_void_p(parameters.ctypes.data))
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:
@@ -84,7 +78,12 @@ class KernelEmulator:
             sources = self.folder / "sources"
             shutil.copytree(kernels_folder(), sources / "kernels", dirs_exist_ok=True)
             shutil.copytree(EMULATOR, sources / "kernels", dirs_exist_ok=True)
-            library = self.folder / f"{hashlib.sha256(describe(kernel).encode()).hexdigest()[:16]}.so"
+            parameters = header(kernel.parameters)
+            name = hashlib.sha256((describe(kernel) + parameters).encode()).hexdigest()[:16]
+            library = self.folder / f"{name}.so"
+            generated = self.folder / name
+            generated.mkdir(exist_ok=True)
+            (generated / HEADER_NAME).write_text(parameters)
             defines = {**dict(kernel.defines), "ENTRY": kernel.entry, "SOURCE": kernel.source}
             command = [
                 "g++",
@@ -94,6 +93,7 @@ class KernelEmulator:
                 "-fPIC",
                 "-shared",
                 "-I.",
+                f"-I{generated}",
                 "emulator.cc",
                 "-o",
                 str(library),
@@ -112,20 +112,24 @@ def _aligned(shape: tuple[int, ...], dtype: Any, alignment: int = 256) -> np.nda
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _parameter(parameter: Pointer | Scalar | TensorMap, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """The bytes of a kernel parameter, aligned as a tensor map has to be."""
-    if isinstance(parameter, Pointer):
-        value = ctypes.c_void_p(arrays[parameter.buffer].ctypes.data)
-    elif isinstance(parameter, Scalar):
-        value = SCALARS[parameter.type](parameter.value)
-    else:
-        assert parameter.swizzle == 128
-        value = _TensorMap(
-            arrays[parameter.buffer].ctypes.data,
-            (ctypes.c_int64 * 4)(*parameter.sizes),
-            (ctypes.c_int64 * 3)(*parameter.strides),
-            (ctypes.c_int64 * 4)(*parameter.box),
-        )
-    memory = _aligned((256,), np.uint8)
-    memory[: ctypes.sizeof(value)] = np.frombuffer(bytes(value), np.uint8)
+def _parameters(launch: Launch, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """The bytes of the kernel's parameter struct, aligned as one with tensor maps has to be."""
+    struct = launch.kernel.parameters
+    numbers = [x if isinstance(x, int | float) else None for x in launch.arguments]
+    memory = _aligned((layout(struct).bytes,), np.uint8)
+    memory[...] = np.frombuffer(pack(struct, numbers), np.uint8)
+    for slot, argument in zip(layout(struct).slots, launch.arguments, strict=True):
+        if isinstance(argument, Pointer):
+            value = ctypes.c_void_p(arrays[argument.buffer].ctypes.data)
+        elif isinstance(argument, TensorMap):
+            assert argument.swizzle == 128
+            value = _TensorMap(
+                arrays[argument.buffer].ctypes.data,
+                (ctypes.c_int64 * 4)(*argument.sizes),
+                (ctypes.c_int64 * 3)(*argument.strides),
+                (ctypes.c_int64 * 4)(*argument.box),
+            )
+        else:
+            continue
+        memory[slot.offset : slot.offset + ctypes.sizeof(value)] = np.frombuffer(bytes(value), np.uint8)
     return memory

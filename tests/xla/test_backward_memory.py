@@ -93,4 +93,4 @@ def test_gradients_through_lse_cost_nothing_where_they_are_not_used():
     assert rest == list(
         with_lse.launches[1:]
     )  # only the first kernel reads d_lse, if its address is not null
-    assert Pointer("d_lse") not in prepare.parameters
+    assert Pointer("d_lse") not in prepare.arguments

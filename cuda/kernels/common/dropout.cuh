@@ -7,19 +7,6 @@
 
 constexpr bool has_dropout = DROPOUT;
 
-struct Dropout {
-    const uint32_t* rows;     // (B, N, T)
-    const uint32_t* columns;  // forward: (B, blocks of keys, keys), in the order of for_each_dropped; backward: (B, S)
-    uint32_t threshold;       // of hashes that are kept, in both halves
-    float factor;             // 1 / (1 - rate), of what is kept
-};
-
-// The same as a kernel's last parameters, in the order of jax_flash/cuda/dropout.py.
-#define DROPOUT_PARAMETERS                                                                          \
-    const uint32_t *__restrict__ dropout_rows, const uint32_t *__restrict__ dropout_columns,        \
-        uint32_t dropout_threshold, float dropout_factor
-#define DROPOUT_OPERANDS {dropout_rows, dropout_columns, dropout_threshold, dropout_factor}
-
 // What a result is multiplied by at the end, where it was summed up without dropout's factor.
 __device__ __forceinline__ float with_dropout(float factor, float of_dropout) {
     return has_dropout ? factor * of_dropout : factor;

@@ -1,35 +1,33 @@
 // What the backward kernel has to know where what queries see is data: Bounds in backward_traits.cuh. What depends on
 // several tiles is left to mask_metadata_order.
+#include "parameters.cuh"
 #include "common/segment_ranges.cuh"
+#include "common/sequences.cuh"
 
 constexpr int threads = 128;
 
 // One warp a tile, of `groups` groups of 64 keys.
 extern "C" __global__ void __launch_bounds__(threads)
-    mask_metadata_backward(SEQUENCES_PARAMETERS,
-                    const int* __restrict__ key_segments,     // (B, S); null without segments, as the next
-                    const int2* __restrict__ block_segments,  // (B, blocks of queries), see segment_ranges
-                    int2* __restrict__ key_queries,           // (B, keys of all tiles)
-                    int2* __restrict__ group_blocks,          // (B, groups of all tiles)
-                    int2* __restrict__ tile_blocks,           // (B, tiles): the blocks [x, y) of which some see a key
-                    int* __restrict__ diagonals,              // (B, T): the keys that queries are aligned with; or null
-                    int batch, int tiles, int groups, int block_queries) {
+    mask_metadata_backward(const __grid_constant__ Parameters parameters) {
     wait_for_previous_kernel();
     allow_next_kernel();
-    const Sequences all = SEQUENCES;
+    const Sequences all{parameters.sequences};
+    const int batch = parameters.batch, tiles = parameters.tiles, groups = parameters.groups;
+    const int queries = all.queries, keys = all.keys, block_queries = parameters.block_queries;
+    const int* key_segments = parameters.key_segments;
     const int lane = threadIdx.x % 32, index = blockIdx.x * (threads / 32) + threadIdx.x / 32;
-    if (diagonals != nullptr) {
+    if (parameters.diagonals != nullptr) {
         const int64_t tokens = static_cast<int64_t>(batch) * queries;
         for (int64_t token = static_cast<int64_t>(index) * 32 + lane; token < tokens; token += gridDim.x * threads) {
             const int batch_row = token / queries, query = token % queries;
-            diagonals[token] = all.of_query(batch_row, query).diagonal(query);
+            parameters.diagonals[token] = all.of_query(batch_row, query).diagonal(query);
         }
     }
     const int batch_row = index / tiles, tile = index % tiles;
     if (batch_row >= batch) return;
 
     const int blocks = ceil_div(queries, block_queries);
-    const int2* of_blocks = block_segments + static_cast<int64_t>(batch_row) * blocks;
+    const int2* of_blocks = parameters.block_segments + static_cast<int64_t>(batch_row) * blocks;
     const int64_t first_token = static_cast<int64_t>(batch_row) * keys;
     Extent of_tile;
     SegmentIds ids_of_tile;
@@ -44,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(threads)
                 seen_by = all.queries_of(all.of_key(batch_row, key), key);
                 if (key_segments != nullptr) ids.add(key_segments[first_token + key]);
             }
-            key_queries[static_cast<int64_t>(batch_row) * tiles * groups * 64 + key] = seen_by;
+            parameters.key_queries[static_cast<int64_t>(batch_row) * tiles * groups * 64 + key] = seen_by;
             of_tile.add(seen_by);
             // A last block of queries that are not there is whole without them.
             if (seen_by.y >= queries) seen_by.y = blocks * block_queries;
@@ -57,10 +55,10 @@ extern "C" __global__ void __launch_bounds__(threads)
             ids_of_tile.add(ids);
             whole = blocks_of_one_segment(ids, of_blocks, {whole.x, min(whole.y, blocks)});
         }
-        if (lane == 0) group_blocks[static_cast<int64_t>(index) * groups + group] = whole;
+        if (lane == 0) parameters.group_blocks[static_cast<int64_t>(index) * groups + group] = whole;
     }
     of_tile.gather();
     int2 some = of_tile.seen_blocks(block_queries);
     if (key_segments != nullptr) some = blocks_that_meet(ids_of_tile, of_blocks, some);
-    if (lane == 0) tile_blocks[index] = some;
+    if (lane == 0) parameters.tile_blocks[index] = some;
 }

@@ -1,24 +1,21 @@
 // What the forward kernel has to know where what rows see is data: Bounds in forward_traits.cuh.
+#include "parameters.cuh"
 #include "common/segment_ranges.cuh"
+#include "common/sequences.cuh"
 
 constexpr int threads = 128;
 
 // One warp a group of 64 rows, `pack` of which are of one query.
 extern "C" __global__ void __launch_bounds__(threads)
-    mask_metadata_forward(SEQUENCES_PARAMETERS,
-                   const int* __restrict__ query_segments,   // (B, T); null without segments, as the next
-                   const int2* __restrict__ block_segments,  // (B, blocks of keys), see segment_ranges
-                   int2* __restrict__ row_keys,              // (B, rows of all groups)
-                   int* __restrict__ row_segments,           // … ; null without segments
-                   int4* __restrict__ group_blocks,          // (B, groups)
-                   int* __restrict__ diagonals,              // (B, T): the keys that queries are aligned with; or null
-                   int batch, int groups, int pack, int block_keys) {
+    mask_metadata_forward(const __grid_constant__ Parameters parameters) {
     wait_for_previous_kernel();
     allow_next_kernel();
-    const Sequences all = SEQUENCES;
+    const Sequences all{parameters.sequences};
+    const int groups = parameters.groups, pack = parameters.pack, block_keys = parameters.block_keys;
+    const int* query_segments = parameters.query_segments;
     const int lane = threadIdx.x % 32, index = blockIdx.x * (threads / 32) + threadIdx.x / 32;
     const int batch_row = index / groups, group = index % groups;
-    if (batch_row >= batch) return;
+    if (batch_row >= parameters.batch) return;
 
     Extent extent;
     SegmentIds ids;
@@ -28,8 +25,8 @@ extern "C" __global__ void __launch_bounds__(threads)
         const int query = (group * 64 + in_group) / pack;
         int2 seen{0, 0};  // by a row that is not there, and its segment
         int segment = 0;
-        if (query < queries) {
-            const int64_t token = static_cast<int64_t>(batch_row) * queries + query;
+        if (query < all.queries) {
+            const int64_t token = static_cast<int64_t>(batch_row) * all.queries + query;
             const Sequence of = all.of_query(batch_row, query);
             seen = all.keys_of(of, query);
             extent.add(seen);
@@ -37,19 +34,20 @@ extern "C" __global__ void __launch_bounds__(threads)
                 segment = query_segments[token];
                 ids.add(segment);
             }
-            if (diagonals != nullptr) diagonals[token] = of.diagonal(query);  // all rows of a query the same
+            // All rows of a query write the same.
+            if (parameters.diagonals != nullptr) parameters.diagonals[token] = of.diagonal(query);
         }
-        row_keys[row] = seen;
-        if (row_segments != nullptr) row_segments[row] = segment;
+        parameters.row_keys[row] = seen;
+        if (parameters.row_segments != nullptr) parameters.row_segments[row] = segment;
     }
     extent.gather();
     int2 some = extent.seen_blocks(block_keys), whole = extent.whole_blocks(block_keys);
     if (query_segments != nullptr) {
         ids.gather();
-        const int blocks = ceil_div(keys, block_keys);
-        const int2* of_blocks = block_segments + static_cast<int64_t>(batch_row) * blocks;
+        const int blocks = ceil_div(all.keys, block_keys);
+        const int2* of_blocks = parameters.block_segments + static_cast<int64_t>(batch_row) * blocks;
         some = blocks_that_meet(ids, of_blocks, some);
         whole = blocks_of_one_segment(ids, of_blocks, {whole.x, min(whole.y, blocks)});
     }
-    if (lane == 0) group_blocks[index] = {some.x, some.y, whole.x, whole.y};
+    if (lane == 0) parameters.group_blocks[index] = {some.x, some.y, whole.x, whole.y};
 }

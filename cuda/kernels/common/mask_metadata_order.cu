@@ -1,5 +1,6 @@
 // After mask_metadata_backward: the tiles that visit a block are to follow one another, so that their numbers rank them. Where
 // the first and the last blocks of tiles rise from tile to tile they do; elsewhere tiles visit some blocks more.
+#include "parameters.cuh"
 #include "common/mask_metadata.cuh"
 
 constexpr int threads = 256;
@@ -44,17 +45,16 @@ __device__ __forceinline__ int count_first(const int2* tile_blocks, int tiles, S
 
 // One CTA a batch row.
 extern "C" __global__ void __launch_bounds__(threads)
-    mask_metadata_order(int2* tile_blocks,  // (B, tiles): what mask_metadata_backward found, and what the backward kernel is given
-                 int* visitors,      // (B, tiles): scratch
-                 int2* block_tiles, int* span_tiles,  // (B, blocks), (B, spans): see Bounds in backward_traits.cuh
-                 int tiles, int blocks, int span) {
+    mask_metadata_order(const __grid_constant__ Parameters parameters) {
     wait_for_previous_kernel();
     allow_next_kernel();
+    const int tiles = parameters.tiles, blocks = parameters.blocks, span = parameters.span;
     const int spans = ceil_div(blocks, span);
-    tile_blocks += static_cast<int64_t>(blockIdx.x) * tiles;
-    visitors += static_cast<int64_t>(blockIdx.x) * tiles;
-    block_tiles += static_cast<int64_t>(blockIdx.x) * blocks;
-    span_tiles += static_cast<int64_t>(blockIdx.x) * spans;
+    // Of this CTA's batch row.
+    int2* const tile_blocks = parameters.tile_blocks + static_cast<int64_t>(blockIdx.x) * tiles;
+    int* const visitors = parameters.visitors + static_cast<int64_t>(blockIdx.x) * tiles;
+    int2* const block_tiles = parameters.block_tiles + static_cast<int64_t>(blockIdx.x) * blocks;
+    int* const span_tiles = parameters.span_tiles + static_cast<int64_t>(blockIdx.x) * spans;
 
     auto least = [](int a, int b) { return min(a, b); };
     auto greatest = [](int a, int b) { return max(a, b); };

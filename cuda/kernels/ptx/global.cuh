@@ -1,8 +1,16 @@
-// Words in global memory by which CTAs tell each other how far they are (PTX ISA, "Memory Consistency Model").
+// Global memory: data that no kernel writes while it is read, and words by which CTAs tell each other how far they are (PTX
+// ISA, "Memory Consistency Model").
 #pragma once
 #include "types.cuh"
 
 namespace global {
+
+// Reads what nobody writes while the kernel runs. The compiler may read it once and early, whatever the kernel writes
+// (it can't tell by itself, as pointers are fields of a struct, where __restrict__ says nothing).
+template <class T>
+__device__ __forceinline__ T read_only(const T* address) {
+    return __ldg(address);
+}
 
 // Adds one. Whoever sees that sees what this thread had seen done before.
 __device__ __forceinline__ void count(int* address) {

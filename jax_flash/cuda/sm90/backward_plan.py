@@ -9,7 +9,8 @@ from jax_flash._device import Device
 from jax_flash._dropout import keep_probability
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, fixed_point, mask_metadata, mask_metadata_plan, score_mod
-from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, Scalar, Zero
+from jax_flash.cuda.launch_plan import Buffer, Kernel, LaunchPlan, Pointer, Zero, launch
+from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.backward_scheduler import (
     every_query_sees_a_key,
@@ -142,6 +143,75 @@ _SPAN = 4
 # The kernels' arithmetic on a window's side that does not bind stays in 32 bits with this in its place.
 _UNBOUNDED = 1 << 29
 
+_PREPROCESS = struct(
+    "Parameters",
+    out="const uint4*",  # (B, T, N, V), as the next
+    d_out="const uint4*",
+    lse="const float*",  # (B, N, T), natural
+    d_lse="const float*",  # (B, N, T), or null
+    statistics="float*",  # (B, N, query blocks, 2, queries), see Call
+    d_query_sums="float4*",  # this and the next three: see QueryGradient
+    arrived="int*",
+    written="int*",
+    next_job="int*",
+    zeroed_heads="int32_t",  # sums there are to be set to zero
+    next_tile="int*",  # a counter, or null
+    turns="int*",  # (B, N, query blocks), or null
+    queries="int32_t",  # T
+    query_heads="int32_t",  # N
+    columns="int32_t",  # V
+    dropout_rows="const uint32_t*",  # (B, N, T), or null
+    kept="float",  # share that dropout keeps
+)
+
+_MAIN = struct(
+    "Parameters",
+    maps=struct(
+        "TensorMaps",
+        query="TensorMap",
+        key="TensorMap",
+        value="TensorMap",
+        d_out="TensorMap",
+        d_key="TensorMap",
+        d_value="TensorMap",
+    ),
+    statistics="const float*",
+    d_query_sums="float*",  # this and the next six: see QueryGradient
+    arrived="int*",
+    written="int*",
+    next_job="int*",
+    d_query="ELEMENT*",
+    places="int32_t",
+    columns="int32_t",
+    next_tile="int*",
+    turns="int*",
+    queries="int32_t",  # T
+    keys="int32_t",  # S
+    key_heads="int32_t",  # K
+    group="int32_t",  # N / K
+    batch="int32_t",  # B
+    left="int32_t",  # the window
+    right="int32_t",
+    section_heads="int32_t",  # see key_tile_at
+    scale="float",
+    score=score_mod.PARAMETERS,
+    d_bias="BIAS_SUM*",  # as the bias
+    d_slopes="float*",  # (B, N, CTAs' shares of the keys, 4 warps)
+    mask_metadata=mask_metadata.BACKWARD_PARAMETERS,
+    bias_factor="const float*",  # of terms that are added up as integers
+    dropout=dropout.PARAMETERS,
+)
+
+_POSTPROCESS = struct(
+    "Parameters",
+    d_query_sum="const float*",  # (B, N, query blocks, queries · head_dim)
+    d_query="uint4*",  # (B, T, N, H)
+    queries="int32_t",  # T
+    query_heads="int32_t",  # N
+    head_dim="int32_t",  # H
+    scale="float",
+)
+
 
 def tile(larger_dim: int, changed: bool = False) -> BackwardTile:
     """The tile for the larger of a call's head dims, that of K and that of V, where scores are `changed`
@@ -191,7 +261,9 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     tiles_alike = window.unbounded and not bounded
     fixed_point_bias = fixed_point.adds_bias_up(spec, shapes)
 
-    def kernel(source: str, entry: str, shape: BackwardTile = shape, is_main: bool = False) -> Kernel:
+    def kernel(
+        source: str, entry: str, parameters: Struct, shape: BackwardTile = shape, is_main: bool = False
+    ) -> Kernel:
         defines = (
             ("ELEMENT", dtype),
             ("HEAD_DIM", head_dim),
@@ -212,7 +284,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
             *dropout.defines(spec),
             ("SHARED_BYTES", shape.shared_bytes(head_dim, value_dim)),
         )
-        return Kernel(source, entry, device.arch, defines)
+        return Kernel(source, entry, device.arch, defines, parameters)
 
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
@@ -260,13 +332,13 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         Buffer("written", (n.B, n.N), "int32"),
         Buffer("next_job", (1,), "int32"),
     )
-    sums_parameters = (
-        Pointer("d_query_sums"),
-        *(Pointer(x.name) if counted else Scalar("int64", 0) for x in counts),
-    )
+    sums_arguments = {
+        "d_query_sums": Pointer("d_query_sums"),
+        **{x.name: Pointer(x.name) if counted else None for x in counts},
+    }
     if window.left is not None and window.right is not None and window.left + window.right < 0:
         window = Window(0, -_UNBOUNDED)  # empty: for the kernels' arithmetic, far from everything
-    left, right = (Scalar("int32", _UNBOUNDED if x is None else x) for x in (window.left, window.right))
+    left, right = (_UNBOUNDED if x is None else x for x in (window.left, window.right))
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
     # Split products can load nothing of the next tile beside the end of one, so each tile has its CTAs.
     # Others are persistent.
@@ -274,81 +346,70 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     # Wherever warps wait for other CTAs' tiles, CTAs take tiles from a counter (dq_order.cuh).
     waits = spec.deterministic or not shape.split_products
     counter = (Buffer("next_tile", (1,), "int32"),) if waits else ()
-    next_tile = Pointer("next_tile") if counter else Scalar("int64", 0)
+    next_tile = Pointer("next_tile") if counter else None
     turns = (Buffer("turns", (n.B, n.N, query_blocks), "int32"),) if spec.deterministic else ()
-    turns_parameter = Pointer("turns") if turns else Scalar("int64", 0)
+    turns_argument = Pointer("turns") if turns else None
 
-    prepare = Launch(
-        kernel=kernel("sm90/backward/preprocess.cu", "backward_preprocess"),
+    # The first tile in turn puts its share there, where there is one.
+    first_writes = in_turns and not bounded and every_query_sees_a_key(n, window)
+    prepare = launch(
+        kernel=kernel("sm90/backward/preprocess.cu", "backward_preprocess", _PREPROCESS),
         grid=(query_blocks * n.N * n.B, 1, 1),
         block=256,
-        shared_bytes=0,
-        parameters=(
-            Pointer("out"),
-            Pointer("d_out"),
-            Pointer("lse"),
-            Pointer("d_lse") if spec.return_residual else Scalar("int64", 0),
-            Pointer("statistics"),
-            *sums_parameters,
-            # The first tile in turn puts its share there, where there is one.
-            Scalar("int32", 0 if in_turns and not bounded and every_query_sees_a_key(n, window) else places),
-            next_tile,
-            turns_parameter,
-            *(Scalar("int32", x) for x in (n.T, n.N, n.V)),
-            dropout.pointer(spec, "dropout_rows"),
-            Scalar("float32", keep_probability(spec.dropout_rate)),
-        ),
+        arguments={
+            **{name: Pointer(name) for name in ("out", "d_out", "lse", "statistics")},
+            "d_lse": Pointer("d_lse") if spec.return_residual else None,
+            **sums_arguments,
+            "zeroed_heads": 0 if first_writes else places,
+            "next_tile": next_tile,
+            "turns": turns_argument,
+            **{"queries": n.T, "query_heads": n.N, "columns": n.V},
+            "dropout_rows": dropout.pointer(spec, "dropout_rows"),
+            "kept": keep_probability(spec.dropout_rate),
+        },
     )
-    main = Launch(
-        kernel=kernel("sm90/backward/backward.cu", "backward", main_shape, is_main=True),
+    main = launch(
+        kernel=kernel("sm90/backward/backward.cu", "backward", _MAIN, main_shape, is_main=True),
         grid=(ctas * shape.cluster, 1, 1),
         block=shape.threads,
         shared_bytes=main_shape.shared_bytes(head_dim, value_dim),
         cluster=shape.cluster,
-        parameters=(
-            rows_map(query, shape.queries // shape.cluster),  # each CTA loads a part of the block for all
-            rows_map(key, shape.cta_keys),
-            rows_map(value, shape.value_rows(max(head_dim, value_dim))),
-            rows_map(d_out, shape.queries // shape.cluster),
-            rows_map(d_key, 64),
-            rows_map(d_value, 64),
-            Pointer("statistics"),
-            *sums_parameters,
-            Pointer("d_query"),
-            *(Scalar("int32", x) for x in (places, n.H)),
-            next_tile,
-            turns_parameter,
-            *(Scalar("int32", x) for x in (n.T, n.S, n.K, n.group, n.B)),
-            left,
-            right,
-            Scalar("int32", section),
-            Scalar("float32", spec.scale),
-            *score_mod.parameters(spec, shapes),
-            *(Scalar("int64", 0) if x is None else Pointer(x.name) for x in (d_bias, d_slopes)),
-            *mask_metadata.parameters(
-                limits,
-                "key_queries",
-                "group_blocks",
-                "tile_blocks",
-                "block_tiles",
-                "span_tiles",
-                *mask_metadata.SEGMENTS,
-            ),
-            Pointer("bias_factor") if fixed_point_bias else Scalar("int64", 0),
-            *dropout.parameters(spec),
-        ),
+        arguments={
+            "maps": {
+                # Each CTA loads a part of the block for all.
+                "query": rows_map(query, shape.queries // shape.cluster),
+                "key": rows_map(key, shape.cta_keys),
+                "value": rows_map(value, shape.value_rows(max(head_dim, value_dim))),
+                "d_out": rows_map(d_out, shape.queries // shape.cluster),
+                "d_key": rows_map(d_key, 64),
+                "d_value": rows_map(d_value, 64),
+            },
+            "statistics": Pointer("statistics"),
+            **sums_arguments,
+            **{"d_query": Pointer("d_query"), "places": places, "columns": n.H},
+            "next_tile": next_tile,
+            "turns": turns_argument,
+            **{"queries": n.T, "keys": n.S, "key_heads": n.K, "group": n.group, "batch": n.B},
+            **{"left": left, "right": right, "section_heads": section},
+            "scale": spec.scale,
+            "score": score_mod.arguments(spec, shapes),
+            "d_bias": None if d_bias is None else Pointer("d_bias"),
+            "d_slopes": None if d_slopes is None else Pointer("d_slopes"),
+            "mask_metadata": mask_metadata.backward_arguments(limits),
+            "bias_factor": Pointer("bias_factor") if fixed_point_bias else None,
+            "dropout": dropout.arguments(spec),
+        },
     )
-    finish = Launch(
-        kernel=kernel("sm90/backward/postprocess.cu", "backward_postprocess"),
+    finish = launch(
+        kernel=kernel("sm90/backward/postprocess.cu", "backward_postprocess", _POSTPROCESS),
         grid=(query_blocks * n.N * n.B, 1, 1),
         block=256,
-        shared_bytes=0,
-        parameters=(
-            Pointer("d_query_sums"),
-            Pointer("d_query"),
-            *(Scalar("int32", x) for x in (n.T, n.N, n.H)),
-            Scalar("float32", spec.scale * dropout.factor(spec)),
-        ),
+        arguments={
+            "d_query_sum": Pointer("d_query_sums"),
+            "d_query": Pointer("d_query"),
+            **{"queries": n.T, "query_heads": n.N, "head_dim": n.H},
+            "scale": spec.scale * dropout.factor(spec),
+        },
     )
     added_to = tuple(x for x in (d_bias, d_slopes) if x is not None)
     scratch = (statistics, sums, *(counts if counted else ()), *counter, *turns)

@@ -8,16 +8,8 @@ import jax
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
-from jax_flash.cuda.launch_plan import (
-    ELEMENT_BYTES,
-    Buffer,
-    Kernel,
-    Launch,
-    LaunchPlan,
-    Pointer,
-    Scalar,
-    Zero,
-)
+from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Buffer, Kernel, LaunchPlan, Pointer, Zero, launch
+from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
@@ -32,6 +24,35 @@ from jax_flash.cuda.sm90.forward_tiles import (
 )
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims, rows_map
 from jax_flash.cuda.window import UNBOUNDED, Window, binding_window
+
+_PARAMETERS = struct(
+    "Parameters",
+    maps=struct("TensorMaps", query="TensorMap", key="TensorMap", value="TensorMap"),
+    out="ELEMENT*",  # (B, T, N, V)
+    lse="float*",  # (B, N, T)
+    queries="int32_t",  # T
+    keys="int32_t",  # S
+    query_heads="int32_t",  # N
+    group="int32_t",  # N / K
+    batch="int32_t",  # B
+    columns="int32_t",  # V
+    left="int32_t",  # the window, read only where the kernel has that side
+    right="int32_t",
+    l2_head_group="int32_t",  # see tile_at
+    next_tile="int*",  # see produce
+    whole_tiles="int32_t",  # this and the next three: see Cut
+    cut_ctas="int32_t",
+    cut_tiles="int32_t",
+    tile_blocks="int32_t",
+    pieces="float*",  # see Partials
+    arrived="int*",
+    scale_log2="float",  # |scale|·log2(e)
+    score=score_mod.PARAMETERS,
+    sinks="const float*",  # (B | 1, N)
+    sinks_stride="int64_t",  # from batch row to batch row
+    mask_metadata=mask_metadata.FORWARD_PARAMETERS,
+    dropout=dropout.PARAMETERS,
+)
 
 
 def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
@@ -122,6 +143,7 @@ def _kernel(
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(needs)),
         ),
+        parameters=_PARAMETERS,
     )
 
 
@@ -160,36 +182,36 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
     arrived = Buffer("arrived", (cut_tiles, warps), "int32")
     kernel = _kernel(spec, shapes, device.arch, shape, heads, cut_tiles > 0)
-    launch = Launch(
+    main = launch(
         kernel=kernel,
         grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
         block=shape.threads,
         shared_bytes=shape.shared_bytes(needs),
         overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
-        parameters=(
-            rows_map(query, shape.rows, heads),
-            rows_map(key, shape.keys),
-            rows_map(value, shape.keys),
-            Pointer("out"),
-            Pointer("lse"),
-            *(Scalar("int32", x) for x in (n.T, n.S, n.N, n.group, n.B, n.V)),
-            *(Scalar("int32", x or 0) for x in (window.left, window.right)),
-            Scalar("int32", _l2_head_group(n, shapes, window, heads, device)),
-            Pointer("next_tile") if counted else Scalar("int64", 0),
-            Scalar("int32", whole_tiles),
-            Scalar("int32", cut_ctas),
-            Scalar("int32", cut_tiles),
-            Scalar("int32", math.ceil(n.S / shape.keys)),
-            *((Pointer("pieces"), Pointer("arrived")) if cut_tiles else 2 * (Scalar("int64", 0),)),
+        arguments={
+            "maps": {
+                "query": rows_map(query, shape.rows, heads),
+                "key": rows_map(key, shape.keys),
+                "value": rows_map(value, shape.keys),
+            },
+            "out": Pointer("out"),
+            "lse": Pointer("lse"),
+            **{"queries": n.T, "keys": n.S, "query_heads": n.N, "group": n.group, "batch": n.B},
+            **{"columns": n.V, "left": window.left or 0, "right": window.right or 0},
+            "l2_head_group": _l2_head_group(n, shapes, window, heads, device),
+            "next_tile": Pointer("next_tile") if counted else None,
+            **{"whole_tiles": whole_tiles, "cut_ctas": cut_ctas, "cut_tiles": cut_tiles},
+            "tile_blocks": math.ceil(n.S / shape.keys),
+            "pieces": Pointer("pieces") if cut_tiles else None,
+            "arrived": Pointer("arrived") if cut_tiles else None,
             # Where the scale is zero the scores are too, and any factor does.
-            Scalar("float32", abs(spec.scale) * math.log2(math.e) or 1.0),
-            *score_mod.parameters(spec, shapes),
-            *score_mod.sinks_parameters(shapes),
-            *mask_metadata.parameters(
-                limits, "row_keys", "row_segments", "group_blocks", "key_value_segment_ids"
-            ),
-            *dropout.parameters(spec),
-        ),
+            "scale_log2": abs(spec.scale) * math.log2(math.e) or 1.0,
+            "score": score_mod.arguments(spec, shapes),
+            "sinks": score_mod.pointer("sinks", shapes.sinks),
+            "sinks_stride": score_mod.batch_stride(shapes.sinks),
+            "mask_metadata": mask_metadata.forward_arguments(limits),
+            "dropout": dropout.arguments(spec),
+        },
     )
     words = dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / shape.keys), shape.keys))
     operands = (
@@ -201,10 +223,10 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
         *limits,
     )
     if counted:
-        return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), launch))
+        return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), main))
     if cut_tiles:
-        return LaunchPlan(operands, (out, lse, pieces, arrived), (Zero("arrived"), launch))
-    return LaunchPlan(operands, (out, lse), (launch,))
+        return LaunchPlan(operands, (out, lse, pieces, arrived), (Zero("arrived"), main))
+    return LaunchPlan(operands, (out, lse), (main,))
 
 
 def _l2_head_group(

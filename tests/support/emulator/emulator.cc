@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <list>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -200,16 +199,10 @@ void run_grid(int grid, int ctas, size_t resident, int threads) {
     }
 }
 
-template <class... Parameters, size_t... i>
-void launch(void (*entry)(Parameters...), int grid, int cluster, int resident, int block, void** values,
-            std::index_sequence<i...>) {
-    body = [=] { entry(*static_cast<std::remove_const_t<Parameters>*>(values[i])...); };
+template <class P>
+void launch_entry(void (*entry)(P), int grid, int cluster, int resident, int block, const void* parameters) {
+    body = [=] { entry(*static_cast<const P*>(parameters)); };
     run_grid(grid, cluster, resident, block);
-}
-
-template <class... Parameters>
-void launch_entry(void (*entry)(Parameters...), int grid, int cluster, int resident, int block, void** values) {
-    launch(entry, grid, cluster, resident, block, values, std::index_sequence_for<Parameters...>());
 }
 
 }  // namespace
@@ -449,8 +442,8 @@ void wait_for_groups(int pending) {
 #define TEXT(x) TEXT_OF(x)
 #include TEXT(SOURCE)
 
-// Runs the kernel; `parameters` are addresses of values, as cuLaunchKernel takes them.
-extern "C" void emulate(int grid, int cluster, int resident, int block, uint64_t seed, void** parameters) {
+// Runs the kernel with its parameter struct at `parameters`.
+extern "C" void emulate(int grid, int cluster, int resident, int block, uint64_t seed, const void* parameters) {
     gridDim = {grid, 1, 1};
     random_state = seed | 1;
     launch_entry(ENTRY, grid, cluster, resident, block, parameters);

@@ -12,6 +12,7 @@
 //   products  (split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
 //             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient. Two CTAs
 //             may share a tile, and each then computes half of dQ's columns.
+#include "parameters.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/backward/call.cuh"
@@ -157,56 +158,36 @@ __device__ __forceinline__ void take_tile(const Call& call) {
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
-    backward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-             const __grid_constant__ TensorMap value_map, const __grid_constant__ TensorMap d_out_map,
-             const __grid_constant__ TensorMap d_key_map, const __grid_constant__ TensorMap d_value_map,
-             const float* __restrict__ statistics, float* d_query_sums, int* arrived, int* written,
-             int* next_job, Traits::Element* d_query, int places, int columns,  // see QueryGradient
-             int* __restrict__ next_tile, int* turns, int queries, int keys, int key_heads, int group, int batch,
-             int left, int right,
-             int section_heads,  // see key_tile_at
-             float scale,
-             SCORE_PARAMETERS,  // see ScoreOperands
-             Traits::BiasSum* d_bias, float* d_slopes,
-             const int2* __restrict__ key_queries, const int2* __restrict__ group_blocks,  // see Bounds
-             const int2* __restrict__ tile_blocks, const int2* __restrict__ block_tiles,
-             const int* __restrict__ span_tiles, const int* __restrict__ query_segments,
-             const int* __restrict__ key_segments, const float* bias_factor,
-             DROPOUT_PARAMETERS) {  // see Dropout
+    backward(const __grid_constant__ Parameters parameters) {
     unsigned char* shared_memory = dynamic_shared_memory();
-    const Shape shape{
-        queries,
-        keys,
-        key_heads,
-        group,
-        batch,
-        left,
-        right,
-        {key_queries, group_blocks, tile_blocks, block_tiles, span_tiles, query_segments, key_segments}};
+    const Shape shape{parameters.queries,      parameters.keys, parameters.key_heads, parameters.group,
+                      parameters.batch,        parameters.left, parameters.right,
+                      parameters.mask_metadata};
     const Call call{{shared_memory, shared_address(shared_memory)},
-                    {query_map, key_map, value_map, d_out_map, d_key_map, d_value_map},
+                    parameters.maps,
                     shape,
-                    statistics,
-                    {d_query_sums, arrived, written, next_job, d_query, places, columns},
-                    next_tile,
-                    turns,
-                    section_heads,
-                    scale,
-                    SCORE_OPERANDS,
-                    d_bias,
-                    d_slopes,
-                    bias_factor,
-                    DROPOUT_OPERANDS};
+                    parameters.statistics,
+                    {parameters.d_query_sums, parameters.arrived, parameters.written, parameters.next_job,
+                     parameters.d_query, parameters.places, parameters.columns},
+                    parameters.next_tile,
+                    parameters.turns,
+                    parameters.section_heads,
+                    parameters.scale,
+                    parameters.score,
+                    parameters.d_bias,
+                    parameters.d_slopes,
+                    parameters.bias_factor,
+                    parameters.dropout};
     const SharedMemory& shared = call.shared;
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
-        tma::prefetch_descriptor(query_map);
-        tma::prefetch_descriptor(key_map);
-        tma::prefetch_descriptor(value_map);
-        tma::prefetch_descriptor(d_out_map);
-        tma::prefetch_descriptor(d_key_map);
-        tma::prefetch_descriptor(d_value_map);
+        tma::prefetch_descriptor(parameters.maps.query);
+        tma::prefetch_descriptor(parameters.maps.key);
+        tma::prefetch_descriptor(parameters.maps.value);
+        tma::prefetch_descriptor(parameters.maps.d_out);
+        tma::prefetch_descriptor(parameters.maps.d_key);
+        tma::prefetch_descriptor(parameters.maps.d_value);
         for (int stage = 0; stage < Traits::key_stages; ++stage) {
             mbarrier::init(shared.key_full(stage), Traits::cluster);  // K, and what is needed of the other CTA's
             // A lane of each warp that reads K or the tile's index.

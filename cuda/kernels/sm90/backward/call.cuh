@@ -1,5 +1,6 @@
 // What every role of the main backward kernel sees: the call, the CTA's work and the named barriers.
 #pragma once
+#include "parameters.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/backward/mask_metadata.cuh"
@@ -15,10 +16,6 @@ enum Barrier {
     own = turn + 2,  // and the next two: one a consumer, one for dQ
     exchange_read = own + 3,
     factors_full,
-};
-
-struct TensorMaps {
-    const TensorMap &query, &key, &value, &d_out, &d_key, &d_value;
 };
 
 // Loads panels of 64 columns that lie `rows` rows apart. One thread.
@@ -81,7 +78,7 @@ struct QueryGradient {
 // Parameters that every role sees.
 struct Call {
     const SharedMemory shared;
-    const TensorMaps maps;
+    const TensorMaps& maps;
     const Shape shape;
     const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D; see SharedMemory::lse
     const QueryGradient d_query;

@@ -1,5 +1,6 @@
 // After the backward kernel: dQ = scale · the float32 sum, from the order of the accumulators (DqBlock) to
 // (B, T, N, H) in the operands' type.
+#include "parameters.cuh"
 #include "ptx/math.cuh"
 #include "sm90/backward/traits.cuh"
 
@@ -10,16 +11,16 @@ constexpr int staged_stride = Traits::head_dim + 8;
 
 // One CTA a block of queries, head and batch row.
 extern "C" __global__ void __launch_bounds__(threads)
-    backward_postprocess(const float* __restrict__ d_query_sum,  // (B, N, query blocks, queries · head_dim)
-                    uint4* __restrict__ d_query,            // (B, T, N, H)
-                    int queries, int query_heads, int head_dim, float scale) {
+    backward_postprocess(const __grid_constant__ Parameters parameters) {
+    const int queries = parameters.queries, query_heads = parameters.query_heads;
+    const float scale = parameters.scale;
     __shared__ __align__(16) uint16_t staged[Traits::queries * staged_stride];
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
     const int head = head_index % query_heads, batch = head_index / query_heads;
 
-    const float4* sums = reinterpret_cast<const float4*>(d_query_sum + block_index * DqBlock::elements);
+    const float4* sums = reinterpret_cast<const float4*>(parameters.d_query_sum + block_index * DqBlock::elements);
     const int thread = threadIdx.x % 128;  // that had the accumulators
 #pragma unroll 4
     for (int i = threadIdx.x; i < DqBlock::elements / 4; i += threads) {
@@ -33,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(threads)
     }
     __syncthreads();
 
-    const int row_vectors = head_dim / 8;
+    const int row_vectors = parameters.head_dim / 8;
     const int rows = min(Traits::queries, queries - block * Traits::queries);
     for (int i = threadIdx.x; i < rows * row_vectors; i += threads) {
         const int row = i / row_vectors, vector = i - row * row_vectors;
         const int64_t query = static_cast<int64_t>(batch) * queries + block * Traits::queries + row;
-        d_query[(query * query_heads + head) * row_vectors + vector] =
+        parameters.d_query[(query * query_heads + head) * row_vectors + vector] =
             *reinterpret_cast<const uint4*>(staged + row * staged_stride + vector * 8);
     }
 }

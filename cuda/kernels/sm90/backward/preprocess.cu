@@ -1,5 +1,7 @@
 // Before the backward kernel: for each query D = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
 // the backward kernel loads them, and what it adds to and counts with (QueryGradient) set to zero.
+#include "parameters.cuh"
+#include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "sm90/backward/traits.cuh"
 
@@ -29,41 +31,31 @@ __device__ __forceinline__ float to_base_2(float lse) {
 
 // One CTA a block of queries, head and batch row.
 extern "C" __global__ void __launch_bounds__(threads)
-    backward_preprocess(const uint4* __restrict__ out, const uint4* __restrict__ d_out,  // (B, T, N, V)
-                     const float* __restrict__ lse,    // (B, N, T), natural
-                     const float* __restrict__ d_lse,  // (B, N, T) or null
-                     float* __restrict__ statistics,   // (B, N, query blocks, 2, queries), see Call
-                     float4* __restrict__ d_query_sums, int* __restrict__ arrived, int* __restrict__ written,
-                     int* __restrict__ next_job,
-                     int zeroed_heads,             // sums there are to be set to zero
-                     int* __restrict__ next_tile,  // a counter, or null
-                     int* __restrict__ turns,      // (B, N, query blocks), or null
-                     int queries, int query_heads, int columns,
-                     const uint32_t* __restrict__ dropout_rows,  // (B, N, T), or null
-                     float kept) {                               // share that dropout keeps
+    backward_preprocess(const __grid_constant__ Parameters parameters) {
+    const int queries = parameters.queries, query_heads = parameters.query_heads, columns = parameters.columns;
     const int query_blocks = ceil_div(queries, Traits::queries);
     const int64_t block_index = blockIdx.x;
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
     const int head = head_index % query_heads, batch = head_index / query_heads;
     const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
 
-    if (blockIdx.x == 0 && threadIdx.x == 0 && next_tile != nullptr) *next_tile = 0;
-    if (threadIdx.x == 0 && turns != nullptr) turns[block_index] = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && parameters.next_tile != nullptr) *parameters.next_tile = 0;
+    if (threadIdx.x == 0 && parameters.turns != nullptr) parameters.turns[block_index] = 0;
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
-    if (head_index < zeroed_heads) {
+    if (head_index < parameters.zeroed_heads) {
         for (int i = threadIdx.x; i < sum_vectors; i += threads) {
-            d_query_sums[block_index * sum_vectors + i] = {0, 0, 0, 0};
+            parameters.d_query_sums[block_index * sum_vectors + i] = {0, 0, 0, 0};
         }
     }
-    if (arrived != nullptr && threadIdx.x == 0) {
+    if (parameters.arrived != nullptr && threadIdx.x == 0) {
         if (block % DqBlock::span == 0) {
-            arrived[head_index * ceil_div(query_blocks, DqBlock::span) + block / DqBlock::span] = 0;
+            parameters.arrived[head_index * ceil_div(query_blocks, DqBlock::span) + block / DqBlock::span] = 0;
         }
-        if (block == 0) written[head_index] = 0;
-        if (blockIdx.x == 0) *next_job = 0;
+        if (block == 0) parameters.written[head_index] = 0;
+        if (blockIdx.x == 0) *parameters.next_job = 0;
     }
 
-    float* block_statistics = statistics + block_index * (Traits::statistics * Traits::queries);
+    float* block_statistics = parameters.statistics + block_index * (Traits::statistics * Traits::queries);
 #pragma unroll 4
     for (int pass = 0; pass < Traits::queries / pass_rows; ++pass) {
         const int row = pass * pass_rows + pass_row;  // in the block
@@ -72,7 +64,8 @@ extern "C" __global__ void __launch_bounds__(threads)
         float sum = 0;
         if (there && lane * 8 < columns) {
             const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * columns;
-            sum = dot(out[element / 8 + lane], d_out[element / 8 + lane]);
+            sum = dot(global::read_only(parameters.out + element / 8 + lane),
+                      global::read_only(parameters.d_out + element / 8 + lane));
         }
 #pragma unroll
         for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
@@ -80,14 +73,14 @@ extern "C" __global__ void __launch_bounds__(threads)
         }
         if (lane == 0) {
             const int64_t index = static_cast<int64_t>(head_index) * queries + query;
-            const float row_lse = there ? lse[index] : -infinity;
+            const float row_lse = there ? global::read_only(parameters.lse + index) : -infinity;
             // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
             const bool attends = row_lse != -infinity;
-            if (attends && d_lse != nullptr) sum -= d_lse[index];
+            if (attends && parameters.d_lse != nullptr) sum -= global::read_only(parameters.d_lse + index);
             block_statistics[statistics_slot(row)] = attends ? to_base_2(row_lse) : infinity;
             if constexpr (Traits::dropout) {
-                sum *= kept;
-                const uint32_t word = there ? dropout_rows[index] : 0;
+                sum *= parameters.kept;
+                const uint32_t word = there ? global::read_only(parameters.dropout_rows + index) : 0;
                 block_statistics[Traits::queries + statistics_slot(row)] = __uint_as_float(word);
             }
             block_statistics[(Traits::statistics - 1) * Traits::queries + statistics_slot(row)] = attends ? sum : 0;

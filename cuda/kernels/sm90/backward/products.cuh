@@ -128,7 +128,8 @@ __device__ __forceinline__ void load_key_words(uint32_t (&words)[2], const Dropo
                                                int batch, int key) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        words[r] = dropout.columns[static_cast<int64_t>(batch) * shape.keys + min(key + 8 * r, shape.keys - 1)];
+        const uint32_t* row = dropout.columns + static_cast<int64_t>(batch) * shape.keys;
+        words[r] = global::read_only(row + min(key + 8 * r, shape.keys - 1));
     }
 }
 

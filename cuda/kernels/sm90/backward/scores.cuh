@@ -2,6 +2,7 @@
 // queries across; and the gradients of bias and slopes.
 #pragma once
 #include "ptx/math.cuh"
+#include "common/score_mod.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
 

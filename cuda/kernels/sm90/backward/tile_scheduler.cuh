@@ -1,6 +1,6 @@
 // Which tile of keys a CTA works on, which blocks of queries see it, and which scores are masked.
 #pragma once
-#include "sm90/backward/traits.cuh"
+#include "sm90/backward/shape.cuh"
 
 struct KeyTile {
     int first_key;

@@ -25,7 +25,7 @@
 #include "common/constants.cuh"
 #include "common/dropout.cuh"
 #include "common/pipeline.cuh"
-#include "common/score_mod.cuh"
+#include "common/score_traits.cuh"
 
 struct Traits {
     using Element = ELEMENT;
@@ -260,29 +260,3 @@ using BlockSlot = PipelineState<Traits::stages>;
 using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
 using WriterSlot = PipelineState<Traits::writer_stages>;
 using SumSlot = PipelineState<Traits::sum_stages>;
-
-// What is data of a call with MASK_METADATA, see backward_bounds.cuh.
-struct Bounds {
-    const int2* __restrict__ key_queries;   // (B, keys of all tiles): the queries [x, y) that see a key; y = 0: none
-    const int2* __restrict__ group_blocks;  // (B, groups of 64 keys): the blocks of queries [x, y) that see all of them
-    const int2* __restrict__ tile_blocks;   // (B, key tiles): the blocks [x, y) that a tile visits, if x < y
-    const int2* __restrict__ block_tiles;   // (B, query blocks): the tiles [x, y) that visit a block
-    const int* __restrict__ span_tiles;     // (B, spans): how many tiles visit blocks of a span
-    const int* __restrict__ query_segments;  // (B, T); null without segments, as the next
-    const int* __restrict__ key_segments;    // (B, S)
-};
-
-// Sizes of the call. A side of the window that is not bounded is so large that it never bounds.
-struct Shape {
-    int queries, keys;      // T, S
-    int key_heads, group;   // K, N / K
-    int batch;              // B
-    int left, right;        // the window
-    Bounds bounds;
-
-    __device__ int query_heads() const { return key_heads * group; }
-    __device__ int key_tiles() const { return ceil_div(keys, Traits::keys); }
-    __device__ int query_blocks() const { return ceil_div(queries, Traits::queries); }
-    __device__ int spans() const { return ceil_div(query_blocks(), DqBlock::span); }  // of a head
-    __device__ int diagonal() const { return keys - queries; }  // query i is aligned with key i + diagonal
-};

@@ -8,6 +8,7 @@
 // of its own can run beside products that are not yet issued. PV is therefore issued in two parts, and the row
 // maxima are taken in between; the exponentials follow beside its rest. Warpgroups take turns at the tensor cores
 // (PINGPONG), and what is left of one's softmax runs beside the other's products. docs/tuning.md has what each gave.
+#include "parameters.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/forward/split_kv.cuh"
 #include "sm90/forward/load.cuh"
@@ -69,7 +70,7 @@ __device__ __forceinline__ void load_row_words(uint32_t (&words)[2], const Dropo
         const int query = min((row + 8 * r) / Traits::pack, shape.queries - 1);
         const int head = tile.head + (row + 8 * r) % Traits::pack;
         const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries;
-        words[r] = dropout.rows[first + query];
+        words[r] = global::read_only(dropout.rows + first + query);
     }
 }
 
@@ -251,32 +252,21 @@ __device__ __forceinline__ void consume(const SharedMemory& shared, const Result
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
-    forward(const __grid_constant__ TensorMap query_map, const __grid_constant__ TensorMap key_map,
-            const __grid_constant__ TensorMap value_map, Traits::Element* __restrict__ out, float* __restrict__ lse,
-            int queries, int keys, int query_heads, int group, int batch, int columns, int left, int right,  // Shape
-            int section_heads,                                              // see tile_at
-            int* __restrict__ next_tile,                                    // see produce
-            int whole_tiles, int cut_ctas, int cut_tiles, int tile_blocks,  // see Cut
-            float* __restrict__ pieces, int* __restrict__ arrived,          // see Partials
-            float scale_log2,                                               // |scale|·log2(e)
-            SCORE_PARAMETERS,                                               // see ScoreOperands
-            const float* __restrict__ sinks, int64_t sinks_batch,
-            const int2* __restrict__ row_keys, const int* __restrict__ row_segments,  // see Bounds
-            const int4* __restrict__ group_blocks, const int* __restrict__ key_segments,
-            DROPOUT_PARAMETERS) {  // see Dropout
+    forward(const __grid_constant__ Parameters parameters) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
-    const Shape shape{queries, keys, query_heads, group, batch, columns, left, right,
-                      {row_keys, row_segments, group_blocks, key_segments}};
-    const Cut cut{whole_tiles, cut_ctas, cut_tiles, tile_blocks};
-    const ScoreOperands operands = SCORE_OPERANDS;
-    const Dropout dropout = DROPOUT_OPERANDS;
+    const Shape shape{parameters.queries, parameters.keys,    parameters.query_heads, parameters.group,
+                      parameters.batch,   parameters.columns, parameters.left,        parameters.right,
+                      parameters.mask_metadata};
+    const Cut cut{parameters.whole_tiles, parameters.cut_ctas, parameters.cut_tiles, parameters.tile_blocks};
+    const ScoreOperands operands = parameters.score;
+    const Dropout dropout = parameters.dropout;
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
-        tma::prefetch_descriptor(query_map);
-        tma::prefetch_descriptor(key_map);
-        tma::prefetch_descriptor(value_map);
+        tma::prefetch_descriptor(parameters.maps.query);
+        tma::prefetch_descriptor(parameters.maps.key);
+        tma::prefetch_descriptor(parameters.maps.value);
         for (int stage = 0; stage < Traits::query_stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
             mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers);  // a lane of each warp
@@ -296,12 +286,14 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     if (warp_index() < 4) {
         if constexpr (Traits::consumers > 1) release_registers<Traits::producer_registers>();
         if (warp_index() == 0 && elect_one()) {
-            produce({query_map, key_map, value_map}, shared, shape, cut, section_heads, next_tile, dropout);
+            produce(parameters.maps, shared, shape, cut, parameters.l2_head_group, parameters.next_tile,
+                    dropout);
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
         // Logits come in base 2 out of `transform_scores`, where it has something to do.
-        consume(shared, {out, lse}, {pieces, arrived}, shape, cut, operands, {sinks, sinks_batch}, dropout,
-                ScoreTraits::has_score_mod ? 1.0f : scale_log2);
+        consume(shared, {parameters.out, parameters.lse}, {parameters.pieces, parameters.arrived}, shape, cut,
+                operands, {parameters.sinks, parameters.sinks_stride}, dropout,
+                ScoreTraits::has_score_mod ? 1.0f : parameters.scale_log2);
     }
 }

@@ -1,14 +1,11 @@
 // The loading role of the forward kernel: one thread of warpgroup 0.
 #pragma once
+#include "parameters.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
-
-struct TensorMaps {
-    const TensorMap &query, &key, &value;
-};
 
 // One copy for each panel of 64 columns; `barrier` expects the bytes of all of them, and of `more`.
 __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
@@ -73,7 +70,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
 #pragma unroll
                 for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
                     const int group = tile.first_row / 64 + consumer;
-                    const int4 blocks = shape.bounds.of_group(tile.batch, group, row_tiles(shape));
+                    const int4 blocks = group_blocks(tile.batch, group, shape);
                     shared.whole_blocks(query_slot.stage)[consumer] = {blocks.z, blocks.w};
                 }
             }

@@ -1,6 +1,7 @@
 // Which keys rows see where that is data, found by mask_metadata_forward.cu before the kernel starts: batch rows shorter than
 // the arrays, packed sequences, segments. The window is part of it.
 #pragma once
+#include "ptx/global.cuh"
 #include "sm90/forward/traits.cuh"
 
 // What a thread's two rows see.
@@ -28,7 +29,7 @@ struct RowBounds {
         for (int i = 0; i < count; i += 4) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int of_key = key_segments[min(column + 2 * i + c, shape.keys - 1)];
+                const int of_key = global::read_only(key_segments + min(column + 2 * i + c, shape.keys - 1));
                 if (of_key != segment[0]) scores[i + c] = -infinity;
                 if (of_key != segment[1]) scores[i + 2 + c] = -infinity;
             }

@@ -71,7 +71,7 @@ struct Sinks {
     int64_t stride;       // from batch row to batch row
 
     __device__ __forceinline__ float of_row(const Tile& tile, int row) const {
-        return logits[tile.batch * stride + tile.head + row % Traits::pack];
+        return global::read_only(logits + tile.batch * stride + tile.head + row % Traits::pack);
     }
 };
 

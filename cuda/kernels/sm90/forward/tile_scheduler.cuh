@@ -25,6 +25,12 @@ __device__ __forceinline__ int left_begin(int row, const Shape& shape) {
     return max(0, row / Traits::pack + shape.keys - shape.queries - shape.left);
 }
 
+// Of a group of 64 rows, where it is data: the blocks of keys [x, y) that some row sees, and [z, w) that all see whole.
+__device__ __forceinline__ int4 group_blocks(int batch, int group, const Shape& shape) {
+    const int64_t first = static_cast<int64_t>(batch) * row_tiles(shape) * Traits::consumers;
+    return global::read_only(shape.bounds.group_blocks + first + group);
+}
+
 // The key blocks [first, last) that rows [first_row, first_row + rows) see.
 struct KeyBlocks {
     int first, last;
@@ -44,7 +50,7 @@ __device__ __forceinline__ KeyBlocks key_blocks(int first_row, int batch, const 
     KeyBlocks blocks{1 << 30, 0};
 #pragma unroll
     for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
-        const int4 group = shape.bounds.of_group(batch, first_row / 64 + consumer, row_tiles(shape));
+        const int4 group = group_blocks(batch, first_row / 64 + consumer, shape);
         if (group.x < group.y) blocks = {min(blocks.first, group.x), max(blocks.last, group.y)};
     }
     return blocks.last == 0 ? KeyBlocks{0, 0} : blocks;

@@ -20,6 +20,7 @@
 //   SHARED_BYTES  dynamic shared memory of the launch
 // and those of scores.cuh and dropout.cuh.
 #pragma once
+#include "parameters.cuh"
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
 #include "common/dropout.cuh"
@@ -162,24 +163,11 @@ struct SharedMemory {
     __device__ uint32_t value_empty(int stage) const { return key_full(stage) + 24 * Traits::stages; }
 };
 
-struct Bounds {
-    const int2* __restrict__ row_keys;      // (B, rows of all tiles): the keys [x, y) among which a row sees some;
-                                            // y = 0: none
-    const int* __restrict__ row_segments;   // likewise; null without segments, as `key_segments`
-    const int4* __restrict__ group_blocks;  // (B, groups of 64 rows): the blocks of keys [x, y) that some row sees, and
-                                            // [z, w) that all rows see whole
-    const int* __restrict__ key_segments;   // (B, S)
-
-    __device__ __forceinline__ int4 of_group(int batch, int group, int row_tiles) const {
-        return group_blocks[static_cast<int64_t>(batch) * row_tiles * Traits::consumers + group];
-    }
-};
-
 // Scalars of the call.
 struct Shape {
     int queries, keys;       // T, S
     int query_heads, group;  // N, N / K
     int batch, columns;      // B, V
     int left, right;         // the window, read only where Traits has that side
-    Bounds bounds;
+    MaskMetadata bounds;
 };

@@ -4,6 +4,10 @@
 
 namespace global {
 
+template <class T>
+T read_only(const T* address) {
+    return *address;
+}
 inline void count(int* address) {
     ++*address;
     emulator::progressed();

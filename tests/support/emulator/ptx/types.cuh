@@ -14,13 +14,14 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 
-// What cuTensorMapEncodeTiled is given for 16-bit elements of rank 4, axes innermost first.
+// What cuTensorMapEncodeTiled is given for 16-bit elements of rank 4, axes innermost first. As large as a real one.
 struct alignas(64) TensorMap {
     char* base;
     int64_t sizes[4];
     int64_t strides[3];  // bytes, of axes 1…
     int64_t box[4];
 };
+static_assert(sizeof(TensorMap) == 128, "");
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads / 128; }
