@@ -75,10 +75,9 @@ def test_kept_probabilities_are_divided_by_the_rate_in_force():
     columns = jax.ShapeDtypeStruct((2, 777), jnp.uint32)
     operands = shapes().replace(dropout_rows=rows, dropout_columns=columns)
     plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.96), operands, H100)
-    assert plan.launches[0].parameters[-2:] == (
-        Scalar("uint32", 31457 * 0x10001),
-        Scalar("float32", 2**15 / (2**15 - 31457)),
-    )
+    arguments = plan.launches[0].by_path
+    assert arguments["dropout.threshold"] == 31457 * 0x10001
+    assert arguments["dropout.factor"] == 2**15 / (2**15 - 31457)
 
 
 def test_hashes_of_keys_are_in_the_order_of_accumulators():
