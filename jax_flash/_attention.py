@@ -1,22 +1,13 @@
-"""`flash_attention`: from what a caller passed to one call of an implementation.
+"""`flash_attention`, the function that the others come down to."""
 
-`prepare` checks and brings everything to the one form that implementations take (`AttentionSpec`,
-`Operands`); `attend` picks an implementation, runs it and gives the results the caller's shape.
-"""
-
-import dataclasses
-import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash import _device, _dispatch, _dropout, _validate
-from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
-from jax_flash.transforms import autodiff
+from jax_flash import _arguments
+from jax_flash._call import Arguments, attend, prepare
 
 
 @overload
@@ -30,8 +21,8 @@ def flash_attention(
     scale: float | None = ...,
     is_causal: bool = ...,
     local_window_size: int | tuple[int | None, int | None] | None = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
     query_segment_ids: ArrayLike | None = ...,
     key_value_segment_ids: ArrayLike | None = ...,
     logits_soft_cap: float | None = ...,
@@ -56,8 +47,8 @@ def flash_attention(
     scale: float | None = ...,
     is_causal: bool = ...,
     local_window_size: int | tuple[int | None, int | None] | None = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
     query_segment_ids: ArrayLike | None = ...,
     key_value_segment_ids: ArrayLike | None = ...,
     logits_soft_cap: float | None = ...,
@@ -81,8 +72,8 @@ def flash_attention(
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = None,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = None,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
     logits_soft_cap: float | None = None,
@@ -165,13 +156,13 @@ def flash_attention(
       (https://arxiv.org/abs/2305.13245); the soft cap of Gemma 2 (https://arxiv.org/abs/2408.00118);
       attention sinks (https://arxiv.org/abs/2309.17453).
     """
-    call = prepare(
+    arguments = Arguments(
         query,
         key,
         value,
         bias,
         mask,
-        window=_validate.window(is_causal, local_window_size),
+        window=_arguments.window(is_causal, local_window_size),
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
@@ -185,187 +176,4 @@ def flash_attention(
         deterministic=deterministic,
         return_residual=return_residual,
     )
-    return attend(call, implementation)
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call that passed every check.
-
-    Its operands are canonical but for one thing: the caller's leading axes are still apart, since to merge
-    them where an inner one is sharded would gather. They are merged on each device.
-    """
-
-    spec: AttentionSpec
-    operands: Operands  # leading axes: those of `batch_shape`, or one of size 1 where there are none
-    batch_shape: tuple[int, ...]  # the caller's leading axes
-
-    @property
-    def shapes(self) -> Operands[jax.ShapeDtypeStruct]:
-        """The canonical operands, with one batch axis, as shapes: what implementations are asked about."""
-        axes = max(len(self.batch_shape), 1)
-        batch = math.prod(self.batch_shape)
-
-        def merged(name: str, x: jax.Array) -> jax.ShapeDtypeStruct:
-            is_shared = name in BATCH_AXIS_MAY_BE_ONE and math.prod(x.shape[:axes]) == 1
-            return jax.ShapeDtypeStruct((1 if is_shared else batch, *x.shape[axes:]), np.dtype(x.dtype))
-
-        return Operands(**{name: merged(name, x) for name, x in self.operands.present().items()})
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing to compute: no row, or no key for any row."""
-        n = sizes(self.shapes)
-        nothing_packed = self.operands.query_offsets is not None and (
-            self.operands.query_offsets.shape[-1] < 2
-            or 0 in (self.spec.max_query_length, self.spec.max_key_value_length)
-        )
-        return nothing_packed or 0 in (n.B, n.T, n.S, n.N)
-
-
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """Where packed sequences lie: what `Operands` and `AttentionSpec` hold of them."""
-
-    query_offsets: jax.Array
-    key_value_offsets: jax.Array
-    max_query_length: int
-    max_key_value_length: int
-
-
-def prepare(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    window: _validate.Window = (None, None),
-    scale: float | None = None,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ArrayLike | None = None,
-    deterministic: bool = False,
-    return_residual: bool = False,
-    packing: Packing | None = None,
-) -> Call:
-    """Check the arguments of `flash_attention` and bring them to canonical form.
-
-    `window` is is_causal and local_window_size in one: keys to the left and to the right of the
-    diagonal aligned to the bottom right, integers of either sign; None is unbounded. `packing` says
-    which sequences are packed along T and S; it has been checked, and the offsets have `*B` in front.
-    """
-    query, key, value = _validate.query_key_value(query, key, value)
-    *lead, T, N, H = query.shape
-    batch_shape = tuple(lead)
-    S = key.shape[-3]
-    longest_query, longest_key_value = T, S
-    if packing is not None:
-        longest_query, longest_key_value = (
-            min(T, packing.max_query_length),
-            min(S, packing.max_key_value_length),
-        )
-
-    def with_batch(x: jax.Array) -> jax.Array:
-        return x if batch_shape else x[None]
-
-    def for_all(x: jax.Array) -> jax.Array:
-        return _validate.reshaped(x, (1,) * max(len(batch_shape), 1) + x.shape)
-
-    def per_logit(name: str, x: Any, kind: str) -> jax.Array | None:
-        if x is None:
-            return None
-        x = _validate.broadcastable(name, x, (*batch_shape, N, T, S), "(*B, N, T, S)", kind)
-        return with_batch(x)
-
-    def per_batch(name: str, x: Any, size: int | None, letters: str) -> jax.Array | None:
-        if x is None:
-            return None
-        shape = batch_shape if size is None else (*batch_shape, size)
-        x = _validate.shaped(name, x, {letters: shape}, "integer").astype(jnp.int32)
-        return with_batch(x)
-
-    def lengths(name: str, x: Any, size: int) -> jax.Array | None:
-        x = per_batch(name, x, None, "(*B,)")
-        return None if x is None else jnp.clip(x, 0, size)
-
-    if (query_segment_ids is None) != (key_value_segment_ids is None):
-        given, absent = "query_segment_ids", "key_value_segment_ids"
-        if query_segment_ids is None:
-            given, absent = absent, given
-        raise ValueError(f"{given} goes with {absent}; got the first alone")
-
-    if alibi_slopes is not None:
-        shapes = {"(N,)": (N,), "(*B, N)": (*batch_shape, N)}
-        alibi_slopes = _validate.shaped("alibi_slopes", alibi_slopes, shapes, "floating").astype(jnp.float32)
-        alibi_slopes = for_all(alibi_slopes) if alibi_slopes.ndim == 1 else alibi_slopes
-    if sinks is not None:
-        sinks = _validate.shaped("sinks", sinks, {"(N,)": (N,)}, "floating").astype(jnp.float32)
-        sinks = for_all(sinks)
-
-    rate, dropout_key = _validate.dropout(dropout_rate, dropout_key)
-    rows = columns = None
-    if dropout_key is not None:
-        rows, columns = _dropout.hashes(dropout_key, math.prod(batch_shape), N, T, S)
-        rows = _validate.reshaped(rows, (*(batch_shape or (1,)), N, T))
-        columns = _validate.reshaped(columns, (*(batch_shape or (1,)), S))
-    left, right = window
-    spec = AttentionSpec(
-        scale=1 / math.sqrt(H) if scale is None else _validate.number("scale", scale),
-        # A side that reaches past the last key from every row is unbounded: one form for one meaning,
-        # so that causal attention of a single row, as in decoding, needs no masking.
-        left=None if left is None or left >= longest_key_value - 1 else left,
-        right=None if right is None or right >= longest_query - 1 else right,
-        logits_soft_cap=_validate.soft_cap(logits_soft_cap),
-        dropout_rate=rate,
-        deterministic=_validate.flag("deterministic", deterministic),
-        return_residual=_validate.flag("return_residual", return_residual),
-        max_query_length=None if packing is None else longest_query,
-        max_key_value_length=None if packing is None else longest_key_value,
-    )
-    operands = Operands(
-        query=with_batch(query),
-        key=with_batch(key),
-        value=with_batch(value),
-        bias=per_logit("bias", bias, "floating"),
-        mask=per_logit("mask", mask, "bool"),
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        query_seq_lengths=lengths("query_seq_lengths", query_seq_lengths, T),
-        key_value_seq_lengths=lengths("key_value_seq_lengths", key_value_seq_lengths, S),
-        query_segment_ids=per_batch("query_segment_ids", query_segment_ids, T, "(*B, T)"),
-        key_value_segment_ids=per_batch("key_value_segment_ids", key_value_segment_ids, S, "(*B, S)"),
-        query_offsets=None if packing is None else with_batch(jnp.clip(packing.query_offsets, 0, T)),
-        key_value_offsets=None if packing is None else with_batch(jnp.clip(packing.key_value_offsets, 0, S)),
-        dropout_rows=rows,
-        dropout_columns=columns,
-    )
-    return Call(spec, operands, batch_shape)
-
-
-def attend(call: Call, implementation: Any) -> Any:
-    """Run `call`: out `(*B, T, N, V)`, and with the residual also lse `(*B, T, N)`."""
-    names = _validate.implementations(implementation)
-    if call.is_empty:
-        return _nothing(call)
-    chosen = _dispatch.select(call.spec, call.shapes, names, _device.current())
-    results = autodiff.attend(call.spec, chosen, call.operands)
-    if call.spec.return_residual:
-        out, lse = results
-        results = out, jnp.swapaxes(lse, -1, -2)
-    return results if call.batch_shape else jax.tree.map(lambda x: x[0], results)
-
-
-def _nothing(call: Call) -> Any:
-    """The results where no row has a key to attend to."""
-    n = sizes(call.shapes)
-    out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), call.operands.query.dtype)
-    if not call.spec.return_residual:
-        return out
-    return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, jnp.float32)
+    return attend(prepare(arguments), implementation)

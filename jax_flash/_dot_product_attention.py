@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _attention, _validate
+from jax_flash import _arguments, _sequences, _validate
+from jax_flash._call import Arguments, attend, prepare
 
 
 @overload
@@ -20,8 +21,8 @@ def dot_product_attention(
     *,
     scale: float | None = ...,
     is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     implementation: str | Sequence[str] | None = ...,
     return_residual: Literal[False] = ...,
@@ -38,8 +39,8 @@ def dot_product_attention(
     *,
     scale: float | None = ...,
     is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     implementation: str | Sequence[str] | None = ...,
     return_residual: Literal[True],
@@ -55,8 +56,8 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = None,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
@@ -85,7 +86,7 @@ def dot_product_attention(
       query_seq_lengths: `(B,)`, integer, in tokens. Rows from there on give 0.
       key_value_seq_lengths: `(B,)`, integer, in tokens. Keys from there on are masked out.
       local_window_size: `(left, right)`: row i sees `i - left <= j <= i + right`; an int w means `(w, w)`.
-        Sizes are taken as they are, negative ones too; None on a side is unbounded.
+        A side may be negative if left + right is not; None on a side is unbounded.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the
         fastest that supports the call on this device.
       return_residual: return the log-sum-exp of each row too. As in JAX it has query's dtype, and no
@@ -97,26 +98,18 @@ def dot_product_attention(
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention` does, when traced.
     """
-    query = _validate.array("query", query)
-    lead = query.shape[: max(query.ndim - 3, 0)]
-    query, key, value = (
-        _with_batch_axis(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    query, key, value = _validate.query_key_value(query, key, value)
+    given = _checked("query", query), _checked("key", key), _checked("value", value)
+    with_batch = (x if x.ndim == 4 else jnp.expand_dims(x, 0) for x in given)
+    query, key, value = _arguments.query_key_value(*with_batch, given=given)
     B, T, S = query.shape[0], query.shape[1], key.shape[1]
     if bias is not None:
-        bias = _validate.array("bias", bias)
+        bias = _validate.array("bias", bias, "floating or integer")
         if jnp.issubdtype(bias.dtype, jnp.integer):
             bias = bias.astype(jnp.float32)
 
-    left, right = _validate.window_pair(local_window_size)
+    left, right = _window(local_window_size)
     if _validate.flag("is_causal", is_causal):
         right = 0 if right is None else min(right, 0)
-    if query_seq_lengths is not None:
-        query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, B)
-    if key_value_seq_lengths is not None:
-        key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, B)
-
     padding: dict[str, Any] = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
@@ -127,15 +120,17 @@ def dot_product_attention(
         # mask the padding and leave the alignment alone: tokens are of segment 0, and padding of two
         # others, one for queries and one for keys, that never meet.
         padding = {
-            "query_segment_ids": _segments(query_seq_lengths, B, T, padding_id=1),
-            "key_value_segment_ids": _segments(key_value_seq_lengths, B, S, padding_id=2),
+            "query_segment_ids": _segments("query_seq_lengths", query_seq_lengths, B, T, padding_id=1),
+            "key_value_segment_ids": _segments(
+                "key_value_seq_lengths", key_value_seq_lengths, B, S, padding_id=2
+            ),
         }
     # From the top left to the bottom right.
     window = (
         None if left is None else left + S - T,
         None if right is None else right + T - S,
     )
-    call = _attention.prepare(
+    arguments = Arguments(
         query,
         key,
         value,
@@ -146,28 +141,37 @@ def dot_product_attention(
         return_residual=return_residual,
         **padding,
     )
-    results = _attention.attend(call, implementation)
+    call = prepare(arguments)
+    results = attend(call, implementation)
     if call.spec.return_residual:
         out, lse = results
         results = out, jax.lax.stop_gradient(lse.astype(query.dtype))
+    lead = given[0].shape[:-3]
     return jax.tree.map(lambda x: _validate.reshaped(x, (*lead, *x.shape[1:])), results)
 
 
-def _with_batch_axis(name: str, x: Any) -> jax.Array:
-    x = _validate.array(name, x)
+def _checked(name: str, x: Any) -> jax.Array:
+    x = _validate.array(name, x, "floating")
     if x.ndim not in (3, 4):
         letters = {"query": "TNH", "key": "SKH", "value": "SKV"}[name]
         axes = ", ".join(letters)
         raise ValueError(f"{name} must have shape (B, {axes}) or ({axes}); got {_validate.described(x)}")
-    return x if x.ndim == 4 else x[None]
+    return x
 
 
-def _lengths(name: str, lengths: Any, batch: int) -> jax.Array:
-    return _validate.shaped(name, lengths, {"(B,)": (batch,)}, "integer")
+def _window(local_window_size: Any) -> _arguments.Window:
+    left, right = _arguments.window_pair("local_window_size", local_window_size)
+    if left is not None and right is not None and left + right < 0:
+        raise ValueError(
+            "local_window_size must hold sizes (left, right) with left + right of at least 0, or None for "
+            f"unbounded: no row would see a key; got {_validate.short(local_window_size)}"
+        )
+    return left, right
 
 
-def _segments(lengths: jax.Array | None, batch: int, size: int, padding_id: int) -> jax.Array:
-    """Segment ids int32 `(batch, size)`: 0 within the length (everywhere where there is none)."""
+def _segments(name: str, lengths: Any, batch: int, size: int, padding_id: int) -> jax.Array:
+    """Segment ids int32 `(batch, size)`: 0 within the length (everywhere if it is None)."""
     if lengths is None:
         return jnp.zeros((batch, size), jnp.int32)
+    lengths = _sequences.lengths(name, lengths, {"(B,)": (batch,)}, size)
     return jnp.where(jnp.arange(size) < lengths[:, None], 0, padding_id).astype(jnp.int32)

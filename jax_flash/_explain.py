@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from jax_flash import _attention, _device, _dispatch, _validate
+from jax_flash import _arguments, _attention, _device, _dispatch, _validate
+from jax_flash._call import Arguments, Call, prepare
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
 
@@ -84,19 +85,19 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
       TypeError, ValueError: as `flash_attention` does.
     """
     arguments = _SIGNATURE.bind(*args, **kwargs).arguments
-    requested = _validate.implementations(arguments.pop("implementation", None))
-    window = _validate.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
-    # What is no array stays as it is, for `prepare` to refuse.
+    requested = _arguments.implementations(arguments.pop("implementation", None))
+    window = _arguments.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
+    # What is no array stays as it is, for `prepare` to take or refuse.
     given = {name: arguments[name] for name in _ARRAYS if name in arguments}
-    arrays = {name: x for name, x in given.items() if hasattr(x, "shape") and hasattr(x, "dtype")}
+    arrays = {name: x for name, x in given.items() if _validate.has_shape(x)}
     others = {name: x for name, x in arguments.items() if name not in arrays}
-    call: _attention.Call | None = None
+    call: Call | None = None
 
-    def prepare(arrays: dict[str, Any]) -> None:
+    def trace(arrays: dict[str, Any]) -> None:
         nonlocal call
-        call = _attention.prepare(**arrays, **others, window=window)
+        call = prepare(Arguments(**arrays, **others, window=window))
 
-    jax.eval_shape(prepare, arrays)
+    jax.eval_shape(trace, arrays)
     assert call is not None
     device = _device.current()
     if call.is_empty:
@@ -118,7 +119,7 @@ _SIGNATURE = inspect.signature(_attention.flash_attention)
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
 
 
-def _choice(name: str, call: _attention.Call, device: Device) -> Choice:
+def _choice(name: str, call: Call, device: Device) -> Choice:
     reason = _dispatch.reason(name, call.spec, call.shapes, device)
     kernel = None if reason else _dispatch.get(name).describe(call.spec, call.shapes, device)
     return Choice(name, reason, kernel)

@@ -1,10 +1,11 @@
-"""Checks of what a caller passed, made when a call is traced.
+"""Checks of single arguments, made when a call is traced.
 
-Every error names the argument, what it was and what it may be: `TypeError` for dtypes and kinds,
-`ValueError` for shapes and values. What passes comes back in one form (an array, a float, a tuple).
+Every error names the argument, what it was and what it may be: `TypeError` for dtypes and kinds, `ValueError`
+for shapes and values. What passes comes back in one form (an array, a float, a tuple). `_arguments.py` checks
+what is particular to attention.
 """
 
-import math
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,87 +15,122 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_flash._dispatch import IMPLEMENTATIONS
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+INT32_MAX = 2**31 - 1
 
-Window = tuple[int | None, int | None]
-"""Keys seen to the left and to the right of the diagonal; None is unbounded."""
-
-_KINDS = {
-    "floating": ("a floating", jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64),
-    "bool": ("a bool", jnp.bool_),
-    "integer": ("an integer", jnp.integer),
-    "bool or integer": ("a bool or integer", jnp.bool_, jnp.integer),
+_FLOATING = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+# For each kind of array: its name, the dtypes it takes, and advice for who passed another one.
+_KINDS: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "floating": ("a floating", _FLOATING, ""),
+    "integer": ("an integer", (jnp.integer,), ""),
+    "mask": ("a bool", (jnp.bool_,), " (mask != 0 for a mask of numbers; an additive mask goes into bias)"),
+    "floating or integer": ("a floating or integer", (*_FLOATING, jnp.integer), ""),
+    "bool or integer": ("a bool or integer", (jnp.bool_, jnp.integer), ""),
+    "bool or number": ("a bool, integer or floating", (jnp.bool_, jnp.integer, jnp.floating), ""),
+    "any": ("a bool, numeric or key", (jnp.bool_, jnp.number, jax.dtypes.prng_key), ""),
 }
 
 
-def array(name: str, value: Any, kind: str | None = None) -> jax.Array:
-    """`value` as a JAX array; `kind` is a key of `_KINDS`, or None for any dtype."""
+def array(name: str, value: Any, kind: str) -> jax.Array:
+    """`value` as a JAX array; `kind` is a key of `_KINDS`."""
+    return _as_jax(name, unconverted(name, value, kind))
+
+
+def unconverted(name: str, value: Any, kind: str) -> jax.Array | np.ndarray | np.generic:
+    """`value`, an array of that kind, still in NumPy if it was: JAX may narrow 64-bit numbers."""
     if not isinstance(value, jax.Array):
-        if not isinstance(value, np.ndarray | np.generic) and not hasattr(value, "__jax_array__"):
-            raise TypeError(f"{name} must be an array; got {_short(value)}")
-        value = jnp.asarray(value)
-    if kind is not None:
-        a_kind, *allowed = _KINDS[kind]
-        if not any(jnp.issubdtype(value.dtype, dtype) for dtype in allowed):
-            advice = " (an additive mask goes into bias)" if name == "mask" else ""
-            if kind == "floating" and jnp.issubdtype(value.dtype, jnp.floating):
-                advice = " of 16 bits at least"
-            raise TypeError(f"{name} must have {a_kind} dtype{advice}; got {described(value)}")
+        if hasattr(value, "__jax_array__"):
+            value = _as_jax(name, value)
+        elif not isinstance(value, np.ndarray | np.generic):
+            raise TypeError(f"{name} must be an array; got {short(value)}")
+    if not _is_of_kind(value.dtype, kind):
+        a_kind, _, advice = _KINDS[kind]
+        if kind == "floating" and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize == 1:
+            advice = " of 16 bits at least"
+        raise TypeError(f"{name} must have {a_kind} dtype{advice}; got {described(value)}")
     return value
 
 
-def query_key_value(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three of them as arrays that fit each other: one floating dtype, (*B, T, N, H) and its kin."""
-    query = array("query", query, "floating")
-    key = array("key", key, "floating")
-    value = array("value", value, "floating")
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
-            f"query, key and value must have the same dtype; got {query.dtype}, {key.dtype} and {value.dtype}"
-        )
-    if query.ndim < 3:
-        raise ValueError(f"query must have shape (*B, T, N, H); got {described(query)}")
-    *batch, _, N, H = query.shape
-    if key.ndim != query.ndim or list(key.shape[:-3]) != batch or key.shape[-1] != H:
-        raise ValueError(
-            f"key must have shape (*B, S, K, H) with *B = {tuple(batch)} and H = {H} as in query "
-            f"{query.shape}; got {described(key)}"
-        )
-    if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            f"value must have shape (*B, S, K, V) with (*B, S, K) = {key.shape[:-1]} as in key; "
-            f"got {described(value)}"
-        )
-    K = key.shape[-2]
-    if min(K, H, value.shape[-1]) < 1:
-        raise ValueError(
-            "key and value must have at least one head and a head dim of at least 1; "
-            f"got key {described(key)}, value {described(value)}"
-        )
-    if N % K:
-        raise ValueError(
-            f"query heads must be a multiple of key heads; got {N} query heads (query {query.shape}) "
-            f"and {K} key heads (key {key.shape})"
-        )
-    return query, key, value
+@functools.cache
+def _is_of_kind(dtype: Any, kind: str) -> bool:
+    _, allowed, _ = _KINDS[kind]
+    # NumPy counts timedelta64 among the integers.
+    return getattr(dtype, "kind", None) != "m" and any(jnp.issubdtype(dtype, x) for x in allowed)
+
+
+def has_shape(value: Any) -> bool:
+    """Whether `value` is an array that JAX takes, or the shape of one."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) and _is_of_kind(
+        value.dtype, "any"
+    )
+
+
+def _as_jax(name: str, value: Any) -> jax.Array:
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except Exception as error:  # whatever `__jax_array__` raises; masked arrays; other byte orders
+        raise TypeError(f"{name} must be an array that JAX takes; got {short(value)}: {error}") from error
+
+
+def floating_dtype(name: str, value: Any) -> np.dtype:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a floating dtype; got {short(value)}") from None
+    if not _is_of_kind(dtype, "floating"):
+        raise TypeError(f"{name} must be a floating dtype; got {dtype}")
+    return dtype
+
+
+def known(x: jax.Array | np.ndarray | np.generic) -> np.ndarray | None:
+    """The values of `x`; None if they are traced, or on other hosts."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)
+    if isinstance(x, Tracer) or not (x.is_fully_addressable or x.is_fully_replicated):
+        return None
+    # JAX keeps the copy, so each array is transferred once.
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(x)
+
+
+def clipped(x: jax.Array | np.ndarray | np.generic, most: int, least: int = 0) -> jax.Array:
+    """Integers clipped to [least, most], as int32. They are clipped first, so that none wraps."""
+    if x.dtype != jnp.int32:
+        info = jnp.iinfo(x.dtype)
+        least, most = max(least, int(info.min)), min(most, int(info.max))
+    if not isinstance(x, jax.Array):
+        return jnp.asarray(np.clip(x, least, most).astype(np.int32))
+    x = jnp.clip(x, least, most)
+    return x if x.dtype == jnp.int32 else x.astype(jnp.int32)
 
 
 def broadcastable(name: str, value: Any, shape: Sequence[int], letters: str, kind: str) -> jax.Array:
     """`value` as an array that broadcasts to `shape`, of the same rank (axes of size 1 added in front)."""
     value = array(name, value, kind)
     lead = len(shape) - value.ndim
-    if lead >= 0:
-        value = reshaped(value, (1,) * lead + value.shape)
-    if lead < 0 or any(n not in (1, wanted) for n, wanted in zip(value.shape, shape, strict=True)):
+    if lead < 0 or any(n not in (1, wanted) for n, wanted in zip(value.shape, shape[lead:], strict=True)):
         raise ValueError(
             f"{name} must be broadcastable to {letters} = {tuple(shape)}; got {described(value)}"
         )
-    return value
+    return reshaped(value, (1,) * lead + value.shape)
 
 
-def shaped(name: str, value: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> jax.Array:
-    """`value` as an array whose shape is one of `shapes`, which are named by their letters."""
-    value = array(name, value, kind)
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes that an argument may have, by their letters."""
+
+
+def shaped(name: str, value: Any, shapes: Shapes, kind: str) -> jax.Array:
+    """`value` as an array whose shape is one of `shapes`."""
+    return _as_jax(name, shaped_unconverted(name, value, shapes, kind))
+
+
+def shaped_unconverted(
+    name: str, value: Any, shapes: Shapes, kind: str
+) -> jax.Array | np.ndarray | np.generic:
+    """`unconverted`, with a shape that is one of `shapes`."""
+    value = unconverted(name, value, kind)
     if value.shape not in shapes.values():
         allowed = " or ".join(f"{letters} = {shape}" for letters, shape in shapes.items())
         raise ValueError(f"{name} must have shape {allowed}; got {described(value)}")
@@ -102,132 +138,89 @@ def shaped(name: str, value: Any, shapes: dict[str, tuple[int, ...]], kind: str)
 
 
 def number(name: str, value: Any) -> float:
-    """A finite number that is static: known when the call is traced."""
+    """A static number, known when the call is traced, that is finite in float32."""
+    if type(value) is not float:
+        value = _as_float(name, value)
+    if not abs(value) <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32; got {short(value)}")
+    return value
+
+
+def _as_float(name: str, value: Any) -> float:
     if isinstance(value, Tracer):
         raise TypeError(
             f"{name} must be a Python number, known when the call is traced; got the traced value {value}"
         )
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        is_number = value.ndim == 0 and _is_of_kind(value.dtype, "bool or number") and value.dtype != bool
+    else:
+        is_number = hasattr(type(value), "__float__") and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} must be a number; got {short(value)}")
     try:
-        if isinstance(value, bool | np.bool_ | str):
-            raise TypeError
-        result = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number; got {_short(value)}") from None
-    if not math.isfinite(result):
-        raise ValueError(f"{name} must be finite; got {value!r}")
-    return result
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be finite in float32; got {short(value)}") from None
+    except (TypeError, ValueError):  # as the object's own `__float__` raises
+        raise TypeError(f"{name} must be a number; got {short(value)}") from None
 
 
 def flag(name: str, value: Any) -> bool:
     """A static bool."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, known when the call is traced; got {_short(value)}")
+        raise TypeError(f"{name} must be True or False, known when the call is traced; got {short(value)}")
     return bool(value)
 
 
 def integer(name: str, value: Any) -> int:
     """A static integer."""
     try:
-        if isinstance(value, bool | np.bool_ | Tracer):
+        if isinstance(value, bool | np.bool_ | np.timedelta64 | Tracer):
             raise TypeError
         return operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{name} must be a Python integer, known when the call is traced; got {_short(value)}"
+            f"{name} must be a Python integer, known when the call is traced; got {short(value)}"
         ) from None
 
 
-def window(is_causal: Any, local_window_size: Any) -> Window:
-    """`is_causal` and `local_window_size` as one window around the diagonal."""
-    left, right = window_pair(local_window_size)
-    if min(left or 0, right or 0) < -1:
-        raise ValueError(
-            "local_window_size must hold sizes of at least 0, or None or -1 for unbounded; "
-            f"got {local_window_size!r}"
-        )
-    left, right = (None if side == -1 else side for side in (left, right))
-    if flag("is_causal", is_causal):
-        right = 0
-    return left, right
+def size(name: str, value: Any) -> int:
+    """A static integer of at least 0."""
+    result = integer(name, value)
+    if result < 0:
+        raise ValueError(f"{name} must be at least 0; got {short(value)}")
+    return result
 
 
-def window_pair(local_window_size: Any, name: str = "local_window_size") -> Window:
-    """`local_window_size` as (left, right): whole numbers of either sign, or None."""
-    if local_window_size is None:
-        return None, None
-    sides = local_window_size
-    if not isinstance(sides, tuple | list):
-        sides = (sides, sides)
-    if len(sides) != 2:
-        raise ValueError(f"{name} must be None, an int or a pair (left, right); got {local_window_size!r}")
-    left, right = (None if side is None else integer(name, side) for side in sides)
-    return left, right
-
-
-def soft_cap(logits_soft_cap: Any) -> float | None:
-    if logits_soft_cap is None:
-        return None
-    cap = number("logits_soft_cap", logits_soft_cap)
-    if cap <= 0:
-        raise ValueError(f"logits_soft_cap must be None or greater than 0; got {logits_soft_cap!r}")
-    return cap
-
-
-def dropout(
-    dropout_rate: Any, dropout_key: Any, rate_name: str = "dropout_rate"
-) -> tuple[float, jax.Array | None]:
-    """The rate, and the key where the rate needs one."""
-    rate = number(rate_name, dropout_rate)
-    if not 0 <= rate < 1:
-        raise ValueError(f"{rate_name} must be at least 0 and less than 1; got {dropout_rate!r}")
-    if rate == 0:
-        return rate, None
-    if dropout_key is None:
-        raise ValueError(
-            f"dropout_key must be a key, as from jax.random.key, when {rate_name} is {rate}; got None"
-        )
-    key = array("dropout_key", dropout_key)
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not is_typed and key.dtype != jnp.uint32:
-        raise TypeError(f"dropout_key must be a key, as from jax.random.key; got {described(key)}")
-    if key.ndim != (0 if is_typed else 1):
-        raise ValueError(f"dropout_key must be one key, not an array of them; got {described(key)}")
-    if not is_typed and key.shape != (wanted := jax.eval_shape(jax.random.PRNGKey, 0).shape):
-        raise ValueError(f"dropout_key must have shape {wanted}, as from PRNGKey; got {described(key)}")
-    return rate, key
-
-
-def implementations(implementation: Any) -> tuple[str, ...] | None:
-    """The names to try in order, or None for the automatic choice."""
-    if implementation is None:
-        return None
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"implementation must be None, one of {_allowed()} or a sequence of them; "
-            f"got {_short(implementation)}"
-        )
-    if not names or not set(names) <= set(IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be None, one of {_allowed()} or a sequence of them; got {implementation!r}"
-        )
-    return tuple(names)
+def listed(name: str, value: Any) -> Any:
+    """A list of ints as an array, of NumPy where it can be; anything else as it is."""
+    if not isinstance(value, tuple | list):
+        return value
+    if not value:
+        return np.zeros(0, np.int32)
+    convert = jnp.asarray if any(isinstance(x, jax.Array) for x in value) else np.asarray
+    try:
+        return convert(value)
+    except Exception as error:  # ragged; of things that are no numbers
+        raise TypeError(f"{name} must be an array or a list of integers; got {short(value)}") from error
 
 
 def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` itself where it has that shape already: eagerly, a reshape costs as much as all the checks."""
+    """`x` itself if it has that shape already: eagerly, a reshape costs as much as all the checks."""
     return x if x.shape == shape else jnp.reshape(x, shape)
 
 
-def described(x: jax.Array) -> str:
-    """dtype and shape, for an error."""
+def described(x: Any) -> str:
+    """dtype and shape of an array, for an error."""
     return f"{x.dtype} {tuple(x.shape)}"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def short(value: Any) -> str:
+    """Any value, for an error: its text, cut, and its type."""
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer):
+        return f"{described(value)} ({type(value).__name__})"
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints; an object's own `__repr__`
+        text = object.__repr__(value)
     return f"{text[:80]}{'…' if len(text) > 80 else ''} ({type(value).__name__})"
-
-
-def _allowed() -> str:
-    return ", ".join(f'"{name}"' for name in IMPLEMENTATIONS)

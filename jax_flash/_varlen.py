@@ -1,13 +1,16 @@
 """Packed sequences: many of different lengths, one behind the other along one axis of tokens."""
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _attention, _packing, _validate
+from jax_flash import _arguments, _packing, _sequences, _validate
+from jax_flash._arguments import Names
+from jax_flash._call import Arguments, Call, Packing, attend, prepare
 
 
 @overload
@@ -93,17 +96,21 @@ def flash_attention_varlen(
       query: `(ΣT, N, H)`, floating.
       key: `(ΣS, K, H)`, query's dtype.
       value: `(ΣS, K, V)`, query's dtype.
-      cu_seqlens_q: `(B + 1,)`, integer, ascending: where each sequence starts, and where the last one
-        ends. Tokens before the first and behind the last are padding, and give 0 (lse −inf).
+      cu_seqlens_q: `(B + 1,)`, integer, ascending from 0 to at most ΣT: where each sequence starts, and where
+        the last one ends. Tokens behind the last are padding, and give 0 (lse −inf).
       cu_seqlens_kv: the same for keys.
-      max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape. What
-        a sequence has beyond it gives 0.
-      max_seqlen_kv: the same for keys. What a sequence has beyond it is not attended to.
+      max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape.
+      max_seqlen_kv: the same for keys.
       alibi_slopes: `(N,)` or `(B, N)`, floating. Those of each sequence by itself make all implementations
         pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
       deterministic, return_residual, implementation: as in `flash_attention`. In dropout i and j count
         from the first packed token: what is kept is `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
+
+    Offsets whose values are known are checked (JAX copies those on a device to the host once). Traced ones
+    can't be. They are clipped to the tokens, so that nothing is read out of bounds. Tokens before the first
+    are then padding; queries of a sequence beyond max_seqlen_q give 0, and keys beyond max_seqlen_kv are not
+    attended to; where offsets descend, it is unspecified which sequence a token counts to.
 
     Returns:
       `(ΣT, N, V)` in query's dtype; with `return_residual`, also lse, float32 `(ΣT, N)`.
@@ -111,49 +118,72 @@ def flash_attention_varlen(
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention` does, when traced.
     """
-    query = _packed("query", query, "(ΣT, N, H)")
-    key = _packed("key", key, "(ΣS, K, H)")
-    value = _packed("value", value, "(ΣS, K, V)")
-    if value.shape[0] != key.shape[0]:
-        raise ValueError(
-            f"value must have shape (ΣS, K, V) with ΣS = {key.shape[0]} as in key; "
-            f"got {_validate.described(value)}"
-        )
-    offsets_q = _offsets("cu_seqlens_q", cu_seqlens_q)
-    offsets_kv = _offsets("cu_seqlens_kv", cu_seqlens_kv)
-    if offsets_q.shape != offsets_kv.shape:
-        raise ValueError(
-            "cu_seqlens_q and cu_seqlens_kv must have the same shape (B + 1,); "
-            f"got {offsets_q.shape} and {offsets_kv.shape}"
-        )
-    max_seqlen_q = _length("max_seqlen_q", max_seqlen_q)
-    max_seqlen_kv = _length("max_seqlen_kv", max_seqlen_kv)
-
-    slopes_of_sequences = _slopes_of_sequences(
-        alibi_slopes, sequences=offsets_q.size - 1, heads=query.shape[1]
-    )
-    call = _attention.prepare(
+    arguments = Arguments(
         query,
         key,
         value,
-        window=_validate.window(is_causal, local_window_size),
+        window=_arguments.window(is_causal, local_window_size),
         scale=scale,
         logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes if slopes_of_sequences is None else None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         deterministic=deterministic,
         return_residual=return_residual,
-        packing=_attention.Packing(offsets_q, offsets_kv, max_seqlen_q, max_seqlen_kv),
     )
-    if slopes_of_sequences is None or call.is_empty:
-        return _attention.attend(call, implementation)
-    return _attend_unpacked(call, slopes_of_sequences, implementation)
+    sequences = PackedSequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    return attend_packed(arguments, sequences, implementation)
+
+
+class PackedSequences(NamedTuple):
+    """Where packed sequences lie, as the caller passed it, unchecked."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    max_seqlen_q: Any
+    max_seqlen_kv: Any
+
+
+def attend_packed(arguments: Arguments, sequences: PackedSequences, implementation: Any) -> Any:
+    """Attention of `arguments`, whose batch is packed as `sequences` says."""
+    names = arguments.names
+    query = _packed(names["query"], arguments.query, "(ΣT, N, H)")
+    key = _packed(names["key"], arguments.key, "(ΣS, K, H)")
+    value = _packed(names["value"], arguments.value, "(ΣS, K, V)")
+    packing = _packing_of(sequences, query.shape[0], key.shape[0], names)
+    slopes = _slopes_of_sequences(
+        arguments.alibi_slopes, sequences=packing.query_offsets.size - 1, heads=query.shape[1]
+    )
+    arguments = dataclasses.replace(arguments, query=query, key=key, value=value, packing=packing)
+    if slopes is None:
+        return attend(prepare(arguments), implementation)
+    call = prepare(dataclasses.replace(arguments, alibi_slopes=None))
+    if call.is_empty:
+        return attend(call, implementation)
+    return _attend_unpacked(call, slopes, implementation)
+
+
+def _packing_of(sequences: PackedSequences, queries: int, keys: int, names: Names) -> Packing:
+    cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = sequences
+    max_seqlen_q = _validate.size(names["max_seqlen_q"], max_seqlen_q)
+    max_seqlen_kv = _validate.size(names["max_seqlen_kv"], max_seqlen_kv)
+    offsets_q = _sequences.offsets(
+        names["cu_seqlens_q"], cu_seqlens_q, queries, max_seqlen_q, names["max_seqlen_q"]
+    )
+    offsets_kv = _sequences.offsets(
+        names["cu_seqlens_kv"], cu_seqlens_kv, keys, max_seqlen_kv, names["max_seqlen_kv"]
+    )
+    if offsets_q.shape != offsets_kv.shape:
+        raise ValueError(
+            f"{names.listed('cu_seqlens_q', 'cu_seqlens_kv')} must have the same shape (B + 1,); "
+            f"got {offsets_q.shape} and {offsets_kv.shape}"
+        )
+    return Packing(offsets_q, offsets_kv, max_seqlen_q, max_seqlen_kv)
 
 
 def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.Array | None:
-    """The slopes where each sequence has its own."""
+    """The slopes if each sequence has its own."""
     if alibi_slopes is None:
         return None
     shapes = {"(N,)": (heads,), "(B, N)": (sequences, heads)}
@@ -161,12 +191,12 @@ def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.A
     return None if slopes.ndim == 1 else slopes.astype(jnp.float32)
 
 
-def _attend_unpacked(call: _attention.Call, slopes: jax.Array, implementation: Any) -> Any:
-    """`call` with slopes for each sequence, which is a batch row here: operands have them for those alone."""
+def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
+    """`call` with slopes for each sequence: each becomes a batch row, since operands have slopes for rows."""
     queries, _ = _packing.sides(call.spec, call.operands)
     spec, rows = _packing.unpack(call.spec, call.operands)
-    rows = _attention.Call(spec, rows.replace(alibi_slopes=slopes), slopes.shape[:1])
-    results = _attention.attend(rows, implementation)
+    rows = Call(spec, rows.replace(alibi_slopes=slopes), slopes.shape[:1])
+    results = attend(rows, implementation)
     if not spec.return_residual:
         return queries.pack(results, 0)[0]
     out, lse = results
@@ -178,17 +208,3 @@ def _packed(name: str, x: Any, letters: str) -> jax.Array:
     if x.ndim != 3:
         raise ValueError(f"{name} must have shape {letters}; got {_validate.described(x)}")
     return x
-
-
-def _offsets(name: str, x: Any) -> jax.Array:
-    x = _validate.array(name, x, "integer")
-    if x.ndim != 1 or x.size < 1:
-        raise ValueError(f"{name} must have shape (B + 1,); got {_validate.described(x)}")
-    return x.astype(jnp.int32)
-
-
-def _length(name: str, value: Any) -> int:
-    value = _validate.integer(name, value)
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0; got {value}")
-    return value

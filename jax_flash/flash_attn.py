@@ -8,9 +8,10 @@ Names, argument names, order and shapes are those of flash_attn 2.8. What JAX do
   attend to has softmax_lse −inf, and gradients flow through softmax_lse;
 - sequence lengths that are shapes (`max_seqlen`, `size`) are Python ints.
 
-Errors are those of `jax_flash.flash_attention`, which calls q, k and v query, key and value.
+Errors are those of `jax_flash.flash_attention`, with the arguments named as here.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_flash import _validate
-from jax_flash._attention import flash_attention
-from jax_flash._varlen import flash_attention_varlen
+from jax_flash import _arguments, _validate
+from jax_flash._arguments import Names, Window
+from jax_flash._call import Arguments, attend, prepare
+from jax_flash._varlen import PackedSequences, attend_packed
 
 __all__ = [
     "flash_attn_func",
@@ -33,7 +35,28 @@ __all__ = [
     "unpad_input",
 ]
 
-Window = tuple[int, int]
+_NAMES = Names(
+    query="q",
+    key="k",
+    value="v",
+    scale="softmax_scale",
+    logits_soft_cap="softcap",
+    dropout_rate="dropout_p",
+    return_residual="return_attn_probs",
+    cu_seqlens_kv="cu_seqlens_k",
+    max_seqlen_kv="max_seqlen_k",
+)
+_KV_NAMES = _NAMES.replace(key="kv", value="kv")
+_QKV_NAMES = _NAMES.replace(
+    query="qkv",
+    key="qkv",
+    value="qkv",
+    cu_seqlens_q="cu_seqlens",
+    cu_seqlens_kv="cu_seqlens",
+    max_seqlen_q="max_seqlen",
+    max_seqlen_kv="max_seqlen",
+)
+
 Results = jax.Array | tuple[jax.Array, jax.Array, None]
 
 
@@ -44,7 +67,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
@@ -77,7 +100,7 @@ def flash_attn_func(
     Raises:
       TypeError, ValueError: as `jax_flash.flash_attention`, when traced.
     """
-    options = _options(
+    options = _Options(
         dropout_p,
         softmax_scale,
         causal,
@@ -88,7 +111,7 @@ def flash_attn_func(
         return_attn_probs,
         dropout_key,
     )
-    return _results(flash_attention(q, k, v, **options))
+    return _attend(options.arguments(q, k, v))
 
 
 def flash_attn_kvpacked_func(
@@ -97,7 +120,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
@@ -113,11 +136,8 @@ def flash_attn_kvpacked_func(
 
     All else as `flash_attn_func`.
     """
-    k, v = _unstack("kv", kv, "(batch_size, seqlen_k, 2, nheads_k, headdim)")
-    return flash_attn_func(
-        q,
-        k,
-        v,
+    k, v = _unstack_kv(q, kv, "(batch_size, seqlen_k, 2, nheads_k, headdim)")
+    options = _Options(
         dropout_p,
         softmax_scale,
         causal,
@@ -126,8 +146,9 @@ def flash_attn_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        dropout_key=dropout_key,
+        dropout_key,
     )
+    return _attend(options.arguments(q, k, v, _KV_NAMES))
 
 
 def flash_attn_qkvpacked_func(
@@ -135,7 +156,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
@@ -151,10 +172,7 @@ def flash_attn_qkvpacked_func(
     All else as `flash_attn_func`.
     """
     q, k, v = _unstack("qkv", qkv, "(batch_size, seqlen, 3, nheads, headdim)")
-    return flash_attn_func(
-        q,
-        k,
-        v,
+    options = _Options(
         dropout_p,
         softmax_scale,
         causal,
@@ -163,8 +181,9 @@ def flash_attn_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        dropout_key=dropout_key,
+        dropout_key,
     )
+    return _attend(options.arguments(q, k, v, _QKV_NAMES))
 
 
 def flash_attn_varlen_func(
@@ -178,7 +197,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
@@ -210,7 +229,7 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotImplementedError("block_table must be None: paged keys and values are not supported")
-    options = _options(
+    options = _Options(
         dropout_p,
         softmax_scale,
         causal,
@@ -221,17 +240,8 @@ def flash_attn_varlen_func(
         return_attn_probs,
         dropout_key,
     )
-    results = flash_attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_k,
-        **options,
-    )
-    return _results(results)
+    sequences = PackedSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend_packed(options.arguments(q, k, v), sequences)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -244,7 +254,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
@@ -260,15 +270,8 @@ def flash_attn_varlen_kvpacked_func(
 
     All else as `flash_attn_varlen_func`.
     """
-    k, v = _unstack("kv", kv, "(total_k, 2, nheads_k, headdim)")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+    k, v = _unstack_kv(q, kv, "(total_k, 2, nheads_k, headdim)")
+    options = _Options(
         dropout_p,
         softmax_scale,
         causal,
@@ -277,8 +280,10 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        dropout_key=dropout_key,
+        dropout_key,
     )
+    sequences = PackedSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend_packed(options.arguments(q, k, v, _KV_NAMES), sequences)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -288,7 +293,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: ArrayLike | None = None,
     deterministic: bool = False,
@@ -306,14 +311,7 @@ def flash_attn_varlen_qkvpacked_func(
     All else as `flash_attn_varlen_func`.
     """
     q, k, v = _unstack("qkv", qkv, "(total, 3, nheads, headdim)")
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
+    options = _Options(
         dropout_p,
         softmax_scale,
         causal,
@@ -322,8 +320,10 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes,
         deterministic,
         return_attn_probs,
-        dropout_key=dropout_key,
+        dropout_key,
     )
+    sequences = PackedSequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _attend_packed(options.arguments(q, k, v, _QKV_NAMES), sequences)
 
 
 def unpad_input(
@@ -353,7 +353,7 @@ def unpad_input(
     Raises:
       TypeError, ValueError: a mask's dtype or shape doesn't fit, or size is missing under `jit`.
     """
-    hidden_states = _validate.array("hidden_states", hidden_states)
+    hidden_states = _validate.array("hidden_states", hidden_states, "any")
     if hidden_states.ndim < 2:
         raise ValueError(
             f"hidden_states must have shape (batch, seqlen, …); got {_validate.described(hidden_states)}"
@@ -364,7 +364,9 @@ def unpad_input(
     lengths = jnp.sum(selected, axis=1, dtype=jnp.int32)
     is_traced = isinstance(selected, Tracer)
     if size is not None:
-        size = _validate.integer("size", size)
+        size = _validate.size("size", size)
+        if size > _validate.INT32_MAX:
+            raise ValueError(f"size must be at most {_validate.INT32_MAX}; got {_validate.short(size)}")
     elif is_traced:
         raise ValueError("size must be an int when attention_mask is traced, as under jit; got None")
     (indices,) = jnp.nonzero(selected.ravel(), size=size, fill_value=batch * seqlen)
@@ -390,48 +392,69 @@ def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: 
     Returns:
       `(batch, seqlen, …)`.
     """
-    hidden_states = _validate.array("hidden_states", hidden_states)
-    indices = _validate.array("indices", indices, "integer")
+    hidden_states = _validate.array("hidden_states", hidden_states, "any")
+    indices = _validate.unconverted("indices", indices, "integer")
     if indices.ndim != 1 or hidden_states.shape[:1] != indices.shape:
         raise ValueError(
             "hidden_states and indices must have shapes (total, …) and (total,); "
             f"got {_validate.described(hidden_states)} and {_validate.described(indices)}"
         )
-    batch, seqlen = _validate.integer("batch", batch), _validate.integer("seqlen", seqlen)
-    if min(batch, seqlen) < 0:
-        raise ValueError(f"batch and seqlen must be at least 0; got {batch} and {seqlen}")
+    batch, seqlen = _validate.size("batch", batch), _validate.size("seqlen", seqlen)
+    if batch * seqlen > _validate.INT32_MAX:
+        raise ValueError(
+            f"batch * seqlen must be at most {_validate.INT32_MAX}; "
+            f"got {_validate.short(batch)} and {_validate.short(seqlen)}"
+        )
+    indices = _validate.clipped(indices, batch * seqlen, least=-_validate.INT32_MAX)
     rest = hidden_states.shape[1:]
     tokens = jnp.zeros((batch * seqlen, *rest), hidden_states.dtype)
     return tokens.at[indices].set(hidden_states, mode="drop").reshape(batch, seqlen, *rest)
 
 
-def _options(
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: Any,
-    return_attn_probs: Any,
-    dropout_key: Any,
-) -> dict[str, Any]:
-    """The arguments by `flash_attention`'s names; errors here still have the ones of this module."""
-    rate, dropout_key = _validate.dropout(dropout_p, dropout_key, rate_name="dropout_p")
-    left, right = _validate.window_pair(window_size, name="window_size")
-    softcap = _validate.number("softcap", softcap)
-    return {
-        "scale": None if softmax_scale is None else _validate.number("softmax_scale", softmax_scale),
-        "is_causal": _validate.flag("causal", causal),
-        # Any negative number is unbounded.
-        "local_window_size": tuple(None if side is None or side < 0 else side for side in (left, right)),
-        "logits_soft_cap": softcap if softcap > 0 else None,
-        "alibi_slopes": alibi_slopes,
-        "dropout_rate": rate,
-        "dropout_key": dropout_key,
-        "deterministic": deterministic,
-        "return_residual": _validate.flag("return_attn_probs", return_attn_probs),
-    }
+@dataclasses.dataclass
+class _Options:
+    """The options that all functions here share, as the caller passed them."""
+
+    dropout_p: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    alibi_slopes: Any
+    deterministic: Any
+    return_attn_probs: Any
+    dropout_key: Any
+
+    def arguments(self, q: Any, k: Any, v: Any, names: Names = _NAMES) -> Arguments:
+        softcap = _validate.number("softcap", self.softcap)
+        return Arguments(
+            q,
+            k,
+            v,
+            window=self._window(),
+            scale=self.softmax_scale,
+            logits_soft_cap=softcap if softcap > 0 else None,
+            alibi_slopes=self.alibi_slopes,
+            dropout_rate=self.dropout_p,
+            dropout_key=self.dropout_key,
+            deterministic=self.deterministic,
+            return_residual=self.return_attn_probs,
+            names=names,
+        )
+
+    def _window(self) -> Window:
+        """Any negative size is unbounded."""
+        sides = _arguments.window_pair("window_size", self.window_size)
+        left, right = (None if side is None or side < 0 else side for side in sides)
+        return left, 0 if _validate.flag("causal", self.causal) else right
+
+
+def _attend(arguments: Arguments) -> Results:
+    return _results(attend(prepare(arguments), implementation=None))
+
+
+def _attend_packed(arguments: Arguments, sequences: PackedSequences) -> Results:
+    return _results(attend_packed(arguments, sequences, implementation=None))
 
 
 def _results(results: Any) -> Results:
@@ -441,14 +464,32 @@ def _results(results: Any) -> Results:
     return results
 
 
+def _unstack_kv(q: Any, kv: Any, letters: str) -> tuple[jax.Array, ...]:
+    """`_unstack` of keys and values that fit the queries."""
+    k, v = _unstack("kv", kv, letters)
+    q = _validate.array("q", q, "floating")
+    if q.ndim == k.ndim and (q.shape[:-3], q.shape[-1]) != (k.shape[:-3], k.shape[-1]):
+        as_in_q = "headdim" if k.ndim == 3 else "batch_size and headdim"
+        raise ValueError(
+            f"kv must have shape {letters} with {as_in_q} as in q {q.shape}; got {_validate.described(kv)}"
+        )
+    return k, v
+
+
 def _unstack(name: str, packed: Any, letters: str) -> tuple[jax.Array, ...]:
-    """The parts of an array that has them along its third axis from the end."""
+    """The parts of an array that are stacked along its third axis from the end."""
     packed = _validate.array(name, packed, "floating")
     axes = letters.strip("()").split(", ")
     if packed.ndim != len(axes) or packed.shape[-3] != int(axes[-3]):
         raise ValueError(f"{name} must have shape {letters}; got {_validate.described(packed)}")
+    if min(packed.shape[-2:]) < 1:
+        raise ValueError(
+            f"{name} must have at least one head and a head dim of at least 1; "
+            f"got {_validate.described(packed)}"
+        )
     return tuple(packed[..., part, :, :] for part in range(packed.shape[-3]))
 
 
 def _token_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    return _validate.shaped(name, mask, {"(batch, seqlen)": shape}, "bool or integer") != 0
+    mask = _validate.shaped_unconverted(name, mask, {"(batch, seqlen)": shape}, "bool or integer")
+    return jnp.asarray(mask != 0)

@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_flash import _attention, _device, _dropout, _validate
+from jax_flash import _arguments, _device, _dropout, _validate
+from jax_flash._arguments import Names
+from jax_flash._call import Arguments, attend, prepare
+
+_NAMES = Names(dropout_key="dropout_rng")
 
 
 def dot_product_attention(
@@ -82,7 +86,7 @@ def dot_product_attention(
       NotImplementedError: an argument asks for what can't be done without storing the attention weights,
         or no implementation that was named can run the call.
     """
-    del force_fp32_for_softmax
+    _validate.flag("force_fp32_for_softmax", force_fp32_for_softmax)
     _refuse(
         module=(
             module,
@@ -101,28 +105,32 @@ def dot_product_attention(
             "the output comes from no einsum",
         ),
     )
-    promoted = (promote_dtype or _promote)((query, key, value), dtype=dtype)
-    query, key, value = _validate.query_key_value(*promoted)
+    query, key, value = _arguments.query_key_value(*_promoted((query, key, value), dtype, promote_dtype))
     _check_precision(precision, query.dtype)
-    drops = not _validate.flag("deterministic", deterministic) and dropout_rate != 0
-    if drops and dropout_rng is None:
+    rate = _arguments.dropout_rate("dropout_rate", dropout_rate)
+    if _validate.flag("deterministic", deterministic):
+        rate = 0.0
+    if rate > 0 and dropout_rng is None:
         raise ValueError(
             "dropout_rng must be a key where dropout_rate > 0 and deterministic is False; got None"
         )
     causal = _validate.flag("is_causal", is_causal)
-    call = _attention.prepare(
+    broadcast_dropout = _validate.flag("broadcast_dropout", broadcast_dropout)
+    arguments = Arguments(
         query,
         key,
         value,
         bias,
-        None if mask is None else _validate.array("mask", mask).astype(bool),
+        None if mask is None else jnp.asarray(_validate.unconverted("mask", mask, "bool or number") != 0),
         # The window counts from the diagonal that ends in the bottom right corner.
         window=(None, query.shape[-3] - key.shape[-3] if causal else None),
-        dropout_rate=dropout_rate if drops else 0.0,
-        dropout_key=dropout_rng if drops else None,
+        dropout_rate=rate,
+        dropout_key=dropout_rng,
+        names=_NAMES,
     )
+    call = prepare(arguments)
     own = call.operands.dropout_rows
-    if own is not None and _validate.flag("broadcast_dropout", broadcast_dropout):
+    if own is not None and broadcast_dropout:
         T, S = query.shape[-3], key.shape[-3]
         rows, columns = _dropout.hashes(dropout_rng, 1, 1, T, S)
         operands = call.operands.replace(
@@ -130,7 +138,7 @@ def dot_product_attention(
             dropout_columns=jnp.broadcast_to(columns[0], (*own.shape[:-2], S)),
         )
         call = dataclasses.replace(call, operands=operands)
-    return _attention.attend(call, implementation)
+    return attend(call, implementation)
 
 
 def _refuse(**arguments: tuple[Any, str, str]) -> None:
@@ -141,27 +149,73 @@ def _refuse(**arguments: tuple[Any, str, str]) -> None:
             raise NotImplementedError(f"{name} must be None, because {why}; got {got}")
 
 
-def _promote(arrays: tuple[Any, ...], dtype: Any) -> tuple[jax.Array, ...]:
-    """The arrays in `dtype`; where it's None, in the floating dtype that they promote to together."""
+def _promoted(arrays: tuple[Any, ...], dtype: Any, promote_dtype: Any) -> tuple[Any, Any, Any]:
+    """The three arrays in the dtype of the computation, by the caller's function if there is one."""
+    if dtype is not None:
+        dtype = _validate.floating_dtype("dtype", dtype)
+    if promote_dtype is None:
+        return _promote(arrays, dtype)
+    if not callable(promote_dtype):
+        raise TypeError(f"promote_dtype must be None or a function; got {_validate.short(promote_dtype)}")
+    promoted = promote_dtype(arrays, dtype=dtype)
+    if not isinstance(promoted, tuple | list) or len(promoted) != 3:
+        raise TypeError(f"promote_dtype must return three arrays; got {_validate.short(promoted)}")
+    return tuple(promoted)
+
+
+def _promote(arrays: tuple[Any, ...], dtype: Any) -> tuple[Any, Any, Any]:
+    """The arrays in `dtype`; if it is None, in the floating dtype that they promote to together."""
+    names = ("query", "key", "value")
+    query, key, value = (
+        _validate.array(name, x, "bool or number") for name, x in zip(names, arrays, strict=True)
+    )
     if dtype is None:
-        dtype = jnp.result_type(*arrays)
+        try:
+            dtype = jnp.result_type(query, key, value)
+        except jax.dtypes.TypePromotionError as error:
+            got = f"{query.dtype}, {key.dtype} and {value.dtype}"
+            raise TypeError(
+                f"query, key and value must have dtypes that promote to one; got {got}: {error}"
+            ) from error
         if not jnp.issubdtype(dtype, jnp.inexact):
             dtype = jnp.promote_types(jnp.float32, dtype)
-    return tuple(jnp.asarray(x, dtype) for x in arrays)
+    return query.astype(dtype), key.astype(dtype), value.astype(dtype)
 
 
 def _check_precision(precision: Any, dtype: Any) -> None:
     """Raise where `precision` asks for more, or other, than the matrix products do."""
-    default = (None, "default", jax.lax.Precision.DEFAULT)
-    choices = precision if isinstance(precision, tuple | list) else (precision,)
-    if all(choice in default for choice in choices):
+    choices = [
+        _precision(choice) for choice in (precision if isinstance(precision, tuple | list) else (precision,))
+    ]
+    if all(choice is jax.lax.Precision.DEFAULT for choice in choices):
         return
     # Products of 16-bit numbers are exact in float32, and CPUs multiply float32 in float32.
     exact = jnp.dtype(dtype).itemsize == 2 or _device.current().platform == "cpu"
-    if exact and all(isinstance(choice, jax.lax.Precision | str | None) for choice in choices):
+    if exact and all(isinstance(choice, jax.lax.Precision) for choice in choices):
         return
-    got = f"{precision!r} with {jnp.dtype(dtype).name} on {_device.current().platform}"
+    got = f"{_validate.short(precision)} with {jnp.dtype(dtype).name} on {_device.current().platform}"
     raise NotImplementedError(
         "precision must be None or jax.lax.Precision.DEFAULT (any jax.lax.Precision in float16 and "
         f"bfloat16, and on a CPU); got {got}"
     )
+
+
+def _precision(choice: Any) -> jax.lax.Precision | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset:
+    """One of `jax.lax.PrecisionLike`, from its name if it was one."""
+    if choice is None:
+        return jax.lax.Precision.DEFAULT
+    if isinstance(choice, jax.lax.Precision | jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return choice
+    if not isinstance(choice, str):
+        raise TypeError(f"precision must be None or a jax.lax.Precision; got {_validate.short(choice)}")
+    try:
+        return jax.lax.Precision(choice)
+    except ValueError:
+        pass
+    try:
+        return jax.lax.DotAlgorithmPreset[choice]
+    except KeyError:
+        names = ", ".join(f'"{name.name.lower()}"' for name in jax.lax.Precision)
+        raise ValueError(
+            f"precision must be None, a jax.lax.Precision or one of {names}; got {_validate.short(choice)}"
+        ) from None

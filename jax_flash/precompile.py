@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _validate, cuda
+from jax_flash import _arguments, cuda
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import cache
@@ -88,7 +88,7 @@ def _calls(options: argparse.Namespace):
                 (1, options.value_head_dim or head_dim),
             )
         )
-        left, right = _validate.window(causal, options.local_window_size)
+        left, right = _arguments.window(causal, options.local_window_size)
         spec = AttentionSpec(head_dim**-0.5, left, right, deterministic=deterministic)
         yield spec, Operands(query, key, value)
 
@@ -127,7 +127,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.group < 1:
         parser.error(f"argument --group: must be at least 1; got {options.group}")
     try:
-        _validate.window(False, options.local_window_size)
+        _arguments.window(False, options.local_window_size)
     except ValueError as error:
         parser.error(str(error))
     return options

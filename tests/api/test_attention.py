@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _attention
+from jax_flash._call import Arguments, prepare
 
 B, T, S, N, K, H, V = 2, 5, 7, 4, 2, 8, 6
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
@@ -109,7 +109,7 @@ def test_broadcast_axes_are_not_repeated():
     query, key, value = inputs(2, 3)
 
     def canonical(*shape):
-        call = _attention.prepare(query, key, value, jnp.zeros(shape))
+        call = prepare(Arguments(query, key, value, jnp.zeros(shape)))
         return call.operands.bias.shape, call.shapes.bias.shape
 
     assert canonical(T, S) == ((1, 1, 1, T, S), (1, 1, T, S))
@@ -165,7 +165,7 @@ def test_a_window_that_reaches_everything_is_no_window():
     query, key, value = inputs(B)
 
     def window(left, right, query=query):
-        spec = _attention.prepare(query, key, value, window=(left, right)).spec
+        spec = prepare(Arguments(query, key, value, window=(left, right))).spec
         return spec.left, spec.right
 
     assert window(S - 1, T - 1) == (None, None)

@@ -116,15 +116,20 @@ def test_offsets_are_data_and_lengths_beyond_the_longest_are_room():
 
 
 def test_tokens_outside_of_all_sequences_are_padding():
+    """Before the first one only if the offsets are traced: as known values they are an error."""
     before, behind = 2, 3
     within = slice(before, -behind)
     arrays = tuple(jnp.pad(x, ((before, behind), (0, 0), (0, 0)), constant_values=9.0) for x in inputs())
-    packing = PACKING | {"cu_seqlens_q": OFFSETS_Q + before, "cu_seqlens_kv": OFFSETS_KV + before}
+    offsets = {"cu_seqlens_q": OFFSETS_Q + before, "cu_seqlens_kv": OFFSETS_KV + before}
 
-    def packed(*arrays):
-        return jax_flash.flash_attention_varlen(*arrays, **packing, return_residual=True)
+    @jax.jit
+    def run(arrays, offsets):
+        def packed(*arrays):
+            return jax_flash.flash_attention_varlen(*arrays, **PACKING | offsets, return_residual=True)
 
-    gradients, (out, lse) = jax.jit(jax.grad(lambda arrays: loss(packed, arrays), has_aux=True))(arrays)
+        return jax.grad(lambda arrays: loss(packed, arrays), has_aux=True)(arrays)
+
+    gradients, (out, lse) = run(arrays, offsets)
     expected, expected_lse = jax.jit(one_by_one)(*inputs())
     np.testing.assert_allclose(out[within], expected, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(lse[within], expected_lse, rtol=2e-5, atol=2e-5)
@@ -135,17 +140,24 @@ def test_tokens_outside_of_all_sequences_are_padding():
 
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_tokens_beyond_the_longest_length_are_padding(per_sequence):
+    """If the offsets are traced: as known values they are an error."""
     query, key, value = inputs()
     longest = {"max_seqlen_q": 3, "max_seqlen_kv": 2}
     slopes = jnp.ones((5, N) if per_sequence else N)
 
-    def packed(*arrays):
-        packing = PACKING | longest
-        return jax_flash.flash_attention_varlen(
-            *arrays, **packing, is_causal=True, alibi_slopes=slopes, return_residual=True
-        )
+    offsets = {"cu_seqlens_q": OFFSETS_Q, "cu_seqlens_kv": OFFSETS_KV}
 
-    gradients, (out, lse) = jax.jit(jax.grad(lambda x: loss(packed, x), has_aux=True))((query, key, value))
+    @jax.jit
+    def run(arrays, offsets):
+        def packed(*arrays):
+            packing = PACKING | longest | offsets
+            return jax_flash.flash_attention_varlen(
+                *arrays, **packing, is_causal=True, alibi_slopes=slopes, return_residual=True
+            )
+
+        return jax.grad(lambda x: loss(packed, x), has_aux=True)(arrays)
+
+    gradients, (out, lse) = run((query, key, value), offsets)
     for b in range(5):
         starts = OFFSETS_Q[b], OFFSETS_KV[b]
         ends = [
@@ -244,7 +256,7 @@ def test_nothing_to_do(tokens, offsets, longest):
         (
             dict(value=jnp.ones((9, K, V))),
             ValueError,
-            "value must have shape (ΣS, K, V) with ΣS = 15 as in key",
+            "value must have shape (*B, S, K, V) with (*B, S, K) = (15, 2) as in key; got float32 (9, 2, 6)",
         ),
         (
             dict(cu_seqlens_q=jnp.zeros(6)),
@@ -253,7 +265,7 @@ def test_nothing_to_do(tokens, offsets, longest):
         ),
         (dict(cu_seqlens_kv=np.zeros((2, 3), int)), ValueError, "cu_seqlens_kv must have shape (B + 1,)"),
         (
-            dict(cu_seqlens_kv=OFFSETS_KV[1:]),
+            dict(cu_seqlens_kv=OFFSETS_KV[:-1]),
             ValueError,
             "must have the same shape (B + 1,); got (6,) and (5,)",
         ),
