@@ -22,10 +22,9 @@ from calls import Case
 from comparison import OURS, Comparison
 
 from jax_flash._device import Device, current
+from jax_flash._mask import keys_of_queries
 from jax_flash._spec import Operands, sizes
 from jax_flash.cuda.sm90 import forward_plan, tensor_maps
-from jax_flash.cuda.sm90.forward_tiles import block_counts
-from jax_flash.cuda.window import binding_window
 
 GROUPS = calls.GROUPS | {"launch": [Case(4, 256, 256, 16, 16, 64, calls=32)]}
 
@@ -51,10 +50,10 @@ def visited_flops(case: Case, device: Device) -> int:
     rows holds query r / pack.
     """
     shapes = Operands(*case.shapes())
-    n, window = sizes(shapes), binding_window(case.spec(), sizes(shapes))
+    mask = keys_of_queries(case.spec(), sizes(shapes))
     chosen, head_dim = forward_plan.schedule(case.spec(), shapes), tensor_maps.padded_head_dim(case.head_dim)
     tile, heads = chosen.tile, chosen.pack
-    blocks = sum(block_counts(tile, heads, window, n))
+    blocks = sum(mask.block_counts(tile.rows // heads, tile.keys))
     return 4 * case.calls * case.batch * (case.heads // heads) * head_dim * tile.rows * tile.keys * blocks
 
 

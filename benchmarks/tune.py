@@ -39,12 +39,12 @@ from rounds import check_agreement
 
 from jax_flash import cuda
 from jax_flash._device import Device, current
+from jax_flash._mask import Window
 from jax_flash._spec import Operands
 from jax_flash.cuda.compile import CompileError, compile_kernel
 from jax_flash.cuda.launch_plan import Launch
 from jax_flash.cuda.sm90 import forward_plan, forward_tiles, tensor_maps
 from jax_flash.cuda.sm90.forward_tiles import Choice, ForwardTile, Needs
-from jax_flash.cuda.window import Window
 
 MASKS = {"full": Window(None, None), "windowed": Window(None, 0)}
 HEAD_DIMS = tuple(forward_tiles.TILES)

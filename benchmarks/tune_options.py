@@ -21,9 +21,9 @@ import timing
 from tune import planned, source
 
 import jax_flash
+from jax_flash._mask import Window
 from jax_flash.cuda.sm90 import forward_tiles
 from jax_flash.cuda.sm90.forward_tiles import ForwardTile, Needs
-from jax_flash.cuda.window import Window
 
 OPTIONS = ("soft cap", "ALiBi", "mask of keys", "bias of a head")
 TILES: dict[int, tuple[ForwardTile, ...]] = {

@@ -5,6 +5,7 @@ import math
 import jax
 
 from jax_flash import _packing
+from jax_flash._mask import window_of
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import mask_metadata
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
@@ -187,10 +188,9 @@ def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]
     if shapes.query_offsets is not None:
         count = shapes.query_offsets.shape[1] - 1
         longest = spec.max_query_length, spec.max_key_value_length
-    # Far enough to hide all or nothing is as far as it goes.
-    least = -(n.T + n.S)
-    left = n.S if spec.left is None else max(min(spec.left, n.S), least)
-    right = n.T if spec.right is None else max(min(spec.right, n.T), least)
+    window = window_of(spec, n)
+    left = n.S if window.left is None else window.left  # as far as any key
+    right = n.T if window.right is None else window.right
     return {
         **mask_metadata.pointers(operands, "query_offsets", "key_offsets", "query_lengths", "key_lengths"),
         "count": count,

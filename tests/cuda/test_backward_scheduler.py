@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.backward_scheduler import (
     _makespan,
-    every_query_sees_a_key,
     section_heads,
     section_heads_in_turns,
-    seen_blocks,
     sum_places,
 )
-from jax_flash.cuda.window import binding_window
 
 MIB = 1 << 20
 L2_BYTES = l2.backward_bytes(H100)
@@ -28,51 +25,6 @@ def call(T, S, left=None, right=None, B=1, N=1, K=1):
     query = jax.ShapeDtypeStruct((B, T, N, 128), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((B, S, K, 128), jnp.bfloat16)
     return AttentionSpec(0.1, left, right), Operands(query, key, key)
-
-
-def seen_by(spec, n):
-    """The definition: `seen(query, key)`."""
-
-    def seen(query, key):
-        distance = key - query - (n.S - n.T)
-        return (spec.left is None or -distance <= spec.left) and (
-            spec.right is None or distance <= spec.right
-        )
-
-    return seen
-
-
-@pytest.mark.parametrize(
-    "T,S,left,right",
-    [
-        (1000, 777, None, None),
-        (1000, 777, None, 0),
-        (300, 900, None, 0),
-        (900, 300, 0, 0),
-        (512, 512, 100, 30),
-    ],
-)
-def test_seen_blocks_are_those_with_a_pair_that_is_seen(T, S, left, right):
-    spec, shapes = call(T, S, left, right)
-    n = sizes(shapes)
-    seen = seen_by(spec, n)
-    counts = seen_blocks(n, binding_window(spec, n), 64, 128)
-    for tile, count in enumerate(counts):
-        keys = range(tile * 128, min(tile * 128 + 128, S))
-        blocks = {query // 64 for query in range(T) if seen(query, keys[0]) or seen(query, keys[-1])}
-        blocks |= {query // 64 for query in range(T) for key in keys[::16] if seen(query, key)}
-        assert count == (max(blocks) - min(blocks) + 1 if blocks else 0)
-
-
-@pytest.mark.parametrize("T,S", [(40, 30), (30, 40), (1, 7)])
-@pytest.mark.parametrize("left", (None, 0, 5, 35, -3))
-@pytest.mark.parametrize("right", (None, 0, 5, 35, -3))
-def test_whether_every_query_sees_a_key(T, S, left, right):
-    spec, shapes = call(T, S, left, right)
-    n = sizes(shapes)
-    seen = seen_by(spec, n)
-    expected = all(any(seen(query, key) for key in range(S)) for query in range(T))
-    assert every_query_sees_a_key(n, binding_window(spec, n)) == expected
 
 
 def test_equal_tiles_go_head_by_head():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_flash._device import H100
+from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, launch_plan
 from jax_flash.cuda.launch_plan import Launch, Pointer, TensorMap, Zero
@@ -13,13 +14,11 @@ from jax_flash.cuda.sm90.forward_plan import plan_forward
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
     Needs,
-    block_counts,
     choices,
     cut_last_wave,
     pack,
     tile,
 )
-from jax_flash.cuda.window import Window
 
 
 def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16, V=None):
@@ -214,17 +213,6 @@ def test_tiles_of_queries_fit_their_number(window):
     needs = Needs(64, 64, window)
     rows = [tile(needs, sizes(shapes(T=T, S=T, N=8, K=8, H=64))).rows for T in (128, 256, 4096)]
     assert rows == [128, 128, 192]  # a third of a tile of 192 would be empty, and two thirds of the second
-
-
-def test_counts_the_blocks_that_tiles_pass_over():
-    shape = tile(Needs(128, 128, Window(None, 0)), sizes(shapes(T=400, S=400)))
-    assert (shape.rows, shape.keys) == (128, 128)
-    n = sizes(shapes(T=400, S=400))
-    assert block_counts(shape, 1, Window(None, None), n) == [4, 4, 4, 4]
-    assert block_counts(shape, 1, Window(None, 0), n) == [1, 2, 3, 4]
-    assert block_counts(shape, 1, Window(100, 0), n) == [1, 2, 2, 2]
-    assert block_counts(shape, 4, Window(None, 0), n) == [1] * 4 + [2] * 4 + [3] * 4 + [4]
-    assert block_counts(shape, 1, Window(None, 0), sizes(shapes(T=400, S=100))) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

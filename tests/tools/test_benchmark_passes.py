@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from jax_flash._device import H100
+from jax_flash._mask import Window
 from jax_flash._spec import Operands
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
 from jax_flash.cuda.sm90.forward_tiles import Needs, choices
-from jax_flash.cuda.window import Window
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -9,11 +9,11 @@ import pytest
 
 from jax_flash import cuda
 from jax_flash._device import H100
+from jax_flash._mask import Window
 from jax_flash._spec import Operands
 from jax_flash.cuda.compile import Compiled, CompileError
 from jax_flash.cuda.sm90 import forward_plan, forward_tiles
 from jax_flash.cuda.sm90.forward_tiles import TILES, Choice, ForwardTile, Needs, choices
-from jax_flash.cuda.window import Window
 
 SHARED_BYTES_PER_CTA = 232448
 NEEDS = Needs(128, 128, Window(None, None))

@@ -7,21 +7,19 @@ import jax
 
 from jax_flash._device import Device
 from jax_flash._dropout import keep_probability
+from jax_flash._mask import Window, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, fixed_point, mask_metadata, mask_metadata_plan, score_mod
 from jax_flash.cuda.launch_plan import Buffer, Kernel, LaunchPlan, Pointer, Zero, launch
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.backward_scheduler import (
-    every_query_sees_a_key,
     section_heads,
     section_heads_by_data,
     section_heads_in_turns,
-    seen_blocks,
     sum_places,
 )
 from jax_flash.cuda.sm90.tensor_maps import PANEL, padded_head_dims, rows_map
-from jax_flash.cuda.window import Window, binding_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +241,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     """
     n = sizes(shapes)
     dtype = shapes.query.dtype.name
-    window = binding_window(spec, n)
+    window = window_of(spec, n)
+    mask = position_mask(window, n.T, n.S)
     changed = score_mod.has_score_mod(spec, shapes)
     shape = dataclasses.replace(tile(max(n.H, n.V), changed), dropout=spec.dropout_rate > 0)
     # With split products both consumers have columns of dQ, and dP may be computed in two parts.
@@ -307,7 +306,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         # A share for each warp of each CTA, so that the sum doesn't depend on who comes first.
         d_slopes = Buffer("d_slopes", (n.B, n.N, math.ceil(n.S / shape.keys) * shape.cluster, 4), "float32")
     statistics = Buffer("statistics", (n.B, n.N, query_blocks, shape.statistics, shape.queries), "float32")
-    seen = seen_blocks(n, window, shape.queries, shape.keys)
+    seen = mask.transposed().block_counts(shape.keys, shape.queries)
     workers = device.sm_count // shape.cluster
     key_heads = n.B * n.K
     head_bytes = n.T * (head_dim * (2 + 4) + value_dim * 2)  # Q and the sum of dQ, dO
@@ -351,7 +350,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     turns_argument = Pointer("turns") if turns else None
 
     # The first tile in turn puts its share there, where there is one.
-    first_writes = in_turns and not bounded and every_query_sees_a_key(n, window)
+    first_writes = in_turns and not bounded and mask.every_row_sees_a_column()
     prepare = launch(
         kernel=kernel("sm90/backward/preprocess.cu", "backward_preprocess", _PREPROCESS),
         grid=(query_blocks * n.N * n.B, 1, 1),

@@ -4,34 +4,12 @@ import functools
 import heapq
 import math
 
-from jax_flash._spec import Sizes
-from jax_flash.cuda.window import Window
-
 # A tile's beginning and end take about as long as so many blocks.
 _ENDS = 2
 # For how many blocks' time dQ of a head is taken to wait to be written.
 _WRITING = 30
 # Walks are simulated up to so many tiles; longer ones end evenly enough.
 _SIMULATED = 1 << 14
-
-
-def seen_blocks(n: Sizes, window: Window, queries: int, keys: int) -> tuple[int, ...]:
-    """How many blocks of `queries` see some key of each tile of `keys` (`query_blocks` in the kernel)."""
-    counts = []
-    for first_key in range(0, n.S, keys):
-        last_key = min(first_key + keys, n.S) - 1
-        begin = 0 if window.right is None else max(0, first_key - (n.S - n.T) - window.right)
-        end = n.T if window.left is None else min(n.T, last_key - (n.S - n.T) + window.left + 1)
-        counts.append(math.ceil(end / queries) - begin // queries if end > begin else 0)
-    return tuple(counts)
-
-
-def every_query_sees_a_key(n: Sizes, window: Window) -> bool:
-    """Whether no query is masked as a whole, so that each block's sum of dQ gets a share of some tile."""
-    # The first query sees least to its right, the last one to its left.
-    right_end = n.S - 1 if window.right is None else min(n.S - 1, n.S - n.T + window.right)
-    left = n.S - 1 if window.left is None else window.left
-    return right_end >= 0 and left >= 0 and (window.right is None or left + window.right >= 0)
 
 
 @functools.lru_cache(256)

@@ -6,6 +6,7 @@ import math
 import jax
 
 from jax_flash._device import Device
+from jax_flash._mask import UNBOUNDED, Window, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Buffer, Kernel, LaunchPlan, Pointer, Zero, launch
@@ -14,7 +15,6 @@ from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
     Needs,
-    block_counts,
     can_cut,
     choices,
     cut_last_wave,
@@ -23,7 +23,6 @@ from jax_flash.cuda.sm90.forward_tiles import (
     tile,
 )
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims, rows_map
-from jax_flash.cuda.window import UNBOUNDED, Window, binding_window
 
 _PARAMETERS = struct(
     "Parameters",
@@ -70,7 +69,7 @@ def needs_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Nee
     n = sizes(shapes)
     return Needs(
         *padded_head_dims(n),
-        binding_window(spec, n),
+        window_of(spec, n),
         changes=score_mod.count(spec, shapes),
         read=score_mod.loaded_operand(shapes),
         bounded=mask_metadata.is_needed(shapes),
@@ -168,10 +167,11 @@ def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], de
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     tiles = row_tiles * (n.N // heads) * n.B
     # Where tiles take unequally long, CTAs take the next from a counter. Its zeroing costs 2 µs.
-    unequal = bounded or len(set(block_counts(shape, heads, window, n))) > 1
+    mask = position_mask(window, n.T, n.S)
+    unequal = bounded or len(set(mask.block_counts(shape.rows // heads, shape.keys))) > 1
     counted = tiles > device.sm_count and unequal
     next_tile = Buffer("next_tile", (1,), "int32")
-    blind_rows = 0 if window.right is None or bounded else min(max(n.T - n.S - window.right, 0), n.T) * heads
+    blind_rows = 0 if bounded else mask.rows_before_first_column() * heads
     whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B
     cut_ctas = 0
     if can_cut(needs):

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
+from jax_flash._mask import Window, position_mask
 from jax_flash._spec import Sizes
 from jax_flash.cuda.sm90.tensor_maps import MAX_SHARED_BYTES, tile_row_bytes
-from jax_flash.cuda.window import Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,26 +157,16 @@ def choices(needs: Needs) -> tuple[Choice, ...]:
 def tile(needs: Needs, n: Sizes) -> ForwardTile:
     """The tile of a call: of the choices that it has the one that costs least."""
 
+    mask = position_mask(needs.window, n.T, n.S)
+
     def cost(choice: Choice) -> float:
         rows, keys = choice.tile.rows, choice.tile.keys
         heads = pack(n, rows, needs.bounded)
-        counts = block_counts(choice.tile, heads, needs.window, n)
+        counts = mask.block_counts(rows // heads, keys)
         # A block more: the first one's softmax and the last one's product with V have nothing to run beside.
         return sum(count + 1 for count in counts) * rows * keys * choice.cost / heads
 
     return min(choices(needs), key=cost).tile
-
-
-def block_counts(tile: ForwardTile, heads: int, window: Window, n: Sizes) -> list[int]:
-    """How many key blocks each tile of `heads` packed heads visits (sm90/forward/tile_scheduler.cuh)."""
-    counts = []
-    for first_row in range(0, n.T * heads, tile.rows):
-        last_row = min(first_row + tile.rows, n.T * heads) - 1
-        first, last = (row // heads + n.S - n.T for row in (first_row, last_row))  # the queries' own keys
-        begin = 0 if window.left is None else max(0, first - window.left)
-        end = n.S if window.right is None else min(n.S, last + window.right + 1)
-        counts.append(math.ceil(end / tile.keys) - begin // tile.keys if end > begin else 0)
-    return counts
 
 
 def pack(n: Sizes, rows: int, whole: bool = False) -> int:
