@@ -8,10 +8,8 @@ import numpy as np
 
 from jax_flash import _validate
 from jax_flash._dispatch import IMPLEMENTATIONS
+from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._validate import described, short
-
-Window = tuple[int | None, int | None]
-"""Keys seen to the left and to the right of the diagonal; None is unbounded."""
 
 
 class Names:
@@ -88,21 +86,18 @@ def window(is_causal: Any, local_window_size: Any) -> Window:
             "local_window_size must hold sizes of at least 0, or None or -1 for unbounded; "
             f"got {short(local_window_size)}"
         )
-    left, right = (None if side == -1 else side for side in (left, right))
-    if _validate.flag("is_causal", is_causal):
-        right = 0
-    return left, right
+    found = Window(*(None if side == -1 else side for side in (left, right)))
+    return found.causal() if _validate.flag("is_causal", is_causal) else found
 
 
 def window_pair(name: str, value: Any) -> Window:
-    """A window as (left, right): whole numbers of either sign, or None."""
+    """A window of whole numbers of either sign, or None."""
     if value is None:
-        return None, None
+        return UNBOUNDED
     sides = value if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{name} must be None, an int or a pair (left, right); got {short(value)}")
-    left, right = (None if side is None else _validate.integer(name, side) for side in sides)
-    return left, right
+    return Window(*(None if side is None else _validate.integer(name, side) for side in sides))
 
 
 def soft_cap(name: str, value: Any) -> float | None:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _arguments, _device, _dispatch, _dropout, _sequences, _validate
-from jax_flash._arguments import OWN_NAMES, Names, Window
+from jax_flash._arguments import OWN_NAMES, Names
+from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
 from jax_flash.transforms import autodiff
 
@@ -43,7 +44,7 @@ class Arguments:
     bias: Any = None
     mask: Any = None
     _: dataclasses.KW_ONLY
-    window: Window = (None, None)
+    window: Window = UNBOUNDED
     scale: Any = None
     query_seq_lengths: Any = None
     key_value_seq_lengths: Any = None
@@ -141,7 +142,8 @@ def _spec(arguments: Arguments, shape: _Shape, default_scale: float, dropout_rat
     if packing is not None:
         longest_query = min(shape.T, packing.max_query_length)
         longest_key_value = min(shape.S, packing.max_key_value_length)
-    left, right = _canonical_window(arguments.window, longest_query, longest_key_value)
+    # One form for one meaning, so that causal attention of a single row, as in decoding, needs no masking.
+    left, right = arguments.window.normalised(longest_query, longest_key_value)
     return AttentionSpec(
         scale=default_scale if scale is None else _validate.number(names["scale"], scale),
         left=left,
@@ -153,20 +155,6 @@ def _spec(arguments: Arguments, shape: _Shape, default_scale: float, dropout_rat
         max_query_length=None if packing is None else longest_query,
         max_key_value_length=None if packing is None else longest_key_value,
     )
-
-
-def _canonical_window(window: Window, longest_query: int, longest_key_value: int) -> Window:
-    """One form for one meaning, in int32.
-
-    A side that reaches past the last key from every row is unbounded, so that causal attention of a single
-    row, as in decoding, needs no masking. A side that excludes every key from every row stops there.
-    """
-    left, right = window
-    if left is not None:
-        left = None if left >= longest_key_value - 1 else max(left, -longest_query)
-    if right is not None:
-        right = None if right >= longest_query - 1 else max(right, -longest_key_value)
-    return left, right
 
 
 def _per_logit(name: str, x: Any, kind: str, shape: _Shape) -> jax.Array | None:

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _sequences, _validate
 from jax_flash._call import Arguments, attend, prepare
+from jax_flash._mask import Window
 
 
 @overload
@@ -107,15 +108,15 @@ def dot_product_attention(
         if jnp.issubdtype(bias.dtype, jnp.integer):
             bias = bias.astype(jnp.float32)
 
-    left, right = _window(local_window_size)
+    window = _window(local_window_size)
     if _validate.flag("is_causal", is_causal):
-        right = 0 if right is None else min(right, 0)
+        window = window.causal()
     padding: dict[str, Any] = {
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
     }
     has_lengths = query_seq_lengths is not None or key_value_seq_lengths is not None
-    if has_lengths and (left, right) != (None, None):
+    if has_lengths and not window.unbounded:
         # With lengths, `flash_attention` aligns each batch row to its own bottom right corner. Segments
         # mask the padding and leave the alignment alone: tokens are of segment 0, and padding of two
         # others, one for queries and one for keys, that never meet.
@@ -125,18 +126,13 @@ def dot_product_attention(
                 "key_value_seq_lengths", key_value_seq_lengths, B, S, padding_id=2
             ),
         }
-    # From the top left to the bottom right.
-    window = (
-        None if left is None else left + S - T,
-        None if right is None else right + T - S,
-    )
     arguments = Arguments(
         query,
         key,
         value,
         bias,
         mask,
-        window=window,
+        window=window.from_top_left(T, S),
         scale=scale,
         return_residual=return_residual,
         **padding,
@@ -159,14 +155,14 @@ def _checked(name: str, x: Any) -> jax.Array:
     return x
 
 
-def _window(local_window_size: Any) -> _arguments.Window:
-    left, right = _arguments.window_pair("local_window_size", local_window_size)
-    if left is not None and right is not None and left + right < 0:
+def _window(local_window_size: Any) -> Window:
+    window = _arguments.window_pair("local_window_size", local_window_size)
+    if window.hides_all:
         raise ValueError(
             "local_window_size must hold sizes (left, right) with left + right of at least 0, or None for "
             f"unbounded: no row would see a key; got {_validate.short(local_window_size)}"
         )
-    return left, right
+    return window
 
 
 def _segments(name: str, lengths: Any, batch: int, size: int, padding_id: int) -> jax.Array:

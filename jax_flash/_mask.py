@@ -38,7 +38,7 @@ kernels look each token's sequence up (cuda/kernels/common/mask_metadata.cuh).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,7 @@ Index = Any
 """A Python int where it is static, else a NumPy or JAX array of integers, or a tracer."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """How many keys a query sees to the left and to the right of its diagonal; None on a side is unbounded.
 
     A negative side hides the diagonal too: with `right = -2`, a query sees keys up to two before it.
@@ -64,6 +63,11 @@ class Window:
     @property
     def unbounded(self) -> bool:
         return self.left is None and self.right is None
+
+    @property
+    def hides_all(self) -> bool:
+        """Whether its sides leave no key between them."""
+        return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def causal(self) -> "Window":
         """The same window without the keys behind the diagonal."""

@@ -20,8 +20,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _validate
-from jax_flash._arguments import Names, Window
+from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
+from jax_flash._mask import Window
 from jax_flash._varlen import PackedSequences, attend_packed
 
 __all__ = [
@@ -445,8 +446,8 @@ class _Options:
     def _window(self) -> Window:
         """Any negative size is unbounded."""
         sides = _arguments.window_pair("window_size", self.window_size)
-        left, right = (None if side is None or side < 0 else side for side in sides)
-        return left, 0 if _validate.flag("causal", self.causal) else right
+        window = Window(*(None if side is None or side < 0 else side for side in sides))
+        return window.causal() if _validate.flag("causal", self.causal) else window
 
 
 def _attend(arguments: Arguments) -> Results:

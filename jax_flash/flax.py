@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_flash import _arguments, _device, _dropout, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
+from jax_flash._mask import UNBOUNDED
 
 _NAMES = Names(dropout_key="dropout_rng")
 
@@ -114,7 +115,7 @@ def dot_product_attention(
         raise ValueError(
             "dropout_rng must be a key where dropout_rate > 0 and deterministic is False; got None"
         )
-    causal = _validate.flag("is_causal", is_causal)
+    window = UNBOUNDED.causal() if _validate.flag("is_causal", is_causal) else UNBOUNDED
     broadcast_dropout = _validate.flag("broadcast_dropout", broadcast_dropout)
     arguments = Arguments(
         query,
@@ -122,8 +123,7 @@ def dot_product_attention(
         value,
         bias,
         None if mask is None else jnp.asarray(_validate.unconverted("mask", mask, "bool or number") != 0),
-        # The window counts from the diagonal that ends in the bottom right corner.
-        window=(None, query.shape[-3] - key.shape[-3] if causal else None),
+        window=window.from_top_left(query.shape[-3], key.shape[-3]),
         dropout_rate=rate,
         dropout_key=dropout_rng,
         names=_NAMES,

@@ -212,3 +212,12 @@ def test_blocks_that_share_a_segment():
     np.testing.assert_array_equal(np.stack(found), [[[0, 1, 2, 0]], [[1, 3, 3, 0]]])
     found = _mask.blocks_sharing_segments(*of_keys, *(x[:, None] for x in of_queries))
     np.testing.assert_array_equal(np.stack(found), [[[0, 1, 1, 0]], [[1, 2, 3, 0]]])
+
+
+def test_a_window_that_hides_all_leaves_no_key_between_its_sides():
+    for left, right in itertools.product(SIDES, SIDES):
+        distance = np.arange(-100, 101)
+        seen = (distance >= (-100 if left is None else -left)) & (
+            distance <= (100 if right is None else right)
+        )
+        assert Window(left, right).hides_all == (not seen.any())

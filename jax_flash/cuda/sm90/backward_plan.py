@@ -335,7 +335,7 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         "d_query_sums": Pointer("d_query_sums"),
         **{x.name: Pointer(x.name) if counted else None for x in counts},
     }
-    if window.left is not None and window.right is not None and window.left + window.right < 0:
+    if window.hides_all:
         window = Window(0, -_UNBOUNDED)  # empty: for the kernels' arithmetic, far from everything
     left, right = (_UNBOUNDED if x is None else x for x in (window.left, window.right))
     tiles = math.ceil(n.S / shape.keys) * n.K * n.B
