@@ -77,7 +77,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
     """Gradients of as many batch rows as fit at once, as a dict, and `sums` with theirs added."""
     size = sizes(operands)
     dtype = logits.accumulator(operands)
-    diagonal = blocks.diagonal(operands)
+    mask = blocks.position_mask(spec, operands)
     grouped = logits.heads_first(operands)
     lse, delta = logits.by_group(lse, size.K), logits.by_group(delta, size.K)
     d_out = logits.by_group(d_out.astype(operands.value.dtype).swapaxes(1, 2), size.K)
@@ -99,7 +99,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             d_query, d_key, d_value, sums = state
             key = cut.keys.take(grouped.key, key_index, 2)
             value = cut.keys.take(grouped.value, key_index, 2)
-            block = logits.block(spec, grouped, diagonal, cut, query, key, index, key_index)
+            block = logits.block(spec, grouped, mask, cut, query, key, index, key_index)
             # 0 at most but for rounding, which among huge logits is large enough for an overflow.
             p = jnp.exp(jnp.minimum(block.x - lse_block[..., None], 0))
             dp = logits.product(d_out_block, value, ((4,), (3,)), dtype)

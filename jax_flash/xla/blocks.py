@@ -7,6 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._device import Device
+from jax_flash._mask import (
+    PositionMask,
+    blocks_sharing_segments,
+    keys_of_queries,
+    segment_id_ranges,
+    window_of,
+)
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
 QUERIES_PER_BLOCK = 256
@@ -39,8 +46,8 @@ class Axis:
         return self.length % self.size == 0
 
     def start(self, index) -> jax.Array:
-        """First position of block `index`, a traced integer."""
-        return jnp.minimum(index * self.size, self.length - self.size)
+        """First position of block `index`, a traced integer: int32."""
+        return jnp.minimum(jnp.asarray(index, jnp.int32) * self.size, self.length - self.size)
 
     def positions(self, index) -> jax.Array:
         """Positions of block `index`: int32 `(size,)`."""
@@ -48,7 +55,7 @@ class Axis:
 
     def fresh(self, index) -> jax.Array | None:
         """Which positions no earlier block holds: bool `(size,)`, or None for all of them."""
-        return None if self.even else self.positions(index) >= index * self.size
+        return None if self.even else self.positions(index) >= jnp.asarray(index, jnp.int32) * self.size
 
     def take(self, x: jax.Array, index, axis: int) -> jax.Array:
         """Block `index` of `x`; all of it where that axis is 1 and stands for every position."""
@@ -98,8 +105,8 @@ def plan(spec: AttentionSpec, operands: Operands, device: Device) -> Plan:
 def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether anything that `key_blocks` looks at may rule a block out."""
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
-    limits = spec.left, spec.right, *lengths, operands.query_segment_ids
-    return any(limit is not None for limit in limits)
+    data = *lengths, operands.query_segment_ids
+    return not window_of(spec, sizes(operands)).unbounded or any(x is not None for x in data)
 
 
 def _even_blocks(length: int, most: int) -> Axis:
@@ -109,55 +116,23 @@ def _even_blocks(length: int, most: int) -> Axis:
     return Axis(length, size if count == 1 else min(length, 16 * math.ceil(size / 16)))
 
 
-def diagonal(operands: Operands) -> int | jax.Array:
-    """Key position on the diagonal of query 0: `S - T`, or int32 `(B,)` where lengths are given."""
-    size = sizes(operands)
-    queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths
-    return (size.S if keys is None else keys) - (size.T if queries is None else queries)
+def position_mask(spec: AttentionSpec, operands: Operands) -> PositionMask:
+    """What causality, the window and the lengths of each batch row leave visible, with queries as rows."""
+    lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
+    return keys_of_queries(spec, sizes(operands), *lengths)
 
 
 def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) -> tuple:
-    """First key block that `query_block` needs, and the one after its last.
+    """The key blocks `[first, last)` that `query_block` visits in any batch row.
 
     Python integers where nothing rules a block out, traced ones otherwise. Masks are not looked at.
     """
     if not _may_skip(spec, operands):
         return 0, cut.keys.count
-    top = cut.queries.start(query_block)
-    bottom = top + cut.queries.size - 1
-    offset = jnp.asarray(diagonal(operands), jnp.int32)
-    first = jnp.int32(0)
-    end = jnp.int32(cut.keys.length)
-    if spec.left is not None:
-        first = jnp.maximum(first, top + offset.min() - spec.left)
-    if spec.right is not None:
-        end = jnp.minimum(end, bottom + offset.max() + spec.right + 1)
-    if operands.key_value_seq_lengths is not None:
-        end = jnp.minimum(end, operands.key_value_seq_lengths.max())
-    if operands.query_seq_lengths is not None:
-        end = jnp.where(top < operands.query_seq_lengths.max(), end, 0)
-    first, end = first // cut.keys.size, -(-end // cut.keys.size)
+    mask = position_mask(spec, operands)
+    visited = mask.block_range(cut.queries.start(query_block), cut.queries.size, cut.keys.size)
     if operands.query_segment_ids is not None:
-        first_of_segments, end_of_segments = _key_blocks_of_segments(operands, cut, query_block)
-        first, end = jnp.maximum(first, first_of_segments), jnp.minimum(end, end_of_segments)
-    return first, end
-
-
-def _key_blocks_of_segments(operands: Operands, cut: Plan, query_block) -> tuple:
-    """The key blocks whose ids, from their least to their greatest, have one in common with the queries'.
-
-    Where ids are sorted, as those of packed documents, these are the blocks with a segment in common.
-    """
-    ids = cut.queries.take(operands.query_segment_ids, query_block, 1)
-    in_blocks = [(0, 0), (0, cut.keys.count * cut.keys.size - cut.keys.length)]
-    bounds = jnp.iinfo(ids.dtype)
-
-    def of_blocks(outside: int) -> jax.Array:
-        padded = jnp.pad(operands.key_value_segment_ids, in_blocks, constant_values=outside)
-        return padded.reshape(-1, cut.keys.count, cut.keys.size)
-
-    least, greatest = of_blocks(bounds.max).min(2), of_blocks(bounds.min).max(2)
-    meet = (least <= ids.max(1, keepdims=True)) & (ids.min(1, keepdims=True) <= greatest)
-    meet = meet.any(0)  # in some batch row
-    index = jnp.arange(cut.keys.count, dtype=jnp.int32)
-    return jnp.min(index, where=meet, initial=cut.keys.count), jnp.max(index + 1, where=meet, initial=0)
+        ids = cut.queries.take(operands.query_segment_ids, query_block, 1)
+        key_ranges = segment_id_ranges(operands.key_value_segment_ids, cut.keys.size)
+        visited = visited.within(*blocks_sharing_segments(ids.min(1), ids.max(1), *key_ranges))
+    return visited.union()

@@ -30,7 +30,7 @@ def _forward(spec, operands, cut):
     """`forward` of as many batch rows as fit at once."""
     size = sizes(operands)
     dtype = logits.accumulator(operands)
-    diagonal = blocks.diagonal(operands)
+    mask = blocks.position_mask(spec, operands)
     grouped = logits.heads_first(operands)
     sinks = None if operands.sinks is None else logits.by_group(operands.sinks.astype(dtype), size.K)
 
@@ -42,7 +42,7 @@ def _forward(spec, operands, cut):
             top, total, accumulated = state
             key = cut.keys.take(grouped.key, key_index, 2)
             value = cut.keys.take(grouped.value, key_index, 2)
-            block = logits.block(spec, grouped, diagonal, cut, query, key, index, key_index)
+            block = logits.block(spec, grouped, mask, cut, query, key, index, key_index)
             new_top = jnp.maximum(top, block.x.max(-1))
             p = jnp.exp(block.x - new_top[..., None])
             shrink = jnp.exp(top - new_top)

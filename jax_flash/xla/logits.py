@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _dropout
+from jax_flash._mask import PositionMask, both
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.xla import blocks
-
-UNBOUNDED = 2**30
-"""A window side this wide excludes nothing; wider ones would overflow int32 positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Block:
 
     x: jax.Array
     capped: jax.Array | None  # tanh of the soft cap, in (−1, 1); None without one
-    distance: jax.Array | None  # what alibi multiplies by −slope: |j − i − diagonal|, float
+    distance: jax.Array | None  # |j − i − diagonal|, which ALiBi multiplies by −slope, float
     kept: jax.Array | None  # bool, by dropout
 
 
@@ -83,7 +81,7 @@ def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype
 def block(
     spec: AttentionSpec,
     operands: Operands,
-    diagonal: int | jax.Array,
+    mask: PositionMask,
     cut: blocks.Plan,
     query: jax.Array,
     key: jax.Array,
@@ -94,7 +92,7 @@ def block(
 
     Args:
       operands: from `heads_first`.
-      diagonal: from `blocks.diagonal`.
+      mask: from `blocks.position_mask`.
       query: `(B, K, G, block of T, H)`.
       key: `(B, K, block of S, H)`.
     """
@@ -116,36 +114,25 @@ def block(
     if operands.bias is not None:
         x += tile(operands.bias).astype(dtype)
 
-    rows = cut.queries.positions(query_block)[:, None]
-    columns = cut.keys.positions(key_block)
-    offset = columns - rows - _to_logits(diagonal)  # 0 on the diagonal, (B|1, 1, 1, T, S)
+    mask = mask.with_axes(4)  # a number for each batch row meets logits
+    rows = cut.queries.positions(query_block).reshape(1, 1, 1, -1, 1)
+    columns = cut.keys.positions(key_block).reshape(1, 1, 1, 1, -1)
     distance = None
     if operands.alibi_slopes is not None:
-        distance = jnp.abs(offset).astype(dtype)
+        distance = jnp.abs(columns - rows - mask.diagonal).astype(dtype)
         x -= operands.alibi_slopes[..., None, None].astype(dtype) * distance
 
-    conditions = []
+    visible = mask.visible(rows, columns)
     if operands.mask is not None:
-        conditions.append(tile(operands.mask))
-    if spec.left is not None:
-        conditions.append(offset >= -min(spec.left, UNBOUNDED))
-    if spec.right is not None:
-        conditions.append(offset <= min(spec.right, UNBOUNDED))
+        visible = both(visible, tile(operands.mask))
     if operands.query_segment_ids is not None:
         queries = cut.queries.take(operands.query_segment_ids, query_block, -1)
         keys = cut.keys.take(operands.key_value_segment_ids, key_block, -1)
-        conditions.append((queries[:, :, None] == keys[:, None, :])[:, None, None])
-    if operands.query_seq_lengths is not None:
-        conditions.append(rows < _to_logits(operands.query_seq_lengths))
-    if operands.key_value_seq_lengths is not None:
-        conditions.append(columns < _to_logits(operands.key_value_seq_lengths))
+        visible = both(visible, (queries[:, :, None] == keys[:, None, :])[:, None, None])
     if not cut.keys.even:
-        conditions.append(cut.keys.fresh(key_block))
-    if conditions:
-        allowed = conditions[0]
-        for condition in conditions[1:]:
-            allowed &= condition
-        x = jnp.where(allowed, x, -jnp.inf)
+        visible = both(visible, cut.keys.fresh(key_block).reshape(1, 1, 1, 1, -1))
+    if visible is not None:
+        x = jnp.where(visible, x, -jnp.inf)
 
     kept = None
     if spec.dropout_rate:
@@ -153,8 +140,3 @@ def block(
         column_hashes = cut.keys.take(operands.dropout_columns, key_block, -1)
         kept = _dropout.keep(row_hashes, column_hashes[:, None, None], spec.dropout_rate)
     return Block(x, capped, distance, kept)
-
-
-def _to_logits(x: int | jax.Array) -> int | jax.Array:
-    """A number for each batch row, `(B,)`, shaped to meet logits."""
-    return x if isinstance(x, int) else x[:, None, None, None, None]
