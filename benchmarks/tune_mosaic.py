@@ -35,9 +35,9 @@ from calls import GROUPS, Case
 from rounds import check_agreement
 
 from jax_flash import _device
+from jax_flash._mask import keys_of_queries
 from jax_flash._spec import Operands, Sizes, sizes
 from jax_flash.pallas import lowering
-from jax_flash.pallas.band import keys_of_queries
 from jax_flash.pallas.mosaic import backward as mosaic_backward
 from jax_flash.pallas.mosaic import forward as mosaic_forward
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
@@ -127,7 +127,7 @@ def measure_together(case: Case, patience: float) -> list[dict]:
 
     timed = {str(configs): functools.partial(run, configs=configs) for configs in ways.values()}
     rows = measure({"case": str(case)}, timed, saved_and_cotangent(case), 2.5 * case.flops, patience)
-    keys = keys_of_queries(spec, size).mean_columns()
+    keys = keys_of_queries(spec, size).mean_visible_columns()
     return [row | {"keys_of_a_query": keys} for row in rows]
 
 

@@ -7,10 +7,10 @@ import jax
 
 from jax_flash import _device, _packing
 from jax_flash._device import Device
+from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat, features, lowering
-from .band import keys_of_queries
 from .mosaic import tiles as mosaic_tiles
 from .triton import tiles as triton_tiles
 
@@ -132,6 +132,6 @@ def backward(
 
 
 def _mosaic_backward(spec: AttentionSpec, size: Sizes) -> mosaic_tiles.BackwardConfigs:
-    keys = keys_of_queries(spec, size).mean_columns()
+    keys = keys_of_queries(spec, size).mean_visible_columns()
     in_any_order = not spec.deterministic and compat.adds_to_arrays()
     return mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)

@@ -1,4 +1,4 @@
-"""Loops over the blocks of a band."""
+"""Loops over the blocks that a tile visits."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,42 +6,42 @@ from typing import TypeVar
 import numpy as np
 from jax import lax
 
-from .band import Blocks, Index
+from jax_flash._mask import BlockRange, Index
 
 Carry = TypeVar("Carry")
 
 
-def over_blocks(blocks: Blocks, body: Callable[[bool, Index, Carry], Carry], carry: Carry) -> Carry:
-    """Runs `body(edge, block, carry)` over the blocks in order, `edge` (static) where one is not met whole.
+def over_block_range(blocks: BlockRange, body: Callable[[bool, Index, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `body(partial, block, carry)` over the blocks in order.
 
-    Whole blocks get a loop of their own, free of masks.
+    `partial` is static: whether blocks need masking. Full blocks have a loop of their own without it.
     """
     ranges = (
-        (True, blocks.start, blocks.full_start),
-        (False, blocks.full_start, blocks.full_stop),
-        (True, blocks.full_stop, blocks.stop),
+        (True, blocks.first, blocks.full_begin),
+        (False, blocks.full_begin, blocks.full_end),
+        (True, blocks.full_end, blocks.last),
     )
-    for edge, start, stop in ranges:
-        carry = over(start, stop, lambda j, carry, edge=edge: body(edge, j, carry), carry)
+    for partial, begin, end in ranges:
+        carry = over_blocks(begin, end, lambda j, carry, partial=partial: body(partial, j, carry), carry)
     return carry
 
 
-def over_others(blocks: Blocks, count: int, body: Callable[[Index], None]) -> None:
-    """Runs `body(block)` over those of `count` blocks that are not in `blocks`."""
+def over_skipped_blocks(blocks: BlockRange, count: int, body: Callable[[Index], None]) -> None:
+    """Runs `body(block)` over those of `count` blocks that the range leaves out."""
 
     def step(j: Index, carry: np.int32) -> np.int32:
         body(j)
         return carry
 
-    for start, stop in ((0, blocks.start), (blocks.stop, count)):
-        over(start, stop, step, np.int32(0))
+    for begin, end in ((0, blocks.first), (blocks.last, count)):
+        over_blocks(begin, end, step, np.int32(0))
 
 
-def over(start: Index, stop: Index, body: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
-    """Runs `body(block, carry)` over the blocks `[start, stop)`."""
-    if isinstance(start, int) and isinstance(stop, int):
-        if start == stop:
+def over_blocks(begin: Index, end: Index, body: Callable[[Index, Carry], Carry], carry: Carry) -> Carry:
+    """Runs `body(block, carry)` over the blocks `[begin, end)`."""
+    if isinstance(begin, int) and isinstance(end, int):
+        if begin == end:
             return carry
         # int32 even where 64-bit types are on
-        return lax.fori_loop(np.int32(start), np.int32(stop), body, carry)
-    return lax.fori_loop(start, stop, body, carry)
+        return lax.fori_loop(np.int32(begin), np.int32(end), body, carry)
+    return lax.fori_loop(begin, end, body, carry)

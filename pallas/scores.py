@@ -13,15 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jax_flash import _dropout
+from jax_flash._mask import (
+    BlockRange,
+    Index,
+    PositionMask,
+    blocks_sharing_segments,
+    both,
+    keys_of_queries,
+    segment_id_ranges,
+)
 from jax_flash._spec import AttentionSpec, Operands, Sizes
 from jax_flash.transforms.lowering import AXES
 
-from .band import Band, Blocks, Index, both, keys_of_queries
 from .features import OPERANDS
 from .triton.memory import indices
 from .triton.tiles import Tile
@@ -29,7 +36,7 @@ from .triton.tiles import Tile
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
-SEGMENT_BLOCKS = ("first_block", "end_block")
+SEGMENT_BLOCKS = ("first_block", "last_block")
 _AXES = {
     **{name: "B" + AXES[name] for name in (*OPERANDS, "sinks")},
     **dict.fromkeys(SEGMENT_BLOCKS, "BR"),  # R blocks of the tiles' rows
@@ -93,7 +100,7 @@ class Scores:
 
     @property
     def masked(self) -> bool:
-        """Whether any block may have scores that don't count, wherever it is in the band."""
+        """Whether any block may have scores that don't count, one that is full by position too."""
         return "mask" in self.refs or "query_segment_ids" in self.refs
 
     @property
@@ -119,22 +126,23 @@ class Scores:
         # Among huge logits the rounding of lse is large enough for an overflow.
         return self.exp(jnp.minimum(x - lse, 0.0) if self.natural else x - lse)
 
-    def band(self, batch: Index | None = None) -> Band:
+    def position_mask(self, batch: Index | None = None) -> PositionMask:
+        """The mask by position, with queries as rows."""
         queries = self._length("query", self.size.T, batch)
         return keys_of_queries(self.spec, self.size, queries, self._length("key_value", self.size.S, batch))
 
-    def blocks(
-        self, band: Band, first: Index, rows: int, columns: int, block: Index, batch: Index | None = None
-    ) -> Blocks:
-        """The blocks of `columns` that `rows` from the `first` on meet, which are the given block of them."""
-        met = band.blocks(first, rows, columns)
+    def block_range(
+        self, mask: PositionMask, block: Index, rows: int, columns: int, batch: Index | None = None
+    ) -> BlockRange:
+        """The blocks of `columns` that the tile of `rows` number `block` visits."""
+        visited = mask.block_range(block * rows, rows, columns)
         if SEGMENT_BLOCKS[0] in self.refs:
             index = (block,) if batch is None else (batch, block)
-            met = met.within(*(triton.load(self.refs[name].at[*index]) for name in SEGMENT_BLOCKS))
-        return met
+            visited = visited.within(*(triton.load(self.refs[name].at[*index]) for name in SEGMENT_BLOCKS))
+        return visited
 
-    def logits(self, products: jax.Array, place: Place, band: Band) -> Logits:
-        """Of the products of queries and keys. `band` has queries as rows."""
+    def logits(self, products: jax.Array, place: Place, mask: PositionMask) -> Logits:
+        """Logits of a tile from the products of its queries and keys. `mask` has queries as rows."""
         if not self.natural:
             return Logits(products * (self.spec.scale * LOG2_E), None, None)
         tanh = distance = None
@@ -147,20 +155,19 @@ class Scores:
         if "bias" in self.refs:
             x = x + self._load("bias", place).astype(jnp.float32)
         if "alibi_slopes" in self.refs:
-            diagonal = band.columns - band.rows
-            distance = jnp.abs(place.keys - place.queries - diagonal).astype(jnp.float32)
+            distance = jnp.abs(place.keys - place.queries - mask.diagonal).astype(jnp.float32)
             x = x - self._load("alibi_slopes", place) * distance
         return Logits(x, tanh, distance)
 
-    def met(self, place: Place, in_band: jax.Array | None) -> jax.Array | None:
-        """Which scores count of those `in_band`; None for all of them."""
-        met = in_band
+    def visible(self, place: Place, by_position: jax.Array | None) -> jax.Array | None:
+        """Which scores of a tile count, of those that are visible `by_position`; None for all of them."""
+        visible = by_position
         if "mask" in self.refs:
-            met = both(met, self._load("mask", place))
+            visible = both(visible, self._load("mask", place))
         if "query_segment_ids" in self.refs:
             queries, keys = self._load("query_segment_ids", place), self._load("key_value_segment_ids", place)
-            met = both(met, queries == keys)
-        return met
+            visible = both(visible, queries == keys)
+        return visible
 
     def kept(self, probabilities: jax.Array, place: Place) -> jax.Array:
         """Those that dropout keeps, the others 0, all without the factor."""
@@ -262,27 +269,7 @@ def whole(arrays: Any) -> Any:
 def _segment_blocks(
     rows: jax.Array, columns: jax.Array, row_block: int, column_block: int
 ) -> tuple[jax.Array, jax.Array]:
-    """For each block of rows the blocks of columns [first, end) whose ids, from their least to their
-    greatest, have one in common with its own, int32 `(B, blocks of rows)` each: where ids are sorted, those
-    that share a segment with it.
-    """
-    (least, greatest), (column_least, column_greatest) = (
-        (block[:, :, None] for block in _ranges(rows, row_block)),
-        (block[:, None, :] for block in _ranges(columns, column_block)),
-    )
-    share = (least <= column_greatest) & (column_least <= greatest)
-    block = lax.broadcasted_iota(jnp.int32, share.shape, 2)
-    first = jnp.min(block, axis=2, where=share, initial=share.shape[2])
-    end = jnp.max(block + 1, axis=2, where=share, initial=0)
-    return jnp.minimum(first, end), end
-
-
-def _ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest id of each block of positions."""
-    limits = jnp.iinfo(jnp.int32)
-
-    def padded(fill: int) -> jax.Array:
-        tail = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=fill)
-        return tail.reshape(ids.shape[0], -1, block)
-
-    return padded(limits.max).min(2), padded(limits.min).max(2)
+    """For each block of rows, the blocks of columns `[first, last)` that may share a segment with it, int32
+    `(B, blocks of rows)` each."""
+    least, greatest = segment_id_ranges(columns, column_block)
+    return blocks_sharing_segments(*segment_id_ranges(rows, row_block), least[:, None], greatest[:, None])

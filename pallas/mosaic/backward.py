@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .. import compat
-from ..band import keys_of_queries
 from ..scores import LOG2_E
 from .backward_kernel import Barriers, Shared, flash_backward
 from .backward_side import KERNELS, Operand, Side
@@ -107,10 +107,10 @@ def gradients(
     """Those that the kernel of this name in `KERNELS` owns, lengths in whole tiles of 8; and that which it
     adds to, in float32 and yet to be scaled, or None."""
     keys, queries, statistics = prepared
-    rows, columns, band = queries, keys, keys_of_queries(spec, size)
+    rows, columns, mask = queries, keys, keys_of_queries(spec, size)
     if KERNELS[kernel].rows_are_keys:
-        rows, columns, band = keys, queries, band.transposed()
-    side = Side(size, band, config, KERNELS[kernel], multiprocessors)
+        rows, columns, mask = keys, queries, mask.transposed()
+    side = Side(size, mask, config, KERNELS[kernel], multiprocessors)
     out = Operand(*(x if own else None for x, own in zip(rows, side.owns, strict=True)))
     if not side.owns.first:  # nor is there a product of the second of the rows, nor anything of delta
         rows, statistics = rows._replace(second=None), statistics._replace(second=None)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from ..loop import over, over_blocks
+from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_side import Operand, Side
 from .column_gradient import ColumnGradient
@@ -93,7 +93,7 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
                         plgpu.copy_gmem_to_smem(source, of_statistic.at[slot], full.at[slot])
                 return done + 1
 
-            return lax.fori_loop(int32(blocks.start), int32(blocks.stop), block, done)
+            return lax.fori_loop(int32(blocks.first), int32(blocks.last), block, done)
 
         blocks = side.blocks(first)
         return tiles_done + 1, lax.fori_loop(np.int32(0), np.int32(side.passes), one_pass, done)
@@ -110,7 +110,7 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
 
 def _compute(warpgroup, d_columns, out, shared, barriers, *, scale: float, side: Side) -> None:
     """One warpgroup's rows of the gradients, and its share of what is added to `d_columns`."""
-    config, size, band, owns = side.config, side.size, side.band, side.owns
+    config, size, mask, owns = side.config, side.size, side.mask, side.owns
     column_gradient = shared.column_gradient
     dtype = shared.rows.first.dtype
     shape = (ROWS, config.columns)
@@ -133,9 +133,9 @@ def _compute(warpgroup, d_columns, out, shared, barriers, *, scale: float, side:
     def masked(p, first, i):
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
         first_column = i * config.columns
-        low, end = (None if x is None else x - first_column for x in band.columns_of(rows, tail))
+        low, end = (None if x is None else x - first_column for x in mask.visible_columns(rows, tail))
         if side.masks_rows:
-            end = jnp.where(rows < band.rows, config.columns if end is None else end, 0)
+            end = jnp.where(rows < mask.rows, config.columns if end is None else end, 0)
         return p if low is None and end is None else where_between(p, low, end, 0.0)
 
     def step(first, place, begun, target, edge: bool, i, carry):
@@ -214,9 +214,11 @@ def _compute(warpgroup, d_columns, out, shared, barriers, *, scale: float, side:
                 return d_columns[0].at[batch, own, side.column_head(head, of_pass), width]
 
             sums, done = carry
-            done = over(blocks.start, own.start, skip, done)
-            sums, done = over_blocks(own, functools.partial(step, first, place, begun, target), (sums, done))
-            return sums, over(own.stop, blocks.stop, skip, done)
+            done = over_blocks(blocks.first, own.first, skip, done)
+            sums, done = over_block_range(
+                own, functools.partial(step, first, place, begun, target), (sums, done)
+            )
+            return sums, over_blocks(own.last, blocks.last, skip, done)
 
         widths = Operand(size.H, size.V)
         sums = Operand(*(zeros(width) if own else None for own, width in zip(owns, widths, strict=True)))

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jax_flash._mask import BlockRange, PositionMask
 from jax_flash._spec import Sizes
 
-from ..band import Band, Blocks
-from .tile_scheduler import Walk, div
+from .tile_scheduler import Walk, div, tile_lengths
 from .tiles import ROWS, BackwardConfig
 
 
@@ -46,7 +46,7 @@ class Side:
     """What one of the kernels does with rows and columns."""
 
     size: Sizes
-    band: Band  # of rows
+    mask: PositionMask  # of rows
     config: BackwardConfig
     kernel: Kernel
     multiprocessors: int
@@ -78,7 +78,7 @@ class Side:
             tiles=pl.cdiv(rows, self.rows_of_tile),
             heads=self.heads,
             batch=size.B,
-            lengths=self.band.lengths(self.rows_of_tile, config.columns),
+            lengths=tile_lengths(self.mask, self.rows_of_tile, config.columns),
             blocks=self.multiprocessors if config.persistent else None,
             bytes_of_head=int(2 * columns * (size.H + size.V) * heads),
         )
@@ -91,22 +91,22 @@ class Side:
     def column_head(self, head, of_pass):
         return head * self.size.group + of_pass if self.rows_are_keys else div(head, self.size.group)
 
-    def blocks(self, first) -> Blocks:
+    def blocks(self, first) -> BlockRange:
         """Of columns that the tile meets."""
-        return self.band.blocks(first, self.rows_of_tile, self.config.columns)
+        return self.mask.block_range(first, self.rows_of_tile, self.config.columns)
 
-    def blocks_of_warpgroup(self, first, tile: Blocks) -> Blocks:
+    def blocks_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
         """Those of the tile that a warpgroup's rows meet; all of them where warpgroups work together."""
-        own = self.band.blocks(first, ROWS, self.config.columns)
+        own = self.mask.block_range(first, ROWS, self.config.columns)
         if not self.kernel.adds:
-            return own.within(tile.start, tile.stop)
+            return own.within(tile.first, tile.last)
         if self.masks_rows:
-            all_there = (first + ROWS <= self.band.rows).astype(jnp.int32)
+            all_there = (first + ROWS <= self.mask.rows).astype(jnp.int32)
             # Without the barrier LLVM sees where there can be two blocks at most, and ptxas 13.0 miscompiles
             # that loop: it finds the second's index by a condition that the first turn has changed.
-            full_stop = lax.optimization_barrier(own.full_stop * all_there)
-            own = dataclasses.replace(own, full_stop=full_stop)
-        return own.whole_in(tile)
+            full_end = lax.optimization_barrier(own.full_end * all_there)
+            own = dataclasses.replace(own, full_end=full_end)
+        return own.full_within(tile)
 
     @property
     def masks_rows(self) -> bool:

@@ -21,16 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_flash._mask import BlockRange, PositionMask, keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from .. import compat
-from ..band import Band, Blocks, keys_of_queries
-from ..loop import over_blocks
+from ..loop import over_block_range
 from ..scores import LN_2, LOG2_E
 from .product import issued, landed
 from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
 from .roles import divide, drain
-from .tile_scheduler import Walk, div, int32, rem
+from .tile_scheduler import Walk, div, int32, rem, tile_lengths
 from .tiles import ROWS, ForwardConfig
 
 # How much a row's maximum may grow, in base 2, before what is subtracted does (FlashAttention-4). So few
@@ -47,7 +47,7 @@ class Side:
     """
 
     size: Sizes
-    band: Band
+    mask: PositionMask
     config: ForwardConfig
     multiprocessors: int
 
@@ -59,22 +59,22 @@ class Side:
             tiles=pl.cdiv(size.T, config.queries),
             heads=size.N,
             batch=size.B,
-            lengths=self.band.lengths(config.queries, config.keys),
+            lengths=tile_lengths(self.mask, config.queries, config.keys),
             blocks=self.multiprocessors if config.persistent else None,
             bytes_of_head=2 * size.S * (size.H + size.V) // size.group,
         )
 
-    def keys_of_tile(self, first) -> Blocks:
+    def keys_of_tile(self, first) -> BlockRange:
         """The blocks of keys that a tile loads: at least one, also where its queries see none."""
-        blocks = self.band.blocks(first, self.config.queries, self.config.keys)
-        if self.band.low is None and self.band.high is None:
+        blocks = self.mask.block_range(first, self.config.queries, self.config.keys)
+        if self.mask.unbounded:
             return blocks
-        start = jnp.minimum(blocks.start, pl.cdiv(self.size.S, self.config.keys) - 1)
-        return dataclasses.replace(blocks, start=start, stop=jnp.maximum(blocks.stop, start + 1))
+        first_block = jnp.minimum(blocks.first, pl.cdiv(self.size.S, self.config.keys) - 1)
+        return dataclasses.replace(blocks, first=first_block, last=jnp.maximum(blocks.last, first_block + 1))
 
-    def keys_of_warpgroup(self, first, tile: Blocks) -> Blocks:
+    def keys_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
         """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
-        return self.band.blocks(first, ROWS, self.config.keys).whole_in(tile).backwards()
+        return self.mask.block_range(first, ROWS, self.config.keys).full_within(tile).reversed()
 
 
 class Shared(NamedTuple):
@@ -124,7 +124,7 @@ def _load(query, key, value, shared, barriers, *, side: Side) -> None:
         tiles_done, blocks_done = carry
         first = tile * config.queries
         keys = side.keys_of_tile(first)
-        start, stop = int32(keys.start), int32(keys.stop)
+        start, stop = int32(keys.first), int32(keys.last)
 
         def load_queries():
             for w in range(config.warpgroups):
@@ -176,10 +176,10 @@ def _load(query, key, value, shared, barriers, *, side: Side) -> None:
 
 def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side) -> None:
     """One warpgroup's part of the tiles."""
-    config, size, band = side.config, side.size, side.band
+    config, size, mask = side.config, side.size, side.mask
     scale_2 = scale * LOG2_E
     S_tail = size.S % config.keys != 0
-    masked = band.low is not None or band.high is not None or S_tail
+    masked = not mask.unbounded or S_tail
     dtype = shared.query.dtype
     shares_query = shared.out is None
     # Of two places for queries, one is left to the output until the next tile is well under way.
@@ -241,7 +241,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side)
             return scores, scale
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
         first_column = block * config.keys
-        bounds = (None if x is None else x - first_column for x in band.columns_of(rows, S_tail))
+        bounds = (None if x is None else x - first_column for x in mask.visible_columns(rows, S_tail))
         return where_between(scores, *bounds, -jnp.inf), scale
 
     def softmax(scores, rows: Rows, edge: bool, first_row, block):
@@ -263,7 +263,7 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side)
         query = shared.query.at[own]
         first += warpgroup * ROWS
         keys = side.keys_of_warpgroup(first, tile_keys)
-        count = keys.stop - keys.start
+        count = keys.last - keys.first
 
         # The first block has no values of an earlier one to run beside.
         plgpu.barrier_wait(barriers.query_full.at[own])
@@ -271,20 +271,20 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side)
         pass_turn()
         scores = finished(scores, blocks_done, in_flight=0)
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
-        p, rows = softmax(scores, Rows(nothing, zeros(FOLDED), nothing), masked, first, keys.stop - 1)
+        p, rows = softmax(scores, Rows(nothing, zeros(FOLDED), nothing), masked, first, keys.last - 1)
         if releases_later:
             pl.when(tiles_done > 0)(functools.partial(release, tiles_done - 1))
 
         def step(edge, i, carry):
             acc, p, rows = carry
-            index = blocks_done + (i - keys.start)
+            index = blocks_done + (i - keys.first)
 
             scores = issue_scores(query, index)
 
             def softmax_beside(acc):
                 issue_values(acc, p, index - 1)
                 pass_turn()
-                block = keys.start + keys.stop - 1 - i
+                block = keys.first + keys.last - 1 - i
                 return softmax(finished(scores, index, in_flight=1), rows, edge, first, block)
 
             acc = scaled_unless_one(acc, rows.correction)
@@ -292,8 +292,8 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side)
             added_values(index - 1)
             return acc, packed(p), rows
 
-        rest = Blocks(keys.start + 1, _after(keys, "full_start"), _after(keys, "full_stop"), keys.stop)
-        acc, p, rows = over_blocks(rest, step, (zeros(size.V), packed(p), rows))
+        rest = BlockRange(keys.first + 1, keys.last, _after(keys, "full_begin"), _after(keys, "full_end"))
+        acc, p, rows = over_block_range(rest, step, (zeros(size.V), packed(p), rows))
         if not shares_query and config.persistent:
             plgpu.barrier_arrive(barriers.query_free.at[own])
         last = blocks_done + count - 1
@@ -335,9 +335,9 @@ def _compute(warpgroup, out, lse, shared, barriers, *, scale: float, side: Side)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _after(keys: Blocks, bound: str):
+def _after(keys: BlockRange, bound: str):
     """A bound of the blocks behind the first."""
-    start, value = keys.start, getattr(keys, bound)
+    start, value = keys.first, getattr(keys, bound)
     if isinstance(start, int) and isinstance(value, int):
         return max(value, start + 1)
     return jnp.maximum(value, start + 1)

@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jax_flash._mask import PositionMask
+
 Carry = TypeVar("Carry")
 
 _L2_BYTES = 32 << 20  # that the columns of heads that are walked together may have
@@ -106,6 +108,14 @@ class Walk:
         """The tile at a place of those of a head, the longest first."""
         grow = self.lengths is not None and self.lengths[0] < self.lengths[-1]
         return self.tiles - 1 - place if grow else place
+
+
+def tile_lengths(mask: PositionMask, rows: int, columns: int) -> tuple[int, ...] | None:
+    """How many blocks of `columns` each tile of `rows` visits, one at least, where that grows or shrinks from
+    the first tile to the last; None where tiles are about alike."""
+    if (mask.low is None) == (mask.high is None):
+        return None
+    return tuple(max(count, 1) for count in mask.block_counts(rows, columns))
 
 
 @functools.lru_cache

@@ -26,7 +26,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .. import features, scores
 from ..compat import result, triton_call
-from ..loop import over_blocks, over_others
+from ..loop import over_block_range, over_skipped_blocks
 from ..scores import Place, Scores
 from . import backward_bias as triton_backward_bias
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
@@ -57,8 +57,8 @@ def flash_backward_keys(
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)
-    band = of.band()
-    across = band.transposed()
+    mask = of.position_mask()
+    across = mask.transposed()
     block = pl.program_id(0)
     first = block * tile.keys
     T_tail = T if T % tile.queries else None
@@ -66,19 +66,19 @@ def flash_backward_keys(
     k = load(key, first, tile.keys, width=H, rows=S_tail)
     v = load(value, first, tile.keys, width=V, rows=S_tail)
 
-    def body(head, edge: bool, i, carry):
+    def body(head, partial: bool, i, carry):
         dk, dv, bias_of_keys = carry
         start = i * tile.queries
-        rows = T_tail if edge else None
+        rows = T_tail if partial else None
         q = load(query, start, tile.queries, width=H, rows=rows, head=head)
         # exp2(x - inf) = 0: queries beyond the end have no part in any sum.
         row_lse = load_vector(lse, start, tile.queries, rows=rows, other=jnp.inf, head=head)
         products = dot_transposed(k, q)
         place = Place(start, first, tile, rows, S_tail, transposed=True, head=head)
-        logits = of.logits(products, place, band)
+        logits = of.logits(products, place, mask)
         p = of.probability(logits.x, row_lse[None, :])
-        met = of.met(place, across.meets(place.keys, place.queries) if edge else None)
-        p = p if met is None else jnp.where(met, p, 0.0)
+        visible = of.visible(place, across.visible(place.keys, place.queries) if partial else None)
+        p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
         kept = of.kept(p, place)
         dv = dv + dot(kept.astype(do.dtype), do)
@@ -91,12 +91,12 @@ def flash_backward_keys(
     def of_head(head, carry):
         dk, dv = carry
         bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
-        dk, dv, bias_of_keys = over_blocks(blocks, functools.partial(body, head), (dk, dv, bias_of_keys))
+        dk, dv, bias_of_keys = over_block_range(blocks, functools.partial(body, head), (dk, dv, bias_of_keys))
         for name, x in bias_of_keys.items():
             store_vector(d_bias[name], first, x * of.factor, rows=S_tail, head=head)
         return dk, dv
 
-    blocks = of.blocks(across, first, tile.keys, tile.queries, block)
+    blocks = of.block_range(across, block, tile.keys, tile.queries)
     carry = (
         jnp.zeros((tile.keys, padded(H)), jnp.float32),
         jnp.zeros((tile.keys, padded(V)), jnp.float32),
@@ -129,9 +129,9 @@ def flash_backward_queries(
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)
-    band = of.band()
+    mask = of.position_mask()
     block = pl.program_id(0)
-    if band.high is not None:
+    if mask.high is not None:
         block = pl.cdiv(T, tile.queries) - 1 - block  # as in the forward kernel
     first = block * tile.queries
     T_tail = T if T % tile.queries else None
@@ -144,17 +144,18 @@ def flash_backward_queries(
     def store_bias(start, ds):
         store_block(d_scores["bias"], first, start, ds, rows=T_tail, columns=S_tail)
 
-    def body(edge: bool, j, carry):
+    def body(partial: bool, j, carry):
         dq, of_queries = carry
         start = j * tile.keys
-        end = S_tail if edge else None
+        end = S_tail if partial else None
         k = load(key, start, tile.keys, width=H, rows=end)
         products = dot_transposed(q, k)
         place = Place(first, start, tile, T_tail, end)
-        logits = of.logits(products, place, band)
+        logits = of.logits(products, place, mask)
         p = of.probability(logits.x, row_lse[:, None])
-        met = of.met(place, band.meets(columns=place.keys, rows=place.queries, end=end) if edge else None)
-        p = p if met is None else jnp.where(met, p, 0.0)
+        by_position = mask.visible(place.queries, place.keys, end) if partial else None
+        visible = of.visible(place, by_position)
+        p = p if visible is None else jnp.where(visible, p, 0.0)
         v = load(value, start, tile.keys, width=V, rows=end)
         ds = p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
         if "bias" in d_scores:
@@ -166,9 +167,9 @@ def flash_backward_queries(
         ds = logits.behind_cap(ds)
         return dq + dot(ds.astype(k.dtype), k), of_queries
 
-    blocks = of.blocks(band, first, tile.queries, tile.keys, block)
+    blocks = of.block_range(mask, block, tile.queries, tile.keys)
     of_queries = {name: jnp.zeros((tile.queries,), jnp.float32) for name in d_scores if name != "bias"}
-    dq, of_queries = over_blocks(
+    dq, of_queries = over_block_range(
         blocks, body, (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries)
     )
     store(d_query, first, dq * (spec.scale * of.factor), width=H, rows=T_tail)
@@ -176,7 +177,7 @@ def flash_backward_queries(
         store_vector(d_scores[name], first, x * of.factor, rows=T_tail)
     if "bias" in d_scores:
         zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
-        over_others(blocks, pl.cdiv(S, tile.keys), lambda j: store_bias(j * tile.keys, zeros))
+        over_skipped_blocks(blocks, pl.cdiv(S, tile.keys), lambda j: store_bias(j * tile.keys, zeros))
 
 
 def _specs(size: Sizes, heads: int | None, key_head: Callable[[jax.Array], jax.Array]) -> list[pl.BlockSpec]:
@@ -213,16 +214,16 @@ def backward(
     of = Scores(spec, size, of_queries)
     d_out = d_out.astype(query.dtype)
     # Rows that meet nothing: 2^(x - inf) = 0, whatever x is.
-    met_nothing = lse == -jnp.inf
-    lse_of_logits = jnp.where(met_nothing, jnp.inf, lse if of.natural else lse * of.unit)
+    sees_nothing = lse == -jnp.inf
+    lse_of_logits = jnp.where(sees_nothing, jnp.inf, lse if of.natural else lse * of.unit)
     delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
     if d_lse is not None:
         delta = delta - d_lse
-    delta = jnp.where(met_nothing, 0.0, delta)
+    delta = jnp.where(sees_nothing, 0.0, delta)
     d_sinks = None
     if operands.sinks is not None:
         # A sink's probability is exp(sink - lse), and the gradient of its logit that times -delta.
-        p = jnp.exp(operands.sinks[:, :, None] - jnp.where(met_nothing, jnp.inf, lse))
+        p = jnp.exp(operands.sinks[:, :, None] - jnp.where(sees_nothing, jnp.inf, lse))
         d_sinks = _sum_to(-jnp.sum(p * delta, 2), operands.sinks)
     if spec.dropout_rate:
         delta = delta / of.factor

@@ -56,29 +56,29 @@ def flash_backward_bias(
         """The heads, or batch rows, that share the block."""
         return (own, own + 1) if count == sharing_count else (np.int32(0), np.int32(sharing_count))
 
-    def of_head(batch, band, head, ds_sum):
+    def of_head(batch, mask, head, ds_sum):
         key_head = lax.div(head, np.int32(size.group))
         at = dict(head=head, batch=batch)
         q = load(query, first, tile.queries, width=H, rows=T_tail, **at)
         k = load(key, start, tile.keys, width=H, rows=S_tail, head=key_head, batch=batch)
         row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf, **at)
         place = Place(first, start, tile, T_tail, S_tail, **at)
-        logits = of.logits(dot_transposed(q, k), place, band)
+        logits = of.logits(dot_transposed(q, k), place, mask)
         p = of.probability(logits.x, row_lse[:, None])
-        met = of.met(place, band.meets(place.queries, place.keys, S_tail))
-        p = p if met is None else jnp.where(met, p, 0.0)
+        visible = of.visible(place, mask.visible(place.queries, place.keys, S_tail))
+        p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, first, tile.queries, width=V, rows=T_tail, **at)
         v = load(value, start, tile.keys, width=V, rows=S_tail, head=key_head, batch=batch)
         row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0, **at)
         return ds_sum + p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
 
     def of_batch_row(batch, ds_sum):
-        band = of.band(batch)
-        blocks = of.blocks(band, first, tile.queries, tile.keys, block, batch)
+        mask = of.position_mask(batch)
+        blocks = of.block_range(mask, block, tile.queries, tile.keys, batch)
         from_head, to_head = sharing(own_head, heads, size.N)
-        is_met = (blocks.start <= j) & (j < blocks.stop)
-        to_head = jnp.where(is_met, to_head, from_head)
-        return lax.fori_loop(from_head, to_head, functools.partial(of_head, batch, band), ds_sum)
+        is_visited = (blocks.first <= j) & (j < blocks.last)
+        to_head = jnp.where(is_visited, to_head, from_head)
+        return lax.fori_loop(from_head, to_head, functools.partial(of_head, batch, mask), ds_sum)
 
     zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
     ds_sum = lax.fori_loop(*sharing(own_batch, batch_rows, size.B), of_batch_row, zeros)

@@ -19,7 +19,7 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from .. import scores
 from ..compat import result, triton_call
-from ..loop import over_blocks
+from ..loop import over_block_range
 from ..scores import LN_2, LOG2_E, Place, Scores
 from .memory import dot, dot_transposed, load, store, store_vector
 from .tiles import Tile, padded
@@ -44,9 +44,9 @@ def flash_forward(
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)
-    band = of.band()
+    mask = of.position_mask()
     block = pl.program_id(0)
-    if band.high is not None:
+    if mask.high is not None:
         # The last queries see the most keys: start those first, so that none of them ends alone.
         block = pl.cdiv(T, tile.queries) - 1 - block
     first = block * tile.queries
@@ -57,17 +57,18 @@ def flash_forward(
     scale_2 = spec.scale * LOG2_E
     extreme = jnp.max if scale_2 >= 0 else jnp.min
 
-    def body(edge: bool, j, carry):
+    def body(partial: bool, j, carry):
         row_max, row_sum, acc = carry
         start = j * tile.keys
-        end = S_tail if edge else None
+        end = S_tail if partial else None
         k = load(key, start, tile.keys, width=H, rows=end)
         products = dot_transposed(q, k)
         place = Place(first, start, tile, T_tail, end)
-        if edge or not of.plain:
-            met = of.met(place, band.meets(columns=place.keys, rows=place.queries, end=end) if edge else None)
-            x = of.logits(products, place, band).x
-            x = x if met is None else jnp.where(met, x, -jnp.inf)
+        if partial or not of.plain:
+            by_position = mask.visible(place.queries, place.keys, end) if partial else None
+            visible = of.visible(place, by_position)
+            x = of.logits(products, place, mask).x
+            x = x if visible is None else jnp.where(visible, x, -jnp.inf)
             new_max = jnp.maximum(row_max, jnp.max(x, axis=1))
             # A row that has met nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
             shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
@@ -81,8 +82,8 @@ def flash_forward(
         acc = acc * correction[:, None] + dot(of.kept(p, place).astype(v.dtype), v)
         return new_max, row_sum * correction + jnp.sum(p, axis=1), acc
 
-    row_max, row_sum, acc = over_blocks(
-        of.blocks(band, first, tile.queries, tile.keys, block),
+    row_max, row_sum, acc = over_block_range(
+        of.block_range(mask, block, tile.queries, tile.keys),
         body,
         (
             jnp.full((tile.queries,), -jnp.inf, jnp.float32),
@@ -90,7 +91,7 @@ def flash_forward(
             jnp.zeros((tile.queries, padded(V)), jnp.float32),
         ),
     )
-    met_nothing = row_sum == 0.0
+    sees_nothing = row_sum == 0.0
     if sinks is not None:
         sink = triton.load(sinks) * of.unit
         top = jnp.maximum(row_max, sink)
@@ -98,12 +99,12 @@ def flash_forward(
         row_sum = row_sum * correction + of.exp(sink - top)
         acc = acc * correction[:, None]
         row_max = top
-    row_sum = jnp.where(met_nothing, 1.0, row_sum)
+    row_sum = jnp.where(sees_nothing, 1.0, row_sum)
     if spec.dropout_rate:
         acc = acc * of.factor
     store(out, first, acc / row_sum[:, None], width=V, rows=T_tail)
     natural_max = row_max if of.natural else row_max * LN_2
-    log_sum = jnp.where(met_nothing, -jnp.inf, natural_max + jnp.log(row_sum))
+    log_sum = jnp.where(sees_nothing, -jnp.inf, natural_max + jnp.log(row_sum))
     store_vector(lse, first, log_sum, rows=T_tail)
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas.band import keys_of_queries
 from jax_flash.pallas.mosaic import backward_side as mosaic_backward_side
 from jax_flash.pallas.mosaic import forward as mosaic_forward
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
@@ -20,15 +20,15 @@ SIDES = ("forward", "queries", "keys_and_values")
 def side_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
     query, key = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K or N))
     size = sizes(Operands(query, key, key))
-    band = keys_of_queries(AttentionSpec(scale=1.0, right=0 if is_causal else None), size)
+    mask = keys_of_queries(AttentionSpec(scale=1.0, right=0 if is_causal else None), size)
     if kernel == "forward":
         config = dataclasses.replace(mosaic_tiles.forward(size), persistent=persistent)
-        return mosaic_forward.Side(size, band, config, MULTIPROCESSORS)
+        return mosaic_forward.Side(size, mask, config, MULTIPROCESSORS)
     config = mosaic_tiles.backward(size, together=False).kernels[kernel]
     config = dataclasses.replace(config, persistent=persistent)
     kernel = mosaic_backward_side.KERNELS[kernel]
-    band = band.transposed() if kernel.rows_are_keys else band
-    return mosaic_backward_side.Side(size, band, config, kernel, MULTIPROCESSORS)
+    mask = mask.transposed() if kernel.rows_are_keys else mask
+    return mosaic_backward_side.Side(size, mask, config, kernel, MULTIPROCESSORS)
 
 
 def tiles_of(walk):
@@ -86,24 +86,11 @@ def test_tiles_are_as_long_as_their_blocks(kernel):
     side = side_of(kernel, 1, 3000, 2, 128)
     block = side.config.keys if kernel == "forward" else side.config.columns
     rows = side.config.queries if kernel == "forward" else side.rows_of_tile
-    blocks = [side.band.blocks(tile * rows, rows, block) for tile in range(side.walk.tiles)]
-    assert side.walk.lengths == tuple(int(found.stop - found.start) for found in blocks)
+    blocks = [side.mask.block_range(tile * rows, rows, block) for tile in range(side.walk.tiles)]
+    assert side.walk.lengths == tuple(int(found.last - found.first) for found in blocks)
 
 
 def test_tiles_alike_are_walked_head_by_head():
     walk = side_of("forward", 2, 1024, 4, 128, is_causal=False).walk
     taken = [tile for item in tiles_of(walk) for tile in item]
     assert taken == sorted(taken, key=lambda tile: (tile[2], tile[1], tile[0]))
-
-
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 10), (0, 0), (None, -3)], ids=str)
-@pytest.mark.parametrize("T, S", [(1, 1), (65, 65), (127, 301), (301, 127)])
-def test_the_mean_number_of_keys_is_that_of_the_definition(T, S, window):
-    query, key = (jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16) for length in (T, S))
-    left, right = window
-    band = keys_of_queries(AttentionSpec(1.0, left, right), sizes(Operands(query, key, key)))
-    distance = np.arange(S) - np.arange(T)[:, None] - (S - T)
-    seen = (distance >= (-S - T if left is None else -left)) & (
-        distance <= (S + T if right is None else right)
-    )
-    assert band.mean_columns() == pytest.approx(seen.sum(axis=1).mean())

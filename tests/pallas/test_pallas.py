@@ -1,6 +1,5 @@
 """Pallas by Triton, on the CPU: kernels in the interpreter against the definition, and lowering for GPUs."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -17,9 +16,8 @@ from pairwise_suite import PairwiseSuite
 
 import jax_flash
 from jax_flash import _device, pallas
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.pallas import compat, features, lowering, scores
-from jax_flash.pallas.band import Band, Blocks, keys_of_queries
 from jax_flash.pallas.triton import tiles as triton_tiles
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
@@ -334,72 +332,6 @@ def test_tiles_are_powers_of_two(T, S, H, device):
         for extent in (tile.queries, tile.keys, tile.num_warps):
             assert extent & (extent - 1) == 0
         assert min(tile.queries, tile.keys) >= 16
-
-
-def met_directly(band: Band) -> np.ndarray:
-    distance = np.arange(band.columns)[None, :] - np.arange(band.rows)[:, None]
-    met = np.ones(distance.shape, bool)
-    if band.low is not None:
-        met &= distance >= band.low
-    if band.high is not None:
-        met &= distance <= band.high
-    return met
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("T, S", [(10, 10), (7, 23), (23, 7), (1, 30)])
-def test_band_visits_every_block_that_is_met_and_masks_what_is_not_whole(T, S, transposed):
-    sides = (None, 0, 2, 5, 40)
-    for left, right in itertools.product(sides, sides):
-        spec = AttentionSpec(1.0, left, right)
-        band = keys_of_queries(spec, sizes(shapes(T=T, S=S)))
-        wanted = np.arange(S)[None, :] - np.arange(T)[:, None] - (S - T)
-        wanted = (wanted >= -np.inf if left is None else wanted >= -left) & (
-            wanted <= np.inf if right is None else wanted <= right
-        )
-        np.testing.assert_array_equal(met_directly(band), wanted)
-        if transposed:
-            band, wanted = band.transposed(), wanted.T
-            np.testing.assert_array_equal(met_directly(band), wanted)
-        height, width = 4, 3
-        for first in range(0, band.rows, height):
-            blocks = band.blocks(np.int32(first), height, width)
-            start, full_start, full_stop, stop = (int(x) for x in dataclasses.astuple(blocks))
-            assert 0 <= start <= full_start <= full_stop <= stop <= -(-band.columns // width)
-            rows = wanted[first : first + height]
-            visited = np.zeros(band.columns, bool)
-            visited[start * width : stop * width] = True
-            assert not rows[:, ~visited].any(), (band, first)
-            assert full_start == full_stop or full_stop * width <= band.columns
-            assert rows[:, full_start * width : full_stop * width].all(), (band, first)
-
-
-def test_a_bound_that_binds_nowhere_costs_nothing():
-    band = keys_of_queries(AttentionSpec(1.0, left=299, right=256), sizes(shapes(T=257, S=300)))
-    assert (band.low, band.high) == (None, None)
-    assert band.blocks(np.int32(0), 64, 100) == Blocks(start=0, full_start=0, full_stop=3, stop=3)
-
-
-@pytest.mark.parametrize("left, right", [(None, None), (None, 0), (3, None), (2, 1)])
-@pytest.mark.parametrize("queries, keys", [(7, 11), (0, 5), (9, 0), (3, 2), (9, 11)])
-def test_band_of_lengths_is_that_of_shorter_sequences(queries, keys, left, right):
-    T, S, height, width = 9, 11, 4, 3
-    spec = AttentionSpec(1.0, left, right)
-    size, shorter = (sizes(shapes(T=t, S=s)) for t, s in ((T, S), (queries, keys)))
-    of_queries = keys_of_queries(spec, size, np.int32(queries), np.int32(keys))
-    seen = np.zeros((T, S), bool)
-    seen[:queries, :keys] = met_directly(keys_of_queries(spec, shorter))
-    for band, wanted in ((of_queries, seen), (of_queries.transposed(), seen.T)):
-        rows, columns = np.ix_(*map(np.arange, wanted.shape))
-        np.testing.assert_array_equal(np.broadcast_to(band.meets(rows, columns), wanted.shape), wanted)
-        for first in range(0, wanted.shape[0], height):
-            blocks = band.blocks(np.int32(first), height, width)
-            start, full_start, full_stop, stop = (int(x) for x in dataclasses.astuple(blocks))
-            assert 0 <= start <= full_start <= full_stop <= stop <= -(-wanted.shape[1] // width)
-            of_rows = wanted[first : first + height]
-            assert not of_rows[:, : start * width].any() and not of_rows[:, stop * width :].any()
-            assert of_rows[:, full_start * width : full_stop * width].all()
-            assert (start < stop) == of_rows.any()
 
 
 def test_blocks_of_other_segments_are_passed_over():
