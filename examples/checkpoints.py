@@ -1,4 +1,4 @@
-"""Checkpoints by orbax: the training state, what was measured so far, and the settings it belongs to."""
+"""Checkpoints, written by orbax: the training state, the losses so far and the settings of the run."""
 
 import pathlib
 from typing import Any
@@ -30,7 +30,7 @@ class Checkpoints:
             )
 
     def save(self, step: int, state: Any, settings: dict[str, Any], history: dict[str, Any]) -> None:
-        """Save what the run is after `step` steps."""
+        """Save the run after `step` steps."""
         if self._manager.latest_step() == step:
             return
         self._manager.save(
@@ -42,7 +42,7 @@ class Checkpoints:
         )
 
     def restore(self, like: Any, settings: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
-        """The newest checkpoint: its step, its state with `like`'s structure and placement, and its history.
+        """The newest checkpoint: its step, its state, structured and placed as `like`, and its history.
 
         Raises:
           ValueError: there is none, or it belongs to a run with other settings.

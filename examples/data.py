@@ -8,7 +8,7 @@ import sysconfig
 import numpy as np
 
 HELD_OUT = 0.05
-"""The part of the text, at its end, that is only used for validation."""
+"""The share of the text, at its end, that is used for validation only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Corpus:
 def load(text: str | None) -> Corpus:
     """Read `text`: a file, a folder, or None for the standard library.
 
-    Of a folder, every file that holds no NUL byte is read, those of its subfolders too. They follow each
-    other in an order that depends on their names alone but mixes the subfolders, so that the end of the
-    text, which is held out, resembles the rest.
+    From a folder and its subfolders, every file without a NUL byte is read. The order of the files depends
+    only on their names and mixes the subfolders, so that the end of the text, which is held out, resembles
+    the rest.
     """
     if text is None:
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
@@ -53,7 +53,7 @@ def load(text: str | None) -> Corpus:
 def batch(data: np.ndarray, seed: int, step: int, batch_size: int, sequence_length: int) -> np.ndarray:
     """Random windows of `data`: uint8 `(batch_size, sequence_length + 1)`, inputs and targets.
 
-    A pure function of its arguments, so that a resumed run sees what it would have seen without a break.
+    A pure function of its arguments, so that a resumed run sees the same batches as one without a break.
     """
     if len(data) <= sequence_length:
         raise ValueError(

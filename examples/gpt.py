@@ -20,8 +20,8 @@ class GPTConfig:
 
     Parameters are float32 whatever `dtype` is; activations and attention are in `dtype`, softmax and loss in
     float32. `key_heads < heads` is grouped-query attention. `remat` recomputes each layer in the backward
-    pass: less memory for about a third more work. `attention` is called as `jax.nn.dot_product_attention`,
-    which may stand in its place.
+    pass: less memory for about a third more work. `attention` takes the
+    arguments of `jax.nn.dot_product_attention`, which can replace it.
     """
 
     layers: int
@@ -72,7 +72,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a feed-forward part, each behind a norm and a residual connection."""
+    """One layer: attention and a feed-forward part, each with a norm and a residual connection."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         width = config.width
@@ -137,9 +137,9 @@ def generate(
 ) -> bytes:
     """`length` bytes that continue `prompt`, sampled at `temperature`.
 
-    The model sees the last `window` bytes. Every byte recomputes the whole window at one fixed shape, which
-    costs more than a cache of keys and values but needs no second code path through the model. Bytes right
-    of the newest one are padding, which causal attention never sees.
+    The model sees the last `window` bytes. Each new byte recomputes the whole window at one fixed shape. That
+    costs more than a cache of keys and values, but needs no second code path through the model. Bytes to the
+    right of the newest one are padding, which causal attention never sees.
     """
     graph, parameters = nnx.split(model)
 

@@ -13,13 +13,14 @@ AXIS = "batch"
 class Parallel(Protocol):
     """How a step runs on several devices.
 
-    `axis` is the name over which a step must average its gradients, or None where the compiler does.
+    `axis` is the name of the axis over which a step averages its gradients. It is None if the compiler adds
+    the sums.
     """
 
     axis: str | None
 
     def compile(self, step: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-        """`step(state, tokens)` for the devices; `donate` are arguments whose memory the results may take."""
+        """`step(state, tokens)` for the devices. Results may reuse the memory of the arguments `donate`."""
         ...
 
     def copy_to_all(self, state: Any) -> Any: ...
@@ -27,12 +28,12 @@ class Parallel(Protocol):
     def copy_of_first(self, state: Any) -> Any: ...
 
     def split(self, tokens: np.ndarray) -> jax.Array:
-        """`tokens (batch, length)`, each device's part of the batch on it."""
+        """`tokens (batch, length)`, with each device's part of the batch on that device."""
         ...
 
 
 class ShardedJit:
-    """One program over a mesh of the devices: the compiler adds the sums over them."""
+    """One program over a mesh of the devices. The compiler adds the sums over them."""
 
     axis = None
 
@@ -56,7 +57,7 @@ class ShardedJit:
 
 
 class Pmap:
-    """One program for each device, which sum among themselves by `jax.lax.pmean` over `AXIS`."""
+    """One program for each device. The programs average gradients by `jax.lax.pmean` over `AXIS`."""
 
     axis = AXIS
 

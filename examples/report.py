@@ -1,4 +1,4 @@
-"""What was measured in a run, and its files: losses.csv and loss.png."""
+"""The losses of a run, and the files that show them: losses.csv and loss.png."""
 
 import csv
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass
 class History:
-    """Losses in nats per byte: `training[i]` of step i + 1, `validation` by the steps done before it."""
+    """Losses in nats per byte: `training[i]` is that of step i + 1; `validation` is keyed by steps done."""
 
     training: list[float] = dataclasses.field(default_factory=list)
     validation: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -28,7 +28,7 @@ class History:
 
 
 def write_csv(history: History, path: pathlib.Path) -> None:
-    """One row a step; the validation loss where it was measured. Reading it gives the same floats."""
+    """One row a step, with the validation loss if it was measured. Floats are written without loss."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "training_loss", "validation_loss"])

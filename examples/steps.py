@@ -1,4 +1,4 @@
-"""A training step of the GPT: its loss, its optimizer, and what it changes."""
+"""A training step of the GPT: its loss, its optimizer and its state."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class State(NamedTuple):
 
 
 def make_optimizer(learning_rate: float, weight_decay: float, steps: int) -> optax.GradientTransformation:
-    """AdamW behind clipping of the gradient's norm, with warm-up and cosine decay over `steps`."""
+    """AdamW on gradients whose norm is clipped, with warm-up and cosine decay over `steps`."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=learning_rate,

@@ -9,9 +9,9 @@ The defaults suit two CPU cores and a few minutes. On a GPU, the size of GPT-2 m
     python examples/train_gpt.py --layers=24 --heads=16 --width=1024 --sequence-length=2048 --batch-size=16 \
         --learning-rate=3e-4 --steps=1000
 
-Writes losses.csv, loss.png and sample.txt into --output-dir. Training resumed from a checkpoint gives, bit
-for bit, the losses of training without a break. Data-parallel over all local devices: a `jit` over a sharded
-batch, or `jax.pmap` with --pmap.
+Writes losses.csv, loss.png and sample.txt to --output-dir. A run that is resumed from a checkpoint has, bit
+for bit, the losses of a run without a break. Training is data-parallel over all local devices: by a `jit`
+over a sharded batch, or by `jax.pmap` with --pmap.
 """
 
 import contextlib
@@ -53,10 +53,10 @@ class Settings:
     resume: bool = _flag(False, "Go on from the newest checkpoint in --checkpoint-dir.")
 
     implementation: str | None = _flag(
-        None, "Of attention. Default: the fastest that can.", ["cuda", "pallas", "xla"]
+        None, "Implementation of attention. Default: the fastest that supports it.", ["cuda", "pallas", "xla"]
     )
     dtype: str | None = _flag(
-        None, "Of the computation. Default: float32 on a CPU, else bfloat16.", ["float32", "bfloat16"]
+        None, "Dtype of activations. Default: float32 on a CPU, else bfloat16.", ["float32", "bfloat16"]
     )
     layers: int = _flag(4, "Layers.")
     heads: int = _flag(2, "Query heads.")
@@ -71,26 +71,26 @@ class Settings:
     batch_size: int = _flag(16, "Sequences in a batch, over all devices.")
     steps: int = _flag(750, "Steps of the whole run.")
     learning_rate: float = _flag(
-        3e-3, "The highest; it warms up over 5 % of the steps, then falls as a cosine to 10 %."
+        3e-3, "Peak learning rate: warm-up over 5 % of the steps, then cosine decay to 10 % of it."
     )
-    weight_decay: float = _flag(0.1, "Of matrices.")
-    seed: int = _flag(0, "Of parameters, of the order of the data and of the sample.")
+    weight_decay: float = _flag(0.1, "Weight decay of matrices.")
+    seed: int = _flag(0, "Seed of parameters, batches and the sample.")
 
     steps_per_report: int = _flag(10, "Steps between updates of the progress bar.")
     steps_per_validation: int = _flag(125, "Steps between measurements on the held-out text.")
     steps_per_checkpoint: int = _flag(250, "Steps between checkpoints.")
     prompt: str = _flag("def ", "What the sample starts with.")
     sample_length: int = _flag(400, "Bytes in the sample.")
-    temperature: float = _flag(0.7, "Of sampling.")
+    temperature: float = _flag(0.7, "Temperature of sampling.")
 
 
 VALIDATION_BATCHES = 8
 
 
 class Progress:
-    """The progress bar and the history, fed with losses that the device may still be computing.
+    """The progress bar and the history. Losses are added while the device may still compute them.
 
-    A loss is fetched one report later than it was started, so the device always has steps to run.
+    A loss is fetched one report after it was added, so the device always has steps to run.
     """
 
     def __init__(self, settings: Settings, history: report.History, start: int):
@@ -101,11 +101,11 @@ class Progress:
         self._first_report: tuple[float, int] | None = None  # when, and steps until then
 
     def add(self, step: int, losses: list[jax.Array], validation: bool = False) -> None:
-        """Losses of `step`, whose mean counts; each may have an axis of devices, all with the same value."""
+        """Adds the mean of the losses of `step`. A loss may have an axis of devices, all of one value."""
         self._started.append((step, losses, validation))
 
     def report(self, keep: int = 0) -> None:
-        """Fetch all losses but those of the last `keep` additions."""
+        """Fetches all losses except the last `keep` that were added."""
         ready, self._started = (
             self._started[: len(self._started) - keep],
             self._started[len(self._started) - keep :],
@@ -125,7 +125,7 @@ class Progress:
         if self.history.validation:
             shown["validation"] = f"{list(self.history.validation.values())[-1]:.3f}"
         done = len(self.history.training)
-        if self._first_report is None:  # until then time is mostly compilation
+        if self._first_report is None:  # before it, most time went into compilation
             self._first_report = now, done
         else:
             since, before = self._first_report
@@ -148,8 +148,42 @@ def explain(settings: Settings, config: gpt.GPTConfig, devices: int) -> str:
     return str(jax_flash.explain(query, key, key, is_causal=True, implementation=settings.implementation))
 
 
+def model_config(settings: Settings, device: jax.Device) -> gpt.GPTConfig:
+    return gpt.GPTConfig(
+        layers=settings.layers,
+        heads=settings.heads,
+        key_heads=settings.key_heads or settings.heads,
+        width=settings.width,
+        dtype=settings.dtype or ("float32" if device.platform == "cpu" else "bfloat16"),
+        implementation=settings.implementation,
+        remat=settings.remat,
+    )
+
+
+def write_results(settings: Settings, history: report.History, model: gpt.GPT, output: pathlib.Path) -> None:
+    """Writes losses.csv, loss.png and sample.txt, and prints the sample."""
+    report.write_csv(history, output / "losses.csv")
+    report.plot(
+        history, f"Byte-level GPT, {settings.layers} layers, width {settings.width}", output / "loss.png"
+    )
+    sample = gpt.generate(
+        model,
+        jax.random.key(settings.seed),
+        settings.prompt.encode(),
+        settings.sample_length,
+        settings.sequence_length,
+        settings.temperature,
+    )
+    text = settings.prompt + sample.decode(errors="replace")
+    (output / "sample.txt").write_text(text)
+    print(
+        f"validation loss {history.validation[settings.steps]:.3f} nats per byte after {settings.steps} steps"
+    )
+    print(f"wrote losses.csv, loss.png and sample.txt to {output}\n\n{text}")
+
+
 def train(settings: Settings) -> report.History:
-    """Run `settings` to the end, writing its files. Returns all losses, those before a resumption too."""
+    """Run `settings` to the end and write its files. Returns all losses, those before a resumption too."""
     devices = jax.local_devices()
     if settings.batch_size % len(devices):
         raise ValueError(
@@ -158,15 +192,7 @@ def train(settings: Settings) -> report.History:
         )
     if settings.resume and settings.checkpoint_dir is None:
         raise ValueError("--resume needs --checkpoint-dir")
-    config = gpt.GPTConfig(
-        layers=settings.layers,
-        heads=settings.heads,
-        key_heads=settings.key_heads or settings.heads,
-        width=settings.width,
-        dtype=settings.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16"),
-        implementation=settings.implementation,
-        remat=settings.remat,
-    )
+    config = model_config(settings, devices[0])
     corpus = data.load(settings.text)
     graph, parameters = nnx.split(gpt.GPT(config, nnx.Rngs(settings.seed)))
     print(f"text: {corpus.source}, {len(corpus.train):,} bytes and {len(corpus.validation):,} held out")
@@ -184,7 +210,7 @@ def train(settings: Settings) -> report.History:
     def tokens(of: np.ndarray, seed: int, step: int) -> Any:
         return parallel.split(data.batch(of, seed, step, settings.batch_size, settings.sequence_length))
 
-    # What a checkpoint must agree in for the resumed run to be the same run.
+    # A resumed run must agree with its checkpoint in these, to be the same run.
     free = "text", "output_dir", "checkpoint_dir", "resume", "steps_per_report", "steps_per_checkpoint"
     free += "prompt", "sample_length", "temperature"
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
@@ -222,25 +248,8 @@ def train(settings: Settings) -> report.History:
                 checkpoints.save(done, parallel.copy_of_first(state), identity, history.to_json())
         progress.report()
 
-    report.write_csv(history, output / "losses.csv")
-    report.plot(
-        history, f"Byte-level GPT, {settings.layers} layers, width {settings.width}", output / "loss.png"
-    )
     model = nnx.merge(graph, parallel.copy_of_first(state.parameters))
-    sample = gpt.generate(
-        model,
-        jax.random.key(settings.seed),
-        settings.prompt.encode(),
-        settings.sample_length,
-        settings.sequence_length,
-        settings.temperature,
-    )
-    text = settings.prompt + sample.decode(errors="replace")
-    (output / "sample.txt").write_text(text)
-    print(
-        f"validation loss {history.validation[settings.steps]:.3f} nats per byte after {settings.steps} steps"
-    )
-    print(f"wrote losses.csv, loss.png and sample.txt to {output}\n\n{text}")
+    write_results(settings, history, model, output)
     return history
 
 

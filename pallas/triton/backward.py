@@ -7,7 +7,7 @@ With p = exp(x - lse) for the logit x = scale q.k, delta = rowsum(dO * O) - d_ls
 ds is the gradient of x. Where logits are more than scaled scores (scores.py), each sum over it is taken where
 a program has all of its terms: over keys in the kernel for dQ, over queries in that for dK and dV, and over
 heads or batch rows in one of its own (triton_backward_bias.py). The soft cap's derivative comes after them,
-and what dropout keeps is divided by 1 - rate at the very end: delta is the smaller by it until then.
+and what dropout keeps is divided by its probability at the very end: delta is multiplied by it until then.
 
 Each sum is taken in one program in a fixed order: gradients are bitwise equal from run to run.
 """
