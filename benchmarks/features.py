@@ -66,13 +66,13 @@ class Packed:
         spec = AttentionSpec(
             1.0, right=0 if self.causal else None, max_query_length=TOKENS, max_key_value_length=TOKENS
         )
-        chosen = forward_plan.schedule(spec, operands)
+        chosen = forward_plan.configure(spec, operands)
         blocks = np.asarray(cuda.forward_metadata(spec, operands)["group_blocks"])[0, :, :2]
         groups = blocks.reshape(-1, chosen.tile.consumers, 2)
         seen = groups[..., 1] > groups[..., 0]
         first = np.where(seen, groups[..., 0], TOKENS).min(1)
         visits = np.maximum(groups[..., 1].max(1) - first, 0).sum()
-        forward = 4 * chosen.tile.rows * chosen.tile.keys * int(visits) // chosen.pack
+        forward = 4 * chosen.tile.rows * chosen.tile.keys * int(visits) // chosen.pack_gqa
         shape = backward_plan.tile(tensor_maps.padded_head_dim(self.head_dim))
         tiles = np.asarray(cuda.backward_metadata(spec, operands)["tile_blocks"])[0]
         visits = np.maximum(tiles[:, 1] - tiles[:, 0], 0).sum()

@@ -51,8 +51,8 @@ def visited_flops(case: Case, device: Device) -> int:
     """
     shapes = Operands(*case.shapes())
     mask = keys_of_queries(case.spec(), sizes(shapes))
-    chosen, head_dim = forward_plan.schedule(case.spec(), shapes), tensor_maps.padded_head_dim(case.head_dim)
-    tile, heads = chosen.tile, chosen.pack
+    chosen, head_dim = forward_plan.configure(case.spec(), shapes), tensor_maps.padded_head_dim(case.head_dim)
+    tile, heads = chosen.tile, chosen.pack_gqa
     blocks = sum(mask.block_counts(tile.rows // heads, tile.keys))
     return 4 * case.calls * case.batch * (case.heads // heads) * head_dim * tile.rows * tile.keys * blocks
 

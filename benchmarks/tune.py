@@ -5,7 +5,7 @@
 
 From the first choice that the table has for a head dim and mask, one field is varied at a time, and the
 fastest is kept where it gains more than 0.5% over all cases, until no field's choices do. For a choice that
-does not fit in shared memory or registers, turns are given up, then query tiles, blocks in flight, and keys.
+does not fit in shared memory or registers, ping-pong is given up, then query tiles, blocks in flight, keys.
 Tiles whose kernel spills, or that the compiler warns of, or whose output is another one, are refused. All
 choices of the table are timed in every comparison, beside the best one. Prints what was timed, fastest
 first, and the table's row to paste: as it was where the best tile is in it, else with that tile alone.
@@ -44,7 +44,7 @@ from jax_flash._spec import Operands
 from jax_flash.cuda.compile import CompileError, compile_kernel
 from jax_flash.cuda.launch_plan import Launch
 from jax_flash.cuda.sm90 import forward_plan, forward_tiles, tensor_maps
-from jax_flash.cuda.sm90.forward_tiles import Choice, ForwardTile, Needs
+from jax_flash.cuda.sm90.forward_tiles import ForwardTile, TileOption, TileRequirements
 
 MASKS = {"full": Window(None, None), "windowed": Window(None, 0)}
 HEAD_DIMS = tuple(forward_tiles.TILES)
@@ -56,7 +56,7 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "keys": tuple(range(48, 257, 16)),
     "stages": (2, 3, 4),
     "query_stages": (1, 2),
-    "split": tuple(range(1, 17)),  # those that a tile's keys allow: see `possible`
+    "early_pv_steps": tuple(range(1, 17)),  # those that a tile's keys allow: see `possible`
 }
 # What is given up for another field's choice that can't run beside it, the last one first.
 GIVEN_UP = ("keys", "stages", "query_stages", "pingpong")
@@ -90,18 +90,18 @@ def space(tile_class: type = ForwardTile) -> Space:
 
 def possible(tile: ForwardTile) -> bool:
     """Whether PV has as many steps as `tile` issues before the row maxima."""
-    return tile.split <= tile.keys // 16
+    return tile.early_pv_steps <= tile.keys // 16
 
 
 def replace(tile: ForwardTile, **changes) -> ForwardTile:
-    """`tile` with `changes`. Where these leave `split` out, PV keeps its steps behind the row maxima.
+    """`tile` with `changes`. Without `early_pv_steps` among these, as many steps of PV follow the maxima.
 
     Their number, not the one before the maxima, is what the exponentials have beside them; one step goes
     before the maxima whatever the keys.
     """
-    if "split" not in changes:
-        behind = tile.keys // 16 - tile.split
-        changes["split"] = max(1, changes.get("keys", tile.keys) // 16 - behind)
+    if "early_pv_steps" not in changes:
+        behind = tile.keys // 16 - tile.early_pv_steps
+        changes["early_pv_steps"] = max(1, changes.get("keys", tile.keys) // 16 - behind)
     return dataclasses.replace(tile, **changes)
 
 
@@ -189,7 +189,7 @@ _planning = threading.Lock()
 @contextlib.contextmanager
 def planned(tile: ForwardTile) -> Iterator[None]:
     """Calls planned inside have `tile`, whatever the table says. One thread at a time."""
-    with _planning, mock.patch.object(forward_plan, "tile", lambda *_, **__: tile):
+    with _planning, mock.patch.object(forward_plan, "choose_tile", lambda *_, **__: tile):
         yield
 
 
@@ -204,7 +204,7 @@ def refusal(
 ) -> str | None:
     """Why `tile` can't run `cases` well on `device`, or None. Compiles its kernels if it must."""
     if tile.pingpong and tile.consumers == 1:
-        return "one warpgroup has nobody to take turns with"
+        return "one warpgroup has none to alternate with"
     head_dim = tensor_maps.padded_head_dim(cases[0].head_dim)
     # A consumer thread holds scores and outputs in float32, and probabilities in 16 bits.
     needed = tile.keys // 2 + head_dim // 2 + tile.keys // 4
@@ -305,16 +305,16 @@ def source(tile: ForwardTile) -> str:
     return f"ForwardTile({', '.join(map(repr, dataclasses.astuple(tile)))})"
 
 
-def choice_source(choice: Choice) -> str:
-    """`choice` as the table has it."""
-    cost = "" if choice.cost == 1 else f", {choice.cost}"
-    return f"Choice({source(choice.tile)}{cost})"
+def option_source(option: TileOption) -> str:
+    """`option` as the table has it."""
+    cost = "" if option.cost == 1 else f", {option.cost}"
+    return f"TileOption({source(option.tile)}{cost})"
 
 
-def table_choices(head_dim: int, mask: str) -> tuple[Choice, ...]:
+def table_choices(head_dim: int, mask: str) -> tuple[TileOption, ...]:
     """What the table has for `head_dim`."""
     padded = tensor_maps.padded_head_dim(head_dim)
-    return forward_tiles.choices(Needs(padded, padded, MASKS[mask]))
+    return forward_tiles.tile_options(TileRequirements(padded, padded, MASKS[mask]))
 
 
 def table_row(head_dim: int, best: Mapping[str, ForwardTile]) -> str:
@@ -323,8 +323,8 @@ def table_row(head_dim: int, best: Mapping[str, ForwardTile]) -> str:
     for mask in MASKS:
         row = table_choices(head_dim, mask)
         if mask in best and best[mask] not in [choice.tile for choice in row]:
-            row = (Choice(best[mask]),)
-        lines.append(f"        ({', '.join(map(choice_source, row))},),")
+            row = (TileOption(best[mask]),)
+        lines.append(f"        ({', '.join(map(option_source, row))},),")
     return "\n".join([*lines, "    ),"])
 
 

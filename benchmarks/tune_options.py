@@ -23,7 +23,7 @@ from tune import planned, source
 import jax_flash
 from jax_flash._mask import Window
 from jax_flash.cuda.sm90 import forward_tiles
-from jax_flash.cuda.sm90.forward_tiles import ForwardTile, Needs
+from jax_flash.cuda.sm90.forward_tiles import ForwardTile, TileRequirements
 
 OPTIONS = ("soft cap", "ALiBi", "mask of keys", "bias of a head")
 TILES: dict[int, tuple[ForwardTile, ...]] = {
@@ -54,8 +54,8 @@ TILES: dict[int, tuple[ForwardTile, ...]] = {
 def tiles(head_dim: int, option: str) -> list[ForwardTile]:
     """The table's, then the others."""
     read = {"mask of keys": "mask", "bias of a head": "bias"}.get(option)
-    needs = Needs(head_dim, head_dim, Window(None, 0), changes=1, read=read)
-    table = [choice.tile for choice in forward_tiles.choices(needs)]
+    needs = TileRequirements(head_dim, head_dim, Window(None, 0), score_mods=1, loaded_operand=read)
+    table = [choice.tile for choice in forward_tiles.tile_options(needs)]
     return list(dict.fromkeys((*table, *TILES[head_dim])))
 
 

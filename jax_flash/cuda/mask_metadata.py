@@ -25,14 +25,12 @@ Shapes = Operands[jax.ShapeDtypeStruct]
 
 FORWARD_PARAMETERS = struct(
     "MaskMetadata",
-    # (B, rows of all tiles): the keys [x, y) among which a row sees some; y = 0: none.
-    row_keys="const int2*",
+    row_keys="const Interval*",  # (B, rows of all tiles): the keys that a row sees; end 0: none
     row_segments="const int*",  # likewise; null without segments, as `key_segments`
-    # (B, groups of 64 rows): the key blocks [x, y) that some row sees, and [z, w) that all rows see whole.
-    group_blocks="const int4*",
+    group_blocks="const BlockRange*",  # (B, groups of 64 rows): the key blocks that a group visits
     key_segments="const int*",  # (B, S)
 )
-"""What the forward kernel reads of a call whose mask is data."""
+"""Mask metadata of the forward kernel."""
 
 BACKWARD_PARAMETERS = struct(
     "MaskMetadata",
@@ -44,7 +42,7 @@ BACKWARD_PARAMETERS = struct(
     query_segments="const int*",  # (B, T); null without segments, as the next
     key_segments="const int*",  # (B, S)
 )
-"""The same of the backward kernel."""
+"""Mask metadata of the backward kernel."""
 
 
 def is_needed(shapes: Shapes) -> bool:

@@ -18,6 +18,8 @@ _NUMBERS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "float": "f"}
 _TENSOR_MAP = "TensorMap"
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 _POINTER_BYTES = 8
+_HEADERS = {"Interval": "common/block_range.cuh", "BlockRange": "common/block_range.cuh"}
+"""Structs of the kernels that pointers may point to, and the headers that define them."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _POINTER = re.compile(r"(const )?[A-Za-z_][A-Za-z0-9_]*( char)?\*")
@@ -117,7 +119,10 @@ def pack(described: Struct, numbers: Sequence[int | float | None]) -> bytes:
 def header(described: Struct) -> str:
     """The C++ definition of the struct and of those in it, which states the layout that `layout` finds."""
     definitions = "\n".join(_definition(each) for each in _inner_first(described))
-    return f'#pragma once\n#include "ptx/types.cuh"\n\n{definitions}'
+    types = {slot.type.removeprefix("const ").removesuffix("*") for slot in layout(described).slots}
+    headers = ("ptx/types.cuh", *sorted({_HEADERS[type] for type in types & _HEADERS.keys()}))
+    includes = "\n".join(f'#include "{path}"' for path in headers)
+    return f"#pragma once\n{includes}\n\n{definitions}"
 
 
 def _inner_first(described: Struct) -> list[Struct]:

@@ -13,11 +13,11 @@ from jax_flash.cuda.launch_plan import Launch, Pointer, TensorMap, Zero
 from jax_flash.cuda.sm90.forward_plan import plan_forward
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
-    Needs,
-    choices,
-    cut_last_wave,
-    pack,
-    tile,
+    TileRequirements,
+    choose_pack_gqa,
+    choose_tile,
+    split_last_wave,
+    tile_options,
 )
 
 
@@ -46,14 +46,14 @@ def test_buffers_are_those_of_the_call():
 
 
 def test_dropout():
-    words = dict(
+    hashes = dict(
         dropout_rows=jax.ShapeDtypeStruct((2, 8, 1000), jnp.uint32),
         dropout_columns=jax.ShapeDtypeStruct((2, 777), jnp.uint32),
     )
-    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.25), shapes().replace(**words), H100)
+    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.25), shapes().replace(**hashes), H100)
     without = plan_forward(AttentionSpec(0.1), shapes(), H100)
     keys = defines(plan)["KEYS"]
-    # A CTA copies whole blocks of words.
+    # A CTA copies the hashes of whole blocks.
     blocks = -(-777 // keys)
     assert [(b.name, b.shape, b.dtype) for b in plan.operands[3:]] == [
         ("dropout_rows", (2, 8, 1000), "uint32"),
@@ -80,11 +80,11 @@ def test_kept_probabilities_are_divided_by_the_rate_in_force():
 
 
 def test_hashes_of_keys_are_in_the_order_of_accumulators():
-    words = dict(
+    hashes = dict(
         dropout_rows=jax.ShapeDtypeStruct((2, 8, 1000), jnp.uint32),
         dropout_columns=jax.ShapeDtypeStruct((2, 777), jnp.uint32),
     )
-    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.25), shapes().replace(**words), H100)
+    plan = plan_forward(AttentionSpec(0.1, dropout_rate=0.25), shapes().replace(**hashes), H100)
     columns = jnp.arange(2 * 777, dtype=jnp.uint32).reshape(2, 777) + 1
     arranged = dropout.arranged(plan, {"dropout_columns": columns})["dropout_columns"].reshape(2, -1)
     assert arranged[1, 16:32].tolist() == [
@@ -152,9 +152,9 @@ def test_values_may_have_a_head_dim_of_their_own():
     assert [m.sizes[0] for m in maps] == [192, 192, 120]
     assert (defines(plan)["HEAD_DIM"], defines(plan)["VALUE_DIM"]) == (192, 128)
     assert plan.results[0].shape == (2, 1000, 8, 120)
-    # Pieces of cut tiles are of the output.
+    # Partials of split tiles are of the output.
     plan = plan_forward(AttentionSpec(0.1), shapes(B=1, T=16384, S=16384, N=16, K=16, H=64, V=128), H100)
-    assert plan.results[2].name == "pieces" and plan.results[2].shape[2] == 32 * (64 + 4)
+    assert plan.results[2].name == "partials" and plan.results[2].shape[2] == 32 * (64 + 4)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +168,28 @@ def test_values_may_have_a_head_dim_of_their_own():
     ],
 )
 def test_registers_go_by_the_values_and_shared_memory_by_both(dims, expected):
-    found = choices(Needs(*dims, Window(None, 0)))
+    found = tile_options(TileRequirements(*dims, Window(None, 0)))
     assert found[0].tile == expected
-    assert len({choice.tile for choice in found}) == len(found)
+    assert len({option.tile for option in found}) == len(found)
 
 
-@pytest.mark.parametrize("bounded", (False, True))
-@pytest.mark.parametrize("drops", (False, True))
-@pytest.mark.parametrize("read", (None, "mask", "bias"))
-@pytest.mark.parametrize("changes", (0, 1, 3))
-def test_tiles_fit_shared_memory(changes, read, drops, bounded):
+@pytest.mark.parametrize("mask_metadata", (False, True))
+@pytest.mark.parametrize("dropout", (False, True))
+@pytest.mark.parametrize("loaded_operand", (None, "mask", "bias"))
+@pytest.mark.parametrize("score_mods", (0, 1, 3))
+def test_tiles_fit_shared_memory(score_mods, loaded_operand, dropout, mask_metadata):
     dims = range(16, 257, 16)
     for H, V, window in itertools.product(dims, dims, (Window(None, None), Window(None, 0))):
-        needs = Needs(H, V, window, changes, read, bounded, segments=bounded, dropout=drops)
-        found = choices(needs)
-        assert all(choice.tile.shared_bytes(needs) <= 227 * 1024 for choice in found)
-        assert all(1 <= choice.tile.split <= choice.tile.keys // 16 for choice in found)
+        needs = TileRequirements(
+            H, V, window, score_mods, loaded_operand, mask_metadata, segments=mask_metadata, dropout=dropout
+        )
+        found = tile_options(needs)
+        assert all(option.tile.shared_bytes(needs) <= 227 * 1024 for option in found)
+        assert all(1 <= option.tile.early_pv_steps <= option.tile.keys // 16 for option in found)
         if H == V:  # the table's are as they are
             without = dataclasses.replace(needs, segments=False, dropout=False)
-            assert found == choices(without)
-            assert all(choice.tile.fitted(without) == choice.tile for choice in found)
+            assert found == tile_options(without)
+            assert all(option.tile.fitted(without) == option.tile for option in found)
 
 
 def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
@@ -205,18 +207,21 @@ def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
     "keys,block", [(128, 128), (257, 144), (512, 128), (1000, 144), (4096, 128), (16384, 176)]
 )
 def test_blocks_of_keys_fit_their_number(keys, block):
-    assert tile(Needs(128, 128, Window(None, None)), sizes(shapes(T=keys, S=keys))).keys == block
+    assert (
+        choose_tile(TileRequirements(128, 128, Window(None, None)), sizes(shapes(T=keys, S=keys))).keys
+        == block
+    )
 
 
 @pytest.mark.parametrize("window", [Window(None, None), Window(None, 0)], ids=["full", "causal"])
 def test_tiles_of_queries_fit_their_number(window):
-    needs = Needs(64, 64, window)
-    rows = [tile(needs, sizes(shapes(T=T, S=T, N=8, K=8, H=64))).rows for T in (128, 256, 4096)]
+    needs = TileRequirements(64, 64, window)
+    rows = [choose_tile(needs, sizes(shapes(T=T, S=T, N=8, K=8, H=64))).rows for T in (128, 256, 4096)]
     assert rows == [128, 128, 192]  # a third of a tile of 192 would be empty, and two thirds of the second
 
 
 @pytest.mark.parametrize(
-    "queries,heads,key_heads,packed",
+    "queries,heads,key_heads,pack_gqa",
     [
         (1, 8, 1, 8),
         (1, 8, 8, 1),
@@ -227,41 +232,41 @@ def test_tiles_of_queries_fit_their_number(window):
         (1, 5, 1, 1),  # a tile of 128 rows can't hold 5 heads alike
     ],
 )
-def test_heads_are_packed_where_that_makes_fewer_tiles(queries, heads, key_heads, packed):
-    assert pack(sizes(shapes(T=queries, N=heads, K=key_heads)), 128) == packed
+def test_heads_share_tiles_where_that_makes_fewer_tiles(queries, heads, key_heads, pack_gqa):
+    assert choose_pack_gqa(sizes(shapes(T=queries, N=heads, K=key_heads)), 128) == pack_gqa
 
 
-def test_packed_heads_lie_together_in_the_query_map():
+def test_heads_that_share_a_tile_lie_together_in_the_query_map():
     plan = plan_forward(AttentionSpec(0.1), shapes(T=16, N=64, K=4), H100)
     query = next(p for p in plan.launches[0].arguments if isinstance(p, TensorMap))
     assert query.box == (64, 8, 16, 1)
-    assert defines(plan)["PACK"] == 8
+    assert defines(plan)["PACK_GQA"] == 8
     assert plan.launches[0].grid == (2 * 8, 1, 1)
 
 
-def test_a_ragged_last_wave_is_cut_where_that_pays():
-    assert cut_last_wave(2048, 132, 94) == (15 * 132, 132)  # 68 tiles would leave 64 CTAs idle
-    assert cut_last_wave(4096, 132, 32) == (31 * 132, 4 * 8)  # 4 tiles, each in 8 pieces
-    assert cut_last_wave(2 * 132, 132, 94) == (2 * 132, 0)
-    assert cut_last_wave(131, 132, 94) == (131, 0)
-    assert cut_last_wave(2048, 132, 8) == (2048, 0)  # a CTA's second tile would cost as much as it spares
-    assert cut_last_wave(3, 132, 512) == (0, 3 * 8)  # one query, many keys
-    assert cut_last_wave(100, 132, 10**6) == (100, 0)  # beyond what the kernel counts with
+def test_a_ragged_last_wave_is_split_where_that_pays():
+    assert split_last_wave(2048, 132, 94) == (15 * 132, 132)  # 68 tiles would leave 64 CTAs idle
+    assert split_last_wave(4096, 132, 32) == (31 * 132, 4 * 8)  # 4 tiles, each split 8 ways
+    assert split_last_wave(2 * 132, 132, 94) == (2 * 132, 0)
+    assert split_last_wave(131, 132, 94) == (131, 0)
+    assert split_last_wave(2048, 132, 8) == (2048, 0)  # a CTA's second tile would cost as much as it spares
+    assert split_last_wave(3, 132, 512) == (0, 3 * 8)  # one query, many keys
+    assert split_last_wave(100, 132, 10**6) == (100, 0)  # beyond what the kernel counts with
     for tiles in range(1, 300):
         for blocks in (1, 2, 3, 50):
-            whole, sharers = cut_last_wave(tiles, 132, blocks)
+            whole, sharers = split_last_wave(tiles, 132, blocks)
             assert whole == tiles or sharers <= (tiles - whole) * blocks  # nobody without a block
 
 
 def test_cut_tiles_have_places_for_all_pieces():
     plan = plan_forward(AttentionSpec(0.1), shapes(B=1, T=16384, S=16384, N=16, K=16), H100)
-    assert [b.name for b in plan.results] == ["out", "lse", "pieces", "arrived"]
+    assert [b.name for b in plan.results] == ["out", "lse", "partials", "arrived"]
     assert [type(step) for step in plan.steps] == [Zero, Launch]
-    pieces, arrived = plan.results[2:]
-    assert pieces.shape == (132 + 68, 8, 32 * (64 + 4))
+    partials, arrived = plan.results[2:]
+    assert partials.shape == (132 + 68, 8, 32 * (64 + 4))
     assert arrived.shape == (68, 8)
-    assert defines(plan)["CUT"] == 1
+    assert defines(plan)["SPLIT_KV"] == 1
     # Tiles under a window are not alike, and at head dim 256 the kernel has no registers for it.
     for spec, H in ((AttentionSpec(0.1, None, 0), 128), (AttentionSpec(0.1), 256)):
         plan = plan_forward(spec, shapes(B=1, T=16384, S=16384, N=16, K=16, H=H), H100)
-        assert defines(plan)["CUT"] == 0
+        assert defines(plan)["SPLIT_KV"] == 0

@@ -253,9 +253,9 @@ def test_forward(case, emulator):
     ],
     ids=str,
 )
-def test_pieces_of_cut_tiles(case, ctas, sharers, emulator, monkeypatch):
+def test_partials_of_split_tiles(case, ctas, sharers, emulator, monkeypatch):
     monkeypatch.setattr(
-        forward_plan, "cut_last_wave", lambda tiles, ctas, blocks: (tiles - tiles % ctas, sharers)
+        forward_plan, "split_last_wave", lambda tiles, ctas, blocks: (tiles - tiles % ctas, sharers)
     )
     check_forward(case, dataclasses.replace(H100, sm_count=ctas), emulator)
 

@@ -16,7 +16,7 @@ from jax_flash._device import H100
 from jax_flash._mask import Window
 from jax_flash._spec import Operands
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
-from jax_flash.cuda.sm90.forward_tiles import Needs, choices
+from jax_flash.cuda.sm90.forward_tiles import TileRequirements, tile_options
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -49,9 +49,9 @@ def test_forward_counts_what_is_attended_to_and_what_is_visited(
 ):
     import forward
 
-    tile = choices(Needs(64, 64, Window(None, None)))[0].tile
-    tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16, split=1)
-    monkeypatch.setattr(forward_plan, "tile", lambda *_: tile)
+    tile = tile_options(TileRequirements(64, 64, Window(None, None)))[0].tile
+    tile = dataclasses.replace(tile, consumers=1, pingpong=False, keys=16, early_pv_steps=1)
+    monkeypatch.setattr(forward_plan, "choose_tile", lambda *_: tile)
     case = forward.Case(2, queries, keys, heads, 3, 40, causal, window)
     pairs = brute_force_pairs(case)
     assert case.flops == 4 * 2 * heads * 40 * sum(map(sum, pairs))

@@ -13,18 +13,18 @@ from jax_flash._mask import Window
 from jax_flash._spec import Operands
 from jax_flash.cuda.compile import Compiled, CompileError
 from jax_flash.cuda.sm90 import forward_plan, forward_tiles
-from jax_flash.cuda.sm90.forward_tiles import TILES, Choice, ForwardTile, Needs, choices
+from jax_flash.cuda.sm90.forward_tiles import TILES, ForwardTile, TileOption, TileRequirements, tile_options
 
 SHARED_BYTES_PER_CTA = 232448
-NEEDS = Needs(128, 128, Window(None, None))
+NEEDS = TileRequirements(128, 128, Window(None, None))
 START = dataclasses.replace(
-    choices(NEEDS)[0].tile,
+    tile_options(NEEDS)[0].tile,
     consumers=2,
     keys=128,
     stages=2,
     pingpong=False,
     query_stages=2,
-    split=6,
+    early_pv_steps=6,
 )
 
 
@@ -54,7 +54,9 @@ def test_every_field_has_choices():
     for head_dim in tune.HEAD_DIMS:
         for mask, window in tune.MASKS.items():
             tiles = [choice.tile for choice in tune.table_choices(head_dim, mask)]
-            assert tiles == [choice.tile for choice in choices(Needs(head_dim, head_dim, window))]
+            assert tiles == [
+                choice.tile for choice in tile_options(TileRequirements(head_dim, head_dim, window))
+            ]
             for tile in tiles:  # where a search starts
                 assert all(getattr(tile, name) in values for name, values in tune.space().items())
                 assert tune.possible(tile)
@@ -67,26 +69,28 @@ def test_every_field_has_choices():
 def test_splits_are_of_the_steps_that_the_keys_have():
     import tune
 
-    splits = [tiles[0].split for tiles in tune.moves(START, "split", tune.space()) if tiles]
+    splits = [tiles[0].early_pv_steps for tiles in tune.moves(START, "early_pv_steps", tune.space()) if tiles]
     assert splits == [1, 2, 3, 4, 5, 7, 8]  # of 128 / 16
     # Keys that are given up for a split leave it as it is.
-    kept = next(tiles for tiles in tune.moves(START, "split", tune.space()) if tiles[0].split == 5)
-    assert {(tile.keys, tile.split) for tile in kept} == {(128, 5), (112, 5), (96, 5), (80, 5)}
+    kept = next(
+        tiles for tiles in tune.moves(START, "early_pv_steps", tune.space()) if tiles[0].early_pv_steps == 5
+    )
+    assert {(tile.keys, tile.early_pv_steps) for tile in kept} == {(128, 5), (112, 5), (96, 5), (80, 5)}
     # With other keys as many steps stay behind the row maxima, here 2, and one is before them at least.
-    assert {tiles[0].keys: tiles[0].split for tiles in tune.moves(START, "keys", tune.space())} == {
+    assert {tiles[0].keys: tiles[0].early_pv_steps for tiles in tune.moves(START, "keys", tune.space())} == {
         **{keys: keys // 16 - 2 for keys in range(48, 257, 16) if keys != 128},
     }
-    early = dataclasses.replace(START, split=1)
-    firsts = {tiles[0].keys: tiles[0].split for tiles in tune.moves(early, "keys", tune.space())}
+    early = dataclasses.replace(START, early_pv_steps=1)
+    firsts = {tiles[0].keys: tiles[0].early_pv_steps for tiles in tune.moves(early, "keys", tune.space())}
     assert (firsts[112], firsts[144], firsts[256]) == (1, 2, 9)
     # Nothing else changes it.
     for field in ("consumers", "stages", "pingpong", "query_stages"):
         for tiles in tune.moves(START, field, tune.space()):
-            assert all(tile.split == max(1, tile.keys // 16 - 2) for tile in tiles)
+            assert all(tile.early_pv_steps == max(1, tile.keys // 16 - 2) for tile in tiles)
 
     choices = {name: (value,) for name, value in dataclasses.asdict(START).items()}
-    every = tune.every({**choices, "keys": (48, 96), "split": (1, 3, 4, 6, 7)})
-    assert {(tile.keys, tile.split) for tile in every} == {
+    every = tune.every({**choices, "keys": (48, 96), "early_pv_steps": (1, 3, 4, 6, 7)})
+    assert {(tile.keys, tile.early_pv_steps) for tile in every} == {
         (48, 1),
         (48, 3),
         (96, 1),
@@ -107,11 +111,15 @@ def test_a_choice_that_does_not_fit_gives_up_query_tiles_then_stages_then_keys()
         return {getattr(tile, field): tile for tile in admitted if tile is not None}
 
     keys = firsts("keys")
-    assert keys[112] == dataclasses.replace(START, keys=112, split=5)
-    assert keys[176] == dataclasses.replace(START, keys=176, query_stages=1, split=9)
+    assert keys[112] == dataclasses.replace(START, keys=112, early_pv_steps=5)
+    assert keys[176] == dataclasses.replace(START, keys=176, query_stages=1, early_pv_steps=9)
     assert 208 not in keys and 128 not in keys
-    assert firsts("stages")[3] == dataclasses.replace(START, stages=3, keys=112, query_stages=1, split=5)
-    assert firsts("stages")[4] == dataclasses.replace(START, stages=4, keys=80, query_stages=1, split=3)
+    assert firsts("stages")[3] == dataclasses.replace(
+        START, stages=3, keys=112, query_stages=1, early_pv_steps=5
+    )
+    assert firsts("stages")[4] == dataclasses.replace(
+        START, stages=4, keys=80, query_stages=1, early_pv_steps=3
+    )
     turns = dataclasses.replace(START, pingpong=True)
     assert first_that_fits(tune.moves(turns, "consumers", tune.space()))[0] == dataclasses.replace(
         START, consumers=1
@@ -124,7 +132,7 @@ def milliseconds(tile, optimum):
     cost = abs(tile.keys - optimum.keys) / 800
     for name in ("consumers", "stages", "pingpong", "query_stages"):
         cost += 0.05 * abs(getattr(tile, name) - getattr(optimum, name))
-    cost += 0.01 * abs(tile.keys // 16 - tile.split - (optimum.keys // 16 - optimum.split))
+    cost += 0.01 * abs(tile.keys // 16 - tile.early_pv_steps - (optimum.keys // 16 - optimum.early_pv_steps))
     return [1 + cost, 10 * (1 + cost)]
 
 
@@ -142,9 +150,9 @@ def first_that_fits(lists):
     "changes",
     (
         {},
-        {"keys": 176, "query_stages": 1, "pingpong": True, "split": 5},
-        {"consumers": 3, "keys": 64, "query_stages": 1, "split": 4},
-        {"consumers": 1, "keys": 96, "stages": 3, "split": 1},
+        {"keys": 176, "query_stages": 1, "pingpong": True, "early_pv_steps": 5},
+        {"consumers": 3, "keys": 64, "query_stages": 1, "early_pv_steps": 4},
+        {"consumers": 1, "keys": 96, "stages": 3, "early_pv_steps": 1},
     ),
 )
 def test_the_search_finds_the_optimum(changes):
@@ -165,14 +173,17 @@ def test_the_search_finds_the_optimum(changes):
 def test_the_search_goes_on_from_the_tables_best_choice_and_times_all_beside_it():
     import tune
 
-    optimum = dataclasses.replace(START, keys=176, query_stages=1, split=8)
-    others = [dataclasses.replace(optimum, split=6), dataclasses.replace(START, keys=64, split=4)]
+    optimum = dataclasses.replace(START, keys=176, query_stages=1, early_pv_steps=8)
+    others = [
+        dataclasses.replace(optimum, early_pv_steps=6),
+        dataclasses.replace(START, keys=64, early_pv_steps=4),
+    ]
     timed = []
 
     def measure(tile):
         timed.append(tile)
         # No way leads from START to the others by one field at a time.
-        return [milliseconds(tile, optimum)[0] if tile.keys == 176 and tile.split < 9 else 2.0]
+        return [milliseconds(tile, optimum)[0] if tile.keys == 176 and tile.early_pv_steps < 9 else 2.0]
 
     def run(start):
         return tune.search(start, tune.space(), first_that_fits, measure, time.monotonic() + 60)
@@ -263,7 +274,7 @@ def test_refuses_a_real_kernel_that_spills():
     import tune
 
     cases = tune.cases(128, "full", "bfloat16")
-    table = choices(NEEDS)[0].tile
+    table = tile_options(NEEDS)[0].tile
     assert tune.refusal(table, cases, H100, SHARED_BYTES_PER_CTA) is None
     spilling = dataclasses.replace(START, consumers=3, query_stages=1)
     assert tune.refusal(spilling, cases, H100, SHARED_BYTES_PER_CTA).startswith("spills: ")
@@ -273,11 +284,12 @@ def test_plans_have_the_candidate_and_then_the_tables_again():
     import tune
 
     cases = tune.cases(80, "windowed", "bfloat16")
-    (table, *_) = tune.launches(choices(Needs(80, 80, Window(None, 0)))[0].tile, cases, H100)
-    tile = dataclasses.replace(START, keys=48, stages=4, split=2)
+    (table, *_) = tune.launches(tile_options(TileRequirements(80, 80, Window(None, 0)))[0].tile, cases, H100)
+    tile = dataclasses.replace(START, keys=48, stages=4, early_pv_steps=2)
     for launch in tune.launches(tile, cases, H100):
         defines = dict(launch.kernel.defines)
-        assert (defines["KEYS"], defines["STAGES"], defines["SPLIT"], defines["HEAD_DIM"]) == (48, 4, 2, 80)
+        found = [defines[name] for name in ("KEYS", "STAGES", "EARLY_PV_STEPS", "HEAD_DIM")]
+        assert found == [48, 4, 2, 80]
     operands = Operands(*cases[0].shapes())
     assert forward_plan.plan_forward(cases[0].spec(), operands, H100).launches[0] == table
 
@@ -287,13 +299,13 @@ def test_the_row_is_the_tables_source():
 
     def row(head_dim, **best):
         text = f"{{{tune.table_row(head_dim, best)}}}"
-        return eval(text, {"Choice": Choice, "ForwardTile": ForwardTile})
+        return eval(text, {"TileOption": TileOption, "ForwardTile": ForwardTile})
 
     full, windowed = TILES[128]
-    found = dataclasses.replace(START, keys=80, split=3)
+    found = dataclasses.replace(START, keys=80, early_pv_steps=3)
     assert row(128) == {128: (full, windowed)}
-    assert row(128, windowed=found) == {128: (full, (Choice(found),))}
-    assert row(128, full=found) == {128: ((Choice(found),), windowed)}
+    assert row(128, windowed=found) == {128: (full, (TileOption(found),))}
+    assert row(128, full=found) == {128: ((TileOption(found),), windowed)}
     assert len(full) > 1 and row(128, full=full[-1].tile) == {128: (full, windowed)}  # the row has it already
     assert row(72) == {72: TILES[96]}
 
@@ -302,21 +314,21 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
     import calls
     import tune
 
-    optimum = dataclasses.replace(START, keys=160, query_stages=1, split=8)
-    wrong = dataclasses.replace(START, keys=64, split=2)
-    other = dataclasses.replace(START, keys=112, split=7)  # not to be found but in the table
+    optimum = dataclasses.replace(START, keys=160, query_stages=1, early_pv_steps=8)
+    wrong = dataclasses.replace(START, keys=64, early_pv_steps=2)
+    other = dataclasses.replace(START, keys=112, early_pv_steps=7)  # not to be found but in the table
 
     def planned_tile():
         case = tune.cases()[0]
-        return forward_plan.schedule(case.spec(), Operands(*case.shapes())).tile
+        return forward_plan.configure(case.spec(), Operands(*case.shapes())).tile
 
     def fake_forward(spec, operands):
         return operands.query * (-1 if planned_tile() == wrong else 1), None
 
     choices = {"consumers": (2, 3), "keys": (64, 128, 160), "stages": (2,), "query_stages": (1, 2)}
-    monkeypatch.setattr(tune, "CHOICES", choices | {"split": (2, 6, 8)})
+    monkeypatch.setattr(tune, "CHOICES", choices | {"early_pv_steps": (2, 6, 8)})
     monkeypatch.setattr(cuda, "forward", fake_forward)
-    table = ((Choice(START), Choice(other, 0.97)), (Choice(wrong),))
+    table = ((TileOption(START), TileOption(other, 0.97)), (TileOption(wrong),))
     monkeypatch.setattr(forward_tiles, "TILES", {128: table})
     monkeypatch.setattr(tune, "current", lambda: H100)
     monkeypatch.setattr(
@@ -336,7 +348,7 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
         assert means == sorted(means, reverse=True)
         refused = {ForwardTile(**row["tile"]): row["refused"] for row in rows if "refused" in row}
         assert "differs from the first one's" in refused[wrong]
-        assert all(tile.split <= tile.keys // 16 for tile in refused)
+        assert all(tile.early_pv_steps <= tile.keys // 16 for tile in refused)
     assert tune.source(optimum) in capsys.readouterr().out
 
 
@@ -355,9 +367,9 @@ def test_tiles_for_options_start_with_the_table_and_fit():
 
     for head_dim in tune_options.TILES:
         for option, read in zip(tune_options.OPTIONS, (None, None, "mask", "bias"), strict=True):
-            needs = Needs(head_dim, head_dim, Window(None, 0), changes=1, read=read)
+            needs = TileRequirements(head_dim, head_dim, Window(None, 0), score_mods=1, loaded_operand=read)
             first, *others = tune_options.tiles(head_dim, option)
-            assert first == choices(needs)[0].tile
+            assert first == tile_options(needs)[0].tile
             assert others and first not in others
             assert all(tile.shared_bytes(needs) <= SHARED_BYTES_PER_CTA for tile in (first, *others))
-            assert all(tile.split <= tile.keys // 16 for tile in (first, *others))
+            assert all(tile.early_pv_steps <= tile.keys // 16 for tile in (first, *others))

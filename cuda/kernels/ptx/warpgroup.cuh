@@ -20,20 +20,20 @@ __device__ __forceinline__ bool elect_one() {
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
 // threadIdx.x, read again: what is computed from it is not kept in registers from long before.
-__device__ __forceinline__ int thread_index_anew() {
+__device__ __forceinline__ int reload_thread_index() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
 }
 
 // The same for a value that the lanes of a warp share; in a uniform register.
-__device__ __forceinline__ uint32_t uniform_anew(uint32_t value) {
+__device__ __forceinline__ uint32_t reload_uniform(uint32_t value) {
     asm volatile("" : "+r"(value));
     return __shfl_sync(0xffffffff, value, 0);
 }
 
 // A float of shared memory, read not before what has been said to others so far: whatever needs it follows that.
-__device__ __forceinline__ float load_after(const float& x) {
+__device__ __forceinline__ float volatile_load(const float& x) {
     float value;
     asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(&x)) : "memory");
     return value;

@@ -6,23 +6,34 @@ import math
 import jax
 
 from jax_flash._device import Device
-from jax_flash._mask import UNBOUNDED, Window, position_mask, window_of
-from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
+from jax_flash._mask import UNBOUNDED, position_mask, window_of
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
-from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Buffer, Kernel, LaunchPlan, Pointer, Zero, launch
+from jax_flash.cuda.launch_plan import (
+    ELEMENT_BYTES,
+    Arguments,
+    Buffer,
+    Kernel,
+    LaunchPlan,
+    Pointer,
+    Zero,
+    launch,
+)
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
-    Needs,
-    can_cut,
-    choices,
-    cut_last_wave,
-    pack,
-    packs,
-    tile,
+    TileRequirements,
+    can_split_kv,
+    choose_pack_gqa,
+    choose_tile,
+    pack_gqa_options,
+    split_last_wave,
+    tile_options,
 )
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims, rows_map
+
+Shapes = Operands[jax.ShapeDtypeStruct]
 
 _PARAMETERS = struct(
     "Parameters",
@@ -35,15 +46,15 @@ _PARAMETERS = struct(
     group="int32_t",  # N / K
     batch="int32_t",  # B
     columns="int32_t",  # V
-    left="int32_t",  # the window, read only where the kernel has that side
+    left="int32_t",  # the window, read only if the kernel has that side
     right="int32_t",
     l2_head_group="int32_t",  # see tile_at
     next_tile="int*",  # see produce
-    whole_tiles="int32_t",  # this and the next three: see Cut
-    cut_ctas="int32_t",
-    cut_tiles="int32_t",
+    whole_tiles="int32_t",  # this and the next three: see SplitKV
+    split_ctas="int32_t",
+    split_tiles="int32_t",
     tile_blocks="int32_t",
-    pieces="float*",  # see Partials
+    partials="float*",  # see Partials
     arrived="int*",
     scale_log2="float",  # |scale|·log2(e)
     score=score_mod.PARAMETERS,
@@ -54,85 +65,78 @@ _PARAMETERS = struct(
 )
 
 
-def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
+def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
     """Every kernel that calls of this kind may run, whatever their lengths and number of heads."""
-    n, needs = sizes(shapes), needs_of(spec, shapes)
+    n, requirements = sizes(shapes), requirements_of(spec, shapes)
     return [
-        _kernel(spec, shapes, device.arch, choice.tile, heads, cut)
-        for choice in choices(needs)
-        for heads in packs(n.group, 64 if needs.bounded else choice.tile.rows)
-        for cut in ((False, True) if can_cut(needs) else (False,))
+        _kernel(spec, shapes, device.arch, Configuration(option.tile, pack_gqa), split_kv)
+        for option in tile_options(requirements)
+        for pack_gqa in pack_gqa_options(n.group, 64 if requirements.mask_metadata else option.tile.rows)
+        for split_kv in ((False, True) if can_split_kv(requirements) else (False,))
     ]
 
 
-def needs_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Needs:
+def requirements_of(spec: AttentionSpec, shapes: Shapes) -> TileRequirements:
     n = sizes(shapes)
-    return Needs(
+    return TileRequirements(
         *padded_head_dims(n),
         window_of(spec, n),
-        changes=score_mod.count(spec, shapes),
-        read=score_mod.loaded_operand(shapes),
-        bounded=mask_metadata.is_needed(shapes),
+        score_mods=score_mod.count(spec, shapes),
+        loaded_operand=score_mod.loaded_operand(shapes),
+        mask_metadata=mask_metadata.is_needed(shapes),
         segments=mask_metadata.has_segments(shapes),
         dropout=spec.dropout_rate > 0,
+        element_bytes=ELEMENT_BYTES[shapes.query.dtype.name],
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """What decides on everything else in a call."""
+class Configuration:
+    """The two choices from which the rest of a call's launch follows."""
 
     tile: ForwardTile
-    pack: int  # query heads that share a tile
+    pack_gqa: int  # query heads that share a tile
 
 
-def schedule(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> Schedule:
-    n, needs = sizes(shapes), needs_of(spec, shapes)
-    chosen = tile(needs, n)
-    return Schedule(chosen, pack(n, chosen.rows, needs.bounded))
+def configure(spec: AttentionSpec, shapes: Shapes) -> Configuration:
+    n, requirements = sizes(shapes), requirements_of(spec, shapes)
+    tile = choose_tile(requirements, n)
+    return Configuration(tile, choose_pack_gqa(n, tile.rows, requirements.mask_metadata))
 
 
-def plan_forward_metadata(
-    spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device
-) -> LaunchPlan | None:
-    """How `device` finds what the kernel reads of a call with bounds."""
+def plan_forward_metadata(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchPlan | None:
+    """How `device` computes the mask metadata that the forward kernel reads; None if the mask is static."""
     if not mask_metadata.is_needed(shapes):
         return None
-    chosen = schedule(spec, shapes)
-    return mask_metadata_plan.plan_forward(
-        spec, shapes, device.arch, chosen.tile.rows, chosen.tile.keys, chosen.pack
-    )
+    chosen = configure(spec, shapes)
+    tile, pack_gqa = chosen.tile, chosen.pack_gqa
+    return mask_metadata_plan.plan_forward(spec, shapes, device.arch, tile.rows, tile.keys, pack_gqa)
 
 
 def _kernel(
-    spec: AttentionSpec,
-    shapes: Operands[jax.ShapeDtypeStruct],
-    arch: str,
-    tile: ForwardTile,
-    pack: int,
-    cut: bool,
+    spec: AttentionSpec, shapes: Shapes, arch: str, configuration: Configuration, split_kv: bool
 ) -> Kernel:
-    needs = needs_of(spec, shapes)
-    # Where what rows see is data, the window is part of that.
-    window = UNBOUNDED if needs.bounded else needs.window
-    # Logits have their sign already.
-    sign = 1 if needs.changes else (spec.scale > 0) - (spec.scale < 0)
+    requirements, tile = requirements_of(spec, shapes), configuration.tile
+    # Mask metadata includes the window.
+    window = UNBOUNDED if requirements.mask_metadata else requirements.window
+    # Score modifications apply the whole scale, sign included.
+    sign = 1 if requirements.score_mods else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
         source="sm90/forward/forward.cu",
         entry="forward",
         arch=arch,
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
-            ("HEAD_DIM", needs.head_dim),
-            ("VALUE_DIM", needs.value_dim),
+            ("HEAD_DIM", requirements.head_dim),
+            ("VALUE_DIM", requirements.value_dim),
             ("CONSUMERS", tile.consumers),
             ("KEYS", tile.keys),
             ("STAGES", tile.stages),
             ("QUERY_STAGES", tile.query_stages),
             ("PINGPONG", int(tile.pingpong)),
-            ("SPLIT", tile.split),
-            ("PACK", pack),
-            ("CUT", int(cut)),
+            ("EARLY_PV_STEPS", tile.early_pv_steps),
+            ("PACK_GQA", configuration.pack_gqa),
+            ("SPLIT_KV", int(split_kv)),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
             ("SCORE_SIGN", sign),
@@ -140,98 +144,133 @@ def _kernel(
             *score_mod.defines(spec, shapes),
             *mask_metadata.defines(shapes),
             *dropout.defines(spec),
-            ("SHARED_BYTES", tile.shared_bytes(needs)),
+            ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
         parameters=_PARAMETERS,
     )
 
 
-def plan_forward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """How the tiles of a call are shared among CTAs (cuda/kernels/sm90/forward/tile_scheduler.cuh)."""
+
+    tiles: int
+    whole_tiles: int  # that are neither skipped nor split
+    split_tiles: int
+    split_ctas: int
+    counted: bool  # whether CTAs take the next tile from a counter
+    l2_head_group: int
+
+    def ctas(self, device: Device) -> int:
+        return device.sm_count if self.split_tiles else min(self.tiles, device.sm_count)
+
+
+def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Configuration) -> _Schedule:
+    n, requirements = sizes(shapes), requirements_of(spec, shapes)
+    tile, pack_gqa = chosen.tile, chosen.pack_gqa
+    head_packs = n.N // pack_gqa * n.B
+    tiles = math.ceil(n.T * pack_gqa / tile.rows) * head_packs
+    mask = position_mask(requirements.window, n.T, n.S)
+    # CTAs take tiles of unequal length from a counter. Its zeroing costs 2 µs.
+    alike = not requirements.mask_metadata
+    alike = alike and len(set(mask.block_counts(tile.rows // pack_gqa, tile.keys))) <= 1
+    skipped_rows = 0 if requirements.mask_metadata else mask.rows_before_first_column() * pack_gqa
+    whole_tiles = tiles - skipped_rows // tile.rows * head_packs
+    split_ctas = 0
+    if can_split_kv(requirements):
+        whole_tiles, split_ctas = split_last_wave(tiles, device.sm_count, math.ceil(n.S / tile.keys))
+    return _Schedule(
+        tiles,
+        whole_tiles,
+        split_tiles=tiles - whole_tiles if split_ctas else 0,
+        split_ctas=split_ctas,
+        counted=tiles > device.sm_count and not alike,
+        l2_head_group=_l2_head_group(spec, shapes, pack_gqa, device),
+    )
+
+
+def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
-    Operands are query, key, value, those of bias, mask, alibi_slopes, sinks, dropout_rows and
-    dropout_columns that are there, the last as `dropout.arranged` has it, and what `plan_forward_metadata`
-    gives.
+    Operands are query, key and value; then those of bias, mask, alibi_slopes, sinks, dropout_rows and
+    dropout_columns that the call has, the last as `dropout.arranged` gives it; then the results of
+    `plan_forward_metadata`.
     """
-    n, needs = sizes(shapes), needs_of(spec, shapes)
-    window, bounded = needs.window, needs.bounded
+    n, requirements = sizes(shapes), requirements_of(spec, shapes)
+    chosen = configure(spec, shapes)
+    tile = chosen.tile
+    schedule = _schedule(spec, shapes, device, chosen)
     dtype = shapes.query.dtype.name
-    chosen = schedule(spec, shapes)
-    shape, heads = chosen.tile, chosen.pack
-    row_tiles = math.ceil(n.T * heads / shape.rows)
-    limits = mask_metadata.forward_buffers(shapes, row_tiles * shape.consumers)
+    groups = math.ceil(n.T * chosen.pack_gqa / tile.rows) * tile.consumers
+    metadata = mask_metadata.forward_buffers(shapes, groups)
     query = Buffer("query", shapes.query.shape, dtype)
     key = Buffer("key", shapes.key.shape, dtype)
     value = Buffer("value", shapes.value.shape, dtype)
+    key_blocks = math.ceil(n.S / tile.keys)
+    operands = (
+        *(query, key, value),
+        *score_mod.buffers(shapes, (*score_mod.OPERANDS, "sinks")),
+        *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, key_blocks, tile.keys)),
+        *metadata,
+    )
     out = Buffer("out", (n.B, n.T, n.N, n.V), dtype)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
-    tiles = row_tiles * (n.N // heads) * n.B
-    # Where tiles take unequally long, CTAs take the next from a counter. Its zeroing costs 2 µs.
-    mask = position_mask(window, n.T, n.S)
-    unequal = bounded or len(set(mask.block_counts(shape.rows // heads, shape.keys))) > 1
-    counted = tiles > device.sm_count and unequal
+    warps = 4 * tile.consumers
+    # For each lane of a warp: its accumulators of the output, then maxima and sums of its two rows.
+    partial = 32 * (requirements.value_dim // 2 + 4)
+    partials = Buffer("partials", (schedule.split_ctas + schedule.split_tiles, warps, partial), "float32")
+    arrived = Buffer("arrived", (schedule.split_tiles, warps), "int32")
     next_tile = Buffer("next_tile", (1,), "int32")
-    blind_rows = 0 if bounded else mask.rows_before_first_column() * heads
-    whole_tiles = tiles - blind_rows // shape.rows * (n.N // heads) * n.B
-    cut_ctas = 0
-    if can_cut(needs):
-        whole_tiles, cut_ctas = cut_last_wave(tiles, device.sm_count, math.ceil(n.S / shape.keys))
-    cut_tiles = tiles - whole_tiles if cut_ctas else 0
-    warps = 4 * shape.consumers
-    words = 32 * (needs.value_dim // 2 + 4)
-    pieces = Buffer("pieces", (cut_ctas + cut_tiles, warps, words), "float32")
-    arrived = Buffer("arrived", (cut_tiles, warps), "int32")
-    kernel = _kernel(spec, shapes, device.arch, shape, heads, cut_tiles > 0)
+    scratch, zeroed = (), ()
+    if schedule.counted:
+        scratch, zeroed = (next_tile,), (Zero("next_tile"),)
+    elif schedule.split_tiles:
+        scratch, zeroed = (partials, arrived), (Zero("arrived"),)
     main = launch(
-        kernel=kernel,
-        grid=(device.sm_count if cut_tiles else min(tiles, device.sm_count), 1, 1),
-        block=shape.threads,
-        shared_bytes=shape.shared_bytes(needs),
-        overlap_previous=not (counted or cut_tiles),  # zeroing is no kernel to overlap
+        kernel=_kernel(spec, shapes, device.arch, chosen, schedule.split_tiles > 0),
+        grid=(schedule.ctas(device), 1, 1),
+        block=tile.threads,
+        shared_bytes=tile.shared_bytes(requirements),
+        overlap_previous=not zeroed,  # zeroing is no kernel to overlap
         arguments={
             "maps": {
-                "query": rows_map(query, shape.rows, heads),
-                "key": rows_map(key, shape.keys),
-                "value": rows_map(value, shape.keys),
+                "query": rows_map(query, tile.rows, chosen.pack_gqa),
+                "key": rows_map(key, tile.keys),
+                "value": rows_map(value, tile.keys),
             },
-            "out": Pointer("out"),
-            "lse": Pointer("lse"),
-            **{"queries": n.T, "keys": n.S, "query_heads": n.N, "group": n.group, "batch": n.B},
-            **{"columns": n.V, "left": window.left or 0, "right": window.right or 0},
-            "l2_head_group": _l2_head_group(n, shapes, window, heads, device),
-            "next_tile": Pointer("next_tile") if counted else None,
-            **{"whole_tiles": whole_tiles, "cut_ctas": cut_ctas, "cut_tiles": cut_tiles},
-            "tile_blocks": math.ceil(n.S / shape.keys),
-            "pieces": Pointer("pieces") if cut_tiles else None,
-            "arrived": Pointer("arrived") if cut_tiles else None,
-            # Where the scale is zero the scores are too, and any factor does.
-            "scale_log2": abs(spec.scale) * math.log2(math.e) or 1.0,
-            "score": score_mod.arguments(spec, shapes),
-            "sinks": score_mod.pointer("sinks", shapes.sinks),
-            "sinks_stride": score_mod.batch_stride(shapes.sinks),
-            "mask_metadata": mask_metadata.forward_arguments(limits),
-            "dropout": dropout.arguments(spec),
+            "tile_blocks": key_blocks,
+            **_arguments(spec, shapes, schedule),
+            "mask_metadata": mask_metadata.forward_arguments(metadata),
         },
     )
-    words = dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / shape.keys), shape.keys))
-    operands = (
-        query,
-        key,
-        value,
-        *score_mod.buffers(shapes, (*score_mod.OPERANDS, "sinks")),
-        *words,
-        *limits,
-    )
-    if counted:
-        return LaunchPlan(operands, (out, lse, next_tile), (Zero("next_tile"), main))
-    if cut_tiles:
-        return LaunchPlan(operands, (out, lse, pieces, arrived), (Zero("arrived"), main))
-    return LaunchPlan(operands, (out, lse), (main,))
+    return LaunchPlan(operands, (out, lse, *scratch), (*zeroed, main))
 
 
-def _l2_head_group(
-    n: Sizes, shapes: Operands[jax.ShapeDtypeStruct], window: Window, pack_gqa: int, device: Device
-) -> int:
+def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Arguments:
+    """Those of `_PARAMETERS` that don't depend on the tile's shape."""
+    n, window = sizes(shapes), window_of(spec, sizes(shapes))
+    return {
+        "out": Pointer("out"),
+        "lse": Pointer("lse"),
+        **{"queries": n.T, "keys": n.S, "query_heads": n.N, "group": n.group, "batch": n.B},
+        **{"columns": n.V, "left": window.left or 0, "right": window.right or 0},
+        "l2_head_group": schedule.l2_head_group,
+        "next_tile": Pointer("next_tile") if schedule.counted else None,
+        "whole_tiles": schedule.whole_tiles,
+        "split_ctas": schedule.split_ctas,
+        "split_tiles": schedule.split_tiles,
+        "partials": Pointer("partials") if schedule.split_tiles else None,
+        "arrived": Pointer("arrived") if schedule.split_tiles else None,
+        # A scale of zero makes all scores zero, so any factor does.
+        "scale_log2": abs(spec.scale) * math.log2(math.e) or 1.0,
+        "score": score_mod.arguments(spec, shapes),
+        "sinks": score_mod.pointer("sinks", shapes.sinks),
+        "sinks_stride": score_mod.batch_stride(shapes.sinks),
+        "dropout": dropout.arguments(spec),
+    }
+
+
+def _l2_head_group(spec: AttentionSpec, shapes: Shapes, pack_gqa: int, device: Device) -> int:
     """How many head packs the tile scheduler interleaves (`tile_at` in sm90/forward/tile_scheduler.cuh).
 
     A head pack is the `pack_gqa` query heads whose rows share tiles. Where all tiles take equally long, the
@@ -239,8 +278,8 @@ def _l2_head_group(
     interleaves as many head packs as L2 holds, longest tiles first, to even out the tail. If tile lengths are
     known only at run time, concurrent tiles read about one sequence of each batch row.
     """
-    sequences = mask_metadata.assumed_sequences(shapes)
-    if window.unbounded and not sequences:
+    n, sequences = sizes(shapes), mask_metadata.assumed_sequences(shapes)
+    if window_of(spec, n).unbounded and not sequences:
         return 1
     head_packs = n.B * n.N // pack_gqa
     element_bytes = ELEMENT_BYTES[shapes.key.dtype.name]

@@ -152,7 +152,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                                 packed(x.x, x.y), packed(x.z, x.w), packed(y.x, y.y), packed(y.z, y.w));
             }
             __syncwarp();
-            const bool column_there = unit * 16 + half_of(thread_index_anew()) * 8 < d_query.columns;
+            const bool column_there = unit * 16 + half_of(reload_thread_index()) * 8 < d_query.columns;
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 if (query + part * 16 < shape.queries && column_there) {

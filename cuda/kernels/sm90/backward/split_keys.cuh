@@ -30,7 +30,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) __attribute__((always_inline)) {
         // K lies elsewhere in each tile. In uniform registers from here on, as descriptors are else found in each step.
-        auto operand = [](uint32_t rows) { return in_value_place ? uniform_anew(rows) : rows; };
+        auto operand = [](uint32_t rows) { return in_value_place ? reload_uniform(rows) : rows; };
         const uint32_t value_operand = operand(value_rows);
         const uint32_t key_rows = operand(shared.key_tile(key_slot.stage)) + 64 * consumer * descriptor::row_bytes;
         const int first_key = work.tile.first_key + 64 * consumer;         // of this warpgroup

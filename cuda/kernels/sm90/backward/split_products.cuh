@@ -163,7 +163,7 @@ __device__ __forceinline__ void consume_values(const Call& call) {
 
     auto start_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);
-        issue_scores<0, key_steps>(scores, uniform_anew(shared.key_tile()), shared.query_block(slot.stage));
+        issue_scores<0, key_steps>(scores, reload_uniform(shared.key_tile()), shared.query_block(slot.stage));
     };
     auto finish_scores = [&]() __attribute__((always_inline)) {
         wgmma::pin(scores);
@@ -311,11 +311,11 @@ __device__ __forceinline__ void consume_keys(const Call& call) {
     constexpr int first_steps = Traits::cluster == 1 ? value_steps : value_steps / 2;
     auto start_d_scores = [&]() __attribute__((always_inline)) {
         mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
-        issue_scores<0, first_steps>(d_scores, uniform_anew(shared.value_tile()), shared.d_out_block(slot.stage));
+        issue_scores<0, first_steps>(d_scores, reload_uniform(shared.value_tile()), shared.d_out_block(slot.stage));
     };
     auto finish_d_scores = [&]() __attribute__((always_inline)) {
         if constexpr (first_steps == value_steps) return;
-        issue_scores<first_steps, value_steps>(d_scores, uniform_anew(shared.value_tile()),
+        issue_scores<first_steps, value_steps>(d_scores, reload_uniform(shared.value_tile()),
                                                shared.d_out_block(slot.stage));
     };
 

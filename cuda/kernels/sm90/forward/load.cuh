@@ -1,4 +1,4 @@
-// The loading role of the forward kernel: one thread of warpgroup 0.
+// The producer role of the forward kernel: one thread of warpgroup 0 takes tiles from the scheduler and loads Q, K and V.
 #pragma once
 #include "parameters.cuh"
 #include "ptx/bulk.cuh"
@@ -7,77 +7,77 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
-// One copy for each panel of 64 columns; `barrier` expects the bytes of all of them, and of `more`.
+// One copy for each panel. `barrier` expects the bytes of all of them, and `more_bytes` of other copies.
 __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
-                                            int rows, int head, int first_row, int batch, int more = 0) {
-    mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(rows) + more);
+                                            int rows, int head, int first_row, int batch, int more_bytes = 0) {
+    mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(rows) + more_bytes);
 #pragma unroll
     for (int panel = 0; panel < panels; ++panel) {
-        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier,
-                  panel * descriptor::panel_columns, head, first_row, batch);
+        tma::load(destination + panel * descriptor::panel_bytes(rows), map, barrier, panel * Traits::panel_columns,
+                  head, first_row, batch);
     }
 }
 
-// What the rows of a tile see, where it is data. `query_full` expects the bytes with those of Q.
-__device__ __forceinline__ void load_bounds(const SharedMemory& shared, int stage, const Tile& tile,
-                                            const Shape& shape) {
+// The mask metadata of a tile's rows. It completes on `query_full`, which expects its bytes with those of Q.
+__device__ __forceinline__ void load_row_mask(const SharedMemory& shared, int stage, const Tile& tile,
+                                              const Shape& shape) {
     const int64_t first = static_cast<int64_t>(tile.batch) * row_tiles(shape) * Traits::rows + tile.first_row;
-    bulk::load(shared.base + SharedMemory::row_keys_offset(stage), shape.bounds.row_keys + first,
+    bulk::load(shared.base + SharedMemory::row_keys_offset(stage), shape.mask_metadata.row_keys + first,
                Traits::row_keys_bytes, shared.query_full(stage));
     if constexpr (Traits::segments) {
-        bulk::load(shared.base + SharedMemory::row_segments_offset(stage), shape.bounds.row_segments + first,
+        bulk::load(shared.base + SharedMemory::row_segments_offset(stage), shape.mask_metadata.row_segments + first,
                    Traits::row_segments_bytes, shared.query_full(stage));
     }
 }
 
-// Tiles come by stride, or, where they take unequally long, from the counter `next_tile` that all CTAs share. After
-// those come, by stride, the ones that see no key, or, where the last tiles are cut, this CTA's share of them. Blocks
-// go from the last to the first; K runs one block ahead of V, as they are used. With two stages for Q, a tile is taken
-// and its Q loaded before the end of the one before.
+// Tiles come by stride. Where they take unequally long they come from the counter `next_tile`, which all CTAs share.
+// After those come the skipped tiles, by stride, or this CTA's share of the split tiles.
+//
+// Blocks go from the last to the first. K is loaded one block ahead of V, as consumers use it. With two stages for Q,
+// the next tile is taken, and its Q loaded, before the end of this one.
 __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
-                                        const Cut& cut, int section_heads, int* next_tile, const Dropout& dropout) {
+                                        const SplitKV& split_kv, int l2_head_group, int* next_tile,
+                                        const Dropout& dropout) {
     constexpr bool loads_query_early = Traits::query_stages > 1;
     PipelineState<Traits::stages> key_slot, value_slot;
     PipelineState<Traits::query_stages> query_slot;
-    PipelineState<Traits::word_stages> word_slot;
+    PipelineState<Traits::hash_stages> hash_slot;
     const int grid = gridDim.x;
-    int index = blockIdx.x, blind = blockIdx.x;
-    int cut_block = Traits::cut ? cut.begin(blockIdx.x) : 0;
-    const int cut_end = Traits::cut ? cut.begin(blockIdx.x + 1) : 0;
+    int index = blockIdx.x, skipped = blockIdx.x;
+    int split_block = Traits::split_kv ? split_kv.begin(blockIdx.x) : 0;
+    const int split_end = Traits::split_kv ? split_kv.begin(blockIdx.x + 1) : 0;
 
-    // The tile of `index`, or what comes after those. Its first row is negative where no more come.
     auto take_tile = [&]() {
-        Tile tile{-1, 0, 0, 0, 0, -1};
-        if (index < cut.whole_tiles) {
-            tile = tile_at(index, shape, section_heads);
-        } else if (Traits::has_right && blind < blind_tile_count(shape)) {
-            tile = blind_tile_at(blind, shape);
-            blind += grid;
-        } else if (Traits::cut && cut_block < cut_end) {
-            tile = piece_at(cut_block, cut_end, cut, shape, section_heads);
-            cut_block += tile.count();
+        Tile tile{Tile::no_more, 0, 0, 0, 0, Tile::not_split};
+        if (index < split_kv.whole_tiles) {
+            tile = tile_at(index, shape, l2_head_group);
+        } else if (Traits::has_right && skipped < skipped_tile_count(shape)) {
+            tile = skipped_tile_at(skipped, shape);
+            skipped += grid;
+        } else if (Traits::split_kv && split_block < split_end) {
+            tile = split_tile_at(split_block, split_end, split_kv, shape, l2_head_group);
+            split_block += tile.count();
         }
         return tile;
     };
-    // Tells the consumers of a tile, and loads its Q if it needs one.
+    // Tells the consumers of a tile, and loads its Q unless the tile is skipped.
     auto load_query = [&](const Tile& tile) {
         mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
         shared.tile(query_slot.stage) = tile;
         if (tile.count() == 0) {
             mbarrier::arrive(shared.query_full(query_slot.stage));
         } else {
-            if constexpr (Traits::bounds) {
+            if constexpr (Traits::mask_metadata) {
 #pragma unroll
                 for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
-                    const int group = tile.first_row / 64 + consumer;
-                    const int4 blocks = group_blocks(tile.batch, group, shape);
-                    shared.whole_blocks(query_slot.stage)[consumer] = {blocks.z, blocks.w};
+                    const BlockRange blocks = group_blocks(tile.batch, tile.first_row / 64 + consumer, shape);
+                    shared.full_blocks(query_slot.stage)[consumer] = {blocks.full_begin, blocks.full_end};
                 }
             }
             load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
-                        Traits::key_panels, Traits::rows, tile.head, tile.first_row / Traits::pack, tile.batch,
-                        Traits::bounds_bytes);
-            if constexpr (Traits::bounds) load_bounds(shared, query_slot.stage, tile, shape);
+                        Traits::key_panels, Traits::rows, tile.head, query_of(tile.first_row), tile.batch,
+                        Traits::row_mask_bytes);
+            if constexpr (Traits::mask_metadata) load_row_mask(shared, query_slot.stage, tile, shape);
         }
         query_slot.advance();
     };
@@ -86,20 +86,20 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
     Tile tile = take_tile();
     if (loads_query_early) load_query(tile);
 #pragma unroll 1
-    while (tile.first_row >= 0) {
+    while (tile.exists()) {
         const int key_head = tile.head / shape.group;
 
         auto load_key = [&](int block) {
             mbarrier::wait(shared.key_empty(key_slot.stage), key_slot.parity ^ 1);
             load_panels(shared.key_block(key_slot.stage), maps.key, shared.key_full(key_slot.stage),
                         Traits::key_panels, Traits::keys, key_head, block * Traits::keys, tile.batch,
-                        Traits::word_bytes);
+                        Traits::hash_bytes);
             if constexpr (Traits::dropout) {
                 const int blocks = ceil_div(shape.keys, Traits::keys);
-                const int64_t words = (static_cast<int64_t>(tile.batch) * blocks + block) * Traits::keys;
-                bulk::load(shared.base + SharedMemory::words_offset(word_slot.stage), dropout.columns + words,
-                           Traits::word_bytes, shared.key_full(key_slot.stage));
-                word_slot.advance();
+                const int64_t hashes = (static_cast<int64_t>(tile.batch) * blocks + block) * Traits::keys;
+                bulk::load(shared.base + SharedMemory::key_hashes_offset(hash_slot.stage), dropout.columns + hashes,
+                           Traits::hash_bytes, shared.key_full(key_slot.stage));
+                hash_slot.advance();
             }
             key_slot.advance();
         };
@@ -118,8 +118,8 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             load_value(block + 1);
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
-        // hold its next one, while others run out (docs/tuning.md).
-        if (index < cut.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
+        // hold its next one while others run out (docs/tuning.md).
+        if (index < split_kv.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
         const Tile next = take_tile();
         if (loads_query_early) load_query(next);
         if (tile.count() > 0) load_value(tile.first);

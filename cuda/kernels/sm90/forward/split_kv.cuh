@@ -1,64 +1,67 @@
-// Putting together what CTAs found over their pieces of a cut tile (see Cut in forward_traits.cuh). Each consumer warp
-// does so for its own 16 rows, and nobody waits: whichever comes last has all there is.
+// Split-KV: combines the partial results of CTAs that each saw some of a tile's keys (see SplitKV in traits.cuh). Each
+// consumer warp combines its own 16 rows. None waits: the last warp to arrive reads all partials.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/softmax.cuh"
 
 struct Partials {
-    float* __restrict__ pieces;  // (piece, warp, word, lane): O before normalisation, then row maxima and sums
-    int* __restrict__ arrived;   // (cut tile, warp)
+    float* __restrict__ partials;  // (partial, warp, word, lane): unnormalised O, then row maxima and sums
+    int* __restrict__ arrived;     // (split tile, warp): warps whose partial is written
 };
 
-// Whether this warp is the tile's last; `out` and `softmax` are of all its keys then.
+// Writes this warp's partial. If it is the tile's last, combines all into `out` and `softmax` and returns true.
 template <int out_count>
-__device__ __forceinline__ bool combine_pieces(float (&out)[out_count], OnlineSoftmax& softmax,
-                                               const Partials& partials, const Cut& cut, const Tile& tile) {
+__device__ __forceinline__ bool combine_partials(float (&out)[out_count], OnlineSoftmax& softmax,
+                                                 const Partials& partials, const SplitKV& split_kv,
+                                                 const Tile& tile) {
     constexpr int warps = 4 * Traits::consumers, words = out_count + 4;
-    const int thread = thread_index_anew() - 128, lane = thread % 32, warp = thread / 32;
-    const int first = cut.owner(tile.cut * cut.tile_blocks), last = cut.owner((tile.cut + 1) * cut.tile_blocks - 1);
-    if (first == last) return true;
-    // Pieces follow one another as their CTA or their tile does, so that the sum of both is a piece's own.
-    auto piece_of = [&](int cta) {
-        return partials.pieces + (static_cast<int64_t>(cta + tile.cut) * warps + warp) * words * 32 + lane;
+    const int thread = reload_thread_index() - 128, lane = thread % 32, warp = thread / 32;
+    const int first_cta = split_kv.owner(tile.split_tile * split_kv.tile_blocks);
+    const int last_cta = split_kv.owner((tile.split_tile + 1) * split_kv.tile_blocks - 1);
+    if (first_cta == last_cta) return true;
+    // Both the CTA and the split tile rise from partial to partial, and one of them by one: their sum numbers partials.
+    auto partial_of = [&](int cta) {
+        return partials.partials + (static_cast<int64_t>(cta + tile.split_tile) * warps + warp) * words * 32 + lane;
     };
 
-    float* mine = piece_of(blockIdx.x);
+    float* own = partial_of(blockIdx.x);
 #pragma unroll
-    for (int i = 0; i < out_count; ++i) mine[32 * i] = out[i];
+    for (int i = 0; i < out_count; ++i) own[32 * i] = out[i];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        mine[32 * (out_count + r)] = softmax.row_max[r];
-        mine[32 * (out_count + 2 + r)] = softmax.row_sum[r];
+        own[32 * (out_count + r)] = softmax.row_max[r];
+        own[32 * (out_count + 2 + r)] = softmax.row_sum[r];
     }
     __threadfence();
     __syncwarp();
-    int before = 0;
-    if (lane == 0) before = atomicAdd(partials.arrived + tile.cut * warps + warp, 1);
-    if (__shfl_sync(0xffffffff, before, 0) < last - first) return false;
+    int arrived_before = 0;
+    if (lane == 0) arrived_before = atomicAdd(partials.arrived + tile.split_tile * warps + warp, 1);
+    if (__shfl_sync(0xffffffff, arrived_before, 0) < last_cta - first_cta) return false;
     __syncwarp();
     __threadfence();
 
-    // In the order of the keys, its own piece too: the result does not depend on who came last.
+    // In the order of the keys, this warp's own partial included: the result does not depend on who came last.
     softmax = {};
 #pragma unroll
     for (int i = 0; i < out_count; ++i) out[i] = 0;
 #pragma unroll 1
-    for (int cta = first; cta <= last; ++cta) {
-        const volatile float* piece = piece_of(cta);
-        float before[2], added[2];
+    for (int cta = first_cta; cta <= last_cta; ++cta) {
+        const volatile float* partial = partial_of(cta);
+        float rescale[2], partial_rescale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float piece_max = piece[32 * (out_count + r)];
-            const float row_max = fmaxf(softmax.row_max[r], piece_max);
-            before[r] = exp2_approx(softmax.row_max[r] - row_max);
-            added[r] = exp2_approx(piece_max - row_max);
+            const float partial_max = partial[32 * (out_count + r)];
+            const float row_max = fmaxf(softmax.row_max[r], partial_max);
+            rescale[r] = exp2_approx(softmax.row_max[r] - row_max);
+            partial_rescale[r] = exp2_approx(partial_max - row_max);
             softmax.row_max[r] = row_max;
-            softmax.row_sum[r] = softmax.row_sum[r] * before[r] + piece[32 * (out_count + 2 + r)] * added[r];
+            const float partial_sum = partial[32 * (out_count + 2 + r)];
+            softmax.row_sum[r] = softmax.row_sum[r] * rescale[r] + partial_sum * partial_rescale[r];
         }
 #pragma unroll
         for (int i = 0; i < out_count; ++i) {
-            if (i % 32 == 0) __syncwarp();  // no more loads at a time than there are registers for
-            out[i] = out[i] * before[row_of(i)] + piece[32 * i] * added[row_of(i)];
+            if (i % 32 == 0) __syncwarp();  // limits the loads in flight to the registers there are
+            out[i] = out[i] * rescale[row_of(i)] + partial[32 * i] * partial_rescale[row_of(i)];
         }
     }
     return true;

@@ -2,18 +2,19 @@
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/softmax.cuh"
+#include "sm90/forward/tile_scheduler.cuh"
 
 struct Results {
     Traits::Element* __restrict__ out;  // (B, T, N, V)
     float* __restrict__ lse;            // (B, N, T)
 };
 
-// `row` is the upper of the thread's two.
+// `row` is the upper of the thread's two rows.
 __device__ __forceinline__ void write_lse(const float (&row_lse)[2], const Results& results, const Shape& shape,
                                           const Tile& tile, int row) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int query = (row + 8 * r) / Traits::pack, head = tile.head + (row + 8 * r) % Traits::pack;
+        const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
         if (threadIdx.x % 4 == 0 && query < shape.queries) {
             const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries;
             results.lse[first + query] = row_lse[r];
@@ -26,22 +27,24 @@ struct alignas(16) Chunk {
     uint64_t low, high;
 };
 
-// Normalises and writes the warp's rows, from `first_row` of all. Accumulators hold pairs of columns: 64 columns at a
-// time go through the warp's own `staging`, whence each row is read and written as whole sectors.
+// Normalises and writes the warp's 16 rows from `first_row` on. A thread's accumulators hold pairs of columns. So one
+// panel of columns at a time goes through `staging`, which is the warp's own, and from there rows are written as whole
+// 16-byte chunks.
 __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
                                           const Results& results, const SharedMemory& shared, int staging,
                                           const Shape& shape, const Tile& tile, int first_row) {
-    constexpr int readers = 4;  // chunks of a panel's rows that a lane copies
+    constexpr int chunk_columns = sizeof(Chunk) / Traits::element_bytes;
+    constexpr int rows_of_lane = 4;  // 8 lanes copy a row of a panel
     const int lane = threadIdx.x % 32;
-    Traits::Element* rows[readers];
-    bool inside[readers];
+    Traits::Element* rows[rows_of_lane];
+    bool inside[rows_of_lane];
 #pragma unroll
-    for (int k = 0; k < readers; ++k) {
+    for (int k = 0; k < rows_of_lane; ++k) {
         const int row = first_row + 4 * k + lane / 8;
-        const int query = row / Traits::pack, head = tile.head + row % Traits::pack;
+        const int query = query_of(row), head = head_of(row, tile);
         inside[k] = query < shape.queries;
-        const int64_t position = static_cast<int64_t>(tile.batch) * shape.queries + query;
-        rows[k] = results.out + (position * shape.query_heads + head) * shape.columns;
+        const int64_t token = static_cast<int64_t>(tile.batch) * shape.queries + query;
+        rows[k] = results.out + (token * shape.query_heads + head) * shape.columns;
     }
 #pragma unroll
     for (int panel = 0; panel < Traits::value_panels; ++panel) {
@@ -54,9 +57,9 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim /
                             convert<Traits::Element>(out[i + 6] * normalise[1], out[i + 7] * normalise[1]));
         }
         __syncwarp();
-        const int column = descriptor::panel_columns * panel + 8 * (lane % 8);
+        const int column = Traits::panel_columns * panel + chunk_columns * (lane % 8);
 #pragma unroll
-        for (int k = 0; k < readers; ++k) {
+        for (int k = 0; k < rows_of_lane; ++k) {
             const int offset = staging + descriptor::swizzled_offset(4 * k + lane / 8, lane % 8);
             const Chunk chunk = *reinterpret_cast<const Chunk*>(shared.data + offset);
             if (inside[k] && column < shape.columns) *reinterpret_cast<Chunk*>(rows[k] + column) = chunk;

@@ -1,42 +1,40 @@
-// Which rows a tile has, and which keys those see: the place to change for another tile range.
+// The tile scheduler: which tile comes when, which rows it has, and which key blocks they see.
 #pragma once
-#include "sm90/forward/mask_metadata.cuh"
+#include "common/block_range.cuh"
 #include "sm90/forward/traits.cuh"
 
-__device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack; }
+// With PackGQA, rows of a tile are those of `pack_gqa` query heads: row r of all is query r / pack_gqa of the tile's
+// head r % pack_gqa.
+__device__ __forceinline__ int query_of(int row) { return row / Traits::pack_gqa; }
+__device__ __forceinline__ int head_of(int row, const Tile& tile) { return tile.head + row % Traits::pack_gqa; }
+__device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack_gqa; }
 __device__ __forceinline__ int row_tiles(const Shape& shape) { return ceil_div(row_count(shape), Traits::rows); }
+// Heads whose rows share tiles form a head pack. This many of them are in a batch row.
+__device__ __forceinline__ int head_packs(const Shape& shape) { return shape.query_heads / Traits::pack_gqa; }
 
-// The first row tiles, whose rows are all before the first that sees a key: there the window's right bound hides all.
-// None are set apart where it is data what rows see.
-__device__ __forceinline__ int blind_row_tiles(const Shape& shape) {
-    if constexpr (!Traits::has_right || Traits::bounds) return 0;
-    const int first_query = min(max(shape.queries - shape.keys - shape.right, 0), shape.queries);
-    return first_query * Traits::pack / Traits::rows;
-}
+// ---------------------------------------------------------------------------------------- the static mask
 
-// First key that `row` does not see on the right, and first key that it sees on the left. Alignment is to
-// the bottom right: the last query's diagonal is the last key.
+// The first key to the right of those that `row` sees, and the first key that it sees. Alignment is to the bottom
+// right: the last query's diagonal is the last key.
 __device__ __forceinline__ int right_end(int row, const Shape& shape) {
     if constexpr (!Traits::has_right) return shape.keys;
-    return min(shape.keys, row / Traits::pack + shape.keys - shape.queries + shape.right + 1);
+    return min(shape.keys, query_of(row) + shape.keys - shape.queries + shape.right + 1);
 }
 __device__ __forceinline__ int left_begin(int row, const Shape& shape) {
     if constexpr (!Traits::has_left) return 0;
-    return max(0, row / Traits::pack + shape.keys - shape.queries - shape.left);
+    return max(0, query_of(row) + shape.keys - shape.queries - shape.left);
 }
 
-// Of a group of 64 rows, where it is data: the blocks of keys [x, y) that some row sees, and [z, w) that all see whole.
-__device__ __forceinline__ int4 group_blocks(int batch, int group, const Shape& shape) {
-    const int64_t first = static_cast<int64_t>(batch) * row_tiles(shape) * Traits::consumers;
-    return global::read_only(shape.bounds.group_blocks + first + group);
+// How many of the first row tiles are skipped, as the window's right side hides all keys from them. With mask metadata
+// none is: which rows see keys is not known here.
+__device__ __forceinline__ int skipped_row_tiles(const Shape& shape) {
+    if constexpr (!Traits::has_right || Traits::mask_metadata) return 0;
+    const int first_query = min(max(shape.queries - shape.keys - shape.right, 0), shape.queries);
+    return first_query * Traits::pack_gqa / Traits::rows;
 }
 
-// The key blocks [first, last) that rows [first_row, first_row + rows) see.
-struct KeyBlocks {
-    int first, last;
-};
-
-__device__ __forceinline__ KeyBlocks key_blocks(int first_row, const Shape& shape) {
+// The key blocks that some of the tile's rows, from `first_row` on, see.
+__device__ __forceinline__ Interval visited_blocks(int first_row, const Shape& shape) {
     const int last_row = min(first_row + Traits::rows, row_count(shape)) - 1;
     const int begin = left_begin(first_row, shape);
     const int end = right_end(last_row, shape);
@@ -44,51 +42,70 @@ __device__ __forceinline__ KeyBlocks key_blocks(int first_row, const Shape& shap
     return {begin / Traits::keys, ceil_div(end, Traits::keys)};
 }
 
-// The same of a tile; where it is data, what any of its warpgroups' rows see.
-__device__ __forceinline__ KeyBlocks key_blocks(int first_row, int batch, const Shape& shape) {
-    if constexpr (!Traits::bounds) return key_blocks(first_row, shape);
-    KeyBlocks blocks{1 << 30, 0};
+// The key blocks that a warpgroup's 64 rows, from `first_row` on, see all of.
+__device__ __forceinline__ Interval full_blocks(int first_row, const Shape& shape) {
+    const int end = max(right_end(first_row, shape), 0) / Traits::keys;
+    const int begin = ceil_div(left_begin(first_row + 63, shape), Traits::keys);
+    return {begin, end};
+}
+
+// ---------------------------------------------------------------------------------------- mask metadata
+
+// The key blocks of a group of 64 rows.
+__device__ __forceinline__ BlockRange group_blocks(int batch, int group, const Shape& shape) {
+    const int64_t first = static_cast<int64_t>(batch) * row_tiles(shape) * Traits::consumers;
+    return read_only(shape.mask_metadata.group_blocks + first + group);
+}
+
+// The key blocks that a tile visits: those that any of its groups of rows sees.
+__device__ __forceinline__ Interval visited_blocks(int first_row, int batch, const Shape& shape) {
+    if constexpr (!Traits::mask_metadata) return visited_blocks(first_row, shape);
+    Interval visited{1 << 30, 0};
 #pragma unroll
     for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
-        const int4 group = group_blocks(batch, first_row / 64 + consumer, shape);
-        if (group.x < group.y) blocks = {min(blocks.first, group.x), max(blocks.last, group.y)};
+        const BlockRange group = group_blocks(batch, first_row / 64 + consumer, shape);
+        if (group.first < group.last) visited = {min(visited.begin, group.first), max(visited.end, group.last)};
     }
-    return blocks.last == 0 ? KeyBlocks{0, 0} : blocks;
+    return visited.end == 0 ? Interval{0, 0} : visited;
 }
 
-// Tile `index` of the walk over all that see keys. Packs of heads go by in sections of `section_heads`, chosen so that
-// the keys and values of a section stay in L2; within a section the tiles go from the last, which is the longest
-// where attention is causal, to the first, and all packs of the section share each turn.
-__device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int section_heads) {
-    const int turns = row_tiles(shape) - blind_row_tiles(shape);
-    const int packs = shape.query_heads / Traits::pack;
-    const int section = index / (section_heads * turns);
-    const int in_section = index - section * section_heads * turns;
-    const int width = min(section_heads, packs * shape.batch - section * section_heads);
-    const int turn = in_section / width;
-    const int pack = section * section_heads + in_section - turn * width;
-    const int first_row = (row_tiles(shape) - 1 - turn) * Traits::rows;
-    const KeyBlocks blocks = key_blocks(first_row, pack / packs, shape);
-    return {first_row, pack % packs * Traits::pack, pack / packs, blocks.first, blocks.last, -1};
+// ---------------------------------------------------------------------------------------- the order of tiles
+
+// Tile `index` of all that are not skipped. Head packs go by in groups of `l2_head_group`, so that the keys and values
+// of a group stay in L2. Within a group row tiles go from the last, which is the longest under a causal mask, to the
+// first, and each row tile goes through all head packs of the group.
+__device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int l2_head_group) {
+    const int visited_row_tiles = row_tiles(shape) - skipped_row_tiles(shape);
+    const int packs = head_packs(shape);
+    const int group = index / (l2_head_group * visited_row_tiles);
+    const int index_in_group = index - group * l2_head_group * visited_row_tiles;
+    const int group_packs = min(l2_head_group, packs * shape.batch - group * l2_head_group);
+    const int row_tile = index_in_group / group_packs;  // from the last
+    const int pack = group * l2_head_group + index_in_group - row_tile * group_packs;
+    const int first_row = (row_tiles(shape) - 1 - row_tile) * Traits::rows;
+    const Interval blocks = visited_blocks(first_row, pack / packs, shape);
+    return {first_row, pack % packs * Traits::pack_gqa, pack / packs, blocks.begin, blocks.end, Tile::not_split};
 }
 
-__device__ __forceinline__ int blind_tile_count(const Shape& shape) {
-    return blind_row_tiles(shape) * (shape.query_heads / Traits::pack) * shape.batch;
+// The skipped tiles, whose output is zero.
+__device__ __forceinline__ int skipped_tile_count(const Shape& shape) {
+    return skipped_row_tiles(shape) * head_packs(shape) * shape.batch;
 }
-__device__ __forceinline__ Tile blind_tile_at(int index, const Shape& shape) {
-    const int packs = shape.query_heads / Traits::pack;
-    const int pack = index / blind_row_tiles(shape);
-    const int first_row = (index - pack * blind_row_tiles(shape)) * Traits::rows;
-    return {first_row, pack % packs * Traits::pack, pack / packs, 0, 0, -1};
+__device__ __forceinline__ Tile skipped_tile_at(int index, const Shape& shape) {
+    const int packs = head_packs(shape);
+    const int pack = index / skipped_row_tiles(shape);
+    const int first_row = (index - pack * skipped_row_tiles(shape)) * Traits::rows;
+    return {first_row, pack % packs * Traits::pack_gqa, pack / packs, 0, 0, Tile::not_split};
 }
 
-// The piece of a cut tile that starts at `block` of the row of blocks, for a CTA whose share ends at `end`.
-__device__ __forceinline__ Tile piece_at(int block, int end, const Cut& cut, const Shape& shape,
-                                         int section_heads) {
-    const int index = block / cut.tile_blocks, first_block = index * cut.tile_blocks;
-    Tile tile = tile_at(cut.whole_tiles + index, shape, section_heads);
+// The part of a split tile that starts at `block`, counted through all split tiles, for a CTA whose share of them ends
+// at `end`.
+__device__ __forceinline__ Tile split_tile_at(int block, int end, const SplitKV& split_kv, const Shape& shape,
+                                              int l2_head_group) {
+    const int index = block / split_kv.tile_blocks, first_block = index * split_kv.tile_blocks;
+    Tile tile = tile_at(split_kv.whole_tiles + index, shape, l2_head_group);
     tile.first = block - first_block;
-    tile.last = min(end - first_block, cut.tile_blocks);
-    tile.cut = index;
+    tile.last = min(end - first_block, split_kv.tile_blocks);
+    tile.split_tile = index;
     return tile;
 }

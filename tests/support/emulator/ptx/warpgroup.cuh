@@ -7,9 +7,9 @@ void named_barrier_arrive(int id, int threads);
 void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
-inline int thread_index_anew() { return threadIdx.x; }
-inline uint32_t uniform_anew(uint32_t value) { return value; }
-inline float load_after(const float& x) { return x; }
+inline int reload_thread_index() { return threadIdx.x; }
+inline uint32_t reload_uniform(uint32_t value) { return value; }
+inline float volatile_load(const float& x) { return x; }
 inline int warp_index() { return threadIdx.x / 32; }
 inline void fence_proxy_async() {}
 inline void wait_for_previous_kernel() {}

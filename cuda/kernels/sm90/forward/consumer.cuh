@@ -1,0 +1,313 @@
+// The consumer role of the forward kernel: a warpgroup computes 64 rows of each tile, block of keys by block of keys,
+// from the last block to the first:
+//
+//     S = QK^T;  P = softmax(S) relative to the row's maximum so far;  O = O · rescale + PV
+//
+// Two overlaps keep the tensor cores busy. Within a warpgroup, QK^T of a block is issued before PV of the block before
+// it, and the softmax of the former runs beside the latter. Between warpgroups, ping-pong (PINGPONG): they alternate on
+// the tensor cores, and what is left of one's softmax runs beside the other's products.
+//
+// A warp that issues a wgmma waits while the tensor cores are behind, so nothing of its own runs beside products that
+// it has yet to issue. PV is therefore issued in two parts. The row maxima are computed between them, and the
+// exponentials after the second. docs/tuning.md has what each of these gave.
+#pragma once
+#include "ptx/global.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/forward/scores.cuh"
+#include "sm90/forward/split_kv.cuh"
+#include "sm90/forward/store.cuh"
+
+using wgmma::Major;
+using wgmma::Wgmma;
+
+constexpr int score_count = Traits::keys / 2;     // accumulators of S that a thread holds
+constexpr int out_count = Traits::value_dim / 2;  // … of O
+
+// Scores that are exponentiated before PV of the previous block is awaited. The others are exponentiated after it.
+constexpr int early_score_count = score_count / 4 / 8 * 8;
+
+// P as A operands of wgmma: 16-bit pairs, four for each step of 16 keys.
+using Probabilities = uint32_t[Traits::value_steps][4];
+
+// ---------------------------------------------------------------------------------------- products
+
+// Issues S = QK^T and commits it as one group. Operands are lower words of descriptors.
+__device__ __forceinline__ void issue_qk(float (&scores)[score_count], uint32_t query, uint32_t key) {
+    wgmma::pin(scores);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < Traits::head_dim / 16; ++step) {
+        Wgmma<Traits::keys>::issue<Traits::Element, Major::K, Major::K>(
+            scores, descriptor::at(query, descriptor::k_major_offset(step, Traits::rows)),
+            descriptor::at(key, descriptor::k_major_offset(step, Traits::keys)), step > 0);
+    }
+    wgmma::commit();
+    wgmma::pin(scores);
+}
+
+// Issues O += PV for the steps [begin, end) of 16 keys, and commits them as one group.
+template <int begin, int end>
+__device__ __forceinline__ void issue_pv(float (&out)[out_count], const Probabilities& probabilities, uint32_t value) {
+    if constexpr (begin == end) return;
+    wgmma::pin(out);
+    if constexpr (begin == 0) wgmma::fence();
+#pragma unroll
+    for (int step = begin; step < end; ++step) {
+        Wgmma<Traits::value_dim>::issue<Traits::Element, Major::MN>(
+            out, probabilities[step], descriptor::at(value, descriptor::mn_major_offset(step)), 1);
+    }
+    wgmma::commit();
+    wgmma::pin(out);
+}
+
+__device__ __forceinline__ void convert_probabilities(Probabilities& converted, const float (&scores)[score_count]) {
+#pragma unroll
+    for (int i = 0; i < score_count / 2; ++i) {
+        converted[i / 4][i % 4] = convert<Traits::Element>(scores[2 * i], scores[2 * i + 1]);
+    }
+}
+
+// Dropout hashes of the thread's two rows, of which `row` is the upper.
+__device__ __forceinline__ void load_row_hashes(uint32_t (&hashes)[2], const Dropout& dropout, const Shape& shape,
+                                                const Tile& tile, int row) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int query = min(query_of(row + 8 * r), shape.queries - 1);
+        const int head = head_of(row + 8 * r, tile);
+        const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries;
+        hashes[r] = global::read_only(dropout.rows + first + query);
+    }
+}
+
+// ---------------------------------------------------------------------------------------- ping-pong
+
+// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads), on which it waits for its turn at the tensor
+// cores, and which the warpgroup before it signals.
+__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+    if constexpr (Traits::pingpong) named_barrier_sync(1 + warpgroup, 256);
+}
+__device__ __forceinline__ void signal_next(int warpgroup) {
+    if constexpr (Traits::pingpong) named_barrier_arrive(1 + (warpgroup + 1) % Traits::consumers, 256);
+}
+
+// ---------------------------------------------------------------------------------------- a tile
+
+struct ConsumerCall {
+    const SharedMemory& shared;
+    const Results results;
+    const Partials partials;
+    const Shape& shape;
+    const SplitKV& split_kv;
+    const ScoreOperands& score_operands;
+    const Sinks sinks;
+    const Dropout& dropout;
+    const float scale_log2;  // of scores, in the exponent of 2
+};
+
+// What a consumer warpgroup keeps from tile to tile: where it is in the rings of shared-memory stages.
+struct ConsumerRings {
+    PipelineState<Traits::stages> key, value;
+    PipelineState<Traits::query_stages> query;
+    PipelineState<Traits::hash_stages> hash;
+    const uint32_t first_key, first_value;  // lower words of the descriptors of stage 0
+};
+
+// A consumer warpgroup's work on one tile that sees keys. A function is a step of the algorithm.
+struct TileConsumer {
+    const ConsumerCall& call;
+    ConsumerRings& rings;
+    const Tile& tile;
+    const int warpgroup, lane, row;  // `row` is the upper of the thread's two rows
+    float (&out)[out_count];
+    OnlineSoftmax& softmax;
+
+    uint32_t query;      // the descriptor's lower word
+    BlockRange blocks;   // of this warpgroup's 64 rows
+    RowMask row_mask;    // with mask metadata
+    uint32_t row_hashes[2];  // with dropout
+    int block;               // whose scores are at hand, or next
+    float scores[score_count];
+    Probabilities probabilities;
+    bool rescales = false;  // whether a maximum of this thread's rows was raised, so that O has to be rescaled
+
+    __device__ __forceinline__ TileConsumer(const ConsumerCall& call, ConsumerRings& rings, const Tile& tile,
+                                            int warpgroup, int lane, int row, float (&out)[out_count],
+                                            OnlineSoftmax& softmax)
+        : call(call), rings(rings), tile(tile), warpgroup(warpgroup), lane(lane), row(row), out(out),
+          softmax(softmax) {
+        const int stage = rings.query.stage;
+        query = descriptor::k_major_low(call.shared.query_tile(stage) + warpgroup * descriptor::panel_bytes(64));
+        if constexpr (Traits::dropout) load_row_hashes(row_hashes, call.dropout, call.shape, tile, row);
+        Interval full;
+        if constexpr (Traits::mask_metadata) {
+            full = call.shared.full_blocks(stage)[warpgroup];
+            row_mask.load(call.shared, stage, tile, row, call.shape);
+        } else {
+            full = full_blocks(tile.first_row + 64 * warpgroup, call.shape);
+        }
+        blocks = {tile.first, tile.last, full.begin, full.end};
+        block = blocks.last - 1;
+    }
+
+    __device__ __forceinline__ void attend() {
+        first_block();
+        --block;
+        if constexpr (Traits::has_right) {
+#pragma unroll 1
+            for (; block >= max(blocks.first, blocks.full_end); --block) next_block<true>();
+        }
+#pragma unroll 1
+        for (; block >= max(blocks.first, blocks.full_begin); --block) next_block<false>();
+        if constexpr (Traits::has_left) {
+#pragma unroll 1
+            for (; block >= blocks.first; --block) next_block<true>();
+        }
+        rescale_out();
+        release_query(call, rings, lane);
+        issue_early_pv();
+        issue_late_pv();
+    }
+
+    __device__ __forceinline__ void first_block() {
+        issue_scores();
+        signal_next(warpgroup);
+        wgmma::wait<0>();
+        receive_scores<true>();
+        softmax.update_max<0>(scores, call.scale_log2, -infinity);
+        softmax.update_max<1>(scores, call.scale_log2, -infinity);
+        softmax.exponentiate<0, score_count>(scores, call.scale_log2);
+        make_probabilities();
+    }
+
+    // QK^T of `block`, then PV of the previous block beside the softmax of `block`.
+    template <bool partial>
+    __device__ __forceinline__ void next_block() {
+        issue_scores();
+        rescale_out();  // beside QK^T
+        issue_early_pv();
+        if constexpr (Traits::early_pv_steps == Traits::value_steps) signal_next(warpgroup);
+        wgmma::wait<1>();
+        receive_scores<partial>();
+        rescales = softmax.update_max<0>(scores, call.scale_log2, -infinity);
+        if (partial) wgmma::fence();  // the mask's branches would have ptxas insert one of its own
+        issue_late_pv();
+        if constexpr (Traits::early_pv_steps < Traits::value_steps) signal_next(warpgroup);
+        // -inf is loaded here because ptxas would otherwise compute both rows' maxima together, before the signal.
+        rescales |= softmax.update_max<1>(scores, call.scale_log2, volatile_load(call.shared.least_score()));
+        softmax.exponentiate<0, early_score_count>(scores, call.scale_log2);
+        // With ping-pong, ptxas's own place for the wait is faster (docs/tuning.md).
+        if constexpr (!Traits::pingpong) {
+            wgmma::hold_wait_behind(softmax.row_sum[0] + softmax.row_sum[1], call.shared.query_tile(0));
+        }
+        wait_pv();
+        softmax.exponentiate<early_score_count, score_count>(scores, call.scale_log2);
+        make_probabilities();
+    }
+
+    // S = QK^T.
+    __device__ __forceinline__ void issue_scores() {
+        mbarrier::wait(call.shared.key_full(rings.key.stage), rings.key.parity);
+        wait_for_turn(warpgroup);
+        issue_qk(scores, query, rings.first_key + rings.key.stage * (Traits::key_bytes >> 4));
+    }
+
+    // Releases K, then modifies and masks the scores, which have been awaited.
+    template <bool partial>
+    __device__ __forceinline__ void receive_scores() {
+        wgmma::pin(scores);
+        if (lane == 0) mbarrier::arrive(call.shared.key_empty(rings.key.stage));
+        rings.key.advance();
+        const int first_key = block * Traits::keys;
+        apply_score_mod(scores, call.score_operands, tile, row, first_key, call.shape);
+        if (partial) {
+            const bool right = Traits::segments || block >= blocks.full_end;
+            const bool left = Traits::segments || block < blocks.full_begin;
+            mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
+        }
+    }
+
+    // P in 16 bits, some of it dropped.
+    __device__ __forceinline__ void make_probabilities() {
+        convert_probabilities(probabilities, scores);
+        if constexpr (Traits::dropout) {
+            drop(probabilities, row_hashes, call.shared.key_hashes(rings.hash.stage), call.dropout.threshold);
+            rings.hash.advance();
+        }
+    }
+
+    __device__ __forceinline__ void rescale_out() {
+        if (__any_sync(0xffffffff, rescales)) {
+#pragma unroll
+            for (int i = 0; i < out_count; ++i) out[i] *= softmax.rescale[row_of(i)];
+        }
+    }
+
+    // O += PV, in two parts.
+    __device__ __forceinline__ void issue_early_pv() {
+        mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
+        issue_pv<0, Traits::early_pv_steps>(out, probabilities,
+                                            rings.first_value + rings.value.stage * (Traits::value_bytes >> 4));
+    }
+    __device__ __forceinline__ void issue_late_pv() {
+        issue_pv<Traits::early_pv_steps, Traits::value_steps>(
+            out, probabilities, rings.first_value + rings.value.stage * (Traits::value_bytes >> 4));
+    }
+    __device__ __forceinline__ void wait_pv() {
+        wgmma::wait<0>();
+        wgmma::pin(out);
+        if (lane == 0) mbarrier::arrive(call.shared.value_empty(rings.value.stage));
+        rings.value.advance();
+    }
+
+    __device__ static __forceinline__ void release_query(const ConsumerCall& call, ConsumerRings& rings, int lane) {
+        __syncwarp();  // all lanes have read the tile
+        if (lane == 0) mbarrier::arrive(call.shared.query_empty(rings.query.stage));
+        rings.query.advance();
+    }
+};
+
+// ---------------------------------------------------------------------------------------- the role
+
+__device__ __forceinline__ void consume(const ConsumerCall& call) {
+    const SharedMemory& shared = call.shared;
+    const int warp = warp_index() - 4, warpgroup = warp / 4;
+    const int lane = threadIdx.x % 32;
+    ConsumerRings rings{{}, {}, {}, {}, descriptor::k_major_low(shared.key_block(0)),
+                        descriptor::mn_major_low(shared.value_block(0), Traits::keys)};
+    // The last warpgroup signals warpgroup 0, which goes first.
+    if (Traits::pingpong && warpgroup == Traits::consumers - 1) signal_next(warpgroup);
+
+    while (true) {
+        mbarrier::wait(shared.query_full(rings.query.stage), rings.query.parity);
+        const Tile tile = shared.tile(rings.query.stage);
+        if (!tile.exists()) break;
+        const int row = tile.first_row + 16 * warp + lane / 4;
+        float out[out_count] = {};
+        float normalise[2], row_lse[2];
+        OnlineSoftmax softmax;
+        auto finalize = [&]() __attribute__((always_inline)) {
+            softmax.finalize(normalise, row_lse, [&](int r) { return call.sinks.of_row(tile, row + 8 * r); });
+            write_lse(row_lse, call.results, call.shape, tile, row);
+            for (float& factor : normalise) factor = with_dropout(factor, call.dropout.factor);
+        };
+
+        if (tile.count() > 0) {
+            TileConsumer consumer(call, rings, tile, warpgroup, lane, row, out, softmax);
+            consumer.attend();
+            if constexpr (Traits::split_kv) {
+                consumer.wait_pv();
+                if (tile.is_split() && !combine_partials(out, softmax, call.partials, call.split_kv, tile)) continue;
+                finalize();
+            } else {
+                finalize();  // beside the last PV
+                consumer.wait_pv();
+            }
+        } else {
+            TileConsumer::release_query(call, rings, lane);
+            finalize();
+        }
+        write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape, tile,
+                  tile.first_row + 16 * warp);
+    }
+}

@@ -1,0 +1,72 @@
+// What happens to a block's scores between QK^T and the softmax: score modifications, then the mask.
+#pragma once
+#include "ptx/global.cuh"
+#include "common/score_mod.cuh"
+#include "sm90/forward/mask_metadata.cuh"
+#include "sm90/forward/softmax.cuh"
+#include "sm90/forward/tile_scheduler.cuh"
+
+// Soft cap, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
+template <int count>
+__device__ __forceinline__ void apply_score_mod(float (&scores)[count], const ScoreOperands& operands,
+                                                const Tile& tile, int row, int first_key, const Shape& shape) {
+    if constexpr (ScoreTraits::has_score_mod) {
+        const int column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
+            const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, shape.keys);
+            float tanh;
+#pragma unroll
+            for (int i = 0; i < count; ++i) {
+                if (row_of(i) == r) scores[i] = score_row.logit(scores[i], column + column_of(i), tanh);
+            }
+        }
+    } else if constexpr (Traits::score_sign != 1) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) scores[i] *= static_cast<float>(Traits::score_sign);
+    }
+}
+
+// The low bits of a word, one for each of a thread's elements of a row that lie before `columns`. The k-th element of
+// a row is in column k/2·8 + k%2.
+__device__ __forceinline__ uint32_t elements_before(int columns) {
+    const int count = columns <= 0 ? 0 : columns / 8 * 2 + min(columns % 8, 2);
+    return count >= 32 ? 0xffffffff : (1u << count) - 1;
+}
+
+// Sets the scores of keys that a row does not see to -inf, on the sides that are asked for. Elements are picked by the
+// bits of a word, as 32 comparisons take longer.
+template <int count>
+__device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int first_key, bool right, bool left,
+                                            const Shape& shape, const RowMask& row_mask) {
+    const int column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        auto end = [&]() { return Traits::mask_metadata ? row_mask.end[r] : right_end(row + 8 * r, shape); };
+        auto begin = [&]() { return Traits::mask_metadata ? row_mask.begin[r] : left_begin(row + 8 * r, shape); };
+#pragma unroll
+        for (int word = 0; word < count / 2; word += 32) {
+            const int first_column = column + word * 4;
+            uint32_t seen = 0xffffffff;
+            if (right) seen = elements_before(end() - first_column);
+            if (Traits::has_left && left) seen &= ~elements_before(begin() - first_column);
+#pragma unroll
+            for (int k = 0; k < min(32, count / 2 - word); ++k) {
+                float& score = scores[(word + k) / 2 * 4 + 2 * r + k % 2];
+                score = seen >> k & 1 ? score : -infinity;
+            }
+        }
+    }
+    if constexpr (Traits::segments) row_mask.mask_segments(scores, column, shape);
+}
+
+// Attention sinks: each head has a logit that takes part in the softmax and has no value.
+struct Sinks {
+    const float* logits;  // (B | 1, N)
+    int64_t stride;       // from batch row to batch row
+
+    __device__ __forceinline__ float of_row(const Tile& tile, int row) const {
+        return global::read_only(logits + tile.batch * stride + head_of(row, tile));
+    }
+};
