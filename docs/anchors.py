@@ -8,6 +8,7 @@ sets the line of each link to the one that defines the symbol which the link is 
 
 import pathlib
 import re
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -35,13 +36,17 @@ def definition(path: pathlib.Path, symbol: str) -> int:
     lines = path.read_text().splitlines()
     for pattern in _DEFINITIONS:
         for number, line in enumerate(lines, 1):
-            if re.search(pattern.format(name), line):
+            is_overload = number > 1 and lines[number - 2].strip().endswith("overload")
+            if re.search(pattern.format(name), line) and not is_overload:
                 return number
     raise LookupError(f"{path.relative_to(ROOT)} does not define {symbol}")
 
 
 def with_anchors(page: pathlib.Path) -> str:
-    """The page's text, with every link to a line pointing where its symbol is defined."""
+    """The page's text, with every link to a line pointing where its symbol is defined.
+
+    Raises LookupError for a link whose file does not define its symbol.
+    """
 
     def anchored(match: re.Match[str]) -> str:
         symbol, path = match["symbol"], match["path"]
@@ -52,10 +57,13 @@ def with_anchors(page: pathlib.Path) -> str:
 
 def main() -> None:
     for page in PAGES:
-        text = with_anchors(page)
+        try:
+            text = with_anchors(page)
+        except (LookupError, OSError) as error:
+            sys.exit(f"{page.relative_to(ROOT)}: {error}")
         if text != page.read_text():
             page.write_text(text)
-            print(f"{page.relative_to(ROOT)}: lines of links set anew")
+            print(f"{page.relative_to(ROOT)}: lines of links updated")
 
 
 if __name__ == "__main__":

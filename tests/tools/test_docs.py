@@ -107,6 +107,7 @@ def test_a_broken_link_is_found(tmp_path):
     ("line", "symbol"),
     [
         ("def name(x):", "name"),
+        ("@overload\ndef name(x):\n    ...\ndef name(x):", "name"),
         ("    def name(self):", "Class.name"),
         ("class name(Base):", "name"),
         ("name: dict[str, int] = {}", "name"),
@@ -121,7 +122,7 @@ def test_finds_the_line_that_defines_a_symbol(tmp_path, line, symbol, monkeypatc
     monkeypatch.setattr(anchors, "ROOT", tmp_path)
     source = tmp_path / "source"
     source.write_text(f"# name\nresult = name(3)\n    name(4);\nnames = 3\n{line}\n{line}\n")
-    assert anchors.definition(source, symbol) == 5
+    assert anchors.definition(source, symbol) == 5 + line.count("\n")
     with pytest.raises(LookupError, match="does not define other"):
         anchors.definition(source, "other")
 
