@@ -148,9 +148,16 @@ def _attention(spec, operands, dtype, rounding):
     p = jnp.where(empty, 0.0, e / total)
 
     if spec.dropout_rate:
-        kept = _dropout.keep(operands.dropout_rows, operands.dropout_columns[:, None], spec.dropout_rate)
-        p = jnp.where(kept, p / _dropout.keep_probability(spec.dropout_rate), 0.0)
+        p = p * _kept(spec, operands).astype(dtype)
     return product("bnts,bsnv->btnv", narrow(p), value), lse
+
+
+def _kept(spec, operands):
+    """What dropout multiplies probabilities by: `(B, N, T, S)`, or 1 without it."""
+    if not spec.dropout_rate:
+        return jnp.ones(())
+    kept = _dropout.keep(operands.dropout_rows, operands.dropout_columns[:, None], spec.dropout_rate)
+    return jnp.where(kept, 1 / _dropout.keep_probability(spec.dropout_rate), 0.0)
 
 
 def _distance(spec, operands):

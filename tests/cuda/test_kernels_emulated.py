@@ -7,9 +7,11 @@ instruction, are for tests/gpu.
 import dataclasses
 import secrets
 
+import agreement
 import jax
 import numpy as np
 import pytest
+import rounding
 from kernel_emulator import DTYPES, KernelEmulator
 
 from jax_flash import _dropout, _reference, cuda
@@ -228,9 +230,11 @@ def check_forward(case, device, emulator):
         operands, forward_plan.plan_forward_metadata(spec, shapes_of(operands), device), emulator, seed
     )
     results = emulator.run(plan, dropout.arranged(plan, arrays), seed)
-    out, lse, _ = _reference.reference_with_gradients(spec, operands, np.zeros(results["out"].shape))
-    got = results["out"].astype(np.float64)
-    assert np.linalg.norm(got - out) <= roundoff(case) * np.linalg.norm(out)
+    d_out = np.zeros(results["out"].shape)
+    out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out)
+    references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
+    got = {name: results[name] for name in ("out", "lse")}
+    check_results(case, got, references, expected_rounding(case, spec, operands, d_out, None, references))
     np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
 
 
@@ -355,50 +359,38 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     plan = plan_backward(spec, shapes_of(operands), device)
     resident = resident or (multiprocessors,) * runs
     of_runs = [emulator.run(plan, arrays, seed + i, count) for i, count in enumerate(resident)]
-    rounded_output = of_rounded_output(case, operands, out, lse, d_out)
+    references = {"out": out, "lse": lse, **agreement.by_name(expected)}
+    deviations = expected_rounding(case, spec, operands, d_out, d_lse, references)
     for results in of_runs:
-        gradients = {name: results[f"d_{name}"] for name in ("query", "key", "value")}
-        gradients |= score_mod.gradients(spec, operands, results, bias_factor)
-        check_gradients(case, gradients, expected, rounded_output, magnitude)
+        gradients = {name: results[name] for name in ("d_query", "d_key", "d_value")}
+        of_scores = score_mod.gradients(spec, operands, results, bias_factor)
+        gradients |= {f"d_{name}": x for name, x in of_scores.items()}
+        check_results(case, gradients, references, deviations)
     return of_runs
 
 
-def of_rounded_output(case, operands, out, lse, d_out):
-    """By how much gradients may be off as the rounding of the output goes into D = rowsum(dO * O).
-
-    As `_floor` in agreement.py has it, twice that where few numbers are sums over all rows.
-    """
-
-    def norm(weights=1.0):
-        return 2**0.5 * roundoff(case) * np.linalg.norm(weights * np.asarray(out, np.float64) * d_out)
-
-    rows = norm()
-    found = {"query": rows, "key": rows, "alibi_slopes": 2 * max(case.T, case.S) * rows}
-    if operands.sinks is not None:
-        there = np.isfinite(lse)
-        p = np.where(there, np.exp(operands.sinks[..., None] - np.where(there, lse, np.inf)), 0)
-        found["sinks"] = 2 * norm(p.transpose(0, 2, 1)[..., None])
-    return found
+def expected_rounding(case, spec, operands, d_out, d_lse, references):
+    """The standard deviation of each number of each result, in the shape that kernels give it."""
+    lse, d_lse = (None if x is None else x.transpose(0, 2, 1) for x in (references["lse"], d_lse))
+    of_results = rounding.deviations(case.dtype, spec, operands, d_out, d_lse, references | {"lse": lse})
+    return of_results | {"lse": of_results["lse"].transpose(0, 2, 1)}
 
 
-def check_gradients(case, gradients, expected, rounded_output, magnitude=1.0):
-    for name, got in gradients.items():
-        got, want = np.asarray(got).astype(np.float64), getattr(expected, name)
-        assert got.shape == want.shape and np.isfinite(got).all(), name
-        # Rounding of operands, of P or dS, and of the result: independent, each a fraction of a roundoff.
-        # With a single key dS is a difference of equals, and what is left of it is noise.
-        single = case.S == 1 or "k" in case.lengths or case.segments or case.packed
-        noise = 0
-        if single and name != "value":
-            noise = max(roundoff(case) * case.H**0.5, rounded_output.get(name, 0))
-        if name not in ("query", "key", "value"):
-            # Terms of both signs are summed over whole heads. What is left has the rounding of `out` in it,
-            # by way of D: an error of each row, of some roundoffs of an element of dO·O, and in a slope's
-            # gradient times the distance.
-            noise = 15 * roundoff(case) * np.linalg.norm(want)
-            of_delta = magnitude * (case.B * case.N * case.T * case.H) ** 0.5
-            noise += roundoff(case) / 2 * of_delta if name == "bias" else rounded_output[name]
-        assert np.linalg.norm(got - want) <= roundoff(case) * np.linalg.norm(want) + noise, name
+def check_results(case, got, references, deviations):
+    """Compares results by name, `d_query` say, with the definition's: each as a whole, and each row."""
+    few_keys = case.S == 1 or "k" in case.lengths or case.segments or case.packed
+    for name, x in got.items():
+        x, reference = np.asarray(x), references[name]
+        assert x.shape == reference.shape, name
+        complaint = agreement.complaint_of_values(name, x, reference)
+        assert complaint is None, complaint
+        result = agreement.Result(name, agreement.finite(x), agreement.finite(reference), deviations[name])
+        # With a few keys dS is a difference of equals, and what is left of it is noise.
+        is_noisy = (few_keys and name in ("d_query", "d_key")) or name in agreement.SUMS_OVER_ROWS
+        noise = (4 if is_noisy else 0) * np.linalg.norm(result.deviation)
+        assert result.error <= max(roundoff(case) * np.linalg.norm(result.reference), noise), name
+        complaint = result.complaint_of_rows()
+        assert complaint is None, complaint
 
 
 @pytest.mark.parametrize(
@@ -423,16 +415,12 @@ def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
 
     monkeypatch.setattr(cuda, "current", lambda: DEVICE)
     monkeypatch.setattr(cuda.call, "call", call)
-    expected_out, _, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    expected_out, expected_lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     out, lse = cuda.forward(spec, operands)
     gradients = cuda.backward(spec, operands, out, lse, jax.numpy.asarray(d_out), d_lse)
-    assert out.shape == expected_out.shape
-    difference = np.linalg.norm(np.asarray(out, np.float64) - expected_out)
-    assert difference <= roundoff(case) * np.linalg.norm(expected_out)
-    rounded_output = of_rounded_output(case, operands, expected_out, lse, d_out)
-    check_gradients(
-        case, {name: getattr(gradients, name) for name in operands.present()}, expected, rounded_output
-    )
+    got = {"out": out, "lse": lse, **agreement.by_name(gradients)}
+    references = {"out": expected_out, "lse": expected_lse, **agreement.by_name(expected)}
+    check_results(case, got, references, expected_rounding(case, spec, operands, d_out, d_lse, references))
 
 
 def _tensor_maps(plan):

@@ -92,7 +92,7 @@ def summarise(reports) -> dict:
     """Counts, what was refused, the worst error by implementation and category, what the sanitizer said.
 
     Errors are multiples of plain attention's error in the same dtype on the same inputs, where that is
-    what bounds them (see `_floor` in agreement.py).
+    what bounds them (see agreement.py).
     """
     outcomes = [r.outcome for r in reports]
     worst: dict[str, dict[str, float]] = {}

@@ -1,0 +1,237 @@
+"""How far rounding may take each number of a result from its definition.
+
+The sizes are standard deviations found in float64: independent errors add up in squares. They hold for an
+implementation that keeps no T × S array. Plain attention's own error, the other yardstick of agreement.py,
+lacks one of them: it never sees the output rounded. Each reason for an error is a function of its own.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jax_flash import _reference
+from jax_flash._spec import AttentionSpec, Operands, sizes
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# Absolute: of the smallest normal numbers, below which float32 and bfloat16 may be taken for 0.
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
+FLOAT32 = UNIT_ROUNDOFF["float32"]
+OF_NEAREST = 0.41  # rounding to nearest, over the unit roundoff: in the mean over mantissas
+# Of each term in float32. In half precision kernels use approximate exponentials, and tensor cores, which
+# sum products with fewer bits.
+ARITHMETIC = {"float32": 2.0**-22, "float16": 2.0**-17, "bfloat16": 2.0**-17}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What the definition computes on its way, in float64. Heads come before rows, and keys have all heads.
+
+    `w` is a probability after dropout, `p` before it.
+    """
+
+    spec: AttentionSpec
+    operands: Operands
+    dtype: str
+    query: np.ndarray  # (B, N, T, H)
+    key: np.ndarray  # (B, N, S, H)
+    value: np.ndarray  # (B, N, S, V)
+    d_out: np.ndarray  # (B, N, T, V)
+    out: np.ndarray  # (B, N, T, V)
+    lse: np.ndarray  # (B, N, T, 1); 0 in rows that see nothing
+    delta: np.ndarray  # (B, N, T, 1); less the cotangent of lse
+    logits: np.ndarray  # (B, N, T, S)
+    p: np.ndarray  # (B, N, T, S)
+    kept: np.ndarray  # what dropout multiplies p by
+    softcap_grad: np.ndarray
+    sink_p: np.ndarray  # (B, N, T, 1)
+
+    @functools.cached_property
+    def w(self):
+        return self.p * self.kept
+
+    @property
+    def arithmetic(self):
+        return ARITHMETIC[self.dtype]
+
+    @functools.cached_property
+    def d_p(self):
+        return self.kept * (self.d_out @ _t(self.value))
+
+    @functools.cached_property
+    def d_logits(self):
+        return self.p * (self.d_p - self.delta)
+
+
+def _terms(dtype, spec, operands, out, lse, d_out, d_lse) -> Terms:
+    """Of a call of that dtype: `out` and `d_out` `(B, T, N, V)`, `lse` and `d_lse` `(B, T, N)`."""
+    size = sizes(operands)
+    query, key, value, out, d_out = (
+        np.asarray(x).astype(np.float64).transpose(0, 2, 1, 3)
+        for x in (operands.query, operands.key, operands.value, out, d_out)
+    )
+    key, value = (np.repeat(x, size.group, axis=1) for x in (key, value))
+    logits = spec.scale * (query @ _t(key))
+    softcap_grad = np.ones(())
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * np.tanh(logits / spec.logits_soft_cap)
+        softcap_grad = 1 - (logits / spec.logits_soft_cap) ** 2
+    if operands.bias is not None:
+        logits = logits + np.asarray(operands.bias).astype(np.float64)
+    if operands.alibi_slopes is not None:
+        slopes = np.asarray(operands.alibi_slopes, np.float64)[:, :, None, None]
+        logits = logits - slopes * np.abs(np.asarray(_reference._distance(spec, operands)))
+    lse = np.asarray(lse, np.float64).transpose(0, 2, 1)[..., None]
+    seen = np.isfinite(lse)
+    lse = np.where(seen, lse, 0)
+    allowed = np.asarray(_reference._allowed(spec, operands)) & seen
+    logits = np.where(allowed, logits, 0)
+    p = np.where(allowed, np.exp(np.where(allowed, logits - lse, 0)), 0)
+    kept = np.asarray(_reference._kept(spec, operands), np.float64)
+    sink_p = np.zeros(())
+    if operands.sinks is not None:
+        sinks = np.asarray(operands.sinks, np.float64)[:, :, None, None]
+        sink_p = np.where(seen, np.exp(np.where(seen, sinks - lse, 0)), 0)
+    delta = np.sum(d_out * out, -1, keepdims=True)
+    if d_lse is not None:
+        delta = delta - np.asarray(d_lse, np.float64).transpose(0, 2, 1)[..., None]
+    arrays = query, key, value, d_out, out, lse, delta, logits, p, kept, softcap_grad, sink_p
+    return Terms(spec, operands, dtype, *arrays)
+
+
+def deviations(dtype: str, spec, operands, d_out, d_lse, references) -> dict[str, np.ndarray]:
+    """The standard deviation of each number of each result of a call of that dtype, in its shape."""
+    terms = _terms(dtype, spec, operands, references["out"], references["lse"], d_out, d_lse)
+    squares = {
+        "out": _rows_first(of_out(terms)),
+        "lse": of_lse(terms).transpose(0, 2, 1),
+        "d_query": _rows_first(of_d_query(terms)),
+        "d_key": _rows_first(_sum_of_groups(terms, of_d_key(terms))),
+        "d_value": _rows_first(_sum_of_groups(terms, of_d_value(terms))),
+    }
+    if operands.bias is not None:
+        squares["d_bias"] = of_d_bias(terms)
+    if operands.alibi_slopes is not None:
+        squares["d_alibi_slopes"] = of_d_alibi_slopes(terms)
+    if operands.sinks is not None:
+        squares["d_sinks"] = of_d_sinks(terms)
+    return {
+        name: np.sqrt(x.reshape(references[name].shape) + of_rounded_result(name, terms, references[name]))
+        for name, x in squares.items()
+    }
+
+
+# Squared errors, a function a reason or a result.
+
+
+def of_rounding(dtype, x):
+    """Of numbers that are rounded to nearest; small ones to a multiple of the smallest, or to 0."""
+    return (OF_NEAREST * UNIT_ROUNDOFF[dtype] * x) ** 2 + SMALLEST[dtype] ** 2
+
+
+def of_rounded_result(name, terms, reference):
+    float32 = ("lse", "d_alibi_slopes", "d_sinks")
+    dtype = "float32" if name in float32 else terms.dtype
+    if name == "d_bias":
+        dtype = np.dtype(terms.operands.bias.dtype).name
+    return of_rounding(dtype, np.where(np.isfinite(reference), reference, 0))
+
+
+def of_p(terms):
+    """Relative, `(B, N, T, S)`: of the exponential, and of what it is taken of: logits and lse in float32."""
+    products = np.abs(terms.spec.scale) * np.sqrt(terms.query**2 @ _t(terms.key**2))
+    exponent = FLOAT32 * (np.abs(terms.logits) + np.abs(terms.lse) + products)
+    return terms.arithmetic**2 + exponent**2
+
+
+def of_out(terms):
+    """Probabilities are rounded before they meet values. By what else they are off, their sum is off too."""
+    rounded = of_rounding(terms.dtype, terms.w) @ terms.value**2
+    off = terms.w**2 * of_p(terms)
+    total = np.sum(off, -1, keepdims=True)
+    spread = off @ terms.value**2 - 2 * terms.out * (off @ terms.value) + terms.out**2 * total
+    return rounded + np.maximum(spread, 0)
+
+
+def of_lse(terms):
+    """A relative error of all probabilities of a row is one of their sum, absolute in its logarithm."""
+    return np.sum(terms.p * of_p(terms), -1) + (FLOAT32 * (1 + np.abs(terms.lse[..., 0]))) ** 2
+
+
+def of_d_value(terms):
+    """Probabilities are computed again from lse, and rounded before they meet the cotangent of the output."""
+    off = of_rounding(terms.dtype, terms.w) + terms.w**2 * of_p(terms)
+    return _t(off) @ terms.d_out**2
+
+
+def of_delta(terms):
+    """`(B, N, T, 1)`. Delta is found from the output when that has been rounded."""
+    off = of_out(terms) + of_rounding(terms.dtype, terms.out)
+    return np.sum(terms.d_out**2 * off, -1, keepdims=True)
+
+
+def of_d_logits(terms):
+    """Of P * (dP - delta), but for what delta is off, which the numbers of a row share.
+
+    P has an error, the two whose difference is taken have, and the product is rounded.
+    """
+    difference = terms.arithmetic * terms.p * (np.abs(terms.d_p) + np.abs(terms.delta))
+    rounded = of_rounding(terms.dtype, terms.d_logits)
+    return rounded + terms.d_logits**2 * of_p(terms) + difference**2
+
+
+def of_d_scores(terms):
+    """The same before the soft cap, whose derivative may be rounded as well."""
+    capped = terms.softcap_grad**2 * of_d_logits(terms)
+    if terms.spec.logits_soft_cap is None:
+        return capped
+    return capped + of_rounding(terms.dtype, terms.softcap_grad) * terms.d_logits**2
+
+
+def of_d_query(terms):
+    shared = of_delta(terms) * ((terms.p * terms.softcap_grad) @ terms.key) ** 2
+    return terms.spec.scale**2 * (of_d_scores(terms) @ terms.key**2 + shared)
+
+
+def of_d_key(terms):
+    off = of_d_scores(terms) + of_delta(terms) * (terms.p * terms.softcap_grad) ** 2
+    return terms.spec.scale**2 * (_t(off) @ terms.query**2)
+
+
+def of_d_bias(terms):
+    shape = terms.operands.bias.shape
+    p = np.sum(terms.p, -1, keepdims=True) if shape[-1] == 1 else terms.p
+    return _sum_to(of_d_logits(terms), shape) + _sum_to(of_delta(terms) * p**2, shape)
+
+
+def of_d_alibi_slopes(terms):
+    distance = np.abs(np.asarray(_reference._distance(terms.spec, terms.operands)))
+    shape = (*terms.operands.alibi_slopes.shape, 1, 1)
+    shared = of_delta(terms) * np.sum(terms.p * distance, -1, keepdims=True) ** 2
+    return _sum_to(of_d_logits(terms) * distance**2, shape) + _sum_to(shared, shape)
+
+
+def of_d_sinks(terms):
+    """Sums over rows of the sink's probability times delta."""
+    own = terms.arithmetic**2 + (FLOAT32 * np.abs(terms.lse)) ** 2
+    shape = (*terms.operands.sinks.shape, 1, 1)
+    return _sum_to(terms.sink_p**2 * (of_delta(terms) + own * terms.delta**2), shape)
+
+
+def _sum_to(x, shape):
+    axes = tuple(i for i, size in enumerate(shape) if size == 1)
+    return np.sum(x, axes, keepdims=True)
+
+
+def _sum_of_groups(terms, x):
+    """Over the query heads of each key head."""
+    size = sizes(terms.operands)
+    return x.reshape(size.B, size.K, size.group, size.S, -1).sum(2)
+
+
+def _rows_first(x):
+    return x.transpose(0, 2, 1, 3)
+
+
+def _t(x):
+    return np.swapaxes(x, -1, -2)

@@ -1,0 +1,132 @@
+"""The bounds that results are held to: what is right passes, and what is slightly wrong is caught."""
+
+import numpy as np
+import pytest
+from agreement import Yardsticks
+from attention_case import Case, draw
+
+from jax_flash._spec import DIFFERENTIABLE
+
+SIZES = dict(T=65, S=90, H=40, N=4, K=2)
+EVERYTHING = ("bias:1N1S", "alibi_slopes", "sinks")
+DTYPES = ("float32", "bfloat16", "float16")
+RESULTS = ("out", "lse", *(f"d_{name}" for name in DIFFERENTIABLE))
+
+
+class Run:
+    """A right run of a case: the definition's results, rounded to the dtypes that they have."""
+
+    def __init__(self, case: Case):
+        _, spec, operands, d_out, d_lse = draw(case)
+        self.dtype = case.dtype
+        self.yardsticks = Yardsticks(case, spec, operands, d_out, d_lse)
+        self.results = self.rounded(self.yardsticks.references)
+
+    def rounded(self, results):
+        operands = self.yardsticks.operands.present()
+        dtypes = {
+            "out": self.dtype,
+            "lse": np.float32,
+            **{f"d_{name}": x.dtype for name, x in operands.items()},
+        }
+        return {name: x.astype(dtypes[name]) for name, x in results.items()}
+
+    def check(self, **changed):
+        results = self.results | changed
+        out, lse = results.pop("out"), results.pop("lse")
+        return self.yardsticks.check((out, lse, {name.removeprefix("d_"): x for name, x in results.items()}))
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def run(request):
+    return Run(Case("feature", request.param, features=EVERYTHING, is_causal=True, seed=0, **SIZES))
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def long(request):
+    """Whose rows are so many that one of them is lost in the norm of all; the last keys have few queries."""
+    return Run(Case("length", request.param, T=400, S=400, H=16, is_causal=True, seed=0))
+
+
+def test_right_results_pass(run, long):
+    run.check()
+    long.check()
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("sign", (1, -1))
+def test_what_is_a_little_too_large_or_small_is_caught(name, sign, run):
+    epsilon = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.004}[run.dtype]
+    scaled = (run.results[name].astype(np.float64) * (1 + sign * epsilon)).astype(run.results[name].dtype)
+    with pytest.raises(AssertionError, match=f"{name}: error"):
+        run.check(**{name: scaled})
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_zeros_are_caught(name, run):
+    with pytest.raises(AssertionError, match=f"{name}: error"):
+        run.check(**{name: np.zeros_like(run.results[name])})
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("feature", ("alibi_slopes", "sinks"))
+def test_zeros_are_caught_in_sums_over_all_rows(feature, is_causal, dtype):
+    run = Run(Case("feature", dtype, T=65, S=65, N=4, features=(feature,), is_causal=is_causal, seed=1))
+    run.check()
+    name = f"d_{feature}"
+    for wrong in (np.zeros_like(run.results[name]), run.results[name] * np.float32(1.05)):
+        with pytest.raises(AssertionError, match=f"{name}: error"):
+            run.check(**{name: wrong})
+
+
+def zeroed(x):
+    x[1, 300, 1] = 0
+
+
+def swapped(x):
+    x[0, [300, 301], 1] = x[0, [301, 300], 1]
+
+
+def of_another_head(x):
+    x[0, 250, 0] = x[0, 250, 1]
+
+
+def slightly_scaled(x):
+    x[1, 399, 0] = x[1, 399, 0] * 1.1
+
+
+def one_number_wrong(x):
+    x[0, 350, 0, 7] *= -1
+
+
+@pytest.mark.parametrize("spoil", (zeroed, swapped, of_another_head, slightly_scaled, one_number_wrong))
+@pytest.mark.parametrize("name", ("out", "d_query", "d_key", "d_value"))
+def test_one_wrong_row_of_many_is_caught(name, spoil, long):
+    wrong = long.results[name].copy()
+    spoil(wrong)
+    change = np.linalg.norm((wrong - long.results[name]).astype(np.float64))
+    assert 0 < change < 0.05 * np.linalg.norm(long.results[name].astype(np.float64))
+    with pytest.raises(AssertionError, match="rows are wrong"):
+        long.check(**{name: wrong})
+
+
+def test_one_wrong_log_sum_exp_is_caught(long):
+    wrong = long.results["lse"].copy()
+    wrong[0, 350, 1] += 1e-3
+    with pytest.raises(AssertionError, match=r"lse: 1 of 1600 rows are wrong, most \(0, 350, 1\)"):
+        long.check(lse=wrong)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("name", ("out", "lse", "d_key"))
+def test_what_is_not_finite_is_caught(name, value, run):
+    wrong = run.results[name].copy()
+    wrong.flat[5] = value
+    with pytest.raises(AssertionError, match=f"{name} (has 1 of|is -inf)"):
+        run.check(**{name: wrong})
+
+
+def test_plain_attention_agrees(run):
+    ratios = run.check(**run.rounded(run.yardsticks.plains))
+    assert ratios and all(0.999 < ratio < 1.001 for ratio in ratios.values())
