@@ -14,17 +14,23 @@ import matplotlib.pyplot as plt
 
 PASSES = ("forward", "backward")
 
-# The palette of Okabe and Ito, which readers with any colour vision can tell apart; ours the strongest.
+# What each contender is called, and its colour. Readers with any colour vision can tell the palette of Okabe
+# and Ito apart; ours have the strongest colours of it.
 STYLES = {
     "jax_flash_cuda": ("jax_flash, CUDA", "#D55E00"),
     "jax_flash_pallas": ("jax_flash, Pallas", "#E69F00"),
     "jax_flash_xla": ("jax_flash, plain JAX", "#F0E442"),
-    "cudnn": ("cuDNN", "#0072B2"),
-    "fa3_cu12": ("FlashAttention-3, CUDA 12", "#56B4E9"),
-    "fa3_cu13": ("FlashAttention-3, CUDA 13", "#009E73"),
+    "cudnn": ("cuDNN (jax.nn)", "#0072B2"),
+    "fa3_cu12": ("FlashAttention-3 (flash-attn3-jax, CUDA 12)", "#56B4E9"),
+    "fa3_cu13": ("FlashAttention-3 (dew-flash-attn)", "#009E73"),
     "tokamax": ("tokamax", "#CC79A7"),
     "jax_mgpu": ("JAX attention_mgpu", "#888888"),
 }
+
+
+def label(name: str) -> str:
+    """What a chart or a table calls a contender."""
+    return STYLES[name][0]
 
 
 def draw(path: Path) -> Path:

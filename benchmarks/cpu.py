@@ -19,6 +19,7 @@ import time
 
 import jax
 import jaxlib
+from measured_commit import measured_commit
 
 import jax_flash
 
@@ -126,6 +127,7 @@ def main():
 
     if flags.out:
         report = {
+            "commit": measured_commit(),
             "device": f"{processor()}, {os.cpu_count()} cores",
             "date": datetime.date.today().isoformat(),
             "versions": {

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import timing
+from measured_commit import measured_commit
 
 
 def environment() -> dict:
-    """The device and the versions that figures belong to."""
+    """The commit, the device and the versions that figures belong to."""
     return {
+        "commit": measured_commit(),
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "driver": _driver(),

@@ -1,19 +1,26 @@
-"""What tests ran on, for the summaries that they leave behind."""
+"""What tests ran, and on what, for the summaries that they leave behind."""
 
 import datetime
 import platform
 import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jaxlib
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from measured_commit import measured_commit
 
 from jax_flash.cuda.compile import NvrtcNotFoundError, nvrtc_version
 
 
 def environment(device: jax.Device) -> dict[str, str]:
-    """`device` and the versions of everything that what ran there depends on."""
+    """The commit, `device`, and the versions of everything that what ran there depends on."""
     on_gpu = {"driver": _driver(), "nvrtc": _nvrtc()} if device.platform == "gpu" else {}
     return {
+        "commit": measured_commit(),
         "device": device.device_kind,
         **on_gpu,
         "jax": jax.__version__,

@@ -84,7 +84,7 @@ def test_command_line_on_the_cpu(tmp_path):
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "b1 s64 h2/1 d16 causal" in printed
     result = json.loads(out.read_text())
-    assert {"device", "versions", "driver", "date", "timing", "dtype", "rows"} <= set(result)
+    assert {"commit", "device", "versions", "driver", "date", "timing", "dtype", "rows"} <= set(result)
     ran, refused = result["rows"]
     assert ran["case"] == refused["case"] == "b1 s64 h2/1 d16 causal"
     assert ran["peer"] == "jax_flash_xla" and ran["forward"] > 0
@@ -107,3 +107,27 @@ def test_chart_leaves_out_what_has_no_figures(tmp_path):
     path.write_text(json.dumps({"device": "made up", "dtype": "bfloat16", "rows": rows[2:]}))
     with pytest.raises(ValueError, match="no figures"):
         chart.draw(path)
+
+
+def test_results_name_the_commit(tmp_path, monkeypatch):
+    from measured_commit import measured_commit
+
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        run = subprocess.run(
+            ["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return run.stdout.strip()
+
+    monkeypatch.setenv("JAX_FLASH_COMMIT", "that of the copy")
+    assert measured_commit(tmp_path) == "that of the copy"
+    monkeypatch.delenv("JAX_FLASH_COMMIT")
+    assert measured_commit(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD")
+    assert measured_commit(tmp_path) == head
+    (tmp_path / "file").write_text("two")
+    assert measured_commit(tmp_path) == f"{head}-dirty"
