@@ -1,4 +1,5 @@
 # Two commands from a clean checkout: `make train` and `make test`. They need python3, git and a C++ compiler.
+# `make test` has every feature of every implementation; `make test-all` every kernel and combination beyond.
 #
 #   make train EXTRAS=cuda13 TRAIN_FLAGS="--layers=24 --heads=16 --width=1024"    on a GPU
 #   make test PYTHON=python3.12 VENV=.venv312                                     another Python
@@ -17,13 +18,19 @@ BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard cuda/launcher/*)
 EXAMPLES_STAMP := $(VENV)/.installed-$(call with_extras,examples)
 TEST_STAMP := $(VENV)/.installed-$(call with_extras,test)
 
-.PHONY: train test test-gpu lint clean
+.PHONY: train test test-rest test-all test-gpu lint clean
 
 train: $(EXAMPLES_STAMP)
 	$(BIN)/python examples/train_gpt.py $(TRAIN_FLAGS)
 
 test: $(TEST_STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --ignore=tests/gpu $(TEST_FLAGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --ignore=tests/gpu -m "not exhaustive" $(TEST_FLAGS)
+
+# What `make test-all` has beyond `make test`.
+test-rest: $(TEST_STAMP)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --ignore=tests/gpu -m exhaustive $(TEST_FLAGS)
+
+test-all: test test-rest
 
 test-gpu: $(TEST_STAMP)
 	$(BIN)/python -m pytest -q tests/gpu -n 8

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from seeds import seed_of
 
 import jax_flash
 
@@ -26,7 +27,7 @@ gradients = jax.grad(loss, argnums=(0, 1, 2))
 
 @pytest.fixture
 def inputs():
-    generator = np.random.default_rng()
+    generator = np.random.default_rng(seed_of("two GPUs"))
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     return tuple(generator.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
 

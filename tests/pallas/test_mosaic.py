@@ -23,6 +23,12 @@ from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs, Forwa
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
+# Of kernels that the interpreter takes ten seconds or more for.
+WINDOWS = [
+    (None, 0),
+    pytest.param((None, None), marks=pytest.mark.exhaustive),
+    pytest.param((70, 9), marks=pytest.mark.exhaustive),
+]
 MOSAIC_CALL = "mosaic_gpu_v2"
 TRITON_CALL = "__gpu$xla.gpu.triton"
 A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
@@ -48,6 +54,7 @@ class TestMosaicInterpreted(ImplementationSuite):
     head_dims = (64, 96)
     heads = ((6, 2),)
     features = ("value_head_dim", "deterministic")
+    slow = True
 
     def environment(self):
         return interpreted_by_mosaic()
@@ -67,7 +74,7 @@ class TestMosaicInterpreted(ImplementationSuite):
 
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 9)], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize(
     "config",
     [
@@ -95,7 +102,7 @@ def test_every_schedule_gives_the_same(config, window):
 
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 9)], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize(
     "head_dim, config",
     [

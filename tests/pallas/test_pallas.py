@@ -11,6 +11,7 @@ import pairwise_suite
 import pytest
 from attention_case import Case
 from call_factors import BROADCAST_FORMS
+from exhaustive import fields, thinned
 from implementation_suite import FEATURES, ImplementationSuite
 from pairwise_suite import PairwiseSuite
 
@@ -53,6 +54,7 @@ class TestPallasInterpreted(ImplementationSuite):
     head_dims = (64, 80, 256)
     heads = ((6, 2),)
     features = FEATURES
+    slow = True
 
     def environment(self):
         return compat.interpret()
@@ -240,7 +242,7 @@ def lower_for_all_gpus(case: Case, kernels: int):
         lower_for(device, case, kernels)
 
 
-@pytest.mark.parametrize("T, S", [(129, 256), (1, 1)])
+@pytest.mark.parametrize("T, S", [(129, 256), pytest.param(1, 1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("feature", [*FEATURES, "seq_lengths:query", "seq_lengths:key_value", "mask:1111"])
 def test_lowers_every_feature(feature, T, S):
     lower_for_all_gpus(Case("", "bfloat16", T=T, S=S, N=4, is_causal=True, features=(feature,)), kernels=3)
@@ -289,7 +291,11 @@ def pairs_to_lower() -> list[Case]:
     return runs
 
 
-@pytest.mark.parametrize("turn, case", list(enumerate(pairs_to_lower())), ids=str)
+@pytest.mark.parametrize(
+    "turn, case",
+    thinned(enumerate(pairs_to_lower()), lambda turn_and_case: fields(turn_and_case[1])),
+    ids=str,
+)
 def test_lowers_pairs(turn, case):
     kernels = 4 if features.bias_gradient(case.operands()) == "shared" else 3
     lower_for((A10, _device.H100)[turn % 2], case, kernels)

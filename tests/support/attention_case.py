@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-import os
-import secrets
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from seeds import seed_of
 
 from jax_flash import _dropout
 from jax_flash._spec import AttentionSpec, Operands
@@ -40,7 +39,7 @@ class Case:
     bias_dtype: str | None = None  # None for query's
     transform: str = "jit"  # what is around the call, see call_forms.py
     residual: str = "used"  # in the loss; or "unused" there, or "absent": not returned
-    seed: int | None = None  # of the inputs; None for fresh ones
+    seed: int | None = None  # of the inputs; None for that of the case (seeds.py)
 
     def __str__(self):
         text = f"{self.category}-{self.dtype}-b{self.B}-t{self.T}-s{self.S}-h{self.N}/{self.K}-d{self.H}"
@@ -166,17 +165,14 @@ class Case:
 
 
 def draw(case: Case):
-    """Fresh random inputs of a call.
+    """Random inputs of a call.
 
     Returns:
       the arguments of `flash_attention`, or of `flash_attention_varlen` for each batch row (NumPy arrays
       and static values), but for `implementation` and `return_residual`; the spec and operands that they
       must amount to; and cotangents of the output `(B, T, N, V)` and of the residual `(B, T, N)`.
     """
-    seed = case.seed
-    if seed is None:
-        seed = int(os.environ.get("JAX_FLASH_TEST_SEED", secrets.randbits(32)))
-        print(f"JAX_FLASH_TEST_SEED={seed} {case}")
+    seed = seed_of(case) if case.seed is None else case.seed
     generator = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
 

@@ -9,10 +9,9 @@ An implementation gets the whole suite by naming itself and what it claims:
         dtypes = ("float32", "bfloat16", "float16")
         features = FEATURES
 
-Every case draws fresh inputs (the seed is printed when it fails, and `JAX_FLASH_TEST_SEED` fixes
-it), goes down the whole way from the public function, and compares the output, the residual
-and every gradient with the definition in float64. What is claimed must run, and what isn't must be
-refused.
+Every case draws its inputs from a seed of its own (seeds.py), goes down the whole way from the public
+function, and compares the output, the residual and every gradient with the definition in float64. What is
+claimed must run, and what isn't must be refused.
 """
 
 import contextlib
@@ -28,6 +27,7 @@ import pytest
 from agreement import compare
 from attention_case import Case, draw
 from call_forms import in_form_of
+from exhaustive import thinned
 
 from jax_flash import _device, _dispatch
 
@@ -136,6 +136,7 @@ class ImplementationSuite(Implementation):
     heads: tuple[tuple[int, int], ...] = ((3, 1), (6, 2), (8, 1), (16, 2))  # (N, K)
     features: tuple[str, ...] = ()
     thorough: bool = False  # every dtype and mask for each length, head dim, …, not one in turn
+    slow: bool = False  # so that `make test` runs a few of the cases, with every feature and category
 
     # What is run.
 
@@ -192,7 +193,8 @@ class ImplementationSuite(Implementation):
 
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", self.cases(), ids=str)
+            cases = self.cases()
+            metafunc.parametrize("case", thinned(cases, _traits) if self.slow else cases, ids=str)
         if "dtype" in metafunc.fixturenames:
             metafunc.parametrize("dtype", self.dtypes)
         if "unclaimed" in metafunc.fixturenames:
@@ -247,3 +249,7 @@ class ImplementationSuite(Implementation):
     def _typical(self, dtype, **fields):
         length, H = self.typical_length, self.head_dims[0]
         return Case("typical", dtype, **{"T": length, "S": length, "H": H, **fields})
+
+
+def _traits(case: Case) -> set[tuple[str, str]]:
+    return {("category", case.category), *(("feature", name) for name in case.features)}

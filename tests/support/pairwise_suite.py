@@ -6,6 +6,8 @@
         implementation = "xla"
         dtypes = ("float32", "bfloat16", "float16")
 
+`make test` runs the calls that hold every value, `make test-all` those that hold every pair.
+
 Which values and pairs the implementation runs is asked of itself. Those that it refuses by its own account
 must be refused with that reason, and are counted at the end of the run.
 """
@@ -13,6 +15,7 @@ must be refused with that reason, and are counted at the end of the run.
 import call_factors
 from attention_case import Case
 from call_factors import Factors
+from exhaustive import fields, thinned
 from implementation_suite import Implementation
 from pairwise import covering_rows
 
@@ -64,7 +67,7 @@ class PairwiseSuite(Implementation):
     def pytest_generate_tests(self, metafunc):
         if "case" in metafunc.fixturenames:
             runs, refused = cases(self, self.factors())
-            metafunc.parametrize("case", runs + refused, ids=str)
+            metafunc.parametrize("case", thinned(runs, fields) + refused, ids=str)
 
     def test_matches_the_definition_or_is_refused(self, case, record_property):
         record_property("implementation", self.implementation)

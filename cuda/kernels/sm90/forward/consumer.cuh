@@ -9,7 +9,7 @@
 //
 // A warp that issues a wgmma waits while the tensor cores are behind, so nothing of its own runs beside products that
 // it has yet to issue. PV is therefore issued in two parts. The row maxima are computed between them, and the
-// exponentials after the second. docs/tuning.md has what each of these gave.
+// exponentials after the second. docs/tuning/cuda.md has what each of these gave.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
@@ -196,7 +196,7 @@ struct TileConsumer {
         // -inf is loaded here because ptxas would otherwise compute both rows' maxima together, before the signal.
         rescales |= softmax.update_max<1>(scores, call.scale_log2, volatile_load(call.shared.least_score()));
         softmax.exponentiate<0, early_score_count>(scores, call.scale_log2);
-        // With ping-pong, ptxas's own place for the wait is faster (docs/tuning.md).
+        // With ping-pong, ptxas's own place for the wait is faster (docs/tuning/cuda.md).
         if constexpr (!Traits::pingpong) {
             wgmma::hold_wait_behind(softmax.row_sum[0] + softmax.row_sum[1], call.shared.query_tile(0));
         }

@@ -118,13 +118,8 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemo
             load_value(block + 1);
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
-<<<<<<< HEAD
-        // hold its next one while others run out (docs/tuning.md).
+        // hold its next one while others run out (docs/tuning/cuda.md).
         if (index < split_kv.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
-=======
-        // hold its next one, while others run out (docs/tuning/cuda.md).
-        if (index < cut.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
->>>>>>> cbd07e9 (Tuning logs in docs/tuning, beside the data that only they cite; two results that nothing cites go)
         const Tile next = take_tile();
         if (loads_query_early) load_query(next);
         if (tile.count() > 0) load_value(tile.first);

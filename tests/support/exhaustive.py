@@ -1,0 +1,37 @@
+"""Which of many cases `make test` runs: those that bring something which none before them has.
+
+The others have the marker `exhaustive`, and belong to `make test-all`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any
+
+import pytest
+
+SIZES = ("T", "S", "B", "N", "K", "seed")  # of a case, whose values are no traits by themselves
+
+
+def thinned(cases: Iterable[Any], traits: Callable[[Any], Collection[Hashable]]) -> list:
+    """Parameters for pytest, in order. A tuple has the values of several arguments."""
+    seen: set[Hashable] = set()
+    parameters = []
+    for case in cases:
+        new = set(traits(case)) - seen
+        seen |= new
+        values = case if isinstance(case, tuple) else (case,)
+        parameters.append(pytest.param(*values, marks=() if new else pytest.mark.exhaustive))
+    return parameters
+
+
+def fields(case: Any) -> set[tuple[str, Hashable]]:
+    """The fields of a dataclass that are not its defaults, those of several values one by one."""
+    found = set()
+    for field in dataclasses.fields(case):
+        value = getattr(case, field.name)
+        if field.name in SIZES or value == field.default:
+            continue
+        if field.name in ("left", "right", "local_window_size", "scale", "magnitude"):
+            value = True  # that there is one
+        found |= {(field.name, x) for x in (value if isinstance(value, tuple) else (value,))}
+    return found
