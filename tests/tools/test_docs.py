@@ -1,5 +1,6 @@
 """The documents name files, symbols and headings that exist, and link to the lines that define symbols."""
 
+import os
 import pathlib
 import re
 import sys
@@ -15,7 +16,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 SUFFIXES = "py pyi cu cuh cc h md json toml txt png pdf".split()
 FILE = re.compile(rf"[\w.-]+(?:/[\w.-]+)*\.(?:{'|'.join(SUFFIXES)})")
 FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)*/")
-SKIPPED = {".git", ".venv", "build", "runs", "__pycache__"}
+SKIPPED = {".git", "build", "runs", "__pycache__"}
 
 pages = pytest.mark.parametrize("page", anchors.PAGES, ids=lambda page: page.name)
 
@@ -23,10 +24,10 @@ pages = pytest.mark.parametrize("page", anchors.PAGES, ids=lambda page: page.nam
 def repository():
     """Every file and folder, as a path from the root with a slash in front; folders end with one."""
     found = []
-    for path in ROOT.rglob("*"):
-        relative = path.relative_to(ROOT)
-        if not any(part in SKIPPED or part.startswith(".venv") for part in relative.parts):
-            found.append(f"/{relative.as_posix()}" + "/" * path.is_dir())
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in SKIPPED and not name.startswith(".venv")]
+        start = f"/{pathlib.Path(folder).relative_to(ROOT).as_posix()}/".replace("/./", "/")
+        found += [start + name for name in files] + [f"{start}{name}/" for name in folders]
     return found
 
 
