@@ -32,11 +32,15 @@ Driver OpenDriver() {
     JAX_FLASH_FIND(cuGetErrorString, get_error_string);
     JAX_FLASH_FIND(cuDriverGetVersion, driver_get_version);
     JAX_FLASH_FIND(cuCtxGetId, ctx_get_id);
+    JAX_FLASH_FIND(cuCtxGetDevice, ctx_get_device);
+    JAX_FLASH_FIND(cuDeviceGetAttribute, device_get_attribute);
+    JAX_FLASH_FIND(cuDeviceGetName, device_get_name);
     JAX_FLASH_FIND(cuModuleLoadData, module_load_data);
     JAX_FLASH_FIND(cuModuleUnload, module_unload);
     JAX_FLASH_FIND(cuModuleGetFunction, module_get_function);
     JAX_FLASH_FIND(cuFuncSetAttribute, func_set_attribute);
     JAX_FLASH_FIND(cuTensorMapEncodeTiled, tensor_map_encode_tiled);
+    JAX_FLASH_FIND(cuTensorMapReplaceAddress, tensor_map_replace_address);
     JAX_FLASH_FIND(cuMemsetD8Async, memset_d8_async);
     JAX_FLASH_FIND(cuLaunchKernelEx, launch_kernel_ex);
 #undef JAX_FLASH_FIND
@@ -60,6 +64,13 @@ void Check(CUresult result, const char* call, const std::string& subject) {
     throw std::runtime_error(std::string(call) + " failed with " +
                              (name != nullptr ? name : std::to_string(result).c_str()) + " (" +
                              (text != nullptr ? text : "unknown to this driver") + "): " + subject);
+}
+
+std::uint64_t CurrentContext() {
+    unsigned long long id = 0;
+    const CUresult result = GetDriver().ctx_get_id(nullptr, &id);
+    if (result != CUDA_SUCCESS) Check(result, "cuCtxGetId", "no CUDA context is current");
+    return id;
 }
 
 }  // namespace jax_flash

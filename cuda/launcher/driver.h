@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include <cstdint>
 #include <string>
 
 namespace jax_flash {
@@ -15,11 +16,15 @@ struct Driver {
     decltype(&::cuGetErrorString) get_error_string;
     decltype(&::cuDriverGetVersion) driver_get_version;
     decltype(&::cuCtxGetId) ctx_get_id;
+    decltype(&::cuCtxGetDevice) ctx_get_device;
+    decltype(&::cuDeviceGetAttribute) device_get_attribute;
+    decltype(&::cuDeviceGetName) device_get_name;
     decltype(&::cuModuleLoadData) module_load_data;
     decltype(&::cuModuleUnload) module_unload;
     decltype(&::cuModuleGetFunction) module_get_function;
     decltype(&::cuFuncSetAttribute) func_set_attribute;
     decltype(&::cuTensorMapEncodeTiled) tensor_map_encode_tiled;
+    decltype(&::cuTensorMapReplaceAddress) tensor_map_replace_address;
     decltype(&::cuMemsetD8Async) memset_d8_async;
     decltype(&::cuLaunchKernelEx) launch_kernel_ex;
 };
@@ -32,5 +37,8 @@ const Driver& GetDriver();
 
 // Throws std::runtime_error naming the driver call, its error and `subject` unless `result` is success.
 void Check(CUresult result, const char* call, const std::string& subject);
+
+// The current context, by cuCtxGetId. Throws std::runtime_error where there is none.
+std::uint64_t CurrentContext();
 
 }  // namespace jax_flash

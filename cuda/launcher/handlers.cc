@@ -2,14 +2,14 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "plan.h"
-#include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_flash {
@@ -18,85 +18,122 @@ namespace {
 namespace ffi = xla::ffi;
 namespace py = pybind11;
 
-// The plan that `text` means. A program loaded from jax.export or from the compilation cache was
-// traced in another process, so its plans may be unknown to this one: then Python builds the plan,
-// which compiles its kernels or finds them in the cache.
-const Plan& Resolve(std::string_view text) {
-    if (const Plan* plan = FindPlan(text)) return *plan;
-    {
-        py::gil_scoped_acquire gil;
-        try {
-            py::module_::import("jax_flash.cuda.call").attr("resolve")(py::str(text.data(), text.size()));
-        } catch (py::error_already_set& error) {
-            // Copy the message out while the GIL is held; the exception itself holds Python objects.
-            throw std::runtime_error(error.what());
-        }
-    }
-    const Plan* plan = FindPlan(text);
-    if (plan == nullptr) throw std::runtime_error("resolve() registered no plan for this call");
-    return *plan;
+using Addresses = std::array<CUdeviceptr, kMaxBuffers>;  // operands first
+
+// What a call site keeps from its instantiation to the end of its executable.
+struct State {
+    static ffi::TypeId id;
+
+    std::shared_ptr<Plan> plan;
+};
+ffi::TypeId State::id = {};
+
+ffi::Error ToError(const std::exception& error) {
+    const bool invalid = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
+    return ffi::Error(invalid ? ffi::ErrorCode::kInvalidArgument : ffi::ErrorCode::kInternal,
+                      std::string("jax_flash: ") + error.what());
 }
 
-void Expect(const std::string& what, std::size_t got, std::size_t want) {
+// The plan that `text` describes, built by Python, which compiles its kernels or finds them in the cache: the program
+// may have been traced in another process.
+std::shared_ptr<Plan> Resolve(std::string_view text) {
+    py::gil_scoped_acquire gil;
+    try {
+        return py::module_::import("jax_flash.cuda.call")
+            .attr("resolve")(py::str(text.data(), text.size()))
+            .cast<std::shared_ptr<Plan>>();
+    } catch (py::error_already_set& error) {
+        // Copy the message out while the GIL is held; the exception itself holds Python objects.
+        if (error.matches(PyExc_ValueError)) throw std::invalid_argument(py::str(error.value()));
+        throw std::runtime_error(error.what());
+    }
+}
+
+void Expect(std::size_t got, std::size_t want, const char* what) {
     if (got != want) {
-        throw std::invalid_argument(what + ": the call has " + std::to_string(got) + " and its launch plan " +
-                                    std::to_string(want));
+        throw std::invalid_argument(std::string(what) + ": the call has " + std::to_string(got) +
+                                    " and its launch plan " + std::to_string(want));
     }
 }
 
-// The addresses of the call's buffers, which must have the sizes that `plan` was made for.
-std::vector<CUdeviceptr> Addresses(const Plan& plan, ffi::RemainingArgs operands, ffi::RemainingRets results) {
-    const auto& operand_bytes = plan.operand_bytes();
-    const auto& result_bytes = plan.result_bytes();
-    Expect("number of operands", operands.size(), operand_bytes.size());
-    Expect("number of results", results.size(), result_bytes.size());
-
-    std::vector<CUdeviceptr> addresses;
-    addresses.reserve(operands.size() + results.size());
+// The buffers' addresses. That costs every run, so only their number is checked.
+Addresses AddressesOf(const Plan& plan, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    Expect(operands.size(), plan.operand_bytes().size(), "number of operands");
+    Expect(results.size(), plan.result_bytes().size(), "number of results");
+    Addresses addresses;
+    std::size_t next = 0;
     for (std::size_t i = 0; i < operands.size(); ++i) {
-        const ffi::AnyBuffer buffer = operands.get<ffi::AnyBuffer>(i).value();
-        Expect("bytes of operand " + std::to_string(i), buffer.size_bytes(), operand_bytes[i]);
-        addresses.push_back(reinterpret_cast<CUdeviceptr>(buffer.untyped_data()));
+        addresses[next++] = reinterpret_cast<CUdeviceptr>(operands.get<ffi::AnyBuffer>(i)->untyped_data());
     }
     for (std::size_t i = 0; i < results.size(); ++i) {
-        const ffi::AnyBuffer buffer = *results.get<ffi::AnyBuffer>(i).value();
-        Expect("bytes of result " + std::to_string(i), buffer.size_bytes(), result_bytes[i]);
-        addresses.push_back(reinterpret_cast<CUdeviceptr>(buffer.untyped_data()));
+        addresses[next++] = reinterpret_cast<CUdeviceptr>((*results.get<ffi::AnyBuffer>(i))->untyped_data());
     }
     return addresses;
 }
 
-template <typename Function>
-ffi::Error ReturnErrors(Function&& function) {
+// The plan in the current context. The first time there, the buffers must have the sizes that the plan was made for; a
+// call site's never change.
+const PreparedPlan& PreparedIn(std::uint64_t context, Plan& plan, const Addresses& addresses,
+                               ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    if (const PreparedPlan* found = plan.Find(context)) return *found;
+    for (std::size_t i = 0; i < operands.size(); ++i) {
+        Expect(operands.get<ffi::AnyBuffer>(i)->size_bytes(), plan.operand_bytes()[i],
+               ("bytes of operand " + std::to_string(i)).c_str());
+    }
+    for (std::size_t i = 0; i < results.size(); ++i) {
+        Expect((*results.get<ffi::AnyBuffer>(i))->size_bytes(), plan.result_bytes()[i],
+               ("bytes of result " + std::to_string(i)).c_str());
+    }
+    return plan.Prepare(context, addresses.data());
+}
+
+ffi::ErrorOr<std::unique_ptr<State>> InstantiateImpl(std::string_view text) {
     try {
-        function();
-        return ffi::Error::Success();
-    } catch (const std::invalid_argument& error) {
-        return ffi::Error::InvalidArgument(std::string("jax_flash: ") + error.what());
+        return std::make_unique<State>(State{Resolve(text)});
     } catch (const std::exception& error) {
-        return ffi::Error::Internal(std::string("jax_flash: ") + error.what());
+        return ffi::Unexpected(ToError(error));
     }
 }
 
-ffi::Error InitializeImpl(ffi::RemainingArgs, ffi::RemainingRets, std::string_view text) {
-    return ReturnErrors([&] { Resolve(text).Load(); });
+ffi::Error InitializeImpl(State* state, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    try {
+        const std::uint64_t context = CurrentContext();
+        if (state->plan->Find(context) == nullptr) {
+            const Addresses addresses = AddressesOf(*state->plan, operands, results);
+            PreparedIn(context, *state->plan, addresses, operands, results);
+        }
+        return ffi::Error::Success();
+    } catch (const std::exception& error) {
+        return ToError(error);
+    }
 }
 
-ffi::Error ExecuteImpl(CUstream stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                       std::string_view text) {
-    return ReturnErrors([&] {
-        const Plan& plan = Resolve(text);
-        plan.Run(Addresses(plan, operands, results), stream);
-    });
+ffi::Error ExecuteImpl(CUstream stream, State* state, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    try {
+        const Addresses addresses = AddressesOf(*state->plan, operands, results);
+        const PreparedPlan& prepared = PreparedIn(CurrentContext(), *state->plan, addresses, operands, results);
+        state->plan->Run(prepared, addresses.data(), stream);
+        return ffi::Error::Success();
+    } catch (const std::exception& error) {
+        return ToError(error);
+    }
 }
 
 }  // namespace
 
+XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* call_frame) {
+    static auto* handler = ffi::Ffi::BindInstantiate()
+                               .Attr<std::string_view>("plan")
+                               .To(InstantiateImpl, {ffi::Traits::kCmdBufferCompatible})
+                               .release();
+    return handler->Call(call_frame);
+}
+
 XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* call_frame) {
     static auto* handler = ffi::Ffi::BindInitialize()
+                               .Ctx<ffi::State<State>>()
                                .RemainingArgs()
                                .RemainingRets()
-                               .Attr<std::string_view>("plan")
                                .To(InitializeImpl, {ffi::Traits::kCmdBufferCompatible})
                                .release();
     return handler->Call(call_frame);
@@ -105,12 +142,19 @@ XLA_FFI_Error* Initialize(XLA_FFI_CallFrame* call_frame) {
 XLA_FFI_Error* Execute(XLA_FFI_CallFrame* call_frame) {
     static auto* handler = ffi::Ffi::BindExecute()
                                .Ctx<ffi::PlatformStream<CUstream>>()
+                               .Ctx<ffi::State<State>>()
                                .RemainingArgs()
                                .RemainingRets()
-                               .Attr<std::string_view>("plan")
                                .To(ExecuteImpl, {ffi::Traits::kCmdBufferCompatible})
                                .release();
     return handler->Call(call_frame);
+}
+
+XLA_FFI_TypeId* StateTypeId() { return &State::id; }
+
+const XLA_FFI_TypeInfo* StateTypeInfo() {
+    static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<State>();
+    return &info;
 }
 
 }  // namespace jax_flash

@@ -11,7 +11,6 @@
 
 #include "handlers.h"
 #include "plan.h"
-#include "registry.h"
 
 namespace jax_flash {
 namespace {
@@ -67,15 +66,6 @@ py::capsule HandlerCapsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
     return py::capsule(reinterpret_cast<void*>(handler));
 }
 
-void Run(const Plan& plan, const std::vector<CUdeviceptr>& buffers, std::uintptr_t stream) {
-    const std::size_t count = plan.operand_bytes().size() + plan.result_bytes().size();
-    if (buffers.size() != count) {
-        throw std::invalid_argument("got " + std::to_string(buffers.size()) + " addresses for " +
-                                    std::to_string(count) + " buffers");
-    }
-    plan.Run(buffers, reinterpret_cast<CUstream>(stream));
-}
-
 PYBIND11_MODULE(_launcher, m) {
     m.doc() = "Runs launch plans on XLA's stream through the CUDA driver.";
 
@@ -99,30 +89,30 @@ PYBIND11_MODULE(_launcher, m) {
     py::class_<Zero>(m, "Zero").def(py::init([](std::size_t buffer) { return Zero{buffer}; }), py::arg("buffer"));
 
     py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-        .def(py::init<std::vector<std::size_t>, std::vector<std::size_t>, std::vector<std::variant<Launch, Zero>>>(),
-             py::arg("operand_bytes"), py::arg("result_bytes"), py::arg("steps"))
-        .def("load", &Plan::Load, py::call_guard<py::gil_scoped_release>(),
-             "Loads the kernels in the current CUDA context.")
-        .def("run", &Run, py::arg("buffers"), py::arg("stream"), py::call_guard<py::gil_scoped_release>(),
-             "Runs the steps on the stream with this address, of the current CUDA context. `buffers` "
-             "are device addresses, operands first.");
+        .def(py::init<ComputeCapability, std::vector<std::size_t>, std::vector<std::size_t>,
+                      std::vector<std::variant<Launch, Zero>>>(),
+             py::arg("compute_capability"), py::arg("operand_bytes"), py::arg("result_bytes"), py::arg("steps"))
+        .def_static("alive", &Plan::alive, "How many plans this process holds: those of executables, and Python's.");
 
-    m.def(
-        "register_plan",
-        [](const std::string& text, std::shared_ptr<Plan> plan) { RegisterPlan(text, std::move(plan)); },
-        py::arg("text"), py::arg("plan"), "Makes `text`, a custom call's attribute, mean `plan`.");
-    m.def(
-        "is_registered", [](const std::string& text) { return FindPlan(text) != nullptr; }, py::arg("text"),
-        "Whether `text` means a plan already.");
     m.def(
         "handlers",
         [] {
             py::dict stages;
+            stages["instantiate"] = HandlerCapsule(&Instantiate);
             stages["initialize"] = HandlerCapsule(&Initialize);
             stages["execute"] = HandlerCapsule(&Execute);
             return stages;
         },
         "The stages of every custom call, for jax.ffi.register_ffi_target.");
+    m.def(
+        "state_type",
+        [] {
+            py::dict type;
+            type["type_id"] = py::capsule(static_cast<void*>(StateTypeId()));
+            type["type_info"] = py::capsule(const_cast<XLA_FFI_TypeInfo*>(StateTypeInfo()));
+            return type;
+        },
+        "The type of what a custom call keeps from stage to stage, for jax.ffi.register_ffi_type.");
     m.def(
         "driver_version",
         [] {

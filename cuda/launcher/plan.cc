@@ -3,18 +3,9 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
-#include <utility>
 
 namespace jax_flash {
 namespace {
-
-constexpr std::size_t kMaxParameterBytes = 4096;  // of a kernel, in every supported driver
-
-std::uint64_t CurrentContext() {
-    unsigned long long id = 0;
-    Check(GetDriver().ctx_get_id(nullptr, &id), "cuCtxGetId", "no CUDA context is current");
-    return id;
-}
 
 CUtensorMap Encode(const TensorMap& map, CUdeviceptr address, const std::string& subject) {
     static constexpr cuuint32_t kUnitStrides[5] = {1, 1, 1, 1, 1};
@@ -25,6 +16,55 @@ CUtensorMap Encode(const TensorMap& map, CUdeviceptr address, const std::string&
                                               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
           "cuTensorMapEncodeTiled", subject);
     return encoded;
+}
+
+// Throws unless `size` bytes at `offset` lie in a struct of `bytes`, aligned.
+void ExpectField(std::size_t offset, std::size_t size, std::size_t bytes) {
+    if (offset % std::min(size, alignof(CUtensorMap)) != 0 || offset > bytes || size > bytes - offset) {
+        throw std::invalid_argument("a field of " + std::to_string(size) + " bytes at " + std::to_string(offset) +
+                                    " of " + std::to_string(bytes));
+    }
+}
+
+void ExpectParameters(const Launch& launch, std::size_t buffers) {
+    const std::size_t bytes = launch.parameters.size();
+    if (bytes > kMaxParameterBytes) {
+        throw std::invalid_argument("parameters are " + std::to_string(bytes) + " bytes; they may be up to " +
+                                    std::to_string(kMaxParameterBytes));
+    }
+    auto expect = [&](const auto& field, std::size_t size) {
+        if (field.buffer >= buffers) {
+            throw std::invalid_argument("buffer " + std::to_string(field.buffer) + " of " + std::to_string(buffers));
+        }
+        ExpectField(field.offset, size, bytes);
+    };
+    for (const Pointer& pointer : launch.pointers) expect(pointer, sizeof(CUdeviceptr));
+    for (const TensorMap& map : launch.tensor_maps) expect(map, sizeof(CUtensorMap));
+}
+
+void RunZero(std::size_t buffer, std::size_t bytes, CUdeviceptr address, CUstream stream) {
+    const CUresult result = GetDriver().memset_d8_async(address, 0, bytes, stream);
+    if (result != CUDA_SUCCESS) Check(result, "cuMemsetD8Async", "zeroing buffer " + std::to_string(buffer));
+}
+
+void RunLaunch(const Launch& launch, const PreparedLaunch& prepared, const CUdeviceptr* buffers, CUstream stream) {
+    const Driver& driver = GetDriver();
+    const std::string& subject = launch.kernel->description();
+    alignas(CUtensorMap) unsigned char parameters[kMaxParameterBytes];
+    std::memcpy(parameters, prepared.parameters.data(), launch.parameters.size());
+    for (const Pointer& pointer : launch.pointers) {
+        std::memcpy(parameters + pointer.offset, &buffers[pointer.buffer], sizeof(CUdeviceptr));
+    }
+    for (const TensorMap& map : launch.tensor_maps) {
+        Check(driver.tensor_map_replace_address(reinterpret_cast<CUtensorMap*>(parameters + map.offset),
+                                                reinterpret_cast<void*>(buffers[map.buffer])),
+              "cuTensorMapReplaceAddress", subject);
+    }
+    CUlaunchConfig config = prepared.config;
+    config.hStream = stream;
+    config.attrs = const_cast<CUlaunchAttribute*>(prepared.attributes);
+    void* addresses[] = {parameters};
+    Check(driver.launch_kernel_ex(&config, prepared.function, addresses, nullptr), "cuLaunchKernelEx", subject);
 }
 
 }  // namespace
@@ -56,42 +96,34 @@ CUfunction Kernel::Load(std::uint64_t context, unsigned shared_bytes) {
     return loaded.function;
 }
 
-Plan::Plan(std::vector<std::size_t> operand_bytes, std::vector<std::size_t> result_bytes,
-           std::vector<std::variant<Launch, Zero>> steps)
-    : operand_bytes_(std::move(operand_bytes)), result_bytes_(std::move(result_bytes)), steps_(std::move(steps)) {
+std::atomic<int> Plan::alive_{0};
+
+Plan::Plan(ComputeCapability planned_for, std::vector<std::size_t> operand_bytes,
+           std::vector<std::size_t> result_bytes, std::vector<std::variant<Launch, Zero>> steps)
+    : planned_for_(planned_for),
+      operand_bytes_(std::move(operand_bytes)),
+      result_bytes_(std::move(result_bytes)),
+      steps_(std::move(steps)) {
     const std::size_t count = operand_bytes_.size() + result_bytes_.size();
-    auto expect_buffer = [count](std::size_t buffer) {
-        if (buffer >= count) {
-            throw std::invalid_argument("buffer " + std::to_string(buffer) + " of " + std::to_string(count));
-        }
-    };
+    if (count > kMaxBuffers) {
+        throw std::invalid_argument("a plan has up to " + std::to_string(kMaxBuffers) + " buffers; got " +
+                                    std::to_string(count));
+    }
     for (const auto& step : steps_) {
-        if (const Zero* zero = std::get_if<Zero>(&step)) {
-            expect_buffer(zero->buffer);
-            continue;
-        }
-        const Launch& launch = std::get<Launch>(step);
-        const std::size_t bytes = launch.parameters.size();
-        auto expect_field = [bytes](std::size_t offset, std::size_t size) {
-            if (offset % std::min<std::size_t>(size, alignof(CUtensorMap)) != 0 || offset > bytes ||
-                size > bytes - offset) {
-                throw std::invalid_argument("a field of " + std::to_string(size) + " bytes at " +
-                                            std::to_string(offset) + " of " + std::to_string(bytes));
-            }
-        };
-        if (bytes > kMaxParameterBytes) {
-            throw std::invalid_argument("parameters are " + std::to_string(bytes) + " bytes; they may be up to " +
-                                        std::to_string(kMaxParameterBytes));
-        }
-        for (const Pointer& pointer : launch.pointers) {
-            expect_buffer(pointer.buffer);
-            expect_field(pointer.offset, sizeof(CUdeviceptr));
-        }
-        for (const TensorMap& map : launch.tensor_maps) {
-            expect_buffer(map.buffer);
-            expect_field(map.offset, sizeof(CUtensorMap));
+        if (const Launch* launch = std::get_if<Launch>(&step)) {
+            ExpectParameters(*launch, count);
+        } else if (std::get<Zero>(step).buffer >= count) {
+            throw std::invalid_argument("buffer " + std::to_string(std::get<Zero>(step).buffer) + " of " +
+                                        std::to_string(count));
         }
     }
+    ++alive_;
+}
+
+Plan::~Plan() {
+    const PreparedPlan* prepared = prepared_.load();
+    while (prepared != nullptr) delete std::exchange(prepared, prepared->next);
+    --alive_;
 }
 
 std::size_t Plan::BytesOf(std::size_t buffer) const {
@@ -99,58 +131,28 @@ std::size_t Plan::BytesOf(std::size_t buffer) const {
     return buffer < operands ? operand_bytes_[buffer] : result_bytes_[buffer - operands];
 }
 
-void Plan::Load() const {
-    const std::uint64_t context = CurrentContext();
-    for (const auto& step : steps_) {
-        if (const Launch* launch = std::get_if<Launch>(&step)) {
-            launch->kernel->Load(context, launch->shared_bytes);
-        }
-    }
+void Plan::CheckDevice() const {
+    const Driver& driver = GetDriver();
+    CUdevice device;
+    char name[128] = "";
+    int major = 0, minor = 0;
+    Check(driver.ctx_get_device(&device), "cuCtxGetDevice", "asking for the device of the call");
+    Check(driver.device_get_attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+          "cuDeviceGetAttribute", "asking for the compute capability");
+    Check(driver.device_get_attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
+          "cuDeviceGetAttribute", "asking for the compute capability");
+    if (ComputeCapability{major, minor} == planned_for_) return;
+    Check(driver.device_get_name(name, sizeof name, device), "cuDeviceGetName", "asking for the device's name");
+    throw std::invalid_argument("the program was traced for a device of compute capability " +
+                                std::to_string(planned_for_.first) + "." + std::to_string(planned_for_.second) +
+                                ", and this one, " + name + ", has " + std::to_string(major) + "." +
+                                std::to_string(minor) + "; trace it again on this device");
 }
 
-void Plan::Run(const std::vector<CUdeviceptr>& buffers, CUstream stream) const {
-    const std::uint64_t context = CurrentContext();
-    for (const auto& step : steps_) {
-        std::visit([&](const auto& s) { RunStep(s, context, buffers, stream); }, step);
-    }
-}
-
-void Plan::RunStep(const Zero& zero, std::uint64_t, const std::vector<CUdeviceptr>& buffers, CUstream stream) const {
-    const std::size_t bytes = BytesOf(zero.buffer);
-    Check(GetDriver().memset_d8_async(buffers[zero.buffer], 0, bytes, stream), "cuMemsetD8Async",
-          "zeroing buffer " + std::to_string(zero.buffer));
-}
-
-void Plan::RunStep(const Launch& launch, std::uint64_t context, const std::vector<CUdeviceptr>& buffers,
-                   CUstream stream) const {
-    const std::string& subject = launch.kernel->description();
-    alignas(CUtensorMap) unsigned char parameters[kMaxParameterBytes];
-    std::memcpy(parameters, launch.parameters.data(), launch.parameters.size());
-    for (const Pointer& pointer : launch.pointers) {
-        std::memcpy(parameters + pointer.offset, &buffers[pointer.buffer], sizeof(CUdeviceptr));
-    }
-    for (const TensorMap& map : launch.tensor_maps) {
-        const CUtensorMap encoded = Encode(map, buffers[map.buffer], subject);
-        std::memcpy(parameters + map.offset, &encoded, sizeof encoded);
-    }
-    void* addresses[] = {parameters};
-
-    CUlaunchAttribute attributes[2] = {};
-    unsigned count = 0;
-    if (launch.cluster > 1) {
-        attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-        attributes[count].value.clusterDim.x = launch.cluster;
-        attributes[count].value.clusterDim.y = 1;
-        attributes[count].value.clusterDim.z = 1;
-        ++count;
-    }
-    if (launch.overlap_previous) {
-        attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        attributes[count].value.programmaticStreamSerializationAllowed = 1;
-        ++count;
-    }
-
-    CUlaunchConfig config = {};
+PreparedLaunch Plan::PrepareLaunch(const Launch& launch, std::uint64_t context, const CUdeviceptr* buffers) const {
+    PreparedLaunch prepared = {};
+    prepared.function = launch.kernel->Load(context, launch.shared_bytes);
+    CUlaunchConfig& config = prepared.config;
     config.gridDimX = launch.grid[0];
     config.gridDimY = launch.grid[1];
     config.gridDimZ = launch.grid[2];
@@ -158,11 +160,55 @@ void Plan::RunStep(const Launch& launch, std::uint64_t context, const std::vecto
     config.blockDimY = 1;
     config.blockDimZ = 1;
     config.sharedMemBytes = launch.shared_bytes;
-    config.hStream = stream;
-    config.attrs = attributes;
-    config.numAttrs = count;
-    Check(GetDriver().launch_kernel_ex(&config, launch.kernel->Load(context, launch.shared_bytes), addresses, nullptr),
-          "cuLaunchKernelEx", subject);
+    if (launch.cluster > 1) {
+        CUlaunchAttribute& attribute = prepared.attributes[config.numAttrs++];
+        attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute.value.clusterDim.x = launch.cluster;
+        attribute.value.clusterDim.y = 1;
+        attribute.value.clusterDim.z = 1;
+    }
+    if (launch.overlap_previous) {
+        CUlaunchAttribute& attribute = prepared.attributes[config.numAttrs++];
+        attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+    }
+
+    const std::size_t bytes = launch.parameters.size();
+    prepared.parameters.resize((bytes + sizeof(CUtensorMap) - 1) / sizeof(CUtensorMap));
+    auto* parameters = reinterpret_cast<unsigned char*>(prepared.parameters.data());
+    std::memcpy(parameters, launch.parameters.data(), bytes);
+    for (const TensorMap& map : launch.tensor_maps) {
+        const CUtensorMap encoded = Encode(map, buffers[map.buffer], launch.kernel->description());
+        std::memcpy(parameters + map.offset, &encoded, sizeof encoded);
+    }
+    return prepared;
+}
+
+const PreparedPlan& Plan::Prepare(std::uint64_t context, const CUdeviceptr* buffers) {
+    std::lock_guard<std::mutex> lock(preparing_);
+    if (const PreparedPlan* found = Find(context)) return *found;
+    CheckDevice();
+    auto prepared = std::make_unique<PreparedPlan>();
+    prepared->context = context;
+    for (const auto& step : steps_) {
+        const Launch* launch = std::get_if<Launch>(&step);
+        prepared->launches.push_back(launch ? PrepareLaunch(*launch, context, buffers) : PreparedLaunch{});
+    }
+    prepared->next = prepared_.load(std::memory_order_relaxed);
+    const PreparedPlan* published = prepared.release();
+    prepared_.store(published, std::memory_order_release);
+    return *published;
+}
+
+void Plan::Run(const PreparedPlan& prepared, const CUdeviceptr* buffers, CUstream stream) const {
+    for (std::size_t i = 0; i < steps_.size(); ++i) {
+        if (const Launch* launch = std::get_if<Launch>(&steps_[i])) {
+            RunLaunch(*launch, prepared.launches[i], buffers, stream);
+        } else {
+            const std::size_t buffer = std::get<Zero>(steps_[i]).buffer;
+            RunZero(buffer, BytesOf(buffer), buffers[buffer], stream);
+        }
+    }
 }
 
 }  // namespace jax_flash

@@ -1,21 +1,28 @@
-// A launch plan, ready to run: the C++ form of jax_flash.cuda.launch_plan.LaunchPlan.
+// A launch plan, decoded: the C++ form of jax_flash.cuda.launch_plan.LaunchPlan.
 //
 // Buffers are numbered, operands first and results after them.
 #pragma once
 
 #include <cuda.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <variant>
 #include <vector>
 
 #include "driver.h"
 
 namespace jax_flash {
+
+// Bytes of a kernel's parameter struct, at most, in every supported driver.
+constexpr std::size_t kMaxParameterBytes = 4096;
+// Operands and results of a call, at most. Their addresses lie on the stack during a run.
+constexpr std::size_t kMaxBuffers = 64;
 
 // One compiled entry point, loaded once in each context that it runs in. Shared by all plans that
 // launch it; safe to use from many threads.
@@ -51,8 +58,8 @@ struct Pointer {
     std::size_t buffer;
 };
 
-// Field of a kernel's parameter struct: a tensor map over a buffer. Axes are innermost first; `strides` are bytes and
-// start with axis 1.
+// Field of a kernel's parameter struct: a tensor map over a buffer. Axes are innermost first;
+// `strides` are bytes and start with axis 1.
 struct TensorMap {
     std::size_t offset;
     std::size_t buffer;
@@ -80,32 +87,71 @@ struct Zero {
     std::size_t buffer;
 };
 
+// A launch in one context: all that a run can be spared.
+struct PreparedLaunch {
+    CUfunction function;
+    CUlaunchConfig config;  // but for its stream and attributes
+    CUlaunchAttribute attributes[2];
+    // The parameter struct, with tensor maps over buffers of an earlier run, and no other addresses.
+    std::vector<CUtensorMap> parameters;  // by its type, for its alignment
+};
+
+// A plan in one context. Immutable once it is published.
+struct PreparedPlan {
+    std::uint64_t context;                 // by cuCtxGetId
+    std::vector<PreparedLaunch> launches;  // of the plan's steps, in order; empty ones for those that launch nothing
+    const PreparedPlan* next;              // of another context
+};
+
+using ComputeCapability = std::pair<int, int>;
+
+// Safe to use from many threads. Only `Prepare` allocates, loads or locks.
 class Plan {
   public:
-    // Throws std::invalid_argument where a step names a buffer that is not there.
-    Plan(std::vector<std::size_t> operand_bytes, std::vector<std::size_t> result_bytes,
+    // `planned_for` is the compute capability of the devices that may run the plan.
+    //
+    // Throws std::invalid_argument where a step names a buffer or a field that is not there.
+    Plan(ComputeCapability planned_for, std::vector<std::size_t> operand_bytes, std::vector<std::size_t> result_bytes,
          std::vector<std::variant<Launch, Zero>> steps);
+    ~Plan();
+    Plan(const Plan&) = delete;
+    Plan& operator=(const Plan&) = delete;
 
     const std::vector<std::size_t>& operand_bytes() const { return operand_bytes_; }
     const std::vector<std::size_t>& result_bytes() const { return result_bytes_; }
 
-    // Loads every kernel in the current context, so that Run allocates and loads nothing on the device.
-    void Load() const;
+    // The plan in `context`, or null where it has not been prepared there.
+    const PreparedPlan* Find(std::uint64_t context) const {
+        const PreparedPlan* found = prepared_.load(std::memory_order_acquire);
+        while (found != nullptr && found->context != context) found = found->next;
+        return found;
+    }
 
-    // Runs the steps on `stream`, of the current context. `buffers` holds as many addresses as there
-    // are operands and results. Throws std::runtime_error on a CUDA error.
-    void Run(const std::vector<CUdeviceptr>& buffers, CUstream stream) const;
+    // The same, prepared now: kernels loaded and tensor maps encoded over `buffers`, as many addresses as
+    // there are operands and results. `context` is current.
+    //
+    // Throws std::runtime_error on a CUDA error, std::invalid_argument on a device of another compute capability.
+    const PreparedPlan& Prepare(std::uint64_t context, const CUdeviceptr* buffers);
+
+    // Runs the steps on `stream`, of the context that `prepared` is for. Throws std::runtime_error on a CUDA error.
+    void Run(const PreparedPlan& prepared, const CUdeviceptr* buffers, CUstream stream) const;
+
+    // Plans of this process that are not freed yet.
+    static int alive() { return alive_.load(); }
 
   private:
-    void RunStep(const Launch& launch, std::uint64_t context, const std::vector<CUdeviceptr>& buffers,
-                 CUstream stream) const;
-    void RunStep(const Zero& zero, std::uint64_t context, const std::vector<CUdeviceptr>& buffers,
-                 CUstream stream) const;
+    void CheckDevice() const;
+    PreparedLaunch PrepareLaunch(const Launch& launch, std::uint64_t context, const CUdeviceptr* buffers) const;
     std::size_t BytesOf(std::size_t buffer) const;
 
+    static std::atomic<int> alive_;
+
+    const ComputeCapability planned_for_;
     const std::vector<std::size_t> operand_bytes_;
     const std::vector<std::size_t> result_bytes_;
     const std::vector<std::variant<Launch, Zero>> steps_;
+    std::atomic<const PreparedPlan*> prepared_{nullptr};  // the first of a list that only grows
+    std::mutex preparing_;
 };
 
 }  // namespace jax_flash

@@ -41,21 +41,17 @@ class Zero:
 class Plan:
     def __init__(
         self,
+        compute_capability: tuple[int, int],
         operand_bytes: Sequence[int],
         result_bytes: Sequence[int],
         steps: Sequence[Launch | Zero],
     ) -> None: ...
-    def load(self) -> None:
-        """Loads the kernels in the current CUDA context."""
+    @staticmethod
+    def alive() -> int:
+        """How many plans this process holds: those of executables, and Python's."""
 
-    def run(self, buffers: Sequence[int], stream: int) -> None:
-        """Runs the steps on a stream of the current CUDA context, on device addresses, operands first."""
-
-def register_plan(text: str, plan: Plan) -> None:
-    """Makes `text`, a custom call's attribute, mean `plan`."""
-
-def is_registered(text: str) -> bool:
-    """Whether `text` means a plan already."""
+def state_type() -> dict[str, Any]:
+    """The type of what a custom call keeps from stage to stage, for `jax.ffi.register_ffi_type`."""
 
 def handlers() -> dict[str, Any]:
     """The stages of every custom call, for `jax.ffi.register_ffi_target`."""

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash.cuda import _launcher, launch_plan
+from jax_flash.cuda import _launcher, launch_plan, plan_check
 from jax_flash.cuda.compile import compile_kernel, describe
 from jax_flash.cuda.launch_plan import (
     Buffer,
@@ -22,6 +22,8 @@ from jax_flash.cuda.parameters import layout, pack
 # The names that operations have in HLO and in profiles. All run the same launcher.
 TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds")
 
+# A call's state is its decoded plan. XLA has to know the type ahead of the handlers.
+jax.ffi.register_ffi_type("jax_flash_plan", _launcher.state_type(), platform="CUDA")
 for _target in TARGETS:
     jax.ffi.register_ffi_target(_target, _launcher.handlers(), platform="CUDA")
 
@@ -37,18 +39,22 @@ def call(target: str, plan: LaunchPlan, *arrays: jax.Array) -> tuple[jax.Array, 
     NvrtcNotFoundError.
     """
     _check_operands(plan.operands, arrays)
-    text = launch_plan.dump(plan)
-    _register(text, plan)
+    _compile_all(plan)
     results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in plan.results]
-    return tuple(jax.ffi.ffi_call(target, results)(*arrays, plan=text))
+    return tuple(jax.ffi.ffi_call(target, results)(*arrays, plan=launch_plan.dump(plan)))
 
 
-def resolve(text: str) -> None:
-    """Registers the plan that `text`, a custom call's attribute, describes.
+def resolve(text: str) -> _launcher.Plan:
+    """The plan that `text`, a custom call's attribute, describes.
 
-    The launcher calls this for a program that another process traced.
+    The launcher calls this once for each call of a program that XLA loads. Another process may have traced
+    it, so kernels are compiled here if they have to be, and the plan is checked.
+
+    Raises ValueError where the plan is none that this package makes, CompileError, and NvrtcNotFoundError.
     """
-    _register(text, launch_plan.load(text))
+    plan = launch_plan.load(text)
+    plan_check.check(plan)
+    return build(plan)
 
 
 def build(plan: LaunchPlan) -> _launcher.Plan:
@@ -84,15 +90,11 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
         )
 
     return _launcher.Plan(
+        compute_capability=plan.compute_capability,
         operand_bytes=[buffer.bytes for buffer in plan.operands],
         result_bytes=[buffer.bytes for buffer in plan.results],
         steps=[step(s) for s in plan.steps],
     )
-
-
-def _register(text: str, plan: LaunchPlan) -> None:
-    if not _launcher.is_registered(text):
-        _launcher.register_plan(text, build(plan))
 
 
 def _compile_all(plan: LaunchPlan) -> dict[Kernel, _launcher.Kernel]:

@@ -1,12 +1,17 @@
 """A launch plan: everything that the launcher needs to run a call, as plain values.
 
 Planning is pure Python over static shapes, so a plan can be printed, compared and checked against
-hardware limits with no GPU. `dump` and `load` carry it through an XLA attribute as JSON.
+hardware limits with no GPU. `dump` and `load` carry it through an XLA attribute as JSON; plan_check.py
+says whether a plan that came so may run.
 """
 
 import dataclasses
+import functools
 import json
 import math
+import re
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -169,6 +174,22 @@ class LaunchPlan:
     def launches(self) -> tuple[Launch, ...]:
         return tuple(step for step in self.steps if isinstance(step, Launch))
 
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Of the devices that may run the plan. ValueError unless all kernels are for one."""
+        found = {kernel_capability(launch.kernel) for launch in self.launches}
+        if len(found) != 1:
+            raise ValueError(f"a plan is for one compute capability, and this is for {sorted(found)}")
+        return found.pop()
+
+
+def kernel_capability(kernel: Kernel) -> tuple[int, int]:
+    """The compute capability that `kernel` is compiled for, (9, 0) from "sm_90a"."""
+    match = re.fullmatch(r"sm_(\d{1,2})(\d)[af]?", kernel.arch)
+    if match is None:
+        raise ValueError(f"{kernel.entry} is for {kernel.arch!r}; an architecture is named as 'sm_90a'")
+    return int(match[1]), int(match[2])
+
 
 _TYPES = {c.__name__: c for c in (Buffer, Kernel, Struct, Pointer, TensorMap, Launch, Zero, LaunchPlan)}
 
@@ -186,12 +207,58 @@ def dump(plan: LaunchPlan) -> str:
 
 
 def load(text: str) -> LaunchPlan:
-    """The inverse of `dump`."""
+    """The inverse of `dump`.
 
-    def decode(value: Any) -> Any:
-        if isinstance(value, dict):
-            ((name, fields),) = value.items()
-            return _TYPES[name](*map(decode, fields))
-        return tuple(map(decode, value)) if isinstance(value, list) else value
+    Raises ValueError where `text` isn't the JSON of a plan, with values of the right types.
+    """
+    try:
+        plan = _decode(json.loads(text, parse_constant=_refuse_constant))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"not a launch plan: {error}") from error
+    if not isinstance(plan, LaunchPlan):
+        raise ValueError(f"not a launch plan: a {type(plan).__name__}")
+    return plan
 
-    return decode(json.loads(text))
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_decode, value))
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or (name := next(iter(value))) not in _TYPES:
+        raise ValueError(f"not a launch plan: it has a part {', '.join(value) or 'without a name'}")
+    fields = _decode(value[name])
+    hints = _hints(_TYPES[name])
+    if not isinstance(fields, tuple) or len(fields) != len(hints):
+        raise ValueError(f"not a launch plan: a {name} has the fields {', '.join(hints)}")
+    for (field, hint), given in zip(hints.items(), fields, strict=True):
+        if not _is(given, hint):
+            raise ValueError(f"not a launch plan: {name}.{field} is {given!r}")
+    return _TYPES[name](*fields)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"not a launch plan: it has a number {name}")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, in order."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Whether `value` is of the type `hint`: one of tuples, unions and classes."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is(value, argument) for argument in arguments)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if arguments[-1] is Ellipsis:
+            return all(_is(element, arguments[0]) for element in value)
+        return len(value) == len(arguments) and all(map(_is, value, arguments))
+    if hint in (int, float):
+        return isinstance(value, hint) and not isinstance(value, bool)
+    return isinstance(value, hint)

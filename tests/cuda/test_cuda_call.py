@@ -1,8 +1,11 @@
 """Launch plans as custom calls: traced, lowered and exported for CUDA with no GPU."""
 
 import dataclasses
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.export
@@ -47,7 +50,7 @@ def make_plan(factor: int | str = 2) -> LaunchPlan:
     """One of every kind of step and parameter."""
     launch = launch_plan.launch(
         kernel=Kernel("double.cu", "double_it", "sm_90a", (("FACTOR", factor),), PARAMETERS),
-        grid=(1, 1, 1),
+        grid=(2, 1, 1),
         block=32,
         shared_bytes=1024,
         arguments={
@@ -92,18 +95,69 @@ def test_lowers_to_a_custom_call_of_its_name(target):
     assert len(module) < 8000  # the plan travels in the program, and the machine code does not
 
 
-def test_tracing_compiles_and_registers_the_plan():
+def test_tracing_compiles_the_kernels(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(call, "_launcher_kernel", compiled.append)
     plan = make_plan(factor=3)
-    text = launch_plan.dump(plan)
-    assert not _launcher.is_registered(text)
     jax.eval_shape(lambda x: call.call("jax_flash_forward", plan, x), ROWS)
-    assert _launcher.is_registered(text)
+    assert compiled == [plan.launches[0].kernel]
 
 
-def test_resolve_registers_a_plan_from_its_text():
-    text = launch_plan.dump(make_plan(factor=4))
-    call.resolve(text)
-    assert _launcher.is_registered(text)
+def test_resolve_makes_a_plan_of_its_text():
+    assert isinstance(call.resolve(launch_plan.dump(make_plan(factor=4))), _launcher.Plan)
+
+
+PROGRAM = """if True:
+    import gc, jax, jax.numpy as jnp
+    from jax_flash.cuda import _launcher, launch_plan
+    from jax_flash.cuda.sm90.forward_plan import plan_forward
+    from jax_flash._device import H100
+    from jax_flash._spec import AttentionSpec, Operands
+
+    jax.devices()  # XLA's CPU client would take handlers that wait for it ahead of their types
+    jax.ffi.register_ffi_type("plan", _launcher.state_type(), platform="cpu")
+    jax.ffi.register_ffi_target("attend", _launcher.handlers(), platform="cpu")
+    query = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    plan = plan_forward(AttentionSpec(0.1), Operands(query, query, query), H100)
+    results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in plan.results]
+
+    def compiled(text):
+        def layers(query, key, value):
+            for _ in range(3):
+                query, _ = jax.ffi.ffi_call("attend", results)(query, key, value, plan=text)
+            return query
+        return jax.jit(layers).lower(query, query, query).compile()
+
+    executable = compiled(launch_plan.dump(plan))
+    print("compiled:", _launcher.Plan.alive())
+    operand = jnp.zeros(query.shape, query.dtype)
+    try:
+        jax.block_until_ready(executable(operand, operand, operand))
+    except Exception as error:
+        print("run:", str(error).splitlines()[-1])
+    del executable
+    gc.collect()
+    print("deleted:", _launcher.Plan.alive())
+    try:
+        compiled(launch_plan.dump(plan).replace("sm90/forward/", "/etc/"))
+    except Exception as error:
+        print("refused:", error)
+"""
+
+
+def test_xla_keeps_a_plan_for_each_call_of_an_executable():
+    """By XLA's CPU client, which instantiates as the one for CUDA does, and has no stream to run on."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines() == [
+        "compiled: 3",
+        "run: Failed to get platform stream: XLA FFI GPU context is not available",
+        "deleted: 0",
+        "refused: INVALID_ARGUMENT: jax_flash: the launch plan can't run: '/etc/forward.cu' is no source "
+        "among jax_flash's kernels",
+    ], done.stderr
 
 
 def test_a_kernel_that_does_not_compile_fails_where_it_was_called():

@@ -17,8 +17,8 @@ import pytest
 from jax_flash.cuda import _launcher, call
 
 SUPPORT = pathlib.Path(__file__).parents[1] / "support"
-OPERAND, SCRATCH = 0x1000, 0x2000  # addresses
-SIZES = {"operand_bytes": [512], "result_bytes": [256]}
+OPERAND, SCRATCH = 0x1000, 0x2000  # addresses of the buffers
+STAGES = {"instantiate": 0, "initialize": 2, "execute": 3}  # as XLA numbers them
 
 
 class FakeDriver:
@@ -30,9 +30,11 @@ class FakeDriver:
         self._library.fake_reset.argtypes = (ctypes.c_char_p, ctypes.c_ulonglong, ctypes.c_char_p)
         self.reset()
 
-    def reset(self, layout: str = "", context: int = 1, failing_call: str = "") -> None:
-        """Forgets the log; the next launches have parameters of `layout`, and `failing_call` fails."""
+    def reset(self, layout: str = "", context: int = 1, failing_call: str = "", device=(9, 0)) -> None:
+        """Forgets the log; the next launches have parameters of `layout`, and `failing_call` fails. `device`
+        is the compute capability of the device of every context."""
         self._library.fake_reset(layout.encode(), context, failing_call.encode())
+        self._library.fake_device(*device)
 
     def calls(self, name: str | None = None) -> list[dict]:
         lines = map(json.loads, self._library.fake_log().decode().splitlines())
@@ -65,42 +67,68 @@ def driver(library):
     return FakeDriver(library)
 
 
-class FakeXla:
-    """Calls the launcher's handlers."""
+class Site:
+    """A call site of an executable, as XLA keeps it: the handlers are called with its state."""
 
     INVALID_ARGUMENT, INTERNAL = 3, 13  # error codes
 
-    def __init__(self, library: pathlib.Path):
-        self._library = ctypes.CDLL(str(library))
-        self._library.call_handler.restype = ctypes.c_char_p
+    def __init__(self, library: ctypes.CDLL, text: str):
+        self._library = library
+        self._text = text.encode()
+        self._state = ctypes.c_void_p()
 
-    def call(self, stage: str, text: str, operand_bytes=(512,), result_bytes=(256,), stream: int = 77) -> str:
-        """The error, as "code: message", or an empty text. Addresses are 4096, 8192, and so on."""
-        sizes = (*operand_bytes, *result_bytes)
+    def call(self, stage: str, operand_bytes=(512,), result_bytes=(256,), stream=77, offset=0) -> str:
+        """The error, as "code: message", or an empty text. Addresses are 4096, 8192, and so on, plus
+        `offset`."""
+        sizes = () if stage == "instantiate" else (*operand_bytes, *result_bytes)
         return self._library.call_handler(
-            self._handler(stage),
-            {"initialize": 2, "execute": 3}[stage],
+            capsule_pointer(_launcher.handlers()[stage]),
+            STAGES[stage],
             ctypes.c_uint64(stream),
-            text.encode(),
-            len(operand_bytes),
-            len(result_bytes),
-            (ctypes.c_uint64 * len(sizes))(*(0x1000 * (i + 1) for i in range(len(sizes)))),
+            self._text,
+            ctypes.byref(self._state),
+            len(operand_bytes) if sizes else 0,
+            len(result_bytes) if sizes else 0,
+            (ctypes.c_uint64 * len(sizes))(*(0x1000 * (i + 1) + offset for i in range(len(sizes)))),
             (ctypes.c_int64 * len(sizes))(*sizes),
         ).decode()
 
-    def traits(self, stage: str) -> int:
-        return self._library.handler_traits(self._handler(stage))
+    def delete(self) -> None:
+        self._library.delete_state(capsule_pointer(_launcher.state_type()["type_info"]), self._state)
 
-    def _handler(self, stage: str) -> ctypes.c_void_p:
-        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer_of.restype = ctypes.c_void_p
-        pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
-        return ctypes.c_void_p(pointer_of(_launcher.handlers()[stage], None))
+
+def capsule_pointer(capsule) -> ctypes.c_void_p:
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype = ctypes.c_void_p
+    pointer_of.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    return ctypes.c_void_p(pointer_of(capsule, None))
 
 
 @pytest.fixture(scope="module")
-def xla(tmp_path_factory):
-    return FakeXla(build_library(tmp_path_factory.mktemp("fake"), "fake_xla.cc"))
+def xla(tmp_path_factory) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build_library(tmp_path_factory.mktemp("fake"), "fake_xla.cc")))
+    library.call_handler.restype = ctypes.c_char_p
+    library.register_type(capsule_pointer(_launcher.state_type()["type_id"]))
+    return library
+
+
+@pytest.fixture
+def site(driver, xla, monkeypatch):
+    """Makes call sites of plans, instantiated; they end with the test."""
+    plans = {}
+    made = []
+    monkeypatch.setattr(call, "resolve", lambda text: plans.pop(text))
+
+    def make(*steps, **others) -> Site:
+        plans["a plan"] = make_plan(*steps, **others)
+        found = Site(xla, "a plan")
+        assert found.call("instantiate") == ""
+        made.append(found)
+        return found
+
+    yield make
+    for each in made:
+        each.delete()
 
 
 def make_kernel(entry: str = "forward") -> "_launcher.Kernel":
@@ -119,17 +147,16 @@ def make_map(offset: int) -> "_launcher.TensorMap":
     return _launcher.TensorMap(offset, 0, "uint8", (16,), (), (16,), 0)
 
 
-def make_plan(*steps) -> "_launcher.Plan":
-    return _launcher.Plan(**SIZES, steps=list(steps))
+def make_plan(*steps, compute_capability=(9, 0)) -> "_launcher.Plan":
+    return _launcher.Plan(compute_capability, [512], [256], list(steps))
 
 
 def test_driver_version(driver):
     assert _launcher.driver_version() == (12, 8)
 
 
-def test_launch_configuration(driver):
-    plan = make_plan(make_launch(shared_bytes=49152, cluster=2, overlap_previous=True))
-    plan.run([OPERAND, SCRATCH], stream=77)
+def test_launch_configuration(driver, site):
+    site(make_launch(shared_bytes=49152, cluster=2, overlap_previous=True)).call("execute", stream=77)
     (launched,) = driver.calls("cuLaunchKernelEx")
     assert launched == {
         "call": "cuLaunchKernelEx",
@@ -144,72 +171,90 @@ def test_launch_configuration(driver):
     }
 
 
-def test_no_attribute_that_the_launch_does_not_ask_for(driver):
-    make_plan(make_launch()).run([OPERAND, SCRATCH], stream=0)
+def test_no_attribute_that_the_launch_does_not_ask_for(driver, site):
+    site(make_launch()).call("execute")
     (launched,) = driver.calls("cuLaunchKernelEx")
     assert "cluster" not in launched and "overlap" not in launched
     assert driver.calls("cuFuncSetAttribute") == []
 
 
-def test_addresses_are_written_between_the_numbers(driver):
-    driver.reset(layout="ppiulf")
+def test_addresses_are_written_between_the_numbers(driver, site):
     numbers = struct.pack("<16xiIqf4x", -5, 2**32 - 1, -(2**40), 0.125)
-    pointers = [_launcher.Pointer(0, 1), _launcher.Pointer(8, 0)]
-    make_plan(make_launch(numbers, pointers)).run([OPERAND, SCRATCH], stream=0)
-    (launched,) = driver.calls("cuLaunchKernelEx")
-    assert launched["parameters"] == [SCRATCH, OPERAND, -5, 2**32 - 1, -(2**40), 0.125]
+    of_call = site(make_launch(numbers, [_launcher.Pointer(0, 1), _launcher.Pointer(8, 0)]))
+    driver.reset(layout="ppiulf")
+    for offset in (0, 64):
+        assert of_call.call("execute", offset=offset) == ""
+    first, second = (launched["parameters"] for launched in driver.calls("cuLaunchKernelEx"))
+    assert first == [SCRATCH, OPERAND, -5, 2**32 - 1, -(2**40), 0.125]
+    assert second == [SCRATCH + 64, OPERAND + 64, *first[2:]]
 
 
-def test_tensor_maps_are_encoded_for_the_buffers_of_each_run(driver):
-    driver.reset(layout="mm")
+def test_tensor_maps_are_encoded_once_and_take_the_addresses_of_each_run(driver, site):
     first = _launcher.TensorMap(0, 0, "bfloat16", (64, 3, 5), (128, 384), (64, 1, 4), 128)
     second = _launcher.TensorMap(128, 1, "float32", (8,), (), (8,), 0)
-    plan = make_plan(make_launch(bytes(256), maps=[first, second]))
-    plan.run([OPERAND, SCRATCH], stream=0)
-    plan.run([OPERAND + 64, SCRATCH], stream=0)
+    of_call = site(make_launch(bytes(256), maps=[first, second]))
+    assert of_call.call("initialize") == ""
     encoded = driver.calls("cuTensorMapEncodeTiled")
-    assert [e["address"] for e in encoded] == [OPERAND, SCRATCH, OPERAND + 64, SCRATCH]
-    assert all(e["aligned"] for e in encoded)
+    assert [e["address"] for e in encoded] == [OPERAND, SCRATCH]
     want = {"type": 9, "sizes": [64, 3, 5], "strides": [128, 384], "box": [64, 1, 4]}
     want |= {"element_strides": [1, 1, 1], "swizzle": 3}
     assert {key: encoded[0][key] for key in want} == want
     assert (encoded[1]["type"], encoded[1]["strides"], encoded[1]["swizzle"]) == (7, [], 0)
-    launched = driver.calls("cuLaunchKernelEx")
-    assert [x for launch in launched for x in launch["parameters"]] == [e["id"] for e in encoded]
+
+    driver.reset(layout="mm")
+    for offset in (0, 64):
+        assert of_call.call("initialize", offset=offset) == of_call.call("execute", offset=offset) == ""
+    assert driver.calls("cuTensorMapEncodeTiled") == []
+    assert all(e["aligned"] for e in driver.calls("cuTensorMapReplaceAddress"))
+    ids = [e["id"] for e in encoded]
+    assert [launched["parameters"] for launched in driver.calls("cuLaunchKernelEx")] == [
+        [[ids[0], OPERAND + offset], [ids[1], SCRATCH + offset]] for offset in (0, 64)
+    ]
 
 
-def test_steps_run_in_order(driver):
-    plan = make_plan(
+def test_steps_run_in_order(driver, site):
+    of_call = site(
         make_launch(kernel=make_kernel("before")), _launcher.Zero(1), make_launch(kernel=make_kernel("after"))
     )
-    plan.load()
+    of_call.call("initialize")
     driver.reset()
-    plan.run([OPERAND, SCRATCH], stream=9)
+    of_call.call("execute", stream=9)
     before, zero, after = driver.calls()
     assert (before["name"], after["name"]) == ("before", "after")
     assert zero == {"call": "cuMemsetD8Async", "address": SCRATCH, "value": 0, "bytes": 256, "stream": 9}
 
 
-def test_modules_are_loaded_once_in_each_context(driver):
+def test_modules_are_loaded_once_in_each_context(driver, site):
     kernel = make_kernel()
-    plan, other = make_plan(make_launch(kernel=kernel)), make_plan(make_launch(kernel=kernel))
-    plan.load()
-    plan.run([OPERAND, SCRATCH], stream=0)
-    other.run([OPERAND, SCRATCH], stream=0)
+    of_call, other = site(make_launch(kernel=kernel)), site(make_launch(kernel=kernel))
+    of_call.call("initialize")
+    of_call.call("execute")
+    other.call("execute")
     assert len(driver.calls("cuModuleLoadData")) == 1
     driver.reset(context=2)
-    plan.run([OPERAND, SCRATCH], stream=0)
-    plan.run([OPERAND, SCRATCH], stream=0)
+    of_call.call("execute")
+    of_call.call("execute")
     assert len(driver.calls("cuModuleLoadData")) == 1
     driver.reset(context=1)
-    plan.run([OPERAND, SCRATCH], stream=0)
+    of_call.call("execute")
     assert driver.calls("cuModuleLoadData") == []
 
 
-def test_shared_memory_is_raised_to_the_most_that_any_launch_needs(driver):
+def test_initialize_loads_and_execute_only_launches(driver, site):
+    of_call = site(make_launch(shared_bytes=1000), _launcher.Zero(1))
+    assert driver.calls() == []
+    assert of_call.call("initialize") == of_call.call("initialize") == ""
+    loading = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+    assert [line["call"] for line in driver.calls()] == loading
+    driver.reset()
+    assert of_call.call("execute") == ""
+    assert [line["call"] for line in driver.calls()] == ["cuLaunchKernelEx", "cuMemsetD8Async"]
+
+
+def test_shared_memory_is_raised_to_the_most_that_any_launch_needs(driver, site):
     kernel = make_kernel()
     for shared_bytes in (1000, 3000, 2000):
-        make_plan(make_launch(kernel=kernel, shared_bytes=shared_bytes)).load()
+        site(make_launch(kernel=kernel, shared_bytes=shared_bytes)).call("initialize")
     max_dynamic_shared_bytes = 8
     assert [(c["attribute"], c["value"]) for c in driver.calls("cuFuncSetAttribute")] == [
         (max_dynamic_shared_bytes, 1000),
@@ -217,9 +262,9 @@ def test_shared_memory_is_raised_to_the_most_that_any_launch_needs(driver):
     ]
 
 
-def test_many_threads_load_a_kernel_once(driver):
-    plan = make_plan(make_launch(shared_bytes=1000))
-    threads = [threading.Thread(target=plan.run, args=([OPERAND, SCRATCH], 0)) for _ in range(8)]
+def test_many_threads_prepare_a_plan_once(driver, site):
+    of_call = site(make_launch(shared_bytes=1000))
+    threads = [threading.Thread(target=of_call.call, args=("execute",)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -228,36 +273,61 @@ def test_many_threads_load_a_kernel_once(driver):
     assert len(driver.calls("cuLaunchKernelEx")) == 8
 
 
+@pytest.mark.parametrize("stage", ["initialize", "execute"])
+def test_a_device_of_another_compute_capability_is_refused(driver, site, stage):
+    of_call = site(make_launch())
+    driver.reset(device=(8, 0))
+    message = (
+        "the program was traced for a device of compute capability 9.0, and this one, Fake GPU, has 8.0; "
+        "trace it again on this device"
+    )
+    assert of_call.call(stage) == f"{Site.INVALID_ARGUMENT}: jax_flash: {message}"
+    assert driver.calls() == []
+    driver.reset(device=(9, 0))
+    assert of_call.call(stage) == ""
+
+
+def test_plans_end_with_their_executables(driver, xla, monkeypatch):
+    before = _launcher.Plan.alive()
+    monkeypatch.setattr(call, "resolve", lambda text: make_plan(make_launch()))
+    sites = [Site(xla, f"plan {i}") for i in range(50)]
+    for each in sites:
+        assert each.call("instantiate") == each.call("initialize") == each.call("execute") == ""
+    assert _launcher.Plan.alive() == before + 50
+    for each in sites:
+        each.delete()
+    assert _launcher.Plan.alive() == before
+
+
 @pytest.mark.parametrize(
     "failing_call, subject",
     [
         ("cuCtxGetId", "no CUDA context is current"),
+        ("cuDeviceGetAttribute", "asking for the compute capability"),
         ("cuModuleLoadData", "forward of some.cu"),
         ("cuModuleGetFunction", "forward of some.cu"),
         ("cuFuncSetAttribute", "forward of some.cu, 1000 bytes of dynamic shared memory"),
         ("cuTensorMapEncodeTiled", "forward of some.cu"),
+        ("cuTensorMapReplaceAddress", "forward of some.cu"),
         ("cuLaunchKernelEx", "forward of some.cu"),
         ("cuMemsetD8Async", "zeroing buffer 1"),
     ],
 )
-def test_errors_name_the_call_the_error_and_the_kernel(driver, failing_call, subject):
+def test_errors_name_the_call_the_error_and_the_kernel(driver, site, failing_call, subject):
     tensor_map = _launcher.TensorMap(0, 0, "float16", (8, 4), (16,), (8, 4), 32)
-    plan = make_plan(make_launch(bytes(128), maps=[tensor_map], shared_bytes=1000), _launcher.Zero(1))
+    of_call = site(make_launch(bytes(128), maps=[tensor_map], shared_bytes=1000), _launcher.Zero(1))
     driver.reset(layout="m", failing_call=failing_call)
-    with pytest.raises(RuntimeError) as raised:
-        plan.run([OPERAND, SCRATCH], stream=0)
     message = f"{failing_call} failed with CUDA_ERROR_INVALID_VALUE (invalid argument): {subject}"
-    assert str(raised.value) == message
+    assert of_call.call("execute") == f"{Site.INTERNAL}: jax_flash: {message}"
 
 
-def test_a_failed_load_is_tried_again(driver):
-    plan = make_plan(make_launch())
+def test_a_failed_load_is_tried_again(driver, site):
+    of_call = site(make_launch())
     driver.reset(failing_call="cuModuleGetFunction")
-    with pytest.raises(RuntimeError):
-        plan.run([OPERAND, SCRATCH], stream=0)
+    assert of_call.call("initialize") != ""
     assert len(driver.calls("cuModuleUnload")) == 1
     driver.reset()
-    plan.run([OPERAND, SCRATCH], stream=0)
+    assert of_call.call("execute") == ""
     assert len(driver.calls("cuLaunchKernelEx")) == 1
 
 
@@ -275,7 +345,7 @@ def test_a_failed_load_is_tried_again(driver):
         (lambda: make_plan(make_launch(bytes(128), maps=[make_map(64)])), "128 bytes at 64 of 128"),
         (lambda: make_plan(make_launch(bytes(256), maps=[make_map(32)])), "128 bytes at 32 of 256"),
         (lambda: make_plan(make_launch(bytes(4097))), "parameters are 4097 bytes; they may be up to 4096"),
-        (lambda: make_plan().run([OPERAND], stream=0), "got 1 addresses for 2 buffers"),
+        (lambda: _launcher.Plan((9, 0), [1] * 65, [], []), "up to 64 buffers; got 65"),
     ],
 )
 def test_values_that_cannot_be_are_refused(make, message):
@@ -283,62 +353,30 @@ def test_values_that_cannot_be_are_refused(make, message):
         make()
 
 
-def test_registry_keeps_the_first_plan():
-    assert not _launcher.is_registered("a plan of this test")
-    _launcher.register_plan("a plan of this test", make_plan())
-    _launcher.register_plan("a plan of this test", make_plan())
-    assert _launcher.is_registered("a plan of this test")
-
-
-def test_handlers_run_a_registered_plan(driver, xla):
-    driver.reset(layout="pp")
-    pointers = [_launcher.Pointer(0, 0), _launcher.Pointer(8, 1)]
-    _launcher.register_plan("handlers", make_plan(make_launch(bytes(16), pointers), _launcher.Zero(1)))
-    assert xla.call("initialize", "handlers") == ""
-    assert [line["call"] for line in driver.calls()] == ["cuModuleLoadData", "cuModuleGetFunction"]
-    driver.reset(layout="pp")
-    assert xla.call("execute", "handlers", stream=77) == ""
-    launched, zeroed = driver.calls()  # nothing is loaded any more
-    assert (launched["stream"], launched["parameters"]) == (77, [OPERAND, SCRATCH])
-    assert (zeroed["address"], zeroed["bytes"]) == (SCRATCH, 256)
-
-
 def test_handlers_are_compatible_with_command_buffers(xla):
-    assert xla.traits("initialize") == xla.traits("execute") == 1
+    handlers = _launcher.handlers()
+    assert set(handlers) == set(STAGES)
+    for stage in handlers:
+        assert xla.handler_traits(capsule_pointer(handlers[stage])) == 1
+
+
+@pytest.mark.parametrize(
+    "raised, error",
+    [
+        (RuntimeError("a kernel that does not compile"), "jax_flash: RuntimeError: a kernel that does not"),
+        (ValueError("what is no plan"), "jax_flash: what is no plan"),
+    ],
+)
+def test_handlers_report_what_goes_wrong_in_python(driver, xla, monkeypatch, raised, error):
+    def resolve(text):
+        raise raised
+
+    monkeypatch.setattr(call, "resolve", resolve)
+    code = Site.INVALID_ARGUMENT if isinstance(raised, ValueError) else Site.INTERNAL
+    assert Site(xla, "any").call("instantiate").startswith(f"{code}: {error}")
 
 
 @pytest.mark.parametrize("stage", ["initialize", "execute"])
-def test_handlers_resolve_a_plan_of_another_process(driver, xla, stage, monkeypatch):
-    text = f"resolved by {stage}"
-    resolved = []
-
-    def resolve(text):
-        resolved.append(text)
-        _launcher.register_plan(text, make_plan(make_launch()))
-
-    monkeypatch.setattr(call, "resolve", resolve)
-    assert xla.call(stage, text) == ""
-    assert xla.call(stage, text) == ""
-    assert resolved == [text]
-
-
-def test_handlers_report_what_goes_wrong_in_python(driver, xla, monkeypatch):
-    def resolve(text):
-        raise RuntimeError("a kernel that does not compile")
-
-    monkeypatch.setattr(call, "resolve", resolve)
-    error = xla.call("initialize", "of no process")
-    assert error.startswith(f"{xla.INTERNAL}: jax_flash: RuntimeError: a kernel that does not compile")
-
-
-def test_handlers_report_errors_of_the_driver(driver, xla):
-    _launcher.register_plan("failing", make_plan(make_launch()))
-    driver.reset(failing_call="cuLaunchKernelEx")
-    error = xla.call("execute", "failing")
-    message = "cuLaunchKernelEx failed with CUDA_ERROR_INVALID_VALUE (invalid argument): forward of some.cu"
-    assert error == f"{xla.INTERNAL}: jax_flash: {message}"
-
-
 @pytest.mark.parametrize(
     "sizes, message",
     [
@@ -348,10 +386,10 @@ def test_handlers_report_errors_of_the_driver(driver, xla):
         ({"result_bytes": (512,)}, "bytes of result 0: the call has 512 and its launch plan 256"),
     ],
 )
-def test_handlers_refuse_buffers_that_the_plan_was_not_made_for(driver, xla, sizes, message):
-    _launcher.register_plan("sizes", make_plan(make_launch()))
-    assert xla.call("execute", "sizes", **sizes) == f"{xla.INVALID_ARGUMENT}: jax_flash: {message}"
-    assert driver.calls("cuLaunchKernelEx") == []
+def test_handlers_refuse_buffers_that_the_plan_was_not_made_for(driver, site, stage, sizes, message):
+    of_call = site(make_launch())
+    assert of_call.call(stage, **sizes) == f"{Site.INVALID_ARGUMENT}: jax_flash: {message}"
+    assert driver.calls() == []
 
 
 def test_without_a_driver_the_module_imports_and_says_what_is_missing():

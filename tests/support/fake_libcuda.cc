@@ -2,7 +2,7 @@
 //
 // Each call appends one line of JSON to a log. A kernel's parameter struct carries no types through the
 // driver API, so a test first says its fields, one letter each: p address, i int32, u uint32, l int64,
-// f float32, m tensor map.
+// f float32, m tensor map (its number and address).
 #include <cuda.h>
 
 #include <cstdio>
@@ -19,6 +19,7 @@ std::string log_copy;
 std::string layout;
 std::string failing_call;
 unsigned long long context = 1;
+int capability[2] = {9, 0};  // of the device of every context
 unsigned long long count = 0;  // of modules, functions and tensor maps: their handles
 std::map<CUfunction, std::string> functions;
 
@@ -56,6 +57,11 @@ void fake_reset(const char* parameter_layout, unsigned long long current_context
     failing_call = call_that_fails;
 }
 
+void fake_device(int major, int minor) {
+    std::lock_guard<std::mutex> lock(mutex);
+    capability[0] = major, capability[1] = minor;
+}
+
 const char* fake_log() {
     std::lock_guard<std::mutex> lock(mutex);
     log_copy = calls.str();
@@ -81,6 +87,23 @@ CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
     std::lock_guard<std::mutex> lock(mutex);
     *id = context;
     return failing_call == "cuCtxGetId" ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetDevice(CUdevice* device) {
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) *value = capability[0];
+    if (attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) *value = capability[1];
+    return failing_call == "cuDeviceGetAttribute" ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetName(char* name, int length, CUdevice) {
+    std::snprintf(name, length, "Fake GPU");
+    return CUDA_SUCCESS;
 }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
@@ -114,6 +137,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     std::lock_guard<std::mutex> lock(mutex);
     *map = CUtensorMap{};
     map->opaque[0] = ++count;
+    map->opaque[1] = reinterpret_cast<size_t>(address);
     std::ostringstream fields;
     fields << "\"id\": " << count << ", \"aligned\": " << (reinterpret_cast<size_t>(map) % 64 == 0)
            << ", \"type\": " << type << ", \"address\": " << reinterpret_cast<size_t>(address)
@@ -121,6 +145,15 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
            << ", \"box\": " << List(box, rank) << ", \"element_strides\": " << List(element_strides, rank)
            << ", \"swizzle\": " << swizzle;
     return Record("cuTensorMapEncodeTiled", fields.str());
+}
+
+CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    map->opaque[1] = reinterpret_cast<size_t>(address);
+    std::ostringstream fields;
+    fields << "\"id\": " << map->opaque[0] << ", \"aligned\": " << (reinterpret_cast<size_t>(map) % 64 == 0)
+           << ", \"address\": " << reinterpret_cast<size_t>(address);
+    return Record("cuTensorMapReplaceAddress", fields.str());
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t size, CUstream stream) {
@@ -168,9 +201,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
             case 'f':
                 fields << Read<float>(field);
                 break;
-            case 'm':
-                fields << Read<CUtensorMap>(field).opaque[0];
+            case 'm': {
+                const CUtensorMap map = Read<CUtensorMap>(field);
+                fields << "[" << map.opaque[0] << ", " << map.opaque[1] << "]";
                 break;
+            }
         }
     }
     fields << "]";

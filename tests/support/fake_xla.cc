@@ -18,8 +18,26 @@ XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
     return new XLA_FFI_Error{std::to_string(args->errc) + ": " + args->message};
 }
 
+// XLA's own context, opaque to handlers: what they ask XLA for.
+struct Context {
+    std::uint64_t stream;
+    void* state;  // of the call site
+};
+
+Context& ContextOf(XLA_FFI_ExecutionContext* context) { return *reinterpret_cast<Context*>(context); }
+
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
-    args->stream = *reinterpret_cast<void**>(args->ctx);  // see call_handler
+    args->stream = reinterpret_cast<void*>(ContextOf(args->ctx).stream);
+    return nullptr;
+}
+
+XLA_FFI_Error* SetState(XLA_FFI_State_Set_Args* args) {
+    ContextOf(args->ctx).state = args->state;
+    return nullptr;
+}
+
+XLA_FFI_Error* GetState(XLA_FFI_State_Get_Args* args) {
+    args->state = ContextOf(args->ctx).state;
     return nullptr;
 }
 
@@ -52,12 +70,16 @@ struct Buffers {
 }  // namespace
 
 // Calls `handler` in `stage` on buffers of which the first `operands` are operands and the others
-// results. Returns its error, as "code: message", or an empty text; valid until the next call.
-extern "C" const char* call_handler(void* handler, int stage, std::uint64_t stream, const char* plan, int operands,
-                                    int results, const std::uint64_t* addresses, const std::int64_t* bytes) {
+// results. `state` is the call site's: set by the first stage, taken by the others. Returns the handler's
+// error, as "code: message", or an empty text; valid until the thread's next call.
+extern "C" const char* call_handler(void* handler, int stage, std::uint64_t stream, const char* plan, void** state,
+                                    int operands, int results, const std::uint64_t* addresses,
+                                    const std::int64_t* bytes) {
     auto api = MakeStruct<XLA_FFI_Api>(XLA_FFI_Api_STRUCT_SIZE);
     api.XLA_FFI_Error_Create = &CreateError;
     api.XLA_FFI_Stream_Get = &GetStream;
+    api.XLA_FFI_State_Set = &SetState;
+    api.XLA_FFI_State_Get = &GetState;
 
     Buffers operand_buffers(addresses, bytes, operands);
     Buffers result_buffers(addresses + operands, bytes + operands, results);
@@ -69,10 +91,10 @@ extern "C" const char* call_handler(void* handler, int stage, std::uint64_t stre
     void* values[] = {&text};
     XLA_FFI_AttrType attribute_types[] = {XLA_FFI_AttrType_STRING};
 
+    Context context{stream, *state};
     auto frame = MakeStruct<XLA_FFI_CallFrame>(XLA_FFI_CallFrame_STRUCT_SIZE);
     frame.api = &api;
-    // The context is XLA's own, opaque to handlers: here it is the stream.
-    frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&stream);
+    frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&context);
     frame.stage = static_cast<XLA_FFI_ExecutionStage>(stage);
     frame.args = MakeStruct<XLA_FFI_Args>(XLA_FFI_Args_STRUCT_SIZE);
     frame.args.size = operands;
@@ -88,13 +110,22 @@ extern "C" const char* call_handler(void* handler, int stage, std::uint64_t stre
     frame.attrs.names = names;
     frame.attrs.attrs = values;
 
-    static std::string message;
+    thread_local std::string message;
     message.clear();
     if (XLA_FFI_Error* error = reinterpret_cast<XLA_FFI_Handler*>(handler)(&frame)) {
         message = error->message;
         delete error;
     }
+    *state = context.state;
     return message.c_str();
+}
+
+// Gives the type of a call site's state a number, as XLA does when it is registered.
+extern "C" void register_type(void* type_id) { static_cast<XLA_FFI_TypeId*>(type_id)->type_id = 1; }
+
+// Ends a call site's state, as XLA does with its executable.
+extern "C" void delete_state(void* type_info, void* state) {
+    static_cast<const XLA_FFI_TypeInfo*>(type_info)->deleter(state);
 }
 
 // The traits that `handler` announces to XLA.
