@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 
+from jax_flash import _gradients
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import dropout, fixed_point, mask_metadata
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
@@ -145,17 +145,11 @@ def gradients(
         found["bias"] = (d_bias * factor).astype(operands.bias.dtype)
     if operands.alibi_slopes is not None:
         d_slopes = results["d_slopes"].sum((2, 3)) * factor
-        found["alibi_slopes"] = _over_batch(d_slopes, operands.alibi_slopes)
+        d_slopes = _gradients.sum_to(d_slopes, operands.alibi_slopes.shape)
+        found["alibi_slopes"] = d_slopes.astype(operands.alibi_slopes.dtype)
     if operands.sinks is not None:
-        # A sink's probability is e^(sink - lse), and the cotangent of its logit that times -D. D is among the
-        # main kernel's statistics, beside lse in base 2, infinite for rows that attend to nothing.
-        lse, delta = results["statistics"][:, :, :, 0], results["statistics"][:, :, :, -1] * factor
-        logits = operands.sinks[:, :, None, None] * math.log2(math.e)
-        found["sinks"] = _over_batch(-(jnp.exp2(logits - lse) * delta).sum((2, 3)), operands.sinks)
+        # The preprocess kernel has made lse, in base 2, and delta for the main kernel, by blocks of queries.
+        B, N, *_ = results["statistics"].shape
+        lse, delta = (results["statistics"][:, :, :, i].reshape(B, N, -1) for i in (0, -1))
+        found["sinks"] = _gradients.of_sinks(operands.sinks, lse * math.log(2), delta * factor)
     return found
-
-
-def _over_batch(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-    """`gradient (B, N)` as that of an operand which may be one for all batch rows."""
-    shared = gradient.shape[0] != operand.shape[0]
-    return (gradient.sum(0, keepdims=True) if shared else gradient).astype(operand.dtype)

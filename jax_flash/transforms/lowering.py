@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _device, _dispatch
+from jax_flash import _device, _dispatch, _gradients
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
 from jax_flash.transforms.varying import vary_over, varying_axes
 
@@ -83,9 +83,7 @@ def backward(
     def restore(gradient: jax.Array, operand: jax.Array) -> jax.Array:
         if gradient.size == operand.size:
             return gradient.reshape(operand.shape)
-        gradient = _unfold(gradient, batch)
-        shared = [i for i, size in enumerate(batch) if operand.shape[i] != size]
-        return jnp.sum(gradient, axis=shared, keepdims=True)
+        return _gradients.sum_to(_unfold(gradient, batch), operand.shape)
 
     return Gradients(
         **{

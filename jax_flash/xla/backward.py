@@ -7,7 +7,7 @@ With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _packing
+from jax_flash import _device, _dropout, _gradients, _packing
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -38,14 +38,7 @@ def backward(
     dtype = logits.accumulator(operands)
     operands, out, lse, d_out, d_lse = vary_alike((operands, out, lse, d_out, d_lse))
 
-    lse = lse.astype(dtype)
-    empty = jnp.isneginf(lse)
-    delta = jnp.einsum("btnv,btnv->bnt", d_out, out, preferred_element_type=dtype)
-    if d_lse is not None:
-        delta -= d_lse.astype(dtype)
-    # p = exp(x - inf) = 0 for a row with nothing to attend to, whatever its cotangents are.
-    lse = jnp.where(empty, jnp.inf, lse)
-    delta = jnp.where(empty, 0, delta)
+    lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse, dtype)
 
     def attend(operands, others, sums):
         return _backward(spec, operands, cut, *others, sums)
@@ -55,8 +48,7 @@ def backward(
     gradients, sums = loops.over_batch(cut.batch, attend, operands, (lse, delta, d_out), sums)
     gradients |= sums
     if operands.sinks is not None:
-        p = jnp.exp(operands.sinks.astype(dtype)[..., None] - lse)
-        gradients["sinks"] = _sum_to(-(p * delta).sum(-1), operands.sinks.shape)
+        gradients["sinks"] = _gradients.of_sinks(operands.sinks.astype(dtype), lse, delta)
     present = operands.present()
     return Gradients(
         **{name: x.reshape(present[name].shape).astype(present[name].dtype) for name, x in gradients.items()}
@@ -149,16 +141,11 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
 def _add_sum(name, x, dx, block, cut, query_block, key_block):
     """`x`, the gradient of bias or alibi_slopes so far, with one block's share added."""
     if name == "alibi_slopes":
-        return x + _sum_to(-(dx * block.distance).sum((-2, -1)), x.shape)
+        return x + _gradients.sum_to(-(dx * block.distance).sum((-2, -1)), x.shape)
     starts = [0] * x.ndim
     shape = list(x.shape)
     for axis, positions, index in ((-2, cut.queries, query_block), (-1, cut.keys, key_block)):
         if x.shape[axis] != 1:
             starts[axis], shape[axis] = positions.start(index), positions.size
-    share = jax.lax.dynamic_slice(x, starts, shape) + _sum_to(dx, shape)
+    share = jax.lax.dynamic_slice(x, starts, shape) + _gradients.sum_to(dx, shape)
     return jax.lax.dynamic_update_slice(x, share, starts)
-
-
-def _sum_to(x, shape):
-    """`x` summed over the axes that are 1 in `shape`."""
-    return x.sum([axis for axis, length in enumerate(shape) if length == 1], keepdims=True)

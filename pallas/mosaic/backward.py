@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_flash import _gradients
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
@@ -45,13 +46,8 @@ def prepare(
     """Shapes as in `jax_flash.pallas.backward`."""
     T = operands.query.shape[1]
     d_out = d_out.astype(operands.query.dtype)
-    # Rows that meet nothing, and those beyond the end: 2^(x - inf) = 0, whatever x is.
-    met_nothing = lse == -jnp.inf
-    lse_2 = jnp.where(met_nothing, jnp.inf, lse * LOG2_E)
-    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    if d_lse is not None:
-        delta = delta - d_lse
-    delta = jnp.where(met_nothing, 0.0, delta)
+    lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse)
+    lse_2 = lse * LOG2_E
     beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
     statistics = Operand(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
     query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))

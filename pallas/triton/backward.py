@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jax_flash import _gradients
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .. import features, scores
@@ -213,18 +214,9 @@ def backward(
     of_keys = scores.operands_of(operands, keys_tile.keys, keys_tile.queries, transposed=True)
     of = Scores(spec, size, of_queries)
     d_out = d_out.astype(query.dtype)
-    # Rows that meet nothing: 2^(x - inf) = 0, whatever x is.
-    sees_nothing = lse == -jnp.inf
-    lse_of_logits = jnp.where(sees_nothing, jnp.inf, lse if of.natural else lse * of.unit)
-    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    if d_lse is not None:
-        delta = delta - d_lse
-    delta = jnp.where(sees_nothing, 0.0, delta)
-    d_sinks = None
-    if operands.sinks is not None:
-        # A sink's probability is exp(sink - lse), and the gradient of its logit that times -delta.
-        p = jnp.exp(operands.sinks[:, :, None] - jnp.where(sees_nothing, jnp.inf, lse))
-        d_sinks = _sum_to(-jnp.sum(p * delta, 2), operands.sinks)
+    lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse)
+    lse_of_logits = lse if of.natural else lse * of.unit
+    d_sinks = None if operands.sinks is None else _gradients.of_sinks(operands.sinks, lse, delta)
     if spec.dropout_rate:
         delta = delta / of.factor
     arguments = (query, key, value, d_out, lse_of_logits, delta)
@@ -282,22 +274,19 @@ def backward(
         name="jax_flash_pallas_backward_queries",
     )(*arguments, of_queries)
 
+    def sum_to_operand(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+        return _gradients.sum_to(gradient, operand.shape).astype(operand.dtype)
+
     d_bias = None
     if bias_form == "shared":
         d_bias = triton_backward_bias.backward(spec, operands, arguments, tiles.backward_bias)
     elif bias_form == "scores":
         d_bias = d_scores["bias"]
     elif bias_form == "queries":
-        d_bias = _sum_to(d_scores["bias_of_queries"][:, :, :, None], operands.bias)
+        d_bias = sum_to_operand(d_scores["bias_of_queries"][:, :, :, None], operands.bias)
     elif bias_form == "keys":
-        d_bias = _sum_to(d_bias_of_keys["bias_of_keys"][:, :, None, :], operands.bias)
+        d_bias = sum_to_operand(d_bias_of_keys["bias_of_keys"][:, :, None, :], operands.bias)
     d_slopes = None
     if operands.alibi_slopes is not None:
-        d_slopes = _sum_to(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
+        d_slopes = sum_to_operand(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
     return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks)
-
-
-def _sum_to(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-    """`gradient` summed over the axes that are 1 in its operand, and in its dtype."""
-    shared = [axis for axis, extent in enumerate(operand.shape) if extent != gradient.shape[axis]]
-    return jnp.sum(gradient, shared, keepdims=True).astype(operand.dtype)
