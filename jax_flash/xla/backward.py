@@ -104,8 +104,8 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             sums = {name: _add_sum(name, x, dx, block, cut, index, key_index) for name, x in sums.items()}
             if block.capped is not None:
                 dx *= 1 - jnp.square(block.capped)
-            dx = dx.astype(key.dtype)
-            p_kept = p_kept.astype(value.dtype)
+            dx = logits.for_product(dx, key.dtype)
+            p_kept = logits.for_product(p_kept, value.dtype)
             d_query += logits.product(dx, key, ((4,), (2,)), dtype)
             d_key = cut.keys.add(d_key, logits.product(query_t, dx, ((2, 4), (2, 3)), dtype), key_index, 3)
             d_value = cut.keys.add(

@@ -49,7 +49,7 @@ def _forward(spec, operands, cut):
             total = total * shrink + p.sum(-1)
             if block.kept is not None:
                 p = jnp.where(block.kept, p, 0)
-            p_value = logits.product(p.astype(value.dtype), value, ((4,), (2,)), dtype)
+            p_value = logits.product(logits.for_product(p, value.dtype), value, ((4,), (2,)), dtype)
             return new_top, total, accumulated * shrink[..., None] + p_value
 
         # The running maximum starts finite, so that a row with nothing to attend to so far has

@@ -62,6 +62,15 @@ def heads_first(operands: Operands) -> Operands:
     )
 
 
+def for_product(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Probabilities, or gradients of logits, as a product with operands of `dtype` takes them.
+
+    They are rounded to the operands' dtype, but stay in float32 beside float16: with a million keys most of
+    them lie below its normal numbers.
+    """
+    return x if dtype == jnp.float16 else x.astype(dtype)
+
+
 def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype) -> jax.Array:
     """Matrix product of blocks, batched over their first two axes `(B, K)` and summed in `dtype`.
 
@@ -69,11 +78,14 @@ def product(left: jax.Array, right: jax.Array, contract: tuple, dtype: jnp.dtype
     multiplied as float32 on accelerators too, unless `jax.default_matmul_precision` says otherwise.
     """
     chosen = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    precision = jax.lax.Precision.HIGHEST
+    if left.dtype != right.dtype:  # one of them is float16, and so TF32 has digits enough
+        left, right, precision = left.astype(dtype), right.astype(dtype), jax.lax.Precision.HIGH
     return jax.lax.dot_general(
         left,
         right,
         (contract, ((0, 1), (0, 1))),
-        precision=jax.lax.Precision.HIGHEST if chosen is None else None,
+        precision=precision if chosen is None else None,
         preferred_element_type=dtype,
     )
 

@@ -458,3 +458,32 @@ def test_inside_shard_map(draw, axis):
     expected = (out, lse, *jax.tree.leaves(gradients))
     for result, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(result, other, rtol=1e-4, atol=1e-4)
+
+
+def million_keys(draw, T):
+    operands = qkv(draw, B=1, T=T, S=2**20, N=1, K=1, H=8, V=4)
+    return jax.tree.map(lambda x: x.astype(np.float16), operands)
+
+
+@pytest.mark.parametrize("name, d_out_scale", [("query", 1), ("value", 1000)])
+def test_float16_gradients_keep_their_digits_with_a_million_keys(draw, name, d_out_scale):
+    """Probabilities of 1e-6, and gradients of logits as small, are far below float16's normal numbers. The
+    gradient itself is not, by the scale of its cotangent."""
+    operands, spec = million_keys(draw, T=2), AttentionSpec(0.3)
+    d_out = (cotangents(draw, operands)[0] * d_out_scale).astype(np.float16)
+    out, lse = xla.forward(spec, operands)
+    got = xla.backward(spec, operands, out, lse, d_out, None)
+    *_, expected = _reference.reference_with_gradients(spec, operands, d_out)
+    result, exact = np.asarray(getattr(got, name), np.float64), getattr(expected, name)
+    assert np.linalg.norm(result - exact) <= 1e-3 * np.linalg.norm(exact)
+
+
+def test_float16_out_has_the_share_of_a_million_small_probabilities(draw):
+    operands = million_keys(draw, T=1)
+    key, value = np.array(operands.key), np.ones_like(operands.value)
+    query = np.ones_like(operands.query)
+    key[:], key[:, 0], value[:, 0] = 0, 18 / 8, 0  # one logit of 18, all others 0
+    operands = Operands(query, key, value)
+    out, _ = xla.forward(AttentionSpec(1.0), operands)
+    share = 2**20 / (2**20 + np.exp(18))
+    np.testing.assert_allclose(out, np.full(out.shape, share), rtol=1e-3)
