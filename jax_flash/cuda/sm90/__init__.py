@@ -10,6 +10,7 @@ from jax_flash.cuda import score_mod
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import kernels, plan_forward, plan_forward_metadata
+from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
     "COMPUTE_CAPABILITIES",
@@ -46,8 +47,8 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
 def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     """The kernels' names and tile shapes for a call that `unsupported` accepts."""
     n = sizes(shapes)
-    head_dim, value_dim = forward_plan.padded_head_dims(n)
-    ahead = forward_plan.schedule(spec, shapes).tile
+    head_dim, value_dim = padded_head_dims(n)
+    ahead = forward_plan.configure(spec, shapes).tile
     back = backward_plan.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
     dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
     return (
