@@ -35,6 +35,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _arguments, _validate
+
 _RATE_BITS = 15  # bits of a product that decide; the kernels compare them as magnitudes of 16-bit numbers
 _POSITION_BITS = 30
 _POSITION_MASK = 2**_POSITION_BITS - 1
@@ -132,13 +134,18 @@ def dropout_mask(key: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Arr
       to a multiple of 2**-15 below 1).
 
     Raises:
-      ValueError: `shape` has fewer than three axes, or `rate` is outside of [0, 1).
+      TypeError, ValueError: as `flash_attention` does, when traced; `shape` has fewer than three axes.
     """
-    if len(shape) < 3:
-        raise ValueError(f"shape must be (*batch, heads, queries, keys), but it is {tuple(shape)}")
-    if not 0 <= rate < 1:
-        raise ValueError(f"rate must be at least 0 and below 1, but it is {rate}")
-    return _dropout_mask(key, float(rate), tuple(shape))
+    key = _arguments.random_key("key", key)
+    rate = _arguments.dropout_rate("rate", rate)
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"shape must be a tuple of Python integers; got {_validate.short(shape)}")
+    shape = tuple(_validate.size("shape", size) for size in shape)
+    if len(shape) < 3 or math.prod(shape) > _validate.INT32_MAX**2:
+        raise ValueError(
+            f"shape must be (*B, N, T, S), with fewer than 2**62 elements; got {_validate.short(shape)}"
+        )
+    return _dropout_mask(key, rate, shape)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

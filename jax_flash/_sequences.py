@@ -110,5 +110,5 @@ def _check_offsets(name: str, values: np.ndarray, tokens: int, longest: int, lon
     needed = int(np.max(values[1:] - values[:-1], initial=0))
     if needed > longest:
         raise ValueError(
-            f"{longest_name} must be at least {needed}, the longest sequence of {name}; got {longest}"
+            f"{longest_name} must be at least {needed}, the longest sequence of {name}; got {short(longest)}"
         )

@@ -41,7 +41,7 @@ def unconverted(name: str, value: Any, kind: str) -> jax.Array | np.ndarray | np
     if not isinstance(value, jax.Array):
         if hasattr(value, "__jax_array__"):
             value = _as_jax(name, value)
-        elif not isinstance(value, np.ndarray | np.generic):
+        elif not isinstance(value, np.ndarray | np.generic) or isinstance(value, np.ma.MaskedArray):
             raise TypeError(f"{name} must be an array; got {short(value)}")
     if not _is_of_kind(value.dtype, kind):
         a_kind, _, advice = _KINDS[kind]
@@ -60,9 +60,13 @@ def _is_of_kind(dtype: Any, kind: str) -> bool:
 
 def has_shape(value: Any) -> bool:
     """Whether `value` is an array that JAX takes, or the shape of one."""
-    return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) and _is_of_kind(
-        value.dtype, "any"
-    )
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return _is_of_kind(value.dtype, "any")
+    try:
+        jax.typeof(value)
+    except TypeError:
+        return False
+    return isinstance(value, jax.Array | np.ndarray | np.generic)
 
 
 def _as_jax(name: str, value: Any) -> jax.Array:
@@ -70,7 +74,7 @@ def _as_jax(name: str, value: Any) -> jax.Array:
         return value
     try:
         return jnp.asarray(value)
-    except Exception as error:  # whatever `__jax_array__` raises; masked arrays; other byte orders
+    except Exception as error:  # whatever `__jax_array__` raises; another byte order
         raise TypeError(f"{name} must be an array that JAX takes; got {short(value)}: {error}") from error
 
 
@@ -80,7 +84,7 @@ def floating_dtype(name: str, value: Any) -> np.dtype:
     except TypeError:
         raise TypeError(f"{name} must be a floating dtype; got {short(value)}") from None
     if not _is_of_kind(dtype, "floating"):
-        raise TypeError(f"{name} must be a floating dtype; got {dtype}")
+        raise TypeError(f"{name} must be a floating dtype; got {short(value)}")
     return dtype
 
 
@@ -139,11 +143,10 @@ def shaped_unconverted(
 
 def number(name: str, value: Any) -> float:
     """A static number, known when the call is traced, that is finite in float32."""
-    if type(value) is not float:
-        value = _as_float(name, value)
-    if not abs(value) <= FLOAT32_MAX:
+    result = value if type(value) is float else _as_float(name, value)
+    if not abs(result) <= FLOAT32_MAX:
         raise ValueError(f"{name} must be finite in float32; got {short(value)}")
-    return value
+    return result
 
 
 def _as_float(name: str, value: Any) -> float:

@@ -229,7 +229,10 @@ def flash_attn_varlen_func(
       NotImplementedError: block_table is given.
     """
     if block_table is not None:
-        raise NotImplementedError("block_table must be None: paged keys and values are not supported")
+        raise NotImplementedError(
+            "block_table must be None, since paged keys and values are not supported; "
+            f"got {_validate.short(block_table)}"
+        )
     options = _Options(
         dropout_p,
         softmax_scale,
