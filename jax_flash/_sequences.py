@@ -15,7 +15,7 @@ import numpy as np
 from jax_flash import _validate
 from jax_flash._validate import described, short
 
-Integers = jax.Array | np.ndarray | np.generic
+Integers = jax.Array | np.ndarray
 
 
 def lengths(name: str, value: Any, shapes: _validate.Shapes, most: int) -> jax.Array:

@@ -36,12 +36,14 @@ def array(name: str, value: Any, kind: str) -> jax.Array:
     return _as_jax(name, unconverted(name, value, kind))
 
 
-def unconverted(name: str, value: Any, kind: str) -> jax.Array | np.ndarray | np.generic:
+def unconverted(name: str, value: Any, kind: str) -> jax.Array | np.ndarray:
     """`value`, an array of that kind, still in NumPy if it was: JAX may narrow 64-bit numbers."""
     if not isinstance(value, jax.Array):
         if hasattr(value, "__jax_array__"):
             value = _as_jax(name, value)
-        elif not isinstance(value, np.ndarray | np.generic) or isinstance(value, np.ma.MaskedArray):
+        elif isinstance(value, np.generic):
+            value = np.asarray(value)
+        elif not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
             raise TypeError(f"{name} must be an array; got {short(value)}")
     if not _is_of_kind(value.dtype, kind):
         a_kind, _, advice = _KINDS[kind]
@@ -62,11 +64,13 @@ def has_shape(value: Any) -> bool:
     """Whether `value` is an array that JAX takes, or the shape of one."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return _is_of_kind(value.dtype, "any")
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return False
     try:
         jax.typeof(value)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
-    return isinstance(value, jax.Array | np.ndarray | np.generic)
+    return True
 
 
 def _as_jax(name: str, value: Any) -> jax.Array:
@@ -88,10 +92,10 @@ def floating_dtype(name: str, value: Any) -> np.dtype:
     return dtype
 
 
-def known(x: jax.Array | np.ndarray | np.generic) -> np.ndarray | None:
+def known(x: jax.Array | np.ndarray) -> np.ndarray | None:
     """The values of `x`; None if they are traced, or on other hosts."""
     if not isinstance(x, jax.Array):
-        return np.asarray(x)
+        return x
     if isinstance(x, Tracer) or not (x.is_fully_addressable or x.is_fully_replicated):
         return None
     # JAX keeps the copy, so each array is transferred once.
@@ -99,7 +103,7 @@ def known(x: jax.Array | np.ndarray | np.generic) -> np.ndarray | None:
         return np.asarray(x)
 
 
-def clipped(x: jax.Array | np.ndarray | np.generic, most: int, least: int = 0) -> jax.Array:
+def clipped(x: jax.Array | np.ndarray, most: int, least: int = 0) -> jax.Array:
     """Integers clipped to [least, most], as int32. They are clipped first, so that none wraps."""
     if x.dtype != jnp.int32:
         info = jnp.iinfo(x.dtype)
@@ -130,9 +134,7 @@ def shaped(name: str, value: Any, shapes: Shapes, kind: str) -> jax.Array:
     return _as_jax(name, shaped_unconverted(name, value, shapes, kind))
 
 
-def shaped_unconverted(
-    name: str, value: Any, shapes: Shapes, kind: str
-) -> jax.Array | np.ndarray | np.generic:
+def shaped_unconverted(name: str, value: Any, shapes: Shapes, kind: str) -> jax.Array | np.ndarray:
     """`unconverted`, with a shape that is one of `shapes`."""
     value = unconverted(name, value, kind)
     if value.shape not in shapes.values():

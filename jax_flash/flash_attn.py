@@ -397,11 +397,11 @@ def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: 
       `(batch, seqlen, …)`.
     """
     hidden_states = _validate.array("hidden_states", hidden_states, "any")
-    indices = _validate.unconverted("indices", indices, "integer")
-    if indices.ndim != 1 or hidden_states.shape[:1] != indices.shape:
+    positions = _validate.unconverted("indices", indices, "integer")
+    if positions.ndim != 1 or hidden_states.shape[:1] != positions.shape:
         raise ValueError(
             "hidden_states and indices must have shapes (total, …) and (total,); "
-            f"got {_validate.described(hidden_states)} and {_validate.described(indices)}"
+            f"got {_validate.described(hidden_states)} and {_validate.described(positions)}"
         )
     batch, seqlen = _validate.size("batch", batch), _validate.size("seqlen", seqlen)
     if batch * seqlen > _validate.INT32_MAX:
@@ -409,10 +409,10 @@ def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: 
             f"batch * seqlen must be at most {_validate.INT32_MAX}; "
             f"got {_validate.short(batch)} and {_validate.short(seqlen)}"
         )
-    indices = _validate.clipped(indices, batch * seqlen, least=-_validate.INT32_MAX)
+    positions = _validate.clipped(positions, batch * seqlen, least=-_validate.INT32_MAX)
     rest = hidden_states.shape[1:]
     tokens = jnp.zeros((batch * seqlen, *rest), hidden_states.dtype)
-    return tokens.at[indices].set(hidden_states, mode="drop").reshape(batch, seqlen, *rest)
+    return tokens.at[positions].set(hidden_states, mode="drop").reshape(batch, seqlen, *rest)
 
 
 @dataclasses.dataclass

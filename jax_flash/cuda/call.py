@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash.cuda import _launcher, launch_plan, plan_check
+from jax_flash.cuda import launch_plan, plan_check
 from jax_flash.cuda.compile import compile_kernel, describe
 from jax_flash.cuda.launch_plan import (
     Buffer,
@@ -18,6 +19,15 @@ from jax_flash.cuda.launch_plan import (
     Zero,
 )
 from jax_flash.cuda.parameters import layout, pack
+
+try:
+    import jax_flash.cuda._launcher as _launcher
+except ModuleNotFoundError:
+    raise ImportError(
+        f"jax_flash was imported from {pathlib.Path(__file__).parents[1]}, which lacks the compiled module "
+        "jax_flash.cuda._launcher. If that is a source checkout, either work in another folder, where Python "
+        "finds the installed package, or build the module in place with `pip install -e .`."
+    ) from None
 
 # The names that operations have in HLO and in profiles. All run the same launcher.
 TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds")

@@ -1,6 +1,8 @@
 """`python -m jax_flash`: the report, on machines that have everything and on those that lack something."""
 
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -79,3 +81,24 @@ def test_no_home_folder(monkeypatch):
 def test_other_platforms_have_no_architecture(platform, line):
     kind = "TPU v9" if platform == "tpu" else "cpu"
     assert main._device_line(_device.Device(platform, kind)) == line
+
+
+@pytest.mark.parametrize("arguments", [["-m", "jax_flash"], ["-c", "import jax_flash.flax"]], ids=" ".join)
+def test_a_source_checkout_that_shadows_the_installed_package(tmp_path, arguments):
+    """Python finds the package in the current folder, where nothing has built its host module."""
+    source = pathlib.Path(jax_flash.__file__).parent
+    ignored = shutil.ignore_patterns("_launcher*.so", "_launcher*.pyd", "__pycache__")
+    shutil.copytree(source, tmp_path / "jax_flash", ignore=ignored)
+    done = subprocess.run(
+        [sys.executable, "-S", *arguments],  # -S: without an editable install's own finder
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: jax_flash was imported from {tmp_path / 'jax_flash'}, which lacks the compiled module "
+        "jax_flash.cuda._launcher. If that is a source checkout, either work in another folder, where Python "
+        "finds the installed package, or build the module in place with `pip install -e .`."
+    )

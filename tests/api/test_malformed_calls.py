@@ -425,7 +425,7 @@ STATIC = (FLAG, SCALE, SOFT_CAP, RATE)
 def told_as(value):
     """Texts of which the error must hold one: how it may show the value."""
     texts = [type(value).__name__, getattr(value, "__name__", "None")]
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
+    if isinstance(value, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         texts += [str(value.dtype), str(tuple(value.shape))]
         texts += [f"{heads} heads" for heads in value.shape[-2:-1]]
         if getattr(value.dtype, "kind", None) in ("i", "u"):
