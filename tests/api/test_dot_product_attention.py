@@ -87,6 +87,21 @@ def test_lengths_leave_the_alignment_alone(T, S, which, options):
     compare(*inputs(T, S), lengths=lengths, **options, valid=some(allowed))
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_lengths_may_be_lists(options):
+    arrays, lengths = inputs(5, 7), {"query_seq_lengths": [4, 5], "key_value_seq_lengths": (3, 7)}
+    expected = {name: jnp.asarray(x, jnp.int32) for name, x in lengths.items()}
+    np.testing.assert_array_equal(
+        jax_flash.dot_product_attention(*arrays, **lengths, **options),
+        jax_flash.dot_product_attention(*arrays, **expected, **options),
+    )
+    traced = jax.jit(
+        lambda x: jax_flash.dot_product_attention(*arrays, key_value_seq_lengths=[x, 7], **options)
+    )
+    eager = jax_flash.dot_product_attention(*arrays, key_value_seq_lengths=[3, 7], **options)
+    np.testing.assert_allclose(traced(3), eager, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", [(B, N, 5, 7), (1, N, 1, 7), (B, 1, 5, 1), (N, 5, 7), (7,), ()], ids=str)
 def test_bias(shape):
     compare(*inputs(5, 7), normal(3, *shape), is_causal=True)
@@ -184,6 +199,25 @@ def test_values_may_have_a_head_dim_of_their_own():
         (dict(implementation="cudnn"), ValueError, "implementation must be None, one of"),
         (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size must be None, an int or a pair"),
         (dict(is_causal="yes"), TypeError, "is_causal must be True or False"),
+        (
+            dict(local_window_size=-1),
+            ValueError,
+            "local_window_size must hold sizes (left, right) with left + right of at least 0, or None for "
+            "unbounded: no row would see a key; got -1 (int)",
+        ),
+        (dict(local_window_size=(2, -3)), ValueError, "got (2, -3) (tuple)"),
+        (dict(mask=jnp.ones((5, 6), bool)), ValueError, "= (2, 4, 5, 7); got bool (5, 6)"),
+        (dict(value=jnp.ones((7, K, H))), ValueError, "as in key; got float32 (7, 2, 8)"),
+        (
+            dict(query=jnp.ones((5, N, H)), key=jnp.ones((7, K, 6))),
+            ValueError,
+            "H = 8 as in query (5, 4, 8); got float32 (7, 2, 6)",
+        ),
+        (
+            dict(key_value_seq_lengths=[3, "7"]),
+            TypeError,
+            "key_value_seq_lengths must have an integer dtype; got <U21 (2,)",
+        ),
     ],
     ids=str,
 )

@@ -496,3 +496,30 @@ def test_a_traced_value_of_a_static_argument(function, name):
     for value in (True, 1, 0.5):
         with pytest.raises(TypeError, match=rf"\b{name}\b.*known when the call is traced; got"):
             jax.eval_shape(lambda x: (function(**arguments | {name: x}), None)[1], value)
+
+
+def traceable(value):
+    return isinstance(value, jax.Array) and value.size
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_calls(seed):
+    """Up to three arguments wrong at once, arrays traced or not: the error names one of them."""
+    generator = np.random.default_rng(seed)
+    for _ in range(50):
+        function = list(FUNCTIONS)[generator.integers(len(FUNCTIONS))]
+        arguments, refused = FUNCTIONS[function]
+        names = generator.choice(list(refused), min(len(refused), 1 + generator.integers(3)), replace=False)
+        wrong = {name: refused[name][generator.integers(len(refused[name]))] for name in names}
+        changed = arguments | wrong
+        is_traced = generator.random() < 0.5 and function is not jax_flash.explain
+        traced = {name: x for name, x in changed.items() if is_traced and traceable(x) and name in wrong}
+        others = {name: x for name, x in changed.items() if name not in traced}
+        told = f"{NAMES[function]} with {names}"
+        try:
+            jax.eval_shape(lambda traced: (function(**traced, **others), None)[1], traced)  # noqa: B023
+        except ERRORS as raised:
+            assert any(re.search(rf"\b{name}\b", str(raised)) for name in names), f"{told}: {raised}"
+        else:
+            # Offsets and indices are data; what is wrong with their values shows if they are known.
+            assert set(names) <= {name for name in traced if name.startswith("cu_seqlens")}, told

@@ -1,5 +1,6 @@
 """Packed sequences: each gives what it gives by itself."""
 
+import re
 from unittest import mock
 
 import jax
@@ -281,6 +282,56 @@ def test_errors(changes, error, message):
     with pytest.raises(error) as raised:
         jax_flash.flash_attention_varlen(**arguments)
     assert message in str(raised.value)
+
+
+def call_with(**changes):
+    return jax_flash.flash_attention_varlen(*inputs(), **PACKING | changes)
+
+
+WRONG_OFFSETS = {
+    "not from 0": (
+        [*OFFSETS_Q[1:].tolist(), 13],
+        "must ascend from 0 to at most 13, the number of tokens; got [4,",
+    ),
+    "descending": ([0, 4, 3, 5, 10, 13], "must ascend from 0 to at most 13"),
+    "more than the tokens": ([0, 4, 4, 5, 10, 14], "must ascend from 0 to at most 13"),
+    "lengths": ([4, 0, 1, 5, 3, 0], "(if these are lengths: pass their cumulative sum, with 0 in front)"),
+}
+
+
+@pytest.mark.parametrize("convert", [np.array, jnp.array], ids=["NumPy", "JAX"])
+@pytest.mark.parametrize("wrong", WRONG_OFFSETS)
+def test_known_offsets_are_checked(wrong, convert):
+    offsets, message = WRONG_OFFSETS[wrong]
+    offsets = convert(offsets)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call_with(cu_seqlens_q=offsets)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(lambda: call_with(cu_seqlens_q=offsets))()
+
+
+@pytest.mark.parametrize(("side", "longest"), [("q", 5), ("kv", 6)])
+def test_a_longest_length_below_a_known_one(side, longest):
+    message = (
+        f"max_seqlen_{side} must be at least {longest}, the longest sequence of cu_seqlens_{side}; got 4"
+    )
+    with pytest.raises(ValueError, match=message):
+        call_with(**{f"max_seqlen_{side}": 4})
+
+
+def test_known_offsets_are_read_under_a_transfer_guard():
+    offsets = {"cu_seqlens_q": jnp.asarray(OFFSETS_Q), "cu_seqlens_kv": jnp.asarray(OFFSETS_KV)}
+    with jax.transfer_guard_device_to_host("disallow_explicit"), pytest.raises(ValueError, match="longest"):
+        call_with(**offsets, max_seqlen_q=1)
+
+
+@pytest.mark.parametrize("wrong", [*WRONG_OFFSETS, "far beyond"])
+def test_traced_offsets_read_nothing_out_of_bounds(wrong):
+    offsets = np.array(
+        WRONG_OFFSETS[wrong][0] if wrong in WRONG_OFFSETS else [-(2**31), 2**31 - 1, 9, -1, 0, 99]
+    )
+    out = jax.jit(lambda x, y: call_with(cu_seqlens_q=x, cu_seqlens_kv=y))(offsets, offsets)
+    assert np.isfinite(out).all()
 
 
 def test_a_traced_length():
