@@ -1,7 +1,6 @@
 """The device a call is planned for, as a plain value."""
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Iterator
 
@@ -41,33 +40,32 @@ class Device:
 CPU = Device("cpu", "cpu")
 H100 = Device("cuda", "NVIDIA H100", (9, 0), 132)
 
-_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
+# JAX's caches of traced functions know of it: what was traced for one device is not taken for another.
+_assumed = jax.make_user_context(default_value=None)
 
 
 def current() -> Device:
     """The device that a call traced now is planned for: JAX's default device, or the assumed one."""
-    assumed = _assumed.get()
+    assumed = _assumed.value
     if assumed is not None:
         return assumed
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if default is None:
-        return _describe(jax.local_devices()[0])
+        return describe(jax.local_devices()[0])
     if isinstance(default, str):
-        return _describe(jax.local_devices(backend=default)[0])
-    return _describe(default)
+        return describe(jax.local_devices(backend=default)[0])
+    return describe(default)
 
 
 @contextlib.contextmanager
 def assume(device: Device) -> Iterator[None]:
     """Plan as if for `device`: to lower, export or compile ahead on a machine that lacks it."""
-    token = _assumed.set(device)
-    try:
+    with _assumed(device):
         yield
-    finally:
-        _assumed.reset(token)
 
 
-def _describe(device: jax.Device) -> Device:
+def describe(device: jax.Device) -> Device:
+    """What planning needs to know of one of JAX's devices."""
     if device.platform != "gpu":
         return Device(device.platform, device.device_kind)
     if "rocm" in device.client.platform_version.lower():

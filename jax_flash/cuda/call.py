@@ -37,6 +37,10 @@ jax.ffi.register_ffi_type("jax_flash_plan", _launcher.state_type(), platform="CU
 for _target in TARGETS:
     jax.ffi.register_ffi_target(_target, _launcher.handlers(), platform="CUDA")
 
+collecting = jax.make_user_context(default_value=None)
+"""Where plans go that are traced within `collecting(collector)`: to `collector.add(target, plan)`, and their
+kernels are not compiled. A function is traced anew for each collector, as JAX's caches know of it."""
+
 
 def call(target: str, plan: LaunchPlan, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Runs `plan` on `arrays`, its operands in order; returns its results in order.
@@ -49,7 +53,10 @@ def call(target: str, plan: LaunchPlan, *arrays: jax.Array) -> tuple[jax.Array, 
     NvrtcNotFoundError.
     """
     _check_operands(plan.operands, arrays)
-    _compile_all(plan)
+    if collecting.value is None:
+        _compile_all(plan)
+    else:
+        collecting.value.add(target, plan)
     results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in plan.results]
     return tuple(jax.ffi.ffi_call(target, results)(*arrays, plan=launch_plan.dump(plan)))
 

@@ -69,6 +69,22 @@ def compile_kernel(kernel: Kernel, folder: Path | None = None) -> Compiled:
         return _compiled[kernel, folder]
 
 
+def is_stored(kernel: Kernel) -> bool:
+    """Whether the disk cache has the machine code of `kernel`."""
+    return cache.read(_cache_key(kernel, kernels_folder())) is not None
+
+
+def store(kernel: Kernel) -> bool:
+    """Compiles `kernel` where it must, and keeps it in the disk cache; whether it is there then.
+
+    Raises CompileError, or NvrtcNotFoundError.
+    """
+    compiled = compile_kernel(kernel)
+    if not is_stored(kernel):  # compiled by this process for another folder, or the folder was cleared since
+        cache.write(_cache_key(kernel, kernels_folder()), _pack(compiled))
+    return is_stored(kernel)
+
+
 _guard = threading.Lock()
 _locks: dict[tuple[Kernel, Path], threading.Lock] = collections.defaultdict(threading.Lock)
 _compiled: dict[tuple[Kernel, Path], Compiled] = {}
