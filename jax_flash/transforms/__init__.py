@@ -1,4 +1,5 @@
 """The transforms of JAX that a call goes through, from the outside in.
 
-`autodiff.py` → `batching.py` → `partitioning.py` → `lowering.py`; each calls the next one alone.
+`autodiff.py` → `batching.py` → `partitioning.py` → `lowering.py`; each calls the next one alone. Beside them,
+`layout.py` has the arithmetic of partitioning and `varying.py` the types of `shard_map`.
 """

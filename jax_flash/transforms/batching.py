@@ -1,12 +1,12 @@
 """How `vmap` maps a call: the mapped axis becomes one more batch axis in front.
 
-Mapping the implementations themselves is no option: a custom call's attributes are fixed for the
-shapes that it was traced with. Nor are mapped axes folded into the batch here: merging an unsharded
-axis with a sharded one would make the partitioner gather, and in explicit-sharding mode it is an
-error. `_lowering.py` folds them on each device.
+`vmap` can't map the implementations themselves, since a custom call's attributes are fixed for the shapes
+that it was traced with. The new axis is not folded into the batch here either. Merging an unsharded axis with
+a sharded one would make the partitioner gather, and with explicit shardings it is an error. `lowering.py`
+folds batch axes on each device.
 
-An operand that is not mapped gets an axis of size 1, which stands for all rows. The backward pass
-expands the differentiable ones, since each mapped instance has a gradient of its own.
+An operand that is not mapped gets an axis of size 1, which stands for all rows. The backward pass expands
+the differentiable ones, since each mapped instance has a gradient of its own.
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_flash._spec import Operands
-from jax_flash.transforms import partitioning
+from jax_flash.transforms import layout
 from jax_flash.transforms.partitioning import Layout
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
@@ -253,10 +253,10 @@ def test_programs_that_differ_in_the_spec_alone_have_different_text():
 def test_sharding_rule():
     shapes = {"query": (2, 7, 8, 16), "key": (2, 9, 4, 16), "value": (2, 9, 4, 32), "bias": (1, 8, 7, 1)}
     results = {"out": (2, 7, 8, 32), "lse": (2, 8, 7)}
-    rule, options = partitioning.sharding_rule({"x": 4}, shapes, results)
+    rule, options = layout.sharding_rule({"x": 4}, shapes, results)
     assert rule == "one0 (k g) t one1, b0 s k h, b0 t (k g) h, b0 s k v -> b0 (k g) t, b0 t (k g) v"
     assert options == {"need_replication_factors": ("one0", "t", "one1", "s", "h", "v"), "g": 2}
-    rule, options = partitioning.sharding_rule({"x": 3}, shapes, results)
+    rule, options = layout.sharding_rule({"x": 3}, shapes, results)
     assert rule == "one0 n t one1, b0 s k h, b0 t n h, b0 s k v -> b0 n t, b0 t n v"
     assert "g" not in options
 

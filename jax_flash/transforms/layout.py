@@ -1,0 +1,196 @@
+"""Along which of its axes a call is partitioned, and over which axes of the mesh.
+
+Batch and heads partition freely, sequence and head dim don't. Query heads are a compound axis, key heads
+major and the query heads of a group minor. A mesh axis that does not divide the key heads divides groups:
+each device then takes the key heads that its query heads attend to, and the gradients of keys and values are
+summed over that mesh axis. So is every gradient whose operand lacks an axis that is partitioned, as that of a
+bias which heads share.
+
+`sharding_rule` says to the compiler along which axes shardings may propagate through a call. A `Layout` is
+what a call with given shardings becomes: the part of every array on each device, and how a device runs it.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jax_flash.transforms.lowering import AXES
+
+MeshAxes = tuple[str, ...]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+Specs = dict[str, PartitionSpec]
+
+Arrays = dict[str, Any]
+"""Inputs or results by name. Every array is an operand or its gradient under the operand's own name, `out` or
+`lse`, or the cotangent of one of these."""
+
+LETTERS = AXES | {"d_out": AXES["out"], "d_lse": AXES["lse"]}
+
+
+def sharding_rule(mesh: dict[str, int], inputs: Shapes, results: Shapes) -> tuple[str, dict[str, Any]]:
+    """The Shardy rule of a call, and the options of `def_partition` that go with it.
+
+    Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; all others
+    need replication. An axis of size 1 is a factor of its own, since it is not partitioned.
+
+    If some mesh axis does not divide the key heads, query heads are one factor `n` of their own instead of
+    `(k g)`. As `(k g)` they would pass part of that mesh axis on to keys and values, and gradients would
+    come out sharded otherwise than their operands. A scalar has no factors.
+    """
+    query_heads = inputs["query"][-2]
+    key_heads = inputs["key"][-2]
+    heads = ["k", "g"]
+    if query_heads == key_heads:
+        heads = ["k"]
+    elif key_heads == 1 or any(key_heads % size for size in mesh.values()):
+        heads = ["n"]
+    singles = (f"one{i}" for i in itertools.count())
+    replicated: dict[str, None] = {}  # a set in order of first appearance, which Shardy asks for
+
+    def factor(letter: str, size: int) -> str:
+        if size > 1 and letter == "N":
+            return heads[0] if len(heads) == 1 else f"({' '.join(heads)})"
+        if size > 1 and (letter == "K" or letter.startswith("b")):
+            return letter.lower()
+        name = letter.lower() if size > 1 else next(singles)
+        replicated.setdefault(name)
+        return name
+
+    def mapping(name: str, shape: Shape) -> str:
+        if not shape:
+            return ""
+        letters = LETTERS[name]
+        batch = [f"b{i}" for i in range(len(shape) - len(letters))]
+        return " ".join(map(factor, [*batch, *letters], shape))
+
+    # Dictionaries are flattened by sorted name.
+    left, right = (", ".join(mapping(*item) for item in sorted(x.items())) for x in (inputs, results))
+    options: dict[str, Any] = {"need_replication_factors": tuple(replicated)}
+    if len(heads) > 1:
+        options["g"] = query_heads // key_heads
+    return f"{left} -> {right}", options
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The mesh axes that one call is partitioned over."""
+
+    mesh: dict[str, int]  # sizes of the mesh axes
+    batch: tuple[MeshAxes, ...]  # that partition each batch axis
+    key_heads: MeshAxes  # that partition the key heads, and the query heads with them
+    group: MeshAxes  # that partition the query heads of each key head
+    query_heads_per_key_head: int
+
+    @staticmethod
+    def of(mesh: dict[str, int], inputs: Arrays, specs: Specs) -> "Layout":
+        """The layout that the inputs suggest, query's shardings before the others'.
+
+        Mesh axes that don't divide an axis evenly are left out, and those on an axis that is not
+        partitioned: along them all devices do the same work.
+        """
+        query, key = inputs["query"].shape, inputs["key"].shape
+        batch_rank = len(query) - len(LETTERS["query"])
+        taken: set[str] = set()
+
+        def choose(size: int, candidates: list[tuple[str, int]]) -> MeshAxes:
+            for name, axis in candidates:
+                if inputs[name].shape[axis] == 1:
+                    continue
+                axes = mesh_axes(specs[name], axis)
+                if axes and not taken.intersection(axes) and size % math.prod(map(mesh.get, axes)) == 0:
+                    taken.update(axes)
+                    return axes
+            return ()
+
+        order = ["query", *(name for name in inputs if name != "query")]
+        batch = tuple(
+            choose(
+                max(x.shape[i] for name, x in inputs.items() if i < len(x.shape) - len(LETTERS[name])),
+                [(name, i) for name in order],
+            )
+            for i in range(batch_rank)
+        )
+        heads = choose(
+            query[-2],
+            [
+                (name, len(inputs[name].shape) - len(LETTERS[name]) + LETTERS[name].index(letter))
+                for letter in "NK"
+                for name in order
+                if letter in LETTERS[name]
+            ],
+        )
+        # Keys and values keep the sharding that they have as far as query heads share it. They could be
+        # partitioned further at no cost, but then their gradients would have to be gathered.
+        given = mesh_axes(specs["key"], len(key) - 2)
+        key_heads = heads
+        while key_heads and (given[: len(key_heads)] != key_heads or key[-2] % _size(mesh, key_heads)):
+            key_heads = key_heads[:-1]
+        return Layout(mesh, batch, key_heads, heads[len(key_heads) :], query[-2] // key[-2])
+
+    @property
+    def used(self) -> frozenset[str]:
+        return frozenset(itertools.chain(*self.batch, self.key_heads, self.group))
+
+    def spec(self, name: str, shape: Shape) -> PartitionSpec:
+        """How the array of that name and (whole) shape is partitioned."""
+        letters = LETTERS[name]
+        heads = {"N": self.key_heads + self.group, "K": self.key_heads}
+        axes = [*self.batch, *(heads.get(letter, ()) for letter in letters)]
+        return PartitionSpec(*(a if a and size > 1 else None for a, size in zip(axes, shape, strict=True)))
+
+    def run(self, local: Callable[[Arrays], Arrays], inputs: Arrays, specs: Specs) -> Arrays:
+        """Runs `local` on one device's part of the inputs, with the mesh axes in use manual.
+
+        `specs` are those of the (whole) inputs. A result under an input's name is its gradient.
+        """
+        key_heads = inputs["key"].shape[-2]
+        heads = self._key_heads_needed(inputs["query"].shape[-2], key_heads)
+        if heads is not None:
+            inputs = inputs | {name: jnp.take(inputs[name], heads, axis=-2) for name in ("key", "value")}
+        results = local(inputs)
+        # In the results' order: all processes of a program must enter its collectives in the same order.
+        for name, x in results.items():
+            if name not in inputs:
+                continue
+            if heads is not None and name in ("key", "value"):
+                whole = jnp.zeros((*x.shape[:-2], key_heads, x.shape[-1]), x.dtype)
+                x = whole.at[..., heads, :].add(x)
+            partitioned = set(itertools.chain(*(mesh_axes(specs[name], i) for i in range(len(specs[name])))))
+            lacking = tuple(sorted(self.used - partitioned))
+            results[name] = jax.lax.psum(x, lacking) if lacking else x
+        return results
+
+    def _key_heads_needed(self, query_heads: int, key_heads: int) -> jax.Array | None:
+        """Which of its key heads a device takes; None for all of them, each with a whole group.
+
+        If a device's query heads are neither whole groups nor part of one group, key heads are repeated
+        for each query head.
+        """
+        if not self.group or key_heads == 1:
+            return None
+        group = self.query_heads_per_key_head
+        first = jax.lax.axis_index(self.group) * query_heads
+        if query_heads % group == 0:
+            return first // group + jnp.arange(query_heads // group)
+        if group % query_heads == 0:
+            return (first // group)[None]
+        return (first + jnp.arange(query_heads)) // group
+
+
+def mesh_axes(spec: PartitionSpec, axis: int) -> MeshAxes:
+    """The mesh axes that partition an axis of an array; none where that is up to the compiler."""
+    axes = spec[axis] if axis < len(spec) else None
+    if axes is None or axes is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _size(mesh: dict[str, int], axes: MeshAxes) -> int:
+    return math.prod(mesh[name] for name in axes)
