@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _arguments, _device, _dispatch, _dropout, _sequences, _validate
+from jax_flash import _arguments, _device, _dispatch, _dropout, _sequences, _settings, _validate
 from jax_flash._arguments import OWN_NAMES, Names
 from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
@@ -113,6 +113,7 @@ class _Shape(NamedTuple):
         return _validate.reshaped(x, (1,) * max(len(self.batch), 1) + x.shape)
 
 
+@_settings.as_written
 def prepare(arguments: Arguments) -> Call:
     """Check the arguments and bring them to canonical form."""
     query, key, value = _arguments.query_key_value(
@@ -205,6 +206,7 @@ def _dropout_hashes(key: jax.Array | None, shape: _Shape) -> dict[str, jax.Array
     }
 
 
+@_settings.as_written
 def attend(call: Call, implementation: Any) -> Any:
     """Run `call`: out `(*B, T, N, V)`, and with the residual also lse `(*B, T, N)`."""
     names = _arguments.implementations(implementation)

@@ -1,5 +1,6 @@
 """`dot_product_attention`: what `jax.nn.dot_product_attention` means, by our implementations."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -170,4 +171,9 @@ def _segments(name: str, lengths: Any, batch: int, size: int, padding_id: int) -
     if lengths is None:
         return jnp.zeros((batch, size), jnp.int32)
     lengths = _sequences.lengths(name, lengths, {"(B,)": (batch,)}, size)
-    return jnp.where(jnp.arange(size) < lengths[:, None], 0, padding_id).astype(jnp.int32)
+    return _segments_of_lengths(lengths, size, padding_id)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _segments_of_lengths(lengths: jax.Array, size: int, padding_id: int) -> jax.Array:
+    return jnp.where(jnp.arange(size)[None] < lengths[:, None], 0, padding_id).astype(jnp.int32)

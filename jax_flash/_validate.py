@@ -110,8 +110,14 @@ def clipped(x: jax.Array | np.ndarray, most: int, least: int = 0) -> jax.Array:
         least, most = max(least, int(info.min)), min(most, int(info.max))
     if not isinstance(x, jax.Array):
         return jnp.asarray(np.clip(x, least, most).astype(np.int32))
-    x = jnp.clip(x, least, most)
-    return x if x.dtype == jnp.int32 else x.astype(jnp.int32)
+    return _clip(x, least, most)
+
+
+# In a `jit`, where bounds are constants: outside of one they are sent to the device, which a transfer guard
+# refuses.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _clip(x: jax.Array, least: int, most: int) -> jax.Array:
+    return jnp.clip(x, least, most).astype(jnp.int32)
 
 
 def broadcastable(name: str, value: Any, shape: Sequence[int], letters: str, kind: str) -> jax.Array:

@@ -1,6 +1,8 @@
 """Packed sequences: many of different lengths, one behind the other along one axis of tokens."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -8,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _packing, _sequences, _validate
+from jax_flash import _arguments, _packing, _sequences, _settings, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, Call, Packing, attend, prepare
+from jax_flash._spec import AttentionSpec, Operands
 
 
 @overload
@@ -191,16 +194,29 @@ def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.A
     return None if slopes.ndim == 1 else slopes.astype(jnp.float32)
 
 
+@_settings.as_written
 def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
     """`call` with slopes for each sequence: each becomes a batch row, since operands have slopes for rows."""
-    queries, _ = _packing.sides(call.spec, call.operands)
-    spec, rows = _packing.unpack(call.spec, call.operands)
-    rows = Call(spec, rows.replace(alibi_slopes=slopes), slopes.shape[:1])
-    results = attend(rows, implementation)
+    spec, _ = _packing.unpacked_shapes(call.spec, call.shapes)
+    rows = _unpack(call.spec, call.operands).replace(alibi_slopes=slopes)
+    results = attend(Call(spec, rows, slopes.shape[:1]), implementation)
     if not spec.return_residual:
-        return queries.pack(results, 0)[0]
+        return _pack(call.spec, call.operands, results, 0.0)
     out, lse = results
-    return queries.pack(out, 0)[0], queries.pack(lse, 0, -jnp.inf)[0]
+    return _pack(call.spec, call.operands, out, 0.0), _pack(call.spec, call.operands, lse, -math.inf)
+
+
+# In a `jit` each: outside of one, operations send constants to the device, which a transfer guard refuses.
+@functools.partial(jax.jit, static_argnums=0)
+def _unpack(spec: AttentionSpec, operands: Operands) -> Operands:
+    return _packing.unpack(spec, operands)[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _pack(spec: AttentionSpec, operands: Operands, x: jax.Array, fill: float) -> jax.Array:
+    """Rows of sequences `x (B, max_seqlen_q, …)` as they were packed."""
+    queries, _ = _packing.sides(spec, operands)
+    return queries.pack(x, 0, fill)[0]
 
 
 def _packed(name: str, x: Any, letters: str) -> jax.Array:

@@ -12,6 +12,7 @@ Errors are those of `jax_flash.flash_attention`, with the arguments named as her
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _validate
+from jax_flash import _arguments, _settings, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._mask import Window
@@ -330,6 +331,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend_packed(options.arguments(q, k, v, _QKV_NAMES), sequences)
 
 
+@_settings.as_written
 def unpad_input(
     hidden_states: ArrayLike,
     attention_mask: ArrayLike,
@@ -365,7 +367,6 @@ def unpad_input(
     batch, seqlen = hidden_states.shape[:2]
     used = _token_mask("attention_mask", attention_mask, (batch, seqlen))
     selected = used if unused_mask is None else used | _token_mask("unused_mask", unused_mask, used.shape)
-    lengths = jnp.sum(selected, axis=1, dtype=jnp.int32)
     is_traced = isinstance(selected, Tracer)
     if size is not None:
         size = _validate.size("size", size)
@@ -373,17 +374,32 @@ def unpad_input(
             raise ValueError(f"size must be at most {_validate.INT32_MAX}; got {_validate.short(size)}")
     elif is_traced:
         raise ValueError("size must be an int when attention_mask is traced, as under jit; got None")
+    else:
+        size = _fetched(jnp.sum(selected, dtype=jnp.int32))
+    tokens, indices, offsets, longest, seqused = _unpad(hidden_states, selected, used, size)
+    return tokens, indices, offsets, seqlen if is_traced else _fetched(longest), seqused
+
+
+# In a `jit`: outside of one, operations send constants to the device, which a transfer guard refuses.
+@functools.partial(jax.jit, static_argnums=3)
+def _unpad(
+    hidden_states: jax.Array, selected: jax.Array, used: jax.Array, size: int
+) -> tuple[jax.Array, ...]:
+    """What `unpad_input` returns, with the longest length as an array."""
+    batch, seqlen = selected.shape
+    lengths = jnp.sum(selected, axis=1, dtype=jnp.int32)
     (indices,) = jnp.nonzero(selected.ravel(), size=size, fill_value=batch * seqlen)
     tokens = hidden_states.reshape(batch * seqlen, *hidden_states.shape[2:])
     return (
         tokens.at[indices].get(mode="fill", fill_value=0),
         indices.astype(jnp.int32),
         jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)]),
-        seqlen if is_traced else int(jnp.max(lengths, initial=0)),
+        jnp.max(lengths, initial=0),
         jnp.sum(used, axis=1, dtype=jnp.int32),
     )
 
 
+@_settings.as_written
 def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: int) -> jax.Array:
     """The inverse of `unpad_input`: packed tokens back in a padded batch, zeros elsewhere.
 
@@ -410,6 +426,11 @@ def pad_input(hidden_states: ArrayLike, indices: ArrayLike, batch: int, seqlen: 
             f"got {_validate.short(batch)} and {_validate.short(seqlen)}"
         )
     positions = _validate.clipped(positions, batch * seqlen, least=-_validate.INT32_MAX)
+    return _pad(hidden_states, positions, batch, seqlen)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _pad(hidden_states: jax.Array, positions: jax.Array, batch: int, seqlen: int) -> jax.Array:
     rest = hidden_states.shape[1:]
     tokens = jnp.zeros((batch * seqlen, *rest), hidden_states.dtype)
     return tokens.at[positions].set(hidden_states, mode="drop").reshape(batch, seqlen, *rest)
@@ -491,9 +512,19 @@ def _unstack(name: str, packed: Any, letters: str) -> tuple[jax.Array, ...]:
             f"{name} must have at least one head and a head dim of at least 1; "
             f"got {_validate.described(packed)}"
         )
+    return _parts(packed)
+
+
+@jax.jit
+def _parts(packed: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(packed[..., part, :, :] for part in range(packed.shape[-3]))
 
 
 def _token_mask(name: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     mask = _validate.shaped_unconverted(name, mask, {"(batch, seqlen)": shape}, "bool or integer")
-    return jnp.asarray(mask != 0)
+    return jnp.asarray(mask.astype(bool))
+
+
+def _fetched(x: jax.Array) -> int:
+    """A number that becomes a shape. The device is asked for it explicitly, which a transfer guard allows."""
+    return int(jax.device_get(x))

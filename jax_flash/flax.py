@@ -122,7 +122,7 @@ def dot_product_attention(
         key,
         value,
         bias,
-        None if mask is None else jnp.asarray(_validate.unconverted("mask", mask, "bool or number") != 0),
+        None if mask is None else _as_bool(_validate.unconverted("mask", mask, "bool or number")),
         window=window.from_top_left(query.shape[-3], key.shape[-3]),
         dropout_rate=rate,
         dropout_key=dropout_rng,
@@ -139,6 +139,10 @@ def dot_product_attention(
         )
         call = dataclasses.replace(call, operands=operands)
     return attend(call, implementation)
+
+
+def _as_bool(mask: Any) -> jax.Array:
+    return jnp.asarray(mask if mask.dtype == bool else mask != 0)
 
 
 def _refuse(**arguments: tuple[Any, str, str]) -> None:

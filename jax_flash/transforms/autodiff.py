@@ -1,11 +1,11 @@
-"""One call and its derivative: the only `custom_vjp` of the package.
+"""A call and its derivative: the only `custom_vjp` of the package.
 
-The backward pass recomputes the attention weights, so it keeps the operands, the output and the
-log-sum-exp, nothing of size T×S. The last two are tagged for `jax.checkpoint`: under
+The backward pass computes the attention weights again, so the forward pass saves the operands, the output and
+the log-sum-exp, nothing of size T×S. The last two have names for `jax.checkpoint`. With the policy
 
     jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse")
 
-the attention of a rematerialised block is not run a second time.
+a rematerialised block does not run its attention a second time.
 """
 
 import functools
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _device
@@ -23,25 +24,25 @@ from jax_flash.transforms.varying import vary_alike
 
 
 def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Operands) -> Any:
-    """Runs a validated call on canonical operands; where they have one batch axis, here may be more.
+    """Runs a checked call. Differentiable in reverse mode, once.
 
-    Of several, each may be 1 in the operands whose batch axis may be. Implementations get them as
-    one: see `_lowering.py`.
+    Args:
+      implementation: the name of the one to run, as `("cuda",)`. Of two names, `("cuda", "xla")`, the first
+        runs on the platform that the call is planned for, and the second on all others.
+      operands: canonical ones, except that they may have several batch axes `*B`. Any of these may be 1 in an
+        operand whose batch axis may be. `lowering.py` folds them into one.
 
-    `implementation` names the one to run, as `("cuda",)`; two names, `("cuda", "xla")`, mean the
-    first where the program is lowered for the platform planned for, and the second elsewhere.
-
-    Returns `out (*B, T, N, V)` in query's dtype, and with `spec.return_residual` also
-    `lse (*B, N, T)` float32. Differentiable in reverse mode, once.
+    Returns:
+      `out (*B, T, N, V)` in query's dtype, and with `spec.return_residual` also `lse (*B, N, T)` float32.
     """
     call = Call(spec, implementation, _device.current())
-    # Outside of the custom derivative, so that the gradient of an operand which is replicated under
-    # `shard_map` is summed over the mesh by the transpose of this very cast.
+    # The cast is outside of the custom derivative: under `shard_map` its transpose sums the gradient of a
+    # replicated operand over the mesh.
     return _attend(call, vary_alike(operands))
 
 
 def _differentiable_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(call, *args)`, with a clear error in the place of a second derivative."""
+    """`function(call, *args)`, which refuses a second derivative with a clear error."""
     guarded = jax.custom_jvp(function, nondiff_argnums=(0,))
 
     @guarded.defjvp
@@ -67,14 +68,27 @@ def jax_flash_backward(call: Call, *args: Any) -> Gradients:
     return batching.backward(call, *args)
 
 
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`jax_flash_forward`, whose lse `jax_debug_infs` checks only where the caller gets it.
+
+    The lse of a row with nothing to attend to is -inf.
+    """
+    checks_infinities = jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
+    if call.spec.return_residual or not checks_infinities:
+        return jax_flash_forward(call, operands)
+    with jax.debug_infs(False):
+        out, lse = jax_flash_forward(call, operands)
+    return jnp.copy(out), lse  # which is checked
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, operands: Operands) -> Any:
-    out, lse = jax_flash_forward(call, operands)
+    out, lse = _forward(call, operands)
     return (out, lse) if call.spec.return_residual else out
 
 
 def _attend_forward(call: Call, operands: Operands) -> Any:
-    out, lse = jax_flash_forward(call, operands)
+    out, lse = _forward(call, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")
     return (out, lse) if call.spec.return_residual else out, (operands, out, lse)

@@ -1,13 +1,12 @@
 """The last step above an implementation: what each device runs on the arrays that it holds.
 
-Everything higher up keeps the axes that `vmap` adds where they are, in front, so that a sharded
-batch axis stays an axis of its own; only here, where arrays are local, do they fold into the one
-batch axis that an implementation takes. Folding comes before the implementation plans its launch:
-a plan is made for static shapes, so it must see the folded ones.
+Batch axes are folded into one. The transforms above keep all of them apart, since a sharded axis that is
+merged with another would be gathered. Here arrays are local. An implementation plans its launch for static
+shapes, so it gets folded ones.
 
-An automatic choice of implementation, `("cuda", "xla")`, is settled here as well, when the program
-is lowered: the first runs on the platform that it was chosen for, the last anywhere else. So one
-trace serves a `jit` over CPU arrays on a machine with a GPU and an export for several platforms.
+A choice of two implementations, `("cuda", "xla")`, is settled when the program is lowered. The first runs on
+the platform that it was chosen for and the second on any other. So one trace serves a `jit` over CPU arrays
+on a machine with a GPU, and an export for several platforms.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _device, _dispatch, _gradients
+from jax_flash import _device, _dispatch, _gradients, _settings
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
 from jax_flash.transforms.varying import vary_over, varying_axes
 
@@ -51,8 +50,8 @@ sequences."""
 class Call:
     """Everything static about a call on its way down; hashable, so `jit` can key on it.
 
-    `device` is the one that the call was planned for when it was traced. It travels along because
-    parts of a call are traced later: the backward pass, or the body of a partitioned computation.
+    `device` is the one that the call is planned for. It is part of the call because the backward pass and the
+    body of a partitioned computation are traced later, when another device may be the current one.
     """
 
     spec: AttentionSpec
@@ -124,6 +123,7 @@ def _run(call: Call, entry: str, *args: Any) -> Any:
 
     def runner(name: str) -> Callable[..., Any]:
         @functools.wraps(getattr(_dispatch.get(name), entry))
+        @_settings.as_written
         def run(*args: Any) -> Any:
             with _device.assume(call.device):
                 return vary_over(getattr(_dispatch.get(name), entry)(call.spec, *args), axes)

@@ -142,7 +142,7 @@ def _add_sum(name, x, dx, block, cut, query_block, key_block):
     """`x`, the gradient of bias or alibi_slopes so far, with one block's share added."""
     if name == "alibi_slopes":
         return x + _gradients.sum_to(-(dx * block.distance).sum((-2, -1)), x.shape)
-    starts = [0] * x.ndim
+    starts = [jnp.int32(0)] * x.ndim
     shape = list(x.shape)
     for axis, positions, index in ((-2, cut.queries, query_block), (-1, cut.keys, key_block)):
         if x.shape[axis] != 1:

@@ -135,4 +135,5 @@ def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) 
         ids = cut.queries.take(operands.query_segment_ids, query_block, 1)
         key_ranges = segment_id_ranges(operands.key_value_segment_ids, cut.keys.size)
         visited = visited.within(*blocks_sharing_segments(ids.min(1), ids.max(1), *key_ranges))
-    return visited.union()
+    first, last = visited.union()
+    return jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32)  # alike where JAX counts in int64 too
