@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from jax_flash._spec import Sizes
-from jax_flash.pallas.mosaic import backward_side as mosaic_backward_side
+from jax_flash.pallas.mosaic import backward_problem as mosaic_backward_problem
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 from jax_flash.pallas.mosaic.tiles import BackwardConfig, ForwardConfig
 
@@ -37,7 +37,7 @@ def forward(size: Sizes) -> Iterator[ForwardConfig]:
 
 
 def backward_kernels(size: Sizes) -> dict[str, BackwardConfig]:
-    """All kernels for such calls, by their names in `mosaic_backward_side.KERNELS`, as the table has them."""
+    """All kernels for such calls, as the table has them, by their names in `backward_problem.KERNELS`."""
     return {
         name: config
         for together in (True, False)
@@ -49,16 +49,16 @@ def backward(size: Sizes, kernel: str) -> Iterator[BackwardConfig]:
     """The table's for a kernel first, then all others that fit shared memory and registers."""
     table = backward_kernels(size)[kernel]
     yield table
-    owns = mosaic_backward_side.KERNELS[kernel].owns
-    sums = size.H * owns.first + size.V * owns.second
+    owns = mosaic_backward_problem.KERNELS[kernel].owns
+    sums = size.H * owns.key_or_query + size.V * owns.value_or_d_out
     tiles = ((False, 1), (True, 1), (True, 2))  # persistent, and whether two tiles' rows are there
     for warpgroups, columns, first, second, (persistent, row_stages) in itertools.product(
         (2, 3), COLUMNS, STAGES, (None, 1), tiles
     ):
         other = BackwardConfig(warpgroups, columns, first, second, persistent, row_stages)
         # A second operand that is read by the first products alone is done with soon, others are not.
-        staged = second is None or (owns.first and not owns.second)
-        registers = (sums + columns * (1 + owns.first)) // 2
+        staged = second is None or (owns.key_or_query and not owns.value_or_d_out)
+        registers = (sums + columns * (1 + owns.key_or_query)) // 2
         enough = registers <= (128 if warpgroups == 3 else 192)
         if staged and enough and other != table and mosaic_tiles.backward_kernel_fits(size, kernel, other):
             yield other

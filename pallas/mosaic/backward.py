@@ -26,8 +26,8 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from .. import compat
 from ..scores import LOG2_E
 from .backward_kernel import Barriers, Shared, flash_backward
-from .backward_side import KERNELS, Operand, Side
-from .column_gradient import ColumnGradient
+from .backward_problem import KERNELS, BackwardProblem, LseAndDelta, Pair
+from .d_query import DQueryAccumulator
 from .tiles import ROWS, BackwardConfig, BackwardConfigs
 
 
@@ -35,9 +35,9 @@ class Prepared(NamedTuple):
     """What the kernels read, with lengths in whole tiles of 8: keys and values, queries and the output's
     gradient, and lse and delta (B,N,T in whole blocks)."""
 
-    keys: Operand
-    queries: Operand
-    statistics: Operand
+    keys: Pair
+    queries: Pair
+    lse_and_delta: LseAndDelta
 
 
 def prepare(
@@ -49,45 +49,46 @@ def prepare(
     lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse)
     lse_2 = lse * LOG2_E
     beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
-    statistics = Operand(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
+    lse_and_delta = LseAndDelta(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
     query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
-    return Prepared(Operand(key, value), Operand(query, d_out), statistics)
+    return Prepared(Pair(key, value), Pair(query, d_out), lse_and_delta)
 
 
-def _scratch(side: Side, rows: Operand, statistics: Operand) -> tuple[Shared, Barriers]:
-    """A block's shared memory and barriers; `rows` and `statistics` are what it reads of either, or None."""
-    config, dtype = side.config, rows.first.dtype
-    H, V = side.size.H, side.size.V
+def _scratch(problem: BackwardProblem, rows: Pair, lse_and_delta: LseAndDelta) -> tuple[Shared, Barriers]:
+    """A block's shared memory and barriers; `rows` and `lse_and_delta` hold what the kernel reads,
+    or None."""
+    config, dtype = problem.config, rows.key_or_query.dtype
+    H, V = problem.size.H, problem.size.V
     places = config.row_stages * config.warpgroups
 
     def tiles(count: int, tile_rows: int, width: int):
         return compat.tiled_shared_memory((count, tile_rows, width), dtype)
 
-    def of_statistic(x, stages: int):
-        per_query = (stages, config.columns) if side.rows_are_keys else (places, ROWS)
+    def vector(x, stages: int):
+        per_query = (stages, config.columns) if problem.rows_are_keys else (places, ROWS)
         return None if x is None else plgpu.SMEM(per_query, jnp.float32)
 
     def barrier(count: int, arrivals: int = 1):
         return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
 
-    room_for_second = side.owns.first or H != V
+    room_for_second = problem.owns.key_or_query or H != V
     shared = Shared(
-        rows=Operand(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
-        columns=Operand(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
-        statistics=Operand(*map(of_statistic, statistics, config.rings)),
-        column_gradient=(
-            ColumnGradient.scratch(config.warpgroups, ROWS, config.columns, H, dtype)
-            if side.kernel.adds
+        rows=Pair(tiles(places, ROWS, H), tiles(places, ROWS, V) if room_for_second else None),
+        columns=Pair(*map(tiles, config.rings, [config.columns] * 2, (H, V))),
+        lse_and_delta=LseAndDelta(*map(vector, lse_and_delta, config.rings)),
+        d_query=(
+            DQueryAccumulator.scratch(config.warpgroups, ROWS, config.columns, H, dtype)
+            if problem.kernel.adds_d_query
             else None
         ),
     )
-    copies = [1 if x is None or not side.rows_are_keys else 2 for x in statistics]
-    copies_of_rows = len(jax.tree.leaves(rows if side.rows_are_keys else (rows, statistics)))
+    copies = [1 if x is None or not problem.rows_are_keys else 2 for x in lse_and_delta]
+    copies_of_rows = len(jax.tree.leaves(rows if problem.rows_are_keys else (rows, lse_and_delta)))
     barriers = Barriers(
         rows_full=barrier(places, copies_of_rows),
         rows_free=barrier(places) if config.persistent else None,
-        full=Operand(*map(barrier, config.rings, copies)),
-        free=Operand(*map(barrier, config.rings, [config.warpgroups] * 2)),
+        full=Pair(*map(barrier, config.rings, copies)),
+        free=Pair(*map(barrier, config.rings, [config.warpgroups] * 2)),
     )
     return shared, barriers
 
@@ -99,31 +100,31 @@ def gradients(
     prepared: Prepared,
     config: BackwardConfig,
     multiprocessors: int,
-) -> tuple[Operand, jax.Array | None]:
+) -> tuple[Pair, jax.Array | None]:
     """Those that the kernel of this name in `KERNELS` owns, lengths in whole tiles of 8; and that which it
     adds to, in float32 and yet to be scaled, or None."""
-    keys, queries, statistics = prepared
+    keys, queries, lse_and_delta = prepared
     rows, columns, mask = queries, keys, keys_of_queries(spec, size)
     if KERNELS[kernel].rows_are_keys:
         rows, columns, mask = keys, queries, mask.transposed()
-    side = Side(size, mask, config, KERNELS[kernel], multiprocessors)
-    out = Operand(*(x if own else None for x, own in zip(rows, side.owns, strict=True)))
-    if not side.owns.first:  # nor is there a product of the second of the rows, nor anything of delta
-        rows, statistics = rows._replace(second=None), statistics._replace(second=None)
+    problem = BackwardProblem(size, mask, config, KERNELS[kernel], multiprocessors)
+    out = Pair(*(x if own else None for x, own in zip(rows, problem.owns, strict=True)))
+    if not problem.owns.key_or_query:  # and so needs neither dP nor delta
+        rows, lse_and_delta = rows._replace(value_or_d_out=None), lse_and_delta._replace(delta=None)
     summed = None
-    if side.kernel.adds:
-        B, length, heads, H = columns.first.shape
+    if problem.kernel.adds_d_query:
+        B, length, heads, H = columns.key_or_query.shape
         shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
-        summed = compat.result(shape, jnp.float32, like=columns.first)
+        summed = compat.result(shape, jnp.float32, like=columns.key_or_query)
     (of_rows,), of_columns = compat.mosaic_call(
-        functools.partial(flash_backward, scale=spec.scale, side=side),
-        blocks=side.walk.grid,
+        functools.partial(flash_backward, scale=spec.scale, problem=problem),
+        blocks=problem.scheduler.grid,
         warpgroups=config.warpgroups + 1,
-        scratch=_scratch(side, rows, statistics),
+        scratch=_scratch(problem, rows, lse_and_delta),
         out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
         name=f"jax_flash_mosaic_backward_{kernel}",
         sums=summed,
-    )(rows, columns, statistics)
+    )(rows, columns, lse_and_delta)
     return of_rows, of_columns
 
 
@@ -141,7 +142,7 @@ def backward(
     size = sizes(operands)
     prepared = prepare(operands, out, lse, d_out, d_lse)
 
-    def run(kernel: str, config: BackwardConfig) -> tuple[Operand, jax.Array | None]:
+    def run(kernel: str, config: BackwardConfig) -> tuple[Pair, jax.Array | None]:
         return gradients(kernel, spec, size, prepared, config, multiprocessors)
 
     if configs.queries is None:

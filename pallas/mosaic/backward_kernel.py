@@ -1,5 +1,9 @@
-"""What a block of the kernels in `mosaic_backward` does: one warpgroup loads, the others compute."""
+"""What a block of the backward kernels by Mosaic GPU does: one warpgroup loads, the others compute.
 
+`backward.py` says how they work together.
+"""
+
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -12,22 +16,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .. import compat
 from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
-from .backward_side import Operand, Side
-from .column_gradient import ColumnGradient
-from .product import added, issued, landed
+from .backward_problem import BackwardProblem, LseAndDelta, Pair
+from .d_query import DQueryAccumulator
+from .product import issue_accumulate, issue_product, wait_product
 from .registers import ACCUMULATOR, ROW, where_between
 from .roles import divide, drain
 from .tile_scheduler import int32, rem
-from .tiles import ROWS
+from .tiles import ROWS, BackwardConfig
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Shared(NamedTuple):
-    rows: Operand  # the second is room for its gradient where only that is computed, if there need be
-    columns: Operand  # rings
-    statistics: Operand  # lse, in base 2, and delta: of the rows, or in rings
-    column_gradient: ColumnGradient | None
+    """Shared memory of a block."""
+
+    rows: Pair  # where only dV is computed, the second is room for it, unless it is staged over keys
+    columns: Pair  # rings
+    lse_and_delta: LseAndDelta  # lse in base 2; of queries, which are the rows or in the rings
+    d_query: DQueryAccumulator | None
 
 
 class Barriers(NamedTuple):
@@ -35,33 +41,34 @@ class Barriers(NamedTuple):
 
     rows_full: Any
     rows_free: Any  # None where there is one tile
-    full: Operand
-    free: Operand
+    full: Pair
+    free: Pair
 
 
-def flash_backward(rows, columns, statistics, *refs, scale: float, side: Side) -> None:
-    """`rows` and `columns` are `Operand`s (B, length, heads, width); `statistics` lse and delta (B,N,T).
+def flash_backward(rows, columns, lse_and_delta, *refs, scale: float, problem: BackwardProblem) -> None:
+    """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T).
 
-    The others are the sum that columns' gradients are added to, if they are; the gradients of the rows that
-    `side` owns; shared memory; and barriers.
+    `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`; shared memory;
+    and barriers.
     """
-    *d_columns, out, shared, barriers = refs
+    *d_query_accum, out, shared, barriers = refs
     divide(
-        side.config.warpgroups,
-        compute=lambda warpgroup: _compute(
-            warpgroup, d_columns, out, shared, barriers, scale=scale, side=side
-        ),
-        load=lambda: _load(rows, columns, statistics, shared, barriers, side=side),
+        problem.config.warpgroups,
+        compute=lambda warpgroup: _Consumer(
+            warpgroup, d_query_accum, out, shared, barriers, scale, problem
+        ).run(),
+        load=lambda: _load(rows, columns, lse_and_delta, shared, barriers, problem=problem),
     )
 
 
-def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
-    config = side.config
-    streams = list(zip(columns, statistics, shared.columns, shared.statistics, strict=True))
+def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardProblem) -> None:
+    """Fills the rows of each tile, and the rings of the columns that it visits."""
+    config = problem.config
+    streams = list(zip(columns, lse_and_delta, shared.columns, shared.lse_and_delta, strict=True))
 
     def tile(tile, head, batch, carry):
         tiles_done, done = carry
-        first = tile * side.rows_of_tile
+        first = tile * problem.rows_of_tile
         for w in range(config.warpgroups):
             place = rem(tiles_done, config.row_stages) * config.warpgroups + w
             if config.persistent:
@@ -72,33 +79,33 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
             for source, target in zip(rows, shared.rows, strict=True):
                 if source is not None:
                     plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[place], full)
-            if not side.rows_are_keys:
-                for source, target in zip(statistics, shared.statistics, strict=True):
+            if not problem.rows_are_keys:
+                for source, target in zip(lse_and_delta, shared.lse_and_delta, strict=True):
                     plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[place], full)
 
         def one_pass(of_pass, done):
-            column_head = side.column_head(head, of_pass)
+            column_head = problem.column_head(head, of_pass)
 
             def block(i, done):
                 own = pl.ds(i * config.columns, config.columns)
                 for stream, stages, full, free in zip(
                     streams, config.rings, barriers.full, barriers.free, strict=True
                 ):
-                    source, statistic, ring, of_statistic = stream
+                    source, vector, ring, vector_ring = stream
                     slot = rem(done, stages)
                     pl.when(done >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                     plgpu.copy_gmem_to_smem(source.at[batch, own, column_head], ring.at[slot], full.at[slot])
-                    if side.rows_are_keys and statistic is not None:
-                        source = statistic.at[batch, column_head, own]
-                        plgpu.copy_gmem_to_smem(source, of_statistic.at[slot], full.at[slot])
+                    if problem.rows_are_keys and vector is not None:  # lse, or delta
+                        source = vector.at[batch, column_head, own]
+                        plgpu.copy_gmem_to_smem(source, vector_ring.at[slot], full.at[slot])
                 return done + 1
 
             return lax.fori_loop(int32(blocks.first), int32(blocks.last), block, done)
 
-        blocks = side.blocks(first)
-        return tiles_done + 1, lax.fori_loop(np.int32(0), np.int32(side.passes), one_pass, done)
+        blocks = problem.block_range(first)
+        return tiles_done + 1, lax.fori_loop(np.int32(0), np.int32(problem.passes), one_pass, done)
 
-    tiles_done, done = side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
+    tiles_done, done = problem.scheduler.over(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.
     for stages, free in zip(config.rings, barriers.free, strict=True):
         drain(done, stages, free)
@@ -108,140 +115,178 @@ def _load(rows, columns, statistics, shared, barriers, *, side: Side) -> None:
             pl.when(tiles_done > place // config.warpgroups)(freed)
 
 
-def _compute(warpgroup, d_columns, out, shared, barriers, *, scale: float, side: Side) -> None:
-    """One warpgroup's rows of the gradients, and its share of what is added to `d_columns`."""
-    config, size, mask, owns = side.config, side.size, side.mask, side.owns
-    column_gradient = shared.column_gradient
-    dtype = shared.rows.first.dtype
-    shape = (ROWS, config.columns)
-    tail = not side.rows_are_keys and size.S % config.columns != 0
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One computing warpgroup: it owns 64 rows of each tile, and their gradients, and adds to dQ's sum."""
 
-    def packed(x):
-        # Without the barrier LLVM carries x in float32, and converts it where it is used.
-        return lax.optimization_barrier(x.astype(dtype))
+    warpgroup: Any  # its index
+    d_query_accum: Any  # a list of the one sum of dQ, or of none
+    out: Pair
+    shared: Shared
+    barriers: Barriers
+    scale: float
+    problem: BackwardProblem
 
-    def of_tile(place):
-        """The places of all warpgroups' rows, where this one's are in `place`."""
-        return [place - warpgroup + w for w in range(config.warpgroups)]
+    @property
+    def config(self) -> BackwardConfig:
+        return self.problem.config
 
-    def statistic(ref, slot, place):
-        """Of queries, which are the columns or the rows."""
-        if side.rows_are_keys:
-            return lax.broadcast_in_dim(compat.load_vector(ref.at[slot], COLUMN), shape, [1])
-        return lax.broadcast_in_dim(compat.load_vector(ref.at[place], ROW), shape, [0])
+    @property
+    def owns(self) -> Pair:
+        return self.problem.owns
 
-    def masked(p, first, i):
-        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first
-        first_column = i * config.columns
-        low, end = (None if x is None else x - first_column for x in mask.visible_columns(rows, tail))
-        if side.masks_rows:
-            end = jnp.where(rows < mask.rows, config.columns if end is None else end, 0)
-        return p if low is None and end is None else where_between(p, low, end, 0.0)
+    def run(self) -> None:
+        """Computes the rows of all tiles of this block of the grid."""
+        self.problem.scheduler.over(self._tile, (jnp.int32(0), jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
 
-    def step(first, place, begun, target, edge: bool, i, carry):
-        """Adds what block `i` of columns gives to the sums of the rows from `first` on and to `target(i)`.
-
-        `begun` blocks were done when the tile began.
-        """
-        (d_first, d_second), done = carry
-        # LLVM would keep what is the same for all blocks, dozens of matrix descriptors, in registers, and
-        # ptxas would spill them: to both, this zero differs from block to block.
-        zero = lax.shift_right_logical(lax.optimization_barrier(done), np.int32(31))
-        rows = Operand(*(None if x is None else x.at[place + zero] for x in shared.rows))
-        slots = Operand(*(rem(done, stages) if stages > 1 else zero for stages in config.rings))
-        columns = Operand(*(ring.at[slot] for ring, slot in zip(shared.columns, slots, strict=True)))
-        full, free = (
-            Operand(*(x.at[slot] for x, slot in zip(of_rings, slots, strict=True)))
-            for of_rings in (barriers.full, barriers.free)
-        )
-
-        plgpu.barrier_wait(full.first)
-        scores = issued(rows.first, columns.first)
-        plgpu.barrier_wait(full.second)
-        gradients = issued(rows.second, columns.second) if owns.first else None
-        scores = landed(scores, in_flight=int(owns.first))
-        lse = statistic(shared.statistics.first, slots.first, place)
-        if not owns.first:
-            plgpu.barrier_arrive(free.first)
-        p = jnp.exp2(scores * (scale * LOG2_E) - lse)
-        p = masked(p, first, i) if edge else p
-        if owns.second:
-            d_second = added(d_second, packed(p), columns.second)
-        if owns.first:
-            d_p = landed(gradients, in_flight=int(owns.second))
-            delta = statistic(shared.statistics.second, slots.second, place)
-            if not owns.second:
-                plgpu.barrier_arrive(free.second)
-            d_scores = packed(p * (d_p - delta))
-            d_first = added(d_first, d_scores, columns.first)
-            if column_gradient is not None:
-                column_gradient.put(d_scores, warpgroup, first=done == begun)
-                d_block = column_gradient.issued([shared.rows.first.at[one] for one in of_tile(place)])
-        sums = Operand(*(x if x is None else landed(x, in_flight=0) for x in (d_first, d_second)))
-        for own, one in zip(owns, free, strict=True):
-            if own:  # else it was read by the first products alone
-                plgpu.barrier_arrive(one)
-        if column_gradient is not None:
-            column_gradient.add(landed(d_block, in_flight=0), warpgroup, target(i))
-        return sums, done + 1
-
-    def skip(_, done):
-        """A block that other warpgroups meet."""
-        for stages, full, free in zip(config.rings, barriers.full, barriers.free, strict=True):
-            plgpu.barrier_wait(full.at[rem(done, stages)])
-            plgpu.barrier_arrive(free.at[rem(done, stages)])
-        return done + 1
-
-    def zeros(width: int):
-        return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)
-
-    def tile(tile, head, batch, carry):
+    def _tile(self, tile, head, batch, carry):
+        """One tile: passes over its blocks of columns, then its gradients."""
+        config, problem, d_query = self.config, self.problem, self.shared.d_query
         tiles_done, done = carry
-        first = tile * side.rows_of_tile
-        blocks = side.blocks(first)
-        first += warpgroup * ROWS
-        own = side.blocks_of_warpgroup(first, blocks)
-        place = rem(tiles_done, config.row_stages) * config.warpgroups + warpgroup
-        for one in [place] if column_gradient is None else of_tile(place):
-            plgpu.barrier_wait(barriers.rows_full.at[one])
+        first_row = tile * problem.rows_of_tile
+        visited = problem.block_range(first_row)
+        first_row += self.warpgroup * ROWS
+        own = problem.block_range_of_warpgroup(first_row, visited)
+        slot = rem(tiles_done, config.row_stages) * config.warpgroups + self.warpgroup
+        for one in [slot] if d_query is None else self._row_slots(slot):
+            plgpu.barrier_wait(self.barriers.rows_full.at[one])
         begun = done
 
         def one_pass(of_pass, carry):
             def target(i):
-                """Where in `d_columns` this warpgroup's share of block `i` is added."""
-                share = size.H // config.warpgroups
-                own, width = pl.ds(i * config.columns, config.columns), pl.ds(warpgroup * share, share)
-                return d_columns[0].at[batch, own, side.column_head(head, of_pass), width]
+                """Where in dQ's sum this warpgroup's share of block `i` is added."""
+                share = problem.size.H // config.warpgroups
+                own, width = pl.ds(i * config.columns, config.columns), pl.ds(self.warpgroup * share, share)
+                return self.d_query_accum[0].at[batch, own, problem.column_head(head, of_pass), width]
 
             sums, done = carry
-            done = over_blocks(blocks.first, own.first, skip, done)
-            sums, done = over_block_range(
-                own, functools.partial(step, first, place, begun, target), (sums, done)
-            )
-            return sums, over_blocks(own.last, blocks.last, skip, done)
+            done = over_blocks(visited.first, own.first, self._skip, done)
+            step = functools.partial(self._step, first_row, slot, begun, target)
+            sums, done = over_block_range(own, step, (sums, done))
+            return sums, over_blocks(own.last, visited.last, self._skip, done)
 
-        widths = Operand(size.H, size.V)
-        sums = Operand(*(zeros(width) if own else None for own, width in zip(owns, widths, strict=True)))
-        if side.passes == 1:
+        widths = Pair(problem.size.H, problem.size.V)
+        sums = Pair(*(_zeros(width) if own else None for own, width in zip(self.owns, widths, strict=True)))
+        if problem.passes == 1:
             sums, done = one_pass(0, (sums, done))
         else:
-            sums, done = lax.fori_loop(np.int32(0), np.int32(side.passes), one_pass, (sums, done))
+            sums, done = lax.fori_loop(np.int32(0), np.int32(problem.passes), one_pass, (sums, done))
 
-        if column_gradient is not None:
-            column_gradient.wait_for_readers(done > begun)
-        results = Operand(sums.first * scale if owns.first else None, sums.second)
-        rooms = shared.rows
-        if rooms.second is None:
-            rooms = Operand(rooms.first, rooms.first)
-        for values, room, target in zip(results, rooms, out, strict=True):
-            if values is not None:
-                room[place, :, :] = values.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(room.at[place], target.at[batch, pl.ds(first, ROWS), head])
-        if config.persistent:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(barriers.rows_free.at[place])
+        if d_query is not None:
+            d_query.wait_for_readers(done > begun)
+        self._store(sums, slot, (batch, head, first_row))
         return tiles_done + 1, done
 
-    side.walk.over(tile, (jnp.int32(0), jnp.int32(0)))
-    plgpu.wait_smem_to_gmem(0)
+    def _step(self, first_row, row_slot, begun, target, partial: bool, i, carry):
+        """Adds what block `i` of columns gives to the gradients of the rows and to `target(i)`.
+
+        `begun` blocks were done when the tile began.
+        """
+        (d_key_or_query, d_value), done = carry
+        owns, d_query = self.owns, self.shared.d_query
+        rows, slots, columns, full, free = self._operands(row_slot, done)
+
+        plgpu.barrier_wait(full.key_or_query)
+        scores = issue_product(rows.key_or_query, columns.key_or_query)
+        plgpu.barrier_wait(full.value_or_d_out)
+        d_p = issue_product(rows.value_or_d_out, columns.value_or_d_out) if owns.key_or_query else None
+        scores = wait_product(scores, in_flight=int(owns.key_or_query))
+        p = self._probabilities(scores, slots, row_slot, free, first_row, i, partial)
+        if owns.value_or_d_out:
+            d_value = issue_accumulate(d_value, self._convert(p), columns.value_or_d_out)
+        if owns.key_or_query:
+            d_p = wait_product(d_p, in_flight=int(owns.value_or_d_out))
+            delta = self._per_score(self.shared.lse_and_delta.delta, slots.value_or_d_out, row_slot)
+            if not owns.value_or_d_out:
+                plgpu.barrier_arrive(free.value_or_d_out)
+            d_scores = self._convert(p * (d_p - delta))
+            d_key_or_query = issue_accumulate(d_key_or_query, d_scores, columns.key_or_query)
+            if d_query is not None:
+                d_query.put(d_scores, self.warpgroup, first=done == begun)
+                keys = [self.shared.rows.key_or_query.at[one] for one in self._row_slots(row_slot)]
+                d_block = d_query.issue(keys)
+        sums = Pair(*(x if x is None else wait_product(x, in_flight=0) for x in (d_key_or_query, d_value)))
+        for own, one in zip(owns, free, strict=True):
+            if own:  # else it was read by the first products alone
+                plgpu.barrier_arrive(one)
+        if d_query is not None:
+            d_query.add(wait_product(d_block, in_flight=0), self.warpgroup, target(i))
+        return sums, done + 1
+
+    def _operands(self, row_slot, done):
+        """The rows and the columns of a step, the slots of those in their rings, and their barriers."""
+        # LLVM would keep what is the same for all blocks, dozens of matrix descriptors, in registers, and
+        # ptxas would spill them: to both, this zero differs from block to block.
+        zero = lax.shift_right_logical(lax.optimization_barrier(done), np.int32(31))
+        rows = Pair(*(None if x is None else x.at[row_slot + zero] for x in self.shared.rows))
+        slots = Pair(*(rem(done, stages) if stages > 1 else zero for stages in self.config.rings))
+        columns = Pair(*(ring.at[slot] for ring, slot in zip(self.shared.columns, slots, strict=True)))
+        full, free = (
+            Pair(*(x.at[slot] for x, slot in zip(of_rings, slots, strict=True)))
+            for of_rings in (self.barriers.full, self.barriers.free)
+        )
+        return rows, slots, columns, full, free
+
+    def _probabilities(self, scores, slots: Pair, row_slot, free: Pair, first_row, i, partial: bool):
+        lse = self._per_score(self.shared.lse_and_delta.lse, slots.key_or_query, row_slot)
+        if not self.owns.key_or_query:
+            plgpu.barrier_arrive(free.key_or_query)
+        p = jnp.exp2(scores * (self.scale * LOG2_E) - lse)
+        return self._masked(p, first_row, i) if partial else p
+
+    def _masked(self, p, first_row, i):
+        config, problem = self.config, self.problem
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
+        first_column = i * config.columns
+        # Queries beyond the last have lse +inf, so that only keys need a comparison with their number.
+        has_tail = not problem.rows_are_keys and problem.size.S % config.columns != 0
+        visible = problem.mask.visible_columns(rows, has_tail)
+        begin, end = (None if x is None else x - first_column for x in visible)
+        if problem.masks_rows:
+            end = jnp.where(rows < problem.mask.rows, config.columns if end is None else end, 0)
+        return p if begin is None and end is None else where_between(p, begin, end, 0.0)
+
+    def _per_score(self, ref, slot, row_slot):
+        """lse or delta for each score of a block: of queries, which are the columns or the rows."""
+        shape = (ROWS, self.config.columns)
+        if self.problem.rows_are_keys:
+            return lax.broadcast_in_dim(compat.load_vector(ref.at[slot], COLUMN), shape, [1])
+        return lax.broadcast_in_dim(compat.load_vector(ref.at[row_slot], ROW), shape, [0])
+
+    def _skip(self, _, done):
+        """A block that other warpgroups visit."""
+        for stages, full, free in zip(self.config.rings, self.barriers.full, self.barriers.free, strict=True):
+            plgpu.barrier_wait(full.at[rem(done, stages)])
+            plgpu.barrier_arrive(free.at[rem(done, stages)])
+        return done + 1
+
+    def _store(self, sums: Pair, slot, place) -> None:
+        """Stages the gradients of a tile over its rows, and copies them to `place`: batch row, head, first
+        row."""
+        batch, head, first_row = place
+        d_key_or_query = sums.key_or_query * self.scale if self.owns.key_or_query else None
+        rooms = self.shared.rows
+        if rooms.value_or_d_out is None:
+            rooms = Pair(rooms.key_or_query, rooms.key_or_query)
+        results = Pair(d_key_or_query, sums.value_or_d_out)
+        for values, room, target in zip(results, rooms, self.out, strict=True):
+            if values is not None:
+                room[slot, :, :] = values.astype(self.shared.rows.key_or_query.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room.at[slot], target.at[batch, pl.ds(first_row, ROWS), head])
+        if self.config.persistent:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+
+    def _row_slots(self, slot):
+        """The places of all warpgroups' rows, where this one's are in `slot`."""
+        return [slot - self.warpgroup + w for w in range(self.config.warpgroups)]
+
+    def _convert(self, x):
+        # Without the barrier LLVM carries x in float32, and converts it where it is used.
+        return lax.optimization_barrier(x.astype(self.shared.rows.key_or_query.dtype))
+
+
+def _zeros(width: int):
+    return plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), ACCUMULATOR)

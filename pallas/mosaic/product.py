@@ -1,11 +1,11 @@
 """Products on the tensor cores that are issued in one place and waited for in another.
 
-`issued`, `added` and `issued_share` give the registers that will hold a product: a value once it has
-`landed`. Pallas' own end with the scope of their accumulators instead.
+`issue_product`, `issue_accumulate` and `issue_share` return the registers that will hold a product. They hold
+its value only after `wait_product`. A product by Pallas ends with the scope of its accumulator instead.
 
-Pallas' own also start from what is in those registers, and so have them set to zero first: for 64 x 128 by 32
-instructions of each thread, while the tensor cores wait for the product. What is issued here without a total
-writes over whatever they hold.
+A product by Pallas also adds to its registers, so they are set to zero first: 64 x 128 of them by 32
+instructions of each thread, while the tensor cores wait. A product issued here without a total overwrites its
+registers.
 
 In Pallas' interpreter each function is its definition.
 """
@@ -30,7 +30,7 @@ _SLICE = 16  # of what is summed over, by one instruction
 _ATOM_ROWS = 8  # rows that lie together, a swizzle's width of each, in memory that wgmma reads
 
 
-def issued(a: Any, b: Any) -> jax.Array:
+def issue_product(a: Any, b: Any) -> jax.Array:
     """Issues `a @ b.T`, both `(rows, width)` in `compat.tiled_shared_memory`."""
     if compat.interpreting():
         return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
@@ -44,7 +44,7 @@ def issued(a: Any, b: Any) -> jax.Array:
     return issue(a, b)
 
 
-def added(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
+def issue_accumulate(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
     """Issues `total + a @ b`, `a` in registers and `b` in `compat.tiled_shared_memory`."""
     if compat.interpreting():
         return total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
@@ -61,7 +61,7 @@ def added(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
     return issue(total, a, b)
 
 
-def issued_share(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
+def issue_share(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
     """Issues the sum of `a.T @ b` over pairs of as many warpgroups, all `(rows, columns)` in
     `compat.tiled_shared_memory`: of the columns of `b` this warpgroup's equal share, whole tiles."""
     width = b[0].shape[-1] // len(b)
@@ -91,8 +91,8 @@ def issued_share(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
     return issue(tuple(a), tuple(b))
 
 
-def landed(product: jax.Array, in_flight: int) -> jax.Array:
-    """A product's value, once at most `in_flight` of those issued since are still under way."""
+def wait_product(product: jax.Array, in_flight: int) -> jax.Array:
+    """Waits until at most `in_flight` of the products issued since are under way; returns its value."""
     if compat.interpreting():
         return product
 
@@ -174,7 +174,7 @@ def _issue(
     pairs: Sequence[tuple[_Operand, _Operand]],
     total: mgpu.FragmentedArray | None = None,
 ) -> mgpu.FragmentedArray:
-    """`total` plus the products of the pairs, or those alone, in registers that hold it once landed."""
+    """`total` plus the products of the pairs, or those alone, in registers that hold it after the wait."""
     count = shape[1] // 2  # registers of a thread
     onto = [] if total is None else [element(pair, i) for pair in total.registers.flat for i in range(2)]
     inputs, constraints = list(onto), ["=f"] * count + [str(i) for i in range(len(onto))]

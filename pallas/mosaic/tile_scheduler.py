@@ -19,7 +19,7 @@ from jax_flash._mask import PositionMask
 
 Carry = TypeVar("Carry")
 
-_L2_BYTES = 32 << 20  # that the columns of heads that are walked together may have
+_L2_BYTES = 32 << 20  # that the columns of heads that are scheduled together may have
 _TILE_ENDS = 1.2  # what beginning and ending a tile takes, in blocks of columns
 
 
@@ -37,7 +37,7 @@ def int32(x) -> jax.Array | np.int32:
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class TileScheduler:
     """Tile by tile through a head, the longest first; with `blocks`, so many take several tiles each."""
 
     tiles: int  # of a head
@@ -52,20 +52,20 @@ class Walk:
         return self.lengths is not None and self.tiles > 1
 
     @property
-    def together(self) -> int | None:
+    def l2_head_group(self) -> int | None:
         """How many heads at a time are walked from their longest tiles to their shortest, the next ones from
         the shortest to the longest, and so on; None where each long tile is followed by a short one of its
         head, by the same block."""
         if not self.uneven or self.blocks is None:
             return 1
         most = max(1, _L2_BYTES // self.bytes_of_head)
-        return _heads_together(
+        return _l2_head_group(
             tuple(sorted(self.lengths, reverse=True)), self.heads * self.batch, self.blocks, most
         )
 
     @property
     def items_of_head(self) -> int:
-        return pl.cdiv(self.tiles, 2) if self.together is None else self.tiles
+        return pl.cdiv(self.tiles, 2) if self.l2_head_group is None else self.tiles
 
     @property
     def items(self) -> int:
@@ -85,12 +85,12 @@ class Walk:
         return lax.fori_loop(np.int32(0), count, step, carry)
 
     def _item(self, item: jax.Array, body: Callable[..., Carry], carry: Carry) -> Carry:
-        together = self.together
-        if together is None:
+        group = self.l2_head_group
+        if group is None:
             return self._pair(item, body, carry)
-        turn, sections = div(item, together), self.heads * self.batch // together
+        turn, sections = div(item, group), self.heads * self.batch // group
         section, turn = div(turn, self.tiles), rem(turn, self.tiles)
-        others = section * together + rem(item, together)
+        others = section * group + rem(item, group)
         tile = self._by_length(turn)
         if self.uneven and self.blocks is not None:  # the last heads end with the shortest
             tile = lax.select(rem(sections - section, 2) == 1, tile, self._by_length(self.tiles - 1 - turn))
@@ -119,15 +119,18 @@ def tile_lengths(mask: PositionMask, rows: int, columns: int) -> tuple[int, ...]
 
 
 @functools.lru_cache
-def _heads_together(lengths: tuple[int, ...], heads: int, blocks: int, most: int) -> int | None:
-    """`Walk.together`, by the block that has the most to do: of tiles as long as this, the longest first."""
+def _l2_head_group(lengths: tuple[int, ...], heads: int, blocks: int, most: int) -> int | None:
+    """`TileScheduler.l2_head_group`: the one whose busiest block has the least to do.
+
+    `lengths` has the longest tile first.
+    """
     long = np.array(lengths) + _TILE_ENDS
     orders: dict[int | None, np.ndarray] = {}
-    for together in range(1, min(heads, most) + 1):
-        if heads % together == 0:
-            there = np.repeat(long, together)
-            sections = [there, there[::-1]] * (heads // together)
-            orders[together] = np.concatenate(sections[: heads // together][::-1])
+    for group in range(1, min(heads, most) + 1):
+        if heads % group == 0:
+            there = np.repeat(long, group)
+            sections = [there, there[::-1]] * (heads // group)
+            orders[group] = np.concatenate(sections[: heads // group][::-1])
     pairs = (long + long[::-1])[: pl.cdiv(len(long), 2)]
     if len(long) % 2:
         pairs[-1] /= 2

@@ -9,29 +9,29 @@ import pytest
 
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas.mosaic import backward_side as mosaic_backward_side
-from jax_flash.pallas.mosaic import forward as mosaic_forward
+from jax_flash.pallas.mosaic import backward_problem as mosaic_backward_problem
+from jax_flash.pallas.mosaic import forward_kernel as mosaic_forward_kernel
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 
 MULTIPROCESSORS = 132
-SIDES = ("forward", "queries", "keys_and_values")
+KERNELS = ("forward", "queries", "keys_and_values")
 
 
-def side_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
+def problem_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
     query, key = (jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16) for heads in (N, K or N))
     size = sizes(Operands(query, key, key))
     mask = keys_of_queries(AttentionSpec(scale=1.0, right=0 if is_causal else None), size)
     if kernel == "forward":
         config = dataclasses.replace(mosaic_tiles.forward(size), persistent=persistent)
-        return mosaic_forward.Side(size, mask, config, MULTIPROCESSORS)
+        return mosaic_forward_kernel.ForwardProblem(size, mask, config, MULTIPROCESSORS)
     config = mosaic_tiles.backward(size, together=False).kernels[kernel]
     config = dataclasses.replace(config, persistent=persistent)
-    kernel = mosaic_backward_side.KERNELS[kernel]
+    kernel = mosaic_backward_problem.KERNELS[kernel]
     mask = mask.transposed() if kernel.rows_are_keys else mask
-    return mosaic_backward_side.Side(size, mask, config, kernel, MULTIPROCESSORS)
+    return mosaic_backward_problem.BackwardProblem(size, mask, config, kernel, MULTIPROCESSORS)
 
 
-def tiles_of(walk):
+def tiles_of(scheduler):
     """(tile, head, batch row) of each item, in their order; of a pair one after the other."""
     none = jnp.full((2, 3), -1)
 
@@ -40,26 +40,26 @@ def tiles_of(walk):
             count, found = carry
             return count + 1, found.at[count].set(jnp.stack([tile, head, batch]))
 
-        return walk._item(index, body, (0, none))[1]
+        return scheduler._item(index, body, (0, none))[1]
 
-    found = np.asarray(jax.vmap(item)(jnp.arange(walk.items, dtype=jnp.int32)))
+    found = np.asarray(jax.vmap(item)(jnp.arange(scheduler.items, dtype=jnp.int32)))
     return [[tuple(tile.tolist()) for tile in of_item if tile[0] >= 0] for of_item in found]
 
 
-@pytest.mark.parametrize("kernel", SIDES)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("persistent", (False, True))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize(
     "shape", [(2, 1024, 16, 128), (1, 4096, 6, 64), (3, 640, 5, 64), (1, 100, 3, 128), (1, 2048, 24, 128)]
 )
 def test_every_tile_is_taken_once(kernel, shape, is_causal, persistent):
-    walk = side_of(kernel, *shape, is_causal=is_causal, persistent=persistent).walk
-    taken = [tile for item in tiles_of(walk) for tile in item]
+    scheduler = problem_of(kernel, *shape, is_causal=is_causal, persistent=persistent).scheduler
+    taken = [tile for item in tiles_of(scheduler) for tile in item]
     assert len(taken) == len(set(taken))
-    assert set(taken) == set(np.ndindex(walk.tiles, walk.heads, walk.batch))
+    assert set(taken) == set(np.ndindex(scheduler.tiles, scheduler.heads, scheduler.batch))
 
 
-@pytest.mark.parametrize("kernel", SIDES)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -73,24 +73,24 @@ def test_every_tile_is_taken_once(kernel, shape, is_causal, persistent):
     ],
 )
 def test_blocks_have_equally_much_to_do(kernel, shape):
-    walk = side_of(kernel, *shape).walk
-    work = np.zeros(walk.grid)
-    for item, tiles in enumerate(tiles_of(walk)):
-        work[item % walk.grid] += sum(walk.lengths[tile] + 1 for tile, *_ in tiles)
-    waves = walk.tiles * walk.heads * walk.batch / walk.grid
+    scheduler = problem_of(kernel, *shape).scheduler
+    work = np.zeros(scheduler.grid)
+    for item, tiles in enumerate(tiles_of(scheduler)):
+        work[item % scheduler.grid] += sum(scheduler.lengths[tile] + 1 for tile, *_ in tiles)
+    waves = scheduler.tiles * scheduler.heads * scheduler.batch / scheduler.grid
     assert work.max() <= (1.05 if waves > 4 else 1.15) * work.mean()
 
 
-@pytest.mark.parametrize("kernel", SIDES)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_are_as_long_as_their_blocks(kernel):
-    side = side_of(kernel, 1, 3000, 2, 128)
-    block = side.config.keys if kernel == "forward" else side.config.columns
-    rows = side.config.queries if kernel == "forward" else side.rows_of_tile
-    blocks = [side.mask.block_range(tile * rows, rows, block) for tile in range(side.walk.tiles)]
-    assert side.walk.lengths == tuple(int(found.last - found.first) for found in blocks)
+    problem = problem_of(kernel, 1, 3000, 2, 128)
+    block = problem.config.keys if kernel == "forward" else problem.config.columns
+    rows = problem.config.queries if kernel == "forward" else problem.rows_of_tile
+    blocks = [problem.mask.block_range(tile * rows, rows, block) for tile in range(problem.scheduler.tiles)]
+    assert problem.scheduler.lengths == tuple(int(found.last - found.first) for found in blocks)
 
 
-def test_tiles_alike_are_walked_head_by_head():
-    walk = side_of("forward", 2, 1024, 4, 128, is_causal=False).walk
-    taken = [tile for item in tiles_of(walk) for tile in item]
+def test_tiles_alike_are_scheduled_head_by_head():
+    scheduler = problem_of("forward", 2, 1024, 4, 128, is_causal=False).scheduler
+    taken = [tile for item in tiles_of(scheduler) for tile in item]
     assert taken == sorted(taken, key=lambda tile: (tile[2], tile[1], tile[0]))

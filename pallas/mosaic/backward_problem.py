@@ -1,4 +1,4 @@
-"""The kernels of `mosaic_backward`: which gradients each sums, and over which rows and columns it goes."""
+"""The backward kernels by Mosaic GPU: which gradients each computes, and which rows and columns it visits."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,40 +10,48 @@ from jax.experimental import pallas as pl
 from jax_flash._mask import BlockRange, PositionMask
 from jax_flash._spec import Sizes
 
-from .tile_scheduler import Walk, div, tile_lengths
+from .tile_scheduler import TileScheduler, div, tile_lengths
 from .tiles import ROWS, BackwardConfig
 
 
-class Operand(NamedTuple):
-    """The pair of arrays whose products with the other side's are scores and their gradients.
+class Pair(NamedTuple):
+    """Key and value, or query and d_out: of the rows of the scores, or of their columns.
 
-    Keys and values, or queries and the gradient of the output; or what there is of either of them.
+    The product of key and query gives scores, and that of value and d_out gives dP. A pair may also hold
+    something about each of the two, such as its gradient or its barriers.
     """
 
-    first: Any
-    second: Any
+    key_or_query: Any
+    value_or_d_out: Any
+
+
+class LseAndDelta(NamedTuple):
+    """What the kernels know of each query's row of probabilities (`_gradients.py`); lse in base 2."""
+
+    lse: Any
+    delta: Any
 
 
 class Kernel(NamedTuple):
-    """One of the kernels: whose rows it takes, and which gradients of theirs it sums."""
+    """One of the kernels: whether its rows are keys or queries, and which of their gradients it computes."""
 
     rows_are_keys: bool
-    owns: Operand
-    adds: bool = False  # to the gradient of the first of the columns, too
+    owns: Pair  # whether it computes the gradient of either operand; nobody owns that of d_out
+    adds_d_query: bool = False  # rows are keys, and it adds to dQ too
 
 
 KERNELS = {
-    "all": Kernel(True, Operand(True, True), adds=True),
-    "queries": Kernel(False, Operand(True, False)),
-    "keys": Kernel(True, Operand(True, False)),
-    "values": Kernel(True, Operand(False, True)),
-    "keys_and_values": Kernel(True, Operand(True, True)),
+    "all": Kernel(True, Pair(True, True), adds_d_query=True),
+    "queries": Kernel(False, Pair(True, False)),
+    "keys": Kernel(True, Pair(True, False)),
+    "values": Kernel(True, Pair(False, True)),
+    "keys_and_values": Kernel(True, Pair(True, True)),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """What one of the kernels does with rows and columns."""
+class BackwardProblem:
+    """What one of the kernels computes, and its configuration."""
 
     size: Sizes
     mask: PositionMask  # of rows
@@ -56,7 +64,7 @@ class Side:
         return self.kernel.rows_are_keys
 
     @property
-    def owns(self) -> Operand:
+    def owns(self) -> Pair:
         return self.kernel.owns
 
     @property
@@ -69,12 +77,12 @@ class Side:
         return ROWS * self.config.warpgroups
 
     @property
-    def walk(self) -> Walk:
-        """Over tiles of rows."""
+    def scheduler(self) -> TileScheduler:
+        """The order of tiles of rows."""
         size, config = self.size, self.config
         rows, columns = (size.S, size.T) if self.rows_are_keys else (size.T, size.S)
         heads = size.group if self.rows_are_keys else 1 / size.group  # of columns that a head of rows meets
-        return Walk(
+        return TileScheduler(
             tiles=pl.cdiv(rows, self.rows_of_tile),
             heads=self.heads,
             batch=size.B,
@@ -91,17 +99,17 @@ class Side:
     def column_head(self, head, of_pass):
         return head * self.size.group + of_pass if self.rows_are_keys else div(head, self.size.group)
 
-    def blocks(self, first) -> BlockRange:
-        """Of columns that the tile meets."""
-        return self.mask.block_range(first, self.rows_of_tile, self.config.columns)
+    def block_range(self, first_row) -> BlockRange:
+        """The blocks of columns that a tile visits."""
+        return self.mask.block_range(first_row, self.rows_of_tile, self.config.columns)
 
-    def blocks_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
-        """Those of the tile that a warpgroup's rows meet; all of them where warpgroups work together."""
-        own = self.mask.block_range(first, ROWS, self.config.columns)
-        if not self.kernel.adds:
+    def block_range_of_warpgroup(self, first_row, tile: BlockRange) -> BlockRange:
+        """The tile's blocks that a warpgroup's rows see; all of them where warpgroups compute dQ together."""
+        own = self.mask.block_range(first_row, ROWS, self.config.columns)
+        if not self.kernel.adds_d_query:
             return own.within(tile.first, tile.last)
         if self.masks_rows:
-            all_there = (first + ROWS <= self.mask.rows).astype(jnp.int32)
+            all_there = (first_row + ROWS <= self.mask.rows).astype(jnp.int32)
             # Without the barrier LLVM sees where there can be two blocks at most, and ptxas 13.0 miscompiles
             # that loop: it finds the second's index by a condition that the first turn has changed.
             full_end = lax.optimization_barrier(own.full_end * all_there)
@@ -113,4 +121,4 @@ class Side:
         """Whether rows of the last tile that aren't there have to be told from the others: what is summed
         over rows must have nothing of them."""
         rows = self.size.S if self.rows_are_keys else self.size.T
-        return self.kernel.adds and rows % self.rows_of_tile != 0
+        return self.kernel.adds_d_query and rows % self.rows_of_tile != 0

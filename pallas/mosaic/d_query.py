@@ -1,9 +1,9 @@
-"""How a kernel for the gradients of rows adds to that of its columns, of the first operand, as well.
+"""How a kernel for dK and dV adds to dQ as well.
 
-The gradients of the scores are held by warpgroups of rows, and a column's gradient is a sum over all rows. So
-warpgroups put them into shared memory, each multiplies those of all with its share of the width of the rows,
-and TMA adds what comes of a block of columns to the sum in global memory. The order in which blocks of the
-grid come there is not always the same, nor are the last bits of the sums.
+The gradient of a query is a sum over all keys, and each warpgroup holds the gradients of the scores of its
+own keys. So warpgroups put those into shared memory. Each multiplies all of them with its share of the
+columns of K, and TMA adds the product of a block of queries to dQ's sum in global memory. The order in which
+blocks of the grid add is not always the same, so the last bits of dQ aren't either.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
-from .product import issued_share
+from .product import issue_share
 
 
-class ColumnGradient(NamedTuple):
+class DQueryAccumulator(NamedTuple):
     """Shared memory and barriers for it."""
 
     d_scores: Any  # (warpgroups, rows, columns), of each warpgroup's rows
@@ -27,7 +27,7 @@ class ColumnGradient(NamedTuple):
     read: Any
 
     @classmethod
-    def scratch(cls, warpgroups: int, rows: int, columns: int, width: int, dtype: Any) -> "ColumnGradient":
+    def scratch(cls, warpgroups: int, rows: int, columns: int, width: int, dtype: Any) -> "DQueryAccumulator":
         barrier = plgpu.Barrier(num_barriers=1, num_arrivals=warpgroups)
         return cls(
             compat.tiled_shared_memory((warpgroups, rows, columns), dtype),
@@ -43,20 +43,21 @@ class ColumnGradient(NamedTuple):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.written.at[0])
 
-    def issued(self, rows: Sequence[Any]) -> jax.Array:
-        """Issues a block's gradient (columns, width / warpgroups): this warpgroup's share of the width, from
-        the `rows` (rows, width) of each."""
+    def issue(self, keys: Sequence[Any]) -> jax.Array:
+        """Issues dQ of a block (columns, width / warpgroups): this warpgroup's share of the width, from the
+        `keys` (rows, width) of each warpgroup."""
         plgpu.barrier_wait(self.written.at[0])
-        return issued_share([self.d_scores.at[w] for w in range(len(rows))], rows)
+        return issue_share([self.d_scores.at[w] for w in range(len(keys))], keys)
 
-    def add(self, landed: jax.Array, warpgroup: jax.Array, target: Any) -> None:
-        """Issues the addition of a share to `target`, its place in global memory."""
+    def add(self, d_block: jax.Array, warpgroup: jax.Array, target: Any) -> None:
+        """Issues the addition of a share of dQ to `target`, its place in global memory."""
         plgpu.barrier_arrive(self.read.at[0])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the block before
-        self.staged[warpgroup, :, :] = landed
+        self.staged[warpgroup, :, :] = d_block
         plgpu.commit_smem()
         compat.add_to(self.staged.at[warpgroup], target)
 
     def wait_for_readers(self, some: jax.Array) -> None:
-        """Of what was put last, and of the rows, if there are `some`: before either is written over."""
+        """Waits until what was put last, and the keys, have been read, if there are `some`: before either is
+        overwritten."""
         pl.when(some)(lambda: plgpu.barrier_wait(self.read.at[0]))

@@ -1,0 +1,389 @@
+"""What a block of the forward kernel by Mosaic GPU does: one warpgroup loads, the others compute.
+
+`forward.py` says how they work together.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_flash._mask import BlockRange, PositionMask
+from jax_flash._spec import Sizes
+
+from .. import compat
+from ..loop import over_block_range
+from ..scores import LN_2, LOG2_E
+from .product import issue_product, wait_product
+from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
+from .roles import divide, drain
+from .tile_scheduler import TileScheduler, div, int32, rem, tile_lengths
+from .tiles import ROWS, ForwardConfig
+
+# How much a row's maximum may grow, in base 2, before what is subtracted does (FlashAttention-4). So few
+# blocks have to correct the output, and probabilities stay below 2^8.
+SLACK = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardProblem:
+    """The queries of a call, and the keys that they meet.
+
+    Blocks of keys go from the last to the first, so that the masked one of causal attention comes first,
+    where nothing runs beside its softmax anyway.
+    """
+
+    size: Sizes
+    mask: PositionMask
+    config: ForwardConfig
+    multiprocessors: int
+
+    @property
+    def scheduler(self) -> TileScheduler:
+        """The order of tiles of queries."""
+        size, config = self.size, self.config
+        return TileScheduler(
+            tiles=pl.cdiv(size.T, config.queries),
+            heads=size.N,
+            batch=size.B,
+            lengths=tile_lengths(self.mask, config.queries, config.keys),
+            blocks=self.multiprocessors if config.persistent else None,
+            bytes_of_head=2 * size.S * (size.H + size.V) // size.group,
+        )
+
+    def keys_of_tile(self, first) -> BlockRange:
+        """The blocks of keys that a tile loads: at least one, also where its queries see none."""
+        blocks = self.mask.block_range(first, self.config.queries, self.config.keys)
+        if self.mask.unbounded:
+            return blocks
+        first_block = jnp.minimum(blocks.first, pl.cdiv(self.size.S, self.config.keys) - 1)
+        return dataclasses.replace(blocks, first=first_block, last=jnp.maximum(blocks.last, first_block + 1))
+
+    def keys_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
+        """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
+        return self.mask.block_range(first, ROWS, self.config.keys).full_within(tile).reversed()
+
+
+class Shared(NamedTuple):
+    """Shared memory of a block."""
+
+    query: Any
+    key: Any
+    value: Any
+    out: Any  # None where output is staged over the queries
+    lse: Any
+
+
+class Rows(NamedTuple):
+    """What the online softmax knows of a warpgroup's rows."""
+
+    subtracted: Any  # from their logits: about the largest so far
+    sums: Any  # of probabilities, (ROWS, FOLDED)
+    correction: Any  # of what was summed before the last block
+
+
+class Barriers(NamedTuple):
+    """`full` where TMA has filled a place, `free` where its readers are done with it."""
+
+    query_full: Any
+    query_free: Any
+    key_full: Any
+    key_free: Any
+    value_full: Any
+    value_free: Any
+    turn: Any
+
+
+def flash_forward(
+    query, key, value, out, lse, shared, barriers, *, scale: float, problem: ForwardProblem
+) -> None:
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V) -> out (B,T,N,V), lse (B,N,T, in whole tiles)."""
+    divide(
+        problem.config.warpgroups,
+        compute=lambda warpgroup: _Consumer(warpgroup, out, lse, shared, barriers, scale, problem).run(),
+        load=lambda: _load(query, key, value, shared, barriers, problem=problem),
+    )
+
+
+def _load(query, key, value, shared, barriers, *, problem: ForwardProblem) -> None:
+    """Fills the queries of each tile, and the rings of its keys and values."""
+    config, group = problem.config, problem.size.group
+
+    def tile(tile, head, batch, carry):
+        tiles_done, blocks_done = carry
+        first = tile * config.queries
+        keys = problem.keys_of_tile(first)
+        start, stop = int32(keys.first), int32(keys.last)
+
+        def load_queries():
+            for w in range(config.warpgroups):
+                own = rem(tiles_done, config.query_stages) * config.warpgroups + w
+                refilled = functools.partial(plgpu.barrier_wait, barriers.query_free.at[own])
+                pl.when(tiles_done >= config.query_stages)(refilled)
+                rows = pl.ds(first + w * ROWS, ROWS)
+                full = barriers.query_full.at[own]
+                plgpu.copy_gmem_to_smem(query.at[batch, rows, head], shared.query.at[own], full)
+
+        def load_block(i, source, ring, full, free):
+            """Block `i` of the tile's keys or values."""
+            index = blocks_done + (i - start)
+            slot = rem(index, config.stages)
+            pl.when(index >= config.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+            rows = pl.ds((start + stop - 1 - i) * config.keys, config.keys)
+            own = source.at[batch, rows, div(head, group)]
+            plgpu.copy_gmem_to_smem(own, ring.at[slot], full.at[slot])
+
+        def step(i, carry):
+            # In the order in which they are read: values come a block behind keys.
+            if config.query_stages > 1:
+                pl.when(i == start)(load_queries)
+            load_keys = functools.partial(
+                load_block, i, key, shared.key, barriers.key_full, barriers.key_free
+            )
+            pl.when(i < stop)(load_keys)
+            load_values = functools.partial(
+                load_block, i - 1, value, shared.value, barriers.value_full, barriers.value_free
+            )
+            pl.when(i > start)(load_values)
+            if config.query_stages == 1:
+                # Behind the blocks that there is room for while the tile before still needs their place.
+                pl.when(i == jnp.minimum(start + config.stages, stop) - 1)(load_queries)
+            return carry
+
+        lax.fori_loop(start, stop + np.int32(1), step, 0)
+        return tiles_done + 1, blocks_done + (stop - start)
+
+    tiles_done, blocks_done = problem.scheduler.over(tile, (jnp.int32(0), jnp.int32(0)))
+    # No barrier is left while others still arrive at it.
+    drain(blocks_done, config.stages, barriers.key_free, barriers.value_free)
+    if config.persistent:
+        for place in range(config.query_stages):
+            for w in range(config.warpgroups):
+                free = barriers.query_free.at[place * config.warpgroups + w]
+                pl.when(tiles_done > place)(functools.partial(plgpu.barrier_wait, free))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Consumer:
+    """One computing warpgroup: it owns 64 rows of each tile."""
+
+    warpgroup: Any  # its index
+    out: Any
+    lse: Any
+    shared: Shared
+    barriers: Barriers
+    scale: float
+    problem: ForwardProblem
+
+    @property
+    def config(self) -> ForwardConfig:
+        return self.problem.config
+
+    @property
+    def size(self) -> Sizes:
+        return self.problem.size
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether the last block has places without a key."""
+        return self.size.S % self.config.keys != 0
+
+    @property
+    def has_partial_blocks(self) -> bool:
+        return not self.problem.mask.unbounded or self.has_tail
+
+    @property
+    def stages_over_query(self) -> bool:
+        """Whether the output is staged where the tile's queries were."""
+        return self.shared.out is None
+
+    @property
+    def releases_later(self) -> bool:
+        """Of two places for queries, one is left to the output until the next tile is well under way."""
+        return self.stages_over_query and self.config.persistent and self.config.query_stages > 1
+
+    def run(self) -> None:
+        """Computes the rows of all tiles of this block of the grid."""
+        config, turn = self.config, self.barriers.turn
+        if config.turns:
+            pl.when(self.warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        tiles_done, _ = self.problem.scheduler.over(self._tile, (jnp.int32(0), jnp.int32(0)))
+        if self.releases_later:
+            self._release_query(tiles_done - 1)
+        if config.turns:
+            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _tile(self, tile, head, batch, carry):
+        """One tile: a loop over its blocks of keys, between the first scores and the last values."""
+        tiles_done, blocks_done = carry
+        first_row = tile * self.config.queries
+        tile_keys = self.problem.keys_of_tile(first_row)
+        slot = self._query_slot(tiles_done)
+        query = self.shared.query.at[slot]
+        first_row += self.warpgroup * ROWS
+        keys = self.problem.keys_of_warpgroup(first_row, tile_keys)
+        count = keys.last - keys.first
+
+        plgpu.barrier_wait(self.barriers.query_full.at[slot])
+        p, rows = self._first_block(query, blocks_done, first_row, keys)
+        if self.releases_later:
+            pl.when(tiles_done > 0)(functools.partial(self._release_query, tiles_done - 1))
+
+        step = functools.partial(self._step, query, blocks_done, first_row, keys)
+        rest = BlockRange(keys.first + 1, keys.last, _after(keys, "full_begin"), _after(keys, "full_end"))
+        acc, p, rows = over_block_range(rest, step, (_zeros(self.size.V), self._convert(p), rows))
+        if not self.stages_over_query and self.config.persistent:
+            plgpu.barrier_arrive(self.barriers.query_free.at[slot])
+        acc, lse, normaliser = self._last_values(acc, p, rows, blocks_done + count - 1)
+        self._store(acc, lse, normaliser, query, (batch, head, first_row))
+        if self.stages_over_query and self.config.persistent and not self.releases_later:
+            self._release_query(tiles_done)
+        return tiles_done + 1, blocks_done + count
+
+    def _first_block(self, query, index, first_row, keys: BlockRange):
+        """Softmax of a tile's first block, which has no values of an earlier one to run beside."""
+        scores = self._issue_scores(query, index)
+        self._pass_turn()
+        scores = self._wait_scores(scores, index, in_flight=0)
+        nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+        rows = Rows(nothing, _zeros(FOLDED), nothing)
+        return self._softmax(scores, rows, self.has_partial_blocks, first_row, keys.last - 1)
+
+    def _step(self, query, blocks_done, first_row, keys: BlockRange, partial, i, carry):
+        """Scores and softmax of a block, beside the product of the last one's probabilities and values."""
+        acc, p, rows = carry
+        index = blocks_done + (i - keys.first)
+
+        scores = self._issue_scores(query, index)
+
+        def softmax_beside(acc):
+            self._issue_values(acc, p, index - 1)
+            self._pass_turn()
+            block = keys.first + keys.last - 1 - i
+            done = self._wait_scores(scores, index, in_flight=1)
+            return self._softmax(done, rows, partial, first_row, block)
+
+        acc = scaled_unless_one(acc, rows.correction)
+        like = (_zeros(self.config.keys), rows)
+        acc, (p, rows) = compat.accumulate(softmax_beside, acc, like)
+        self._release_values(index - 1)
+        return acc, self._convert(p), rows
+
+    def _last_values(self, acc, p, rows: Rows, index):
+        """The unnormalised output, lse, and what the output is to be multiplied with."""
+
+        def normalise_beside(acc):
+            self._issue_values(acc, p, index)
+            sums = rows.sums.sum(axis=1)
+            sees_nothing = sums == 0.0
+            sums = jnp.where(sees_nothing, 1.0, sums)
+            lse = jnp.where(sees_nothing, -jnp.inf, rows.subtracted * LN_2 + jnp.log(sums))
+            return lse, 1.0 / sums
+
+        acc, (lse, normaliser) = compat.accumulate(
+            normalise_beside, scaled_unless_one(acc, rows.correction), (rows.subtracted, rows.subtracted)
+        )
+        self._release_values(index)
+        return acc, lse, normaliser
+
+    def _store(self, acc, lse, normaliser, query, place) -> None:
+        """Stages the rows of a tile in shared memory, and copies them to `place`: batch row, head, first
+        row."""
+        batch, head, first_row = place
+        if not self.stages_over_query:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's output
+        staged = query if self.stages_over_query else self.shared.out.at[self.warpgroup]
+        staged_lse = self.shared.lse.at[self.warpgroup]
+        staged_lse[...] = lse
+        staged[...] = _rescaled(acc, normaliser).astype(self.shared.query.dtype)
+        plgpu.commit_smem()
+        own = pl.ds(first_row, ROWS)
+        plgpu.copy_smem_to_gmem(staged, self.out.at[batch, own, head])
+        plgpu.copy_smem_to_gmem(staged_lse, self.lse.at[batch, head, own])
+
+    def _softmax(self, scores, rows: Rows, partial: bool, first_row, block):
+        """A block's probabilities, and what is known of the rows with it."""
+        scores, scale = self._masked_scores(scores, partial, first_row, block)
+        highest = jnp.maximum(rows.subtracted, folded(jnp.maximum, scores).max(axis=1) * scale)
+        subtracted = jnp.where(highest > rows.subtracted + SLACK, highest, rows.subtracted)
+        # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
+        shift = jnp.where(subtracted == -jnp.inf, 0.0, subtracted) if self.has_partial_blocks else subtracted
+        p = jnp.exp2(scores * scale - lax.broadcast_in_dim(shift, scores.shape, [0]))
+        correction = jnp.exp2(rows.subtracted - shift)
+        return p, Rows(subtracted, _rescaled(rows.sums, correction) + folded(jnp.add, p), correction)
+
+    def _masked_scores(self, scores, partial: bool, first_row, block):
+        """Masked scores, and the scale that they are yet to be multiplied with to be logits in base 2."""
+        scale = self.scale * LOG2_E
+        if scale <= 0:  # the largest score is not the largest logit, and -inf would not stay that
+            scores, scale = scores * scale, 1.0
+        if not partial:
+            return scores, scale
+        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
+        first_column = block * self.config.keys
+        visible = self.problem.mask.visible_columns(rows, self.has_tail)
+        bounds = (None if x is None else x - first_column for x in visible)
+        return where_between(scores, *bounds, -jnp.inf), scale
+
+    def _issue_scores(self, query, index):
+        slot = self._slot(index)
+        plgpu.barrier_wait(self.barriers.key_full.at[slot])
+        if self.config.turns:
+            plgpu.barrier_wait(self.barriers.turn.at[self.warpgroup])
+        return issue_product(query, self.shared.key.at[slot])
+
+    def _wait_scores(self, scores, index, in_flight: int):
+        result = wait_product(scores, in_flight)
+        plgpu.barrier_arrive(self.barriers.key_free.at[self._slot(index)])
+        return result
+
+    def _issue_values(self, acc, p, index) -> None:
+        slot = self._slot(index)
+        plgpu.barrier_wait(self.barriers.value_full.at[slot])
+        compat.wgmma(acc, p, self.shared.value.at[slot])
+
+    def _release_values(self, index) -> None:
+        plgpu.barrier_arrive(self.barriers.value_free.at[self._slot(index)])
+
+    def _pass_turn(self) -> None:
+        """Lets the next warpgroup issue."""
+        if self.config.turns:
+            plgpu.barrier_arrive(self.barriers.turn.at[rem(self.warpgroup + 1, self.config.warpgroups)])
+
+    def _release_query(self, tile_number) -> None:
+        """Gives the place of a tile's queries back, once the output that was staged there is read."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.barriers.query_free.at[self._query_slot(tile_number)])
+
+    def _slot(self, index):
+        """The place in the rings of the block that is number `index` of this warpgroup's."""
+        return rem(index, self.config.stages)
+
+    def _query_slot(self, tile_number):
+        return rem(tile_number, self.config.query_stages) * self.config.warpgroups + self.warpgroup
+
+    def _convert(self, p):
+        # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
+        return lax.optimization_barrier(p.astype(self.shared.query.dtype))
+
+
+def _zeros(columns: int):
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), ACCUMULATOR)
+
+
+def _rescaled(x, factors):
+    return x * lax.broadcast_in_dim(factors, x.shape, [0])
+
+
+def _after(keys: BlockRange, bound: str):
+    """A bound of the blocks behind the first."""
+    first, value = keys.first, getattr(keys, bound)
+    if isinstance(first, int) and isinstance(value, int):
+        return max(value, first + 1)
+    return jnp.maximum(value, first + 1)
