@@ -69,7 +69,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())
     arrays = operands.present() | forward_metadata(spec, operands)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
-    return _cut(results["out"], n.V), results["lse"]
+    return _without_padding(results["out"], n.V), results["lse"]
 
 
 def backward(
@@ -80,7 +80,7 @@ def backward(
     d_out: jax.Array,
     d_lse: jax.Array | None,
 ) -> Gradients:
-    """Gradients of what is differentiable; `d_lse (B, N, T)` is None where lse was not returned."""
+    """Gradients of the differentiable operands; `d_lse (B, N, T)` is None if lse was not returned."""
     n = sizes(operands)
     operands = _padded(operands)
     plan = family(current()).plan_backward(spec, shapes_of(operands), current())
@@ -94,20 +94,25 @@ def backward(
     results = _call("jax_flash_backward", plan, arrays)
     others = score_mod.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
-    return Gradients(_cut(d_query, n.H), _cut(d_key, n.H), _cut(d_value, n.V), **others)
+    return Gradients(
+        _without_padding(d_query, n.H), _without_padding(d_key, n.H), _without_padding(d_value, n.V), **others
+    )
 
 
 def forward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """Mask metadata that the forward kernel reads, by name; empty where the mask is static."""
-    return _metadata(family(current()).plan_forward_metadata(spec, shapes_of(operands), current()), operands)
+    """Mask metadata that the forward kernel reads, by name; empty if the mask is static."""
+    plan = family(current()).plan_forward_metadata(spec, shapes_of(operands), current())
+    return _metadata(plan, operands)
 
 
 def backward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:
-    """Mask metadata that the backward kernel reads, by name; empty where the mask is static."""
-    return _metadata(family(current()).plan_backward_metadata(spec, shapes_of(operands), current()), operands)
+    """Mask metadata that the backward kernel reads, by name; empty if the mask is static."""
+    plan = family(current()).plan_backward_metadata(spec, shapes_of(operands), current())
+    return _metadata(plan, operands)
 
 
 def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Array]:
+    # The target keeps its first name, as exported programs have it.
     return {} if plan is None else _call("jax_flash_bounds", plan, operands.present())
 
 
@@ -118,16 +123,16 @@ def _padded(operands: Operands) -> Operands:
 
 
 def _padded_rows(x: jax.Array) -> jax.Array:
-    """Zeros, which add nothing to a score, and to the output and gradients columns that are cut off."""
+    """Adds columns of zeros. They add nothing to scores; results lose theirs by `_without_padding`."""
     missing = -x.shape[-1] % 8
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 
-def _cut(x: jax.Array, columns: int) -> jax.Array:
+def _without_padding(x: jax.Array, columns: int) -> jax.Array:
     return x if x.shape[-1] == columns else x[..., :columns]
 
 
 def _call(target: str, plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The plan's results by name; `arrays` has its operands, and may have others."""
+    """Runs the plan and gives its results by name; `arrays` has its operands, and may have others."""
     results = call.call(target, plan, *(arrays[buffer.name] for buffer in plan.operands))
     return {buffer.name: result for buffer, result in zip(plan.results, results, strict=True)}

@@ -1,4 +1,4 @@
-"""Dropout as the kernels take it (cuda/kernels/common/dropout.cuh)."""
+"""Dropout in the kernels: operands, defines and arguments (cuda/kernels/common/dropout.cuh)."""
 
 from collections.abc import Mapping
 
@@ -11,17 +11,17 @@ from jax_flash.cuda.launch_plan import Arguments, Buffer, LaunchPlan, Pointer
 from jax_flash.cuda.parameters import struct
 
 MAX_THRESHOLD = 0x7C00
-"""The kernels compare hashes as magnitudes of float16, of which this, infinity, is the last in order."""
+"""The kernels compare hashes as magnitudes of float16. This is infinity, the largest of them."""
 
 NAMES = ("dropout_rows", "dropout_columns")
 
 PARAMETERS = struct(
     "Dropout",
-    rows="const uint32_t*",  # (B, N, T)
-    # Forward (B, blocks of keys, keys), in the order of for_each_dropped; backward (B, S).
+    rows="const uint32_t*",  # hashes of rows, (B, N, T)
+    # Hashes of columns; backward (B, S), forward (B, blocks of keys, keys) in the order of for_each_dropped.
     columns="const uint32_t*",
-    threshold="uint32_t",  # of hashes that are kept, in both halves
-    factor="float",  # of what is kept, see `factor`
+    threshold="uint32_t",  # the least hash that is kept, in both halves of the word
+    factor="float",  # what kept probabilities are multiplied by
 )
 
 
@@ -37,19 +37,19 @@ def defines(spec: AttentionSpec) -> tuple[tuple[str, int], ...]:
 
 
 def factor(spec: AttentionSpec) -> float:
-    """Of the probabilities that are kept."""
+    """What kept probabilities are multiplied by."""
     return 1 / _dropout.keep_probability(spec.dropout_rate)
 
 
 def buffers(spec: AttentionSpec, *shapes: tuple[int, ...]) -> tuple[Buffer, ...]:
-    """The hashes of rows and columns, of these shapes, where there is dropout."""
+    """The hashes of rows and columns, of these shapes; none without dropout."""
     if not spec.dropout_rate:
         return ()
     return tuple(Buffer(name, shape, "uint32") for name, shape in zip(NAMES, shapes, strict=True))
 
 
 def arguments(spec: AttentionSpec) -> Arguments:
-    """Those of `PARAMETERS`."""
+    """Arguments of `PARAMETERS`."""
     return {
         "rows": pointer(spec, "dropout_rows"),
         "columns": pointer(spec, "dropout_columns"),
@@ -59,12 +59,12 @@ def arguments(spec: AttentionSpec) -> Arguments:
 
 
 def pointer(spec: AttentionSpec, name: str) -> Pointer | None:
-    """To one of `NAMES`, null without dropout."""
+    """A pointer to one of `NAMES`; null without dropout."""
     return Pointer(name) if spec.dropout_rate else None
 
 
 def arranged(plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """`arrays` by name, with columns' hashes as the forward `plan` takes them."""
+    """`arrays` by name, with the hashes of columns in the order that the forward `plan` takes."""
     shapes = {buffer.name: buffer.shape for buffer in plan.operands}
     return {
         name: _in_blocks(x, shapes[name]) if name == "dropout_columns" else x for name, x in arrays.items()
@@ -74,8 +74,9 @@ def arranged(plan: LaunchPlan, arrays: Mapping[str, jax.Array]) -> dict[str, jax
 def _in_blocks(columns: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Hashes `(B, S)` as `shape`, `(B, blocks, keys)`, in the order in which the kernel reads them.
 
-    Anything is behind the last; of each 16 keys 0, 1, 8 and 9 come first, then
-    2, 3, 10 and 11, and so on, as a thread has them (`for_each_dropped` in dropout.cuh).
+    A thread reads the hashes of its four columns in each 16 as one vector (`for_each_dropped` in
+    dropout.cuh). So of each 16 keys 0, 1, 8 and 9 come first, then 2, 3, 10 and 11, and so on. Hashes beyond
+    S are never used.
     """
     B, blocks, keys = shape
     padded = jnp.pad(columns, ((0, 0), (0, blocks * keys - columns.shape[1])))

@@ -1,9 +1,13 @@
-"""Which keys each query sees, as data: where sequences are shorter than the arrays, packed, or have segments.
+"""Mask metadata: which keys each query sees, and which blocks each tile visits, computed at run time.
 
-The window, lengths and packed sequences give each query an interval of keys, and each key one of queries.
-Kernels mask by these, and pass over the blocks that summaries of them name; segments are compared besides
-(mask_metadata.cuh of each pass). All of it is found before attention starts, by small kernels in a custom
-call of their own (mask_metadata_plan.py), so that XLA runs it once for all layers with the same offsets.
+Lengths, offsets of packed sequences and segment ids are data, so the mask of a call that has them is not
+known when the call is planned. Together with the window, lengths and offsets let each query see an interval
+of keys, and each key be seen by an interval of queries. The kernels mask by these intervals, and compare
+segment ids besides. They skip blocks outside of a tile's `BlockRange`, and apply the mask only in blocks that
+are not full.
+
+Small kernels compute the metadata before attention starts (mask_metadata_plan.py). They run in a custom call
+of their own, so that XLA runs it once for all layers with the same lengths.
 """
 
 import math
@@ -69,7 +73,7 @@ NO_DEFINES = (("MASK_METADATA", 0), ("SEGMENTS", 0))
 
 
 def forward_buffers(shapes: Shapes, groups: int) -> tuple[Buffer, ...]:
-    """What the forward kernel reads, of batch rows of so many `groups` of 64 rows."""
+    """The forward kernel's mask metadata; none if the mask is static. A batch row has `groups` of 64 rows."""
     n = sizes(shapes)
     if not is_needed(shapes):
         return ()
@@ -83,8 +87,13 @@ def forward_buffers(shapes: Shapes, groups: int) -> tuple[Buffer, ...]:
 
 
 def backward_buffers(shapes: Shapes, queries: int, keys: int, span: int) -> tuple[Buffer, ...]:
-    """What the backward kernel reads, of tiles of `keys` and blocks of `queries`. `span` of those are counted
-    together as done."""
+    """Mask metadata of the backward kernel; none if the mask is static.
+
+    Args:
+      queries: of a block.
+      keys: of a tile.
+      span: query blocks whose visiting tiles are counted together.
+    """
     n = sizes(shapes)
     if not is_needed(shapes):
         return ()
@@ -116,21 +125,21 @@ _BUFFERS = {
     "query_segments": SEGMENTS[0],
     "key_segments": SEGMENTS[1],
 }
-"""Buffers of other names than the fields that point at them."""
+"""Names of buffers, where the fields that point to them have other names."""
 
 
 def pointers(buffers: tuple[Buffer, ...], *fields: str) -> dict[str, Pointer | None]:
-    """Pointers to the buffers that `fields` are of, null where they are not among `buffers`."""
+    """Pointers for `fields`; null for a field whose buffer is not among `buffers`."""
     present = {buffer.name for buffer in buffers}
     names = {field: _BUFFERS.get(field, field) for field in fields}
     return {field: Pointer(name) if name in present else None for field, name in names.items()}
 
 
 def forward_arguments(buffers: tuple[Buffer, ...]) -> dict[str, Pointer | None]:
-    """Those of `FORWARD_PARAMETERS`."""
+    """Arguments of `FORWARD_PARAMETERS`."""
     return pointers(buffers, *(name for name, _ in FORWARD_PARAMETERS.fields))
 
 
 def backward_arguments(buffers: tuple[Buffer, ...]) -> dict[str, Pointer | None]:
-    """Those of `BACKWARD_PARAMETERS`."""
+    """Arguments of `BACKWARD_PARAMETERS`."""
     return pointers(buffers, *(name for name, _ in BACKWARD_PARAMETERS.fields))

@@ -1,4 +1,4 @@
-"""Launch plans of the kernels that find bounds before attention starts, see mask_metadata.py."""
+"""Launch plans of the kernels that compute mask metadata before attention starts (mask_metadata.py)."""
 
 import math
 
@@ -12,24 +12,24 @@ from jax_flash.cuda.launch_plan import Arguments, Buffer, Kernel, Launch, Launch
 from jax_flash.cuda.parameters import Struct, struct
 
 _WARPS = 4
-"""Of a CTA, each with some work of its own."""
+"""Warps of a CTA. Each has a group, a tile or a block of its own."""
 _ORDER_THREADS = 256
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 _SEQUENCES = struct(
-    # The sequences of a call: those that offsets tell apart, or else each batch row, with its lengths.
+    # The sequences of a call: those between offsets, or else each batch row with its lengths.
     "SequenceOperands",
-    query_offsets="const int*",  # (B, count + 1), ascending; or null, as the next
+    query_offsets="const int*",  # (B, count + 1), ascending; null if each batch row is a sequence
     key_offsets="const int*",
     query_lengths="const int*",  # (B); null: all of T or S
     key_lengths="const int*",
-    count="int32_t",  # in a batch row
-    longest_query="int32_t",  # what a packed sequence has beyond is padding
+    count="int32_t",  # sequences in a batch row
+    longest_query="int32_t",  # tokens of a packed sequence beyond are padding
     longest_key="int32_t",
     queries="int32_t",  # T
     keys="int32_t",  # S
-    left="int32_t",  # the window; T and S where it bounds nothing
+    left="int32_t",  # the window; S and T on sides that hide nothing
     right="int32_t",
 )
 
@@ -37,14 +37,14 @@ _FORWARD = struct(
     "Parameters",
     sequences=_SEQUENCES,
     query_segments="const int*",  # (B, T); null without segments, as the next
-    block_segments="const int2*",  # (B, blocks of keys), see segment_ranges
-    row_keys="int2*",  # (B, rows of all groups)
+    block_segments="const SegmentRange*",  # (B, blocks of keys)
+    row_keys="Interval*",  # (B, rows of all groups)
     row_segments="int*",  # likewise; null without segments
-    group_blocks="int4*",  # (B, groups)
-    diagonals="int*",  # (B, T): the keys that queries are aligned with; or null
+    group_blocks="BlockRange*",  # (B, groups)
+    diagonals="int*",  # (B, T): the key on each query's diagonal; null without ALiBi
     batch="int32_t",
     groups="int32_t",
-    pack="int32_t",  # rows of a query
+    pack_gqa="int32_t",  # rows of a query
     block_keys="int32_t",
 )
 
@@ -52,11 +52,11 @@ _BACKWARD = struct(
     "Parameters",
     sequences=_SEQUENCES,
     key_segments="const int*",  # (B, S); null without segments, as the next
-    block_segments="const int2*",  # (B, blocks of queries), see segment_ranges
-    key_queries="int2*",  # (B, keys of all tiles)
-    group_blocks="int2*",  # (B, groups of all tiles)
-    tile_blocks="int2*",  # (B, tiles): the blocks [x, y) of which some see a key
-    diagonals="int*",  # (B, T): the keys that queries are aligned with; or null
+    block_segments="const SegmentRange*",  # (B, blocks of queries)
+    key_queries="Interval*",  # (B, keys of all tiles)
+    group_blocks="Interval*",  # (B, groups of all tiles): the query blocks that are full
+    tile_blocks="Interval*",  # (B, tiles): the query blocks that are visited
+    diagonals="int*",  # (B, T): the key on each query's diagonal; null without ALiBi
     batch="int32_t",
     tiles="int32_t",
     groups="int32_t",  # of 64 keys, in a tile
@@ -65,9 +65,9 @@ _BACKWARD = struct(
 
 _ORDER = struct(
     "Parameters",
-    tile_blocks="int2*",  # (B, tiles): what _BACKWARD found, and what the backward kernel is given
+    tile_blocks="Interval*",  # (B, tiles), updated in place
     visitors="int*",  # (B, tiles): scratch
-    block_tiles="int2*",  # (B, blocks), see mask_metadata.BACKWARD_PARAMETERS
+    block_tiles="Interval*",  # (B, blocks), see mask_metadata.BACKWARD_PARAMETERS
     span_tiles="int*",  # (B, spans), likewise
     tiles="int32_t",
     blocks="int32_t",
@@ -77,7 +77,7 @@ _ORDER = struct(
 _SEGMENT_RANGES = struct(
     "Parameters",
     ids="const int*",  # (B, positions)
-    block_ids="int2*",  # (B, blocks): the least and the greatest
+    block_segments="SegmentRange*",  # (B, blocks)
     batch="int32_t",
     positions="int32_t",
     blocks="int32_t",
@@ -86,57 +86,57 @@ _SEGMENT_RANGES = struct(
 
 
 def plan_forward(
-    spec: AttentionSpec, shapes: Shapes, arch: str, rows: int, keys: int, pack: int
+    spec: AttentionSpec, shapes: Shapes, arch: str, rows: int, keys: int, pack_gqa: int
 ) -> LaunchPlan:
-    """What the forward kernel reads of a call with bounds.
+    """Computes the mask metadata that the forward kernel reads.
 
     Args:
       rows: of a tile.
       keys: of a block.
-      pack: rows that each query has in a tile.
+      pack_gqa: query heads that share a tile, so rows of each query.
     """
     n = sizes(shapes)
-    groups = math.ceil(n.T * pack / rows) * (rows // 64)
+    groups = math.ceil(n.T * pack_gqa / rows) * (rows // 64)
     operands, results = _buffers(shapes, mask_metadata.forward_buffers(shapes, groups))
-    ids, find_ids = _block_segments(shapes, arch, "key_value_segment_ids", keys)
-    find = _launch(
+    ranges, compute_ranges = _block_segments(shapes, arch, "key_value_segment_ids", keys)
+    compute = _launch(
         "mask_metadata_forward",
         arch,
         n.B * groups,
         _FORWARD,
         {
             "sequences": _sequences(spec, shapes, operands),
-            **mask_metadata.pointers((*operands, *ids), "query_segments", "block_segments"),
+            **mask_metadata.pointers((*operands, *ranges), "query_segments", "block_segments"),
             **mask_metadata.pointers(results, "row_keys", "row_segments", "group_blocks", "diagonals"),
-            **{"batch": n.B, "groups": groups, "pack": pack, "block_keys": keys},
+            **{"batch": n.B, "groups": groups, "pack_gqa": pack_gqa, "block_keys": keys},
         },
     )
-    return LaunchPlan(operands, (*results, *ids), (*find_ids, find))
+    return LaunchPlan(operands, (*results, *ranges), (*compute_ranges, compute))
 
 
 def plan_backward(
     spec: AttentionSpec, shapes: Shapes, arch: str, queries: int, keys: int, span: int
 ) -> LaunchPlan:
-    """What the backward kernel reads of a call with bounds.
+    """Computes the mask metadata that the backward kernel reads.
 
     Args:
       queries: of a block.
       keys: of a tile.
-      span: blocks that key tiles count together as done.
+      span: query blocks whose visiting tiles are counted together.
     """
     n = sizes(shapes)
     tiles, blocks = math.ceil(n.S / keys), math.ceil(n.T / queries)
     operands, results = _buffers(shapes, mask_metadata.backward_buffers(shapes, queries, keys, span))
-    ids, find_ids = _block_segments(shapes, arch, "query_segment_ids", queries)
+    ranges, compute_ranges = _block_segments(shapes, arch, "query_segment_ids", queries)
     visitors = Buffer("visitors", (n.B, tiles), "int32")
-    find = _launch(
+    compute = _launch(
         "mask_metadata_backward",
         arch,
         n.B * tiles,
         _BACKWARD,
         {
             "sequences": _sequences(spec, shapes, operands),
-            **mask_metadata.pointers((*operands, *ids), "key_segments", "block_segments"),
+            **mask_metadata.pointers((*operands, *ranges), "key_segments", "block_segments"),
             **mask_metadata.pointers(results, "key_queries", "group_blocks", "tile_blocks", "diagonals"),
             **{"batch": n.B, "tiles": tiles, "groups": keys // 64, "block_queries": queries},
         },
@@ -153,11 +153,11 @@ def plan_backward(
             **{"tiles": tiles, "blocks": blocks, "span": span},
         },
     )
-    return LaunchPlan(operands, (*results, *ids, visitors), (*find_ids, find, order))
+    return LaunchPlan(operands, (*results, *ranges, visitors), (*compute_ranges, compute, order))
 
 
 def _buffers(shapes: Shapes, wanted: tuple[Buffer, ...]) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
-    """Operands of a call with bounds that these depend on, and what is `wanted` and not among them."""
+    """The operands that mask metadata is computed from, and those of the `wanted` buffers to compute."""
     names = (*_packing.OFFSETS, *mask_metadata.LENGTHS, *mask_metadata.SEGMENTS)
     found = ((name, getattr(shapes, name)) for name in names)
     operands = tuple(Buffer(name, x.shape, "int32") for name, x in found if x is not None)
@@ -167,7 +167,10 @@ def _buffers(shapes: Shapes, wanted: tuple[Buffer, ...]) -> tuple[tuple[Buffer, 
 def _block_segments(
     shapes: Shapes, arch: str, name: str, size: int
 ) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
-    """The range of ids of each block of `size` positions, and how it is found; nothing without segments."""
+    """A buffer with the range of segment ids in each block, and the launch that fills it.
+
+    A block has `size` positions of the operand `name`. Calls without segments have neither.
+    """
     if not mask_metadata.has_segments(shapes):
         return (), ()
     B, positions = getattr(shapes, name).shape
@@ -175,14 +178,14 @@ def _block_segments(
     found = Buffer("block_segments", (B, blocks, 2), "int32")
     arguments = {
         "ids": Pointer(name),
-        "block_ids": Pointer(found.name),
+        "block_segments": Pointer(found.name),
         **{"batch": B, "positions": positions, "blocks": blocks, "size": size},
     }
     return (found,), (_launch("segment_ranges", arch, B * blocks, _SEGMENT_RANGES, arguments),)
 
 
 def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]) -> Arguments:
-    """Those of `_SEQUENCES`."""
+    """Arguments of `_SEQUENCES`."""
     n = sizes(shapes)
     count, longest = 0, (0, 0)
     if shapes.query_offsets is not None:

@@ -18,7 +18,11 @@ _NUMBERS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "float": "f"}
 _TENSOR_MAP = "TensorMap"
 _TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 64
 _POINTER_BYTES = 8
-_HEADERS = {"Interval": "common/block_range.cuh", "BlockRange": "common/block_range.cuh"}
+_HEADERS = {
+    "Interval": "common/block_range.cuh",
+    "BlockRange": "common/block_range.cuh",
+    "SegmentRange": "common/segment_ranges.cuh",
+}
 """Structs of the kernels that pointers may point to, and the headers that define them."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -1,4 +1,4 @@
-"""What a call does to scores beyond scale and window, for the kernels (cuda/kernels/common/score_mod.cuh)."""
+"""Score modifications: soft cap, bias, ALiBi and boolean mask (cuda/kernels/common/score_mod.cuh)."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 _STRIDES = struct(
-    # From element to element of a (B | 1, N | 1, T | 1, S | 1) array along each axis, 0 where all share one.
+    # Strides, in elements, of a (B | 1, N | 1, T | 1, S | 1) array; 0 along axes that broadcast.
     "Strides",
     batch="int64_t",
     head="int64_t",
@@ -27,7 +27,7 @@ _STRIDES = struct(
 
 PARAMETERS = struct(
     "ScoreOperands",
-    scale="float",  # over the soft cap, where there is one
+    scale="float",  # divided by the soft cap, if there is one
     soft_cap="float",
     bias="const void*",
     bias_strides=_STRIDES,
@@ -35,7 +35,7 @@ PARAMETERS = struct(
     mask_strides=_STRIDES,
     slopes="const float*",  # (B | 1, N)
     slopes_stride="int64_t",  # from batch row to batch row
-    diagonals="const int*",  # (B, T): the key that each query is aligned with, where that is data
+    diagonals="const int*",  # (B, T): the key on each query's diagonal, with mask metadata
 )
 
 
@@ -80,17 +80,17 @@ def defines(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, int | str],
 
 
 NO_DEFINES = (("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0))
-"""Those of kernels that don't see scores."""
+"""Defines of kernels that compute no scores."""
 
 
 def buffers(shapes: Shapes, names: tuple[str, ...] = OPERANDS) -> tuple[Buffer, ...]:
-    """Those of the operands `names` that are there."""
+    """Buffers of those of the operands `names` that the call has."""
     found = ((name, getattr(shapes, name)) for name in names)
     return tuple(Buffer(name, x.shape, x.dtype.name) for name, x in found if x is not None)
 
 
 def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
-    """Those of `PARAMETERS`; operands that a call has none of are null."""
+    """Arguments of `PARAMETERS`; null for operands that the call lacks."""
     cap, slopes = spec.logits_soft_cap, shapes.alibi_slopes
     return {
         "scale": spec.scale if cap is None else spec.scale / cap,
@@ -106,22 +106,22 @@ def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
 
 
 def pointer(name: str, x: jax.ShapeDtypeStruct | None) -> Pointer | None:
-    """To the buffer of an operand, null where there is none."""
+    """A pointer to an operand's buffer; null if the call lacks it."""
     return None if x is None else Pointer(name)
 
 
 def batch_stride(x: jax.ShapeDtypeStruct | None) -> int:
-    """From batch row to batch row of a (B | 1, N) operand, if any."""
+    """The stride, in elements, between batch rows of a (B | 1, N) operand; 0 if the call lacks it."""
     return 0 if x is None else strides(x.shape)[0]
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """From element to element along each axis, 0 along those that stand for all: of length 1."""
+    """Strides of a dense array, in elements; 0 along axes of length 1, which broadcast."""
     return tuple(0 if size == 1 else math.prod(shape[axis + 1 :]) for axis, size in enumerate(shape))
 
 
 def _named_strides(x: jax.ShapeDtypeStruct | None) -> Arguments:
-    """Those of `_STRIDES`, of a (B | 1, N | 1, T | 1, S | 1) operand, if any."""
+    """Arguments of `_STRIDES` for a (B | 1, N | 1, T | 1, S | 1) operand; zeros if the call lacks it."""
     steps = (0, 0, 0, 0) if x is None else strides(x.shape)
     return dict(zip(("batch", "head", "query", "key"), steps, strict=True))
 
@@ -132,12 +132,14 @@ def gradients(
     results: Mapping[str, jax.Array],
     bias_factor: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Those of bias, alibi_slopes and sinks that are there.
+    """The gradients of bias, alibi_slopes and sinks, of those that the call has, by name.
 
-    `results` are the backward plan's, by name, and `bias_factor` is what that was given by this name.
+    Args:
+      results: the backward plan's results, by name.
+      bias_factor: the operand of that name that the backward plan was given, if any (fixed_point.py).
     """
     found = {}
-    factor = dropout.factor(spec)  # which the kernels leave to whoever takes dS or D from them
+    factor = dropout.factor(spec)  # dS and delta come from the kernels without it
     if operands.bias is not None:
         d_bias = results["d_bias"]
         if bias_factor is not None:

@@ -1,4 +1,4 @@
-// Numbers that kernels have in common.
+// Mathematical constants.
 #pragma once
 
 constexpr float infinity = __builtin_bit_cast(float, 0x7f800000);

@@ -1,53 +1,55 @@
-// What the forward kernel has to know where what rows see is data: Bounds in forward_traits.cuh.
+// Mask metadata of the forward kernel (FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py): which keys each row sees,
+// and which key blocks each group of 64 rows visits.
 #include "parameters.cuh"
 #include "common/segment_ranges.cuh"
 #include "common/sequences.cuh"
 
 constexpr int threads = 128;
+constexpr int group_rows = 64;
 
-// One warp a group of 64 rows, `pack` of which are of one query.
+// A warp computes a group of rows. With PackGQA, `pack_gqa` rows are of one query.
 extern "C" __global__ void __launch_bounds__(threads)
     mask_metadata_forward(const __grid_constant__ Parameters parameters) {
     wait_for_previous_kernel();
     allow_next_kernel();
-    const Sequences all{parameters.sequences};
-    const int groups = parameters.groups, pack = parameters.pack, block_keys = parameters.block_keys;
+    const Sequences sequences{parameters.sequences};
+    const int groups = parameters.groups, pack_gqa = parameters.pack_gqa, block_keys = parameters.block_keys;
     const int* query_segments = parameters.query_segments;
     const int lane = threadIdx.x % 32, index = blockIdx.x * (threads / 32) + threadIdx.x / 32;
     const int batch_row = index / groups, group = index % groups;
     if (batch_row >= parameters.batch) return;
 
-    Extent extent;
-    SegmentIds ids;
+    IntervalExtent extent;
+    SegmentRange segments;
 #pragma unroll
-    for (int in_group = lane; in_group < lane + 64; in_group += 32) {
-        const int64_t row = static_cast<int64_t>(index) * 64 + in_group;
-        const int query = (group * 64 + in_group) / pack;
-        int2 seen{0, 0};  // by a row that is not there, and its segment
+    for (int row_in_group = lane; row_in_group < lane + group_rows; row_in_group += 32) {
+        const int64_t row = static_cast<int64_t>(index) * group_rows + row_in_group;
+        const int query = (group * group_rows + row_in_group) / pack_gqa;
+        Interval keys{0, 0};  // for rows beyond the last query; they count neither as seeing keys nor as not seeing them
         int segment = 0;
-        if (query < all.queries) {
-            const int64_t token = static_cast<int64_t>(batch_row) * all.queries + query;
-            const Sequence of = all.of_query(batch_row, query);
-            seen = all.keys_of(of, query);
-            extent.add(seen);
+        if (query < sequences.queries) {
+            const int64_t token = static_cast<int64_t>(batch_row) * sequences.queries + query;
+            const Sequence sequence = sequences.of_query(batch_row, query);
+            keys = sequences.keys_of(sequence, query);
+            extent.add(keys);
             if (query_segments != nullptr) {
                 segment = query_segments[token];
-                ids.add(segment);
+                segments.add(segment);
             }
-            // All rows of a query write the same.
-            if (parameters.diagonals != nullptr) parameters.diagonals[token] = of.diagonal(query);
+            // All rows of a query write the same value.
+            if (parameters.diagonals != nullptr) parameters.diagonals[token] = sequence.diagonal(query);
         }
-        parameters.row_keys[row] = seen;
+        parameters.row_keys[row] = keys;
         if (parameters.row_segments != nullptr) parameters.row_segments[row] = segment;
     }
-    extent.gather();
-    int2 some = extent.seen_blocks(block_keys), whole = extent.whole_blocks(block_keys);
+    extent.reduce();
+    Interval visited = extent.visited_blocks(block_keys), full = extent.full_blocks(block_keys);
     if (query_segments != nullptr) {
-        ids.gather();
-        const int blocks = ceil_div(all.keys, block_keys);
-        const int2* of_blocks = parameters.block_segments + static_cast<int64_t>(batch_row) * blocks;
-        some = blocks_that_meet(ids, of_blocks, some);
-        whole = blocks_of_one_segment(ids, of_blocks, {whole.x, min(whole.y, blocks)});
+        segments.reduce();
+        const int blocks = ceil_div(sequences.keys, block_keys);
+        const SegmentRange* block_segments = parameters.block_segments + static_cast<int64_t>(batch_row) * blocks;
+        visited = blocks_sharing_segments(segments, block_segments, visited);
+        full = blocks_of_one_segment(segments, block_segments, {full.begin, min(full.end, blocks)});
     }
-    if (lane == 0) parameters.group_blocks[index] = {some.x, some.y, whole.x, whole.y};
+    if (lane == 0) parameters.group_blocks[index] = {visited.begin, visited.end, full.begin, full.end};
 }

@@ -1,8 +1,8 @@
-// Where a thread is in a ring of shared-memory slots.
+// Rings of shared-memory stages between a producer and its consumers.
 #pragma once
 #include "ptx/types.cuh"
 
-// A place in a ring of `stages` slots, and the parity of its current round (see mbarrier::wait).
+// A thread's position in a ring of stages, and the parity of the current round (see mbarrier::wait).
 template <int stages>
 struct PipelineState {
     int stage = 0;

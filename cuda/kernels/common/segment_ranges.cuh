@@ -1,47 +1,51 @@
-// Segments in any order, by the least and the greatest id that there is among several positions.
+// Segment ids of several positions, summarised by the least and the greatest. Ids may come in any order.
 #pragma once
 #include "common/mask_metadata.cuh"
 
-struct SegmentIds {
-    int least = 0x7fffffff, greatest = -0x7fffffff - 1;
+struct alignas(8) SegmentRange {
+    int least = 0x7fffffff, greatest = -0x7fffffff - 1;  // of no positions
 
     __device__ void add(int id) { least = min(least, id), greatest = max(greatest, id); }
-    __device__ void add(const SegmentIds& ids) {
-        least = min(least, ids.least), greatest = max(greatest, ids.greatest);
+    __device__ void add(const SegmentRange& other) {
+        least = min(least, other.least), greatest = max(greatest, other.greatest);
     }
-    // All lanes' in each.
-    __device__ void gather() {
+    // Combines the ranges of a warp's lanes.
+    __device__ void reduce() {
         least = __reduce_min_sync(all_lanes, least);
         greatest = __reduce_max_sync(all_lanes, greatest);
     }
-    __device__ bool may_meet(int2 others) const { return least <= others.y && others.x <= greatest; }
-    __device__ bool are_one_with(int2 others) const {
-        return least == greatest && others.x == others.y && least == others.x;
+    __device__ bool overlaps(const SegmentRange& other) const {
+        return least <= other.greatest && other.least <= greatest;
+    }
+    __device__ bool is_one_segment_with(const SegmentRange& other) const {
+        return least == greatest && other.least == other.greatest && least == other.least;
     }
 };
 
-// Of the blocks [x, y), whose ids are between those of `of_blocks`, the ones from the first to the last that may have a
-// segment in common with `ids`. Called by a whole warp.
-__device__ __forceinline__ int2 blocks_that_meet(const SegmentIds& ids, const int2* of_blocks, int2 blocks) {
-    int first = nowhere, last = 0;
-    for (int block = blocks.x + threadIdx.x % 32; block < blocks.y; block += 32) {
-        if (!ids.may_meet(of_blocks[block])) continue;
-        first = min(first, block), last = max(last, block + 1);
+// Narrows `blocks`: from the first to the last that may share a segment with `range`. A whole warp calls it.
+__device__ __forceinline__ Interval blocks_sharing_segments(const SegmentRange& range,
+                                                            const SegmentRange* block_segments, Interval blocks) {
+    int begin = empty_begin, end = 0;
+    for (int block = blocks.begin + threadIdx.x % 32; block < blocks.end; block += 32) {
+        if (!range.overlaps(block_segments[block])) continue;
+        begin = min(begin, block), end = max(end, block + 1);
     }
-    first = __reduce_min_sync(all_lanes, first), last = __reduce_max_sync(all_lanes, last);
-    return {last > 0 ? first : 0, last};
+    begin = __reduce_min_sync(all_lanes, begin), end = __reduce_max_sync(all_lanes, end);
+    return {end > 0 ? begin : 0, end};
 }
 
-// The first run, among the blocks [x, y), of those that have one segment only, and that the one that `ids` are.
-__device__ __forceinline__ int2 blocks_of_one_segment(const SegmentIds& ids, const int2* of_blocks, int2 blocks) {
-    int begin = nowhere, end = blocks.y;
-    for (int block = blocks.x + threadIdx.x % 32; block < blocks.y; block += 32) {
-        if (ids.are_one_with(of_blocks[block])) begin = min(begin, block);
+// Narrows `blocks`: the first run of those that consist of one segment, the same of which `range` consists. A whole
+// warp calls it.
+__device__ __forceinline__ Interval blocks_of_one_segment(const SegmentRange& range,
+                                                          const SegmentRange* block_segments, Interval blocks) {
+    int begin = empty_begin, end = blocks.end;
+    for (int block = blocks.begin + threadIdx.x % 32; block < blocks.end; block += 32) {
+        if (range.is_one_segment_with(block_segments[block])) begin = min(begin, block);
     }
     begin = __reduce_min_sync(all_lanes, begin);
-    if (begin == nowhere) return {nowhere, 0};
-    for (int block = begin + threadIdx.x % 32; block < blocks.y; block += 32) {
-        if (!ids.are_one_with(of_blocks[block])) end = min(end, block);
+    if (begin == empty_begin) return empty_interval;
+    for (int block = begin + threadIdx.x % 32; block < blocks.end; block += 32) {
+        if (!range.is_one_segment_with(block_segments[block])) end = min(end, block);
     }
     return {begin, __reduce_min_sync(all_lanes, end)};
 }

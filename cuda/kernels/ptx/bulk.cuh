@@ -5,7 +5,7 @@
 
 namespace bulk {
 
-// global → shared; completes on `barrier` by its bytes.
+// global → shared; `barrier` counts its bytes.
 __device__ __forceinline__ void load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      destination),
@@ -13,7 +13,7 @@ __device__ __forceinline__ void load(uint32_t destination, const void* source, u
                  : "memory");
 }
 
-// shared → shared of a CTA of the cluster (cluster.cuh), as `destination` and `barrier` are; completes there.
+// shared → shared memory of a CTA of the cluster (cluster.cuh), in which `destination` and `barrier` are.
 __device__ __forceinline__ void copy(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      destination),

@@ -7,14 +7,14 @@
 
 namespace cluster {
 
-// This CTA's place in its cluster.
+// This CTA's rank in its cluster.
 __device__ __forceinline__ int rank() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// The address in CTA `rank` of what lies at `address` here.
+// The address, in the shared memory of CTA `rank`, that corresponds to `address` in this CTA's.
 __device__ __forceinline__ uint32_t address_in(int rank, uint32_t address) {
     uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

@@ -1,7 +1,7 @@
 // Shared-memory matrix descriptors of wgmma, for tiles that TMA wrote with the 128-byte swizzle.
 //
-// A tile of [rows][columns] 16-bit elements lies in panels of 64 columns, each panel [rows][64] from a
-// 1024-byte boundary: 128 bytes a row, with 16-byte chunk c of row r stored at chunk c ^ (r % 8).
+// A tile lies in shared memory as panels. A panel has 128 bytes of each row, 64 columns of 16-bit elements, and starts at
+// a 1024-byte boundary. The 16-byte chunk c of row r is stored as chunk c ^ (r % 8).
 #pragma once
 #include "types.cuh"
 
@@ -20,22 +20,22 @@ __device__ __forceinline__ uint64_t encode(uint32_t address, uint32_t leading_by
            static_cast<uint64_t>(leading_bytes >> 4) << 16 | ((address & 0x3ffff) >> 4);
 }
 
-// The contraction runs along the columns. k16 step s of a tile with `rows` rows starts at
-// `k_major_offset`; the leading offset is unused with a swizzled layout.
+// K-major: the contraction runs along the columns. Step s of 32 bytes (k16 of 16-bit elements), of a tile with `rows`
+// rows, starts at `k_major_offset`. The leading offset is unused with a swizzled layout.
 __device__ __forceinline__ uint64_t k_major(uint32_t address) { return encode(address, 16, atom_bytes); }
 __device__ constexpr int k_major_offset(int step, int rows) {
     return step / 4 * panel_bytes(rows) + step % 4 * 32;
 }
 
-// The contraction runs along the rows, the operand is "transposed": its other extent spans panels,
-// `rows` rows apart in memory. k16 step s starts 16 rows further.
+// MN-major: the contraction runs along the rows, so the operand is transposed. Its other extent spans panels, which are
+// `rows` rows apart in memory. Step s of 16 rows starts at `mn_major_offset`.
 __device__ __forceinline__ uint64_t mn_major(uint32_t address, int rows) {
     return encode(address, panel_bytes(rows), atom_bytes);
 }
 __device__ constexpr int mn_major_offset(int step) { return step * 16 * row_bytes; }
 
-// The same without 64-bit arithmetic, which the few uniform registers can't hold: the lower word, which alone
-// has the address, and `at` a number of bytes (a multiple of 16) from there.
+// Descriptors by their lower word, which holds the address: 64-bit arithmetic takes more uniform registers than there
+// are. `at` gives the descriptor that starts a number of bytes (a multiple of 16) from there.
 constexpr uint32_t high_word = 1u << 30 | atom_bytes >> 4;
 __device__ __forceinline__ uint32_t k_major_low(uint32_t address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
 __device__ __forceinline__ uint32_t mn_major_low(uint32_t address, int rows) {

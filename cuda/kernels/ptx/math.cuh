@@ -1,4 +1,4 @@
-// Arithmetic that has an instruction of its own.
+// Arithmetic instructions that CUDA C++ has no operator for, and reductions over lanes.
 #pragma once
 #include "types.cuh"
 
@@ -50,16 +50,16 @@ __device__ __forceinline__ float2 to_floats(uint32_t pair) {
     return values;
 }
 
-// The upper halves of two words, that of `low` at the lower address.
+// The upper 16 bits of two words. Those of `low` come at the lower address.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
     uint32_t halves;
     asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(halves) : "r"(low), "r"(high));
     return halves;
 }
 
-// All bits of each half of `x` whose lower 15 bits are less, as a number, than that half of `limit`, at most 0x7c00.
-// The comparison is one of magnitudes of float16, which are in the order of their bits; infinity is 0x7c00, and NaN,
-// what is above, is less than nothing.
+// Compares the lower 15 bits of each half of `x` with that half of `limit`, which is at most 0x7c00, and sets all bits of
+// the halves that are less. The instruction compares magnitudes of float16, which are ordered as their bits are. Bits
+// above 0x7c00, which is infinity, are NaN: they compare as not less, as they should.
 __device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
     uint32_t below;
     asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nset.lt.u32.f16x2 %0, magnitude, %2;\n}\n"
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
     return below;
 }
 
-// Two packed elements, 0 in the place of those whose sign is set.
+// Sets those of two 16-bit elements to 0 whose sign is set.
 template <class Element>
 __device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {
     uint32_t positive;
@@ -89,7 +89,7 @@ __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
-// Over all lanes.
+// A reduction over all lanes of a warp.
 __device__ __forceinline__ float warp_sum(float x) {
     x = quad_sum(x);
 #pragma unroll

@@ -9,7 +9,7 @@ __device__ __forceinline__ void prefetch_descriptor(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// global → shared; completes on `barrier` by its bytes, zero-filled ones outside of the tensor included.
+// global → shared. `barrier` counts its bytes, those included that are filled with zeros outside of the tensor.
 __device__ __forceinline__ void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1,
                                      int c2, int c3) {
     asm volatile(
@@ -26,8 +26,8 @@ __device__ __forceinline__ void prefetch(const TensorMap& map, int c0, int c1, i
                  : "memory");
 }
 
-// The same to every CTA of the cluster whose bit is set in `ctas`, and completes there: `destination` and `barrier` are
-// addresses here and stand for the same ones in each.
+// global → shared of every CTA of the cluster whose bit is set in `ctas`. `destination` and `barrier` are addresses in
+// this CTA's shared memory, and stand for the same addresses in each.
 __device__ __forceinline__ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier,
                                                uint16_t ctas, int c0, int c1, int c2, int c3) {
     asm volatile(

@@ -1,5 +1,5 @@
-// What a warp or a warpgroup (four warps, 128 threads) does as one: register reallocation, named
-// barriers, proxy fences, shared-memory matrix stores.
+// Instructions of a whole warp or warpgroup (four warps, 128 threads): register reallocation, named barriers, proxy
+// fences, shared-memory matrix stores. And loads that the compiler must not move or keep.
 #pragma once
 #include "types.cuh"
 
@@ -19,27 +19,28 @@ __device__ __forceinline__ bool elect_one() {
 // The warp's index in its CTA, in a uniform register.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
-// threadIdx.x, read again: what is computed from it is not kept in registers from long before.
+// Reads threadIdx.x again, so that the compiler doesn't keep it, or values computed from it, in registers until here.
 __device__ __forceinline__ int reload_thread_index() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
 }
 
-// The same for a value that the lanes of a warp share; in a uniform register.
+// Makes the compiler compute a value here again that all lanes of a warp share, in a uniform register.
 __device__ __forceinline__ uint32_t reload_uniform(uint32_t value) {
     asm volatile("" : "+r"(value));
     return __shfl_sync(0xffffffff, value, 0);
 }
 
-// A float of shared memory, read not before what has been said to others so far: whatever needs it follows that.
+// Loads a float of shared memory after all earlier volatile instructions, such as arrivals at barriers. What depends on
+// it comes after them too.
 __device__ __forceinline__ float volatile_load(const float& x) {
     float value;
     asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(&x)) : "memory");
     return value;
 }
 
-// Gives registers back to (or takes them from) the CTA's pool: `count` for each thread from here on.
+// Gives registers back to the CTA's pool, or takes them from it, so that each thread has `count` from here on.
 template <int count>
 __device__ __forceinline__ void release_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
@@ -57,7 +58,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Orders this thread's ordinary shared-memory accesses before later ones of wgmma and TMA.
+// Orders this thread's ordinary shared-memory accesses before its later accesses by wgmma and TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Four 8×8 matrices of 16-bit elements; lane `8·i + r` gives the address of row r of matrix i.
@@ -69,5 +70,5 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, ui
 
 // Programmatic dependent launch: waits until the kernels ahead in the stream have completed.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// … and lets the next kernel start before this one ends.
+// Programmatic dependent launch: lets the next kernel start before this one ends.
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -12,7 +12,7 @@ namespace wgmma {
 // Orders earlier register writes before the wgmmas that follow.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes the group of wgmmas issued so far.
+// Commits the wgmmas issued so far as a group.
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most `pending` groups are unfinished.
@@ -28,9 +28,9 @@ __device__ __forceinline__ void pin(float (&registers)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Keeps a `wait` that follows behind the computation of a sum that is never negative. ptxas treats the wait as
-// arithmetic and hoists it as far as registers allow, but not over an access to shared memory; this one, to
-// any valid address, never happens.
+// Keeps a following `wait` behind the computation of `sum`, which must never be negative. ptxas treats the wait as
+// arithmetic, and hoists it as far as registers allow, but not over an access to shared memory. This store to `address`,
+// any valid one, is such an access, and is never executed.
 __device__ __forceinline__ void hold_wait_behind(float sum, uint32_t address) {
     asm volatile(
         "{\n.reg .pred never;\n"
@@ -45,7 +45,7 @@ enum class Major { K = 0, MN = 1 };  // which axis of a shared-memory operand is
 template <int N>
 struct Wgmma;
 
-// C = N/8 names the lists of the N/2 accumulators; the numbers are those of the operands after them.
+// C = N/8 selects the lists of the N/2 accumulators. The numbers are those of the operands after them.
 #define JAX_FLASH_WGMMA_SS(N, C, TYPE, I0, I1, I2, I3, I4)                                                           \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I2 ", 0;\n"                                  \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C "}, %" I0 ", %" I1 \

@@ -26,7 +26,7 @@ __all__ = [
 COMPUTE_CAPABILITIES = ((9, 0),)
 MAX_HEAD_DIM = 256
 _DTYPES = ("bfloat16", "float16")
-_LIMIT = 2**29  # the kernels add up rows, keys and window sides in 32 bits
+_LIMIT = 2**29  # sums of rows, keys and window sides must fit 32 bits
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
