@@ -11,7 +11,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 LINE_LINK = re.compile(r"\[`(?P<symbol>[^`\]]+)`\]\((?P<path>[^)#\s]+)#L(?P<line>\d+)\)")
 
