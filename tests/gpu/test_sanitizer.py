@@ -1,4 +1,5 @@
-"""compute-sanitizer finds nothing in our kernels: accesses out of bounds, and races in shared memory.
+"""compute-sanitizer finds nothing in our kernels, whatever the options: accesses out of bounds (memcheck),
+races in shared memory (racecheck), barriers that not all threads come to (synccheck).
 
 It can't follow the tensor memory accelerator's copies into shared memory, so racecheck sees what threads
 read and write themselves.
@@ -15,19 +16,21 @@ import pytest
 import sanitize
 
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels_compiled():
-    """So that the time limit of the slow runs below is not spent on compilation."""
-    for name in sanitize.CASES:
-        sanitize.run(**sanitize.CASES[name])
+@pytest.fixture
+def compiled(group):
+    """The group's kernels, so that the time limit of the slow run below is not spent on compilation."""
+    for case in sanitize.GROUPS[group]:
+        sanitize.run(case)
 
 
 @pytest.mark.skipif(not Path(SANITIZER).exists(), reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("name", sanitize.CASES)
-@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_finds_nothing(tool, name, record_property):
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("group", sanitize.GROUPS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_finds_nothing(tool, group, record_property):
     command = [
         SANITIZER,
         f"--tool={tool}",
@@ -38,18 +41,18 @@ def test_finds_nothing(tool, name, record_property):
         "--report-api-errors=no",
         sys.executable,
         sanitize.__file__,
-        name,
+        group,
     ]
     # Launches one by one, not as CUDA graphs, so that each is checked and named.
     environment = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     output = result.stdout + result.stderr
-    if "not supported" in output and f"{name} done" not in output:
-        record_property("sanitizer", {f"{tool} {name}": "the tool can't run on this machine"})
+    if "not supported" in output and f"{group} done" not in output:
+        record_property("sanitizer", {f"{tool} {group}": "the tool can't run on this machine"})
         pytest.skip(f"compute-sanitizer can't run on this machine: {output[-300:]}")
     summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
     verdict = summary[-1] if summary else f"no summary, exit status {result.returncode}"
-    record_property("sanitizer", {f"{tool} {name}": verdict})
-    assert f"{name} done" in output, output[-4000:]
+    record_property("sanitizer", {f"{tool} {group}": verdict})
+    assert f"{group} done" in output, output[-4000:]
     assert result.returncode == 0, output[-4000:]
     assert summary, output[-4000:]

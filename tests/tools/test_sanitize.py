@@ -1,0 +1,54 @@
+"""The calls that run under compute-sanitizer on a GPU: what they have to have, and that they are run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from implementation_suite import FEATURES
+
+from jax_flash import cuda
+from jax_flash._device import H100
+from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90.forward_plan import plan_forward
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+import sanitize
+
+CASES = [case for cases in sanitize.GROUPS.values() for case in cases]
+
+
+def features_of(case):
+    names = {feature.partition(":")[0] for feature in case.features}
+    return names | ({"value_head_dim"} if case.V else set())
+
+
+def test_have_every_option_at_every_head_dim():
+    everything = set(FEATURES) - {"bias_broadcast", "value_head_dim"}
+    for head_dim in sanitize.HEAD_DIMS:
+        of_head_dim = [case for case in CASES if case.H == head_dim]
+        assert everything <= set().union(*map(features_of, of_head_dim))
+        assert any(case.is_causal for case in of_head_dim)
+    assert any("bias:1N1S" in case.features for case in CASES)
+    assert any(case.V for case in CASES) and any(case.N > case.K for case in CASES)
+    assert sum(case.local_window_size is not None for case in CASES) >= 3
+    assert len(set(CASES)) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_are_calls_that_the_cuda_kernels_take(case):
+    assert cuda.supports(case.spec(), case.operands(), H100) is None
+
+
+@pytest.mark.parametrize("case", sanitize.GROUPS["split-KV"], ids=str)
+def test_some_are_split_along_keys(case):
+    plan = plan_forward(case.spec(), shapes_of(case.operands()), H100)
+    (launch,) = (launch for launch in plan.launches if launch.kernel.entry == "forward")
+    assert dict(launch.kernel.defines)["SPLIT_KV"] == 1
+
+
+def test_run_forward_and_backward(capsys, monkeypatch):
+    some = {"scores": sanitize.GROUPS["scores"][:1], "data": sanitize.GROUPS["data"][-1:]}
+    monkeypatch.setattr(sanitize, "GROUPS", some)
+    sanitize.main(["--implementation", "xla"])
+    assert "scores done" in capsys.readouterr().out
