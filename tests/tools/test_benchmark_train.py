@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 import warnings
 from pathlib import Path
 
@@ -116,23 +115,31 @@ def test_who_runs_out_of_memory_among_the_rounds_leaves_the_others_theirs(monkey
 
 
 @pytest.mark.parametrize("host", [0.0, 0.02])
-def test_a_step_is_timed_beside_what_the_host_does(host):
+def test_a_step_is_timed_beside_what_the_host_does(host, monkeypatch):
     import train
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
 
     class Loss:
         def __init__(self, end):
             self.end = end
 
         def block_until_ready(self):
-            time.sleep(max(self.end - time.perf_counter(), 0))
+            clock.now = max(clock.now, self.end)
 
     def step(state, tokens):  # of a device that is at work for 40 ms, one step after another
-        time.sleep(host)
-        end = max(state, time.perf_counter()) + 0.04
+        clock.now += host
+        end = max(state, clock.now) + 0.04
         return end, Loss(end)
 
+    clock = Clock()
+    monkeypatch.setattr(train, "time", clock)
     _, seconds = train.step_seconds(step, 0.0, None)
-    assert 0.035 < seconds < 0.055
+    assert seconds == pytest.approx(0.04)
 
 
 def test_plain_attention_that_cannot_fit_is_not_tried(monkeypatch):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import time
+import math
 from pathlib import Path
 
 import pytest
@@ -164,7 +164,7 @@ def test_the_search_finds_the_optimum(changes):
         tune.space(),
         first_that_fits,
         lambda tile: milliseconds(tile, optimum),
-        time.monotonic() + 60,
+        math.inf,
     )
     assert finished and best == optimum and times[best] == [1, 10]
     assert len(times) < 80
@@ -186,7 +186,7 @@ def test_the_search_goes_on_from_the_tables_best_choice_and_times_all_beside_it(
         return [milliseconds(tile, optimum)[0] if tile.keys == 176 and tile.early_pv_steps < 9 else 2.0]
 
     def run(start):
-        return tune.search(start, tune.space(), first_that_fits, measure, time.monotonic() + 60)
+        return tune.search(start, tune.space(), first_that_fits, measure, math.inf)
 
     assert run([START])[0] == START
     timed.clear()
@@ -206,9 +206,7 @@ def test_the_search_overlooks_small_gains_and_tiles_that_fail():
             raise tune.RefusedError("too many")
         return [1 - 0.004 * tile.pingpong]
 
-    best, times, finished = tune.search(
-        [START], tune.space(), first_that_fits, measure, time.monotonic() + 60
-    )
+    best, times, finished = tune.search([START], tune.space(), first_that_fits, measure, math.inf)
     assert finished and best == START
     assert max(tile.keys for tile in times) == 128
 
@@ -233,9 +231,7 @@ def test_the_search_leaves_a_tile_that_cannot_run():
             raise tune.RefusedError("spills")
         return [1.0]
 
-    best, times, finished = tune.search(
-        [START], tune.space(), first_that_fits, measure, time.monotonic() + 60
-    )
+    best, times, finished = tune.search([START], tune.space(), first_that_fits, measure, math.inf)
     assert finished and best != START and START not in times
 
 
