@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attention_case import Case
+from exhaustive import thorough
 from implementation_suite import FEATURES, ImplementationSuite
 
 import jax_flash
@@ -24,11 +25,7 @@ from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs, Forwa
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 # Of kernels that the interpreter takes ten seconds or more for.
-WINDOWS = [
-    (None, 0),
-    pytest.param((None, None), marks=pytest.mark.exhaustive),
-    pytest.param((70, 9), marks=pytest.mark.exhaustive),
-]
+WINDOWS = [(None, 0), *thorough((None, None), (70, 9))]
 MOSAIC_CALL = "mosaic_gpu_v2"
 TRITON_CALL = "__gpu$xla.gpu.triton"
 A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)

@@ -24,6 +24,11 @@ def thinned(cases: Iterable[Any], traits: Callable[[Any], Collection[Hashable]])
     return parameters
 
 
+def thorough(*values: Any) -> list:
+    """Parameters for pytest that `make test` leaves out, all of them."""
+    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
 def fields(case: Any) -> set[tuple[str, Hashable]]:
     """The fields of a dataclass that are not its defaults, those of several values one by one."""
     found = set()

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from agreement import Yardsticks
 from attention_case import Case, draw
+from exhaustive import thorough
 
 from jax_flash._spec import DIFFERENTIABLE
 
 SIZES = dict(T=65, S=90, H=40, N=4, K=2)
 EVERYTHING = ("bias:1N1S", "alibi_slopes", "sinks")
-DTYPES = ("float32", "bfloat16", "float16")
 RESULTS = ("out", "lse", *(f"d_{name}" for name in DIFFERENTIABLE))
 
 
@@ -37,17 +37,15 @@ class Run:
         return self.yardsticks.check((out, lse, {name.removeprefix("d_"): x for name, x in results.items()}))
 
 
-SOME_DTYPES = [
-    dtype if dtype == "bfloat16" else pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in DTYPES
-]
+DTYPES = ["bfloat16", *thorough("float32", "float16")]
 
 
-@pytest.fixture(scope="module", params=SOME_DTYPES)
+@pytest.fixture(scope="module", params=DTYPES)
 def run(request):
     return Run(Case("feature", request.param, features=EVERYTHING, is_causal=True, seed=0, **SIZES))
 
 
-@pytest.fixture(scope="module", params=SOME_DTYPES)
+@pytest.fixture(scope="module", params=DTYPES)
 def long(request):
     """Whose rows are so many that one of them is lost in the norm of all; the last keys have few queries."""
     return Run(Case("length", request.param, T=400, S=400, H=16, is_causal=True, seed=0))
