@@ -1,7 +1,5 @@
 #include "handlers.h"
 
-#include <pybind11/pybind11.h>
-
 #include <array>
 #include <exception>
 #include <memory>
@@ -10,13 +8,13 @@
 #include <string_view>
 
 #include "plan.h"
+#include "resolve.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_flash {
 namespace {
 
 namespace ffi = xla::ffi;
-namespace py = pybind11;
 
 using Addresses = std::array<CUdeviceptr, kMaxBuffers>;  // operands first
 
@@ -32,21 +30,6 @@ ffi::Error ToError(const std::exception& error) {
     const bool invalid = dynamic_cast<const std::invalid_argument*>(&error) != nullptr;
     return ffi::Error(invalid ? ffi::ErrorCode::kInvalidArgument : ffi::ErrorCode::kInternal,
                       std::string("jax_flash: ") + error.what());
-}
-
-// The plan that `text` describes, built by Python, which compiles its kernels or finds them in the cache: the program
-// may have been traced in another process.
-std::shared_ptr<Plan> Resolve(std::string_view text) {
-    py::gil_scoped_acquire gil;
-    try {
-        return py::module_::import("jax_flash.cuda.call")
-            .attr("resolve")(py::str(text.data(), text.size()))
-            .cast<std::shared_ptr<Plan>>();
-    } catch (py::error_already_set& error) {
-        // Copy the message out while the GIL is held; the exception itself holds Python objects.
-        if (error.matches(PyExc_ValueError)) throw std::invalid_argument(py::str(error.value()));
-        throw std::runtime_error(error.what());
-    }
 }
 
 void Expect(std::size_t got, std::size_t want, const char* what) {

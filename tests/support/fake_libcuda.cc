@@ -19,12 +19,14 @@ std::string log_copy;
 std::string layout;
 std::string failing_call;
 unsigned long long context = 1;
+thread_local unsigned long long thread_context = 0;  // in place of `context`, unless 0
+bool keeps_log = true;
 int capability[2] = {9, 0};  // of the device of every context
 unsigned long long count = 0;  // of modules, functions and tensor maps: their handles
 std::map<CUfunction, std::string> functions;
 
 CUresult Record(const std::string& call, const std::string& fields) {
-    calls << "{\"call\": \"" << call << "\"" << (fields.empty() ? "" : ", ") << fields << "}\n";
+    if (keeps_log) calls << "{\"call\": \"" << call << "\"" << (fields.empty() ? "" : ", ") << fields << "}\n";
     return call == failing_call ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
@@ -57,6 +59,13 @@ void fake_reset(const char* parameter_layout, unsigned long long current_context
     failing_call = call_that_fails;
 }
 
+// From here on: the context of this thread alone; and nothing is logged, as many threads would fill the memory.
+void fake_thread_context(unsigned long long id) {
+    std::lock_guard<std::mutex> lock(mutex);
+    thread_context = id;
+    keeps_log = false;
+}
+
 void fake_device(int major, int minor) {
     std::lock_guard<std::mutex> lock(mutex);
     capability[0] = major, capability[1] = minor;
@@ -85,7 +94,7 @@ CUresult cuDriverGetVersion(int* version) {
 
 CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
     std::lock_guard<std::mutex> lock(mutex);
-    *id = context;
+    *id = thread_context ? thread_context : context;
     return failing_call == "cuCtxGetId" ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 

@@ -21,7 +21,7 @@ XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
 // XLA's own context, opaque to handlers: what they ask XLA for.
 struct Context {
     std::uint64_t stream;
-    void* state;  // of the call site
+    void** state;  // of the call site
 };
 
 Context& ContextOf(XLA_FFI_ExecutionContext* context) { return *reinterpret_cast<Context*>(context); }
@@ -32,12 +32,12 @@ XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
 }
 
 XLA_FFI_Error* SetState(XLA_FFI_State_Set_Args* args) {
-    ContextOf(args->ctx).state = args->state;
+    *ContextOf(args->ctx).state = args->state;
     return nullptr;
 }
 
 XLA_FFI_Error* GetState(XLA_FFI_State_Get_Args* args) {
-    args->state = ContextOf(args->ctx).state;
+    args->state = *ContextOf(args->ctx).state;
     return nullptr;
 }
 
@@ -91,7 +91,7 @@ extern "C" const char* call_handler(void* handler, int stage, std::uint64_t stre
     void* values[] = {&text};
     XLA_FFI_AttrType attribute_types[] = {XLA_FFI_AttrType_STRING};
 
-    Context context{stream, *state};
+    Context context{stream, state};
     auto frame = MakeStruct<XLA_FFI_CallFrame>(XLA_FFI_CallFrame_STRUCT_SIZE);
     frame.api = &api;
     frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&context);
@@ -116,7 +116,6 @@ extern "C" const char* call_handler(void* handler, int stage, std::uint64_t stre
         message = error->message;
         delete error;
     }
-    *state = context.state;
     return message.c_str();
 }
 
