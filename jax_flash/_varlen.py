@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _packing, _sequences, _settings, _validate
+from jax_flash import _arguments, _sequences, _settings, _validate, _varlen_unpacking
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, Call, Packing, attend, prepare
 from jax_flash._spec import AttentionSpec, Operands
@@ -197,7 +197,7 @@ def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.A
 @_settings.as_written
 def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
     """`call` with slopes for each sequence: each becomes a batch row, since operands have slopes for rows."""
-    spec, _ = _packing.unpacked_shapes(call.spec, call.shapes)
+    spec, _ = _varlen_unpacking.unpacked_shapes(call.spec, call.shapes)
     rows = _unpack(call.spec, call.operands).replace(alibi_slopes=slopes)
     results = attend(Call(spec, rows, slopes.shape[:1]), implementation)
     if not spec.return_residual:
@@ -209,13 +209,13 @@ def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
 # In a `jit` each: outside of one, operations send constants to the device, which a transfer guard refuses.
 @functools.partial(jax.jit, static_argnums=0)
 def _unpack(spec: AttentionSpec, operands: Operands) -> Operands:
-    return _packing.unpack(spec, operands)[1]
+    return _varlen_unpacking.unpack(spec, operands)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _pack(spec: AttentionSpec, operands: Operands, x: jax.Array, fill: float) -> jax.Array:
     """Rows of sequences `x (B, max_seqlen_q, …)` as they were packed."""
-    queries, _ = _packing.sides(spec, operands)
+    queries, _ = _varlen_unpacking.token_axes(spec, operands)
     return queries.pack(x, 0, fill)[0]
 
 

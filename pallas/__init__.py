@@ -5,7 +5,7 @@ One of the implementations behind `jax_flash.flash_attention`, in kernels of pla
 
 import jax
 
-from jax_flash import _device, _packing
+from jax_flash import _device, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
@@ -27,7 +27,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
-    spec, shapes = _packing.unpacked_shapes(spec, shapes)
+    spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
     why_not = _device_reason(device) or _call_reason(spec, shapes)
     if why_not is not None:
         return why_not
@@ -67,7 +67,7 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
-    spec, shapes = _packing.unpacked_shapes(spec, shapes)
+    spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
     size, by_triton = sizes(shapes), triton_tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
         forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size)
@@ -87,7 +87,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       to attend to get 0 and -inf.
     """
     if operands.query_offsets is not None:
-        return _packing.forward(forward, spec, operands)
+        return _varlen_unpacking.forward(forward, spec, operands)
     size, device = sizes(operands), _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import forward as mosaic_forward
@@ -116,7 +116,7 @@ def backward(
       equal from run to run.
     """
     if operands.query_offsets is not None:
-        return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
+        return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
     device = _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import backward as mosaic_backward

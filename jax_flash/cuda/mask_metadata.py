@@ -14,7 +14,7 @@ import math
 
 import jax
 
-from jax_flash import _packing
+from jax_flash import _varlen_unpacking
 from jax_flash._spec import Operands, Sizes, sizes
 from jax_flash.cuda.launch_plan import Buffer, Pointer
 from jax_flash.cuda.parameters import struct
@@ -51,7 +51,9 @@ BACKWARD_PARAMETERS = struct(
 
 def is_needed(shapes: Shapes) -> bool:
     """Whether the mask depends on lengths, segments or offsets, which are known only at run time."""
-    return any(getattr(shapes, name) is not None for name in (*LENGTHS, *SEGMENTS, *_packing.OFFSETS))
+    return any(
+        getattr(shapes, name) is not None for name in (*LENGTHS, *SEGMENTS, *_varlen_unpacking.OFFSETS)
+    )
 
 
 def has_segments(shapes: Shapes) -> bool:
@@ -118,8 +120,8 @@ def _diagonals(shapes: Shapes, n: Sizes) -> tuple[Buffer, ...]:
 
 
 _BUFFERS = {
-    "query_offsets": _packing.OFFSETS[0],
-    "key_offsets": _packing.OFFSETS[1],
+    "query_offsets": _varlen_unpacking.OFFSETS[0],
+    "key_offsets": _varlen_unpacking.OFFSETS[1],
     "query_lengths": LENGTHS[0],
     "key_lengths": LENGTHS[1],
     "query_segments": SEGMENTS[0],

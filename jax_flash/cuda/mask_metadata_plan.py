@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jax_flash import _packing
+from jax_flash import _varlen_unpacking
 from jax_flash._mask import window_of
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import mask_metadata
@@ -158,7 +158,7 @@ def plan_backward(
 
 def _buffers(shapes: Shapes, wanted: tuple[Buffer, ...]) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
     """The operands that mask metadata is computed from, and those of the `wanted` buffers to compute."""
-    names = (*_packing.OFFSETS, *mask_metadata.LENGTHS, *mask_metadata.SEGMENTS)
+    names = (*_varlen_unpacking.OFFSETS, *mask_metadata.LENGTHS, *mask_metadata.SEGMENTS)
     found = ((name, getattr(shapes, name)) for name in names)
     operands = tuple(Buffer(name, x.shape, "int32") for name, x in found if x is not None)
     return operands, tuple(buffer for buffer in wanted if buffer.name not in names)

@@ -10,7 +10,7 @@ the lengths or segment ids rule out are never visited. Packed sequences are unpa
     backward  the backward pass
 """
 
-from jax_flash import _packing
+from jax_flash import _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.xla import blocks
@@ -29,7 +29,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The loops a call becomes, for `explain`."""
-    plan = blocks.plan(*_packing.unpacked_shapes(spec, shapes), device)
+    plan = blocks.plan(*_varlen_unpacking.unpacked_shapes(spec, shapes), device)
     return (
         f"plain JAX, blocks of {plan.queries.size} queries by {plan.keys.size} keys, "
         f"{plan.batch.size} of {plan.batch.length} batch rows at a time"

@@ -7,7 +7,7 @@ With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _gradients, _packing
+from jax_flash import _device, _dropout, _gradients, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -33,7 +33,7 @@ def backward(
       Gradients in their operands' shapes and dtypes; a broadcast axis is summed over.
     """
     if operands.query_offsets is not None:
-        return _packing.backward(backward, spec, operands, out, lse, d_out, d_lse)
+        return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
     cut = blocks.plan(spec, operands, _device.current())
     dtype = logits.accumulator(operands)
     operands, out, lse, d_out, d_lse = vary_alike((operands, out, lse, d_out, d_lse))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _packing
+from jax_flash import _device, _dropout, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops
@@ -17,7 +17,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       operands), −inf where a row has nothing to attend to.
     """
     if operands.query_offsets is not None:
-        return _packing.forward(forward, spec, operands)
+        return _varlen_unpacking.forward(forward, spec, operands)
     cut = blocks.plan(spec, operands, _device.current())
     operands = vary_alike(operands)
     results, _ = loops.over_batch(

@@ -13,7 +13,7 @@ from exhaustive import thorough
 from implementation_suite import FEATURES, ImplementationSuite
 
 import jax_flash
-from jax_flash import _device, _packing, pallas
+from jax_flash import _device, _varlen_unpacking, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, lowering
 from jax_flash.pallas.mosaic import backward as mosaic_backward
@@ -269,7 +269,7 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
 )
 def test_leaves_to_triton_what_becomes_of_scores(feature):
     case = Case("", "bfloat16", features=(feature,))
-    spec, operands = _packing.unpacked_shapes(case.spec(), case.operands())
+    spec, operands = _varlen_unpacking.unpacked_shapes(case.spec(), case.operands())
     assert pallas.supports(spec, operands, _device.H100) is None
     assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
     assert "take no " in lowering.mosaic_reason(spec, operands, _device.H100)

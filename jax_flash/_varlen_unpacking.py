@@ -1,12 +1,12 @@
-"""Packed sequences as padded batch rows, for implementations that don't take them as they are.
+"""Unpacks a varlen call: every sequence becomes a padded batch row with a length.
 
-Each sequence becomes a batch row of its own, as long as the longest, so that its alignment is that of any
-row with lengths. An implementation that unpacks begins with
+Implementations that take no offsets unpack. The rows are as long as the longest sequence, and their lengths
+give each sequence its own alignment. The forward pass of such an implementation begins with
 
     if operands.query_offsets is not None:
-        return _packing.forward(forward, spec, operands)
+        return _varlen_unpacking.forward(forward, spec, operands)
 
-and is asked whether it supports a call by `unpacked_shapes`.
+and its `supports` looks at `unpacked_shapes`.
 """
 
 import dataclasses
@@ -23,19 +23,22 @@ OFFSETS = ("query_offsets", "key_value_offsets")
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """Where the tokens of one side, queries or keys, lie: packed, and in `longest` places of each row."""
+class TokenAxis:
+    """The axis of queries or keys: P sequences in a row of `tokens`, or each in a row of `longest`."""
 
     offsets: jax.Array  # (B, P + 1)
     tokens: int
     longest: int
 
     def lengths(self) -> jax.Array:
-        """Of every sequence, `(B * P,)`."""
+        """The length of every sequence, `(B * P,)`."""
         return jnp.clip(jnp.diff(self.offsets), 0, self.longest).reshape(-1)
 
     def unpack(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
-        """`x (B, …)`, packed along `axis` behind the batch, as `(B * P, …)` with `fill` behind each."""
+        """`x (B, …)` as `(B * P, …)`, a row for each sequence with `fill` behind its tokens.
+
+        Tokens lie along `axis`, counted without the batch.
+        """
         within = jnp.arange(self.longest, dtype=jnp.int32)
         starts, ends = self.offsets[:, :-1, None], self.offsets[:, 1:, None]
         token = jnp.where(starts + within < ends, starts + within, self.tokens)
@@ -47,7 +50,7 @@ class Side:
         return _merge(jax.vmap(row)(x, token))
 
     def pack(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
-        """`unpack`'s inverse: `x (B * P, …)` as `(B, …)`, with `fill` for tokens of no sequence."""
+        """The inverse of `unpack`: `x (B * P, …)` as `(B, …)`, with `fill` for tokens of no sequence."""
         batch, count = self.offsets.shape[0], self.offsets.shape[1] - 1
 
         def row(x: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -55,33 +58,33 @@ class Side:
             sequence = jnp.searchsorted(offsets, token, side="right") - 1
             within = token - offsets[sequence]
             is_there = (sequence >= 0) & (sequence < count) & (within < self.longest)
-            place = jnp.where(is_there, sequence * self.longest + within, count * self.longest)
+            position = jnp.where(is_there, sequence * self.longest + within, count * self.longest)
             x = _merge(jnp.moveaxis(x, 0, axis), axis)
-            return jnp.take(x, place, axis, mode="fill", fill_value=fill)
+            return jnp.take(x, position, axis, mode="fill", fill_value=fill)
 
         return jax.vmap(row)(x.reshape(batch, count, *x.shape[1:]), self.offsets)
 
 
-def sides(spec: AttentionSpec, operands: Operands) -> tuple[Side, Side]:
-    """Queries and keys of packed operands."""
+def token_axes(spec: AttentionSpec, operands: Operands) -> tuple[TokenAxis, TokenAxis]:
+    """The axes of queries and of keys of a varlen call."""
     n = sizes(operands)
     assert operands.query_offsets is not None and operands.key_value_offsets is not None
     assert spec.max_query_length is not None and spec.max_key_value_length is not None
     return (
-        Side(operands.query_offsets, n.T, spec.max_query_length),
-        Side(operands.key_value_offsets, n.S, spec.max_key_value_length),
+        TokenAxis(operands.query_offsets, n.T, spec.max_query_length),
+        TokenAxis(operands.key_value_offsets, n.S, spec.max_key_value_length),
     )
 
 
 def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
-    """The call in which every packed sequence is a batch row of its own."""
-    queries, keys = sides(spec, operands)
+    """The call in which every sequence is a batch row of its own."""
+    queries, keys = token_axes(spec, operands)
     batch, count = queries.offsets.shape[0], queries.offsets.shape[1] - 1
 
     def unpack_one(name: str, x: jax.Array) -> jax.Array:
-        for letter, side in (("T", queries), ("S", keys)):
+        for letter, tokens in (("T", queries), ("S", keys)):
             if letter in AXES[name]:
-                return side.unpack(x, AXES[name].index(letter))
+                return tokens.unpack(x, AXES[name].index(letter))
         if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1:
             return x
         return jnp.repeat(x, count, axis=0, total_repeat_length=batch * count)
@@ -94,7 +97,7 @@ def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Oper
 def unpacked_shapes(
     spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]
 ) -> tuple[AttentionSpec, Operands[jax.ShapeDtypeStruct]]:
-    """What `unpack` makes of a call, as shapes; a call without packed sequences as it is."""
+    """The shapes of `unpack`'s result; those of a call without offsets as they are."""
     if shapes.query_offsets is None:
         return spec, shapes
     rows = jax.eval_shape(lambda operands: unpack(spec, operands)[1], shapes)
@@ -102,8 +105,8 @@ def unpacked_shapes(
 
 
 def forward(run: Callable[..., Any], spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """An implementation's forward pass `run` on unpacked sequences, its results packed."""
-    queries, _ = sides(spec, operands)
+    """Runs `run`, an implementation's forward pass, on unpacked sequences, and packs its results."""
+    queries, _ = token_axes(spec, operands)
     out, lse = run(*unpack(spec, operands))
     return queries.pack(out, AXES["out"].index("T")), queries.pack(lse, AXES["lse"].index("T"), -jnp.inf)
 
@@ -117,8 +120,8 @@ def backward(
     d_out: jax.Array,
     d_lse: jax.Array | None,
 ) -> Gradients:
-    """An implementation's backward pass `run` on unpacked sequences, its gradients packed."""
-    queries, keys = sides(spec, operands)
+    """Runs `run`, an implementation's backward pass, on unpacked sequences, and packs its gradients."""
+    queries, keys = token_axes(spec, operands)
     t_of_out, t_of_lse = AXES["out"].index("T"), AXES["lse"].index("T")
     gradients = run(
         *unpack(spec, operands),
