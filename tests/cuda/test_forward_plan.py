@@ -270,3 +270,25 @@ def test_cut_tiles_have_places_for_all_pieces():
     for spec, H in ((AttentionSpec(0.1, None, 0), 128), (AttentionSpec(0.1), 256)):
         plan = plan_forward(spec, shapes(B=1, T=16384, S=16384, N=16, K=16, H=H), H100)
         assert defines(plan)["SPLIT_KV"] == 0
+
+
+def test_fewer_heads_are_interleaved_in_a_smaller_l2():
+    def group(l2_bytes):
+        device = dataclasses.replace(H100, l2_bytes=l2_bytes)
+        call = shapes(B=2, T=8192, S=8192, N=32, K=32)
+        return plan_forward(AttentionSpec(0.1, None, 0), call, device).launches[0].by_path["l2_head_group"]
+
+    # Keys and values of a head take 4 MiB, and those of a group 32 MiB of the 50.
+    assert H100.l2_bytes == 50 << 20
+    assert group(H100.l2_bytes) == 8
+    assert group(25 << 20) == 4
+
+
+@pytest.mark.parametrize("bytes_of_element", (1, 2, 4))
+def test_shared_memory_goes_by_the_size_of_elements(bytes_of_element):
+    tile = ForwardTile(2, 128, 2, True, 2, 6)
+    requirements = TileRequirements(128, 128, Window(None, None), element_bytes=bytes_of_element)
+    # Two tiles of 128 queries, and two blocks of 128 keys and of 128 values.
+    inputs = 6 * 128 * 128 * bytes_of_element
+    rest = tile.shared_bytes(requirements) - inputs
+    assert rest == tile.shared_bytes(dataclasses.replace(requirements, element_bytes=2)) - 6 * 128 * 128 * 2

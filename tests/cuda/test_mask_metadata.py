@@ -27,9 +27,10 @@ def emulator(tmp_path_factory):
 class Case:
     spec: AttentionSpec
     operands: Operands
-    rows: int  # of a forward tile, and the next: the kernels don't depend on what the plan makes of these
+    # Sizes of tiles and blocks are drawn from what the kernels allow, whatever a plan would choose.
+    rows: int  # of a forward tile
     keys: int
-    pack: int
+    pack_gqa: int
     queries: int  # of a backward block
     tile_keys: int
     span: int
@@ -40,7 +41,7 @@ def lengths(random, B, longest):
 
 
 def offsets(random, B, count, longest):
-    """Ascending. Tokens before the first or behind the last are of no sequence; sequences may be empty."""
+    """Ascending. Tokens before the first offset or behind the last are padding. Sequences may be empty."""
     found = np.sort(random.integers(longest, size=(B, count + 1), endpoint=True))
     form = random.integers(4)
     if form == 0:
@@ -86,7 +87,7 @@ def draw(random, form, B=None, T=None, S=None, count=None) -> Case:
         operands,
         rows=int(random.choice((64, 128, 192))),
         keys=int(random.choice((32, 64, 96, 128, 176))),
-        pack=int(random.choice((1, 2, 8, 64))),
+        pack_gqa=int(random.choice((1, 2, 8, 64))),
         queries=int(random.choice((64, 128))),
         tile_keys=int(random.choice((64, 128))),
         span=int(random.choice((1, 4))),
@@ -115,10 +116,10 @@ def check(case, emulator, seed):
         for name, want in expected.items():
             assert results[name].dtype == np.int32
             np.testing.assert_array_equal(results[name], want, err_msg=f"{name} {case}")
-        if operands.alibi_slopes is not None:  # of queries that are of no sequence it may be anything
+        if operands.alibi_slopes is not None:  # it may be anything for padding
             np.testing.assert_array_equal(results["diagonals"][there], diagonals[there])
 
-    ahead = case.rows, case.keys, case.pack
+    ahead = case.rows, case.keys, case.pack_gqa
     compare(
         mask_metadata_plan.plan_forward(spec, shapes, H100.arch, *ahead),
         mask_metadata_reference.forward_operands(spec, operands, *ahead),
@@ -152,7 +153,7 @@ def test_large_calls(form, sizes, emulator):
     check(case, emulator, 1)
 
 
-def test_calls_without_bounds_have_no_plan():
+def test_calls_with_a_static_mask_have_no_plan():
     array = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     for plan in (forward_plan.plan_forward_metadata, backward_plan.plan_backward_metadata):
         assert plan(AttentionSpec(0.1, right=0), Operands(array, array, array), H100) is None

@@ -1,4 +1,4 @@
-"""The definition of mask metadata, by array operations (jax_flash/cuda/mask_metadata.py)."""
+"""Mask metadata by its definition, in array operations (jax_flash/cuda/mask_metadata.py)."""
 
 import dataclasses
 import math
@@ -9,74 +9,84 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from jax_flash.cuda.mask_metadata import has_segments
 
 NOWHERE = 1 << 30
-"""Where an interval of nothing begins; it ends at 0."""
+"""Where an empty interval begins; it ends at 0."""
 
 Interval = tuple[np.ndarray, np.ndarray]
-"""First position, and the first one behind, `(B, positions)`."""
+"""Half-open: begins and ends, each `(B, positions)`."""
 
 
 def forward_operands(
-    spec: AttentionSpec, operands: Operands, rows: int, keys: int, pack: int
+    spec: AttentionSpec, operands: Operands, rows: int, keys: int, pack_gqa: int
 ) -> dict[str, np.ndarray]:
-    """By name what the forward kernel reads, with tiles of `rows`, `pack` a query, and blocks of `keys`."""
+    """The forward kernel's mask metadata, by name.
+
+    Args:
+      rows: of a tile, of which `pack_gqa` are of one query.
+      keys: of a block.
+    """
     n = sizes(operands)
     begin, end = _query_keys(spec, operands)
-    queries = 64 // pack  # of a group
-    groups = math.ceil(n.T * pack / rows) * (rows // 64)
-    first, last, whole_begin, whole_end = _blocks((begin, end), queries, groups, keys)
+    queries = 64 // pack_gqa  # of a group
+    groups = math.ceil(n.T * pack_gqa / rows) * (rows // 64)
+    first, last, full_begin, full_end = _blocks((begin, end), queries, groups, keys)
     found = {}
     if has_segments(operands):
         ids, key_ids = _segment_ids(operands)
-        first, last, whole_begin, whole_end = _of_shared_segments(
+        first, last, full_begin, full_end = _narrowed_by_segments(
             _id_ranges(ids, queries, groups),
             _id_ranges(key_ids, keys, math.ceil(n.S / keys)),
             (first, last),
-            (whole_begin, whole_end),
+            (full_begin, full_end),
         )
-        found["row_segments"] = _of_rows(ids, pack, groups * 64)
+        found["row_segments"] = _per_row(ids, pack_gqa, groups * 64)
     return found | {
-        "row_keys": _of_rows(np.stack((begin, end), -1), pack, groups * 64),
-        "group_blocks": np.stack((first, last, whole_begin, whole_end), -1),
+        "row_keys": _per_row(np.stack((begin, end), -1), pack_gqa, groups * 64),
+        "group_blocks": np.stack((first, last, full_begin, full_end), -1),
     }
 
 
 def backward_operands(
     spec: AttentionSpec, operands: Operands, queries: int, keys: int, span: int
 ) -> dict[str, np.ndarray]:
-    """By name what the backward kernel reads, with tiles of `keys` and blocks of `queries`. `span` of those
-    are counted together."""
+    """The backward kernel's mask metadata, by name.
+
+    Args:
+      queries: of a block.
+      keys: of a tile.
+      span: query blocks whose visiting tiles are counted together.
+    """
     n = sizes(operands)
     begin, end = _key_queries(spec, operands)
     tiles, blocks = math.ceil(n.S / keys), math.ceil(n.T / queries)
     groups = tiles * keys // 64
-    # A last block of queries that are not there is whole without them.
-    whole = np.where(end >= n.T, blocks * queries, end)
-    _, _, whole_begin, whole_end = _blocks((begin, whole), 64, groups, queries, missing_see=False)
+    # The last block may be full although it holds fewer queries.
+    rounded_end = np.where(end >= n.T, blocks * queries, end)
+    _, _, full_begin, full_end = _blocks((begin, rounded_end), 64, groups, queries, missing_see=False)
     first, last, _, _ = _blocks((begin, end), keys, tiles, queries)
     if has_segments(operands):
         query_ids, ids = _segment_ids(operands)
-        of_blocks = _id_ranges(query_ids, queries, blocks)
-        *_, whole_begin, whole_end = _of_shared_segments(
+        block_ranges = _id_ranges(query_ids, queries, blocks)
+        *_, full_begin, full_end = _narrowed_by_segments(
             _id_ranges(ids, 64, groups),
-            of_blocks,
-            (np.zeros_like(whole_begin), whole_end),
-            (whole_begin, whole_end),
+            block_ranges,
+            (np.zeros_like(full_begin), full_end),
+            (full_begin, full_end),
         )
-        first, last, *_ = _of_shared_segments(
-            _id_ranges(ids, keys, tiles), of_blocks, (first, last), (first, first)
+        first, last, *_ = _narrowed_by_segments(
+            _id_ranges(ids, keys, tiles), block_ranges, (first, last), (first, first)
         )
-    # The tiles that visit a block are to follow one another: first and last blocks rise from tile to tile.
+    # The tiles that visit a block are made consecutive: first and last blocks rise from tile to tile.
     first = np.minimum.accumulate(np.where(first < last, first, blocks)[:, ::-1], 1)[:, ::-1]
     last = np.maximum.accumulate(last, 1)
     block = np.arange(blocks)
-    of_span = np.arange(math.ceil(blocks / span)) * span
-    in_span = (first[:, :, None] < of_span + span) & (last[:, :, None] > of_span)
+    span_begin = np.arange(math.ceil(blocks / span)) * span
+    in_span = (first[:, :, None] < span_begin + span) & (last[:, :, None] > span_begin)
     in_span &= (first < last)[:, :, None]
     no_key = ((0, 0), (0, tiles * keys - n.S))
     padded = np.pad(begin, no_key, constant_values=NOWHERE), np.pad(end, no_key)
     return {
         "key_queries": np.stack(padded, -1),
-        "group_blocks": np.stack((whole_begin, whole_end), -1),
+        "group_blocks": np.stack((full_begin, full_end), -1),
         "tile_blocks": np.stack((first, last), -1),
         "block_tiles": np.stack(
             ((last[:, :, None] <= block).sum(1), (first[:, :, None] <= block).sum(1)), -1
@@ -86,7 +96,7 @@ def backward_operands(
 
 
 def diagonals(spec: AttentionSpec, operands: Operands) -> tuple[np.ndarray, np.ndarray]:
-    """The key that each query is aligned with, and whether it is of a sequence at all, `(B, T)`."""
+    """The key on each query's diagonal, and whether the query is no padding, `(B, T)`."""
     n = sizes(operands)
     of, _ = _sequences(spec, operands, n)
     return np.arange(n.T) - of.first_query + of.first_key + of.keys - of.queries, of.there
@@ -94,14 +104,13 @@ def diagonals(spec: AttentionSpec, operands: Operands) -> tuple[np.ndarray, np.n
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Of each query, or each key, the sequence that it is of: `(B, positions)`, or `(B, 1)` where each batch
-    row is one."""
+    """The sequence of each query, or key: `(B, positions)`, or `(B, 1)` if a batch row is a sequence."""
 
     first_query: np.ndarray
     queries: np.ndarray
     first_key: np.ndarray
     keys: np.ndarray
-    there: np.ndarray  # whether the position is of one at all, `(B, positions)`
+    there: np.ndarray  # whether the position is in a sequence, `(B, positions)`
 
 
 def _query_keys(spec: AttentionSpec, operands: Operands) -> Interval:
@@ -132,12 +141,12 @@ def _key_queries(spec: AttentionSpec, operands: Operands) -> Interval:
 
 
 def _sequences(spec: AttentionSpec, operands: Operands, n: Sizes) -> tuple[Sequences, Sequences]:
-    """Those of queries, and those of keys."""
+    """The sequences of queries, and those of keys."""
     query, key = np.arange(n.T), np.arange(n.S)
     if operands.query_offsets is None:
 
-        def of_rows(lengths, whole: int) -> np.ndarray:
-            return np.full((n.B, 1), whole) if lengths is None else np.asarray(lengths, np.int64)[:, None]
+        def of_rows(lengths, size: int) -> np.ndarray:
+            return np.full((n.B, 1), size) if lengths is None else np.asarray(lengths, np.int64)[:, None]
 
         queries = of_rows(operands.query_seq_lengths, n.T)
         keys = of_rows(operands.key_value_seq_lengths, n.S)
@@ -153,7 +162,7 @@ def _sequences(spec: AttentionSpec, operands: Operands, n: Sizes) -> tuple[Seque
         values += [offsets[:, :-1], np.clip(np.diff(offsets), 0, most)]
 
     def of_tokens(own: int, token: np.ndarray) -> Sequences:
-        # The last one that starts there: those before it are empty.
+        # The last sequence that starts there; those before it are empty.
         sequence = np.stack([np.searchsorted(x, token, side="right") for x in sides[own]]) - 1
         found = [np.take_along_axis(x, np.clip(sequence, 0, x.shape[1] - 1), 1) for x in values]
         within = token - found[2 * own]
@@ -167,17 +176,19 @@ def _nonempty(begin: np.ndarray, end: np.ndarray, there: np.ndarray) -> Interval
     return np.where(sees, begin, NOWHERE), np.where(sees, end, 0)
 
 
-def _of_rows(of_queries: np.ndarray, pack: int, rows: int) -> np.ndarray:
-    """`(B, rows, …)` of `(B, T, …)`: each query's for `pack` rows, and 0 for rows that are not there."""
-    repeated = np.repeat(of_queries, pack, axis=1)
+def _per_row(of_queries: np.ndarray, pack_gqa: int, rows: int) -> np.ndarray:
+    """`(B, rows, …)` from `(B, T, …)`: a query's value for each of its rows, 0 for rows beyond the last."""
+    repeated = np.repeat(of_queries, pack_gqa, axis=1)
     return np.pad(repeated, [(0, 0), (0, rows - repeated.shape[1])] + [(0, 0)] * (of_queries.ndim - 2))
 
 
 def _blocks(
     interval: Interval, group: int, groups: int, size: int, missing_see: bool = True
 ) -> tuple[np.ndarray, ...]:
-    """Of each group of positions the blocks of `size` [first, last) that some of them see, and
-    [whole_begin, whole_end) that all see whole. Positions that are not there see all, or nothing."""
+    """The block range of each group of positions, for blocks of `size`: first, last, full_begin, full_end.
+
+    Positions beyond the last see everything if `missing_see`, else nothing.
+    """
     begin, end = interval
     least_begin = _grouped(begin, group, groups, NOWHERE, np.min)
     greatest_end = _grouped(end, group, groups, 0, np.max)
@@ -189,7 +200,7 @@ def _blocks(
 
 
 def _grouped(x: np.ndarray, group: int, groups: int, fill: int, reduce) -> np.ndarray:
-    """`(B, positions)` reduced over groups, the last of which may have `fill` in it."""
+    """Reduces `(B, positions)` over groups of positions; `fill` completes the last group."""
     padded = np.pad(x, ((0, 0), (0, groups * group - x.shape[1])), constant_values=fill)
     return reduce(padded.reshape(x.shape[0], groups, group), 2)
 
@@ -200,7 +211,7 @@ def _segment_ids(operands: Operands) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _id_ranges(ids: np.ndarray, group: int, groups: int) -> Interval:
-    """The least and the greatest id of each group of positions, and the other way about of no positions."""
+    """The least and the greatest id of each group of positions; least above greatest for an empty group."""
     limits = np.iinfo(np.int32)
     return (
         _grouped(ids, group, groups, limits.max, np.min),
@@ -208,11 +219,14 @@ def _id_ranges(ids: np.ndarray, group: int, groups: int) -> Interval:
     )
 
 
-def _of_shared_segments(
-    groups: Interval, blocks: Interval, seen: Interval, whole: Interval
+def _narrowed_by_segments(
+    groups: Interval, blocks: Interval, visited: Interval, full: Interval
 ) -> tuple[np.ndarray, ...]:
-    """Narrows what `_blocks` gave for `groups` to blocks with which they may share a segment, and, of whole
-    ones, to the first run of those with which they have one segment only. Ids are given by their ranges."""
+    """Narrows the block ranges of `groups`, both given by their ranges of ids.
+
+    Visited blocks are narrowed to those that may share a segment with the group. Full blocks are narrowed to
+    the first run of those that consist of one segment, the same of which the group consists.
+    """
     (least, greatest), (block_least, block_greatest) = (
         (x[:, :, None] for x in groups),
         (x[:, None] for x in blocks),
@@ -223,12 +237,12 @@ def _of_shared_segments(
         begin, end = interval
         return (begin[:, :, None] <= block) & (block < end[:, :, None])
 
-    may_share = within(seen) & (least <= block_greatest) & (block_least <= greatest)
+    may_share = within(visited) & (least <= block_greatest) & (block_least <= greatest)
     first = np.min(np.where(may_share, block, NOWHERE), 2)
     last = np.max(np.where(may_share, block + 1, 0), 2)
     one = (least == greatest) & (block_least == block_greatest) & (least == block_least)
-    is_whole = within(whole) & one
-    whole_begin = np.min(np.where(is_whole, block, NOWHERE), 2)
-    behind = ~is_whole & (block > whole_begin[:, :, None])
-    whole_end = np.min(np.where(behind, block, block.size), 2)
-    return np.where(last > 0, first, 0), last, whole_begin, np.where(whole_begin < NOWHERE, whole_end, 0)
+    is_full = within(full) & one
+    full_begin = np.min(np.where(is_full, block, NOWHERE), 2)
+    behind = ~is_full & (block > full_begin[:, :, None])
+    full_end = np.min(np.where(behind, block, block.size), 2)
+    return np.where(last > 0, first, 0), last, full_begin, np.where(full_begin < NOWHERE, full_end, 0)

@@ -27,7 +27,7 @@ constexpr int out_count = Traits::value_dim / 2;  // … of O
 // Scores that are exponentiated before PV of the previous block is awaited. The others are exponentiated after it.
 constexpr int early_score_count = score_count / 4 / 8 * 8;
 
-// P as A operands of wgmma: 16-bit pairs, four for each step of 16 keys.
+// P as A operands of wgmma: 16-bit pairs, four for each step.
 using Probabilities = uint32_t[Traits::value_steps][4];
 
 // ---------------------------------------------------------------------------------------- products
@@ -37,7 +37,7 @@ __device__ __forceinline__ void issue_qk(float (&scores)[score_count], uint32_t 
     wgmma::pin(scores);
     wgmma::fence();
 #pragma unroll
-    for (int step = 0; step < Traits::head_dim / 16; ++step) {
+    for (int step = 0; step < Traits::key_steps; ++step) {
         Wgmma<Traits::keys>::issue<Traits::Element, Major::K, Major::K>(
             scores, descriptor::at(query, descriptor::k_major_offset(step, Traits::rows)),
             descriptor::at(key, descriptor::k_major_offset(step, Traits::keys)), step > 0);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void issue_qk(float (&scores)[score_count], uint32_t 
     wgmma::pin(scores);
 }
 
-// Issues O += PV for the steps [begin, end) of 16 keys, and commits them as one group.
+// Issues the steps [begin, end) of O += PV, and commits them as one group.
 template <int begin, int end>
 __device__ __forceinline__ void issue_pv(float (&out)[out_count], const Probabilities& probabilities, uint32_t value) {
     if constexpr (begin == end) return;
@@ -82,12 +82,12 @@ __device__ __forceinline__ void load_row_hashes(uint32_t (&hashes)[2], const Dro
 
 // ---------------------------------------------------------------------------------------- ping-pong
 
-// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads), on which it waits for its turn at the tensor
-// cores, and which the warpgroup before it signals.
-__device__ __forceinline__ void wait_for_turn(int warpgroup) {
+// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads). On it the warpgroup waits until it may issue
+// its products, and the warpgroup before it signals that.
+__device__ __forceinline__ void pingpong_wait(int warpgroup) {
     if constexpr (Traits::pingpong) named_barrier_sync(1 + warpgroup, 256);
 }
-__device__ __forceinline__ void signal_next(int warpgroup) {
+__device__ __forceinline__ void pingpong_signal(int warpgroup) {
     if constexpr (Traits::pingpong) named_barrier_arrive(1 + (warpgroup + 1) % Traits::consumers, 256);
 }
 
@@ -102,7 +102,7 @@ struct ConsumerCall {
     const ScoreOperands& score_operands;
     const Sinks sinks;
     const Dropout& dropout;
-    const float scale_log2;  // of scores, in the exponent of 2
+    const float scale_log2;  // factor of scores in the exponent of 2
 };
 
 // What a consumer warpgroup keeps from tile to tile: where it is in the rings of shared-memory stages.
@@ -122,11 +122,11 @@ struct TileConsumer {
     float (&out)[out_count];
     OnlineSoftmax& softmax;
 
-    uint32_t query;      // the descriptor's lower word
-    BlockRange blocks;   // of this warpgroup's 64 rows
-    RowMask row_mask;    // with mask metadata
+    uint32_t query;          // the descriptor's lower word
+    BlockRange blocks;       // visited by the tile, and full for this warpgroup's 64 rows
+    RowMask row_mask;        // with mask metadata
     uint32_t row_hashes[2];  // with dropout
-    int block;               // whose scores are at hand, or next
+    int block;               // the block whose scores are computed
     float scores[score_count];
     Probabilities probabilities;
     bool rescales = false;  // whether a maximum of this thread's rows was raised, so that O has to be rescaled
@@ -171,7 +171,7 @@ struct TileConsumer {
 
     __device__ __forceinline__ void first_block() {
         issue_scores();
-        signal_next(warpgroup);
+        pingpong_signal(warpgroup);
         wgmma::wait<0>();
         receive_scores<true>();
         softmax.update_max<0>(scores, call.scale_log2, -infinity);
@@ -186,13 +186,13 @@ struct TileConsumer {
         issue_scores();
         rescale_out();  // beside QK^T
         issue_early_pv();
-        if constexpr (Traits::early_pv_steps == Traits::value_steps) signal_next(warpgroup);
+        if constexpr (Traits::early_pv_steps == Traits::value_steps) pingpong_signal(warpgroup);
         wgmma::wait<1>();
         receive_scores<partial>();
         rescales = softmax.update_max<0>(scores, call.scale_log2, -infinity);
         if (partial) wgmma::fence();  // the mask's branches would have ptxas insert one of its own
         issue_late_pv();
-        if constexpr (Traits::early_pv_steps < Traits::value_steps) signal_next(warpgroup);
+        if constexpr (Traits::early_pv_steps < Traits::value_steps) pingpong_signal(warpgroup);
         // -inf is loaded here because ptxas would otherwise compute both rows' maxima together, before the signal.
         rescales |= softmax.update_max<1>(scores, call.scale_log2, volatile_load(call.shared.least_score()));
         softmax.exponentiate<0, early_score_count>(scores, call.scale_log2);
@@ -208,7 +208,7 @@ struct TileConsumer {
     // S = QK^T.
     __device__ __forceinline__ void issue_scores() {
         mbarrier::wait(call.shared.key_full(rings.key.stage), rings.key.parity);
-        wait_for_turn(warpgroup);
+        pingpong_wait(warpgroup);
         issue_qk(scores, query, rings.first_key + rings.key.stage * (Traits::key_bytes >> 4));
     }
 
@@ -276,7 +276,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     ConsumerRings rings{{}, {}, {}, {}, descriptor::k_major_low(shared.key_block(0)),
                         descriptor::mn_major_low(shared.value_block(0), Traits::keys)};
     // The last warpgroup signals warpgroup 0, which goes first.
-    if (Traits::pingpong && warpgroup == Traits::consumers - 1) signal_next(warpgroup);
+    if (Traits::pingpong && warpgroup == Traits::consumers - 1) pingpong_signal(warpgroup);
 
     while (true) {
         mbarrier::wait(shared.query_full(rings.query.stage), rings.query.parity);

@@ -5,7 +5,7 @@
 #include "sm90/forward/softmax.cuh"
 
 struct Partials {
-    float* __restrict__ partials;  // (partial, warp, word, lane): unnormalised O, then row maxima and sums
+    float* __restrict__ partials;  // (partial, warp, float of a lane, lane): unnormalised O, then row maxima and sums
     int* __restrict__ arrived;     // (split tile, warp): warps whose partial is written
 };
 
@@ -14,14 +14,14 @@ template <int out_count>
 __device__ __forceinline__ bool combine_partials(float (&out)[out_count], OnlineSoftmax& softmax,
                                                  const Partials& partials, const SplitKV& split_kv,
                                                  const Tile& tile) {
-    constexpr int warps = 4 * Traits::consumers, words = out_count + 4;
+    constexpr int warps = 4 * Traits::consumers, floats = out_count + 4;
     const int thread = reload_thread_index() - 128, lane = thread % 32, warp = thread / 32;
     const int first_cta = split_kv.owner(tile.split_tile * split_kv.tile_blocks);
     const int last_cta = split_kv.owner((tile.split_tile + 1) * split_kv.tile_blocks - 1);
     if (first_cta == last_cta) return true;
     // Both the CTA and the split tile rise from partial to partial, and one of them by one: their sum numbers partials.
     auto partial_of = [&](int cta) {
-        return partials.partials + (static_cast<int64_t>(cta + tile.split_tile) * warps + warp) * words * 32 + lane;
+        return partials.partials + (static_cast<int64_t>(cta + tile.split_tile) * warps + warp) * floats * 32 + lane;
     };
 
     float* own = partial_of(blockIdx.x);

@@ -34,6 +34,7 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim /
                                           const Results& results, const SharedMemory& shared, int staging,
                                           const Shape& shape, const Tile& tile, int first_row) {
     constexpr int chunk_columns = sizeof(Chunk) / Traits::element_bytes;
+    constexpr int panel_count = Traits::panel_columns / 2;  // accumulators of a thread in a panel
     constexpr int rows_of_lane = 4;  // 8 lanes copy a row of a panel
     const int lane = threadIdx.x % 32;
     Traits::Element* rows[rows_of_lane];
@@ -49,8 +50,9 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim /
 #pragma unroll
     for (int panel = 0; panel < Traits::value_panels; ++panel) {
 #pragma unroll
-        for (int i = 32 * panel; i < min(32 * panel + 32, Traits::value_dim / 2); i += 8) {
-            store_matrix_x4(shared.base + staging + descriptor::swizzled_offset(lane % 16, i % 32 / 4 + lane / 16),
+        for (int i = panel_count * panel; i < min(panel_count * (panel + 1), Traits::value_dim / 2); i += 8) {
+            const int chunk = i % panel_count / 4 + lane / 16;
+            store_matrix_x4(shared.base + staging + descriptor::swizzled_offset(lane % 16, chunk),
                             convert<Traits::Element>(out[i] * normalise[0], out[i + 1] * normalise[0]),
                             convert<Traits::Element>(out[i + 2] * normalise[1], out[i + 3] * normalise[1]),
                             convert<Traits::Element>(out[i + 4] * normalise[0], out[i + 5] * normalise[0]),

@@ -9,7 +9,7 @@
 //   STAGES         blocks of keys, and of values, in flight
 //   QUERY_STAGES   query tiles in shared memory: with 2 the next tile is loaded while this one is computed
 //   PINGPONG       1: consumer warpgroups alternate on the tensor cores
-//   EARLY_PV_STEPS how many of the KEYS / 16 steps of PV are issued before the row maxima are computed
+//   EARLY_PV_STEPS how many of the steps of PV, of 16 keys each, are issued before the row maxima are computed
 //   PACK_GQA       query heads of one key head whose rows share a tile
 //   SPLIT_KV       1: the keys of the last tiles are split among CTAs
 //   HAS_LEFT, HAS_RIGHT   1: the window hides keys on that side
@@ -48,7 +48,9 @@ struct Traits {
     static constexpr bool sinks = SINKS;
     static constexpr bool dropout = has_dropout;
 
-    static constexpr int value_steps = keys / 16;  // wgmmas of PV
+    static constexpr int step_elements = 32 / element_bytes;  // that one wgmma contracts
+    static constexpr int key_steps = head_dim / step_elements;  // wgmmas of QK^T
+    static constexpr int value_steps = keys / step_elements;    // … of PV
     static constexpr int early_pv_steps = EARLY_PV_STEPS;
 
     static constexpr int threads = 128 * (1 + consumers);
