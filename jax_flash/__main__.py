@@ -1,4 +1,4 @@
-"""`python -m jax_flash`: what a bug report needs to say of the machine."""
+"""`python -m jax_flash`: a report on this machine, for bug reports."""
 
 import collections
 import importlib.metadata
@@ -16,13 +16,13 @@ from jax_flash.cuda.compile import NvrtcNotFoundError, nvrtc_version
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-bindings", "flax", "numpy")
 
-# What most models call: grouped heads, causal.
+# A call as most models make it: grouped heads, causal.
 _TYPICAL_QUERY = jax.ShapeDtypeStruct((1, 4096, 32, 128), jnp.bfloat16)
 _TYPICAL_KEY = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
 
 
 def report() -> Iterator[str]:
-    """The lines of the report. Never raises for what a machine lacks: it says so."""
+    """The lines of the report. What the machine lacks is a line too, never an error."""
     yield f"jax_flash {jax_flash.__version__}"
     yield f"Python    {platform.python_version()} on {platform.platform()}"
     yield f"packages  {', '.join(_versions())}"

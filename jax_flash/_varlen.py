@@ -1,4 +1,4 @@
-"""Packed sequences: many of different lengths, one behind the other along one axis of tokens."""
+"""`flash_attention_varlen`: sequences of different lengths, one behind the other along one axis of tokens."""
 
 import dataclasses
 import functools
@@ -88,12 +88,12 @@ def flash_attention_varlen(
     """Attention over packed sequences: each attends to itself alone.
 
     Sequence b holds the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` and the keys `cu_seqlens_kv[b]` to
-    `cu_seqlens_kv[b + 1]`, and what it gives is what `flash_attention` gives for it by itself, with its
-    own lengths in the alignment of causality, window and ALiBi. Either length may be 0.
+    `cu_seqlens_kv[b + 1]`. It gives the result of `flash_attention` on that sequence alone, with its own
+    lengths in the alignment of causality, window and ALiBi. Either length may be 0.
 
     Letters as in `flash_attention`; `ΣT` and `ΣS` are tokens of all sequences, `B` is their number. Memory
-    is linear in `ΣT` and `ΣS` where the implementation takes sequences as they are packed ("cuda"), and in
-    `B * max_seqlen_q` and `B * max_seqlen_kv` where it pads them.
+    is linear in `ΣT` and `ΣS` in "cuda", which takes sequences as they are packed, and in `B * max_seqlen_q`
+    and `B * max_seqlen_kv` in the others, which pad them.
 
     Args:
       query: `(ΣT, N, H)`, floating.
@@ -104,8 +104,7 @@ def flash_attention_varlen(
       cu_seqlens_kv: the same for keys.
       max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape.
       max_seqlen_kv: the same for keys.
-      alibi_slopes: `(N,)` or `(B, N)`, floating. Those of each sequence by itself make all implementations
-        pad.
+      alibi_slopes: `(N,)` or `(B, N)`, floating. With `(B, N)`, all implementations pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
       deterministic, return_residual, implementation: as in `flash_attention`. In dropout i and j count
         from the first packed token: what is kept is `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.

@@ -44,7 +44,7 @@ def dot_product_attention(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
-    """What `dot_product_attention` means in `flax.linen` and `flax.nnx`, by our implementations.
+    """`dot_product_attention` of `flax.linen` and `flax.nnx`, computed by our implementations.
 
     Three things differ from Flax's own. The softmax is float32 whatever the dtype, as if
     `force_fp32_for_softmax` were always set. A row that the mask leaves nothing to attend to gives 0, where
@@ -68,13 +68,13 @@ def dot_product_attention(
       dropout_rate: the share of probabilities to drop, in [0, 1).
       deterministic: no dropout.
       dtype: what query, key and value are cast to; None for the dtype that they promote to.
-      precision: None or `jax.lax.Precision.DEFAULT`; any `jax.lax.Precision` where the products are no less
-        precise as they are: in float16 and bfloat16, and on a CPU.
+      precision: None or `jax.lax.Precision.DEFAULT`. Any `jax.lax.Precision` in float16 and bfloat16, and on
+        a CPU: there the products are as precise already.
       module: must be None: the attention weights, which it would sow, are never formed.
       force_fp32_for_softmax: has no effect, see above.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there are no such
         einsums to replace.
-      promote_dtype: a function as `flax.nnx.nn.dtypes.promote_dtype`, to take its place.
+      promote_dtype: a function to call instead of `flax.nnx.nn.dtypes.promote_dtype`.
       is_causal: row i sees the keys `j <= i` (aligned to the top left, as in Flax).
       implementation: as in `jax_flash.flash_attention`.
 
