@@ -38,7 +38,12 @@ def segment_ids(
     )
     if _fits_int32(query_ids) and _fits_int32(key_value_ids):
         return _int32(query_ids), _int32(key_value_ids)
-    return _ranks(query_ids, key_value_ids)
+    words = (
+        # NumPy's on the host, where they have all their bits; JAX's in a `jit`, with its constants.
+        jax.jit(_words)(ids) if isinstance(ids, jax.Array) else _words(ids)
+        for ids in (query_ids, key_value_ids)
+    )
+    return _ranks(*words)
 
 
 def _fits_int32(ids: Integers) -> bool:
@@ -56,22 +61,23 @@ def _int32(x: Integers) -> jax.Array:
     return jnp.asarray(x.astype(np.int32))
 
 
-def _ranks(query_ids: Integers, key_value_ids: Integers) -> tuple[jax.Array, jax.Array]:
+Words = tuple[Integers, Integers, Integers]
+
+
+@jax.jit
+def _ranks(query_words: Words, key_value_words: Words) -> tuple[jax.Array, jax.Array]:
     """For each id, how many distinct smaller ones there are among the queries and keys of its batch row."""
-    words = [
-        jnp.concatenate([jnp.asarray(of_query), jnp.asarray(of_key)], axis=-1)
-        for of_query, of_key in zip(_words(query_ids), _words(key_value_ids), strict=True)
-    ]
+    words = [jnp.concatenate(pair, axis=-1) for pair in zip(query_words, key_value_words, strict=True)]
     place = jax.lax.broadcasted_iota(jnp.int32, words[0].shape, words[0].ndim - 1)
     *words, place = jax.lax.sort((*words, place), num_keys=len(words))
     is_new = functools.reduce(operator.or_, (x[..., 1:] != x[..., :-1] for x in words))
     is_new = jnp.pad(is_new, [(0, 0)] * (is_new.ndim - 1) + [(1, 0)])
     _, ranks = jax.lax.sort((place, jnp.cumsum(is_new, axis=-1, dtype=jnp.int32)), num_keys=1)
-    queries = query_ids.shape[-1]
+    queries = query_words[0].shape[-1]
     return ranks[..., :queries], ranks[..., queries:]
 
 
-def _words(ids: Integers) -> tuple[Integers, Integers, Integers]:
+def _words(ids: Integers) -> Words:
     """Of each id: whether it is at least 0, its upper half and its lower half.
 
     In this order they compare as the integers do, whatever the dtype of each.
