@@ -3,12 +3,13 @@
     python benchmarks/attention.py --out benchmarks/results/attention_h200.json
     python benchmarks/attention.py --seq-len 8192 --head-dim 64 --causal --peers jax_flash_cuda,cudnn
 
-Without flags that describe a case, the default ones are run, full and causal. Ours and every peer that is
-installed are measured; one that refuses a case shows why. Operations are counted as 4·B·N·T·S·H forward, 2.5
-times that backward, and half of both when causal; backward time is that of both passes less the forward one.
-Contenders take turns, in rounds of another order each, whose median counts, and each is called for a while
-before it counts (timing.py): the chip's clock answers to the power drawn before. Only figures of one run
-compare.
+Without flags that describe a case, this runs the default cases, full and causal. It measures our
+implementations and every peer that is installed; a peer that refuses a case shows why. A forward pass counts
+4·B·N·T·S·H operations, a backward pass 2.5 times as many, and causal attention half of both. The time of a
+backward pass is that of both passes less that of the forward pass.
+
+Every round measures all contenders, in an order of its own, each after a warm-up so that clocks settle; the
+median of the rounds counts. Figures of different runs don't compare.
 """
 
 import argparse
@@ -70,14 +71,14 @@ Programs = Mapping[tuple[Case, str, str], Program]  # by case, contender and pas
 
 
 def shapes(case: Case, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    """Of query, key, value and the output's gradient."""
+    """The arrays of a case: query, key, value and the output's gradient."""
     queries = (case.batch, case.seq_len, case.heads, case.head_dim)
     keys = (case.batch, case.seq_len, case.kv_heads, case.head_dim)
     return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (queries, keys, keys, queries)]
 
 
 def compile_all(cases: Sequence[Case], names: Sequence[str], dtype: str, backward: bool) -> Programs:
-    """Everything that is measured, before that: it takes longer, and all cores."""
+    """Compile all that will be measured, on all cores: it takes longer than measuring."""
 
     def compiled(work: tuple[Case, str, str]) -> Program:
         case, name, one_pass = work
@@ -103,7 +104,7 @@ def compile_all(cases: Sequence[Case], names: Sequence[str], dtype: str, backwar
 
 
 def measure(case: Case, names: Sequence[str], dtype: str, programs: Programs) -> list[dict]:
-    """A row for each contender: TFLOP/s, or the error it raised in place of them, or of those of one pass."""
+    """A row for each contender: TFLOP/s of each pass, or the error that it raised."""
     # Random data: on zeros the chip draws less power and runs faster.
     inputs = [
         jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(shapes(case, dtype))

@@ -3,14 +3,13 @@
     python benchmarks/backward.py --out benchmarks/results/backward_h200.json
     python benchmarks/backward.py --groups deterministic,residual
 
-Time is kernel time of both passes less that of the forward one, and operations are 2.5 times the forward
-ones: 10·H for each query and key that see each other. A contender's gradients have to agree with those of
-the first one; one that refuses a case, or answers another question, shows why. Of windows, and of full
-attention beside them, rates are given per visited block too: over all that our kernel's tensor cores
-compute, masked or not, for every contender alike.
+Time is the kernel time of both passes less that of the forward pass. Each visible pair of query and key
+counts 10·H operations. The gradients of all contenders must agree; a contender whose gradients differ, or
+that refuses a case, shows why. Windows, and full attention beside them, also have a rate per visited block:
+it counts all that our kernel's tensor cores compute, masked or not, for every contender.
 
-Two groups compare ours with a variant of it: `deterministic`, and `residual`, whose calls return the
-log-sum-exp and get a gradient of it, zero, so that the results are the same. Only figures of one run compare.
+Two groups compare our kernel with a variant of itself: `deterministic`, and `residual`, whose calls return
+the log-sum-exp and receive a gradient of zero for it. Figures of different runs don't compare.
 """
 
 import functools
@@ -44,7 +43,7 @@ VARIANTS = {"deterministic": "deterministic", "residual": "with_residual"}
 
 
 def backward_flops(case: Case) -> float:
-    """Five products where forward has two."""
+    """The backward pass has five products, the forward pass two."""
     return 2.5 * case.flops
 
 
@@ -68,7 +67,7 @@ def visited_flops(case: Case, device: Device) -> int:
 
 
 def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:
-    """A row for each contender: TFLOP/s and milliseconds, or the error it raised in place of them."""
+    """A row for each contender: TFLOP/s and milliseconds, or the error that it raised."""
     query, key, value = case.inputs()
     d_out = jax.random.normal(jax.random.key(3), query.shape, query.dtype)
     d_lse = jnp.zeros((case.batch, case.queries, case.heads), jnp.float32)

@@ -1,10 +1,9 @@
 """The attention functions that are measured: ours, and every other one that JAX can call.
 
-Each takes query `(B, T, N, H)`, key and value `(B, S, K, H)`, whether to mask causally, aligned to the last
-key, and with `window` how many keys a causal query sees at most, its own included. It returns
-`(B, T, N, H)`. One that isn't installed raises ImportError when called, one that can't do a case whatever
-it raises; both are results. Variants of ours are measured beside ours alone; the one with the residual
-returns that too.
+Each takes query `(B, T, N, H)`, key and value `(B, S, K, H)`, `causal` (aligned to the last key) and `window`
+(how many keys a causal query sees at most, its own included), and returns `(B, T, N, H)`. A contender that
+isn't installed raises ImportError when it is called; one that can't do a case raises something. Either error
+is a result. Variants of ours are measured only beside ours; the one with the residual returns that too.
 """
 
 import functools
@@ -26,7 +25,7 @@ def cudnn(query, key, value, causal, window=None):
 
 
 def fa3_cu12(query, key, value, causal, window=None):
-    """FlashAttention-3 by the wheel flash-attn3-jax, which is built for one head dim."""
+    """FlashAttention-3 as flash-attn3-jax builds it: for CUDA 12, and one head dim."""
     import flash_attn3_jax
 
     if query.shape[-1] != 128:
@@ -35,7 +34,7 @@ def fa3_cu12(query, key, value, causal, window=None):
 
 
 def fa3_cu13(query, key, value, causal, window=None):
-    """FlashAttention-3 by the wheel dew-flash-attn-cu13."""
+    """FlashAttention-3 as dew-flash-attn builds it, for CUDA 13."""
     import dew_flash_attn
 
     return dew_flash_attn.flash_mha(query, key, value, **_fa3_mask(causal, window))
@@ -136,7 +135,7 @@ DISTRIBUTIONS = {
 
 
 def versions() -> dict[str, str]:
-    """Of every contender that is a distribution of its own and is installed."""
+    """The version of every contender that is a package of its own and is installed."""
     found = {}
     for name, distributions in DISTRIBUTIONS.items():
         for distribution in distributions:

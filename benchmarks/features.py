@@ -4,12 +4,13 @@
     python benchmarks/features.py --groups options --out benchmarks/results/features_options_h200.json
 
 `packed`: 16 documents of uneven length in 16384 tokens, by offsets (`flash_attention_varlen`) and by segment
-ids, beside the offsets of FlashAttention-3's wheels, and one sequence of as many tokens. Rates are given over
-what is attended to, and, of ours, over the blocks that our kernels visit, masked parts of them included; the
-ratio of the latter to that of the one sequence says what packing costs.
+ids, beside FlashAttention-3's varlen functions, and beside one sequence of as many tokens. Rates count the
+visible pairs of query and key; those of our kernels also count all blocks that they visit, masked parts
+included. The ratio of that rate to the rate of the one sequence says what packing costs.
 
-`options`: how much longer a call takes with each option than without. All are kernel time, that of XLA's
-kernels beside ours included; backward is both passes less the forward one. Only figures of one run compare.
+`options`: how much longer a call takes with each option than without. All times are kernel times, XLA's own
+kernels included; a backward time is both passes less the forward pass. Figures of different runs don't
+compare.
 """
 
 import argparse
@@ -167,7 +168,7 @@ BATCH, LENGTH = 4, 4096
 
 
 def options(heads: int) -> dict[str, tuple[dict[str, Any], dict[str, jax.Array]]]:
-    """Keyword arguments of a causal call, those that are arrays apart."""
+    """Keyword arguments of a causal call: static ones, and arrays."""
     lengths = jnp.full((BATCH,), LENGTH, jnp.int32)
     ids = jnp.zeros((BATCH, LENGTH), jnp.int32)
     bias = jax.random.normal(jax.random.key(5), (1, heads, LENGTH, LENGTH), jnp.bfloat16)

@@ -3,11 +3,11 @@
     python benchmarks/forward.py --out benchmarks/results/forward_h200.json
     python benchmarks/forward.py --groups short,odd --peers jax_flash_cuda,cudnn,fa3_cu13
 
-Operations are 4·H for each query and key that see each other. A contender's output has to agree with that
-of the first one; one that refuses a case, or answers another question, shows why. Of windows, and of full
-attention beside them, rates are given per visited block too: over all that our kernel's tensor cores
-compute, masked or not, for every contender alike. The group `launch` is a chain of calls, each on the output
-of the one before, with the gaps between kernels; all others are kernel time. Only figures of one run compare.
+Each visible pair of query and key counts 4·H operations. The outputs of all contenders must agree; a
+contender whose output differs, or that refuses a case, shows why. Windows, and full attention beside them,
+also have a rate per visited block: it counts all that our kernel's tensor cores compute, masked or not, for
+every contender. The group `launch` times a chain of calls, each on the output of the one before, with the
+gaps between kernels; all other groups give kernel time. Figures of different runs don't compare.
 """
 
 import functools
@@ -58,7 +58,7 @@ def visited_flops(case: Case, device: Device) -> int:
 
 
 def measure(group: str, case: Case, names: Sequence[str]) -> list[dict]:
-    """A row for each contender: TFLOP/s and milliseconds, or the error it raised in place of them."""
+    """A row for each contender: TFLOP/s and milliseconds, or the error that it raised."""
     inputs = case.inputs()
 
     def prepare(name: str) -> tuple[Callable, jax.Array]:

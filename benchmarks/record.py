@@ -1,4 +1,4 @@
-"""What every result of a GPU benchmark says: where it was measured, and figures as one reads them."""
+"""What every result of a GPU benchmark records about its run, and how figures are printed."""
 
 import datetime
 import importlib.metadata
@@ -69,7 +69,7 @@ def heading(result: dict) -> str:
 
 
 def error(exception: Exception) -> str:
-    """What a row says in place of figures."""
+    """The text of a row without figures."""
     return f"{type(exception).__name__}: {exception}"[:300]
 
 

@@ -1,4 +1,4 @@
-"""Contenders that take turns at a case, for attention.py, forward.py and backward.py."""
+"""Measures contenders on a case in shuffled rounds, for attention.py, forward.py and backward.py."""
 
 import random
 import statistics
@@ -25,11 +25,11 @@ def measure(
     prepare: Callable[[str], tuple[Any, Any]],
     figures: Callable[[Any], dict[str, float]],
 ) -> dict[str, dict]:
-    """For each contender its figures, or the error it raised in place of them.
+    """The figures of each contender, or the error that it raised.
 
-    `prepare` gives what `figures` measures, and its results, which have to agree with those of the first
-    contender. Medians of rounds in each of which the contenders come in another order: what comes first, or
-    after a heavy one, finds the chip at another clock.
+    `prepare` returns what `figures` measures, and its results, which must agree with the first contender's.
+    Each round has an order of its own, since the chip's clock depends on what ran before; the median of the
+    rounds counts.
     """
     found: dict[str, dict] = {name: {} for name in names}
     runs, rounds = {}, {}

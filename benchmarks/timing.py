@@ -1,4 +1,4 @@
-"""How long a jitted call takes: kernel time on a GPU, wall-clock time elsewhere; or all of its time there."""
+"""How long a jitted call takes: on a GPU its kernels, without or with the gaps between them; else wall-clock."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ import jax
 
 ITERATIONS = 7
 WARM_UP = 2
-WARM_UP_SECONDS = 0.1  # on a GPU, whose clock depends on the power that it drew before
+WARM_UP_SECONDS = 0.1  # on a GPU, so that clocks settle
 CALLS_IN_FLIGHT = 50
 
 
@@ -22,10 +22,9 @@ def method() -> str:
 
 
 def milliseconds(function: Callable, *args: jax.Array) -> float:
-    """Time of one call of `function`, jitted unless it is already, or compiled, once it is warm.
+    """Time of one call of `function`, which is jitted unless it is already jitted or compiled.
 
-    A GPU does nothing else for `WARM_UP_SECONDS` before: its clock is then what this function's own power
-    allows, whatever ran earlier.
+    A GPU runs the function for `WARM_UP_SECONDS` first, so that its clock doesn't depend on what ran before.
     """
     if not isinstance(function, (jax.stages.Wrapped, jax.stages.Compiled)):
         function = jax.jit(function)
@@ -50,8 +49,8 @@ def milliseconds(function: Callable, *args: jax.Array) -> float:
 def span_milliseconds(function: Callable, *args: jax.Array) -> float:
     """Time of one call of `function`, jitted and warm, with the gaps between its kernels.
 
-    Many calls are in flight at once and nothing is subtracted. So it is the device's time wherever the host
-    launches kernels faster than they run, and elsewhere the host's, for which the device waits.
+    Many calls are in flight at once. The result is the device's time where the host launches kernels faster
+    than they run, and the host's time elsewhere.
     """
     function = jax.jit(function)
     for _ in range(WARM_UP):

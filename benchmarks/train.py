@@ -4,14 +4,14 @@
     python benchmarks/train.py --table benchmarks/results/train_h200.json      prints it in Markdown
 
 The model, of the size of GPT-2 medium unless flags say otherwise, and its step are examples/gpt.py's and
-examples/steps.py's; tokens are random. A step sees equally many tokens at every length, so all but attention
-costs the same. In a case marked `remat` each layer is recomputed in the backward pass, for all contenders
-alike: else plain attention, which keeps its weights of every layer, doesn't fit the GPU at these lengths.
+examples/steps.py's; tokens are random. A step has the same number of tokens at every length, so only the cost
+of attention changes. A case marked `remat` recomputes each layer in the backward pass, for all contenders:
+without it, plain attention, which keeps the weights of every layer, doesn't fit the GPU at these lengths.
 
-A step's time is wall-clock time from the end of the one before, with the next one queued behind it.
-Contenders take turns on one state, in rounds of another order each, whose median counts; before that, their
-gradients of the first layer's projections have to agree. Memory is what XLA plans: the state, the tokens,
-and all temporaries. Speed-ups are those of the first contender.
+A step's time is wall-clock time from the end of the step before it, with the next step queued. Each round
+measures all contenders on one state, in an order of its own, and the median of the rounds counts. Before
+that, their gradients of the first layer's projections must agree. Memory is what XLA plans: the state, the
+tokens, and all temporaries. A speed-up is the first contender's over another.
 """
 
 import argparse
