@@ -1,4 +1,4 @@
-"""How long a jitted call takes: on a GPU its kernels, without or with the gaps between them; else wall-clock."""
+"""How long a jitted call takes: on a GPU its kernels, without or with the gaps between them."""
 
 import statistics
 import time
