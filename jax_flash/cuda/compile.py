@@ -4,11 +4,14 @@ NVRTC needs neither a driver nor a GPU, so all of this runs anywhere.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -90,6 +93,16 @@ _locks: dict[tuple[Kernel, Path], threading.Lock] = collections.defaultdict(thre
 _compiled: dict[tuple[Kernel, Path], Compiled] = {}
 
 
+def _renew_locks() -> None:
+    """In a child process: a thread of the parent may have held a lock, and is not there to release it."""
+    global _guard
+    _guard = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
 def describe(kernel: Kernel) -> str:
     """`kernel` on one line, for errors and reports."""
     defines = " ".join(f"{name}={value}" for name, value in kernel.defines)
@@ -101,9 +114,15 @@ def _from_disk_or_compiler(kernel: Kernel, folder: Path) -> Compiled:
     entry = cache.read(key)
     if entry is not None:
         return _unpack(entry)
-    compiled = _compile(kernel, folder)
-    cache.write(key, _pack(compiled))
-    return compiled
+    with cache.exclusive(key):
+        entry = cache.read(key)  # another process may have made it meanwhile
+        if entry is not None:
+            return _unpack(entry)
+        compiled = _compile(kernel, folder)
+        # The compiler read the sources after they were hashed. If they changed, this is the code of others.
+        if _cache_key(kernel, folder) == key:
+            cache.write(key, _pack(compiled))
+        return compiled
 
 
 def _cache_key(kernel: Kernel, folder: Path) -> str:
@@ -112,7 +131,13 @@ def _cache_key(kernel: Kernel, folder: Path) -> str:
     All sources count, as any may be included: a change to one compiles every kernel again.
     """
     digest = hashlib.sha256()
-    identity = [dataclasses.astuple(kernel), header(kernel.parameters), OPTIONS, nvrtc_version()]
+    identity = [
+        dataclasses.astuple(kernel),
+        header(kernel.parameters),
+        OPTIONS,
+        nvrtc_version(),
+        _nvrtc_build(),
+    ]
     digest.update(json.dumps(identity).encode())
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
@@ -164,6 +189,15 @@ def _compile(kernel: Kernel, folder: Path) -> Compiled:
         return Compiled(bytes(cubin), read_log())
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def _nvrtc_build() -> str | None:
+    """The full version of the wheel that brings NVRTC, as "13.0.88". NVRTC itself tells two numbers of it."""
+    for distribution in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
 
 
 @functools.cache

@@ -4,6 +4,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -15,11 +17,12 @@ from jax_flash.cuda import cache
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_FLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setattr(cache, "_swept", set())
     return tmp_path / "cache"
 
 
 def only_entry(folder: pathlib.Path) -> pathlib.Path:
-    (entry,) = folder.iterdir()
+    (entry,) = folder.glob("*.kernel")
     return entry
 
 
@@ -77,6 +80,64 @@ def test_damaged_entries_read_as_absent_and_are_replaced(folder, damage):
     assert cache.read("key") is None
     cache.write("key", b"content")
     assert cache.read("key") == b"content"
+
+
+def test_an_entry_under_another_key_reads_as_absent(folder):
+    cache.write("key", b"content")
+    only_entry(folder).rename(folder / "other.kernel")
+    assert cache.read("other") is None
+
+
+def test_an_entry_that_everybody_may_write_reads_as_absent(folder):
+    cache.write("key", b"content")
+    only_entry(folder).chmod(0o666)
+    assert cache.read("key") is None
+
+
+def test_whose_entries_are_trusted():
+    def entry(owner: int, folder_owner: int, mode: int = 0o644) -> bool:
+        found = (os.stat_result((mode, 0, 0, 1, uid, 0, 0, 0, 0, 0)) for uid in (owner, folder_owner))
+        return cache._is_trusted(*found)
+
+    me, other, third = os.geteuid(), 12345, 12346
+    assert entry(me, other) and entry(0, other) and entry(other, other) and entry(other, other, 0o664)
+    assert not entry(third, other) and not entry(third, me) and not entry(me, me, 0o646)
+
+
+def test_what_processes_left_unfinished_goes(folder):
+    folder.mkdir()
+    for name, age in ((".writing-old", 7200), (".writing-new", 10), ("notes.txt", 7200)):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    cache.write("key", b"content")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {".writing-new", "notes.txt", "key.kernel"}
+
+
+def test_the_oldest_entries_go_where_there_are_too_many(folder, monkeypatch):
+    for i in range(4):
+        cache.write(f"key{i}", bytes(1000))
+        os.utime(folder / f"key{i}.kernel", (1000 + i,) * 2)
+    monkeypatch.setattr(cache, "MAX_BYTES", 2500)
+    monkeypatch.setattr(cache, "_swept", set())
+    cache.write("key4", bytes(1000))
+    assert [cache.read(f"key{i}") is not None for i in range(5)] == [False, False, True, True, True]
+
+
+def test_a_lock_is_waited_for_and_not_for_ever(folder):
+    with cache.exclusive("key"):
+        began = []
+        waiting = threading.Thread(target=lambda: began.append(enter("key", 60)))
+        waiting.start()
+        assert not began
+        enter("key", 0.05)  # another holds it, and this one goes on
+    waiting.join(60)
+    assert began == [None]
+
+
+def enter(key: str, seconds: float) -> None:
+    with cache.exclusive(key, seconds):
+        pass
 
 
 def test_a_folder_that_cannot_be_written_warns_once(folder):

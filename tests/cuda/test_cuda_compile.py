@@ -86,10 +86,10 @@ def test_the_disk_cache_gives_the_same(sources, compilations, monkeypatch):
     forget_this_process(monkeypatch)
     assert compile_kernel(make_kernel(), sources) == first
     assert len(compilations) == 1
-    assert [path.name.split("-")[:2] for path in cache.folder().iterdir()] == [["multiply", "sm_90a"]]
+    assert [path.name.split("-")[:2] for path in cache.folder().glob("*.kernel")] == [["multiply", "sm_90a"]]
 
 
-@pytest.mark.parametrize("change", ["define", "parameters", "header", "source", "options", "NVRTC"])
+@pytest.mark.parametrize("change", ["define", "parameters", "header", "source", "options", "NVRTC", "build"])
 def test_whatever_changes_the_code_is_compiled_anew(sources, compilations, monkeypatch, change):
     compile_kernel(make_kernel(), sources)
     forget_this_process(monkeypatch)
@@ -107,6 +107,8 @@ def test_whatever_changes_the_code_is_compiled_anew(sources, compilations, monke
             monkeypatch.setattr(compile, "OPTIONS", (*compile.OPTIONS, "--use_fast_math"))
         case "NVRTC":
             monkeypatch.setattr(compile, "nvrtc_version", lambda: (99, 0))
+        case "build":
+            monkeypatch.setattr(compile, "_nvrtc_build", lambda: "13.0.88")
     compile_kernel(kernel, sources)
     assert len(compilations) == 2
     assert cache.usage()[0] == 2
@@ -114,7 +116,7 @@ def test_whatever_changes_the_code_is_compiled_anew(sources, compilations, monke
 
 def test_a_damaged_entry_is_compiled_again(sources, compilations, monkeypatch):
     first = compile_kernel(make_kernel(), sources)
-    (entry,) = cache.folder().iterdir()
+    (entry,) = cache.folder().glob("*.kernel")
     entry.write_bytes(entry.read_bytes()[:100])
     forget_this_process(monkeypatch)
     assert compile_kernel(make_kernel(), sources).cubin == first.cubin
@@ -128,32 +130,70 @@ def test_a_read_only_cache_folder_warns_and_compiles(sources, tmp_path, monkeypa
         assert compile_kernel(make_kernel(), sources).cubin
 
 
-def test_two_processes_that_compile_the_same_kernel_at_once(sources):
+def test_of_processes_that_want_the_same_kernel_at_once_one_compiles_it(sources):
     program = """if True:
         import pathlib, sys
-        from jax_flash.cuda.compile import compile_kernel
+        from jax_flash.cuda import compile
         from jax_flash.cuda.launch_plan import Kernel
         from jax_flash.cuda.parameters import Struct
+        real = compile._compile
+        compile._compile = lambda *of_call: (print("compiles"), real(*of_call))[1]
         print("ready", flush=True)
         sys.stdin.readline()
         parameters = Struct("Parameters", (("x", "float*"),))
         kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3.0),), parameters)
-        print(len(compile_kernel(kernel, pathlib.Path(sys.argv[1])).cubin))
+        print(len(compile.compile_kernel(kernel, pathlib.Path(sys.argv[1])).cubin))
     """
     pipe = subprocess.PIPE
     processes = [
         subprocess.Popen([sys.executable, "-c", program, sources], stdin=pipe, stdout=pipe, text=True)
-        for _ in range(2)
+        for _ in range(3)
     ]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    sizes = [int(process.communicate()[0]) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert sizes[0] == sizes[1] == len(compile_kernel(make_kernel(), sources).cubin)
+    lines = [line for process in processes for line in process.communicate()[0].split()]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    size = str(len(compile_kernel(make_kernel(), sources).cubin))
+    assert sorted(lines) == sorted(["compiles", size, size, size])
     assert cache.usage()[0] == 1
+
+
+def test_code_of_sources_that_changed_meanwhile_is_not_kept(sources, monkeypatch):
+    real = compile._compile
+
+    def edited(kernel, folder):
+        (sources / "scale.cuh").write_text("constexpr float factor = 5;")
+        return real(kernel, folder)
+
+    monkeypatch.setattr(compile, "_compile", edited)
+    assert compile_kernel(make_kernel(), sources).cubin
+    assert cache.usage()[0] == 0
+
+
+def test_a_child_process_has_locks_of_its_own(sources):
+    """One that the parent held when it forked, nobody would release in the child."""
+    program = """if True:
+        import os, pathlib, sys
+        from jax_flash.cuda import compile
+        from jax_flash.cuda.launch_plan import Kernel
+        from jax_flash.cuda.parameters import Struct
+        parameters = Struct("Parameters", (("x", "float*"),))
+        kernel = Kernel("sm90/multiply.cu", "multiply", "sm_90a", (("SCALE", 3.0),), parameters)
+        folder = pathlib.Path(sys.argv[1])
+        compile._locks[kernel, folder].acquire()
+        compile._guard.acquire()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if compile.compile_kernel(kernel, folder).cubin else 1)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    assert (
+        subprocess.run([sys.executable, "-c", program, sources], env=environment, timeout=120).returncode == 0
+    )
 
 
 def test_a_kernel_that_does_not_compile_shows_the_log_and_the_kernel(sources):
