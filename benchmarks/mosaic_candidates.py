@@ -10,7 +10,7 @@ from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 from jax_flash.pallas.mosaic.tiles import BackwardConfig, ForwardConfig
 
 FORWARD_KEYS = (64, 128, 192)
-FORWARD_SWITCHES = ("turns", "persistent")
+FORWARD_SWITCHES = ("pingpong", "persistent")
 QUERY_STAGES = (1, 2)
 COLUMNS = (64, 128)
 STAGES = (2, 3)

@@ -1,4 +1,4 @@
-"""What a call does to scores beyond scale and window, as far as that is static."""
+"""Options of a call that change its scores, as far as they are static."""
 
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
@@ -13,31 +13,33 @@ OPERANDS = (
     "dropout_rows",
     "dropout_columns",
 )
-"""Of a call, those that kernels need in order to know what becomes of a score."""
+"""The operands that modify or mask scores."""
 
 
 def names(spec: AttentionSpec, shapes: Operands) -> list[str]:
-    """All that there is, as arguments of a call are named."""
-    there = [name for name in (*OPERANDS, "sinks") if getattr(shapes, name) is not None]
+    """The options that the call has, by the names of its arguments."""
+    present = [name for name in (*OPERANDS, "sinks") if getattr(shapes, name) is not None]
     cap = ["logits_soft_cap"] if spec.logits_soft_cap is not None else []
     dropout = ["dropout_rate"] if spec.dropout_rate else []
-    return [name for name in there if not name.startswith("dropout")] + cap + dropout
+    return [name for name in present if not name.startswith("dropout")] + cap + dropout
 
 
-def changes_scores(spec: AttentionSpec, shapes: Operands) -> bool:
-    """Whether anything happens to scores besides what bounds the loops over them."""
+def has_score_mod(spec: AttentionSpec, shapes: Operands) -> bool:
+    """Whether scores are modified or masked, other than by position."""
     return any(not name.endswith("_lengths") and name != "sinks" for name in names(spec, shapes))
 
 
-def loads_tiles(shapes: Operands) -> bool:
-    """Whether an operand has a number for each score."""
+def loads_score_operand(shapes: Operands) -> bool:
+    """Whether an operand has an element for each score."""
     return any(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask))
 
 
 def bias_gradient(shapes: Operands) -> str | None:
-    """What the bias's gradient is to be summed over: nothing, as there is a bias for each of the scores
-    ("scores"), heads or batch rows that share it ("shared"), or keys or queries first ("queries" and "keys",
-    which are what is left then)."""
+    """The form of the bias's gradient; None without a bias.
+
+    "scores": each score has a bias of its own, so nothing is summed. "shared": it is summed over the heads or
+    batch rows that share the bias. "queries" or "keys": it is first summed over the other of the two.
+    """
     if shapes.bias is None:
         return None
     batch, heads, queries, keys = shapes.bias.shape

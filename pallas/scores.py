@@ -1,7 +1,7 @@
-"""What makes logits of scores beyond the scale, and which of them count: for a tile, the same in all kernels.
+"""Score modifications and masks of a tile, for all kernels by Triton.
 
-A kernel by Triton gets the operands that say so as a dict of refs, in whatever broadcast form they have, and
-asks `Scores`. Queries may be the tile's rows or its columns: they are named by indices that broadcast.
+A kernel gets the operands for them as a dict of refs, in whatever broadcast form they have, and asks
+`Scores`. Queries may be the tile's rows or its columns: they are named by indices that broadcast.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ _AXES = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tile of scores is.
+    """The position of a tile of scores.
 
-    Queries and keys at the ends and beyond are not there; where there is no end, all are. Batch row and head
-    are given where the refs have them as axes.
+    Queries from `queries_end` on, and keys from `keys_end` on, don't exist; with None, all of the tile do.
+    Batch row and head are given where the refs have them as axes.
     """
 
     first_query: Index
@@ -62,7 +62,7 @@ class Place:
 
     @functools.cached_property
     def queries(self) -> jax.Array:
-        """Their indices, along their axis of the tile."""
+        """The indices of the tile's queries, along their axis."""
         return indices(self.first_query, self.tile.queries, int(self.transposed))
 
     @functools.cached_property
@@ -72,20 +72,20 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """Of a tile of scores; in base 2 where `Scores.natural` doesn't hold."""
+    """The logits of a tile; in base 2 unless `Scores.natural` holds."""
 
     x: jax.Array
     tanh: jax.Array | None  # of the soft cap
-    distance: jax.Array | None  # of key and query, as slopes have it, float32
+    distance: jax.Array | None  # |j - i - diagonal|, which ALiBi multiplies by -slope, float32
 
-    def behind_cap(self, gradient: jax.Array) -> jax.Array:
-        """That of the logits as one of the scaled scores."""
+    def softcap_grad(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of the scaled scores, from that of the logits."""
         return gradient if self.tanh is None else gradient * (1.0 - self.tanh * self.tanh)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a kernel does to scores; `refs` has those of `OPERANDS` that are there."""
+    """What a kernel does to scores. `refs` has those of `OPERANDS` that the call has."""
 
     spec: AttentionSpec
     size: Sizes
@@ -93,8 +93,8 @@ class Scores:
 
     @property
     def natural(self) -> bool:
-        """Whether logits are more than scaled scores. Then they are kept as they are defined: in base 2 the
-        lowest bias that there is, which masks, would be beyond float32."""
+        """Whether logits are more than scaled scores. Such logits are not kept in base 2: there, the lowest
+        finite bias, which is used as a mask, would be beyond float32."""
         cap = self.spec.logits_soft_cap is not None
         return cap or "bias" in self.refs or "alibi_slopes" in self.refs
 
@@ -105,24 +105,25 @@ class Scores:
 
     @property
     def plain(self) -> bool:
+        """Whether scores are only scaled, and masked by position alone."""
         return not (self.natural or self.masked or self.spec.dropout_rate)
 
     @property
     def unit(self) -> float:
-        """A logit of 1 as `Logits` has it."""
+        """A logit of 1 in the unit of `Logits`."""
         return 1.0 if self.natural else LOG2_E
 
     @property
-    def factor(self) -> float:
-        """Of probabilities that dropout keeps."""
+    def dropout_scale(self) -> float:
+        """What the probabilities that dropout keeps are multiplied with."""
         return 1 / _dropout.keep_probability(self.spec.dropout_rate)
 
     def exp(self, x: jax.Array) -> jax.Array:
-        """Of differences of logits."""
+        """The exponential of differences of logits."""
         return jnp.exp2(x * LOG2_E) if self.natural else jnp.exp2(x)
 
     def probability(self, x: jax.Array, lse: jax.Array) -> jax.Array:
-        """Of logits; `lse`, in their unit, is inf where a query meets nothing."""
+        """Probabilities of logits. `lse`, in their unit, is +inf where a query sees no key."""
         # Among huge logits the rounding of lse is large enough for an overflow.
         return self.exp(jnp.minimum(x - lse, 0.0) if self.natural else x - lse)
 
@@ -169,16 +170,16 @@ class Scores:
             visible = both(visible, queries == keys)
         return visible
 
-    def kept(self, probabilities: jax.Array, place: Place) -> jax.Array:
-        """Those that dropout keeps, the others 0, all without the factor."""
+    def with_dropout(self, values: jax.Array, place: Place) -> jax.Array:
+        """`values` of a tile, 0 where dropout drops the probability; not yet times `dropout_scale`."""
         if not self.spec.dropout_rate:
-            return probabilities
+            return values
         rows, columns = self._load("dropout_rows", place), self._load("dropout_columns", place)
         kept = _dropout.keep_each(rows, columns, self.spec.dropout_rate)
-        return jnp.where(kept, probabilities, 0.0)
+        return jnp.where(kept, values, 0.0)
 
-    def _length(self, side: str, longest: int, batch: Index | None) -> jax.Array | None:
-        ref = self.refs.get(f"{side}_seq_lengths")
+    def _length(self, axis: str, longest: int, batch: Index | None) -> jax.Array | None:
+        ref = self.refs.get(f"{axis}_seq_lengths")
         if ref is None:
             return None
         return jnp.clip(triton.load(ref if batch is None else ref.at[batch]), 0, longest)
@@ -211,7 +212,7 @@ class Scores:
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """To within some 1e-7 of 1, or of itself near 0; a GPU's own instruction for it is far coarser."""
+    """tanh, with an error of about 1e-7, relative near 0. A GPU's own instruction for it is far coarser."""
     near_zero = x * (1.0 - x * x * (1.0 / 3))
     far = 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2_E)) + 1.0)
     return jnp.where(jnp.abs(x) < 0.03, near_zero, far)
@@ -220,11 +221,11 @@ def _tanh(x: jax.Array) -> jax.Array:
 def operands_of(
     operands: Operands, rows: int, columns: int, transposed: bool = False
 ) -> dict[str, jax.Array]:
-    """What a kernel is given for `Scores.refs`.
+    """The arrays that a kernel gets for `Scores.refs`.
 
     Args:
-      rows: of a tile: queries; or keys, where they are its rows.
-      columns: of a tile.
+      rows: how many queries a tile has, or keys where they are its rows.
+      columns: how many of the others it has.
       transposed: whether keys are rows.
     """
     arrays = {name: x for name in OPERANDS if (x := getattr(operands, name)) is not None}
@@ -236,13 +237,15 @@ def operands_of(
 
 
 def specs_of(arrays: Mapping[str, jax.Array], group: int | None = None) -> dict[str, pl.BlockSpec]:
-    """Blocks for a grid of (block, head, batch row): of one head, or of the `group` of heads that share a key
-    head, which the grid names then."""
+    """Block specs for a grid of (block, head, batch row).
+
+    A block has one head; or, with `group`, the query heads that share the grid's key head.
+    """
     return {name: spec_of(name, x, group) for name, x in arrays.items()}
 
 
 def spec_of(name: str, x: Any, group: int | None = None) -> Any:
-    """The one of `specs_of` for an array, None for None."""
+    """The block spec of one array, None for None."""
     if x is None:
         return None
     shared = [extent == 1 for extent in x.shape]

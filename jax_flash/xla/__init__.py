@@ -1,8 +1,8 @@
 """Attention in plain JAX: any device, any dtype, every feature, memory linear in the sequence.
 
-Blocks of queries meet blocks of keys in loops that XLA compiles once, with the softmax kept online as
-in FlashAttention, and the backward pass recomputes what it needs. Blocks that causality, a window or
-the lengths or segment ids rule out are never visited. Packed sequences are unpacked to batch rows.
+Loops over blocks of queries and blocks of keys, which XLA compiles once, keep the online softmax of
+FlashAttention. The backward pass computes logits again. Blocks without a visible pair, by causality, window,
+lengths or segment ids, are skipped. Varlen sequences become padded batch rows.
 
     blocks    how the sequences and the batch are cut, and which key blocks a query block needs
     logits    one block of logits: scale, soft cap, bias, alibi, every kind of masking

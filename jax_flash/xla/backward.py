@@ -1,7 +1,6 @@
-"""The backward pass: each block of logits is computed again, and every gradient takes its share.
+"""The backward pass: computes each block of logits again, and adds to every gradient.
 
-With `p = exp(x - lse)` and `delta = rowsum(d_out * out) - d_lse`, the gradient of a logit is
-`p * (d_out · v - delta)`: what the sum over the row and the residual contribute is in `delta` alone.
+The gradient of a logit is `p * (d_out · v - delta)`, with lse and delta as `_gradients.py` has them.
 """
 
 import jax

@@ -1,14 +1,14 @@
-"""Backward by Mosaic GPU, for Hopper: the sums of `triton_backward`.
+"""Backward by Mosaic GPU, for Hopper: the sums of `triton/backward.py`.
 
 One kernel for dK and dV adds to dQ as well, where that may be summed in any order; else there is one for dQ.
 Above head dim 128 dK and dV have no room in a warpgroup's registers together, and get a kernel each.
 
 In all of them, each computing warpgroup owns 64 rows of a gradient: keys, or queries. Their operands stay in
-shared memory, and a loading warpgroup streams the blocks of columns past them that they meet, in rings as in
-`mosaic_forward`. A step issues both products of rows and columns, takes the exponentials of the first beside
-the second, and adds to the gradients from registers, to that of values beside what is left to do for that of
-keys. Where rows are keys, scores are held transposed. The sums of rows have one owner and a fixed order each,
-and are bitwise equal from run to run.
+shared memory. A loading warpgroup streams the blocks of columns that they visit through rings, as in
+`forward.py`. A step issues both products of rows and columns, scores and dP. It takes the exponentials of the
+scores while dP is under way, and adds to dV while it computes the gradients of the scores for dK. Where rows
+are keys, scores are held transposed. The gradients of rows have one owner and a fixed order of summation, so
+they are bitwise equal from run to run.
 """
 
 import functools
@@ -32,8 +32,7 @@ from .tiles import ROWS, BackwardConfig, BackwardConfigs
 
 
 class Prepared(NamedTuple):
-    """What the kernels read, with lengths in whole tiles of 8: keys and values, queries and the output's
-    gradient, and lse and delta (B,N,T in whole blocks)."""
+    """What the kernels read: lengths in whole tiles of 8, and those of lse and delta in whole blocks."""
 
     keys: Pair
     queries: Pair
@@ -101,8 +100,12 @@ def gradients(
     config: BackwardConfig,
     multiprocessors: int,
 ) -> tuple[Pair, jax.Array | None]:
-    """Those that the kernel of this name in `KERNELS` owns, lengths in whole tiles of 8; and that which it
-    adds to, in float32 and yet to be scaled, or None."""
+    """Runs the kernel of this name in `KERNELS`.
+
+    Returns:
+      the gradients of its rows, with lengths in whole tiles of 8; and the float32 sum of dQ that it adds to,
+      yet to be scaled, or None.
+    """
     keys, queries, lse_and_delta = prepared
     rows, columns, mask = queries, keys, keys_of_queries(spec, size)
     if KERNELS[kernel].rows_are_keys:

@@ -1,12 +1,12 @@
 """Forward by Mosaic GPU, for Hopper: warpgroups that compute, and one that loads keys and values for them.
 
-A block owns tiles of 64 queries a computing warpgroup. The loading warpgroup keeps rings of keys and values
-in shared memory filled by TMA; one barrier a slot says that it is full, another that all warpgroups are done
-with it. Each computing warpgroup walks over the tile's keys with the online softmax of `triton_forward`, its
-scores, probabilities and output in registers.
+A block owns tiles of queries, 64 for each computing warpgroup. The loading warpgroup keeps rings of keys and
+values in shared memory filled by TMA; one barrier a slot says that it is full, another that all warpgroups
+are done with it. Each computing warpgroup loops over the tile's keys with the online softmax of
+`triton/forward.py`, its scores, probabilities and output in registers.
 
 A step issues the scores of a block, corrects the output beside them, and issues the product of the last
-block's probabilities with its values. With `turns`, warpgroups issue one after the other, so that one's
+block's probabilities with its values. With `pingpong`, warpgroups issue one after the other, so that one's
 softmax runs beside the other's products: ptxas puts it behind a warpgroup's own.
 """
 

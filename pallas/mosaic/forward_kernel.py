@@ -210,12 +210,12 @@ class _Consumer:
     def run(self) -> None:
         """Computes the rows of all tiles of this block of the grid."""
         config, turn = self.config, self.barriers.turn
-        if config.turns:
+        if config.pingpong:
             pl.when(self.warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         tiles_done, _ = self.problem.scheduler.over(self._tile, (jnp.int32(0), jnp.int32(0)))
         if self.releases_later:
             self._release_query(tiles_done - 1)
-        if config.turns:
+        if config.pingpong:
             pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
         plgpu.wait_smem_to_gmem(0)
 
@@ -334,7 +334,7 @@ class _Consumer:
     def _issue_scores(self, query, index):
         slot = self._slot(index)
         plgpu.barrier_wait(self.barriers.key_full.at[slot])
-        if self.config.turns:
+        if self.config.pingpong:
             plgpu.barrier_wait(self.barriers.turn.at[self.warpgroup])
         return issue_product(query, self.shared.key.at[slot])
 
@@ -353,7 +353,7 @@ class _Consumer:
 
     def _pass_turn(self) -> None:
         """Lets the next warpgroup issue."""
-        if self.config.turns:
+        if self.config.pingpong:
             plgpu.barrier_arrive(self.barriers.turn.at[rem(self.warpgroup + 1, self.config.warpgroups)])
 
     def _release_query(self, tile_number) -> None:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Registers for a thread of the computing warpgroups, by how many there are, and of the one that loads.
+# Registers of a thread in the computing warpgroups and in the loading one, by the number of computing ones.
 _REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32)}
 
 

@@ -1,7 +1,7 @@
 """The order in which blocks of a Mosaic GPU kernel's grid take the tiles of all heads.
 
-A persistent block takes every n-th tile. Where tiles are unevenly long, they come in one of the orders that
-give all blocks about equally much, the one that does so best by count.
+A persistent block takes every n-th tile. Where tiles differ in length, they come in one of several orders
+that give all blocks about equal work: the one whose busiest block has the least.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax_flash._mask import PositionMask
 Carry = TypeVar("Carry")
 
 _L2_BYTES = 32 << 20  # that the columns of heads that are scheduled together may have
-_TILE_ENDS = 1.2  # what beginning and ending a tile takes, in blocks of columns
+_TILE_ENDS = 1.2  # the time that beginning and ending a tile takes, in blocks of columns
 
 
 def div(index: jax.Array, by: int) -> jax.Array:
@@ -38,7 +38,7 @@ def int32(x) -> jax.Array | np.int32:
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """Tile by tile through a head, the longest first; with `blocks`, so many take several tiles each."""
+    """Tile by tile through a head, the longest first. With `blocks`, each of them takes several tiles."""
 
     tiles: int  # of a head
     heads: int

@@ -1,9 +1,10 @@
 """The shape and schedule of each Mosaic GPU kernel, as a value that can be printed.
 
-The tables hold what was fastest on an H200, or within 1% of it, in the mean of full and causal attention, by
-`benchmarks/tune_mosaic.py` and what came before it (in benchmarks/results: mosaic_steps_forward_h200.json,
-tune_mosaic_backward_h200.json, and for the one kernel for all gradients mosaic_together_backward_h200.json),
-at head dims 64, 128 and 256; backward above 128 what fits and doesn't spill.
+The tables hold the fastest configurations on an H200, or others within 1% of them, in the mean of full and
+causal attention, by `benchmarks/tune_mosaic.py` and earlier searches (in benchmarks/results:
+mosaic_steps_forward_h200.json, tune_mosaic_backward_h200.json, and for the one kernel for all gradients
+mosaic_together_backward_h200.json), at head dims 64, 128 and 256. Backward above 128 they are what fits and
+doesn't spill.
 """
 
 import dataclasses
@@ -21,13 +22,13 @@ ROWS = 64  # of a warpgroup's matrix instruction
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """How a block of `mosaic_forward` works: `warpgroups` of 64 queries each, and one that loads for them."""
+    """How a block of the forward kernel works: `warpgroups` of 64 queries each, and one that loads."""
 
     warpgroups: int  # that compute
     keys: int  # of a block
     stages: int  # blocks of keys and of values in shared memory
     query_stages: int  # tiles of queries there
-    turns: bool = True  # warpgroups issue their products one after the other
+    pingpong: bool = True  # warpgroups issue their products one after the other
     persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
 
     @property
@@ -36,7 +37,7 @@ class ForwardConfig:
         return ROWS * self.warpgroups
 
     def __str__(self) -> str:
-        switches = [name for name in ("turns", "persistent") if getattr(self, name)]
+        switches = [name for name in ("pingpong", "persistent") if getattr(self, name)]
         schedule = f", {' + '.join(switches)}" if switches else ""
         stages = f"{self.stages} stages, {self.query_stages} of queries"
         return f"{self.queries} queries x {self.keys} keys, {stages}{schedule}"
@@ -44,16 +45,15 @@ class ForwardConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
-    """How a block of a kernel of `mosaic_backward` works: `warpgroups` own 64 rows each of its gradients.
+    """How a block of a backward kernel works: each of `warpgroups` owns 64 rows of its gradients.
 
-    Blocks of columns stream past them: of queries and of the output's gradient where the rows are keys, else
-    of keys and values.
+    It loops over blocks of columns: of query and d_out where the rows are keys, else of key and value.
     """
 
     warpgroups: int  # that compute
     columns: int  # of a block: a multiple of 64, for the products that sum over them
     stages: int  # blocks in shared memory
-    second_stages: int | None = None  # of the output's gradient, or of values; None for as many
+    second_stages: int | None = None  # of d_out or value, where not as many
     persistent: bool = False  # a block takes one tile after another, and loads ahead of their ends
     row_stages: int = 1  # tiles whose rows are in shared memory
 
@@ -72,7 +72,7 @@ class BackwardConfig:
 
 
 class BackwardConfigs(NamedTuple):
-    """Of the kernels of a backward pass."""
+    """The configurations of a backward pass's kernels."""
 
     keys: BackwardConfig  # for dK; and for dV and dQ, where there are no kernels for them
     queries: BackwardConfig | None = None
@@ -80,7 +80,7 @@ class BackwardConfigs(NamedTuple):
 
     @property
     def kernels(self) -> dict[str, BackwardConfig]:
-        """By their names in `mosaic_backward_side.KERNELS`."""
+        """By their names in `backward_problem.KERNELS`."""
         if self.queries is None:
             return {"all": self.keys}
         if self.values is None:
@@ -100,8 +100,7 @@ def backward_fits(size: Sizes, configs: BackwardConfigs) -> bool:
 
 
 def backward_kernel_fits(size: Sizes, kernel: str, config: BackwardConfig) -> bool:
-    """Whether shared memory has room for the rows, the rings, lse and delta of queries, and what is added to
-    queries' gradient."""
+    """Whether shared memory has room for the rows, the rings, lse and delta, and what is added to dQ."""
     row_bytes = 2 * (size.H + size.V)
     if kernel == "values" and size.H == size.V:  # which needs no values, and stages dV over keys
         row_bytes = 2 * size.H
@@ -109,13 +108,13 @@ def backward_kernel_fits(size: Sizes, kernel: str, config: BackwardConfig) -> bo
     columns = [config.columns * stages for stages in config.rings]
     tiles = rows * row_bytes + sum(2 * n * width for n, width in zip(columns, (size.H, size.V), strict=True))
     queries = [rows, rows] if kernel == "queries" else columns
-    statistics = sum(-(-4 * n // _ALIGNMENT) * _ALIGNMENT for n in queries)
+    lse_and_delta = sum(-(-4 * n // _ALIGNMENT) * _ALIGNMENT for n in queries)
     added = 0
     if kernel == "all":
         if size.H % (64 * config.warpgroups):
             return False  # a warpgroup's share of the width is made of whole tiles in shared memory
         added = config.columns * (2 * ROWS * config.warpgroups + 4 * size.H)
-    return tiles + statistics + added + _ALIGNMENT <= SHARED_MEMORY
+    return tiles + lse_and_delta + added + _ALIGNMENT <= SHARED_MEMORY
 
 
 def forward_fits(size: Sizes, config: ForwardConfig) -> bool:

@@ -4,10 +4,10 @@ With p = exp(x - lse) for the logit x = scale q.k, delta = rowsum(dO * O) - d_ls
 
     dV = p^T dO        dK = scale * ds^T q        dQ = scale * ds k
 
-ds is the gradient of x. Where logits are more than scaled scores (scores.py), each sum over it is taken where
-a program has all of its terms: over keys in the kernel for dQ, over queries in that for dK and dV, and over
-heads or batch rows in one of its own (triton_backward_bias.py). The soft cap's derivative comes after them,
-and what dropout keeps is divided by its probability at the very end: delta is multiplied by it until then.
+ds is the gradient of x. A gradient of bias or slopes is a sum over ds, taken in the kernel whose programs
+have all of its terms: over keys in the kernel for dQ, over queries in that for dK and dV, and over heads or
+batch rows in one of its own (backward_bias.py). The soft cap's derivative comes after these sums, and what
+dropout keeps is divided by its probability at the very end: delta is multiplied by it until then.
 
 Each sum is taken in one program in a fixed order: gradients are bitwise equal from run to run.
 """
@@ -50,7 +50,7 @@ def flash_backward_keys(
     size: Sizes,
     tile: Tile,
 ) -> None:
-    """A program owns a block of keys of one key head and walks over the queries of each head that shares it.
+    """A program owns a block of keys of one key head and loops over the queries of each head that shares it.
 
     Refs: query (T,group,H), key (S,H), value (S,V), d_out (T,group,V), lse and delta (group,T) float32, and
     what `Scores` takes of these heads -> d_key (S,H), d_value (S,V), and in `d_bias`, where there is such a
@@ -81,12 +81,12 @@ def flash_backward_keys(
         visible = of.visible(place, across.visible(place.keys, place.queries) if partial else None)
         p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
-        kept = of.kept(p, place)
-        dv = dv + dot(kept.astype(do.dtype), do)
+        p_kept = of.with_dropout(p, place)
+        dv = dv + dot(p_kept.astype(do.dtype), do)
         row_delta = load_vector(delta, start, tile.queries, rows=rows, other=0.0, head=head)
-        ds = p * (of.kept(dot_transposed(v, do), place) - row_delta[None, :])
+        ds = p * (of.with_dropout(dot_transposed(v, do), place) - row_delta[None, :])
         bias_of_keys = {name: x + jnp.sum(ds, axis=1) for name, x in bias_of_keys.items()}
-        ds = logits.behind_cap(ds)
+        ds = logits.softcap_grad(ds)
         return dk + dot(ds.astype(q.dtype), q), dv, bias_of_keys
 
     def of_head(head, carry):
@@ -94,7 +94,7 @@ def flash_backward_keys(
         bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
         dk, dv, bias_of_keys = over_block_range(blocks, functools.partial(body, head), (dk, dv, bias_of_keys))
         for name, x in bias_of_keys.items():
-            store_vector(d_bias[name], first, x * of.factor, rows=S_tail, head=head)
+            store_vector(d_bias[name], first, x * of.dropout_scale, rows=S_tail, head=head)
         return dk, dv
 
     blocks = of.block_range(across, block, tile.keys, tile.queries)
@@ -103,8 +103,8 @@ def flash_backward_keys(
         jnp.zeros((tile.keys, padded(V)), jnp.float32),
     )
     dk, dv = lax.fori_loop(np.int32(0), np.int32(size.group), of_head, carry)
-    store(d_key, first, dk * (spec.scale * of.factor), width=H, rows=S_tail)
-    store(d_value, first, dv if of.factor == 1 else dv * of.factor, width=V, rows=S_tail)
+    store(d_key, first, dk * (spec.scale * of.dropout_scale), width=H, rows=S_tail)
+    store(d_value, first, dv if of.dropout_scale == 1 else dv * of.dropout_scale, width=V, rows=S_tail)
 
 
 def flash_backward_queries(
@@ -122,7 +122,7 @@ def flash_backward_queries(
     size: Sizes,
     tile: Tile,
 ) -> None:
-    """A program owns a block of queries of one head and walks over its keys.
+    """A program owns a block of queries of one head and loops over its keys.
 
     Refs: query (T,H), key (S,H), value (S,V), d_out (T,V), lse and delta (T,) float32, and what `Scores`
     takes of the head -> d_query (T,H), and those of `d_scores` that there are: "bias" (T,S),
@@ -158,14 +158,14 @@ def flash_backward_queries(
         visible = of.visible(place, by_position)
         p = p if visible is None else jnp.where(visible, p, 0.0)
         v = load(value, start, tile.keys, width=V, rows=end)
-        ds = p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
+        ds = p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
         if "bias" in d_scores:
-            store_bias(start, ds * of.factor)
+            store_bias(start, ds * of.dropout_scale)
         terms = {"bias_of_queries": ds}
         if logits.distance is not None:
             terms["slopes"] = -ds * logits.distance
         of_queries = {name: x + jnp.sum(terms[name], axis=1) for name, x in of_queries.items()}
-        ds = logits.behind_cap(ds)
+        ds = logits.softcap_grad(ds)
         return dq + dot(ds.astype(k.dtype), k), of_queries
 
     blocks = of.block_range(mask, block, tile.queries, tile.keys)
@@ -173,9 +173,9 @@ def flash_backward_queries(
     dq, of_queries = over_block_range(
         blocks, body, (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries)
     )
-    store(d_query, first, dq * (spec.scale * of.factor), width=H, rows=T_tail)
+    store(d_query, first, dq * (spec.scale * of.dropout_scale), width=H, rows=T_tail)
     for name, x in of_queries.items():
-        store_vector(d_scores[name], first, x * of.factor, rows=T_tail)
+        store_vector(d_scores[name], first, x * of.dropout_scale, rows=T_tail)
     if "bias" in d_scores:
         zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
         over_skipped_blocks(blocks, pl.cdiv(S, tile.keys), lambda j: store_bias(j * tile.keys, zeros))
@@ -218,7 +218,7 @@ def backward(
     lse_of_logits = lse if of.natural else lse * of.unit
     d_sinks = None if operands.sinks is None else _gradients.of_sinks(operands.sinks, lse, delta)
     if spec.dropout_rate:
-        delta = delta / of.factor
+        delta = delta / of.dropout_scale
     arguments = (query, key, value, d_out, lse_of_logits, delta)
     static = dict(spec=spec, size=size)
 

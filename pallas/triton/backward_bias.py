@@ -1,7 +1,7 @@
 """The gradient of a bias of queries and keys that heads or batch rows share, by the Triton lowering.
 
-A program owns a block of the bias and walks over those that share it, computing their scores again: a sum
-over them without atomics, and without the scores of all of them in memory. `triton_backward` has other forms.
+A program owns a block of the bias and loops over the heads or batch rows that share it. It computes their
+scores again, so the sum needs no atomics and no memory for all scores. `backward.py` has the other forms.
 """
 
 import functools
@@ -70,7 +70,7 @@ def flash_backward_bias(
         do = load(d_out, first, tile.queries, width=V, rows=T_tail, **at)
         v = load(value, start, tile.keys, width=V, rows=S_tail, head=key_head, batch=batch)
         row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0, **at)
-        return ds_sum + p * (of.kept(dot_transposed(do, v), place) - row_delta[:, None])
+        return ds_sum + p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
 
     def of_batch_row(batch, ds_sum):
         mask = of.position_mask(batch)
@@ -82,7 +82,7 @@ def flash_backward_bias(
 
     zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
     ds_sum = lax.fori_loop(*sharing(own_batch, batch_rows, size.B), of_batch_row, zeros)
-    store_block(d_bias, first, start, ds_sum * of.factor, rows=T_tail, columns=S_tail)
+    store_block(d_bias, first, start, ds_sum * of.dropout_scale, rows=T_tail, columns=S_tail)
 
 
 def _padded(x: jax.Array) -> pl.BlockSpec:

@@ -1,4 +1,4 @@
-"""Forward by the Triton lowering: a program owns a block of queries of one head, and walks over its keys.
+"""Forward by the Triton lowering: a program owns a block of queries of one head, and loops over its keys.
 
 Online softmax in base 2: with c = scale * log2(e) and m the running maximum of c * q.k over the keys so far,
 it keeps l = sum 2^(c q.k - m) and acc = sum 2^(c q.k - m) v. At the end out = acc / l and the natural
@@ -70,7 +70,7 @@ def flash_forward(
             x = of.logits(products, place, mask).x
             x = x if visible is None else jnp.where(visible, x, -jnp.inf)
             new_max = jnp.maximum(row_max, jnp.max(x, axis=1))
-            # A row that has met nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
+            # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
             shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
             p = of.exp(x - shift[:, None])
         else:
@@ -79,7 +79,7 @@ def flash_forward(
             p = jnp.exp2(products * scale_2 - shift[:, None])
         correction = of.exp(row_max - shift)
         v = load(value, start, tile.keys, width=V, rows=end)
-        acc = acc * correction[:, None] + dot(of.kept(p, place).astype(v.dtype), v)
+        acc = acc * correction[:, None] + dot(of.with_dropout(p, place).astype(v.dtype), v)
         return new_max, row_sum * correction + jnp.sum(p, axis=1), acc
 
     row_max, row_sum, acc = over_block_range(
@@ -101,7 +101,7 @@ def flash_forward(
         row_max = top
     row_sum = jnp.where(sees_nothing, 1.0, row_sum)
     if spec.dropout_rate:
-        acc = acc * of.factor
+        acc = acc * of.dropout_scale
     store(out, first, acc / row_sum[:, None], width=V, rows=T_tail)
     natural_max = row_max if of.natural else row_max * LN_2
     log_sum = jnp.where(sees_nothing, -jnp.inf, natural_max + jnp.log(row_sum))

@@ -80,8 +80,8 @@ def choose(spec: AttentionSpec, operands: Operands, device: Device) -> Tiles:
     # 10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's.
     plain, smaller = (_HOPPER, _HOPPER_SCORES) if major in (9, 10) else (_AMPERE, _AMPERE_SCORES)
     head_dim = max(size.H, size.V)
-    changes = features.changes_scores(spec, operands)
-    loads = features.loads_tiles(operands)
+    changes = features.has_score_mod(spec, operands)
+    loads = features.loads_score_operand(operands)
 
     def tile(kernel: str, small: bool) -> Tile:
         table = (smaller if small else plain)[kernel]

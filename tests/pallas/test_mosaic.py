@@ -75,9 +75,9 @@ class TestMosaicInterpreted(ImplementationSuite):
 @pytest.mark.parametrize(
     "config",
     [
-        ForwardConfig(2, 64, 2, 1, turns=False, persistent=False),
+        ForwardConfig(2, 64, 2, 1, pingpong=False, persistent=False),
         ForwardConfig(2, 64, 3, 2),
-        ForwardConfig(3, 64, 2, 1, turns=False),
+        ForwardConfig(3, 64, 2, 1, pingpong=False),
         ForwardConfig(1, 128, 2, 2, persistent=False),
     ],
     ids=str,
