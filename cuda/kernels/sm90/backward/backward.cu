@@ -18,7 +18,8 @@
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/d_query.cuh"
 #include "sm90/backward/split_keys.cuh"
-#include "sm90/backward/split_products.cuh"
+#include "sm90/backward/key_consumer.cuh"
+#include "sm90/backward/value_consumer.cuh"
 #include "sm90/backward/dq_accum_in_order.cuh"
 
 // ---------------------------------------------------------------------------------------- producer
@@ -252,9 +253,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         if constexpr (!Traits::split_products) {
             consume_split_keys(call, consumer);
         } else if (consumer == 0) {
-            consume_values(call);
+            ValueConsumer(call).run(call);
         } else {
-            consume_keys(call);
+            KeyConsumer(call).run(call);
         }
     }
 }

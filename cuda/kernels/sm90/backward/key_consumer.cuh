@@ -1,0 +1,172 @@
+// Consumer 1 of split products (split_products.cuh): dPᵀ, dS and dK of the CTA's keys, and its columns of dQ.
+#pragma once
+#include "sm90/backward/scores.cuh"
+#include "sm90/backward/split_products.cuh"
+
+struct KeyConsumer {
+    static constexpr int consumer = 1;
+    using Part = DqPart<consumer>;
+    // With two CTAs dP is computed in halves: beside the exchange of dS, and beside the adding.
+    static constexpr int first_steps = Traits::cluster == 1 ? value_steps : value_steps / 2;
+
+    const int warp = warp_index() % 4, lane = threadIdx.x % 32;
+    const Work work;
+    Part part;
+    BlockSlot slot;  // of the block whose dP comes next
+    DScoresSlot d_scores_slot;
+    BlockVisit now;
+    float d_key[d_key_count] = {};
+    float d_scores[score_count];  // dP, then dS
+
+    __device__ __forceinline__ explicit KeyConsumer(const Call& call)
+        : work(call.work(call.own_tile_of_warp())), now(work.first_visit()) {}
+
+    // Issues dPᵀ = V dOᵀ, or its first half, once dO is there.
+    __device__ __forceinline__ void issue_d_probabilities(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        mbarrier::wait(shared.d_out_full(slot.stage), slot.parity);
+        issue_scores<0, first_steps>(d_scores, reload_uniform(shared.value_tile()), shared.d_out_block(slot.stage));
+    }
+    __device__ __forceinline__ void issue_rest_of_d_probabilities(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        if constexpr (first_steps == value_steps) return;
+        issue_scores<first_steps, value_steps>(d_scores, reload_uniform(shared.value_tile()),
+                                               shared.d_out_block(slot.stage));
+    }
+
+    __device__ __forceinline__ void read_probabilities(const Call& call, uint32_t (&packed)[query_steps][4]) const {
+        const SharedMemory& shared = call.shared;
+        named_barrier_sync(exchange_full, 256);
+#pragma unroll
+        for (int i = 0; i < query_steps; ++i) {
+            const uint4 four = shared.exchange_rows(warp)[i * 32 + lane];
+            packed[i][0] = four.x, packed[i][1] = four.y, packed[i][2] = four.z, packed[i][3] = four.w;
+        }
+        if constexpr (Traits::hands_factors_later) named_barrier_arrive(exchange_read, 256);
+    }
+
+    // Adds dS, which is yet without the soft cap's derivative, to the gradients of bias and slopes.
+    __device__ __forceinline__ void add_score_gradients(const Call& call) {
+        const int first_key = cta_first_key(work.tile), key = first_key + warp * 16 + lane / 4;
+        const int head = now.head(work.tile, call.shape);
+        if constexpr (ScoreTraits::bias) add_bias_gradient(d_scores, call, work.tile.batch, head, now.block, key);
+        if constexpr (ScoreTraits::alibi) {
+            add_slope_gradient(d_scores, call, work.tile, first_key, head, now.block, key);
+        }
+    }
+    __device__ __forceinline__ void multiply_by_factors(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        if constexpr (Traits::hands_factors_later) named_barrier_sync(factors_full, 256);
+#pragma unroll
+        for (int i = 0; i < query_steps; ++i) {
+            const uint4 four = shared.factor_rows(warp)[i * 32 + lane];
+            const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 factor = to_floats<Traits::Element>(words[j]);
+                d_scores[8 * i + 2 * j] *= factor.x;
+                d_scores[8 * i + 2 * j + 1] *= factor.y;
+            }
+        }
+    }
+
+    // Makes dS of dP, as operands, and gives it to consumer 0 and the other CTA.
+    __device__ __forceinline__ void hand_over_d_scores(const Call& call, uint32_t (&packed)[query_steps][4]) {
+        const SharedMemory& shared = call.shared;
+        read_probabilities(call, packed);
+        differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return unpack_operand(packed, i); });
+        if constexpr (ScoreTraits::bias || ScoreTraits::alibi) add_score_gradients(call);
+        if constexpr (Traits::hands_factors) multiply_by_factors(call);
+        __syncwarp();  // its P, which dS overwrites, is read as well
+        if (lane == 0) release(shared.d_out_empty(slot.stage));
+        pack_operand(packed, d_scores);
+        store_d_scores(packed, shared.d_scores_buffer(0), 0);
+        fence_proxy_async();
+        named_barrier_arrive(d_scores_written, 256);
+        __syncwarp();
+        if (Traits::cluster > 1 && lane == 0) exchange_d_scores(shared, warp, d_scores_slot.parity);
+    }
+
+    // dK += dSᵀ Q and dQ over own keys, beside which dP of the next block starts.
+    template <bool last>
+    __device__ __forceinline__ void add_to_d_key(const Call& call, const uint32_t (&packed)[query_steps][4],
+                                                 float (&d_query)[Part::columns / 2]) {
+        const SharedMemory& shared = call.shared;
+        const BlockSlot turn = slot;
+        mbarrier::wait(shared.query_full(slot.stage), slot.parity);
+        issue_gradient(d_key, packed, shared.query_block(slot.stage));
+        part.end_turn_before(call, turn);
+        named_barrier_sync(own + consumer, 128);
+        part.issue(d_query, shared);
+        slot.advance();
+        if (last) {
+            wgmma::wait<0>();
+        } else {
+            issue_d_probabilities(call);
+            wgmma::wait<1>();
+        }
+        wgmma::pin(d_key);
+        wgmma::pin(d_query);
+        if (lane == 0) {
+            release(shared.query_empty(turn.stage));
+            mbarrier::arrive(shared.d_scores_empty(0));
+        }
+    }
+    // dQ over the other CTA's keys, beside which the rest of the next dP starts.
+    template <bool last>
+    __device__ __forceinline__ void add_peer_to_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
+        const SharedMemory& shared = call.shared;
+        part.issue_peer(d_query, shared, d_scores_slot.parity);
+        if (last) {
+            wgmma::wait<0>();
+        } else {
+            issue_rest_of_d_probabilities(call);
+            wgmma::wait<1>();
+        }
+        wgmma::pin(d_query);
+        if (lane == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
+    }
+
+    // From dP of a block to that of the next one. Between two steps no product is under way.
+    template <bool last>
+    __device__ __forceinline__ void step(const Call& call) {
+        const BlockSlot turn = slot;
+        uint32_t packed[query_steps][4];  // P, then dS
+        float d_query[Part::columns / 2];
+        // Told and sent before dK is issued, which blocks until the tensor cores have room.
+        hand_over_d_scores(call, packed);
+        add_to_d_key<last>(call, packed, d_query);
+        if constexpr (Traits::cluster > 1) add_peer_to_d_query<last>(call, d_query);
+        part.add(call, d_query, call.d_query_block(work.tile, now.head(work.tile, call.shape), now.block), turn);
+        if (!last) {
+            wgmma::wait<0>();
+            wgmma::pin(d_scores);
+        }
+        now.advance(work.blocks, work.order);
+        d_scores_slot.advance();
+    }
+
+    __device__ __forceinline__ void run(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        const int iterations = work.iterations(call.shape);
+        mbarrier::wait(shared.value_full(), 0);
+        mbarrier::wait(shared.key_full(), 0);
+        if (iterations > 0) {
+            issue_d_probabilities(call);
+            issue_rest_of_d_probabilities(call);
+            wgmma::wait<0>();
+            wgmma::pin(d_scores);
+#pragma unroll 1
+            for (int iteration = 1; iteration < iterations; ++iteration) step<false>(call);
+            step<true>(call);
+        }
+        part.end_turn_before(call, slot);
+        // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
+        mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
+        if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);
+        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, shared.key_tile(),
+                       own + consumer, work.tile.head, cta_first_key(work.tile), work.tile.batch);
+        wait_for_stores(own + consumer);
+        wait_for_sums();
+    }
+};

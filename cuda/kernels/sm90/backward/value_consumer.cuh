@@ -1,0 +1,190 @@
+// Consumer 0 of split products (split_products.cuh): Sᵀ, P and dV of the CTA's keys, and its columns of dQ.
+#pragma once
+#include "sm90/backward/scores.cuh"
+#include "sm90/backward/split_products.cuh"
+
+struct ValueConsumer {
+    static constexpr int consumer = 0;
+    using Part = DqPart<consumer>;
+
+    const int warp = warp_index() % 4, lane = threadIdx.x % 32;
+    const Work work;
+    const int first_key;  // of the CTA
+    Part part;
+    BlockSlot slot;  // of the block whose scores come next
+    DScoresSlot d_scores_slot;
+    BlockVisit now;
+    KeyBounds bounds;
+    uint32_t key_words[2];
+    float d_value[d_value_count] = {};
+    float scores[score_count];
+    uint32_t probabilities[query_steps][4];  // of the block at hand
+    uint32_t factors[query_steps][4];        // the soft cap's derivative
+
+    __device__ __forceinline__ explicit ValueConsumer(const Call& call)
+        : work(call.work(call.own_tile_of_warp())),
+          first_key(cta_first_key(work.tile)),
+          now(work.first_visit()) {
+        const int batch = work.tile.batch;
+        if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, batch, key());
+        if constexpr (Traits::bounds) bounds.load(whole_blocks(batch, first_key, call.shape), batch, key(), call.shape);
+    }
+
+    // The thread's first key; its other one is 8 below.
+    __device__ __forceinline__ int key() const { return first_key + warp * 16 + lane / 4; }
+
+    // Issues Sᵀ of block `now`, once its Q is there.
+    __device__ __forceinline__ void issue_block_scores(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        mbarrier::wait(shared.query_full(slot.stage), slot.parity);
+        issue_scores<0, key_steps>(scores, reload_uniform(shared.key_tile()), shared.query_block(slot.stage));
+    }
+
+    // Makes P of its Sᵀ, which is there.
+    __device__ __forceinline__ void compute_probabilities(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        wgmma::pin(scores);
+        if constexpr (ScoreTraits::has_score_mod) {
+            exponentiate_logits(scores, factors, call, work.tile.batch, now.head(work.tile, call.shape), now.block, key(),
+                                shared.lse(slot.stage));
+        } else {
+            exponentiate(scores, shared.lse(slot.stage), call.scale * log2_e);
+        }
+        if constexpr (!Traits::dropout) release_query(call);
+        if constexpr (Traits::bounds) {
+            bounds.mask(scores, now.block, call.shape);
+        } else if (crosses(first_key, now.block, call.shape)) {
+            mask(scores, key(), now.block, call.shape);
+        }
+        pack_operand(probabilities, scores);
+        if constexpr (Traits::dropout) {
+            mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
+            release_query(call);
+        }
+    }
+    __device__ __forceinline__ void release_query(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        __syncwarp();
+        if (lane == 0) release(shared.query_empty(slot.stage));
+    }
+
+    // Gives P to consumer 1: times the soft cap's derivative, or beside it.
+    __device__ __forceinline__ void hand_over_probabilities(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < query_steps; ++i) {
+            const uint32_t(&packed)[4] = probabilities[i], (&factor)[4] = factors[i];
+            uint4& there = shared.exchange_rows(warp)[i * 32 + lane];
+            if constexpr (ScoreTraits::soft_cap && !Traits::hands_factors) {
+                auto capped = [&](int j) {
+                    const float2 p = to_floats<Traits::Element>(packed[j]), by = to_floats<Traits::Element>(factor[j]);
+                    return convert<Traits::Element>(p.x * by.x, p.y * by.y);
+                };
+                there = {capped(0), capped(1), capped(2), capped(3)};
+            } else {
+                there = {packed[0], packed[1], packed[2], packed[3]};
+            }
+            if constexpr (Traits::hands_factors && !Traits::hands_factors_later) write_factors(call, i);
+        }
+        named_barrier_arrive(exchange_full, 256);
+        if constexpr (Traits::dropout) take_kept(probabilities, probabilities);
+    }
+    __device__ __forceinline__ void hand_over_factors(const Call& call) {
+        named_barrier_sync(exchange_read, 256);
+#pragma unroll
+        for (int i = 0; i < query_steps; ++i) write_factors(call, i);
+        named_barrier_arrive(factors_full, 256);
+    }
+    __device__ __forceinline__ void write_factors(const Call& call, int i) {
+        const SharedMemory& shared = call.shared;
+        const uint32_t(&factor)[4] = factors[i];
+        shared.factor_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
+    }
+
+    // dV += Pᵀ dO, and S of the next block, while consumer 1 computes dS. The latter is still under way after it.
+    template <bool last>
+    __device__ __forceinline__ void add_to_d_value(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        const int stage = slot.stage;
+        mbarrier::wait(shared.d_out_full(stage), slot.parity);
+        issue_gradient(d_value, probabilities, shared.d_out_block(stage));
+        slot.advance();
+        now.advance(work.blocks, work.order);
+        if (!last) issue_block_scores(call);
+        if constexpr (Traits::hands_factors_later) hand_over_factors(call);
+        if (last) {
+            wgmma::wait<0>();
+        } else {
+            wgmma::wait<1>();
+        }
+        wgmma::pin(d_value);
+        if (lane == 0) release(shared.d_out_empty(stage));
+    }
+
+    __device__ __forceinline__ void issue_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
+        const SharedMemory& shared = call.shared;
+        named_barrier_sync(d_scores_written, 256);
+        part.issue(d_query, shared);
+        if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
+        wgmma::wait<1>();  // the next S
+        if (Traits::cluster > 1 && lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
+    }
+    __device__ __forceinline__ void wait_for_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
+        const SharedMemory& shared = call.shared;
+        wgmma::wait<0>();
+        wgmma::pin(d_query);
+        if (lane != 0) return;
+        if constexpr (Traits::cluster > 1) {
+            mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
+        } else {
+            mbarrier::arrive(shared.d_scores_empty(0));
+        }
+    }
+
+    // From P of a block, handed over, to that of the next one. Between two steps no product is under way.
+    template <bool last>
+    __device__ __forceinline__ void step(const Call& call) {
+        const BlockSlot turn = slot;
+        float* const sum = call.d_query_block(work.tile, now.head(work.tile, call.shape), now.block);
+        float d_query[Part::columns / 2];
+        add_to_d_value<last>(call);
+        part.end_turn_before(call, turn);
+        issue_d_query(call, d_query);
+        if constexpr (Traits::hands_factors_later) {  // registers hold the factors, but not dQ as well
+            wait_for_d_query(call, d_query);
+            part.add(call, d_query, sum, turn);
+            if (!last) compute_probabilities(call);
+            d_scores_slot.advance();
+            if (!last) hand_over_probabilities(call);
+        } else {
+            if (!last) compute_probabilities(call);
+            wait_for_d_query(call, d_query);
+            d_scores_slot.advance();
+            if (!last) hand_over_probabilities(call);
+            part.add(call, d_query, sum, turn);
+        }
+    }
+
+    __device__ __forceinline__ void run(const Call& call) {
+        const SharedMemory& shared = call.shared;
+        const int iterations = work.iterations(call.shape);
+        mbarrier::wait(shared.key_full(), 0);
+        if (iterations > 0) {
+            issue_block_scores(call);
+            wgmma::wait<0>();
+            compute_probabilities(call);
+            hand_over_probabilities(call);
+#pragma unroll 1
+            for (int iteration = 1; iteration < iterations; ++iteration) step<false>(call);
+            step<true>(call);
+        }
+        part.end_turn_before(call, slot);
+        // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
+        mbarrier::wait(shared.value_full(), 0);
+        store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
+                       own + consumer, work.tile.head, first_key, work.tile.batch);
+        wait_for_stores(own + consumer);
+        wait_for_sums();
+    }
+};
