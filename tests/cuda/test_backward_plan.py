@@ -10,7 +10,7 @@ from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
 from jax_flash.cuda.launch_plan import Pointer, TensorMap
-from jax_flash.cuda.sm90 import backward_plan
+from jax_flash.cuda.sm90 import backward_tiles
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 
 HEAD_DIMS = range(8, 257, 8)
@@ -42,8 +42,8 @@ def test_buffers_are_those_of_the_call_and_scratch_comes_last():
         ("d_query", (2, 1000, 8, 128), "bfloat16"),
         ("d_key", (2, 777, 2, 128), "bfloat16"),
         ("d_value", (2, 777, 2, 128), "bfloat16"),
-        ("statistics", (2, 8, 16, 2, 64), "float32"),
-        ("d_query_sums", (16, 16, 64 * 128), "float32"),
+        ("lse_delta", (2, 8, 16, 2, 64), "float32"),
+        ("dq_accum", (16, 16, 64 * 128), "float32"),
         ("arrived", (2, 8, 4), "int32"),
         ("written", (2, 8), "int32"),
         ("next_job", (1,), "int32"),
@@ -75,7 +75,7 @@ def test_kernels_depend_on_head_dim_and_dtype_alone():
     assert len(kernels) == 1
 
 
-def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
+def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits():
     def plan(right, deterministic, **sizes):
         return plan_backward(
             AttentionSpec(0.1, None, right, deterministic=deterministic), shapes(**sizes), H100
@@ -84,9 +84,9 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
     for right, head_dim in itertools.product((None, 0), (128, 256)):
         default, fixed = plan(right, False, H=head_dim), plan(right, True, H=head_dim)
         buffers = {b.name: b for b in fixed.results}
-        assert buffers["turns"].shape == (2, 8, 16)
-        assert buffers["d_query_sums"].shape[0] == 2 * 8  # every head has its place
-        assert all(Pointer("turns") in launch.arguments for launch in fixed.launches[:2])
+        assert buffers["dq_semaphore"].shape == (2, 8, 16)
+        assert buffers["dq_accum"].shape[0] == 2 * 8  # every head has its slot
+        assert all(Pointer("dq_semaphore") in launch.arguments for launch in fixed.launches[:2])
         # The kernel ahead serves both.
         assert fixed.launches[0].kernel == default.launches[0].kernel
         assert fixed.launches[2].kernel.entry == "backward_postprocess"
@@ -94,13 +94,13 @@ def test_additions_go_in_turns_where_gradients_have_to_be_the_same_bits():
         assert ("DETERMINISTIC", 0) in main_launch(default).kernel.defines
         assert main_launch(fixed).grid == main_launch(default).grid
 
-    def section(right, **sizes):
-        return main_launch(plan(right, True, **sizes)).by_path["section_heads"]
+    def head_group(right, **sizes):
+        return main_launch(plan(right, True, **sizes)).by_path["l2_head_group"]
 
-    assert section(None, S=50_000) == section(None, S=128) == section(None, S=50_000, H=256) == 4
-    assert section(0) == 2  # two sections, the last of which goes the other way
-    assert section(0, B=1, K=1) == 1
-    assert section(0, T=1 << 20, S=1 << 20) == 1
+    assert head_group(None, S=50_000) == head_group(None, S=128) == head_group(None, S=50_000, H=256) == 4
+    assert head_group(0) == 2  # two groups, the last of which goes the other way
+    assert head_group(0, B=1, K=1) == 1
+    assert head_group(0, T=1 << 20, S=1 << 20) == 1
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -139,9 +139,11 @@ def test_values_may_have_a_head_dim_of_their_own(dims, deterministic):
         assert buffers[name].shape[3] == V
     for name in ("query", "key", "d_query", "d_key"):
         assert buffers[name].shape[3] == H
-    prepare, main, *finish = plan.launches
+    preprocess, main, *postprocess = plan.launches
     # Rows of out and dO; of dQ.
-    assert prepare.by_path["columns"] == V and all(launch.by_path["head_dim"] == H for launch in finish)
+    assert preprocess.by_path["columns"] == V and all(
+        launch.by_path["head_dim"] == H for launch in postprocess
+    )
     maps = {p.buffer: p for p in main.arguments if isinstance(p, TensorMap)}
     assert {name for name, m in maps.items() if m.sizes[0] == V} >= {"value", "d_out", "d_value"}
     assert {name for name, m in maps.items() if m.sizes[0] == H} >= {"query", "key", "d_key"}
@@ -202,17 +204,17 @@ def test_deterministic_sums_do_not_depend_on_how_many_multiprocessors_there_are(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_tile_has_a_cta_and_every_block_scratch(head_dim):
     plan = plan_backward(AttentionSpec(0.1), shapes(H=head_dim), H100)
-    shape = backward_plan.tile(head_dim)
+    shape = backward_tiles.tile(head_dim)
     blocks = math.ceil(1000 / shape.queries)
-    prepare, main, *finish = plan.launches
+    preprocess, main, *postprocess = plan.launches
     # One a key head, not a query head; two where they share a tile.
     assert main.cluster == (2 if head_dim > 128 else 1)
     assert main.grid == (math.ceil(777 / shape.keys) * 2 * 2 * main.cluster, 1, 1)
-    assert all(launch.grid == (blocks * 8 * 2, 1, 1) for launch in (prepare, *finish))
-    assert len(finish) == (head_dim > 128)  # elsewhere the main kernel writes dQ
+    assert all(launch.grid == (blocks * 8 * 2, 1, 1) for launch in (preprocess, *postprocess))
+    assert len(postprocess) == (head_dim > 128)  # elsewhere the main kernel writes dQ
     buffers = {b.name: b for b in plan.results}
-    assert buffers["statistics"].shape[2:] == (blocks, 2, shape.queries)
-    assert buffers["d_query_sums"].shape == (2 * 8, blocks, shape.queries * head_dim)
+    assert buffers["lse_delta"].shape[2:] == (blocks, 2, shape.queries)
+    assert buffers["dq_accum"].shape == (2 * 8, blocks, shape.queries * head_dim)
 
 
 def test_a_side_of_the_window_that_hides_nothing_is_out_of_reach():

@@ -46,5 +46,5 @@ def test_deterministic_gradients_are_the_same_bits_however_many_ctas_are_residen
     case = dataclasses.replace(case, deterministic=True)
     first, *others = check_backward(case, emulator, multiprocessors, resident=RESIDENT)
     for other in others:
-        for name in ("d_query_sums", "d_query", "d_key", "d_value"):
+        for name in ("dq_accum", "d_query", "d_key", "d_value"):
             np.testing.assert_array_equal(other[name], first[name], err_msg=name)

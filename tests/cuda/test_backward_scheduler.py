@@ -12,9 +12,9 @@ from jax_flash.cuda.sm90 import l2
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.backward_scheduler import (
     _makespan,
-    section_heads,
-    section_heads_in_turns,
-    sum_places,
+    dq_accum_slots,
+    l2_head_group,
+    l2_head_group_in_order,
 )
 
 MIB = 1 << 20
@@ -28,13 +28,13 @@ def call(T, S, left=None, right=None, B=1, N=1, K=1):
 
 
 def test_equal_tiles_go_head_by_head():
-    assert section_heads((64,) * 32, 64, 1, 4 * MIB, 132, L2_BYTES) == 1
+    assert l2_head_group((64,) * 32, 64, 1, 4 * MIB, 132, L2_BYTES) == 1
 
 
 def test_unequal_tiles_of_so_many_heads_go_together_that_the_last_wave_is_even():
     blocks = tuple(range(64, 0, -2))
     for heads, group in ((64, 1), (32, 4)):
-        width = section_heads(blocks, heads, group, 4 * MIB, 132, L2_BYTES)
+        width = l2_head_group(blocks, heads, group, 4 * MIB, 132, L2_BYTES)
         even = heads * (sum(blocks) * group + len(blocks) * 2) / 132
         assert 1 < width <= 9  # what L2 holds
         assert _makespan(blocks, heads, group, width, 132) < 1.01 * even
@@ -43,46 +43,46 @@ def test_unequal_tiles_of_so_many_heads_go_together_that_the_last_wave_is_even()
 
 def test_no_more_heads_go_together_than_there_are_or_than_l2_holds():
     blocks = tuple(range(16, 0, -2))
-    assert section_heads(blocks, 2, 1, MIB, 132, L2_BYTES) <= 2
-    assert section_heads(tuple(range(1 << 14, 0, -2)), 16, 1, 1024 * MIB, 132, L2_BYTES) == 1
+    assert l2_head_group(blocks, 2, 1, MIB, 132, L2_BYTES) <= 2
+    assert l2_head_group(tuple(range(1 << 14, 0, -2)), 16, 1, 1024 * MIB, 132, L2_BYTES) == 1
 
 
-def test_heads_have_a_place_until_they_are_written():
+def test_heads_have_a_slot_until_they_are_written():
     blocks = (64,) * 32
     at_work = 132 / 32  # heads
-    assert at_work + 1 < sum_places(blocks, 1000, 1, 1, 132) < 3 * at_work
-    assert sum_places(blocks, 3, 1, 1, 132) == 3
-    assert sum_places(blocks, 1000, 4, 1, 132) % 4 == 0
-    assert sum_places((0, 0), 7, 1, 1, 132) == 7  # nobody attends to anything
+    assert at_work + 1 < dq_accum_slots(blocks, 1000, 1, 1, 132) < 3 * at_work
+    assert dq_accum_slots(blocks, 3, 1, 1, 132) == 3
+    assert dq_accum_slots(blocks, 1000, 4, 1, 132) % 4 == 0
+    assert dq_accum_slots((0, 0), 7, 1, 1, 132) == 7  # nobody attends to anything
     # A causal head's longest tile takes as long as those of several heads after it.
     causal = tuple(range(64, 0, -2))
-    assert sum_places(causal, 1000, 1, 1, 132) > sum_places(blocks, 1000, 1, 1, 132)
+    assert dq_accum_slots(causal, 1000, 1, 1, 132) > dq_accum_slots(blocks, 1000, 1, 1, 132)
 
 
 @pytest.mark.parametrize("blocks", [(64,) * 32, tuple(range(64, 0, -2)), (1,), (0, 3)])
-@pytest.mark.parametrize("section", (1, 4, 16))
-def test_a_place_goes_to_a_later_section_or_to_nobody(blocks, section):
+@pytest.mark.parametrize("width", (1, 4, 16))
+def test_a_slot_goes_to_a_later_head_group_or_to_nobody(blocks, width):
     for heads in (1, 7, 100, 5000):
-        count = sum_places(blocks, heads, 2, section, 132) // 2
-        assert count == heads or count >= 2 * section
+        count = dq_accum_slots(blocks, heads, 2, width, 132) // 2
+        assert count == heads or count >= 2 * width
 
 
-def test_the_plan_has_the_places():
+def test_the_plan_has_the_slots():
     spec, shapes = call(4096, 4096, right=0, B=8, N=16, K=16)
     plan = plan_backward(spec, shapes, H100)
-    (sums,) = (buffer for buffer in plan.results if buffer.name == "d_query_sums")
+    (sums,) = (buffer for buffer in plan.results if buffer.name == "dq_accum")
     blocks = tuple(range(64, 0, -2))
-    width = section_heads(blocks, 128, 1, 4096 * 128 * 8, 132, L2_BYTES)
-    assert sums.shape == (sum_places(blocks, 128, 1, width, 132), 64, 64 * 128)
+    width = l2_head_group(blocks, 128, 1, 4096 * 128 * 8, 132, L2_BYTES)
+    assert sums.shape == (dq_accum_slots(blocks, 128, 1, width, 132), 64, 64 * 128)
 
 
-def makespan_in_order(heads, tiles, blocks, section, workers, lag=1.0):
+def makespan_in_order(heads, tiles, blocks, width, workers, lag=1.0):
     """When the last worker ends, in blocks' times, if tiles that all see all blocks add to dQ in the order in
     which they are handed out: at each block a tile is `lag` behind the one before it of its head."""
     free, before, count = [0.0] * workers, {}, np.arange(1, blocks + 1)
-    for first in range(0, heads, section):
+    for first in range(0, heads, width):
         for _ in range(tiles):
-            for head in range(first, min(first + section, heads)):
+            for head in range(first, min(first + width, heads)):
                 start = free[0] + 1
                 waits = np.maximum(start, before[head] + lag - count) if head in before else start
                 before[head] = count + np.maximum.accumulate(np.broadcast_to(waits, blocks))
@@ -97,10 +97,10 @@ def makespan_in_order(heads, tiles, blocks, section, workers, lag=1.0):
 def test_a_fixed_order_costs_little_where_heads_are_many(B, S, K, group, most):
     """Beside tiles that start evenly spread over the blocks and never wait: those all have to be resident."""
     heads, tiles, blocks = B * K, S // 128, S // 64 * group
-    section = section_heads_in_turns(heads, group * S * 128 * 8, tiles_alike=True, l2_bytes=L2_BYTES)
+    width = l2_head_group_in_order(heads, group * S * 128 * 8, tiles_alike=True, l2_bytes=L2_BYTES)
     spread = math.ceil(heads * tiles / 132) * (blocks + 2)
-    assert makespan_in_order(heads, tiles, blocks, section, 132) <= (1 + most) * spread
-    assert makespan_in_order(heads, tiles, blocks, section, 132, lag=0) <= spread
+    assert makespan_in_order(heads, tiles, blocks, width, 132) <= (1 + most) * spread
+    assert makespan_in_order(heads, tiles, blocks, width, 132, lag=0) <= spread
 
 
 def test_shares_of_l2_are_those_that_were_timed():

@@ -23,7 +23,7 @@ from jax_flash.cuda.launch_plan import (
     LaunchPlan,
 )
 from jax_flash.cuda.parameters import HEADER_NAME, header
-from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.cuda.sm90 import backward_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
 
@@ -254,8 +254,8 @@ def test_compiles_without_spills_or_warnings(kernel):
 @pytest.mark.parametrize("cluster", (1, 2))
 @pytest.mark.parametrize("head_dim", (144, 160, 176, 192))
 def test_either_number_of_ctas_may_share_a_tile(head_dim, cluster, monkeypatch):
-    shape = dataclasses.replace(backward_plan.tile(head_dim), cluster=cluster)
-    monkeypatch.setattr(backward_plan, "tile", lambda *_: shape)
+    shape = dataclasses.replace(backward_tiles.tile(head_dim), cluster=cluster)
+    monkeypatch.setattr(backward_tiles, "tile", lambda *_: shape)
     (kernel,) = (x.kernel for x in launches(head_dim=head_dim) if x.kernel.entry == "backward")
     log = compile_kernel(kernel).log
     assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log

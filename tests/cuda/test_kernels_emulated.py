@@ -20,7 +20,7 @@ from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import dropout, fixed_point, score_mod
 from jax_flash.cuda.launch_plan import TensorMap
-from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.cuda.sm90 import backward_plan, backward_scheduler, backward_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.forward_plan import plan_forward
 
@@ -171,8 +171,8 @@ BACKWARD = (
     Case(H=256, T=130, S=65, N=2, dtype="float16", return_residual=True),
     Case(H=256, T=64, S=130, left=-3),
 )
-# Additions to dQ in turns, and on how many multiprocessors.
-IN_TURNS = (
+# Calls that add to dQ in a fixed order, and the multiprocessors of their device.
+IN_ORDER = (
     (Case(H=128, T=300, S=300, right=0, N=4, K=2), 3),
     (Case(H=128, T=200, S=500, N=4, K=2), 3),  # more tiles of a head than blocks
     (Case(H=128, T=70, S=700), 5),
@@ -299,13 +299,13 @@ def test_backward(case, emulator):
     ids=str,
 )
 def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
-    shape = dataclasses.replace(backward_plan.tile(case.H), cluster=cluster)
-    monkeypatch.setattr(backward_plan, "tile", lambda *_: shape)
+    shape = dataclasses.replace(backward_tiles.tile(case.H), cluster=cluster)
+    monkeypatch.setattr(backward_tiles, "tile", lambda *_: shape)
     check_backward(case, emulator, multiprocessors=6)
 
 
 @pytest.mark.parametrize(
-    "case,multiprocessors,places",
+    "case,multiprocessors,slots",
     thinned(
         [
             (Case(H=128, T=300, S=300, N=5, K=5, B=2, right=0), 2, 2),
@@ -317,11 +317,9 @@ def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
     ),
     ids=str,
 )
-def test_heads_whose_dq_takes_the_place_of_another_heads(
-    case, multiprocessors, places, emulator, monkeypatch
-):
-    monkeypatch.setattr(backward_plan, "section_heads", lambda *_: 1)
-    monkeypatch.setattr(backward_plan, "sum_places", lambda *_: places)
+def test_heads_whose_dq_gets_the_slot_of_an_earlier_head(case, multiprocessors, slots, emulator, monkeypatch):
+    monkeypatch.setattr(backward_scheduler, "l2_head_group", lambda *_: 1)
+    monkeypatch.setattr(backward_scheduler, "dq_accum_slots", lambda *_: slots)
     check_backward(case, emulator, multiprocessors)
 
 
@@ -348,12 +346,12 @@ def test_all_tiles_on_one_multiprocessor(case, emulator):
     check_backward(case, emulator, multiprocessors=1, runs=2)
 
 
-@pytest.mark.parametrize("case,multiprocessors", thinned(IN_TURNS, traits), ids=str)
+@pytest.mark.parametrize("case,multiprocessors", thinned(IN_ORDER, traits), ids=str)
 def test_deterministic_backward(case, multiprocessors, emulator):
     case = dataclasses.replace(case, deterministic=True)
     first, *others = check_backward(case, emulator, multiprocessors, runs=3)
     for other in others:
-        for name in first.keys() & {"d_query_sums", "d_query", "d_key", "d_value", "d_bias", "d_slopes"}:
+        for name in first.keys() & {"dq_accum", "d_query", "d_key", "d_value", "d_bias", "d_slopes"}:
             np.testing.assert_array_equal(other[name], first[name], err_msg=name)
 
 

@@ -7,7 +7,7 @@ import jax
 
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod
-from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.cuda.sm90 import backward_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import kernels, plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
@@ -49,7 +49,7 @@ def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     n = sizes(shapes)
     head_dim, value_dim = padded_head_dims(n)
     ahead = forward_plan.configure(spec, shapes).tile
-    back = backward_plan.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
+    back = backward_tiles.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
     dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
     return (
         f"sm_90 kernels for {dims}: forward {ahead.rows} queries × {ahead.keys} keys, "

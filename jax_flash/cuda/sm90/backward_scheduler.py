@@ -1,31 +1,36 @@
-"""In what order CTAs of the backward kernel take key tiles, and which heads' dQ is summed up at a time."""
+"""The tile scheduler of the backward pass: the order of key tiles, and which heads' dQ is summed at a time.
+
+Tiles are handed out by L2 head groups (`key_tile_at` in cuda/kernels/sm90/backward/tile_scheduler.cuh). The
+key heads of a group take turns, a tile each, before those of the next group start.
+"""
 
 import functools
 import heapq
 import math
 
-# A tile's beginning and end take about as long as so many blocks.
+# The beginning and the end of a tile take about as long as this many blocks.
 _ENDS = 2
-# For how many blocks' time dQ of a head is taken to wait to be written.
+# A finished head of dQ is assumed to wait for this many blocks' time until it is written.
 _WRITING = 30
-# Walks are simulated up to so many tiles; longer ones end evenly enough.
+# Up to this many tiles the schedule is simulated. Longer ones end evenly enough.
 _SIMULATED = 1 << 14
 
 
 @functools.lru_cache(256)
-def section_heads(
+def l2_head_group(
     blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int, l2_bytes: int
 ) -> int:
-    """Key heads whose tiles are walked together (`key_tile_at` in sm90/backward/tile_scheduler.cuh).
+    """Number of key heads in an L2 head group.
 
     Where all tiles take equally long, one head at a time keeps its queries in L2. Elsewhere the longest tiles
-    of several heads go first, of as few as let the last wave end evenly.
+    of several heads go first: of as few heads as let the last wave end evenly.
 
     Args:
       blocks: query blocks that see each key tile of a head.
       heads: key heads, of all batch rows.
       group: query heads of each.
-      bytes_per_head: of Q, dO and the sum of dQ, of one query head: those of a key head take turns.
+      bytes_per_head: of Q, dO and the sum of dQ, of one query head; the query heads of a key head follow
+        one another.
       workers: CTAs, or clusters, that take tiles at a time.
       l2_bytes: that Q, dO and the sum of dQ of the heads may take (l2.py).
     """
@@ -39,53 +44,57 @@ def section_heads(
     return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
 
 
-def section_heads_by_data(heads: int, bytes_per_head: int, parts: int, l2_bytes: int) -> int:
-    """The same where it is data how long tiles take: as many heads as there is room for, so that CTAs end
-    together wherever the long ones are, in sections all alike. Tiles of a turn read one of a head's `parts`
-    alone."""
-    sections = math.ceil(heads * bytes_per_head / (parts * l2_bytes))
-    return math.ceil(heads / max(1, min(heads, sections)))
+def l2_head_group_of_unknown_lengths(heads: int, bytes_per_head: int, sequences: int, l2_bytes: int) -> int:
+    """`l2_head_group` where mask metadata decides how long tiles take.
+
+    Tile lengths are known only at run time, so as many heads as L2 holds are interleaved, in groups of equal
+    size, to even out the tail. Tiles that are at work together read one of the head's `sequences`.
+    """
+    groups = math.ceil(heads * bytes_per_head / (sequences * l2_bytes))
+    return math.ceil(heads / max(1, min(heads, groups)))
 
 
-def section_heads_in_turns(heads: int, bytes_per_head: int, tiles_alike: bool, l2_bytes: int) -> int:
-    """The same where tiles add to dQ in turns (cuda/kernels/sm90/backward/dq_order.cuh).
+def l2_head_group_in_order(heads: int, bytes_per_head: int, tiles_alike: bool, l2_bytes: int) -> int:
+    """`l2_head_group` where tiles add to dQ in a fixed order (cuda/kernels/sm90/backward/dq_order.cuh).
 
-    A tile comes to a block behind those of its head that were handed out before it, so each tile of a head
-    that is at work delays the next one by about a block's time: sections are as wide as L2 allows, so that
-    few are. Where tiles are not alike, the longest ones of a section come last, but for the last section:
-    there have to be two, and a small last one would have little beside what the others leave. Tiles of a key
-    head get apart by whole query heads, so that `bytes_per_head` counts the group's.
+    A tile comes to a block behind the tiles of its head that were handed out before it. So each tile of a
+    head that is at work delays the next one by about a block's time, and groups are as wide as L2 allows, so
+    that few tiles of a head are at work. Where tiles are not alike, the longest tiles of a group come last.
+    Only in the last group they come first. So there have to be two groups, and the last one should not be
+    small: it fills in what the others leave. `bytes_per_head` is that of all query heads of a key head, as
+    tiles of a key head get apart by whole query heads.
     """
     if tiles_alike:
         return math.ceil(heads / min(heads, math.ceil(heads * bytes_per_head / l2_bytes)))
     most = max(1, min(math.ceil(heads / 2), l2_bytes // bytes_per_head))
-    return max(
-        range(1, most + 1), key=lambda width: ((heads - 1) % width + 1, -width)
-    )  # by that of the last one
+
+    def last_group(width: int) -> int:
+        return (heads - 1) % width + 1
+
+    return max(range(1, most + 1), key=lambda width: (last_group(width), -width))
 
 
-def _makespan(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> float:
+def _makespan(blocks: tuple[int, ...], heads: int, group: int, width: int, workers: int) -> float:
     """When the last worker ends, in blocks' times, if each takes the next tile as soon as it is free."""
     ends = [0] * workers
-    for first in range(0, heads, section):
+    for first in range(0, heads, width):
         for count in blocks:
-            for _ in range(min(section, heads - first)):
+            for _ in range(min(width, heads - first)):
                 heapq.heapreplace(ends, ends[0] + count * group + _ENDS)
     return max(ends)
 
 
-def sum_places(blocks: tuple[int, ...], heads: int, group: int, section: int, workers: int) -> int:
-    """Query heads whose dQ has a place to be summed up in at a time (`QueryGradient` in
-    cuda/kernels/sm90/backward/call.cuh): those that are begun before a head's longest tile ends, and before
-    it is written then.
+def dq_accum_slots(blocks: tuple[int, ...], heads: int, group: int, width: int, workers: int) -> int:
+    """Number of query heads whose dQ has a slot to be summed in at a time (`DqAccum` in call.cuh).
 
-    A whole number of groups. And either all heads, or at least two sections: a head's tiles wait for the one
-    that had its place, whose tiles must all be handed out before them.
+    Those are the heads that start before a head's longest tile ends and its dQ is written. It is a whole
+    number of key heads' groups, and either all heads or at least two L2 head groups: a head waits for the one
+    that had its slot before, and all tiles of that one have to be handed out first.
 
     Args:
-      blocks, heads, group, workers: as `section_heads` takes them.
-      section: what it gave.
+      blocks, heads, group, workers: as `l2_head_group` takes them.
+      width: key heads in an L2 head group.
     """
     steps = max(blocks) * group + _WRITING
-    sections = 1 + math.ceil(steps * workers / max(section * sum(blocks) * group, 1))
-    return min(sections * section, heads) * group
+    groups = 1 + math.ceil(steps * workers / max(width * sum(blocks) * group, 1))
+    return min(groups * width, heads) * group

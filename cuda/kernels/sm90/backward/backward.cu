@@ -2,7 +2,7 @@
 // al., arXiv:2407.08608) on plain PTX.
 //
 // A CTA owns a tile of keys of one key head, with its gradients in registers, and streams the query blocks that see it,
-// for every query head of the group in turn, so that dK and dV are summed over the group in place. One thread of
+// one query head of the group after the other, so that it sums dK and dV over the group in place. One thread of
 // warpgroup 0 loads; two warpgroups, the consumers, compute dK and dV. dQ is added to a float32 sum in global memory.
 // Scores are computed transposed, keys down and queries across, because the accumulators of Pᵀ and dSᵀ are then the
 // register operands of dV += PᵀdO and dK += dSᵀQ. How the work on a block and 128 keys is shared:
@@ -24,7 +24,7 @@
 
 // ---------------------------------------------------------------------------------------- producer
 
-// Q or dO of a block. CTAs that share a tile walk the same blocks: each loads a part of the rows, for all.
+// Loads Q or dO of a block. CTAs that share a tile visit the same blocks: each loads a part of the rows for all of them.
 __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
                                            int head, int first_row, int batch) {
     if constexpr (Traits::cluster == 1) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap
 }
 
 // Runs in one thread. Persistent CTAs take tiles from a counter that all share: tiles take unequally long under a window,
-// and a tile may wait for those handed out before it (wait_for_place, dq_order.cuh), which a resident CTA has to have.
+// and a tile may wait for those handed out before it (wait_for_dq_accum_slot, dq_order.cuh), which a resident CTA has to have.
 // The order in which CTAs start is not known, and how many are resident is not either, so nothing follows blockIdx.
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
@@ -55,11 +55,11 @@ __device__ __forceinline__ void produce(const Call& call) {
         // Read while the tile before is at work.
         const Work work = call.work(min(index, tiles - 1));
         const KeyTile& tile = work.tile;
-        int2 whole[Traits::consumers];
-        if constexpr (Traits::tells_work && Traits::bounds) {
+        int2 full[Traits::consumers];
+        if constexpr (Traits::tells_work && Traits::mask_metadata) {
 #pragma unroll
             for (int i = 0; i < Traits::consumers; ++i) {
-                whole[i] = whole_blocks(tile.batch, tile.first_key + 64 * i, call.shape);
+                full[i] = full_blocks(tile.batch, tile.first_key + 64 * i, call.shape);
             }
         }
         mbarrier::wait(shared.key_empty(key_stage), key_slot.parity ^ 1);
@@ -73,9 +73,9 @@ __device__ __forceinline__ void produce(const Call& call) {
         } else if constexpr (Traits::persistent) {
             shared.told_tile(key_stage) = index;
         }
-        if constexpr (Traits::tells_work && Traits::bounds) {
+        if constexpr (Traits::tells_work && Traits::mask_metadata) {
 #pragma unroll
-            for (int i = 0; i < Traits::consumers; ++i) shared.whole_blocks(key_stage, i) = whole[i];
+            for (int i = 0; i < Traits::consumers; ++i) shared.full_blocks(key_stage, i) = full[i];
         }
         auto load_keys = [&](uint32_t destination, const TensorMap& map, uint32_t barrier, int panels) {
             mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
@@ -98,23 +98,23 @@ __device__ __forceinline__ void produce(const Call& call) {
         };
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value();
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
-            const float* statistics = call.statistics_block(tile, head, block);
+            const float* lse_delta = call.lse_delta_block(tile, head, block);
             const int first_row = block * Traits::queries, stage = slot.stage;
-            if (block == work.blocks.first) wait_for_place(call, call.head_index(tile, head));
+            if (block == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));
             mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
             mbarrier::arrive_expect(shared.query_full(stage),
-                                    Traits::query_bytes + Traits::statistics_bytes + Traits::word_bytes);
+                                    Traits::query_bytes + Traits::per_query_bytes + Traits::dropout_hash_bytes);
             load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::key_panels, head,
                        first_row, tile.batch);
-            bulk::load(shared.base + SharedMemory::lse_offset(stage), statistics,
-                       Traits::statistics_bytes + Traits::word_bytes, shared.query_full(stage));
+            bulk::load(shared.base + SharedMemory::lse_offset(stage), lse_delta,
+                       Traits::per_query_bytes + Traits::dropout_hash_bytes, shared.query_full(stage));
             if (iteration == 0) load_value();  // after what S needs
             mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
-            mbarrier::arrive_expect(shared.d_out_full(stage), Traits::d_out_bytes + Traits::statistics_bytes);
+            mbarrier::arrive_expect(shared.d_out_full(stage), Traits::d_out_bytes + Traits::per_query_bytes);
             load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::value_panels, head,
                        first_row, tile.batch);
             bulk::load(shared.base + SharedMemory::delta_offset(stage),
-                       statistics + (Traits::statistics - 1) * Traits::queries, Traits::statistics_bytes,
+                       lse_delta + (Traits::per_query_values - 1) * Traits::queries, Traits::per_query_bytes,
                        shared.d_out_full(stage));
             slot.advance();
         });
@@ -167,12 +167,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     const Call call{{shared_memory, shared_address(shared_memory)},
                     parameters.maps,
                     shape,
-                    parameters.statistics,
-                    {parameters.d_query_sums, parameters.arrived, parameters.written, parameters.next_job,
-                     parameters.d_query, parameters.places, parameters.columns},
+                    parameters.lse_delta,
+                    {parameters.dq_accum, parameters.arrived, parameters.written, parameters.next_job,
+                     parameters.d_query, parameters.dq_accum_slots, parameters.columns},
                     parameters.next_tile,
-                    parameters.turns,
-                    parameters.section_heads,
+                    parameters.dq_semaphore,
+                    parameters.l2_head_group,
                     parameters.scale,
                     parameters.score,
                     parameters.d_bias,
@@ -195,17 +195,17 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             mbarrier::init(shared.key_empty(stage),
                            4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
         }
-        for (int stage = 0; stage < Traits::sum_stages; ++stage) {
-            mbarrier::init(shared.sum_full(stage), 4);
-            mbarrier::init(shared.sum_empty(stage), 1);
+        for (int stage = 0; stage < Traits::dq_stages; ++stage) {
+            mbarrier::init(shared.dq_full(stage), 4);
+            mbarrier::init(shared.dq_empty(stage), 1);
         }
         for (int stage = 0; stage < Traits::writers * Traits::writer_stages; ++stage) {
             mbarrier::init(shared.writer_full(0, stage), 1);
         }
-        for (int stage = 0; stage < Traits::turn_stages; ++stage) {
-            mbarrier::init(shared.turn_begun(stage), 1);
-            mbarrier::init(shared.turn_ended(stage), Traits::turn_enders);
-            mbarrier::init(shared.turn_told(stage), 1);
+        for (int stage = 0; stage < Traits::semaphore_stages; ++stage) {
+            mbarrier::init(shared.semaphore_acquired(stage), 1);
+            mbarrier::init(shared.dq_added(stage), Traits::dq_adders);
+            mbarrier::init(shared.semaphore_released(stage), 1);
         }
         for (int part = 0; part < Traits::value_parts; ++part) mbarrier::init(shared.value_full(part), 1);
         mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
@@ -234,13 +234,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             if (elect_one()) produce(call);
         } else if constexpr (Traits::d_query_warpgroup) {
             if constexpr (Traits::deterministic) {
-                warp == 1 ? wait_for_turns(call) : warp == 2 ? end_turns(call) : add_in_turns(call);
+                warp == 1 ? acquire_semaphores(call) : warp == 2 ? release_semaphores(call) : add_d_query_in_order(call);
             } else {
                 warp == 1 ? add_d_query(call) : write_d_query(call, warp - 2);
             }
         } else if constexpr (Traits::deterministic) {
-            if (warp == 1) wait_for_turns(call);
-            if (warp == 2) end_turns(call);
+            if (warp == 1) acquire_semaphores(call);
+            if (warp == 2) release_semaphores(call);
         }
     } else if (Traits::d_query_warpgroup && warp >= 4 * (1 + Traits::consumers)) {
         if constexpr (Traits::d_query_warpgroup) {

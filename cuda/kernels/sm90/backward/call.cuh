@@ -11,11 +11,11 @@
 // Named barriers of two warpgroups (256 threads), and of one (128).
 enum Barrier {
     d_scores_written = 1,
-    exchange_full,
-    turn,            // and the next: one a consumer
-    own = turn + 2,  // and the next two: one a consumer, one for dQ
-    exchange_read = own + 3,
-    factors_full,
+    probabilities_full,
+    ping_pong,            // and the next: one a consumer
+    own = ping_pong + 2,  // and the next two: one a consumer, one for dQ
+    probabilities_read = own + 3,
+    softcap_grad_full,
 };
 
 // Loads panels of 64 columns that lie `rows` rows apart. One thread.
@@ -63,16 +63,16 @@ struct Work {
     }
 };
 
-// Where dQ is summed up, and where it goes. A head's sum has a place only while key tiles add to it: when all have
-// added to it, dQ is written and zeros are left, and the place goes to a head some way on. So sums stay in L2.
-struct QueryGradient {
-    float* sums;              // (places, query blocks, queries · head_dim), see DqBlock; zeros at first
-    int* arrived;             // (B, N, spans of query blocks): how many key tiles have added to the span; null: nobody
-                              // counts, all heads have a place, and backward_postprocess writes dQ
+// The float32 sums of dQ, and dQ itself. A head's sum has a slot only while key tiles add to it. When all of them have,
+// dQ is written from it, the slot is set to zero, and a later head gets it. So the sums stay in L2.
+struct DqAccum {
+    float* sums;              // (slots, query blocks, queries · head_dim), see DqBlock; zeros at first
+    int* arrived;             // (B, N, spans of query blocks): how many key tiles have added to the span; null if each
+                              // head has a slot of its own and backward_postprocess writes dQ
     int* written;             // (B, N): pieces of dQ that are written
     int* next_job;            // pieces of dQ, of all heads, that warps have taken in order to write them
-    Traits::Element* result;  // (B, T, N, columns)
-    int places, columns;
+    Traits::Element* d_query;  // (B, T, N, columns)
+    int slots, columns;
 };
 
 // Parameters that every role sees.
@@ -80,11 +80,11 @@ struct Call {
     const SharedMemory shared;
     const TensorMaps& maps;
     const Shape shape;
-    const float* statistics;  // (B, N, query blocks, 2, queries): lse in base 2, and D; see SharedMemory::lse
-    const QueryGradient d_query;
+    const float* lse_delta;   // (B, N, query blocks, 2, queries): lse in base 2, and delta; see SharedMemory::lse
+    const DqAccum dq_accum;
     int* next_tile;           // counts the tiles handed out; null where each tile has its CTA and none waits for another
-    int* turns;               // (B, N, query blocks): additions to each so far; null unless these go in turns
-    int section_heads;        // see key_tile_at
+    int* dq_semaphore;        // (B, N, query blocks): additions to each so far; null unless deterministic
+    int l2_head_group;        // see key_tile_at
     float scale;
     const ScoreOperands scores;
     Traits::BiasSum* d_bias;   // as the bias
@@ -97,12 +97,12 @@ struct Call {
     }
     __device__ Work work(int tile_index) const {
         BlockOrder order = BlockOrder::forward;
-        if constexpr (Traits::deterministic) order = block_order(tile_index, shape, section_heads);
+        if constexpr (Traits::deterministic) order = block_order(tile_index, shape, l2_head_group);
         const bool last_first = Traits::deterministic && order == BlockOrder::forward;
-        const KeyTile tile = key_tile_at(tile_index, shape, section_heads, last_first);
+        const KeyTile tile = key_tile_at(tile_index, shape, l2_head_group, last_first);
         QueryBlocks blocks;
-        if constexpr (Traits::bounds) {
-            blocks = query_blocks_by_data(tile, shape);
+        if constexpr (Traits::mask_metadata) {
+            blocks = query_blocks_from_metadata(tile, shape);
         } else {
             blocks = query_blocks(tile, shape);
         }
@@ -118,7 +118,7 @@ struct Call {
         return blockIdx.x / Traits::cluster;
     }
     // The same for all lanes of a warp, in a uniform register.
-    __device__ int own_tile_of_warp() const {
+    __device__ int own_tile_uniform() const {
         if constexpr (Traits::deterministic) return __shfl_sync(0xffffffff, own_tile(), 0);
         return own_tile();
     }
@@ -160,13 +160,14 @@ struct Call {
     __device__ int64_t block_index(int head_index, int block) const {
         return static_cast<int64_t>(head_index) * shape.query_blocks() + block;
     }
-    __device__ const float* statistics_block(const KeyTile& tile, int query_head, int block) const {
-        return statistics + block_index(head_index(tile, query_head), block) * (Traits::statistics * Traits::queries);
+    __device__ const float* lse_delta_block(const KeyTile& tile, int query_head, int block) const {
+        const int64_t index = block_index(head_index(tile, query_head), block);
+        return lse_delta + index * (Traits::per_query_values * Traits::queries);
     }
-    __device__ float* sum_block(int head_index, int block) const {
-        return d_query.sums + block_index(head_index % d_query.places, block) * DqBlock::elements;
+    __device__ float* dq_accum_block(int head_index, int block) const {
+        return dq_accum.sums + block_index(head_index % dq_accum.slots, block) * DqBlock::elements;
     }
-    __device__ float* d_query_block(const KeyTile& tile, int query_head, int block) const {
-        return sum_block(head_index(tile, query_head), block);
+    __device__ float* dq_accum_block(const KeyTile& tile, int query_head, int block) const {
+        return dq_accum_block(head_index(tile, query_head), block);
     }
 };

@@ -1,5 +1,5 @@
 // The warpgroup that computes dQ = dS K of each block from what the consumers hand over, and stages it for the warp
-// that adds it to the float32 sum (dq_accum.cuh); and how consumers that compute dQ themselves add it.
+// that adds it to the float32 sum (dq_accum.cuh); and how consumers add dQ that they compute themselves.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "sm90/backward/call.cuh"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_from_shared(const Call& call, const float (&
 }
 
 // Waits until what this warpgroup added by TMA has arrived.
-__device__ __forceinline__ void wait_for_sums() {
+__device__ __forceinline__ void wait_for_additions() {
     if (threadIdx.x % 128 == 0) tma::wait_group<0>();
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
     const SharedMemory& shared = call.shared;
     const bool first_lane = threadIdx.x % 32 == 0;
     DScoresSlot slot;
-    SumSlot sum_slot;
+    DqSlot dq_slot;
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
         const int iterations = work.iterations(call.shape);
 #pragma unroll 1
@@ -71,11 +71,11 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                     mbarrier::arrive(shared.d_scores_empty(slot.stage));
                     if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty(key_slot.stage));
                 }
-                mbarrier::wait(shared.sum_empty(sum_slot.stage), sum_slot.parity ^ 1);
-                stage_d_query(d_query, shared.data + SharedMemory::d_query + sum_slot.stage * Traits::d_query_bytes);
+                mbarrier::wait(shared.dq_empty(dq_slot.stage), dq_slot.parity ^ 1);
+                stage_d_query(d_query, shared.data + SharedMemory::d_query + dq_slot.stage * Traits::d_query_bytes);
                 __syncwarp();
-                if (first_lane) mbarrier::arrive(shared.sum_full(sum_slot.stage));
-                sum_slot.advance();
+                if (first_lane) mbarrier::arrive(shared.dq_full(dq_slot.stage));
+                dq_slot.advance();
             }
             slot.advance();
         }

@@ -1,5 +1,5 @@
 // What happens to dQ of a block once it is computed, in warps that have nothing else to do: one adds it to the float32
-// sum and counts; others write dQ of what all key tiles have added to (QueryGradient in backward_call.cuh).
+// sum and counts; others write dQ of the blocks that all key tiles have added to (DqAccum in call.cuh).
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/global.cuh"
@@ -17,21 +17,21 @@ struct Ledger {
     __device__ __forceinline__ void settle(const Call& call) {
         if (pending < 0) return;
         tma::wait_group<newer>();
-        global::count(call.d_query.arrived + pending);
+        global::count(call.dq_accum.arrived + pending);
         pending = -1;
     }
 };
 
-// Adds what the warpgroup for dQ has staged of a block to its sum, or puts it there, in `DqBlock::tiles` bulk groups.
+// Adds the staged dQ of a block to its sum, or stores it there if it is the first, in `DqBlock::tiles` bulk groups.
 // One thread.
-__device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot, float* sum, bool is_first = false) {
+__device__ __forceinline__ void add_staged_block(const Call& call, DqSlot& slot, float* sum, bool is_first = false) {
     const SharedMemory& shared = call.shared;
 #pragma unroll 1
     for (int tile = 0; tile < DqBlock::tiles; ++tile) {
         const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
         const int first_chunk = column_tile * DqBlock::tile_columns / 8;
-        mbarrier::wait(shared.sum_full(slot.stage), slot.parity);
-        global::fence_proxy_async();  // what other CTAs wrote: zeros (wait_for_place)
+        mbarrier::wait(shared.dq_full(slot.stage), slot.parity);
+        global::fence_proxy_async();  // what other CTAs wrote: zeros (wait_for_dq_accum_slot)
         float* const destination = sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk);
         const int bytes = min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes);
         if (is_first) {
@@ -41,21 +41,21 @@ __device__ __forceinline__ void add_staged_block(const Call& call, SumSlot& slot
         }
         tma::commit_group();
         tma::wait_group_read<0>();
-        mbarrier::arrive(shared.sum_empty(slot.stage));
+        mbarrier::arrive(shared.dq_empty(slot.stage));
         slot.advance();
     }
 }
 
 // Adds block after block. All lanes of one warp.
 __device__ __forceinline__ void add_d_query(const Call& call) {
-    SumSlot slot;
+    DqSlot slot;
     Ledger ledger;
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
         if (threadIdx.x % 32 != 0) return;
         mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
         work.for_each_block(call.shape, [&](int head, int block, int) {
             const int head_index = call.head_index(work.tile, head);
-            add_staged_block(call, slot, call.sum_block(head_index, block));
+            add_staged_block(call, slot, call.dq_accum_block(head_index, block));
             ledger.settle<DqBlock::tiles>(call);
             if (block % DqBlock::span == DqBlock::span - 1 || block == work.blocks.last - 1) {
                 ledger.pending = head_index * call.shape.spans() + block / DqBlock::span;
@@ -65,10 +65,10 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
     });
 }
 
-// Waits until a head's dQ has a place to be summed up in: the one of a head some way back, all of which is written.
-__device__ __forceinline__ void wait_for_place(const Call& call, int head_index) {
-    if (head_index < call.d_query.places) return;
-    const int* written = call.d_query.written + head_index - call.d_query.places;
+// Waits until a head has a slot for its sum: until dQ of the earlier head that had the slot is written.
+__device__ __forceinline__ void wait_for_dq_accum_slot(const Call& call, int head_index) {
+    if (head_index < call.dq_accum.slots) return;
+    const int* written = call.dq_accum.written + head_index - call.dq_accum.slots;
     while (!global::has_reached(written, call.shape.query_blocks() * DqBlock::row_tiles)) {
     }
 }
@@ -78,13 +78,13 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     constexpr int units = DqBlock::chunks / 2;  // 64 rows × 16 columns
     static_assert(Traits::writer_bytes == 2 * DqBlock::chunk_bytes, "");
     const SharedMemory& shared = call.shared;
-    const QueryGradient& d_query = call.d_query;
+    const DqAccum& accum = call.dq_accum;
     const Shape& shape = call.shape;
     const int lane = threadIdx.x % 32;
     const int heads = shape.batch * shape.query_heads();
     WriterSlot slot;
 
-    // 16 rows × 16 columns are staged as rows of 32 bytes, the halves of which trade places in every other four rows,
+    // 16 rows × 16 columns are staged as rows of 32 bytes, with their halves exchanged in every other four rows,
     // so that those that are written at once lie in different banks.
     auto staged = [](int row, int half) { return row * 32 + (half ^ row / 4 % 2) * 16; };
     auto half_of = [](int thread) { return thread % 2 ^ thread / 8 % 2; };  // that a lane writes, of row lane / 2
@@ -92,17 +92,17 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
 
     int zeroed = -1;     // the head of a piece that is written and zeroed, but not counted yet; negative for none
     auto settle = [&] {  // one thread
-        if (zeroed >= 0) global::count(d_query.written + zeroed);
+        if (zeroed >= 0) global::count(accum.written + zeroed);
         zeroed = -1;
     };
 #pragma unroll 1
     while (true) {
         int index = 0;
-        if (lane == 0) index = atomicAdd(d_query.next_job, 1);
+        if (lane == 0) index = atomicAdd(accum.next_job, 1);
         index = __shfl_sync(0xffffffff, index, 0);
         if (index >= heads * shape.query_blocks() * DqBlock::row_tiles) break;
-        const DqJob job = d_query_job(index, shape, call.section_heads);
-        float* sums = call.sum_block(job.head_index, job.block) + job.row_tile * (64 * Traits::head_dim);
+        const DqJob job = d_query_job(index, shape, call.l2_head_group);
+        float* sums = call.dq_accum_block(job.head_index, job.block) + job.row_tile * (64 * Traits::head_dim);
         auto load = [&](int unit, int stage) {  // one thread
             const uint32_t barrier = shared.writer_full(writer, stage);
             mbarrier::arrive_expect(barrier, Traits::writer_bytes);
@@ -111,14 +111,14 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
         };
         if (lane == 0) {
             const int span = job.block / DqBlock::span;
-            // None where no key sees the span, in any head: the sums stay zero, whoever has the place.
+            // None where no key sees the span, in any head: the sums stay zero, whichever head has the slot.
             int tiles;
-            if constexpr (Traits::bounds) {
-                tiles = shape.bounds.span_tiles[job.head_index / shape.query_heads() * shape.spans() + span];
+            if constexpr (Traits::mask_metadata) {
+                tiles = shape.mask_metadata.span_tiles[job.head_index / shape.query_heads() * shape.spans() + span];
             } else {
                 tiles = key_tile_count(span * DqBlock::span, DqBlock::span, shape);
             }
-            while (!global::has_reached(d_query.arrived + job.head_index * shape.spans() + span, tiles)) {
+            while (!global::has_reached(accum.arrived + job.head_index * shape.spans() + span, tiles)) {
                 settle();  // somebody may wait for it
                 __nanosleep(200);
             }
@@ -127,20 +127,20 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                 load(unit, (slot.stage + unit) % Traits::writer_stages);
             }
             settle();
-            if (job.head_index + d_query.places < heads) zeroed = job.head_index;
+            if (job.head_index + accum.slots < heads) zeroed = job.head_index;
         }
         const int batch = job.head_index / shape.query_heads(), head = job.head_index - batch * shape.query_heads();
-        const int stride = shape.query_heads() * d_query.columns;  // from query to query
+        const int stride = shape.query_heads() * accum.columns;  // from query to query
         const int query = job.block * Traits::queries + job.row_tile * 64 + lane / 2;
-        Traits::Element* destination = d_query.result +
+        Traits::Element* destination = accum.d_query +
                                        (static_cast<int64_t>(batch) * shape.queries + query) * stride +
-                                       head * d_query.columns + half_of(lane) * 8;
+                                       head * accum.columns + half_of(lane) * 8;
 #pragma unroll 1
         for (int unit = 0; unit < units; ++unit) {
             mbarrier::wait(shared.writer_full(writer, slot.stage), slot.parity);
             unsigned char* stage = shared.data + SharedMemory::writer_offset(writer, slot.stage);
             const float4* sum = reinterpret_cast<const float4*>(stage) + lane;
-            auto packed = [&](float low, float high) {
+            auto convert_pair = [&](float low, float high) {
                 const float factor = with_dropout(call.scale, call.dropout.factor);
                 return convert<Traits::Element>(low * factor, high * factor);
             };
@@ -149,10 +149,11 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                 const float4 x = sum[part * 32], y = sum[part * 32 + 128];
                 store_matrix_x4(shared.base + SharedMemory::writer_offset(writer, slot.stage) + part * 512 +
                                     staged_matrix,
-                                packed(x.x, x.y), packed(x.z, x.w), packed(y.x, y.y), packed(y.z, y.w));
+                                convert_pair(x.x, x.y), convert_pair(x.z, x.w), convert_pair(y.x, y.y),
+                                convert_pair(y.z, y.w));
             }
             __syncwarp();
-            const bool column_there = unit * 16 + half_of(reload_thread_index()) * 8 < d_query.columns;
+            const bool column_there = unit * 16 + half_of(reload_thread_index()) * 8 < accum.columns;
 #pragma unroll
             for (int part = 0; part < 4; ++part) {
                 if (query + part * 16 < shape.queries && column_there) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                         reinterpret_cast<const uint4*>(stage)[part * 32 + lane];
                 }
             }
-            if (job.head_index + d_query.places < heads) {  // another head follows in its place
+            if (job.head_index + accum.slots < heads) {  // a later head gets the slot
                 float4* zeros = reinterpret_cast<float4*>(sums) + unit * 256 + lane;
 #pragma unroll
                 for (int i = 0; i < 8; ++i) zeros[i * 32] = {0, 0, 0, 0};

@@ -1,17 +1,17 @@
-// Adding dQ to its sum where tiles do so in turns (dq_order.cuh). A turn's beginning and its end are words in L2,
-// and take longer than the adding. So several share a block: a warp waits for its turn, some blocks ahead; a warp adds, or
-// consumers do, and know when that is done; a warp says so. All see to the blocks in the same order.
+// Adds dQ to its sum in a fixed order (dq_order.cuh). Each block has a semaphore in L2, and acquiring and releasing it
+// takes longer than the adding. So different warps do the three steps: one acquires, some blocks ahead; one adds, or
+// the consumers do; one releases. All of them go through the blocks in the same order.
 #pragma once
 #include "sm90/backward/dq_accum.cuh"
 #include "sm90/backward/dq_semaphore.cuh"
 
-using TurnSlot = PipelineState<Traits::turn_stages>;
+using SemaphoreSlot = PipelineState<Traits::semaphore_stages>;
 
 // What the warps have in common: visit(work, head, block, slot) for each block, in one thread.
 template <class Visit>
-__device__ __forceinline__ void for_each_turn(const Call& call, Visit visit) {
+__device__ __forceinline__ void for_each_block_in_order(const Call& call, Visit visit) {
     const bool first_lane = threadIdx.x % 32 == 0;
-    TurnSlot slot;
+    SemaphoreSlot slot;
     auto visit_blocks = [&](const Work& work) {
         work.for_each_block(call.shape, [&](int head, int block, int) {
             visit(work, head, block, slot);
@@ -29,31 +29,31 @@ __device__ __forceinline__ void for_each_turn(const Call& call, Visit visit) {
     }
 }
 
-__device__ __forceinline__ void wait_for_turns(const Call& call) {
-    for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
-        mbarrier::wait(call.shared.turn_ended(slot.stage), slot.parity ^ 1);
-        wait_for_turn(call, work, turn_of(call, work, head, block), block);
-        mbarrier::arrive(call.shared.turn_begun(slot.stage));
+__device__ __forceinline__ void acquire_semaphores(const Call& call) {
+    for_each_block_in_order(call, [&](const Work& work, int head, int block, const SemaphoreSlot& slot) {
+        mbarrier::wait(call.shared.dq_added(slot.stage), slot.parity ^ 1);
+        acquire_semaphore(call, work, semaphore_of(call, work, head, block), block);
+        mbarrier::arrive(call.shared.semaphore_acquired(slot.stage));
     });
 }
 
-__device__ __forceinline__ void add_in_turns(const Call& call) {
-    SumSlot sum_slot;
-    for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
-        mbarrier::wait(call.shared.turn_begun(slot.stage), slot.parity);
-        // Nobody zeroed the sum.
+__device__ __forceinline__ void add_d_query_in_order(const Call& call) {
+    DqSlot dq_slot;
+    for_each_block_in_order(call, [&](const Work& work, int head, int block, const SemaphoreSlot& slot) {
+        mbarrier::wait(call.shared.semaphore_acquired(slot.stage), slot.parity);
+        // The first tile stores, as the sum was not set to zero.
         const bool is_first = call.rank(work, block) == 0;
-        add_staged_block(call, sum_slot, call.d_query_block(work.tile, head, block), is_first);
-        mbarrier::wait(call.shared.turn_told(slot.stage), slot.parity ^ 1);
+        add_staged_block(call, dq_slot, call.dq_accum_block(work.tile, head, block), is_first);
+        mbarrier::wait(call.shared.semaphore_released(slot.stage), slot.parity ^ 1);
         tma::wait_group<0>();
-        mbarrier::arrive(call.shared.turn_ended(slot.stage));
+        mbarrier::arrive(call.shared.dq_added(slot.stage));
     });
 }
 
-__device__ __forceinline__ void end_turns(const Call& call) {
-    for_each_turn(call, [&](const Work& work, int head, int block, const TurnSlot& slot) {
-        mbarrier::wait(call.shared.turn_ended(slot.stage), slot.parity);
-        end_turn(turn_of(call, work, head, block));
-        mbarrier::arrive(call.shared.turn_told(slot.stage));
+__device__ __forceinline__ void release_semaphores(const Call& call) {
+    for_each_block_in_order(call, [&](const Work& work, int head, int block, const SemaphoreSlot& slot) {
+        mbarrier::wait(call.shared.dq_added(slot.stage), slot.parity);
+        release_semaphore(semaphore_of(call, work, head, block));
+        mbarrier::arrive(call.shared.semaphore_released(slot.stage));
     });
 }

@@ -20,13 +20,13 @@
 
 enum class BlockOrder { forward, backward };
 
-__device__ __forceinline__ BlockOrder block_order(int tile_index, const Shape& shape, int section_heads) {
-    return goes_last_first(tile_index, shape, section_heads) ? BlockOrder::forward : BlockOrder::backward;
+__device__ __forceinline__ BlockOrder block_order(int tile_index, const Shape& shape, int l2_head_group) {
+    return hands_out_last_first(tile_index, shape, l2_head_group) ? BlockOrder::forward : BlockOrder::backward;
 }
 
 // The key tiles [x, y) that visit a block.
 __device__ __forceinline__ int2 visiting_tiles(int batch, int block, const Shape& shape) {
-    if constexpr (Traits::bounds) return shape.bounds.block_tiles[batch * shape.query_blocks() + block];
+    if constexpr (Traits::mask_metadata) return shape.mask_metadata.block_tiles[batch * shape.query_blocks() + block];
     const int first_query = block * Traits::queries;
     const int last_query = min(first_query + Traits::queries, shape.queries) - 1;
     const int first_key = max(0, first_query + shape.diagonal() - shape.left);

@@ -19,7 +19,7 @@ struct KeyConsumer {
     float d_scores[score_count];  // dP, then dS
 
     __device__ __forceinline__ explicit KeyConsumer(const Call& call)
-        : work(call.work(call.own_tile_of_warp())), now(work.first_visit()) {}
+        : work(call.work(call.own_tile_uniform())), now(work.first_visit()) {}
 
     // Issues dPᵀ = V dOᵀ, or its first half, once dO is there.
     __device__ __forceinline__ void issue_d_probabilities(const Call& call) {
@@ -34,15 +34,15 @@ struct KeyConsumer {
                                                shared.d_out_block(slot.stage));
     }
 
-    __device__ __forceinline__ void read_probabilities(const Call& call, uint32_t (&packed)[query_steps][4]) const {
+    __device__ __forceinline__ void read_probabilities(const Call& call, uint32_t (&operand)[query_steps][4]) const {
         const SharedMemory& shared = call.shared;
-        named_barrier_sync(exchange_full, 256);
+        named_barrier_sync(probabilities_full, 256);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            const uint4 four = shared.exchange_rows(warp)[i * 32 + lane];
-            packed[i][0] = four.x, packed[i][1] = four.y, packed[i][2] = four.z, packed[i][3] = four.w;
+            const uint4 four = shared.probability_rows(warp)[i * 32 + lane];
+            operand[i][0] = four.x, operand[i][1] = four.y, operand[i][2] = four.z, operand[i][3] = four.w;
         }
-        if constexpr (Traits::hands_factors_later) named_barrier_arrive(exchange_read, 256);
+        if constexpr (Traits::hands_softcap_grad_later) named_barrier_arrive(probabilities_read, 256);
     }
 
     // Adds dS, which is yet without the soft cap's derivative, to the gradients of bias and slopes.
@@ -54,16 +54,16 @@ struct KeyConsumer {
             add_slope_gradient(d_scores, call, work.tile, first_key, head, now.block, key);
         }
     }
-    __device__ __forceinline__ void multiply_by_factors(const Call& call) {
+    __device__ __forceinline__ void multiply_by_softcap_grad(const Call& call) {
         const SharedMemory& shared = call.shared;
-        if constexpr (Traits::hands_factors_later) named_barrier_sync(factors_full, 256);
+        if constexpr (Traits::hands_softcap_grad_later) named_barrier_sync(softcap_grad_full, 256);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            const uint4 four = shared.factor_rows(warp)[i * 32 + lane];
-            const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+            const uint4 four = shared.softcap_grad_rows(warp)[i * 32 + lane];
+            const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float2 factor = to_floats<Traits::Element>(words[j]);
+                const float2 factor = to_floats<Traits::Element>(pairs[j]);
                 d_scores[8 * i + 2 * j] *= factor.x;
                 d_scores[8 * i + 2 * j + 1] *= factor.y;
             }
@@ -71,16 +71,16 @@ struct KeyConsumer {
     }
 
     // Makes dS of dP, as operands, and gives it to consumer 0 and the other CTA.
-    __device__ __forceinline__ void hand_over_d_scores(const Call& call, uint32_t (&packed)[query_steps][4]) {
+    __device__ __forceinline__ void hand_over_d_scores(const Call& call, uint32_t (&operand)[query_steps][4]) {
         const SharedMemory& shared = call.shared;
-        read_probabilities(call, packed);
-        differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return unpack_operand(packed, i); });
+        read_probabilities(call, operand);
+        differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return operand_floats(operand, i); });
         if constexpr (ScoreTraits::bias || ScoreTraits::alibi) add_score_gradients(call);
-        if constexpr (Traits::hands_factors) multiply_by_factors(call);
+        if constexpr (Traits::hands_softcap_grad) multiply_by_softcap_grad(call);
         __syncwarp();  // its P, which dS overwrites, is read as well
         if (lane == 0) release(shared.d_out_empty(slot.stage));
-        pack_operand(packed, d_scores);
-        store_d_scores(packed, shared.d_scores_buffer(0), 0);
+        convert_operand(operand, d_scores);
+        store_d_scores(operand, shared.d_scores_buffer(0), 0);
         fence_proxy_async();
         named_barrier_arrive(d_scores_written, 256);
         __syncwarp();
@@ -89,13 +89,13 @@ struct KeyConsumer {
 
     // dK += dSᵀ Q and dQ over own keys, beside which dP of the next block starts.
     template <bool last>
-    __device__ __forceinline__ void add_to_d_key(const Call& call, const uint32_t (&packed)[query_steps][4],
+    __device__ __forceinline__ void add_to_d_key(const Call& call, const uint32_t (&operand)[query_steps][4],
                                                  float (&d_query)[Part::columns / 2]) {
         const SharedMemory& shared = call.shared;
-        const BlockSlot turn = slot;
+        const BlockSlot block = slot;
         mbarrier::wait(shared.query_full(slot.stage), slot.parity);
-        issue_gradient(d_key, packed, shared.query_block(slot.stage));
-        part.end_turn_before(call, turn);
+        issue_gradient(d_key, operand, shared.query_block(slot.stage));
+        part.tell_added_before(call, block);
         named_barrier_sync(own + consumer, 128);
         part.issue(d_query, shared);
         slot.advance();
@@ -108,7 +108,7 @@ struct KeyConsumer {
         wgmma::pin(d_key);
         wgmma::pin(d_query);
         if (lane == 0) {
-            release(shared.query_empty(turn.stage));
+            release(shared.query_empty(block.stage));
             mbarrier::arrive(shared.d_scores_empty(0));
         }
     }
@@ -130,14 +130,14 @@ struct KeyConsumer {
     // From dP of a block to that of the next one. Between two steps no product is under way.
     template <bool last>
     __device__ __forceinline__ void step(const Call& call) {
-        const BlockSlot turn = slot;
-        uint32_t packed[query_steps][4];  // P, then dS
+        const BlockSlot block = slot;
+        uint32_t operand[query_steps][4];  // P, then dS
         float d_query[Part::columns / 2];
         // Told and sent before dK is issued, which blocks until the tensor cores have room.
-        hand_over_d_scores(call, packed);
-        add_to_d_key<last>(call, packed, d_query);
+        hand_over_d_scores(call, operand);
+        add_to_d_key<last>(call, operand, d_query);
         if constexpr (Traits::cluster > 1) add_peer_to_d_query<last>(call, d_query);
-        part.add(call, d_query, call.d_query_block(work.tile, now.head(work.tile, call.shape), now.block), turn);
+        part.add(call, d_query, call.dq_accum_block(work.tile, now.head(work.tile, call.shape), now.block), block);
         if (!last) {
             wgmma::wait<0>();
             wgmma::pin(d_scores);
@@ -160,13 +160,13 @@ struct KeyConsumer {
             for (int iteration = 1; iteration < iterations; ++iteration) step<false>(call);
             step<true>(call);
         }
-        part.end_turn_before(call, slot);
+        part.tell_added_before(call, slot);
         // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
         if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);
         store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, shared.key_tile(),
                        own + consumer, work.tile.head, cta_first_key(work.tile), work.tile.batch);
         wait_for_stores(own + consumer);
-        wait_for_sums();
+        wait_for_additions();
     }
 };

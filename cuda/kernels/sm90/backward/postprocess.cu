@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
     const int head = head_index % query_heads, batch = head_index / query_heads;
 
-    const float4* sums = reinterpret_cast<const float4*>(parameters.d_query_sum + block_index * DqBlock::elements);
+    const float4* sums = reinterpret_cast<const float4*>(parameters.dq_accum + block_index * DqBlock::elements);
     const int thread = threadIdx.x % 128;  // that had the accumulators
 #pragma unroll 4
     for (int i = threadIdx.x; i < DqBlock::elements / 4; i += threads) {

@@ -1,5 +1,5 @@
-// Before the backward kernel: for each query D = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
-// the backward kernel loads them, and what it adds to and counts with (QueryGradient) set to zero.
+// Before the backward kernel: for each query delta = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
+// the backward kernel loads them, and what it adds to and counts with (DqAccum) set to zero.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
@@ -40,11 +40,11 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
 
     if (blockIdx.x == 0 && threadIdx.x == 0 && parameters.next_tile != nullptr) *parameters.next_tile = 0;
-    if (threadIdx.x == 0 && parameters.turns != nullptr) parameters.turns[block_index] = 0;
+    if (threadIdx.x == 0 && parameters.dq_semaphore != nullptr) parameters.dq_semaphore[block_index] = 0;
     constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
     if (head_index < parameters.zeroed_heads) {
         for (int i = threadIdx.x; i < sum_vectors; i += threads) {
-            parameters.d_query_sums[block_index * sum_vectors + i] = {0, 0, 0, 0};
+            parameters.dq_accum[block_index * sum_vectors + i] = {0, 0, 0, 0};
         }
     }
     if (parameters.arrived != nullptr && threadIdx.x == 0) {
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(threads)
         if (blockIdx.x == 0) *parameters.next_job = 0;
     }
 
-    float* block_statistics = parameters.statistics + block_index * (Traits::statistics * Traits::queries);
+    float* block_lse_delta = parameters.lse_delta + block_index * (Traits::per_query_values * Traits::queries);
 #pragma unroll 4
     for (int pass = 0; pass < Traits::queries / pass_rows; ++pass) {
         const int row = pass * pass_rows + pass_row;  // in the block
@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(threads)
             // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
             const bool attends = row_lse != -infinity;
             if (attends && parameters.d_lse != nullptr) sum -= global::read_only(parameters.d_lse + index);
-            block_statistics[statistics_slot(row)] = attends ? to_base_2(row_lse) : infinity;
+            block_lse_delta[lse_delta_slot(row)] = attends ? to_base_2(row_lse) : infinity;
             if constexpr (Traits::dropout) {
                 sum *= parameters.kept;
-                const uint32_t word = there ? global::read_only(parameters.dropout_rows + index) : 0;
-                block_statistics[Traits::queries + statistics_slot(row)] = __uint_as_float(word);
+                const uint32_t hash = there ? global::read_only(parameters.dropout_rows + index) : 0;
+                block_lse_delta[Traits::queries + lse_delta_slot(row)] = __uint_as_float(hash);
             }
-            block_statistics[(Traits::statistics - 1) * Traits::queries + statistics_slot(row)] = attends ? sum : 0;
+            block_lse_delta[(Traits::per_query_values - 1) * Traits::queries + lse_delta_slot(row)] = attends ? sum : 0;
         }
     }
 }

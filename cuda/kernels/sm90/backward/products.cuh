@@ -84,14 +84,14 @@ __device__ __forceinline__ void exponentiate(float (&scores)[score_count], const
     }
 }
 
-// Of elements of P and of dP, and their query's D. With dropout P is less than 0 where it is dropped, and dP and D are
-// yet to be divided by what is kept.
+// dS of elements of P and of dP, and their query's delta. With dropout P is negative where it is dropped, and dP and
+// delta are yet to be divided by the share that is kept.
 __device__ __forceinline__ float differential(float p, float d_p, float delta) {
     if constexpr (Traits::dropout) return fmaxf(p, 0) * d_p - fabsf(p) * delta;
     return p * (d_p - delta);
 }
 
-// dPᵀ becomes dSᵀ = Pᵀ ∘ (dPᵀ − D); the scale comes in with dK and dQ. `probabilities(i)` gives elements i … i+3.
+// dPᵀ becomes dSᵀ = Pᵀ ∘ (dPᵀ − delta); the scale comes in with dK and dQ. `probabilities(i)` gives elements i … i+3.
 template <class Probabilities>
 __device__ __forceinline__ void differentiate(float (&d_scores)[score_count], const float4* delta,
                                               Probabilities probabilities) {
@@ -109,27 +109,27 @@ __device__ __forceinline__ void differentiate(float (&d_scores)[score_count], co
     }
 }
 
-__device__ __forceinline__ void pack_operand(uint32_t (&packed)[query_steps][4], const float (&values)[score_count]) {
+__device__ __forceinline__ void convert_operand(uint32_t (&operand)[query_steps][4], const float (&values)[score_count]) {
 #pragma unroll
     for (int i = 0; i < score_count / 2; ++i) {
-        packed[i / 4][i % 4] = convert<Traits::Element>(values[2 * i], values[2 * i + 1]);
+        operand[i / 4][i % 4] = convert<Traits::Element>(values[2 * i], values[2 * i + 1]);
     }
 }
 
-// Elements i … i+3 of what was packed.
-__device__ __forceinline__ float4 unpack_operand(const uint32_t (&packed)[query_steps][4], int i) {
-    const float2 low = to_floats<Traits::Element>(packed[i / 8][i / 2 % 4]);
-    const float2 high = to_floats<Traits::Element>(packed[i / 8][i / 2 % 4 + 1]);
+// Elements i … i+3 of an operand, as floats.
+__device__ __forceinline__ float4 operand_floats(const uint32_t (&operand)[query_steps][4], int i) {
+    const float2 low = to_floats<Traits::Element>(operand[i / 8][i / 2 % 4]);
+    const float2 high = to_floats<Traits::Element>(operand[i / 8][i / 2 % 4 + 1]);
     return {low.x, low.y, high.x, high.y};
 }
 
-// Dropout's words of a thread's two keys, of which `key` is the first.
-__device__ __forceinline__ void load_key_words(uint32_t (&words)[2], const Dropout& dropout, const Shape& shape,
+// Dropout's hashes of a thread's two keys, of which `key` is the first.
+__device__ __forceinline__ void load_key_hashes(uint32_t (&hashes)[2], const Dropout& dropout, const Shape& shape,
                                                int batch, int key) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const uint32_t* row = dropout.columns + static_cast<int64_t>(batch) * shape.keys;
-        words[r] = global::read_only(row + min(key + 8 * r, shape.keys - 1));
+        hashes[r] = global::read_only(row + min(key + 8 * r, shape.keys - 1));
     }
 }
 
@@ -144,23 +144,23 @@ __device__ __forceinline__ void take_kept(uint32_t (&kept)[query_steps][4],
 
 // dSᵀ of 64 keys from row `first_row` of the buffer on. Lanes address the rows of four 8×8 matrices: keys
 // and keys + 8 of eight queries, then of the next eight.
-__device__ __forceinline__ void store_d_scores(const uint32_t (&packed)[query_steps][4], uint32_t buffer,
+__device__ __forceinline__ void store_d_scores(const uint32_t (&operand)[query_steps][4], uint32_t buffer,
                                                int first_row) {
     const int row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16;
     const int half = threadIdx.x / 16 % 2;
 #pragma unroll
     for (int step = 0; step < query_steps; ++step) {
         const uint32_t panel = buffer + step / 4 * descriptor::panel_bytes(Traits::cta_keys);
-        store_matrix_x4(panel + descriptor::swizzled_offset(row, step % 4 * 2 + half), packed[step][0],
-                        packed[step][1], packed[step][2], packed[step][3]);
+        store_matrix_x4(panel + descriptor::swizzled_offset(row, step % 4 * 2 + half), operand[step][0],
+                        operand[step][1], operand[step][2], operand[step][3]);
     }
 }
 
 // Hands dSᵀ of 64 keys to the warpgroup that computes dQ. All of one warpgroup's threads call it.
 __device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, DScoresSlot& slot,
-                                                   const uint32_t (&packed)[query_steps][4], int first_row) {
+                                                   const uint32_t (&operand)[query_steps][4], int first_row) {
     mbarrier::wait(shared.d_scores_empty(slot.stage), slot.parity ^ 1);
-    store_d_scores(packed, shared.d_scores_buffer(slot.stage), first_row);
+    store_d_scores(operand, shared.d_scores_buffer(slot.stage), first_row);
     fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.d_scores_full(slot.stage));

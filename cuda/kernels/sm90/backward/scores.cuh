@@ -10,8 +10,8 @@
 __device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2; }
 __device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
 
-// Sᵀ becomes Pᵀ. With a soft cap `factors` becomes its derivative, packed as P will be. `key` is the thread's first.
-__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&factors)[query_steps][4],
+// Sᵀ becomes Pᵀ. With a soft cap `softcap_grad` becomes its derivative, converted as P will be. `key` is the thread's first.
+__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&softcap_grad)[query_steps][4],
                                                     const Call& call, int batch, int head, int block, int key,
                                                     const float4* lse) {
     const Shape& shape = call.shape;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
         if constexpr (ScoreTraits::soft_cap) {
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
-                factors[i / 8][j / 2] =
+                softcap_grad[i / 8][j / 2] =
                     convert<Traits::Element>(1 - tanh[j] * tanh[j], 1 - tanh[j + 1] * tanh[j + 1]);
             }
         }

@@ -9,7 +9,7 @@ struct Shape {
     int key_heads, group;   // K, N / K
     int batch;              // B
     int left, right;        // the window
-    MaskMetadata bounds;  // of a call with MASK_METADATA
+    MaskMetadata mask_metadata;  // of a call with MASK_METADATA
 
     __device__ int query_heads() const { return key_heads * group; }
     __device__ int key_tiles() const { return ceil_div(keys, Traits::keys); }

@@ -12,10 +12,10 @@
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
 
-// Waiting for the turn at the tensor cores, and passing it on to the other consumer. Left alone, the two fall into
-// step, and none has products to run while both are at their exponentials.
-__device__ __forceinline__ void take_turn(int consumer) { named_barrier_sync(turn + consumer, 256); }
-__device__ __forceinline__ void pass_turn(int consumer) { named_barrier_arrive(turn + (consumer ^ 1), 256); }
+// Ping-pong: the consumers alternate on the tensor cores. Left alone they fall into step, and neither has products to
+// run while both compute exponentials.
+__device__ __forceinline__ void wait_for_ping_pong(int consumer) { named_barrier_sync(ping_pong + consumer, 256); }
+__device__ __forceinline__ void pass_ping_pong(int consumer) { named_barrier_arrive(ping_pong + (consumer ^ 1), 256); }
 
 __device__ __forceinline__ void consume_split_keys(const Call& call, int consumer) {
     const SharedMemory& shared = call.shared;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
     DScoresSlot d_scores_slot;
     PipelineState<1> value_slot;
     constexpr bool in_value_place = Traits::gradients_in_value_place;
-    if (consumer == 1) pass_turn(consumer);  // consumer 0 goes first
+    if (consumer == 1) pass_ping_pong(consumer);  // consumer 0 goes first
 
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) __attribute__((always_inline)) {
         // K lies elsewhere in each tile. In uniform registers from here on, as descriptors are else found in each step.
@@ -40,30 +40,30 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         float d_value[d_value_count] = {};
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
-        uint32_t key_words[2];
-        if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, work.tile.batch, key);
+        uint32_t key_hashes[2];
+        if constexpr (Traits::dropout) load_key_hashes(key_hashes, call.dropout, call.shape, work.tile.batch, key);
         BlockVisit now = work.first_visit();
-        KeyBounds bounds;
-        if constexpr (Traits::bounds) {
-            bounds.load(shared.whole_blocks(key_slot.stage, consumer), work.tile.batch, key, call.shape);
+        KeyMask key_mask;
+        if constexpr (Traits::mask_metadata) {
+            key_mask.load(shared.full_blocks(key_slot.stage, consumer), work.tile.batch, key, call.shape);
         }
 
-        auto start_scores = [&]() __attribute__((always_inline)) {
+        auto issue_block_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
             issue_scores<0, key_steps>(scores, key_rows, shared.query_block(slot.stage));
         };
-        auto finish_scores = [&]() __attribute__((always_inline)) {
+        auto compute_probabilities = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
             wgmma::pin(scores);
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
-            if constexpr (Traits::bounds) {
-                bounds.mask(scores, now.block, call.shape);
-            } else if (crosses(first_key, now.block, call.shape)) {
+            if constexpr (Traits::mask_metadata) {
+                key_mask.mask(scores, now.block, call.shape);
+            } else if (is_partial(first_key, now.block, call.shape)) {
                 mask(scores, key, now.block, call.shape);
             }
-            pack_operand(probabilities, scores);
+            convert_operand(probabilities, scores);
             if constexpr (Traits::dropout) {
-                mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
+                mark_dropped(probabilities, key_hashes, shared.dropout_hashes(slot.stage), call.dropout.threshold);
             }
         };
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             const int stage = slot.stage;
             uint32_t d_scores_operand[query_steps][4];
 
-            take_turn(consumer);
+            wait_for_ping_pong(consumer);
             mbarrier::wait(shared.d_out_full(stage), slot.parity);
             issue_scores<0, value_steps>(scores, value_operand, shared.d_out_block(stage));
             if constexpr (Traits::dropout) {
@@ -94,40 +94,40 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             } else {
                 issue_gradient(d_value, probabilities, shared.d_out_block(stage));
             }
-            pass_turn(consumer);
+            pass_ping_pong(consumer);
             wgmma::wait<0>();
             wgmma::pin(scores);
             wgmma::pin(d_value);
             if (last && !in_value_place && lane == 0) mbarrier::arrive(shared.value_empty());
-            differentiate(scores, shared.delta(stage), [&](int i) { return unpack_operand(probabilities, i); });
-            pack_operand(d_scores_operand, scores);
+            differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
+            convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
-            if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));  // D is read, too
+            if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
 
-            take_turn(consumer);
+            wait_for_ping_pong(consumer);
             issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
             slot.advance();
             now.advance(work.blocks, work.order);
-            if (!last) start_scores();
-            pass_turn(consumer);
+            if (!last) issue_block_scores();
+            pass_ping_pong(consumer);
             if (last) {
                 if constexpr (in_value_place) store_d_value();
                 wgmma::wait<0>();
             } else {
-                finish_scores();
+                compute_probabilities();
             }
             wgmma::pin(d_key);
             if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
         };
 
         if (iterations > 0) {
-            start_scores();
+            issue_block_scores();
             if constexpr (in_value_place) {
                 load_value();
             } else {
                 mbarrier::wait(shared.value_full(), key_slot.parity);
             }
-            finish_scores();
+            compute_probabilities();
             if constexpr (in_value_place) {
                 mbarrier::wait(shared.value_full(consumer), value_slot.parity);
                 value_slot.advance();

@@ -2,7 +2,7 @@
 // (value_consumer.cuh); the other computes dPᵀ and dS, and owns dK (key_consumer.cuh).
 //
 // The float32 sums of dQ are what limits these head dims, as a CTA has room for 64 keys. So two CTAs, a cluster, may
-// hold the 128 keys of a tile and walk the same blocks of queries. They exchange dS, and each computes half of dQ's
+// hold the 128 keys of a tile and visit the same blocks of queries. They exchange dS, and each computes half of dQ's
 // columns, over both CTAs' keys: a block's sums are added to once for 128 keys. Blocks are loaded once for both, too.
 //
 // So that the tensor cores have work while a consumer waits or computes, the order within a block is
@@ -68,35 +68,35 @@ struct DqPart {
         issue_d_query<columns>(d_query, shared.peer_d_scores_buffer(),
                                shared.peer_key_panel(consumer) + column_bytes(), true);
     }
-    // Where additions go in turns, `turn` is what all that have to do with the block call it by. The turn has to have begun
-    // before something is added (dq_accum_in_order.cuh), and ends when all consumers' additions are there: those from
-    // registers for whoever is told of them; those from shared memory when the thread that asked for them has waited,
-    // which it does beside products of the next block.
-    __device__ __forceinline__ void end_turn(const Call& call, const BlockSlot& turn) const {
+    // With `deterministic` a consumer adds when a warp has acquired the block's semaphore (dq_accum_in_order.cuh), and
+    // tells that its additions are done: those from registers at once; those from shared memory when the thread that
+    // issued them has waited for them, which it does beside products of the next block. `block` is the block's place in
+    // the ring that consumers and those warps share.
+    __device__ __forceinline__ void tell_added(const Call& call, const BlockSlot& block) const {
         if constexpr (Traits::deterministic) {
             __syncwarp();
             if (threadIdx.x % (staged ? 128 : 32) != 0) return;
             if constexpr (staged) tma::wait_group<0>();
-            mbarrier::wait(call.shared.turn_told(turn.stage), turn.parity ^ 1);
-            mbarrier::arrive(call.shared.turn_ended(turn.stage));
+            mbarrier::wait(call.shared.semaphore_released(block.stage), block.parity ^ 1);
+            mbarrier::arrive(call.shared.dq_added(block.stage));
         }
     }
     __device__ __forceinline__ void add(const Call& call, const float (&d_query)[columns / 2], float* sum,
-                                        const BlockSlot& turn) const {
+                                        const BlockSlot& block) const {
         float* const destination = sum + 64 * first_column;
-        if constexpr (Traits::deterministic) mbarrier::wait(call.shared.turn_begun(turn.stage), turn.parity);
+        if constexpr (Traits::deterministic) mbarrier::wait(call.shared.semaphore_acquired(block.stage), block.parity);
         if constexpr (staged) {
             add_from_shared(call, d_query, destination, staging_offset, own + consumer);
         } else {
             const int there = Traits::head_dim % (2 * panel_columns) == 0 ? columns : Traits::head_dim - first_column;
             add_from_registers(d_query, destination + threadIdx.x % 128 * 4, there);
-            end_turn(call, turn);
+            tell_added(call, block);
         }
     }
     // Beside products of the next block, `next`.
-    __device__ __forceinline__ void end_turn_before(const Call& call, const BlockSlot& next) {
+    __device__ __forceinline__ void tell_added_before(const Call& call, const BlockSlot& next) {
         if constexpr (staged) {
-            if (added) end_turn(call, next.before());
+            if (added) tell_added(call, next.before());
             added = true;
         }
     }

@@ -14,30 +14,30 @@ struct QueryBlocks {
     __device__ int count() const { return max(last - first, 0); }
 };
 
-// Heads that share the turns of tile `index`'s section.
-__device__ __forceinline__ int section_width(int index, const Shape& shape, int section_heads) {
-    const int section = index / (section_heads * ceil_div(shape.keys, Traits::keys));
-    return min(section_heads, shape.key_heads * shape.batch - section * section_heads);
+// Number of heads in the L2 head group of tile `index`: the last group may be smaller.
+__device__ __forceinline__ int head_group_width(int index, const Shape& shape, int l2_head_group) {
+    const int head_group = index / (l2_head_group * ceil_div(shape.keys, Traits::keys));
+    return min(l2_head_group, shape.key_heads * shape.batch - head_group * l2_head_group);
 }
 
-// Whether the key tiles of `index`'s section go from the last to the first, where they add to dQ in turns and see
-// different blocks: but for the last of several sections, see backward_order.cuh.
-__device__ __forceinline__ bool goes_last_first(int index, const Shape& shape, int section_heads) {
-    const int section = index / (section_heads * ceil_div(shape.keys, Traits::keys));
-    return section == 0 || (section + 1) * section_heads < shape.key_heads * shape.batch;
+// With `deterministic`: whether the key tiles of `index`'s head group are handed out from the last to the first. So they
+// are but for the last of several groups, see dq_order.cuh.
+__device__ __forceinline__ bool hands_out_last_first(int index, const Shape& shape, int l2_head_group) {
+    const int head_group = index / (l2_head_group * ceil_div(shape.keys, Traits::keys));
+    return head_group == 0 || (head_group + 1) * l2_head_group < shape.key_heads * shape.batch;
 }
 
-// Tile `index` of the grid. Heads go by in sections of `section_heads`, chosen so that what a section
-// reads and adds to stays in L2; within a section the key tiles go from the first, which most queries see
-// where attention is causal, to the last, and all heads of the section share each turn; or from the last.
-__device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, int section_heads, bool last_first) {
+// Tile `index` in the order in which tiles are handed out. Heads come in groups of `l2_head_group`, chosen so that what
+// a group reads and adds to stays in L2. In each round of a group every head has one tile. Key tiles go from the first,
+// which most queries see where attention is causal, to the last; or from the last to the first.
+__device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, int l2_head_group, bool last_first) {
     const int key_tiles = ceil_div(shape.keys, Traits::keys);
-    const int section = index / (section_heads * key_tiles);
-    const int in_section = index - section * section_heads * key_tiles;
-    const int width = section_width(index, shape, section_heads);
-    const int turn = in_section / width;
-    const int head = section * section_heads + in_section - turn * width;
-    return {(last_first ? key_tiles - 1 - turn : turn) * Traits::keys, head % shape.key_heads, head / shape.key_heads};
+    const int head_group = index / (l2_head_group * key_tiles);
+    const int in_group = index - head_group * l2_head_group * key_tiles;
+    const int width = head_group_width(index, shape, l2_head_group);
+    const int round = in_group / width;
+    const int head = head_group * l2_head_group + in_group - round * width;
+    return {(last_first ? key_tiles - 1 - round : round) * Traits::keys, head % shape.key_heads, head / shape.key_heads};
 }
 
 __device__ __forceinline__ QueryBlocks query_blocks(const KeyTile& tile, const Shape& shape) {
@@ -61,23 +61,23 @@ struct DqJob {
     int head_index, block, row_tile;
 };
 
-// Pieces in the order in which they tend to be complete: heads by sections, as key tiles (key_tile_at); within a
-// section the query heads that come first in their groups; of these the first blocks of all.
-__device__ __forceinline__ DqJob d_query_job(int job, const Shape& shape, int section_heads) {
+// Pieces in the order in which they tend to be complete: by L2 head groups, as key tiles (key_tile_at); within one, the
+// query heads that come first in the group of their key head; of these the first blocks of all.
+__device__ __forceinline__ DqJob d_query_job(int job, const Shape& shape, int l2_head_group) {
     const int key_heads = shape.key_heads * shape.batch;
     const int pieces = shape.query_blocks() * DqBlock::row_tiles;  // of a head
-    const int section = job / (section_heads * shape.group * pieces);
-    int rest = job - section * section_heads * shape.group * pieces;
-    const int width = min(section_heads, key_heads - section * section_heads);
+    const int head_group = job / (l2_head_group * shape.group * pieces);
+    int rest = job - head_group * l2_head_group * shape.group * pieces;
+    const int width = min(l2_head_group, key_heads - head_group * l2_head_group);
     const int member = rest / (width * pieces);
     rest -= member * width * pieces;
-    const int piece = rest / width, key_head = section * section_heads + rest - piece * width;
+    const int piece = rest / width, key_head = head_group * l2_head_group + rest - piece * width;
     return {key_head * shape.group + member, piece / DqBlock::row_tiles, piece % DqBlock::row_tiles};
 }
 
 // Whether a score of keys [first_key, first_key + 64) and the block's queries may be masked. Rows of
 // queries that are not there need no mask: their lse makes P zero.
-__device__ __forceinline__ bool crosses(int first_key, int block, const Shape& shape) {
+__device__ __forceinline__ bool is_partial(int first_key, int block, const Shape& shape) {
     const int last_key = first_key + 63;
     const int first_aligned = block * Traits::queries + shape.diagonal();
     const int last_aligned = first_aligned + Traits::queries - 1;

@@ -9,13 +9,13 @@
 //   CLUSTER         CTAs that share a tile: 1, or 2 where they split products
 //   SPLIT_PRODUCTS  how two consumer warpgroups share a block, see backward.cu
 //   STAGES          blocks of Q, and of dO, in flight
-//   SUM_STAGES      tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
+//   DQ_STAGES       tiles of dQ on their way to the sum, where a warpgroup of its own computes dQ
 //   WRITER_STAGES   pieces of complete sums of dQ on their way to each warp that writes them
-//   TURN_STAGES     turns under way, where tiles add to sums in turns
+//   SEMAPHORE_STAGES  blocks whose semaphores are acquired ahead, where tiles add to dQ in a fixed order
 //   SPAN            blocks of queries that key tiles count together
-//   MASK_METADATA          1: which queries see keys is data, see backward_bounds.cuh
-//   SEGMENTS        1: so it is, and queries see keys of their own segment alone
-//   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see backward_order.cuh
+//   MASK_METADATA   1: which queries see keys is known only at run time, see mask_metadata.cuh
+//   SEGMENTS        1: so it is, and queries see only keys of their own segment
+//   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 // Only the main kernel has MASK_METADATA, SEGMENTS and those of scores.cuh set; all have that of dropout.cuh.
@@ -36,9 +36,9 @@ struct Traits {
     static constexpr int keys = KEYS;
     static constexpr bool split_products = SPLIT_PRODUCTS;
     static constexpr int stages = STAGES;
-    static constexpr int sum_stages = SUM_STAGES;
+    static constexpr int dq_stages = DQ_STAGES;
     static constexpr bool deterministic = DETERMINISTIC;
-    static constexpr bool bounds = MASK_METADATA;
+    static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
     using BiasSum = BIAS_SUM;
     static constexpr bool dropout = has_dropout;
@@ -74,16 +74,16 @@ struct Traits {
     static constexpr int value_place_bytes = gradients_in_value_place ? consumers * gradient_bytes : value_bytes;
     static constexpr int gradients_bytes = persistent && !gradients_in_value_place ? consumers * gradient_bytes : 0;
     // What the loading thread tells of a tile: its work (Call::told_work) and, where that is data, which blocks see
-    // keys whole. Or its index alone: without bounds work is soon computed, and with few registers left, as at head dim
+    // keys whole. Or its index alone: without metadata work is soon computed, and with few registers left, as at head dim
     // 128, work that is told costs instructions in each step.
-    static constexpr bool tells_work = gradients_in_value_place || (persistent && bounds);
+    static constexpr bool tells_work = gradients_in_value_place || (persistent && mask_metadata);
     static constexpr int work_bytes = tells_work ? 24 : 8;
-    static constexpr int whole_blocks_bytes = tells_work && bounds ? 8 * consumers : 0;
+    static constexpr int full_blocks_bytes = tells_work && mask_metadata ? 8 * consumers : 0;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
-    static constexpr int statistics_bytes = queries * 4;               // one stage of lse, or of D
-    static constexpr int word_bytes = dropout ? statistics_bytes : 0;  // … and of dropout's words
-    static constexpr int statistics = dropout ? 3 : 2;                 // that each query has
+    static constexpr int per_query_bytes = queries * 4;  // one stage of lse, or of delta
+    static constexpr int dropout_hash_bytes = dropout ? per_query_bytes : 0;  // … and of dropout's hashes
+    static constexpr int per_query_values = dropout ? 3 : 2;
     // dS lies as [keys][queries], in panels of 64 queries. Two of them, so that the next block's is written while
     // another warpgroup computes dQ of this one.
     static constexpr int d_scores_bytes = queries / 64 * descriptor::panel_bytes(cta_keys);
@@ -106,15 +106,16 @@ struct Traits {
     static constexpr int writers = WRITER_STAGES > 0 ? 2 : 0;
     static constexpr int writer_stages = writers > 0 ? WRITER_STAGES : 1;  // a ring has one at least, unused or not
     static constexpr int writer_bytes = 64 * 16 * 4;
-    static constexpr int turn_stages = TURN_STAGES;
-    // Who ends a CTA's turn: the warp that adds, or all threads that ask for additions by TMA, or all warps that add.
-    static constexpr int turn_enders = d_query_warpgroup ? 1 : d_query_bytes > 0 ? consumers : 4 * consumers;
+    static constexpr int semaphore_stages = SEMAPHORE_STAGES;
+    // Who tells that a CTA's additions to a block are done: the warp that adds, or the threads that add by TMA, or all
+    // warps that add.
+    static constexpr int dq_adders = d_query_warpgroup ? 1 : d_query_bytes > 0 ? consumers : 4 * consumers;
 
     // The soft cap's derivative on its way to the consumer of dP, where it needs P by itself too.
-    static constexpr bool hands_factors = ScoreTraits::soft_cap && (ScoreTraits::bias || ScoreTraits::alibi);
+    static constexpr bool hands_softcap_grad = ScoreTraits::soft_cap && (ScoreTraits::bias || ScoreTraits::alibi);
     // Without room for it beside P, it goes where P lay, once that is read.
-    static constexpr bool hands_factors_later = hands_factors && larger_dim > 192;
-    static constexpr int factor_bytes = hands_factors && !hands_factors_later ? d_scores_bytes : 0;
+    static constexpr bool hands_softcap_grad_later = hands_softcap_grad && larger_dim > 192;
+    static constexpr int softcap_grad_bytes = hands_softcap_grad && !hands_softcap_grad_later ? d_scores_bytes : 0;
 
     static_assert(head_dim % 16 == 0 && value_dim % 16 == 0, "wgmma contracts 16 columns at a time");
     static_assert(larger_dim <= 256, "N of wgmma is at most 256");
@@ -143,9 +144,9 @@ struct DqBlock {
     static constexpr int span = SPAN;
 };
 
-// Where the statistics of a row lie in its block: in each 16 rows, those that a thread meets as columns of
+// Where lse, delta and the dropout hash of a row lie in its block: in each 16 rows, those that a thread meets as columns of
 // Sᵀ, 2t, 2t + 1, 2t + 8 and 2t + 9, follow each other, so that it reads them as one vector.
-__device__ constexpr int statistics_slot(int row) {
+__device__ constexpr int lse_delta_slot(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
 
@@ -162,19 +163,19 @@ struct SharedMemory {
     static constexpr int peer_d_scores = d_scores + Traits::d_scores_buffers * Traits::d_scores_bytes;
     static constexpr int peer_key = peer_d_scores + Traits::peer_d_scores_bytes;
     static constexpr int d_query = peer_key + Traits::peer_key_bytes;
-    static constexpr int writer = d_query + Traits::sum_stages * Traits::d_query_bytes;
+    static constexpr int writer = d_query + Traits::dq_stages * Traits::d_query_bytes;
     static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
-    static constexpr int factors = gradients + Traits::gradients_bytes;
-    static constexpr int statistics = factors + Traits::factor_bytes;
-    static constexpr int stage_statistics_bytes = 2 * Traits::statistics_bytes + Traits::word_bytes;
-    static constexpr int barriers = statistics + Traits::stages * stage_statistics_bytes;
+    static constexpr int softcap_grad = gradients + Traits::gradients_bytes;
+    static constexpr int lse_delta = softcap_grad + Traits::softcap_grad_bytes;
+    static constexpr int lse_delta_stage_bytes = 2 * Traits::per_query_bytes + Traits::dropout_hash_bytes;
+    static constexpr int barriers = lse_delta + Traits::stages * lse_delta_stage_bytes;
     static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 2;
     static constexpr int barrier_count = d_scores_barriers + 2 * Traits::d_scores_buffers + 4 * Traits::stages +
-                                         2 * Traits::sum_stages + Traits::writers * Traits::writer_stages +
-                                         3 * Traits::turn_stages;
+                                         2 * Traits::dq_stages + Traits::writers * Traits::writer_stages +
+                                         3 * Traits::semaphore_stages;
     static constexpr int work = barriers + 8 * barrier_count;
-    static constexpr int whole = work + Traits::key_stages * Traits::work_bytes;
-    static constexpr int bytes = whole + Traits::key_stages * Traits::whole_blocks_bytes;
+    static constexpr int full = work + Traits::key_stages * Traits::work_bytes;
+    static constexpr int bytes = full + Traits::key_stages * Traits::full_blocks_bytes;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -197,26 +198,26 @@ struct SharedMemory {
         return base + peer_key + consumer * descriptor::panel_bytes(Traits::cta_keys);
     }
 
-    // Statistics of a block's rows: lse in base 2, with dropout their words, and D. As addresses for TMA, and as
-    // arrays of `statistics_slot`s.
-    __device__ static constexpr int lse_offset(int stage) { return statistics + stage * stage_statistics_bytes; }
-    __device__ static constexpr int words_offset(int stage) { return lse_offset(stage) + Traits::statistics_bytes; }
-    __device__ static constexpr int delta_offset(int stage) { return words_offset(stage) + Traits::word_bytes; }
+    // Of a block's rows: lse in base 2, with dropout their hashes, and delta. As offsets for TMA, and as arrays in the
+    // order of `lse_delta_slot`.
+    __device__ static constexpr int lse_offset(int stage) { return lse_delta + stage * lse_delta_stage_bytes; }
+    __device__ static constexpr int dropout_hash_offset(int stage) { return lse_offset(stage) + Traits::per_query_bytes; }
+    __device__ static constexpr int delta_offset(int stage) { return dropout_hash_offset(stage) + Traits::dropout_hash_bytes; }
     __device__ const float4* lse(int stage) const { return reinterpret_cast<const float4*>(data + lse_offset(stage)); }
-    __device__ const uint4* words(int stage) const {
-        return reinterpret_cast<const uint4*>(data + words_offset(stage));
+    __device__ const uint4* dropout_hashes(int stage) const {
+        return reinterpret_cast<const uint4*>(data + dropout_hash_offset(stage));
     }
     __device__ const float4* delta(int stage) const {
         return reinterpret_cast<const float4*>(data + delta_offset(stage));
     }
     // P of a warp's 16 keys on its way to the consumer that overwrites it with their dS.
-    __device__ uint4* exchange_rows(int warp) const {
+    __device__ uint4* probability_rows(int warp) const {
         return reinterpret_cast<uint4*>(data + d_scores + warp * 16 * descriptor::row_bytes);
     }
 
     // The soft cap's derivatives that belong to them.
-    __device__ uint4* factor_rows(int warp) const {
-        constexpr int start = Traits::hands_factors_later ? d_scores : factors;
+    __device__ uint4* softcap_grad_rows(int warp) const {
+        constexpr int start = Traits::hands_softcap_grad_later ? d_scores : softcap_grad;
         return reinterpret_cast<uint4*>(data + start + warp * 16 * descriptor::row_bytes);
     }
 
@@ -227,8 +228,8 @@ struct SharedMemory {
         return *reinterpret_cast<int*>(data + work + stage * Traits::work_bytes);
     }
     // The blocks that see all of a consumer's 64 keys, where that is data.
-    __device__ int2& whole_blocks(int stage, int consumer) const {
-        return reinterpret_cast<int2*>(data + whole + stage * Traits::whole_blocks_bytes)[consumer];
+    __device__ int2& full_blocks(int stage, int consumer) const {
+        return reinterpret_cast<int2*>(data + full + stage * Traits::full_blocks_bytes)[consumer];
     }
     __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
     __device__ uint32_t value_empty() const { return value_full(Traits::value_parts); }
@@ -242,16 +243,16 @@ struct SharedMemory {
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::stages; }
     __device__ uint32_t d_out_full(int stage) const { return query_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t d_out_empty(int stage) const { return query_full(stage) + 24 * Traits::stages; }
-    __device__ uint32_t turn_begun(int stage) const {
+    __device__ uint32_t semaphore_acquired(int stage) const {
         return writer_full(0, Traits::writers * Traits::writer_stages + stage);
     }
-    __device__ uint32_t turn_ended(int stage) const { return turn_begun(Traits::turn_stages + stage); }
-    __device__ uint32_t turn_told(int stage) const { return turn_begun(2 * Traits::turn_stages + stage); }
+    __device__ uint32_t dq_added(int stage) const { return semaphore_acquired(Traits::semaphore_stages + stage); }
+    __device__ uint32_t semaphore_released(int stage) const { return semaphore_acquired(2 * Traits::semaphore_stages + stage); }
     __device__ uint32_t writer_full(int warp, int stage) const {
-        return sum_full(2 * Traits::sum_stages) + 8 * (warp * Traits::writer_stages + stage);
+        return dq_full(2 * Traits::dq_stages) + 8 * (warp * Traits::writer_stages + stage);
     }
-    __device__ uint32_t sum_full(int stage) const { return query_full(4 * Traits::stages) + 8 * stage; }
-    __device__ uint32_t sum_empty(int stage) const { return sum_full(Traits::sum_stages) + 8 * stage; }
+    __device__ uint32_t dq_full(int stage) const { return query_full(4 * Traits::stages) + 8 * stage; }
+    __device__ uint32_t dq_empty(int stage) const { return dq_full(Traits::dq_stages) + 8 * stage; }
 };
 
 using KeySlot = PipelineState<Traits::key_stages>;
@@ -259,4 +260,4 @@ using KeySlot = PipelineState<Traits::key_stages>;
 using BlockSlot = PipelineState<Traits::stages>;
 using DScoresSlot = PipelineState<Traits::d_scores_buffers>;
 using WriterSlot = PipelineState<Traits::writer_stages>;
-using SumSlot = PipelineState<Traits::sum_stages>;
+using DqSlot = PipelineState<Traits::dq_stages>;

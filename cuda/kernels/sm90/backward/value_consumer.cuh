@@ -14,20 +14,20 @@ struct ValueConsumer {
     BlockSlot slot;  // of the block whose scores come next
     DScoresSlot d_scores_slot;
     BlockVisit now;
-    KeyBounds bounds;
-    uint32_t key_words[2];
+    KeyMask key_mask;
+    uint32_t key_hashes[2];
     float d_value[d_value_count] = {};
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
-    uint32_t factors[query_steps][4];        // the soft cap's derivative
+    uint32_t softcap_grad[query_steps][4];   // the soft cap's derivative there
 
     __device__ __forceinline__ explicit ValueConsumer(const Call& call)
-        : work(call.work(call.own_tile_of_warp())),
+        : work(call.work(call.own_tile_uniform())),
           first_key(cta_first_key(work.tile)),
           now(work.first_visit()) {
         const int batch = work.tile.batch;
-        if constexpr (Traits::dropout) load_key_words(key_words, call.dropout, call.shape, batch, key());
-        if constexpr (Traits::bounds) bounds.load(whole_blocks(batch, first_key, call.shape), batch, key(), call.shape);
+        if constexpr (Traits::dropout) load_key_hashes(key_hashes, call.dropout, call.shape, batch, key());
+        if constexpr (Traits::mask_metadata) key_mask.load(full_blocks(batch, first_key, call.shape), batch, key(), call.shape);
     }
 
     // The thread's first key; its other one is 8 below.
@@ -45,20 +45,20 @@ struct ValueConsumer {
         const SharedMemory& shared = call.shared;
         wgmma::pin(scores);
         if constexpr (ScoreTraits::has_score_mod) {
-            exponentiate_logits(scores, factors, call, work.tile.batch, now.head(work.tile, call.shape), now.block, key(),
+            exponentiate_logits(scores, softcap_grad, call, work.tile.batch, now.head(work.tile, call.shape), now.block, key(),
                                 shared.lse(slot.stage));
         } else {
             exponentiate(scores, shared.lse(slot.stage), call.scale * log2_e);
         }
         if constexpr (!Traits::dropout) release_query(call);
-        if constexpr (Traits::bounds) {
-            bounds.mask(scores, now.block, call.shape);
-        } else if (crosses(first_key, now.block, call.shape)) {
+        if constexpr (Traits::mask_metadata) {
+            key_mask.mask(scores, now.block, call.shape);
+        } else if (is_partial(first_key, now.block, call.shape)) {
             mask(scores, key(), now.block, call.shape);
         }
-        pack_operand(probabilities, scores);
+        convert_operand(probabilities, scores);
         if constexpr (Traits::dropout) {
-            mark_dropped(probabilities, key_words, shared.words(slot.stage), call.dropout.threshold);
+            mark_dropped(probabilities, key_hashes, shared.dropout_hashes(slot.stage), call.dropout.threshold);
             release_query(call);
         }
     }
@@ -74,32 +74,32 @@ struct ValueConsumer {
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            const uint32_t(&packed)[4] = probabilities[i], (&factor)[4] = factors[i];
-            uint4& there = shared.exchange_rows(warp)[i * 32 + lane];
-            if constexpr (ScoreTraits::soft_cap && !Traits::hands_factors) {
+            const uint32_t(&p)[4] = probabilities[i], (&factor)[4] = softcap_grad[i];
+            uint4& there = shared.probability_rows(warp)[i * 32 + lane];
+            if constexpr (ScoreTraits::soft_cap && !Traits::hands_softcap_grad) {
                 auto capped = [&](int j) {
-                    const float2 p = to_floats<Traits::Element>(packed[j]), by = to_floats<Traits::Element>(factor[j]);
-                    return convert<Traits::Element>(p.x * by.x, p.y * by.y);
+                    const float2 x = to_floats<Traits::Element>(p[j]), y = to_floats<Traits::Element>(factor[j]);
+                    return convert<Traits::Element>(x.x * y.x, x.y * y.y);
                 };
                 there = {capped(0), capped(1), capped(2), capped(3)};
             } else {
-                there = {packed[0], packed[1], packed[2], packed[3]};
+                there = {p[0], p[1], p[2], p[3]};
             }
-            if constexpr (Traits::hands_factors && !Traits::hands_factors_later) write_factors(call, i);
+            if constexpr (Traits::hands_softcap_grad && !Traits::hands_softcap_grad_later) write_softcap_grad(call, i);
         }
-        named_barrier_arrive(exchange_full, 256);
+        named_barrier_arrive(probabilities_full, 256);
         if constexpr (Traits::dropout) take_kept(probabilities, probabilities);
     }
-    __device__ __forceinline__ void hand_over_factors(const Call& call) {
-        named_barrier_sync(exchange_read, 256);
+    __device__ __forceinline__ void hand_over_softcap_grad(const Call& call) {
+        named_barrier_sync(probabilities_read, 256);
 #pragma unroll
-        for (int i = 0; i < query_steps; ++i) write_factors(call, i);
-        named_barrier_arrive(factors_full, 256);
+        for (int i = 0; i < query_steps; ++i) write_softcap_grad(call, i);
+        named_barrier_arrive(softcap_grad_full, 256);
     }
-    __device__ __forceinline__ void write_factors(const Call& call, int i) {
+    __device__ __forceinline__ void write_softcap_grad(const Call& call, int i) {
         const SharedMemory& shared = call.shared;
-        const uint32_t(&factor)[4] = factors[i];
-        shared.factor_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
+        const uint32_t(&factor)[4] = softcap_grad[i];
+        shared.softcap_grad_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
     }
 
     // dV += Pᵀ dO, and S of the next block, while consumer 1 computes dS. The latter is still under way after it.
@@ -112,7 +112,7 @@ struct ValueConsumer {
         slot.advance();
         now.advance(work.blocks, work.order);
         if (!last) issue_block_scores(call);
-        if constexpr (Traits::hands_factors_later) hand_over_factors(call);
+        if constexpr (Traits::hands_softcap_grad_later) hand_over_softcap_grad(call);
         if (last) {
             wgmma::wait<0>();
         } else {
@@ -145,15 +145,15 @@ struct ValueConsumer {
     // From P of a block, handed over, to that of the next one. Between two steps no product is under way.
     template <bool last>
     __device__ __forceinline__ void step(const Call& call) {
-        const BlockSlot turn = slot;
-        float* const sum = call.d_query_block(work.tile, now.head(work.tile, call.shape), now.block);
+        const BlockSlot block = slot;
+        float* const sum = call.dq_accum_block(work.tile, now.head(work.tile, call.shape), now.block);
         float d_query[Part::columns / 2];
         add_to_d_value<last>(call);
-        part.end_turn_before(call, turn);
+        part.tell_added_before(call, block);
         issue_d_query(call, d_query);
-        if constexpr (Traits::hands_factors_later) {  // registers hold the factors, but not dQ as well
+        if constexpr (Traits::hands_softcap_grad_later) {  // registers hold the soft cap's derivative, but not dQ as well
             wait_for_d_query(call, d_query);
-            part.add(call, d_query, sum, turn);
+            part.add(call, d_query, sum, block);
             if (!last) compute_probabilities(call);
             d_scores_slot.advance();
             if (!last) hand_over_probabilities(call);
@@ -162,7 +162,7 @@ struct ValueConsumer {
             wait_for_d_query(call, d_query);
             d_scores_slot.advance();
             if (!last) hand_over_probabilities(call);
-            part.add(call, d_query, sum, turn);
+            part.add(call, d_query, sum, block);
         }
     }
 
@@ -179,12 +179,12 @@ struct ValueConsumer {
             for (int iteration = 1; iteration < iterations; ++iteration) step<false>(call);
             step<true>(call);
         }
-        part.end_turn_before(call, slot);
+        part.tell_added_before(call, slot);
         // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
         mbarrier::wait(shared.value_full(), 0);
         store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
                        own + consumer, work.tile.head, first_key, work.tile.batch);
         wait_for_stores(own + consumer);
-        wait_for_sums();
+        wait_for_additions();
     }
 };
