@@ -151,7 +151,7 @@ def gradients(
         found["alibi_slopes"] = d_slopes.astype(operands.alibi_slopes.dtype)
     if operands.sinks is not None:
         # The preprocess kernel has made lse, in base 2, and delta for the main kernel, by blocks of queries.
-        B, N, *_ = results["statistics"].shape
-        lse, delta = (results["statistics"][:, :, :, i].reshape(B, N, -1) for i in (0, -1))
+        B, N, *_ = results["lse_delta"].shape
+        lse, delta = (results["lse_delta"][:, :, :, i].reshape(B, N, -1) for i in (0, -1))
         found["sinks"] = _gradients.of_sinks(operands.sinks, lse * math.log(2), delta * factor)
     return found

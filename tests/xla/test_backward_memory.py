@@ -1,4 +1,4 @@
-"""The backward pass's scratch memory, by its launch plan: dQ in float32 and two rows of statistics."""
+"""The backward pass's scratch memory, by its launch plan: dQ in float32 and two rows of lse and delta."""
 
 import math
 import re
@@ -29,13 +29,13 @@ def scratch(spec, **sizes):
 @pytest.mark.parametrize("H", (8, 64, 80, 128, 192, 256))
 @pytest.mark.parametrize("T,S", ((1, 1), (1000, 777), (4096, 4096), (131072, 131072)))
 @pytest.mark.parametrize("right", (None, 0))
-def test_is_dq_in_float32_and_two_rows_of_statistics(T, S, H, right):
+def test_is_dq_in_float32_and_two_rows_of_lse_and_delta(T, S, H, right):
     taken = sum(buffer.bytes for buffer in scratch(AttentionSpec(0.1, right=right), T=T, S=S, H=H))
     assert taken <= most(2, 8, T, H)
 
 
 def most(B, N, T, H):
-    """dQ in float32 and two rows of statistics, in whole blocks of queries; and counters of 4 bytes."""
+    """dQ in float32 and two rows of lse and delta, in whole blocks of queries; and counters of 4 bytes."""
     rows = B * N * math.ceil(T / 128) * 128
     counters = B * N * (math.ceil(T / 256) + 1) + 2  # for each four blocks, each head, and the call
     return rows * math.ceil(H / 16) * 16 * 4 + 2 * rows * 4 + 4 * counters
@@ -89,8 +89,8 @@ def test_gradients_through_lse_cost_nothing_where_they_are_not_used():
             other.grid,
             other.shared_bytes,
         )
-    prepare, *rest = without.launches
+    preprocess, *rest = without.launches
     assert rest == list(
         with_lse.launches[1:]
     )  # only the first kernel reads d_lse, if its address is not null
-    assert Pointer("d_lse") not in prepare.arguments
+    assert Pointer("d_lse") not in preprocess.arguments
