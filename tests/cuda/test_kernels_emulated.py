@@ -70,7 +70,7 @@ def traits(case: Case | tuple) -> set:
 # So few multiprocessors that a persistent CTA has several tiles.
 DEVICE = dataclasses.replace(H100, sm_count=2)
 
-# What makes logits of score_mod, one by one and together.
+# Score modifications and sinks, one by one and together.
 SCORES = (
     Case(H=64, T=130, S=200, right=0, N=4, K=2, soft_cap=2.0, return_residual=True),
     Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2),
@@ -92,8 +92,8 @@ SCORES = (
     Case(H=256, T=150, S=200, N=2, right=0, soft_cap=2.0, bias="BN1S", return_residual=True),
     Case(H=200, T=65, S=140, N=2, soft_cap=1.0, alibi="1N", dtype="float16"),
 )
-# What queries see is data: batch rows shorter than the arrays, or with nothing at all; segments.
-BOUNDS = (
+# Mask metadata: batch rows shorter than the arrays, or with nothing at all; segments; packed sequences.
+MASK_METADATA = (
     Case(H=64, T=200, S=300, N=2, B=3, lengths="qk", return_residual=True),
     Case(H=128, T=300, S=200, N=4, K=2, B=3, lengths="qk", right=0),
     Case(H=128, T=130, S=300, B=3, lengths="k"),
@@ -136,7 +136,7 @@ DROPOUT = (
     Case(H=80, T=65, S=129, B=2, left=30, right=10, dropout=0.1),
     Case(H=256, T=130, S=65, N=2, dropout=0.9, dtype="float16"),
     Case(H=192, T=70, S=200, N=4, K=2, B=2, dropout=0.3, right=0),
-    Case(H=128, T=3, S=700, N=8, K=2, dropout=0.25),  # heads of a tile that is packed
+    Case(H=128, T=3, S=700, N=8, K=2, dropout=0.25),  # heads that share a tile
     Case(H=128, T=70, S=140, N=2, B=2, soft_cap=2.0, dropout=0.4, right=0),
     Case(H=64, T=70, S=90, N=2, B=2, bias="1N1S", alibi="1N", soft_cap=3.0, sinks="1N", dropout=0.3),
     Case(H=192, T=130, S=70, N=2, bias="BNTS", mask="1N1S", sinks="BN", dropout=0.15, return_residual=True),
@@ -151,7 +151,7 @@ DROPOUT = (
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     *SCORES,
-    *BOUNDS,
+    *MASK_METADATA,
     *VALUE_DIMS,
     *DROPOUT,
     Case(H=64, T=200, S=130, right=0, N=2, return_residual=True),  # 70 queries see no key
@@ -212,7 +212,7 @@ IN_ORDER = (
 )
 FORWARD = (
     *SCORES,
-    *BOUNDS,
+    *MASK_METADATA,
     *VALUE_DIMS,
     *DROPOUT,
     Case(H=64, T=300, S=130, N=2),
@@ -479,10 +479,12 @@ def test_huge_logits_overflow_no_float16(magnitude, emulator):
     assert np.isfinite(results["out"].astype(np.float64)).all()
 
 
-def arrays_of(operands, bounds, emulator, seed):
-    """Operands by name, and what is found by the plan `bounds` where there is one."""
+def arrays_of(operands, metadata_plan, emulator, seed):
+    """Operands by name, and the results of the mask metadata's plan, if there is one."""
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    return arrays if bounds is None else arrays | emulator.run(bounds, arrays, seed)
+    if metadata_plan is None:
+        return arrays
+    return arrays | emulator.run(metadata_plan, arrays, seed)
 
 
 def draw(case):

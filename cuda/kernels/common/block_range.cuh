@@ -7,6 +7,10 @@ struct alignas(8) Interval {
     int begin, end;
 };
 
+// An empty interval begins beyond every position and ends at 0, so that it drops out of minima and maxima.
+constexpr int empty_begin = 1 << 30;
+constexpr Interval empty_interval{empty_begin, 0};
+
 // The blocks that a tile, or a group of its rows, visits: [first, last). It skips all others. Of the blocks that it
 // visits, [full_begin, full_end) are full: each pair of query and key in them is visible. The others are partial, and
 // need the mask.

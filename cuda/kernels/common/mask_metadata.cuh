@@ -7,10 +7,6 @@
 
 constexpr uint32_t all_lanes = 0xffffffff;
 
-// An empty interval begins beyond every position and ends at 0, so that it drops out of minima and maxima.
-constexpr int empty_begin = 1 << 30;
-constexpr Interval empty_interval{empty_begin, 0};
-
 // The range of begins, and of ends, of several positions' intervals.
 struct IntervalExtent {
     int least_begin = empty_begin, greatest_begin = 0, least_end = empty_begin, greatest_end = 0;

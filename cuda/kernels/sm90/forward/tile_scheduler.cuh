@@ -60,7 +60,7 @@ __device__ __forceinline__ BlockRange group_blocks(int batch, int group, const S
 // The key blocks that a tile visits: those that any of its groups of rows sees.
 __device__ __forceinline__ Interval visited_blocks(int first_row, int batch, const Shape& shape) {
     if constexpr (!Traits::mask_metadata) return visited_blocks(first_row, shape);
-    Interval visited{1 << 30, 0};
+    Interval visited = empty_interval;
 #pragma unroll
     for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
         const BlockRange group = group_blocks(batch, first_row / 64 + consumer, shape);
