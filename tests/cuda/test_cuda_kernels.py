@@ -299,6 +299,14 @@ def test_register_pool_covers_what_warpgroups_ask_for(kernel):
     assert sum(released) + (warpgroups - len(released)) * consumer <= warpgroups * at_launch
 
 
+@pytest.mark.parametrize("head_dim", (64, 256))
+def test_tensor_maps_are_used_where_the_parameters_lie(head_dim):
+    """TMA reads them there. A copy in local memory would be read late, or not at all."""
+    for features in ((), ("bias", "mask", "alibi_slopes"), ("segments", "dropout")):
+        for launch in launches(head_dim=head_dim, features=features):
+            assert ".local" not in compile_to_ptx(launch.kernel), (launch.kernel.entry, features)
+
+
 def compile_to_ptx(kernel: Kernel) -> str:
     from cuda.bindings import nvrtc
 
