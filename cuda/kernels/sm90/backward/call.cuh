@@ -136,7 +136,7 @@ struct Call {
             // By one lane, which may let go of the tile before others are here. In uniform registers.
             auto same = [](int of_lane) { return __shfl_sync(0xffffffff, of_lane, 0); };
             const int told_tile = same(shared.told_tile(slot.stage));
-            if (told_tile < 0) break;
+            if (told_tile == SharedMemory::no_more_tiles) break;
             if constexpr (Traits::tells_work) {
                 const Work& told = told_work(slot.stage);
                 const KeyTile tile{told_tile, same(told.tile.head), same(told.tile.batch)};

@@ -223,7 +223,8 @@ struct SharedMemory {
 
     __device__ uint32_t key_full(int stage = 0) const { return base + barriers + 8 * stage; }
     __device__ uint32_t key_empty(int stage) const { return key_full(Traits::key_stages + stage); }
-    // Of the tile whose K comes: its index, or its first key, with which its work begins. Negative where no more come.
+    // Of the tile whose K comes: its index, or its first key, with which its work begins; or `no_more_tiles`.
+    static constexpr int no_more_tiles = -1;
     __device__ int& told_tile(int stage) const {
         return *reinterpret_cast<int*>(data + work + stage * Traits::work_bytes);
     }
