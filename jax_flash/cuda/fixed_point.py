@@ -17,7 +17,7 @@ _EXPONENTS = (-100, 126)  # of which float32 has the powers and their inverses
 
 
 def adds_bias_up(spec: AttentionSpec, shapes: Operands) -> bool:
-    """Whether the call's bias gradient is added up in this way."""
+    """Whether the call's bias gradient is a sum of integers."""
     if shapes.bias is None or not spec.deterministic:
         return False
     n = sizes(shapes)
@@ -27,12 +27,12 @@ def adds_bias_up(spec: AttentionSpec, shapes: Operands) -> bool:
 def factor(
     spec: AttentionSpec, operands: Operands, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None
 ) -> jax.Array:
-    """What terms are multiplied by, `(1,)` float32; NaN where some of the data is not finite.
+    """The number that terms are multiplied by, `(1,)` float32; NaN if some of the data is not finite.
 
-    A term is dS = P∘(dP − D). P of a row adds up to 1 at most, so that a sum is no larger than that over its
-    rows of the largest |dP − D|. There dP is a product of rows of dO and V, D that of rows of dO and out, a
-    mean of V's, less d_lse. With dropout terms are without its factor (`scores.gradients`): then the mean is
-    of those V that are kept, and D is no larger either.
+    A term is dS = P∘(dP − delta). Each row of P adds up to 1 at most. So a sum is no larger than the sum,
+    over its rows, of the largest |dP − delta|. dP is a product of rows of dO and V; delta is a product of rows
+    of dO and out, which is a mean of rows of V, less d_lse. With dropout, terms are yet to be multiplied by its
+    factor (`score_mod.gradients`): then out is a mean of the rows of V that are kept, and delta is no larger.
     """
     n = sizes(operands)
     bias = operands.present()["bias"]
