@@ -29,10 +29,11 @@ def factor(
 ) -> jax.Array:
     """The number that terms are multiplied by, `(1,)` float32; NaN if some of the data is not finite.
 
-    A term is dS = P∘(dP − delta). Each row of P adds up to 1 at most. So a sum is no larger than the sum,
-    over its rows, of the largest |dP − delta|. dP is a product of rows of dO and V; delta is a product of rows
-    of dO and out, which is a mean of rows of V, less d_lse. With dropout, terms are yet to be multiplied by its
-    factor (`score_mod.gradients`): then out is a mean of the rows of V that are kept, and delta is no larger.
+    A term is dS = P∘(dP − delta). Each row of P adds up to 1 at most. So a sum is no larger than the
+    sum, over its rows, of the largest |dP − delta|. dP is a product of rows of dO and V; delta is a
+    product of rows of dO and out, which is a mean of rows of V, less d_lse. With dropout, terms are yet
+    to be multiplied by its factor (`score_mod.gradients`): then out is a mean of the rows of V that are
+    kept, and delta is no larger.
     """
     n = sizes(operands)
     bias = operands.present()["bias"]
