@@ -12,6 +12,7 @@ dropout keeps is divided by its probability at the very end: delta is multiplied
 Each sum is taken in one program in a fixed order: gradients are bitwise equal from run to run.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,75 @@ def _specs(size: Sizes, heads: int | None, key_head: Callable[[jax.Array], jax.A
     return [of_queries(H), of_keys(H), of_keys(V), of_queries(V), of_rows, of_rows]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What both kernels of a backward pass take."""
+
+    spec: AttentionSpec
+    size: Sizes
+    operands: Operands
+    arguments: tuple[jax.Array, ...]  # query, key, value, d_out, lse and delta
+    bias_form: str | None  # see `features.bias_gradient`
+
+    def sums(self, names: dict[str, bool], positions: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Those of the sums `(B, N, positions)` that the call has, by name."""
+        shape = (self.size.B, self.size.N, positions)
+        like = self.operands.query
+        return {name: result(shape, jnp.float32, like=like) for name, present in names.items() if present}
+
+
+def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """d_key, d_value, and the sums over queries that `flash_backward_keys` computes."""
+    size = call.size
+    score_operands = scores.operands_of(call.operands, tile.keys, tile.queries, transposed=True)
+    sums = call.sums({"bias_of_keys": call.bias_form == "keys"}, size.S)
+    return triton_call(
+        functools.partial(flash_backward_keys, tile=tile, spec=call.spec, size=size),
+        grid=(pl.cdiv(size.S, tile.keys), size.K, size.B),
+        in_specs=[
+            *_specs(size, heads=size.group, key_head=lambda k: k),
+            scores.specs_of(score_operands, size.group),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, size.S, None, padded(size.H)), lambda block, k, b: (b, 0, k, 0)),
+            pl.BlockSpec((None, size.S, None, padded(size.V)), lambda block, k, b: (b, 0, k, 0)),
+            {name: pl.BlockSpec((None, size.group, size.S), lambda block, k, b: (b, k, 0)) for name in sums},
+        ],
+        out_shape=[*(result(x.shape, x.dtype, like=x) for x in call.arguments[1:3]), sums],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        name="jax_flash_pallas_backward_keys",
+    )(*call.arguments, score_operands)
+
+
+def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """d_query, and what else `flash_backward_queries` computes of the gradients of scores."""
+    size, query, bias = call.size, call.operands.query, call.operands.bias
+    score_operands = scores.operands_of(call.operands, tile.queries, tile.keys)
+    has_slopes = call.operands.alibi_slopes is not None
+    d_scores = call.sums({"bias_of_queries": call.bias_form == "queries", "slopes": has_slopes}, size.T)
+    specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in d_scores}
+    if call.bias_form == "scores" and bias is not None:
+        d_scores["bias"] = result(bias.shape, bias.dtype, like=query)
+        specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
+    return triton_call(
+        functools.partial(flash_backward_queries, tile=tile, spec=call.spec, size=size),
+        grid=(pl.cdiv(size.T, tile.queries), size.N, size.B),
+        in_specs=[
+            *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
+            scores.specs_of(score_operands),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0)),
+            specs,
+        ],
+        out_shape=[result(query.shape, query.dtype, like=query), d_scores],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        name="jax_flash_pallas_backward_queries",
+    )(*call.arguments, score_operands)
+
+
 def backward(
     spec: AttentionSpec,
     operands: Operands,
@@ -208,85 +278,31 @@ def backward(
     tiles: Tiles,
 ) -> Gradients:
     """Shapes as in `jax_flash.pallas.backward`."""
-    size, keys_tile, queries_tile = sizes(operands), tiles.backward_keys, tiles.backward_queries
-    query, key, value = operands.query, operands.key, operands.value
-    of_queries = scores.operands_of(operands, queries_tile.queries, queries_tile.keys)
-    of_keys = scores.operands_of(operands, keys_tile.keys, keys_tile.queries, transposed=True)
-    of = Scores(spec, size, of_queries)
-    d_out = d_out.astype(query.dtype)
+    size, bias = sizes(operands), operands.bias
+    of = Scores(spec, size, operands.present())
+    d_out = d_out.astype(operands.query.dtype)
     lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse)
-    lse_of_logits = lse if of.natural else lse * of.unit
     d_sinks = None if operands.sinks is None else _gradients.of_sinks(operands.sinks, lse, delta)
+    lse = lse if of.natural else lse * of.unit
     if spec.dropout_rate:
         delta = delta / of.dropout_scale
-    arguments = (query, key, value, d_out, lse_of_logits, delta)
-    static = dict(spec=spec, size=size)
-
-    bias_form = features.bias_gradient(operands)
-
-    def sums(names: dict[str, bool], positions: int) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = (size.B, size.N, positions)
-        return {name: result(shape, jnp.float32, like=query) for name, there in names.items() if there}
-
-    sums_of_keys = sums({"bias_of_keys": bias_form == "keys"}, size.S)
-    d_key, d_value, d_bias_of_keys = triton_call(
-        functools.partial(flash_backward_keys, tile=keys_tile, **static),
-        grid=(pl.cdiv(size.S, keys_tile.keys), size.K, size.B),
-        in_specs=[
-            *_specs(size, heads=size.group, key_head=lambda k: k),
-            scores.specs_of(of_keys, size.group),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, size.S, None, padded(size.H)), lambda block, k, b: (b, 0, k, 0)),
-            pl.BlockSpec((None, size.S, None, padded(size.V)), lambda block, k, b: (b, 0, k, 0)),
-            {
-                name: pl.BlockSpec((None, size.group, size.S), lambda block, k, b: (b, k, 0))
-                for name in sums_of_keys
-            },
-        ],
-        out_shape=[*(result(x.shape, x.dtype, like=x) for x in (key, value)), sums_of_keys],
-        num_warps=keys_tile.num_warps,
-        num_stages=keys_tile.num_stages,
-        name="jax_flash_pallas_backward_keys",
-    )(*arguments, of_keys)
-
-    of_scores = sums(
-        {"bias_of_queries": bias_form == "queries", "slopes": operands.alibi_slopes is not None}, size.T
-    )
-    specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in of_scores}
-    if bias_form == "scores" and operands.bias is not None:
-        of_scores["bias"] = result(operands.bias.shape, operands.bias.dtype, like=query)
-        specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
-    d_query, d_scores = triton_call(
-        functools.partial(flash_backward_queries, tile=queries_tile, **static),
-        grid=(pl.cdiv(size.T, queries_tile.queries), size.N, size.B),
-        in_specs=[
-            *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
-            scores.specs_of(of_queries),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0)),
-            specs,
-        ],
-        out_shape=[result(query.shape, query.dtype, like=query), of_scores],
-        num_warps=queries_tile.num_warps,
-        num_stages=queries_tile.num_stages,
-        name="jax_flash_pallas_backward_queries",
-    )(*arguments, of_queries)
+    arguments = (operands.query, operands.key, operands.value, d_out, lse, delta)
+    call = _Call(spec, size, operands, arguments, features.bias_gradient(operands))
+    d_key, d_value, sums_of_keys = _keys(call, tiles.backward_keys)
+    d_query, d_scores = _queries(call, tiles.backward_queries)
 
     def sum_to_operand(gradient: jax.Array, operand: jax.Array) -> jax.Array:
         return _gradients.sum_to(gradient, operand.shape).astype(operand.dtype)
 
-    d_bias = None
-    if bias_form == "shared":
+    d_bias = d_slopes = None
+    if call.bias_form == "shared":
         d_bias = triton_backward_bias.backward(spec, operands, arguments, tiles.backward_bias)
-    elif bias_form == "scores":
+    elif call.bias_form == "scores":
         d_bias = d_scores["bias"]
-    elif bias_form == "queries":
-        d_bias = sum_to_operand(d_scores["bias_of_queries"][:, :, :, None], operands.bias)
-    elif bias_form == "keys":
-        d_bias = sum_to_operand(d_bias_of_keys["bias_of_keys"][:, :, None, :], operands.bias)
-    d_slopes = None
+    elif call.bias_form == "queries":
+        d_bias = sum_to_operand(d_scores["bias_of_queries"][:, :, :, None], bias)
+    elif call.bias_form == "keys":
+        d_bias = sum_to_operand(sums_of_keys["bias_of_keys"][:, :, None, :], bias)
     if operands.alibi_slopes is not None:
         d_slopes = sum_to_operand(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
     return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks)

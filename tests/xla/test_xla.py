@@ -487,3 +487,19 @@ def test_float16_out_has_the_share_of_a_million_small_probabilities(draw):
     out, _ = xla.forward(AttentionSpec(1.0), operands)
     share = 2**20 / (2**20 + np.exp(18))
     np.testing.assert_allclose(out, np.full(out.shape, share), rtol=1e-3)
+
+
+def test_lse_is_right_or_nan(draw):
+    """NaN for a query that is NaN; and right for a row whose bias is very low but finite throughout."""
+    bias = np.zeros((1, 1, 70, 70), np.float32)
+    bias[:, :, 7] = np.finfo(np.float32).min
+    operands = qkv(draw).replace(bias=bias)
+    query = operands.query.copy()
+    query[0, 5, 1] = np.nan
+    out, lse = xla.forward(AttentionSpec(0.3), operands.replace(query=query))
+    expected = np.zeros(lse.shape, bool)
+    expected[0, 1, 5] = True
+    np.testing.assert_array_equal(np.isnan(lse), expected)
+    np.testing.assert_allclose(lse[:, :, 7], np.full((2, 4), bias.min()), rtol=1e-6)
+    mean = np.repeat(operands.value.mean(1), 2, axis=1)
+    np.testing.assert_allclose(out[:, 7], mean, atol=1e-5)
