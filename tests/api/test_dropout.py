@@ -328,9 +328,9 @@ def test_is_what_flash_attention_keeps():
 @pytest.mark.parametrize(
     ("rate", "shape", "message"),
     [
-        (1.0, SHAPE, "rate must be at least 0 and below 1, but it is 1.0"),
-        (-0.1, SHAPE, "rate must be at least 0 and below 1, but it is -0.1"),
-        (0.5, (8, 8), r"shape must be \(\*batch, heads, queries, keys\), but it is \(8, 8\)"),
+        (1.0, SHAPE, "rate must be at least 0 and less than 1; got 1.0"),
+        (-0.1, SHAPE, "rate must be at least 0 and less than 1; got -0.1"),
+        (0.5, (8, 8), r"shape must be \(\*B, N, T, S\), .*; got \(8, 8\)"),
     ],
 )
 def test_refuses(rate, shape, message):
