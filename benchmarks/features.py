@@ -32,7 +32,7 @@ import timing
 import jax_flash
 from jax_flash import cuda
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda.sm90 import backward_plan, forward_plan, tensor_maps
+from jax_flash.cuda.sm90 import backward_tiles, forward_plan, tensor_maps
 
 TOKENS, DOCUMENTS = 16384, 16
 DENSE = "one sequence"
@@ -74,7 +74,7 @@ class Packed:
         first = np.where(seen, groups[..., 0], TOKENS).min(1)
         visits = np.maximum(groups[..., 1].max(1) - first, 0).sum()
         forward = 4 * chosen.tile.rows * chosen.tile.keys * int(visits) // chosen.pack_gqa
-        shape = backward_plan.tile(tensor_maps.padded_head_dim(self.head_dim))
+        shape = backward_tiles.tile(tensor_maps.padded_head_dim(self.head_dim))
         tiles = np.asarray(cuda.backward_metadata(spec, operands)["tile_blocks"])[0]
         visits = np.maximum(tiles[:, 1] - tiles[:, 0], 0).sum()
         backward = 10 * shape.queries * shape.keys * int(visits)
