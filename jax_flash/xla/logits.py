@@ -141,8 +141,9 @@ def block(
         queries = cut.queries.take(operands.query_segment_ids, query_block, -1)
         keys = cut.keys.take(operands.key_value_segment_ids, key_block, -1)
         visible = both(visible, (queries[:, :, None] == keys[:, None, :])[:, None, None])
-    if not cut.keys.even:
-        visible = both(visible, cut.keys.fresh(key_block).reshape(1, 1, 1, 1, -1))
+    fresh = cut.keys.fresh(key_block)
+    if fresh is not None:
+        visible = both(visible, fresh.reshape(1, 1, 1, 1, -1))
     if visible is not None:
         x = jnp.where(visible, x, -jnp.inf)
 
