@@ -8,6 +8,7 @@ the user did not send.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import thinned
 
 import jax_flash
 import jax_flash.flax
@@ -237,8 +239,8 @@ class StrictSettingsSuite:
         if "call" in metafunc.fixturenames:
             drawn = _calls_once(self.dtype)
             names = [name for name in drawn if self.takes(drawn[name])]
-            metafunc.parametrize("option", SETTINGS)
-            metafunc.parametrize("call", names, indirect=True)
+            pairs = thinned(itertools.product(SETTINGS, names), lambda pair: pair)
+            metafunc.parametrize("option,call", pairs, indirect=["call"])
 
     def takes(self, call: StrictCall) -> bool:
         return True
