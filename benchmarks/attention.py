@@ -103,7 +103,9 @@ def compile_all(cases: Sequence[Case], names: Sequence[str], dtype: str, backwar
         return dict(zip(work, pool.map(compiled, work), strict=True))
 
 
-def measure(case: Case, names: Sequence[str], dtype: str, programs: Programs) -> list[dict]:
+def measure(
+    case: Case, names: Sequence[str], dtype: str, programs: Programs, count: int = rounds.ROUNDS
+) -> list[dict]:
     """A row for each contender: TFLOP/s of each pass, or the error that it raised."""
     # Random data: on zeros the chip draws less power and runs faster.
     inputs = [
@@ -132,7 +134,7 @@ def measure(case: Case, names: Sequence[str], dtype: str, programs: Programs) ->
         return {"forward": forward, **({"backward": both[0] - forward} if both else {})}
 
     rows = []
-    for name, found in rounds.measure(names, prepare, figures).items():
+    for name, found in rounds.measure(names, prepare, figures, count).items():
         row: dict = {"case": str(case), "peer": name} | ({"error": refused[name]} if name in refused else {})
         if "error" in found:
             row["error"] = found.pop("error")
@@ -198,6 +200,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=",".join(contenders.CONTENDERS),
         help=f"which to measure: {','.join(contenders.CONTENDERS)} (the default), {','.join(_VARIANTS)}",
     )
+    parser.add_argument("--rounds", type=int, default=rounds.ROUNDS, help="whose median counts")
     parser.add_argument("--out", type=Path, help="JSON file to write; the chart goes beside it as PNG")
     options = parser.parse_args(arguments)
     options.peers = options.peers.split(",")
@@ -242,11 +245,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ceiling = record.product_ceiling(options.dtype)
     result = record.environment() | {"dtype": options.dtype, "ceiling": ceiling, "rows": []}
     print(record.heading(result))
-    print(f"TFLOP/s forward/backward, {options.dtype}, {rounds.method(result['timing'])}")
+    print(f"TFLOP/s forward/backward, {options.dtype}, {rounds.method(result['timing'], options.rounds)}")
     print(f"{'case':28}" + "".join(f"{name:>18}" for name in options.peers), flush=True)
     programs = compile_all(options.cases, options.peers, options.dtype, options.backward)
     for case in options.cases:
-        rows = measure(case, options.peers, options.dtype, programs)
+        rows = measure(case, options.peers, options.dtype, programs, options.rounds)
         print_case(rows, case)
         result["rows"] += rows
         if options.out:  # each time, so that a run cut short leaves what it had

@@ -10,20 +10,21 @@ import jax
 import jax.numpy as jnp
 import record
 
-ROUNDS = 3
+ROUNDS = 4  # even, so that each order comes with its reverse
 # ‖result − first contender's‖ / ‖first contender's‖: rounding gives under 0.01, another mask over 0.1.
 AGREEMENT = 0.03
 
 
-def method(timing: str) -> str:
+def method(timing: str, rounds: int = ROUNDS) -> str:
     """How `measure` measures what `timing` says of a single figure, in words."""
-    return f"{timing} in each of {ROUNDS} shuffled rounds, whose median counts"
+    return f"{timing} in each of {rounds} shuffled rounds, whose median counts"
 
 
 def measure(
     names: Sequence[str],
     prepare: Callable[[str], tuple[Any, Any]],
     figures: Callable[[Any], dict[str, float]],
+    rounds: int = ROUNDS,
 ) -> dict[str, dict]:
     """The figures of each contender, or the error that it raised.
 
@@ -32,7 +33,7 @@ def measure(
     rounds counts.
     """
     found: dict[str, dict] = {name: {} for name in names}
-    runs, rounds = {}, {}
+    runs, measured = {}, {}
     expected = None
     for name in names:
         try:
@@ -40,15 +41,24 @@ def measure(
             if name not in contenders.UNSCALED:
                 expected = results if expected is None else expected
                 jax.tree.map(check_agreement, results, expected)
-            rounds[name] = []
+            measured[name] = []
         except Exception as error:  # whatever a contender refuses with is its answer
             found[name]["error"] = record.error(error)
-    for order in range(ROUNDS):
-        for name in random.Random(order).sample(list(rounds), len(rounds)):
-            rounds[name].append(figures(runs[name]))
-    for name, of_rounds in rounds.items():
+    for order in orders(list(measured), rounds):
+        for name in order:
+            measured[name].append(figures(runs[name]))
+    for name, of_rounds in measured.items():
         found[name] |= {key: statistics.median(figure[key] for figure in of_rounds) for key in of_rounds[0]}
     return found
+
+
+def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """The order of each round: shuffled, and every second one the reverse of the one before.
+
+    So of two contenders each comes first equally often.
+    """
+    shuffled = [random.Random(pair).sample(names, len(names)) for pair in range((rounds + 1) // 2)]
+    return [order for first in shuffled for order in (first, first[::-1])][:rounds]
 
 
 def check_agreement(result: jax.Array, expected: jax.Array) -> None:

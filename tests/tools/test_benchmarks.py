@@ -131,3 +131,13 @@ def test_results_name_the_commit(tmp_path, monkeypatch):
     assert measured_commit(tmp_path) == head
     (tmp_path / "file").write_text("two")
     assert measured_commit(tmp_path) == f"{head}-dirty"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_contenders_take_turns_at_coming_first(count):
+    import rounds
+
+    orders = rounds.orders(["a", "b"], count)
+    assert len(orders) == count and all(sorted(order) == ["a", "b"] for order in orders)
+    firsts = [order[0] for order in orders]
+    assert abs(firsts.count("a") - firsts.count("b")) == count % 2
