@@ -188,7 +188,7 @@ def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device:
     """Every kernel of such calls' forward and backward passes, at any length."""
     family = cuda.family(device)
     found = family.kernels(spec, shapes, device)
-    for plan in (family.plan_forward_metadata, family.plan_backward, family.plan_backward_metadata):
+    for plan in (family.plan_forward_metadata, family.plan_backward_metadata):
         planned = plan(spec, shapes, device)
         found += [launch.kernel for launch in planned.launches] if planned else []
     return list(dict.fromkeys(found))

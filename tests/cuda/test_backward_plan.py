@@ -11,7 +11,7 @@ from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
 from jax_flash.cuda.launch_plan import Pointer, TensorMap
 from jax_flash.cuda.sm90 import backward_tiles
-from jax_flash.cuda.sm90.backward_plan import plan_backward
+from jax_flash.cuda.sm90.backward_plan import kernels, plan_backward
 
 HEAD_DIMS = range(8, 257, 8)
 
@@ -65,14 +65,14 @@ def test_survives_the_attribute():
 
 
 def test_kernels_depend_on_head_dim_and_dtype_alone():
-    kernels = {
+    found = {
         tuple(launch.kernel for launch in plan_backward(spec, shapes(B=B, T=T, N=N), H100).launches)
         for spec, B, T, N in [
             (AttentionSpec(0.1), 1, 1, 2),
             (AttentionSpec(-2.0, 7, 0, return_residual=True), 3, 4097, 16),
         ]
     }
-    assert len(kernels) == 1
+    assert len(found) == 1
 
 
 def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits():
@@ -199,6 +199,73 @@ def test_deterministic_sums_do_not_depend_on_how_many_multiprocessors_there_are(
         return [dataclasses.replace(launch, grid=()) for launch in plan.launches]
 
     assert without_grid(few) == without_grid(many)
+
+
+def in_order(right=None, **sizes):
+    return plan_backward(AttentionSpec(0.1, None, right, deterministic=True), shapes(**sizes), H100)
+
+
+def sums_of(plan):
+    """Sums of each block of dQ, which all kernels and scratch arrays of a plan agree on."""
+    (sums,) = {dict(launch.kernel.defines)["DQ_SUMS"] for launch in plan.launches}
+    semaphores, accum = (next(b for b in plan.results if b.name == x) for x in ("dq_semaphore", "dq_accum"))
+    heads, T, head_dim = plan.results[0].shape[0] * plan.results[0].shape[2], *plan.results[0].shape[1::2]
+    defines = dict(main_launch(plan).kernel.defines)
+    blocks = sums * heads * math.ceil(T / defines["QUERIES"])
+    assert math.prod(semaphores.shape) == blocks
+    assert math.prod(accum.shape) == blocks * defines["QUERIES"] * math.ceil(head_dim / 16) * 16
+    return sums
+
+
+FEW = {"B": 1, "T": 4096, "S": 4096, "N": 2, "K": 2}
+
+
+def test_blocks_of_dq_have_several_sums_where_few_heads_are_in_order():
+    assert sums_of(in_order(**FEW)) == 8
+    assert sums_of(in_order(**FEW | {"N": 8, "K": 8})) == 2
+    assert sums_of(in_order(**FEW | {"B": 4, "N": 16, "K": 16})) == 1
+    assert sums_of(in_order(right=0, **FEW)) == 1  # tiles start two blocks apart
+    assert sums_of(in_order(right=4095, **FEW)) == 8  # as without a window
+    assert sums_of(in_order(right=0, **FEW | {"T": 64, "S": 8192})) > 1  # all tiles start at the same block
+    unordered = plan_backward(AttentionSpec(0.1), shapes(**FEW), H100)
+    assert {dict(x.kernel.defines)["DQ_SUMS"] for x in unordered.launches} == {1}
+
+
+@pytest.mark.parametrize("head_dim", (64, 80, 128, 256))
+@pytest.mark.parametrize("heads", (1, 3, 8, 40))
+@pytest.mark.parametrize("T", (64, 1000, 4096, 16384))
+def test_sums_of_dq_take_no_more_than_gradients_or_32_mib(T, heads, head_dim):
+    sizes = {"B": 1, "T": T, "S": 16384, "N": 2 * heads, "K": heads, "H": head_dim}
+    plan = in_order(**sizes)
+    (accum,) = (b for b in plan.results if b.name == "dq_accum")
+    gradients = sum(2 * b.bytes for b in plan.results if b.name in ("d_query", "d_key", "d_value"))
+    assert sums_of(plan) == 1 or accum.bytes <= max(gradients, 32 << 20)
+
+
+def test_only_sums_that_no_tile_stores_first_are_zeroed():
+    """A tile stores where every sum has one. So zeros are written only where a block may have fewer tiles."""
+
+    def zeroed_heads(plan):
+        return plan.launches[0].by_path["zeroed_heads"]
+
+    assert sums_of(in_order(**FEW)) > 1 and zeroed_heads(in_order(**FEW)) == 0
+    # The last block sees the last key tile alone.
+    spec = AttentionSpec(0.1, left=0, deterministic=True)
+    few_tiles = plan_backward(spec, shapes(**FEW), H100)
+    assert sums_of(few_tiles) > 1 and zeroed_heads(few_tiles) == 2
+    # Consumers of split products only add.
+    assert zeroed_heads(in_order(**FEW | {"H": 256})) == 2
+
+
+def test_kernels_of_a_kind_are_those_of_any_length_and_number_of_heads():
+    spec = AttentionSpec(0.1, deterministic=True)
+    found = set(kernels(spec, shapes(B=1, T=128, S=128), H100))
+    for sizes in (FEW, FEW | {"N": 8, "K": 8}, FEW | {"B": 32}, FEW | {"T": 16384, "N": 1, "K": 1}):
+        plan = plan_backward(spec, shapes(**sizes), H100)
+        assert found >= {launch.kernel for launch in plan.launches}, sums_of(plan)
+    assert {dict(kernel.defines)["DQ_SUMS"] for kernel in found} == {1, 2, 4, 8}
+    unordered = kernels(AttentionSpec(0.1), shapes(), H100)
+    assert {dict(kernel.defines)["DQ_SUMS"] for kernel in unordered} == {1}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -7,8 +7,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from exhaustive import thinned, thorough
 from kernel_emulator import KernelEmulator
-from test_kernels_emulated import Case, check_backward
+from test_kernels_emulated import Case, check_backward, traits
+
+from jax_flash.cuda.sm90 import backward_scheduler
 
 RESIDENT = (1, 2, 5)
 CASES = (
@@ -47,4 +50,35 @@ def test_deterministic_gradients_are_the_same_bits_however_many_ctas_are_residen
     first, *others = check_backward(case, emulator, multiprocessors, resident=RESIDENT)
     for other in others:
         for name in ("dq_accum", "d_query", "d_key", "d_value"):
+            np.testing.assert_array_equal(other[name], first[name], err_msg=name)
+
+
+# Calls with several sums of dQ: each way to add, order of blocks and form of a mask. Some blocks have fewer
+# tiles than sums, or none.
+SEVERAL_SUMS = (
+    Case(H=64, T=260, S=900),
+    Case(H=96, T=129, S=700, N=2, K=1, left=200, right=140),
+    Case(H=128, T=140, S=700, N=2),
+    Case(H=128, T=300, S=600, right=0, N=3),  # the last of two head groups visits blocks from the last one
+    Case(H=64, T=500, S=300, right=0),  # queries that see no key
+    Case(H=128, T=130, S=600, B=2, lengths="qk"),
+    Case(H=128, T=300, S=600, packed=5, right=0),
+    Case(H=64, T=300, S=600, segments="mixed"),
+    Case(H=128, T=130, S=300, soft_cap=2.0),  # split products without clusters
+    Case(H=192, T=150, S=700),
+    Case(H=192, T=130, S=600, right=0, packed=3),
+    Case(H=256, T=130, S=600, N=2, right=0),
+    Case(H=256, T=70, S=500, lengths="qk"),
+)
+
+
+@pytest.mark.parametrize("sums", (4, *thorough(1, 2)))
+@pytest.mark.parametrize("case", thinned(SEVERAL_SUMS, traits), ids=str)
+def test_several_sums_of_dq_are_the_same_bits_in_any_order_of_ctas(case, sums, emulator, monkeypatch):
+    monkeypatch.setattr(backward_scheduler, "dq_sums", lambda *_: sums)
+    case = dataclasses.replace(case, deterministic=True)
+    first, *others = check_backward(case, emulator, multiprocessors=132, resident=RESIDENT)
+    assert first["dq_semaphore"].size % sums == 0
+    for other in others:
+        for name in ("dq_accum", "dq_semaphore", "d_query", "d_key", "d_value"):
             np.testing.assert_array_equal(other[name], first[name], err_msg=name)

@@ -13,6 +13,8 @@ from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.backward_scheduler import (
     _makespan,
     dq_accum_slots,
+    dq_sums,
+    dq_sums_that_fit,
     l2_head_group,
     l2_head_group_in_order,
 )
@@ -76,17 +78,17 @@ def test_the_plan_has_the_slots():
     assert sums.shape == (dq_accum_slots(blocks, 128, 1, width, 132), 64, 64 * 128)
 
 
-def makespan_in_order(heads, tiles, blocks, width, workers, lag=1.0):
+def makespan_in_order(heads, tiles, blocks, width, workers, lag=1.0, sums=1):
     """When the last worker ends, in blocks' times, if tiles that all see all blocks add to dQ in the order in
-    which they are handed out: at each block a tile is `lag` behind the one before it of its head."""
+    which they are handed out: at each block a tile is `lag` behind the one before it of its sum."""
     free, before, count = [0.0] * workers, {}, np.arange(1, blocks + 1)
     for first in range(0, heads, width):
-        for _ in range(tiles):
+        for tile in range(tiles):
             for head in range(first, min(first + width, heads)):
-                start = free[0] + 1
-                waits = np.maximum(start, before[head] + lag - count) if head in before else start
-                before[head] = count + np.maximum.accumulate(np.broadcast_to(waits, blocks))
-                heapq.heapreplace(free, before[head][-1] + 1)
+                start, sum_ = free[0] + 1, (head, tile % sums)
+                waits = np.maximum(start, before[sum_] + lag - count) if sum_ in before else start
+                before[sum_] = count + np.maximum.accumulate(np.broadcast_to(waits, blocks))
+                heapq.heapreplace(free, before[sum_][-1] + 1)
     return max(free)
 
 
@@ -101,6 +103,46 @@ def test_a_fixed_order_costs_little_where_heads_are_many(B, S, K, group, most):
     spread = math.ceil(heads * tiles / 132) * (blocks + 2)
     assert makespan_in_order(heads, tiles, blocks, width, 132) <= (1 + most) * spread
     assert makespan_in_order(heads, tiles, blocks, width, 132, lag=0) <= spread
+
+
+@pytest.mark.parametrize(
+    "heads,S,sums,before,after",
+    [(8, 4096, 2, 1.16, 1.08), (2, 4096, 8, 1.64, 1.07), (1, 16384, 4, 1.67, 1.17), (64, 4096, 1, 1.02, 1)],
+)
+def test_several_sums_divide_the_waiting(heads, S, sums, before, after):
+    """The simulated run, relative to one in which no tile waits."""
+    tiles, blocks = S // 128, S // 64
+    width = l2_head_group_in_order(heads, S * 128 * 8, tiles_alike=True, l2_bytes=L2_BYTES)
+    fit = dq_sums_that_fit(heads * S * 128 * 4, 3 * heads * S * 128 * 4)
+    assert dq_sums((blocks,) * tiles, tiles, heads, 1, width, 132, fit) == sums
+
+    def makespan(lag, sums=1):
+        return makespan_in_order(heads, tiles, blocks, width, 132, lag, sums)
+
+    assert makespan(4 / 3) / makespan(0) <= before
+    assert sums == 1 or makespan(4 / 3, sums) / makespan(0) <= after
+
+
+def test_sums_are_several_only_where_tiles_wait_for_much_of_the_run():
+    blocks = (64,) * 32
+    assert dq_sums(blocks, 32, 2, 1, 2, 132, 8) == 8
+    assert dq_sums(blocks, 1, 2, 1, 2, 132, 8) == 1  # tiles start blocks apart
+    assert dq_sums(blocks, 32, 64, 1, 8, 132, 8) == 1  # heads are many,
+    assert dq_sums(blocks, 32, 2, 32, 2, 132, 8) == 1  # or query heads of each
+    assert dq_sums((512,) * 4, 4, 1, 1, 1, 132, 8) == 1  # tiles are few
+    assert dq_sums((1,) * 1000, 1000, 1, 1, 1, 132, 100) == 8
+    assert dq_sums((0, 0), 2, 1, 1, 1, 132, 8) in (1, 2)  # nobody attends to anything
+
+
+@pytest.mark.parametrize("most", (1, 2, 3, 7, 8))
+def test_no_more_sums_than_fit(most):
+    assert dq_sums((64,) * 32, 32, 2, 1, 2, 132, most) == 1 << (most.bit_length() - 1)
+
+
+def test_sums_take_no_more_than_gradients_or_32_mib():
+    assert dq_sums_that_fit(MIB, 3 * MIB) == 32
+    assert dq_sums_that_fit(20 * MIB, 60 * MIB) == 3
+    assert dq_sums_that_fit(1000 * MIB, 1500 * MIB) == 1
 
 
 def test_shares_of_l2_are_those_that_were_timed():

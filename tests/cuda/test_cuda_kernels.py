@@ -133,6 +133,10 @@ def variants() -> dict[Kernel, Launch]:
         calls.append({"head_dim": head_dim, "scale": -0.1, "window": WINDOWS[i % 4]})
     calls.append({"scale": 0.0})
     calls += [{"head_dim": head_dim, "deterministic": True} for head_dim in (*HEAD_DIMS, *OTHER_HEAD_DIMS)]
+    # Several sums of dQ where heads are few, and one where they are many.
+    for i, head_dim in enumerate((*HEAD_DIMS, 32, 112)):
+        fixed = {"head_dim": head_dim, "dtype": DTYPES[i % 2], "deterministic": True}
+        calls += [fixed | {"B": 1, "T": 4096, "S": 4096, "N": heads, "K": heads} for heads in (1, 8, 128)]
     # Score modifications and sinks, one by one and all at once.
     features = ("soft_cap", "bias", "mask", "alibi_slopes", "sinks")
     for head_dim in (64, 128, 192, 256):
@@ -140,6 +144,8 @@ def variants() -> dict[Kernel, Launch]:
         calls += [{"head_dim": head_dim, "features": features, "window": (None, 0)}]
         for several in (features[1:], features, (*features, "broadcast")):
             calls += [{"head_dim": head_dim, "features": several, "window": (100, 0), "deterministic": True}]
+        few = {"B": 1, "T": 4096, "S": 4096, "N": 1, "K": 1, "deterministic": True}
+        calls += [{"head_dim": head_dim, "features": features} | few]
     calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160, 208)]
     calls += [{"features": features, "dtype": "float16", "K": 8}]
     for i, (head_dim, value_dim) in enumerate(HEAD_DIM_PAIRS):
@@ -160,6 +166,8 @@ def variants() -> dict[Kernel, Launch]:
         for feature in ("lengths", "segments"):
             calls += [data | {"features": (feature,)}, data | {"features": (feature, "dropout")}]
             calls += [data | {"features": (feature,), "deterministic": True}]
+            few = {"B": 1, "T": 16384, "S": 16384, "N": 1, "K": 1, "deterministic": True}
+            calls += [data | few | {"features": (feature,)}]
         calls.append(data | {"features": ("packed", "alibi_slopes", "soft_cap"), "window": (None, 0)})
     calls += [{"head_dim": 192, "value_dim": 128, "features": (x,)} for x in ("packed", "segments")]
     calls += [{"head_dim": 128, "T": 16, "N": 16, "features": (x,)} for x in ("lengths", "segments")]

@@ -5,11 +5,13 @@ A family of kernels is a package with the names in `__all__`; `jax_flash.cuda.fa
 
 import jax
 
+from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod
-from jax_flash.cuda.sm90 import backward_tiles, forward_plan
+from jax_flash.cuda.launch_plan import Kernel
+from jax_flash.cuda.sm90 import backward_plan, backward_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
-from jax_flash.cuda.sm90.forward_plan import kernels, plan_forward, plan_forward_metadata
+from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
@@ -29,6 +31,11 @@ _DTYPES = ("bfloat16", "float16")
 _LIMIT = 2**29  # sums of rows, keys and window sides must fit 32 bits
 
 Shapes = Operands[jax.ShapeDtypeStruct]
+
+
+def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
+    """Every kernel of attention that such calls may run, whatever their lengths and number of heads."""
+    return forward_plan.kernels(spec, shapes, device) + backward_plan.kernels(spec, shapes, device)
 
 
 def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:

@@ -51,7 +51,7 @@ _PREPROCESS = struct(
     next_job="int*",
     zeroed_heads="int32_t",  # slots of dq_accum to set to zero
     next_tile="int*",  # a counter, or null
-    dq_semaphore="int*",  # (B, N, query blocks), or null
+    dq_semaphore="int*",  # (sums of a block, B, N, query blocks), or null
     queries="int32_t",  # T
     query_heads="int32_t",  # N
     columns="int32_t",  # V
@@ -99,7 +99,7 @@ _MAIN = struct(
 
 _POSTPROCESS = struct(
     "Parameters",
-    dq_accum="const float*",  # (B, N, query blocks, queries · head_dim)
+    dq_accum="const float*",  # (sums of a block, B, N, query blocks, queries · head_dim)
     d_query="uint4*",  # (B, T, N, H)
     queries="int32_t",  # T
     query_heads="int32_t",  # N
@@ -134,6 +134,21 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
         results=(*call.gradients, *call.score_gradients, *call.scratch),
         steps=(*(Zero(x.name) for x in call.score_gradients), _preprocess(call), _main(call), *postprocess),
     )
+
+
+def kernels(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> list[Kernel]:
+    """Every kernel of `plan_backward` that calls of this kind may run, whatever their lengths and number of
+    heads. These decide how many sums of dQ there are."""
+    most = backward_scheduler.MAX_DQ_SUMS if spec.deterministic else 1
+
+    def with_sums(kernel: Kernel, sums: int) -> Kernel:
+        return dataclasses.replace(kernel, defines=tuple((dict(kernel.defines) | {"DQ_SUMS": sums}).items()))
+
+    return [
+        with_sums(launch.kernel, sums)
+        for sums in (1 << i for i in range(most.bit_length()))
+        for launch in plan_backward(spec, shapes, device).launches
+    ]
 
 
 def _tile(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> BackwardTile:
@@ -252,6 +267,31 @@ class _Call:
         )
 
     @functools.cached_property
+    def dq_sums(self) -> int:
+        """Sums of each block of dQ (`backward_scheduler.dq_sums`)."""
+        if not self.spec.deterministic:
+            return 1
+        n, high = self.n, self.mask.high
+        # Without a bound on their right, queries of the first block see all tiles.
+        aligned = self.key_tiles if high is None else min(self.key_tiles, max(high, 0) // self.tile.keys + 1)
+        blocks = self._blocks_of_tiles
+        if self.has_metadata:  # tiles see the queries of one sequence
+            sequences = mask_metadata.assumed_sequences(self.shapes)
+            aligned = math.ceil(aligned / sequences)
+            blocks = tuple(math.ceil(x / sequences) for x in blocks)
+        dq_bytes = n.B * n.N * self.query_blocks * self.tile.queries * self.head_dims[0] * 4
+        gradients_bytes = 4 * sum(math.prod(x.shape) for x in self.gradients)
+        return backward_scheduler.dq_sums(
+            blocks,
+            aligned,
+            n.B * n.K,
+            n.group,
+            self.l2_head_group,
+            backward_scheduler.ASSUMED_CTAS // self.tile.cluster,
+            backward_scheduler.dq_sums_that_fit(dq_bytes, gradients_bytes),
+        )
+
+    @functools.cached_property
     def metadata(self) -> tuple[Buffer, ...]:
         return mask_metadata.backward_buffers(self.shapes, self.tile.queries, self.tile.keys, SPAN)
 
@@ -294,9 +334,10 @@ class _Call:
     @functools.cached_property
     def scratch(self) -> tuple[Buffer, ...]:
         n, tile, blocks = self.n, self.tile, self.query_blocks
+        block_elements = tile.queries * self.head_dims[0]
         found = [
             Buffer("lse_delta", (n.B, n.N, blocks, tile.per_query_values, tile.queries), "float32"),
-            Buffer("dq_accum", (self.dq_accum_slots, blocks, tile.queries * self.head_dims[0]), "float32"),
+            Buffer("dq_accum", (self.dq_sums * self.dq_accum_slots, blocks, block_elements), "float32"),
         ]
         if self.main_writes_dq:
             found += [
@@ -307,7 +348,7 @@ class _Call:
         if self.counts_tiles:
             found.append(Buffer("next_tile", (1,), "int32"))
         if self.spec.deterministic:
-            found.append(Buffer("dq_semaphore", (n.B, n.N, blocks), "int32"))
+            found.append(Buffer("dq_semaphore", (self.dq_sums * n.B, n.N, blocks), "int32"))
         return tuple(found)
 
     def pointer(self, name: str) -> Pointer | None:
@@ -341,6 +382,7 @@ def _kernel(call: _Call, entry: str, parameters: Struct) -> Kernel:
         ("SEMAPHORE_STAGES", tile.semaphore_stages),
         ("SPAN", SPAN),
         ("DETERMINISTIC", int(is_main and call.spec.deterministic)),
+        ("DQ_SUMS", call.dq_sums),
         *(mask_metadata.defines(call.shapes) if is_main else mask_metadata.NO_DEFINES),
         *(score_mod.defines(call.spec, call.shapes) if is_main else score_mod.NO_DEFINES),
         ("BIAS_SUM", "uint64_t" if is_main and call.has_fixed_point_bias else "float"),
@@ -354,9 +396,11 @@ def _kernel(call: _Call, entry: str, parameters: Struct) -> Kernel:
 def _preprocess(call: _Call) -> Launch:
     """Computes delta, lse in base 2, and sets sums and counters to zero."""
     n, spec = call.n, call.spec
-    # In a fixed order the first tile stores its dQ, if one warp adds all of it and each block has a tile.
+    # In a fixed order the first tile of a sum stores, if one warp adds all of its dQ and each sum has a tile.
     first_stores = spec.deterministic and not call.tile.split_products
     first_stores &= not call.has_metadata and call.mask.every_row_sees_a_column()
+    if first_stores and call.dq_sums > 1:
+        first_stores = min(call.mask.block_counts(call.tile.queries, call.tile.keys)) >= call.dq_sums
     return launch(
         kernel=_kernel(call, "backward_preprocess", _PREPROCESS),
         grid=(call.query_blocks * n.N * n.B, 1, 1),

@@ -66,7 +66,7 @@ struct Work {
 // The float32 sums of dQ, and dQ itself. A head's sum has a slot only while key tiles add to it. When all of them have,
 // dQ is written from it, the slot is set to zero, and a later head gets it. So the sums stay in L2.
 struct DqAccum {
-    float* sums;              // (slots, query blocks, queries · head_dim), see DqBlock; zeros at first
+    float* sums;              // (dq_sums · slots, query blocks, queries · head_dim), see DqBlock; zeros at first
     int* arrived;             // (B, N, spans of query blocks): how many key tiles have added to the span; null if each
                               // head has a slot of its own and backward_postprocess writes dQ
     int* written;             // (B, N): pieces of dQ that are written
@@ -83,7 +83,7 @@ struct Call {
     const float* lse_delta;   // (B, N, query blocks, 2, queries): lse in base 2, and delta; see SharedMemory::lse
     const DqAccum dq_accum;
     int* next_tile;           // counts the tiles handed out; null where each tile has its CTA and none waits for another
-    int* dq_semaphore;        // (B, N, query blocks): additions to each so far; null unless deterministic
+    int* dq_semaphore;        // (dq_sums, B, N, query blocks): additions to each so far; null unless deterministic
     int l2_head_group;        // see key_tile_at
     float scale;
     const ScoreOperands scores;
@@ -108,7 +108,7 @@ struct Call {
         }
         return {tile, blocks, order};
     }
-    // How many tiles add to the block's dQ before this one does.
+    // How many tiles add to the same sum of the block's dQ before this one does.
     __device__ int rank(const Work& work, int block) const {
         return rank_of(work.tile, work.order, block, shape);
     }
@@ -164,10 +164,16 @@ struct Call {
         const int64_t index = block_index(head_index(tile, query_head), block);
         return lse_delta + index * (Traits::per_query_values * Traits::queries);
     }
-    __device__ float* dq_accum_block(int head_index, int block) const {
-        return dq_accum.sums + block_index(head_index % dq_accum.slots, block) * DqBlock::elements;
+    // The sum of a head's dQ to which a tile adds, among those of all heads: first come the first sums of all of them.
+    __device__ int dq_sum_index(const KeyTile& tile, int query_head) const {
+        return dq_sum_of(tile) * (shape.batch * shape.query_heads()) + head_index(tile, query_head);
+    }
+    __device__ float* dq_accum_block(int dq_sum_index, int block) const {
+        // Heads with several sums have a slot for each.
+        const int slot = Traits::dq_sums > 1 ? dq_sum_index : dq_sum_index % dq_accum.slots;
+        return dq_accum.sums + block_index(slot, block) * DqBlock::elements;
     }
     __device__ float* dq_accum_block(const KeyTile& tile, int query_head, int block) const {
-        return dq_accum_block(head_index(tile, query_head), block);
+        return dq_accum_block(dq_sum_index(tile, query_head), block);
     }
 };

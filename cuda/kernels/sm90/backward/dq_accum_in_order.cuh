@@ -1,4 +1,4 @@
-// Adds dQ to its sum in a fixed order (dq_order.cuh). Each block has a semaphore in L2, and acquiring and releasing it
+// Adds dQ to its sum in a fixed order (dq_order.cuh). Each sum has a semaphore in L2, and acquiring and releasing it
 // takes longer than the adding. So different warps do the three steps: one acquires, some blocks ahead; one adds, or
 // the consumers do; one releases. All of them go through the blocks in the same order.
 #pragma once
@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_d_query_in_order(const Call& call) {
     DqSlot dq_slot;
     for_each_block_in_order(call, [&](const Work& work, int head, int block, const SemaphoreSlot& slot) {
         mbarrier::wait(call.shared.semaphore_acquired(slot.stage), slot.parity);
-        // The first tile stores, as the sum was not set to zero.
+        // The first tile stores, as the sum may not be set to zero.
         const bool is_first = call.rank(work, block) == 0;
         add_staged_block(call, dq_slot, call.dq_accum_block(work.tile, head, block), is_first);
         mbarrier::wait(call.shared.semaphore_released(slot.stage), slot.parity ^ 1);

@@ -15,6 +15,10 @@
 //   BlockOrder::backward   tiles with earlier keys, under a causal mask the longer ones, are handed out first, and visit
 //       their blocks from the last to the first, so that CTAs end together. For the last of several sections of heads:
 //       by then CTAs have started far enough apart.
+//
+// Where few heads are at work, that distance is a large part of the run. A block then has several sums
+// (Traits::dq_sums), which tiles take in turn (dq_sum_of), each with an order of its own. A tile starts behind the one
+// before it of its sum alone, so the distance is divided by the number of sums. The postprocess adds them up.
 #pragma once
 #include "sm90/backward/tile_scheduler.cuh"
 
@@ -34,11 +38,17 @@ __device__ __forceinline__ int2 visiting_tiles(int batch, int block, const Shape
     return {first_key / Traits::keys, last_key / Traits::keys + 1};
 }
 
-// How many tiles add to a block's dQ before `tile` does.
+// Which of a block's sums a tile adds to: the same one in all blocks.
+__device__ __forceinline__ int dq_sum_of(const KeyTile& tile) {
+    return tile.first_key / Traits::keys % Traits::dq_sums;
+}
+
+// How many tiles add to the block's sum before `tile` does. The numbers of the tiles that visit a block have no gaps, so
+// in either order every `dq_sums`-th tile before it shares its sum.
 __device__ __forceinline__ int rank_of(const KeyTile& tile, BlockOrder order, int block, const Shape& shape) {
     const int2 tiles = visiting_tiles(tile.batch, block, shape);
     const int number = tile.first_key / Traits::keys;
-    return order == BlockOrder::backward ? number - tiles.x : tiles.y - 1 - number;
+    return (order == BlockOrder::backward ? number - tiles.x : tiles.y - 1 - number) / Traits::dq_sums;
 }
 
 // One visit of a tile: a block, and a query head of the group.

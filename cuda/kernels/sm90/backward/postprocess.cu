@@ -1,5 +1,5 @@
 // After the backward kernel: dQ = scale · the float32 sum, from the order of the accumulators (DqBlock) to
-// (B, T, N, H) in the operands' type.
+// (B, T, N, H) in the operands' type. Where a block has several sums they are added up, from the first to the last.
 #include "parameters.cuh"
 #include "ptx/math.cuh"
 #include "sm90/backward/traits.cuh"
@@ -21,12 +21,18 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int head = head_index % query_heads, batch = head_index / query_heads;
 
     const float4* sums = reinterpret_cast<const float4*>(parameters.dq_accum + block_index * DqBlock::elements);
+    const int64_t next_sum = static_cast<int64_t>(gridDim.x) * (DqBlock::elements / 4);  // of the same block
     const int thread = threadIdx.x % 128;  // that had the accumulators
 #pragma unroll 4
     for (int i = threadIdx.x; i < DqBlock::elements / 4; i += threads) {
         const int row_tile = i / 128 / DqBlock::chunks, chunk = i / 128 % DqBlock::chunks;
         const int row = 64 * row_tile + thread / 32 * 16 + thread % 32 / 4;
-        const float4 sum = sums[i];
+        float4 sum = sums[i];
+#pragma unroll
+        for (int other = 1; other < Traits::dq_sums; ++other) {
+            const float4 x = sums[other * next_sum + i];
+            sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+        }
         uint16_t* destination = staged + row * staged_stride + chunk * 8 + thread % 4 * 2;
         *reinterpret_cast<uint32_t*>(destination) = convert<Traits::Element>(sum.x * scale, sum.y * scale);
         *reinterpret_cast<uint32_t*>(destination + 8 * staged_stride) =

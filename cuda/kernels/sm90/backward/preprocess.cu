@@ -40,11 +40,18 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
 
     if (blockIdx.x == 0 && threadIdx.x == 0 && parameters.next_tile != nullptr) *parameters.next_tile = 0;
-    if (threadIdx.x == 0 && parameters.dq_semaphore != nullptr) parameters.dq_semaphore[block_index] = 0;
-    constexpr int sum_vectors = Traits::queries * Traits::head_dim / 4;
+    // The block's sums lie as far apart as there are blocks, of all heads.
+    auto block_of_sum = [&](int sum) { return static_cast<int64_t>(sum) * gridDim.x + block_index; };
+    if (threadIdx.x < Traits::dq_sums && parameters.dq_semaphore != nullptr) {
+        parameters.dq_semaphore[block_of_sum(threadIdx.x % Traits::dq_sums)] = 0;
+    }
+    constexpr int sum_vectors = DqBlock::elements / 4;
     if (head_index < parameters.zeroed_heads) {
         for (int i = threadIdx.x; i < sum_vectors; i += threads) {
-            parameters.dq_accum[block_index * sum_vectors + i] = {0, 0, 0, 0};
+#pragma unroll
+            for (int sum = 0; sum < Traits::dq_sums; ++sum) {
+                parameters.dq_accum[block_of_sum(sum) * sum_vectors + i] = {0, 0, 0, 0};
+            }
         }
     }
     if (parameters.arrived != nullptr && threadIdx.x == 0) {

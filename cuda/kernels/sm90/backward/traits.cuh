@@ -16,6 +16,7 @@
 //   MASK_METADATA   1: which queries see keys is known only at run time, see mask_metadata.cuh
 //   SEGMENTS        1: so it is, and queries see only keys of their own segment
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
+//   DQ_SUMS         float32 sums of a block's dQ, a power of two; more than one only where they have a fixed order
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 // Only the main kernel has MASK_METADATA, SEGMENTS and those of scores.cuh set; all have that of dropout.cuh.
@@ -38,6 +39,7 @@ struct Traits {
     static constexpr int stages = STAGES;
     static constexpr int dq_stages = DQ_STAGES;
     static constexpr bool deterministic = DETERMINISTIC;
+    static constexpr int dq_sums = DQ_SUMS;
     static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
     using BiasSum = BIAS_SUM;
@@ -117,6 +119,7 @@ struct Traits {
     static constexpr bool hands_softcap_grad_later = hands_softcap_grad && larger_dim > 192;
     static constexpr int softcap_grad_bytes = hands_softcap_grad && !hands_softcap_grad_later ? d_scores_bytes : 0;
 
+    static_assert(dq_sums >= 1 && (dq_sums & (dq_sums - 1)) == 0, "tiles find their sum with few instructions");
     static_assert(head_dim % 16 == 0 && value_dim % 16 == 0, "wgmma contracts 16 columns at a time");
     static_assert(larger_dim <= 256, "N of wgmma is at most 256");
     static_assert(queries == 64 || queries == 128, "dQ is computed in tiles of 64 rows");
