@@ -5,7 +5,7 @@ import types
 
 import transform_cases
 
-from jax_flash import _dispatch, _validate
+from jax_flash import _arguments, _dispatch
 
 
 def add_flawed_implementation(monkeypatch):
@@ -29,5 +29,5 @@ def add_flawed_implementation(monkeypatch):
     module.name, module.supports = "flawed", supports
     module.forward, module.backward = forward, transform_cases.plain_backward
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(_validate, "IMPLEMENTATIONS", (*_dispatch.IMPLEMENTATIONS, "flawed"))
+    monkeypatch.setattr(_arguments, "IMPLEMENTATIONS", (*_dispatch.IMPLEMENTATIONS, "flawed"))
     _dispatch.get.cache_clear()

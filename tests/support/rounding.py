@@ -173,10 +173,12 @@ def of_delta(terms):
 def of_d_logits(terms):
     """Of P * (dP - delta), but for what delta is off, which the numbers of a row share.
 
-    P has an error, the two whose difference is taken have, and the product is rounded.
+    P has an error, the two whose difference is taken have, and the product is rounded. So is P, which kernels
+    keep in half precision for both products: in float16, small ones lose digits.
     """
     difference = terms.arithmetic * terms.p * (np.abs(terms.d_p) + np.abs(terms.delta))
     rounded = of_rounding(terms.dtype, terms.d_logits)
+    rounded += of_rounding(terms.dtype, terms.p) * (terms.d_p - terms.delta) ** 2
     return rounded + terms.d_logits**2 * of_p(terms) + difference**2
 
 

@@ -250,7 +250,7 @@ def test_refuses_what_does_not_fit_and_what_the_compiler_warns_of():
         tile = dataclasses.replace(START, **changes)
         return tune.refusal(tile, tune.cases(128, "windowed", "float16"), H100, SHARED_BYTES_PER_CTA, compile)
 
-    assert "take turns" in refusal(consumers=1, pingpong=True)
+    assert "alternate" in refusal(consumers=1, pingpong=True)
     assert refusal(consumers=3, query_stages=1) is None  # 160 of 160
     assert "needs 208 registers a thread of 160" in refusal(consumers=3, keys=192, query_stages=1)
     shared = dataclasses.replace(START, keys=192).shared_bytes(NEEDS)
