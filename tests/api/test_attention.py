@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash._call import Arguments, prepare
+from jax_flash._mask import Window
 
 B, T, S, N, K, H, V = 2, 5, 7, 4, 2, 8, 6
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
@@ -165,7 +166,7 @@ def test_a_window_that_reaches_everything_is_no_window():
     query, key, value = inputs(B)
 
     def window(left, right, query=query):
-        spec = prepare(Arguments(query, key, value, window=(left, right))).spec
+        spec = prepare(Arguments(query, key, value, window=Window(left, right))).spec
         return spec.left, spec.right
 
     assert window(S - 1, T - 1) == (None, None)
@@ -337,6 +338,7 @@ def test_the_public_names():
         "flash_attention",
         "flash_attention_varlen",
         "flash_attn",
+        "precompile",
     ]
     assert all(hasattr(jax_flash, name) for name in jax_flash.__all__)
 
