@@ -30,7 +30,7 @@ from .. import features, scores
 from ..compat import result, triton_call
 from ..loop import over_block_range, over_skipped_blocks
 from ..scores import Place, Scores
-from . import backward_bias as triton_backward_bias
+from . import backward_bias
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
 from .tiles import Tile, Tiles, padded
 
@@ -296,7 +296,7 @@ def backward(
 
     d_bias = d_slopes = None
     if call.bias_form == "shared":
-        d_bias = triton_backward_bias.backward(spec, operands, arguments, tiles.backward_bias)
+        d_bias = backward_bias.backward(spec, operands, arguments, tiles.backward_bias)
     elif call.bias_form == "scores":
         d_bias = d_scores["bias"]
     elif call.bias_form == "queries":
