@@ -6,23 +6,26 @@
 #include "common/constants.cuh"
 #include "sm90/forward/traits.cuh"
 
-// Which keys a thread's two rows see.
+// Which keys a thread's two rows see. The intervals are read from shared memory, where they were loaded with Q, when a
+// block needs them: in registers they would have others spilled.
 struct RowMask {
-    int begin[2], end[2], segment[2];
+    const Interval* keys;     // of the upper of the two rows
+    int segment[2];
     const int* key_segments;  // of the batch row
 
-    // Reads what was loaded with Q. `row` is the upper of the thread's two rows.
+    // `row` is the upper of the thread's two rows.
     __device__ __forceinline__ void load(const SharedMemory& shared, int stage, const Tile& tile, int row,
                                          const Shape& shape) {
+        const int row_in_tile = row - tile.first_row;
+        keys = &shared.row_keys(stage)[row_in_tile];
+        if constexpr (Traits::segments) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row_in_tile = row - tile.first_row + 8 * r;
-            const Interval keys = shared.row_keys(stage)[row_in_tile];
-            begin[r] = keys.begin, end[r] = keys.end;
-            if constexpr (Traits::segments) segment[r] = shared.row_segments(stage)[row_in_tile];
+            for (int r = 0; r < 2; ++r) segment[r] = shared.row_segments(stage)[row_in_tile + 8 * r];
         }
         key_segments = shape.mask_metadata.key_segments + static_cast<int64_t>(tile.batch) * shape.keys;
     }
+    __device__ __forceinline__ int begin(int r) const { return keys[8 * r].begin; }
+    __device__ __forceinline__ int end(int r) const { return keys[8 * r].end; }
 
     // Sets the scores of keys of other segments to -inf. `column` is the thread's first key.
     template <int count>

@@ -43,8 +43,8 @@ __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int
     const int column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        auto end = [&]() { return Traits::mask_metadata ? row_mask.end[r] : right_end(row + 8 * r, shape); };
-        auto begin = [&]() { return Traits::mask_metadata ? row_mask.begin[r] : left_begin(row + 8 * r, shape); };
+        auto end = [&]() { return Traits::mask_metadata ? row_mask.end(r) : right_end(row + 8 * r, shape); };
+        auto begin = [&]() { return Traits::mask_metadata ? row_mask.begin(r) : left_begin(row + 8 * r, shape); };
 #pragma unroll
         for (int word = 0; word < count / 2; word += 32) {
             const int first_column = column + word * 4;
