@@ -7,9 +7,8 @@ struct ValueConsumer {
     static constexpr int consumer = 0;
     using Part = DqPart<consumer>;
 
-    const int warp = warp_index() % 4, lane = threadIdx.x % 32;
+    const int warp = warp_index() % 4;
     const Work work;
-    const int first_key;  // of the CTA
     Part part;
     BlockSlot slot;  // of the block whose scores come next
     DScoresSlot d_scores_slot;
@@ -23,15 +22,17 @@ struct ValueConsumer {
 
     __device__ __forceinline__ explicit ValueConsumer(const Call& call)
         : work(call.work(call.own_tile_uniform())),
-          first_key(cta_first_key(work.tile)),
           now(work.first_visit()) {
         const int batch = work.tile.batch;
         if constexpr (Traits::dropout) load_key_hashes(key_hashes, call.dropout, call.shape, batch, key());
-        if constexpr (Traits::mask_metadata) key_mask.load(full_blocks(batch, first_key, call.shape), batch, key(), call.shape);
+        if constexpr (Traits::mask_metadata) key_mask.load(full_blocks(batch, first_key(), call.shape), batch, key(), call.shape);
     }
 
+    // Functions, not fields: held in registers, either has others spilled.
+    __device__ static __forceinline__ int lane() { return threadIdx.x % 32; }
+    __device__ __forceinline__ int first_key() const { return cta_first_key(work.tile); }  // of the CTA
     // The thread's first key; its other one is 8 below.
-    __device__ __forceinline__ int key() const { return first_key + warp * 16 + lane / 4; }
+    __device__ __forceinline__ int key() const { return first_key() + warp * 16 + lane() / 4; }
 
     // Issues Sᵀ of block `now`, once its Q is there.
     __device__ __forceinline__ void issue_block_scores(const Call& call) {
@@ -53,7 +54,7 @@ struct ValueConsumer {
         if constexpr (!Traits::dropout) release_query(call);
         if constexpr (Traits::mask_metadata) {
             key_mask.mask(scores, now.block, call.shape);
-        } else if (is_partial(first_key, now.block, call.shape)) {
+        } else if (is_partial(first_key(), now.block, call.shape)) {
             mask(scores, key(), now.block, call.shape);
         }
         convert_operand(probabilities, scores);
@@ -65,7 +66,7 @@ struct ValueConsumer {
     __device__ __forceinline__ void release_query(const Call& call) {
         const SharedMemory& shared = call.shared;
         __syncwarp();
-        if (lane == 0) release(shared.query_empty(slot.stage));
+        if (lane() == 0) release(shared.query_empty(slot.stage));
     }
 
     // Gives P to consumer 1: times the soft cap's derivative, or beside it.
@@ -75,7 +76,7 @@ struct ValueConsumer {
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
             const uint32_t(&p)[4] = probabilities[i], (&factor)[4] = softcap_grad[i];
-            uint4& there = shared.probability_rows(warp)[i * 32 + lane];
+            uint4& there = shared.probability_rows(warp)[i * 32 + lane()];
             if constexpr (ScoreTraits::soft_cap && !Traits::hands_softcap_grad) {
                 auto capped = [&](int j) {
                     const float2 x = to_floats<Traits::Element>(p[j]), y = to_floats<Traits::Element>(factor[j]);
@@ -99,7 +100,7 @@ struct ValueConsumer {
     __device__ __forceinline__ void write_softcap_grad(const Call& call, int i) {
         const SharedMemory& shared = call.shared;
         const uint32_t(&factor)[4] = softcap_grad[i];
-        shared.softcap_grad_rows(warp)[i * 32 + lane] = {factor[0], factor[1], factor[2], factor[3]};
+        shared.softcap_grad_rows(warp)[i * 32 + lane()] = {factor[0], factor[1], factor[2], factor[3]};
     }
 
     // dV += Pᵀ dO, and S of the next block, while consumer 1 computes dS. The latter is still under way after it.
@@ -119,7 +120,7 @@ struct ValueConsumer {
             wgmma::wait<1>();
         }
         wgmma::pin(d_value);
-        if (lane == 0) release(shared.d_out_empty(stage));
+        if (lane() == 0) release(shared.d_out_empty(stage));
     }
 
     __device__ __forceinline__ void issue_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
@@ -128,13 +129,13 @@ struct ValueConsumer {
         part.issue(d_query, shared);
         if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
         wgmma::wait<1>();  // the next S
-        if (Traits::cluster > 1 && lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
+        if (Traits::cluster > 1 && lane() == 0) mbarrier::arrive(shared.d_scores_empty(0));
     }
     __device__ __forceinline__ void wait_for_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
         const SharedMemory& shared = call.shared;
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        if (lane != 0) return;
+        if (lane() != 0) return;
         if constexpr (Traits::cluster > 1) {
             mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
         } else {
@@ -183,7 +184,7 @@ struct ValueConsumer {
         // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
         mbarrier::wait(shared.value_full(), 0);
         store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
-                       own + consumer, work.tile.head, first_key, work.tile.batch);
+                       own + consumer, work.tile.head, first_key(), work.tile.batch);
         wait_for_stores(own + consumer);
         wait_for_additions();
     }
