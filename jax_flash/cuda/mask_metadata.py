@@ -38,10 +38,10 @@ FORWARD_PARAMETERS = struct(
 
 BACKWARD_PARAMETERS = struct(
     "MaskMetadata",
-    key_queries="const int2*",  # (B, keys of all tiles): the queries that see a key, [x, y); y = 0: none
-    group_blocks="const int2*",  # (B, groups of 64 keys): the query blocks [x, y) that are full
-    tile_blocks="const int2*",  # (B, key tiles): the query blocks [x, y) that a tile visits
-    block_tiles="const int2*",  # (B, query blocks): the key tiles [x, y) that visit a block
+    key_queries="const Interval*",  # (B, keys of all tiles): the queries that see a key; end 0: none
+    group_blocks="const Interval*",  # (B, groups of 64 keys): the query blocks that are full
+    tile_blocks="const Interval*",  # (B, key tiles): the query blocks that a tile visits
+    block_tiles="const Interval*",  # (B, query blocks): the key tiles that visit a block
     span_tiles="const int*",  # (B, spans): how many key tiles visit blocks of a span
     query_segments="const int*",  # (B, T); null without segments, as `key_segments`
     key_segments="const int*",  # (B, S)

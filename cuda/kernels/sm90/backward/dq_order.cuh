@@ -28,8 +28,8 @@ __device__ __forceinline__ BlockOrder block_order(int tile_index, const Shape& s
     return hands_out_last_first(tile_index, shape, l2_head_group) ? BlockOrder::forward : BlockOrder::backward;
 }
 
-// The key tiles [x, y) that visit a block.
-__device__ __forceinline__ int2 visiting_tiles(int batch, int block, const Shape& shape) {
+// The key tiles that visit a block.
+__device__ __forceinline__ Interval visiting_tiles(int batch, int block, const Shape& shape) {
     if constexpr (Traits::mask_metadata) return shape.mask_metadata.block_tiles[batch * shape.query_blocks() + block];
     const int first_query = block * Traits::queries;
     const int last_query = min(first_query + Traits::queries, shape.queries) - 1;
@@ -46,9 +46,9 @@ __device__ __forceinline__ int dq_sum_of(const KeyTile& tile) {
 // How many tiles add to the block's sum before `tile` does. The numbers of the tiles that visit a block have no gaps, so
 // in either order every `dq_sums`-th tile before it shares its sum.
 __device__ __forceinline__ int rank_of(const KeyTile& tile, BlockOrder order, int block, const Shape& shape) {
-    const int2 tiles = visiting_tiles(tile.batch, block, shape);
+    const Interval tiles = visiting_tiles(tile.batch, block, shape);
     const int number = tile.first_key / Traits::keys;
-    return (order == BlockOrder::backward ? number - tiles.x : tiles.y - 1 - number) / Traits::dq_sums;
+    return (order == BlockOrder::backward ? number - tiles.begin : tiles.end - 1 - number) / Traits::dq_sums;
 }
 
 // One visit of a tile: a block, and a query head of the group.

@@ -98,7 +98,7 @@ __device__ __forceinline__ void produce(const Call& call) {
         // Read while the tile before is at work.
         const Work work = call.work(min(index, tiles - 1));
         const KeyTile& tile = work.tile;
-        int2 full[Traits::consumers];
+        Interval full[Traits::consumers];
         if constexpr (Traits::tells_work && Traits::mask_metadata) {
 #pragma unroll
             for (int i = 0; i < Traits::consumers; ++i) {

@@ -3,34 +3,35 @@
 // the window.
 #pragma once
 #include "ptx/global.cuh"
+#include "common/block_range.cuh"
 #include "sm90/backward/tile_scheduler.cuh"
 
 // The blocks that a tile visits.
 __device__ __forceinline__ QueryBlocks query_blocks_from_metadata(const KeyTile& tile, const Shape& shape) {
     const int tile_index = tile.batch * shape.key_tiles() + tile.first_key / Traits::keys;
-    const int2 blocks = global::read_only(shape.mask_metadata.tile_blocks + tile_index);
-    return {blocks.x, blocks.y};
+    const Interval blocks = read_only(shape.mask_metadata.tile_blocks + tile_index);
+    return {blocks.begin, blocks.end};
 }
-__device__ __forceinline__ int2 full_blocks(int batch, int first_key, const Shape& shape) {
+__device__ __forceinline__ Interval full_blocks(int batch, int first_key, const Shape& shape) {
     const int first = batch * shape.key_tiles() * (Traits::keys / 64);
-    return global::read_only(shape.mask_metadata.group_blocks + first + first_key / 64);
+    return read_only(shape.mask_metadata.group_blocks + first + first_key / 64);
 }
 
 // Which queries see a thread's two keys, and which blocks see all 64 of its warpgroup. Loaded once a tile. Nothing is
 // computed from it before the first mask, so that it arrives beside the first scores.
 struct KeyMask {
-    int2 queries[2];  // that see each
+    Interval queries[2];  // that see each
     int segment[2];
-    int2 full;              // blocks of queries that see all 64
+    Interval full;          // blocks of queries that see all 64
     const int* of_queries;  // segments
 
     // `key` is the thread's first. `full_` goes to uniform registers, for which a warp would wait.
-    __device__ __forceinline__ void load(int2 full_, int batch, int key, const Shape& shape) {
+    __device__ __forceinline__ void load(Interval full_, int batch, int key, const Shape& shape) {
         full = full_;
         const int64_t first = static_cast<int64_t>(batch) * shape.key_tiles() * Traits::keys;  // key of the batch row
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            queries[r] = global::read_only(shape.mask_metadata.key_queries + first + key + 8 * r);
+            queries[r] = read_only(shape.mask_metadata.key_queries + first + key + 8 * r);
             if constexpr (Traits::segments) {
                 const int there = min(key + 8 * r, shape.keys - 1);
                 const int* segments = shape.mask_metadata.key_segments + static_cast<int64_t>(batch) * shape.keys;
@@ -43,7 +44,7 @@ struct KeyMask {
     // Zeroes the masked elements of Pᵀ, as `mask` in tile_scheduler.cuh does.
     template <int count>
     __device__ __forceinline__ void mask(float (&probabilities)[count], int block, const Shape& shape) const {
-        if (block >= full.x && block < full.y) return;
+        if (block >= full.begin && block < full.end) return;
         const int first_column = block * Traits::queries + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < count; i += 4) {
@@ -56,7 +57,7 @@ struct KeyMask {
                 }
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    bool seen = query >= queries[r].x && query < queries[r].y;
+                    bool seen = query >= queries[r].begin && query < queries[r].end;
                     if constexpr (Traits::segments) seen &= of_query == segment[r];
                     if (!seen) probabilities[i + 2 * r + c] = 0;
                 }

@@ -23,6 +23,7 @@
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
+#include "common/block_range.cuh"
 #include "common/constants.cuh"
 #include "common/dropout.cuh"
 #include "common/pipeline.cuh"
@@ -232,8 +233,8 @@ struct SharedMemory {
         return *reinterpret_cast<int*>(data + work + stage * Traits::work_bytes);
     }
     // The blocks that see all of a consumer's 64 keys, where that is data.
-    __device__ int2& full_blocks(int stage, int consumer) const {
-        return reinterpret_cast<int2*>(data + full + stage * Traits::full_blocks_bytes)[consumer];
+    __device__ Interval& full_blocks(int stage, int consumer) const {
+        return reinterpret_cast<Interval*>(data + full + stage * Traits::full_blocks_bytes)[consumer];
     }
     __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
     __device__ uint32_t value_empty() const { return value_full(Traits::value_parts); }
