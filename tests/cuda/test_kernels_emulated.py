@@ -246,7 +246,7 @@ def check_forward(case, device, emulator):
     out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out)
     references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
     got = {name: results[name] for name in ("out", "lse")}
-    check_results(case, got, references, expected_rounding(case, spec, operands, d_out, None, references))
+    check_results(case, got, *expected(case, spec, operands, d_out, None, references, got["out"]))
     np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
 
 
@@ -371,7 +371,7 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     device = dataclasses.replace(H100, sm_count=multiprocessors)
     spec, operands, d_out, d_lse, seed = draw(case)
     d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
-    out, lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     bounds = backward_plan.plan_backward_metadata(spec, shapes_of(operands), device)
     arrays = arrays_of(operands, bounds, emulator, seed)
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
@@ -381,8 +381,9 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     plan = plan_backward(spec, shapes_of(operands), device)
     resident = resident or (multiprocessors,) * runs
     of_runs = [emulator.run(plan, arrays, seed + i, count) for i, count in enumerate(resident)]
-    references = {"out": out, "lse": lse, **agreement.by_name(expected)}
-    deviations = expected_rounding(case, spec, operands, d_out, d_lse, references)
+    references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
+    rounded_out = out.astype(DTYPES[case.dtype])
+    references, deviations = expected(case, spec, operands, d_out, d_lse, references, rounded_out)
     for results in of_runs:
         gradients = {name: results[name] for name in ("d_query", "d_key", "d_value")}
         of_scores = score_mod.gradients(spec, operands, results, bias_factor)
@@ -391,11 +392,17 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     return of_runs
 
 
-def expected_rounding(case, spec, operands, d_out, d_lse, references):
-    """The standard deviation of each number of each result, in the shape that kernels give it."""
-    lse, d_lse = (None if x is None else x.transpose(0, 2, 1) for x in (references["lse"], d_lse))
-    of_results = rounding.deviations(case.dtype, spec, operands, d_out, d_lse, references | {"lse": lse})
-    return of_results | {"lse": of_results["lse"].transpose(0, 2, 1)}
+def expected(case, spec, operands, d_out, d_lse, references, out):
+    """What kernels are to give where the output is `out`, and how far rounding takes it: two dicts by name.
+
+    The latter has the standard deviation of each number.
+    """
+    heads_last = {name: x.transpose(0, 2, 1) if name == "lse" else x for name, x in references.items()}
+    d_lse = None if d_lse is None else d_lse.transpose(0, 2, 1)
+    terms = rounding.terms_of(case.dtype, spec, operands, heads_last, d_out, d_lse)
+    deviations = rounding.deviations(terms, heads_last)
+    deviations["lse"] = deviations["lse"].transpose(0, 2, 1)
+    return rounding.with_delta_of(out, terms, references), deviations
 
 
 def check_results(case, got, references, deviations):
@@ -437,12 +444,12 @@ def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
 
     monkeypatch.setattr(cuda, "current", lambda: DEVICE)
     monkeypatch.setattr(cuda.call, "call", call)
-    expected_out, expected_lse, expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    right_out, right_lse, right = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     out, lse = cuda.forward(spec, operands)
     gradients = cuda.backward(spec, operands, out, lse, jax.numpy.asarray(d_out), d_lse)
     got = {"out": out, "lse": lse, **agreement.by_name(gradients)}
-    references = {"out": expected_out, "lse": expected_lse, **agreement.by_name(expected)}
-    check_results(case, got, references, expected_rounding(case, spec, operands, d_out, d_lse, references))
+    references = {"out": right_out, "lse": right_lse, **agreement.by_name(right)}
+    check_results(case, got, *expected(case, spec, operands, d_out, d_lse, references, np.asarray(out)))
 
 
 def _tensor_maps(plan):

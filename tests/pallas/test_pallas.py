@@ -48,6 +48,7 @@ def by_triton():
 
 class TestPallasInterpreted(ImplementationSuite):
     implementation = "pallas"
+    p_is_converted = False
     # Most of the time goes into compiling what the interpreter makes of kernels.
     compiler_options = {"xla_backend_optimization_level": 0}  # noqa: RUF012
     lengths = (1, 65, 150)

@@ -61,9 +61,11 @@ class Result:
         )
 
 
-def compare(case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, float]:
+def compare(
+    case, spec, operands, d_out, d_lse, got, ratios=True, p_is_converted=True
+) -> dict[str, float]:
     """Check a run against the definition in float64: `Yardsticks.check`, of a call that is run once."""
-    return Yardsticks(case, spec, operands, d_out, d_lse).check(got, ratios)
+    return Yardsticks(case, spec, operands, d_out, d_lse, p_is_converted).check(got, ratios)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Yardsticks:
     operands: Operands
     d_out: np.ndarray  # (B, T, N, V)
     d_lse: np.ndarray | None  # (B, T, N)
+    p_is_converted: bool = True  # by the implementation: to 16 bits, before dS is made of it
 
     @functools.cached_property
     def references(self) -> dict[str, np.ndarray]:
@@ -86,9 +89,12 @@ class Yardsticks:
 
     @functools.cached_property
     def deviations(self) -> dict[str, np.ndarray]:
-        return rounding.deviations(
-            self.case.dtype, self.spec, self.operands, self.d_out, self.d_lse, self.references
-        )
+        return rounding.deviations(self.terms, self.references)
+
+    @functools.cached_property
+    def terms(self) -> rounding.Terms:
+        of_call = self.case.dtype, self.spec, self.operands, self.references, self.d_out, self.d_lse
+        return rounding.terms_of(*of_call, self.p_is_converted)
 
     def _results_of(self, attention) -> dict[str, np.ndarray]:
         """Output, residual and gradients by name, the residual as `(B, T, N)`."""
@@ -113,8 +119,10 @@ class Yardsticks:
         if not ratios and not complaints and within and not any(x.complaint_of_rows() for x in results):
             return {}
         over_plain = {}
+        plains = {name: finite(x) for name, x in self.plains.items()}
+        plains = rounding.with_delta_of(got[0], self.terms, plains)
         for result in results:
-            plain = finite(self.plains[result.name]).reshape(result.reference.shape)
+            plain = plains[result.name].reshape(result.reference.shape)
             plain_error, floor = float(np.linalg.norm(plain - result.reference)), result.floor(self.case)
             few = self.case.is_drawn and plain.size < MANY
             allowed = (4 if few else 2) * plain_error
@@ -138,8 +146,9 @@ class Yardsticks:
             assert lse.dtype == np.float32
             arrays["lse"] = lse
         results, complaints = [], []
+        references = rounding.with_delta_of(out, self.terms, self.references)
         for name, x in arrays.items():
-            reference, deviation = self.references[name], self.deviations[name]
+            reference, deviation = references[name], self.deviations[name]
             if name.startswith("d_"):
                 assert x.dtype == getattr(self.operands, name.removeprefix("d_")).dtype, name
                 # Without the axes that a broadcast operand has in canonical form.

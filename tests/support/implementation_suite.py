@@ -54,6 +54,7 @@ class Implementation:
     implementation: str
     compiler_options: dict[str, Any] | None = None
     reports_errors: bool = True  # in `check`, by how much they exceed plain attention's; or just checks them
+    p_is_converted: bool = True  # to 16 bits, before dS is made of it: bounds are tighter where it isn't
 
     def environment(self):
         """A context that the implementation runs in (an interpreter, an assumed device, …)."""
@@ -105,14 +106,18 @@ class Implementation:
 
         return run
 
+    def compare(self, case: Case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, float]:
+        """Compare a run with the definition: `agreement.compare`."""
+        return compare(case, spec, operands, d_out, d_lse, got, ratios, self.p_is_converted)
+
     def check(self, case: Case) -> dict[str, float]:
-        """Run a case in the form that it has, and compare it with the definition: `compare`'s ratios."""
+        """Run a case in the form that it has, and compare it with the definition: its ratios."""
         arguments, spec, operands, d_out, d_lse = draw(case)
         d_lse = d_lse if case.residual == "used" else None
         attend = in_form_of(case, self.attend)
         program = self.program(arguments, d_out, d_lse, attend, return_residual=case.residual != "absent")
         got = program()
-        ratios = compare(case, spec, operands, d_out, d_lse, got, self.reports_errors)
+        ratios = self.compare(case, spec, operands, d_out, d_lse, got, self.reports_errors)
         if spec.deterministic:
             jax.tree.map(np.testing.assert_array_equal, got, program())
         return ratios
@@ -207,21 +212,21 @@ class ImplementationSuite(Implementation):
         record_property("category", case.category)
         arguments, spec, operands, d_out, d_lse = draw(case)
         got = self.run(arguments, d_out, d_lse)
-        ratios = compare(case, spec, operands, d_out, d_lse, got)
+        ratios = self.compare(case, spec, operands, d_out, d_lse, got)
         record_property("error_ratios", ratios)
 
     def test_without_residual(self, dtype):
         case = self._typical(dtype)
         arguments, spec, operands, d_out, _ = draw(case)
         got = self.run(arguments, d_out, None)
-        compare(case, spec, operands, d_out, None, got)
+        self.compare(case, spec, operands, d_out, None, got)
 
     def test_rows_with_nothing_to_attend_to(self, dtype):
         T, S = self.typical_length, self.typical_length // 2
         case = self._typical(dtype, T=T, S=S, is_causal=True)
         arguments, spec, operands, d_out, d_lse = draw(case)
         out, lse, gradients = self.run(arguments, d_out, d_lse)
-        compare(case, spec, operands, d_out, d_lse, (out, lse, gradients))
+        self.compare(case, spec, operands, d_out, d_lse, (out, lse, gradients))
         empty = slice(0, T - S)
         assert np.all(out[:, empty] == 0)
         assert np.all(np.isneginf(lse[:, empty]))

@@ -3,6 +3,9 @@
 The sizes are standard deviations found in float64: independent errors add up in squares. They hold for an
 implementation that keeps no T × S array. Plain attention's own error, the other yardstick of agreement.py,
 lacks one of them: it never sees the output rounded. Each reason for an error is a function of its own.
+
+The gradients of bias, slopes and sinks are sums over rows, in which terms cancel. Rounding the output
+takes them far off, but a run's output is known, and so is what its rounding does: `with_delta_of`.
 """
 
 import dataclasses
@@ -33,6 +36,7 @@ class Terms:
     spec: AttentionSpec
     operands: Operands
     dtype: str
+    p_is_converted: bool  # to 16 bits, before dS is made of it
     query: np.ndarray  # (B, N, T, H)
     key: np.ndarray  # (B, N, S, H)
     value: np.ndarray  # (B, N, S, V)
@@ -63,9 +67,17 @@ class Terms:
         return self.p * (self.d_p - self.delta)
 
 
-def _terms(dtype, spec, operands, out, lse, d_out, d_lse) -> Terms:
-    """Of a call of that dtype: `out` and `d_out` `(B, T, N, V)`, `lse` and `d_lse` `(B, T, N)`."""
+def terms_of(dtype, spec, operands, references, d_out, d_lse, p_is_converted=True) -> Terms:
+    """Of a call of that dtype.
+
+    Args:
+      references: the definition's results by name, `out` `(B, T, N, V)` and `lse` `(B, T, N)` among them.
+      d_out: `(B, T, N, V)`.
+      d_lse: `(B, T, N)`, or None.
+      p_is_converted: whether the implementation makes dS of probabilities in 16 bits.
+    """
     size = sizes(operands)
+    out, lse = references["out"], references["lse"]
     query, key, value, out, d_out = (
         np.asarray(x).astype(np.float64).transpose(0, 2, 1, 3)
         for x in (operands.query, operands.key, operands.value, out, d_out)
@@ -96,12 +108,15 @@ def _terms(dtype, spec, operands, out, lse, d_out, d_lse) -> Terms:
     if d_lse is not None:
         delta = delta - np.asarray(d_lse, np.float64).transpose(0, 2, 1)[..., None]
     arrays = query, key, value, d_out, out, lse, delta, logits, p, kept, softcap_grad, sink_p
-    return Terms(spec, operands, dtype, *arrays)
+    return Terms(spec, operands, dtype, p_is_converted, *arrays)
 
 
-def deviations(dtype: str, spec, operands, d_out, d_lse, references) -> dict[str, np.ndarray]:
-    """The standard deviation of each number of each result of a call of that dtype, in its shape."""
-    terms = _terms(dtype, spec, operands, references["out"], references["lse"], d_out, d_lse)
+def deviations(terms: Terms, references: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The standard deviation of each number of each result, in the shape that the definition gives it.
+
+    That of sums over rows is from what `with_delta_of` gives.
+    """
+    operands = terms.operands
     squares = {
         "out": _rows_first(of_out(terms)),
         "lse": of_lse(terms).transpose(0, 2, 1),
@@ -119,6 +134,25 @@ def deviations(dtype: str, spec, operands, d_out, d_lse, references) -> dict[str
         name: np.sqrt(x.reshape(references[name].shape) + of_rounded_result(name, terms, references[name]))
         for name, x in squares.items()
     }
+
+
+def with_delta_of(out: np.ndarray, terms: Terms, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`results` by name, in which sums over rows have a delta that is found from `out` `(B, T, N, V)`.
+
+    That is the output of a run, which is rounded. Where results aren't sums over rows they stay as they are.
+    """
+    out = out.astype(np.float64).transpose(0, 2, 1, 3)
+    out = np.where(np.isfinite(out), out, terms.out)  # numbers that aren't finite are complaints of their own
+    off = np.sum(terms.d_out * (out - terms.out), -1, keepdims=True)
+    d_logits, distance = -terms.p * off, _distance(terms)
+    shifts = {"d_bias": d_logits, "d_alibi_slopes": -d_logits * distance, "d_sinks": -terms.sink_p * off}
+    shifted = {}
+    for name, shift in shifts.items():
+        if name in results:
+            x = results[name]
+            shape = x.shape if name == "d_bias" else (*x.shape, 1, 1)
+            shifted[name] = x + _sum_to(shift, shape).reshape(x.shape)
+    return results | shifted
 
 
 # Squared errors, a function a reason or a result.
@@ -171,20 +205,23 @@ def of_delta(terms):
 
 
 def of_d_logits(terms):
-    """Of P * (dP - delta), but for what delta is off, which the numbers of a row share.
+    """Of P * (dP - delta) in float32, but for what delta is off, which the numbers of a row share.
 
-    P has an error, the two whose difference is taken have, and the product is rounded. So is P, which kernels
-    keep in half precision for both products: in float16, small ones lose digits.
+    P has an error, and the two whose difference is taken have.
     """
-    difference = terms.arithmetic * terms.p * (np.abs(terms.d_p) + np.abs(terms.delta))
-    rounded = of_rounding(terms.dtype, terms.d_logits)
-    rounded += of_rounding(terms.dtype, terms.p) * (terms.d_p - terms.delta) ** 2
-    return rounded + terms.d_logits**2 * of_p(terms) + difference**2
+    off = terms.arithmetic * terms.p * (np.abs(terms.d_p) + np.abs(terms.delta))
+    return terms.d_logits**2 * of_p(terms) + off**2
+
+
+def of_converted_p(terms):
+    """What it adds that kernels keep P in half precision for both products: in float16, small ones lose digits."""
+    return of_rounding(terms.dtype, terms.p) * (terms.d_p - terms.delta) ** 2
 
 
 def of_d_scores(terms):
-    """The same before the soft cap, whose derivative may be rounded as well."""
-    capped = terms.softcap_grad**2 * of_d_logits(terms)
+    """Before the soft cap, whose derivative may be rounded as well, and as operands of a product."""
+    rounded = of_rounding(terms.dtype, terms.d_logits) + of_converted_p(terms)
+    capped = terms.softcap_grad**2 * (of_d_logits(terms) + rounded)
     if terms.spec.logits_soft_cap is None:
         return capped
     return capped + of_rounding(terms.dtype, terms.softcap_grad) * terms.d_logits**2
@@ -200,24 +237,38 @@ def of_d_key(terms):
     return terms.spec.scale**2 * (_t(off) @ terms.query**2)
 
 
+def of_sum_of_delta(terms):
+    """`(B, N, T, 1)`: of delta, given the output that it is found from."""
+    return terms.arithmetic**2 * np.sum((terms.d_out * terms.out) ** 2, -1, keepdims=True)
+
+
+def of_d_logits_in_sums(terms):
+    """Of those that are summed over rows: before they are rounded for a product."""
+    return of_d_logits(terms) + (of_converted_p(terms) if terms.p_is_converted else 0)
+
+
 def of_d_bias(terms):
     shape = terms.operands.bias.shape
     p = np.sum(terms.p, -1, keepdims=True) if shape[-1] == 1 else terms.p
-    return _sum_to(of_d_logits(terms), shape) + _sum_to(of_delta(terms) * p**2, shape)
+    return _sum_to(of_d_logits_in_sums(terms), shape) + _sum_to(of_sum_of_delta(terms) * p**2, shape)
 
 
 def of_d_alibi_slopes(terms):
-    distance = np.abs(np.asarray(_reference._distance(terms.spec, terms.operands)))
+    distance = _distance(terms)
     shape = (*terms.operands.alibi_slopes.shape, 1, 1)
-    shared = of_delta(terms) * np.sum(terms.p * distance, -1, keepdims=True) ** 2
-    return _sum_to(of_d_logits(terms) * distance**2, shape) + _sum_to(shared, shape)
+    shared = of_sum_of_delta(terms) * np.sum(terms.p * distance, -1, keepdims=True) ** 2
+    return _sum_to(of_d_logits_in_sums(terms) * distance**2, shape) + _sum_to(shared, shape)
 
 
 def of_d_sinks(terms):
     """Sums over rows of the sink's probability times delta."""
     own = terms.arithmetic**2 + (FLOAT32 * np.abs(terms.lse)) ** 2
     shape = (*terms.operands.sinks.shape, 1, 1)
-    return _sum_to(terms.sink_p**2 * (of_delta(terms) + own * terms.delta**2), shape)
+    return _sum_to(terms.sink_p**2 * (of_sum_of_delta(terms) + own * terms.delta**2), shape)
+
+
+def _distance(terms):
+    return np.abs(np.asarray(_reference._distance(terms.spec, terms.operands)))
 
 
 def _sum_to(x, shape):

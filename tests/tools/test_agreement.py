@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from agreement import Yardsticks
+import rounding
+from agreement import SUMS_OVER_ROWS, Yardsticks
 from attention_case import Case, draw
 from exhaustive import thorough
 
@@ -23,6 +24,9 @@ class Run:
         self.results = self.rounded(self.yardsticks.references)
 
     def rounded(self, results):
+        """Results as a run gives them: in their dtypes, and delta found from the output in its own."""
+        out = results["out"].astype(self.dtype)
+        results = rounding.with_delta_of(out, self.yardsticks.terms, results)
         operands = self.yardsticks.operands.present()
         dtypes = {
             "out": self.dtype,
@@ -42,7 +46,8 @@ DTYPES = ["bfloat16", *thorough("float32", "float16")]
 
 @pytest.fixture(scope="module", params=DTYPES)
 def run(request):
-    return Run(Case("feature", request.param, features=EVERYTHING, is_causal=True, seed=0, **SIZES))
+    # Of this seed, sums over all rows are no smaller than they are wont to be.
+    return Run(Case("feature", request.param, features=EVERYTHING, is_causal=True, seed=2, **SIZES))
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -59,7 +64,7 @@ def test_right_results_pass(run, long):
 @pytest.mark.parametrize("name", RESULTS)
 @pytest.mark.parametrize("sign", (1, -1))
 def test_what_is_a_little_too_large_or_small_is_caught(name, sign, run):
-    epsilon = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.004}[run.dtype]
+    epsilon = {"float32": 1e-5, "bfloat16": 0.0075, "float16": 0.001}[run.dtype]
     scaled = (run.results[name].astype(np.float64) * (1 + sign * epsilon)).astype(run.results[name].dtype)
     with pytest.raises(AssertionError, match=f"{name}: error"):
         run.check(**{name: scaled})
@@ -74,11 +79,12 @@ def test_zeros_are_caught(name, run):
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("feature", ("alibi_slopes", "sinks"))
-def test_zeros_are_caught_in_sums_over_all_rows(feature, is_causal, dtype):
+def test_small_errors_are_caught_in_sums_over_all_rows(feature, is_causal, dtype):
     run = Run(Case("feature", dtype, T=65, S=65, N=4, features=(feature,), is_causal=is_causal, seed=1))
     run.check()
     name = f"d_{feature}"
-    for wrong in (np.zeros_like(run.results[name]), run.results[name] * np.float32(1.05)):
+    for factor in (0, 0.99, 1.01):
+        wrong = run.results[name] * np.float32(factor)
         with pytest.raises(AssertionError, match=f"{name}: error"):
             run.check(**{name: wrong})
 
@@ -132,4 +138,5 @@ def test_what_is_not_finite_is_caught(name, value, run):
 
 def test_plain_attention_agrees(run):
     ratios = run.check(**run.rounded(run.yardsticks.plains))
-    assert ratios and all(0.999 < ratio < 1.001 for ratio in ratios.values())
+    others = [ratio for name, ratio in ratios.items() if name not in SUMS_OVER_ROWS]  # they are rounded once
+    assert others and all(0.999 < ratio < 1.001 for ratio in others)

@@ -29,6 +29,7 @@ def in_small_blocks():
 @pytest.mark.usefixtures("small_blocks")
 class TestXla(ImplementationSuite):
     implementation = "xla"
+    p_is_converted = False
     dtypes = ("float32", "bfloat16", "float16")
     lengths = (1, 7, 65, 127)
     typical_length = 65
@@ -39,6 +40,7 @@ class TestXla(ImplementationSuite):
 
 class TestXlaPairwise(PairwiseSuite):
     implementation = "xla"
+    p_is_converted = False
     dtypes = ("float32", "bfloat16", "float16")
     # Most of the time goes into compiling: without optimisation half as much.
     compiler_options = {"xla_backend_optimization_level": 0}  # noqa: RUF012
