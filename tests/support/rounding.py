@@ -207,9 +207,10 @@ def of_delta(terms):
 def of_d_logits(terms):
     """Of P * (dP - delta) in float32, but for what delta is off, which the numbers of a row share.
 
-    P has an error, and the two whose difference is taken have.
+    P has an error, and the two whose difference is taken have: dP is a sum of products that may cancel.
     """
-    off = terms.arithmetic * terms.p * (np.abs(terms.d_p) + np.abs(terms.delta))
+    products = FLOAT32 / terms.arithmetic * terms.kept * np.sqrt(terms.d_out**2 @ _t(terms.value**2))
+    off = terms.arithmetic * terms.p * (np.abs(terms.d_p) + np.abs(terms.delta) + products)
     return terms.d_logits**2 * of_p(terms) + off**2
 
 
