@@ -61,9 +61,7 @@ class Result:
         )
 
 
-def compare(
-    case, spec, operands, d_out, d_lse, got, ratios=True, p_is_converted=True
-) -> dict[str, float]:
+def compare(case, spec, operands, d_out, d_lse, got, ratios=True, p_is_converted=True) -> dict[str, float]:
     """Check a run against the definition in float64: `Yardsticks.check`, of a call that is run once."""
     return Yardsticks(case, spec, operands, d_out, d_lse, p_is_converted).check(got, ratios)
 

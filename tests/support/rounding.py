@@ -215,7 +215,7 @@ def of_d_logits(terms):
 
 
 def of_converted_p(terms):
-    """What it adds that kernels keep P in half precision for both products: in float16, small ones lose digits."""
+    """What P in half precision adds. Kernels keep it for both products; in float16 small ones lose digits."""
     return of_rounding(terms.dtype, terms.p) * (terms.d_p - terms.delta) ** 2
 
 
