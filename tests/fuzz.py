@@ -6,7 +6,8 @@
 
 Values of all factors of a call are drawn at random, those that the implementation refuses left out; output,
 residual and gradients are compared as everywhere in the tests. A case that fails is made smaller while it
-still fails (five minutes at most), and printed with the command that runs it.
+still fails (five minutes at most), and printed with the command that runs it. With `--go-on` it is printed as
+soon as it is found, and the fuzz goes on.
 
 Nearly all of the time goes into compiling on the CPU, the CUDA kernels first: a few seconds for those of a
 call. So calls that have the same kernels are drawn together, and `--jobs` processes share the work; those on
@@ -16,6 +17,7 @@ a GPU share it too.
 import argparse
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -173,12 +175,14 @@ def fuzz(
     seed: int,
     deadline: float = math.inf,
     tell: Callable[[Report], object] = lambda report: None,
+    go_on: bool = False,
 ) -> Report:
     """Runs `count` cases, or until one fails; those that the implementation refuses come on top.
 
     Args:
       deadline: the `time.time()` from which on no other is begun.
       tell: called with the report so far before each case, which it names.
+      go_on: after a failure, rather than make the case smaller.
     """
     report = Report()
     factors, refused_alone = supported(fuzzed, fuzzed.factors())
@@ -186,9 +190,10 @@ def fuzz(
     seen = set()
 
     def check(case):
-        if time.time() > deadline or (report.ran == count and report.failure is None):
+        shrinking = report.failures and not go_on
+        if time.time() > deadline or (report.ran == count and not shrinking):
             raise Enough
-        if case in seen and report.failure is None:
+        if case in seen and not shrinking:
             return
         seen.add(case)
         refusal = fuzzed.refusal(case)
@@ -201,9 +206,12 @@ def fuzz(
         try:
             fuzzed.check(case)
         except Exception as error:
-            report.failure = case, f"{type(error).__name__}: {error}"  # the last is the smallest
-            raise
-        report.ran += report.failure is None
+            failure = case, f"{type(error).__name__}: {error}"
+            if not go_on:
+                report.failures = [failure]  # the last is the smallest
+                raise
+            report.failures.append(failure)
+        report.ran += not shrinking
         if report.ran % CASES_UNTIL_CLEARED == 0:
             jax.clear_caches()
 
@@ -226,7 +234,7 @@ def fuzz(
     except Enough:
         pass
     except Exception:
-        if report.failure is None:  # the fuzz itself has failed
+        if not report.failures:  # the fuzz itself has failed
             raise
     report.at_hand = None
     tell(report)
@@ -237,14 +245,28 @@ def fuzz_by_name(name: str, *arguments) -> Report:
     return fuzz(FUZZED[name](), *arguments)
 
 
-def fuzz_in_jobs(name: str, count: int, seed: int, jobs: int, seconds: float) -> list[Report]:
+def go_on_by_name(name: str, *arguments) -> Report:
+    return fuzz(FUZZED[name](), *arguments, go_on=True)
+
+
+def fuzz_in_jobs(
+    name: str, count: int, seed: int, jobs: int, seconds: float, go_on: bool = False
+) -> list[Report]:
     """The reports of `jobs` processes, each with its share of the cases and a seed of its own."""
-    progress = fuzz_jobs.Progress()
+    progress = fuzz_jobs.Progress(functools.partial(describe, name) if go_on else None)
+    work = go_on_by_name if go_on else fuzz_by_name
     deadline = time.time() + seconds
     if jobs == 1:
-        return [fuzz_by_name(name, count, seed, deadline, lambda report: progress.tell([report]))]
+        return [work(name, count, seed, deadline, lambda report: progress.tell([report]))]
     shares = [(name, count // jobs + (job < count % jobs), seed + job) for job in range(jobs)]
-    return fuzz_jobs.in_processes(fuzz_by_name, shares, deadline, progress)
+    return fuzz_jobs.in_processes(work, shares, deadline, progress)
+
+
+def describe(name: str, failure: tuple[Case | None, str]) -> str:
+    """A failure, and the command that runs its case again."""
+    case, error = failure
+    again = "null" if case is None else to_json(case)
+    return f"\nFAILED {case}\n{error}\npython tests/fuzz.py --implementation {name} --case '{again}'"
 
 
 def to_json(case: Case) -> str:
@@ -263,6 +285,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of everything that is drawn; a fresh one by default")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other case is begun")
+    parser.add_argument("--go-on", action="store_true", help="after a failure, rather than make it smaller")
     parser.add_argument("--out", type=Path, help="where to write a summary, JSON")
     parser.add_argument("--case", type=from_json, help="run this one alone")
     options = parser.parse_args(arguments)
@@ -276,7 +299,7 @@ def main(arguments: list[str]) -> int:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"--seed {seed} --jobs {options.jobs}", flush=True)
     started = time.monotonic()
-    reports = fuzz_in_jobs(name, options.cases, seed, options.jobs, options.seconds)
+    reports = fuzz_in_jobs(name, options.cases, seed, options.jobs, options.seconds, options.go_on)
     summary = {
         "implementation": name,
         **environment(jax.devices()[0]),
@@ -291,16 +314,16 @@ def main(arguments: list[str]) -> int:
     print(f"ran {summary['cases']} in {summary['seconds']} s, refused {sum(refused.values())}")
     for reason, times in refused.items():
         print(f"  {reason} → {times}")
-    for failure in summary["failures"]:
-        print(f"\nFAILED {failure['description']}\n{failure['error']}")
-        print(f"python tests/fuzz.py --implementation {name} --case '{failure['case']}'")
-    return 1 if summary["failures"] else 0
+    failures = [failure for report in reports for failure in report.failures]
+    for failure in [] if options.go_on else failures:  # else they are printed already
+        print(describe(name, failure))
+    return 1 if failures else 0
 
 
 def summarise(reports: list[Report]) -> dict:
     """How many cases agreed with the definition, those that failed, and what was refused how often."""
     refused = sum((report.refused for report in reports), collections.Counter())
-    failures = [report.failure for report in reports if report.failure is not None]
+    failures = [failure for report in reports for failure in report.failures]
     return {
         "cases": sum(report.ran for report in reports),
         "failures": [

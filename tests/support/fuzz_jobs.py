@@ -19,26 +19,34 @@ class Report:
 
     ran: int = 0
     refused: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    failure: tuple[Case | None, str] | None = None  # the smallest case found, and how it fails
+    # Cases that fail, and how: all of them where the fuzz goes on, else the smallest found.
+    failures: list[tuple[Case | None, str]] = dataclasses.field(default_factory=list)
     at_hand: Case | None = None  # runs now
 
 
 class Progress:
-    """Prints how far it is, from time to time."""
+    """Prints how far it is, from time to time; and failures, with `name_failure`, as soon as they are found."""
 
-    def __init__(self):
+    def __init__(self, name_failure: Callable[[tuple[Case | None, str]], str] | None = None):
         self.started = self.told = time.monotonic()
+        self.name_failure = name_failure
+        self.named = collections.Counter()  # failures of each report
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
     def tell(self, reports: list[Report]):
+        if self.name_failure is not None:
+            for i, report in enumerate(reports):
+                for failure in report.failures[self.named[i] :]:
+                    print(self.name_failure(failure), flush=True)
+                self.named[i] = len(report.failures)
         if time.monotonic() < self.told + SECONDS_BETWEEN_LINES:
             return
         self.told = time.monotonic()
         ran = sum(report.ran for report in reports)
-        failed = sum(report.failure is not None for report in reports)
+        failed = sum(len(report.failures) for report in reports)
         print(f"{self.seconds:5.0f} s: {ran} cases, {failed} failed", flush=True)
 
 
@@ -75,7 +83,9 @@ def in_processes(
     for process, report in zip(processes, reports, strict=True):
         process.join()
         if process.exitcode != 0:
-            report.failure = report.failure or (report.at_hand, f"its process ended with {process.exitcode}")
+            report.failures = report.failures or [
+                (report.at_hand, f"its process ended with {process.exitcode}")
+            ]
     return reports
 
 

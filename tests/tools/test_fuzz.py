@@ -23,7 +23,7 @@ from jax_flash.cuda.sm90.backward_plan import plan_backward
 @pytest.mark.parametrize("seed", range(4))  # always the same calls: others are for the command line
 def test_random_calls_agree_with_the_definition(seed):
     report = fuzz.fuzz(fuzz.Xla(), 7, seed)
-    assert report.failure is None, fuzz.to_json(report.failure[0]) + "\n" + report.failure[1]
+    assert not report.failures, fuzz.describe("xla", report.failures[0])
     assert report.ran == 7
     assert not report.refused
 
@@ -57,6 +57,15 @@ def test_a_fault_of_two_features_together_is_found_and_made_small(monkeypatch, c
         fuzz.main(["--implementation", "flawed", "--case", again])
 
 
+def test_failures_are_printed_as_they_are_found_where_the_fuzz_goes_on(monkeypatch, capsys):
+    add_flawed_implementation(monkeypatch)
+    monkeypatch.setitem(fuzz.FUZZED, "flawed", Flawed)
+    command = ["--implementation", "flawed", "--cases", "60", "--seed", "0", "--go-on"]
+    assert fuzz.main(command) == 1
+    found, ran, _ = capsys.readouterr().out.partition("ran 60 in ")
+    assert ran and found.count("FAILED") > 1 and "lse: error" in found
+
+
 def test_a_printed_case_is_the_same_case(monkeypatch, capsys):
     case = Case("fuzz", "bfloat16", T=3, local_window_size=(None, 3), features=("sinks", "mask:B11S"), seed=5)
     assert fuzz.from_json(fuzz.to_json(case)) == case
@@ -77,7 +86,7 @@ def test_processes_share_the_cases(tmp_path, capsys):
 def test_time_runs_out(monkeypatch):
     monkeypatch.setattr(fuzz, "time", types.SimpleNamespace(time=itertools.count().__next__))
     report = fuzz.fuzz(fuzz.Xla(), 1000, seed=0, deadline=3)
-    assert 0 < report.ran <= 4 and report.failure is None and report.at_hand is None
+    assert 0 < report.ran <= 4 and not report.failures and report.at_hand is None
 
 
 CASE = Case("fuzz", "bfloat16")
@@ -112,7 +121,7 @@ def test_a_process_that_dies_or_hangs_has_failed(work, code, monkeypatch):
     clock = UntilAllHang()
     monkeypatch.setattr(fuzz_jobs, "time", clock)
     (report,) = fuzz_jobs.in_processes(work, [()], deadline=1.0, progress=clock)
-    assert report.ran in (1, 2) and report.failure == (CASE, f"its process ended with {code}")
+    assert report.ran in (1, 2) and report.failures == [(CASE, f"its process ended with {code}")]
 
 
 def test_cases_of_a_list_have_the_same_kernels():
