@@ -25,7 +25,7 @@ class Report:
 
 
 class Progress:
-    """Prints how far it is, from time to time; and failures, with `name_failure`, as soon as they are found."""
+    """Prints how far it is, from time to time; failures as soon as they are found, with `name_failure`."""
 
     def __init__(self, name_failure: Callable[[tuple[Case | None, str]], str] | None = None):
         self.started = self.told = time.monotonic()
@@ -83,9 +83,8 @@ def in_processes(
     for process, report in zip(processes, reports, strict=True):
         process.join()
         if process.exitcode != 0:
-            report.failures = report.failures or [
-                (report.at_hand, f"its process ended with {process.exitcode}")
-            ]
+            ended = report.at_hand, f"its process ended with {process.exitcode}"
+            report.failures = report.failures or [ended]
     return reports
 
 
