@@ -1,11 +1,9 @@
-"""Exact attention for JAX that never stores the matrix of logits.
-
-`jax_flash.flax`, the `attention_fn` for Flax modules, is imported on demand, since Flax is optional.
-"""
+"""Exact attention for JAX that never stores the matrix of logits."""
 
 # Registers the custom calls, which a program exported elsewhere may hold.
 import jax_flash.cuda.call  # noqa: F401
-from jax_flash import flash_attn
+from jax_flash import flash_attn as flash_attn
+from jax_flash import flax as flax  # `import *` leaves it out: it would hide Flax itself
 from jax_flash._attention import flash_attention
 from jax_flash._dot_product_attention import dot_product_attention
 from jax_flash._dropout import dropout_mask

@@ -124,8 +124,11 @@ def dropout(rate: Any, key: Any, names: Names = OWN_NAMES) -> tuple[float, jax.A
     name = names["dropout_rate"]
     rate = dropout_rate(name, rate)
     if rate > 0 and key is None:
+        # A Flax layer passes its rate by this name, but no key.
+        advice = "; for a Flax layer, jax_flash.flax.dot_product_attention" if name == "dropout_rate" else ""
         raise ValueError(
-            f"{names['dropout_key']} must be a key, as from jax.random.key, when {name} is {rate}; got None"
+            f"{names['dropout_key']} must be a key, as from jax.random.key, when {name} is {rate}; "
+            f"got None{advice}"
         )
     checked = None if key is None else random_key(names["dropout_key"], key)
     return rate, checked if rate > 0 else None

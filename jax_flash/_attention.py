@@ -6,7 +6,7 @@ from typing import Literal, overload
 import jax
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments
+from jax_flash import _arguments, _validate
 from jax_flash._call import Arguments, attend, prepare
 
 
@@ -84,6 +84,7 @@ def flash_attention(
     deterministic: bool = False,
     return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
+    broadcast_dropout: None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact scaled dot-product attention that never stores the matrix of logits.
 
@@ -138,6 +139,9 @@ def flash_attention(
       return_residual: return lse beside the output.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the
         fastest that supports the call on this device (`jax_flash.explain` tells which, and why).
+      broadcast_dropout: must be None. Flax's linen layers pass it to an attention_fn that has it. This
+        function is none for them: their `deterministic` means no dropout, and they have no dropout_key.
+        `jax_flash.flax.dot_product_attention` is.
 
     Returns:
       `(*B, T, N, V)` in query's dtype; with `return_residual`, also lse, float32 `(*B, T, N)`.
@@ -156,6 +160,12 @@ def flash_attention(
       (https://arxiv.org/abs/2305.13245); the soft cap of Gemma 2 (https://arxiv.org/abs/2408.00118);
       attention sinks (https://arxiv.org/abs/2309.17453).
     """
+    if broadcast_dropout is not None:
+        raise TypeError(
+            "broadcast_dropout must be None: it is an argument of Flax's layers, which mean other things by "
+            "some names; their attention_fn is jax_flash.flax.dot_product_attention; "
+            f"got {_validate.short(broadcast_dropout)}"
+        )
     arguments = Arguments(
         query,
         key,

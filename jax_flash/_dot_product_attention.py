@@ -1,6 +1,5 @@
 """`dot_product_attention`: what `jax.nn.dot_product_attention` means, by our implementations."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -8,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _sequences, _validate
+from jax_flash import _arguments, _validate
+from jax_flash._alignment import from_top_left
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._mask import Window
 
@@ -28,6 +28,8 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = ...,
     implementation: str | Sequence[str] | None = ...,
     return_residual: Literal[False] = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
 ) -> jax.Array: ...
 
 
@@ -46,6 +48,8 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = ...,
     implementation: str | Sequence[str] | None = ...,
     return_residual: Literal[True],
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -63,6 +67,8 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | Sequence[str] | None = None,
     return_residual: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""A drop-in for `jax.nn.dot_product_attention`, with memory linear in the sequence.
 
@@ -72,7 +78,8 @@ def dot_product_attention(
 
     Everything means what it means in JAX, whose causal masks and windows are aligned to the top left, also
     where T ≠ S or lengths are given (`flash_attention` aligns to the bottom right). Beyond it: a row with
-    nothing to attend to gives 0 (and residual −inf), and values may have a head dim of their own.
+    nothing to attend to gives 0 (and residual −inf), values may have a head dim of their own, and
+    probabilities may be dropped.
 
     Letters: `B` batch, `T` queries, `S` keys, `N` query heads, `K` key heads (`N % K == 0`), `H` head dim of
     queries and keys, `V` head dim of values.
@@ -93,6 +100,8 @@ def dot_product_attention(
         fastest that supports the call on this device.
       return_residual: return the log-sum-exp of each row too. As in JAX it has query's dtype, and no
         gradient flows through it; `flash_attention` returns it in float32 and differentiable.
+      dropout_rate: the share of probabilities to drop, in [0, 1), as in `flash_attention`.
+      dropout_key: one key, as from `jax.random.key`; needed when `dropout_rate > 0`.
 
     Returns:
       `(B, T, N, V)` or `(T, N, V)` as query has it; with `return_residual`, also `(B, T, N)` or `(T, N)`.
@@ -103,7 +112,6 @@ def dot_product_attention(
     given = _checked("query", query), _checked("key", key), _checked("value", value)
     with_batch = (x if x.ndim == 4 else jnp.expand_dims(x, 0) for x in given)
     query, key, value = _arguments.query_key_value(*with_batch, given=given)
-    B, T, S = query.shape[0], query.shape[1], key.shape[1]
     if bias is not None:
         bias = _validate.array("bias", bias, "floating or integer")
         if jnp.issubdtype(bias.dtype, jnp.integer):
@@ -112,33 +120,21 @@ def dot_product_attention(
     window = _window(local_window_size)
     if _validate.flag("is_causal", is_causal):
         window = window.causal()
-    padding: dict[str, Any] = {
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
-    has_lengths = query_seq_lengths is not None or key_value_seq_lengths is not None
-    if has_lengths and not window.unbounded:
-        # With lengths, `flash_attention` aligns each batch row to its own bottom right corner. Segments
-        # mask the padding and leave the alignment alone: tokens are of segment 0, and padding of two
-        # others, one for queries and one for keys, that never meet.
-        padding = {
-            "query_segment_ids": _segments("query_seq_lengths", query_seq_lengths, B, T, padding_id=1),
-            "key_value_segment_ids": _segments(
-                "key_value_seq_lengths", key_value_seq_lengths, B, S, padding_id=2
-            ),
-        }
     arguments = Arguments(
         query,
         key,
         value,
         bias,
         mask,
-        window=window.from_top_left(T, S),
+        window=window,
         scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
         return_residual=return_residual,
-        **padding,
     )
-    call = prepare(arguments)
+    call = prepare(from_top_left(arguments))
     results = attend(call, implementation)
     if call.spec.return_residual:
         out, lse = results
@@ -164,16 +160,3 @@ def _window(local_window_size: Any) -> Window:
             f"unbounded: no row would see a key; got {_validate.short(local_window_size)}"
         )
     return window
-
-
-def _segments(name: str, lengths: Any, batch: int, size: int, padding_id: int) -> jax.Array:
-    """Segment ids int32 `(batch, size)`: 0 within the length (everywhere if it is None)."""
-    if lengths is None:
-        return jnp.zeros((batch, size), jnp.int32)
-    lengths = _sequences.lengths(name, lengths, {"(B,)": (batch,)}, size)
-    return _segments_of_lengths(lengths, size, padding_id)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _segments_of_lengths(lengths: jax.Array, size: int, padding_id: int) -> jax.Array:
-    return jnp.where(jnp.arange(size)[None] < lengths[:, None], 0, padding_id).astype(jnp.int32)

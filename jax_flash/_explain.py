@@ -115,7 +115,14 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     )
 
 
-_SIGNATURE = inspect.signature(_attention.flash_attention)
+def _signature() -> inspect.Signature:
+    """That of `flash_attention`, without the argument that is always None."""
+    signature = inspect.signature(_attention.flash_attention)
+    parameters = [x for x in signature.parameters.values() if x.name != "broadcast_dropout"]
+    return signature.replace(parameters=parameters)
+
+
+_SIGNATURE = _signature()
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
 
 

@@ -38,6 +38,11 @@ def segment_ids(
     )
     if _fits_int32(query_ids) and _fits_int32(key_value_ids):
         return _int32(query_ids), _int32(key_value_ids)
+    return ranks(query_ids, key_value_ids)
+
+
+def ranks(query_ids: Integers, key_value_ids: Integers) -> tuple[jax.Array, jax.Array]:
+    """For each id, how many distinct smaller ones there are among the queries and keys of its batch row."""
     words = (
         # NumPy's on the host, where they have all their bits; JAX's in a `jit`, with its constants.
         jax.jit(_words)(ids) if isinstance(ids, jax.Array) else _words(ids)
@@ -66,7 +71,7 @@ Words = tuple[Integers, Integers, Integers]
 
 @jax.jit
 def _ranks(query_words: Words, key_value_words: Words) -> tuple[jax.Array, jax.Array]:
-    """For each id, how many distinct smaller ones there are among the queries and keys of its batch row."""
+    """`ranks` of ids as words."""
     words = [jnp.concatenate(pair, axis=-1) for pair in zip(query_words, key_value_words, strict=True)]
     place = jax.lax.broadcasted_iota(jnp.int32, words[0].shape, words[0].ndim - 1)
     *words, place = jax.lax.sort((*words, place), num_keys=len(words))

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_flash import _arguments, _device, _dropout, _validate
+from jax_flash._alignment import from_top_left
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
-from jax_flash._mask import UNBOUNDED
 
 _NAMES = Names(dropout_key="dropout_rng")
 
@@ -42,6 +42,15 @@ def dot_product_attention(
     promote_dtype: Callable[..., Any] | None = None,
     is_causal: bool = False,
     *,
+    scale: float | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = None,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
     """`dot_product_attention` of `flax.linen` and `flax.nnx`, computed by our implementations.
@@ -51,8 +60,21 @@ def dot_product_attention(
     Flax averages all values. Dropout keeps other probabilities than Flax's for the same `dropout_rng`, at
     the same rate: those of `jax_flash.dropout_mask`.
 
-    A layer passes its own arguments; bind more with `functools.partial`, as in
-    `functools.partial(dot_product_attention, implementation="xla")`.
+    A layer passes its own arguments. What Flax has no argument for is bound with `functools.partial`, and
+    means what it means in `jax_flash.flash_attention`, aligned to the top left: a window and the segment ids
+    of packed documents need no mask of B × T × T. In linen, within the module that makes the layer:
+
+        attention = functools.partial(
+            dot_product_attention, query_segment_ids=ids, key_value_segment_ids=ids, local_window_size=(99, 0)
+        )
+        x = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention)(x)
+
+    An NNX layer is made once, before there are ids. It hands on its `mask` as it is, so that may be the ids:
+
+        def attention(query, key, value, mask, **options):
+            return dot_product_attention(
+                query, key, value, query_segment_ids=mask, key_value_segment_ids=mask, **options
+            )
 
     Letters: `*B` any leading batch axes, `T` queries, `S` keys, `N` query heads, `K` key heads
     (`N % K == 0`), `H` head dim of queries and keys, `V` head dim of values.
@@ -76,6 +98,19 @@ def dot_product_attention(
         einsums to replace.
       promote_dtype: a function to call instead of `flax.nnx.nn.dtypes.promote_dtype`.
       is_causal: row i sees the keys `j <= i` (aligned to the top left, as in Flax).
+      scale: of the logits; `1 / sqrt(H)` by default.
+      local_window_size: `(left, right)`: row i sees `i - left <= j <= i + right`. None or -1 on a side is
+        unbounded; an int w means `(w, w)`. Not for the one query of a layer that decodes, since its position
+        isn't known.
+      query_seq_lengths: `(*B,)`, integer, in tokens. Rows from there on give 0.
+      key_value_seq_lengths: `(*B,)`, integer, in tokens. Keys from there on are masked out.
+      query_segment_ids: `(*B, T)`, integer. A row sees the keys of its own segment alone; goes with
+        key_value_segment_ids.
+      key_value_segment_ids: `(*B, S)`, integer.
+      logits_soft_cap: c in `c * tanh(logits / c)`, greater than 0; None for no cap.
+      alibi_slopes: `(N,)` or `(*B, N)`, floating. `slope * |i - j|` is subtracted from the logits. Needs
+        T = S.
+      sinks: `(N,)`, floating: for each query head, a logit that takes part in the sum and has no value.
       implementation: as in `jax_flash.flash_attention`.
 
     Returns:
@@ -115,7 +150,8 @@ def dot_product_attention(
         raise ValueError(
             "dropout_rng must be a key where dropout_rate > 0 and deterministic is False; got None"
         )
-    window = UNBOUNDED.causal() if _validate.flag("is_causal", is_causal) else UNBOUNDED
+    T, S = query.shape[-3], key.shape[-3]
+    _check_positions(T, S, local_window_size, alibi_slopes)
     broadcast_dropout = _validate.flag("broadcast_dropout", broadcast_dropout)
     arguments = Arguments(
         query,
@@ -123,15 +159,22 @@ def dot_product_attention(
         value,
         bias,
         None if mask is None else _as_bool(_validate.unconverted("mask", mask, "bool or number")),
-        window=window.from_top_left(query.shape[-3], key.shape[-3]),
+        window=_arguments.window(is_causal, local_window_size),
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
         dropout_rate=rate,
         dropout_key=dropout_rng,
         names=_NAMES,
     )
-    call = prepare(arguments)
+    call = prepare(from_top_left(arguments))
     own = call.operands.dropout_rows
     if own is not None and broadcast_dropout:
-        T, S = query.shape[-3], key.shape[-3]
         rows, columns = _dropout.hashes(dropout_rng, 1, 1, T, S)
         operands = call.operands.replace(
             dropout_rows=jnp.broadcast_to(rows[0], own.shape),
@@ -139,6 +182,21 @@ def dot_product_attention(
         )
         call = dataclasses.replace(call, operands=operands)
     return attend(call, implementation)
+
+
+def _check_positions(queries: int, keys: int, local_window_size: Any, alibi_slopes: Any) -> None:
+    """Raise where an argument needs positions of queries that aren't those of keys."""
+    if local_window_size is not None and queries == 1 < keys:
+        raise ValueError(
+            "local_window_size must be None where a layer decodes, one query with several keys, since the "
+            f"query's position isn't known (a mask may hide keys); got {_validate.short(local_window_size)}"
+        )
+    if alibi_slopes is not None and queries != keys:
+        raise ValueError(
+            "alibi_slopes must be None where there are not as many keys as queries, since the queries' "
+            f"positions aren't known (a bias may hold distances); got {_validate.short(alibi_slopes)} with "
+            f"{queries} queries and {keys} keys"
+        )
 
 
 def _as_bool(mask: Any) -> jax.Array:

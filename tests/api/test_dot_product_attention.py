@@ -52,9 +52,11 @@ def some(allowed):
 def test_signature():
     ours = inspect.signature(jax_flash.dot_product_attention).parameters
     theirs = inspect.signature(jax.nn.dot_product_attention).parameters
-    assert {n: (p.kind, p.default) for n, p in ours.items()} == {
+    added = {"dropout_rate", "dropout_key"}
+    assert {n: (p.kind, p.default) for n, p in ours.items() if n not in added} == {
         n: (p.kind, p.default) for n, p in theirs.items()
     }
+    assert {ours[n].kind for n in added} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(("T", "S"), SIZES)
@@ -194,7 +196,7 @@ def test_values_may_have_a_head_dim_of_their_own():
         (
             dict(key_value_seq_lengths=jnp.ones((B, 1), jnp.int32), is_causal=True),
             ValueError,
-            "key_value_seq_lengths must have shape (B,) = (2,); got int32 (2, 1)",
+            "key_value_seq_lengths must have shape (*B,) = (2,); got int32 (2, 1)",
         ),
         (dict(implementation="cudnn"), ValueError, "implementation must be None, one of"),
         (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size must be None, an int or a pair"),
@@ -226,3 +228,12 @@ def test_errors(changes, error, message):
     with pytest.raises(error) as raised:
         jax_flash.dot_product_attention(**arguments | changes)
     assert message in str(raised.value)
+
+
+def test_dropout_is_that_of_dropout_mask():
+    dropout = {"dropout_rate": 0.25, "dropout_key": jax.random.key(1)}
+    query, key, _ = (jnp.zeros_like(x) for x in inputs(5, 7))
+    value = jnp.broadcast_to(jnp.eye(7)[:, None], (B, 7, K, 7))
+    out = jax_flash.dot_product_attention(query, key, value, **dropout)
+    keep = jax_flash.dropout_mask(dropout["dropout_key"], 0.25, (B, N, 5, 7))
+    np.testing.assert_allclose(out, jnp.swapaxes(keep, 1, 2) / 7 / 0.75, rtol=1e-6)

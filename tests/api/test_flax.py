@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -11,7 +13,6 @@ import pytest
 from flax import nnx
 
 import jax_flash
-import jax_flash.flax
 from jax_flash import _device
 from jax_flash.flax import dot_product_attention
 
@@ -285,3 +286,190 @@ def test_precision_is_refused_where_it_would_not_be_honoured():
         pytest.raises(NotImplementedError, match=r"precision must be None.*float32 on cuda"),
     ):
         dot_product_attention(x, x, x, precision=highest)
+
+
+LENGTH = 12
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SINKS = np.array([0.5, -1.0, 0.0, 2.0], np.float32)
+LENGTHS = np.array([9, 12], np.int32)
+IDS = np.array([[0] * 5 + [7] * 7, [3] * 2 + [2**31 - 1] * 8 + [-(2**31)] * 2])
+SEGMENTS = {"query_segment_ids": IDS, "key_value_segment_ids": IDS}
+# More than Flax's own attention_fn takes.
+BOUND = {
+    "scale": {"scale": 0.2},
+    "window": {"local_window_size": (2, 1)},
+    "window without a side": {"local_window_size": (None, 1)},
+    "soft cap": {"logits_soft_cap": 0.5},
+    "alibi": {"alibi_slopes": SLOPES},
+    "sinks": {"sinks": SINKS},
+    "segments": SEGMENTS,
+    "lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": [5, 12]},
+    "lengths and window": {"key_value_seq_lengths": LENGTHS, "local_window_size": 3},
+    "lengths and alibi": {"key_value_seq_lengths": LENGTHS, "alibi_slopes": SLOPES},
+    "lengths, segments and window": {"key_value_seq_lengths": LENGTHS, **SEGMENTS, "local_window_size": 3},
+}
+
+
+def defined_attention(
+    query,
+    key,
+    value,
+    mask=None,
+    is_causal=False,
+    scale=None,
+    local_window_size=None,
+    logits_soft_cap=None,
+    alibi_slopes=None,
+    sinks=None,
+    query_segment_ids=None,
+    key_value_segment_ids=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+):
+    """Attention by its definition, aligned to the top left; arrays `(B, LENGTH, HEADS, H)`."""
+    i, j = np.ogrid[:LENGTH, :LENGTH]
+    sees = np.ones((B, 1, LENGTH, LENGTH), bool) & ((j <= i) | (not is_causal))
+    sees = sees if mask is None else sees & (mask != 0)
+    if local_window_size is not None:
+        left, right = np.broadcast_to(local_window_size, 2)
+        sees = sees & (j >= i - (LENGTH if left is None else left)) & (j <= i + right)
+    if query_segment_ids is not None:
+        sees = sees & (query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :])
+    for lengths, position in ((query_seq_lengths, i), (key_value_seq_lengths, j)):
+        if lengths is not None:
+            sees = sees & (position < np.reshape(lengths, (B, 1, 1, 1)))
+    logits = jnp.einsum("bTNH,bSNH->bNTS", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    if alibi_slopes is not None:
+        logits = logits - alibi_slopes[:, None, None] * np.abs(i - j)
+    weights = jnp.where(sees, jnp.exp(logits), 0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks)[:, None, None]
+    return jnp.einsum("bNTS,bSNH->bTNH", weights / jnp.where(total == 0, 1, total), value)
+
+
+def value_and_gradients(attention, *arrays):
+    """The output and the gradients, compiled as one."""
+
+    def loss(*arrays):
+        out = attention(*arrays)
+        return jnp.sum(jnp.sin(out)), out
+
+    argnums = tuple(range(len(arrays)))
+    return jax.jit(jax.value_and_grad(loss, argnums=argnums, has_aux=True))(*arrays)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bound", BOUND)
+def test_what_flax_has_no_argument_for_is_bound(bound, is_causal):
+    arrays = [normal(seed, B, LENGTH, HEADS, 8) for seed in range(3)]
+    ours, definition = (
+        functools.partial(attention, is_causal=is_causal, **BOUND[bound])
+        for attention in (dot_product_attention, defined_attention)
+    )
+    assert_close(
+        value_and_gradients(ours, *arrays), value_and_gradients(definition, *arrays), rtol=2e-4, atol=5e-5
+    )
+
+
+def test_a_linen_layer_of_packed_documents():
+    """Segment ids are traced and bound where the layer is made. The program holds no matrix of T × T."""
+
+    class Packed(nn.Module):
+        @nn.compact
+        def __call__(self, x, ids):
+            attention = functools.partial(
+                dot_product_attention,
+                query_segment_ids=ids,
+                key_value_segment_ids=ids,
+                local_window_size=(6, 0),
+            )
+            return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention)(x)
+
+    length = 2048
+    x, ids = normal(0, 1, length, FEATURES), jnp.arange(length)[None] // 700
+    variables = Packed().init(jax.random.key(1), x[:, :4], ids[:, :4])
+    program = jax.jit(jax.grad(lambda variables, x, ids: jnp.sum(Packed().apply(variables, x, ids) ** 2)))
+    assert f"{length}x{length}" not in program.lower(variables, x, ids).as_text()
+    near = nn.make_attention_mask(*[jnp.arange(T)[None]] * 2, lambda i, j: (j <= i) & (j >= i - 6))
+    x, ids = x[:, :T], ids[:, :T] + (jnp.arange(T) > 3)
+    mask = nn.combine_masks(nn.make_attention_mask(ids, ids, jnp.equal), near)
+    layer = nn.MultiHeadDotProductAttention(num_heads=HEADS)
+    params = {"params": variables["params"]["MultiHeadDotProductAttention_0"]}
+    out = jax.jit(Packed().apply)(variables, x, ids)
+    assert_close(out, layer.apply(params, x, mask=mask))
+
+
+def test_an_nnx_layer_of_packed_documents():
+    """The layer hands on its mask as it is: here, segment ids."""
+
+    def packed_attention(query, key, value, mask, **options):
+        return dot_product_attention(
+            query, key, value, query_segment_ids=mask, key_value_segment_ids=mask, **options
+        )
+
+    options = {"num_heads": HEADS, "in_features": FEATURES, "decode": False}
+    ours = nnx.MultiHeadAttention(attention_fn=packed_attention, rngs=nnx.Rngs(0), **options)
+    theirs = nnx.MultiHeadAttention(rngs=nnx.Rngs(0), **options)
+    x, ids = normal(0, B, LENGTH, FEATURES), jnp.asarray(np.arange(LENGTH) // 5 + np.zeros((B, 1), int))
+    mask = nnx.combine_masks(nnx.make_attention_mask(ids, ids, jnp.equal), nnx.make_causal_mask(ids))
+    out = nnx.jit(lambda layer, x, ids: layer(x, mask=ids, is_causal=True))(ours, x, ids)
+    assert_close(out, theirs(x, mask=mask))
+
+
+def test_a_layer_that_decodes_refuses_what_needs_positions():
+    for options, name in (
+        ({"local_window_size": (4, 0)}, "local_window_size"),
+        ({"alibi_slopes": SLOPES}, "alibi"),
+    ):
+        attention = functools.partial(dot_product_attention, **options)
+        layer = nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention, decode=True)
+        variables = layer.init(jax.random.key(0), normal(0, B, T, FEATURES))
+        with pytest.raises(ValueError, match=f"{name}.* must be None where"):
+            layer.apply(variables, normal(0, B, 1, FEATURES), mutable=["cache"])
+
+
+def test_is_an_attribute_of_the_package():
+    code = (
+        "import jax_flash; jax_flash.flax.dot_product_attention; import sys; assert 'flax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_flash_attention_in_a_linen_layer_raises():
+    """Its `deterministic` isn't Flax's, and the layer has no dropout key for it."""
+    layer = nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=jax_flash.flash_attention)
+    with pytest.raises(TypeError, match=r"attention_fn is jax_flash\.flax\.dot_product_attention"):
+        layer.init(jax.random.key(0), normal(0, B, T, FEATURES))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_other_attention_in_a_linen_layer_with_dropout_raises(deterministic):
+    layer = nn.MultiHeadDotProductAttention(
+        num_heads=HEADS, attention_fn=jax_flash.dot_product_attention, dropout_rate=0.1
+    )
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    with pytest.raises(ValueError, match=r"dropout_rate is 0\.1.*jax_flash\.flax\.dot_product_attention"):
+        layer.init(rngs, normal(0, B, T, FEATURES), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("attention", [jax_flash.dot_product_attention, jax_flash.flash_attention])
+def test_other_attention_in_an_nnx_layer_raises(attention):
+    layer = nnx.MultiHeadAttention(
+        num_heads=HEADS, in_features=FEATURES, decode=False, attention_fn=attention, rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        layer(normal(0, B, T, FEATURES))
+
+
+def test_other_attention_in_a_linen_layer_without_dropout_is_right():
+    x = normal(0, B, T, FEATURES)
+    layer = nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=jax_flash.dot_product_attention)
+    mask = np.tril(np.ones((T, T), bool))
+    variables = layer.init(jax.random.key(0), x, mask=mask)
+    assert_close(
+        layer.apply(variables, x, mask=mask),
+        layer.clone(attention_fn=nn.dot_product_attention).apply(variables, x, mask=mask),
+    )

@@ -210,6 +210,7 @@ ATTENTION = {
     "return_residual": FLAG,
     "implementation": IMPLEMENTATION,
 }
+FLAX_ALONE = {"broadcast_dropout": [True, False, np.True_, 0, "text", Odd(), Unprintable()]}
 DESCENDING = [0, 3, 2, 4]
 OFFSETS = [
     None,
@@ -247,6 +248,8 @@ DOT_PRODUCT = {
     "local_window_size": [*WINDOW, -1, (-2, 1), (3, -4), (1, -HUGE)],
     "implementation": IMPLEMENTATION,
     "return_residual": FLAG,
+    "dropout_rate": RATE,
+    "dropout_key": KEY,
 }
 
 OFFICIAL = {
@@ -331,7 +334,19 @@ FLAX = {
         "text",
     ],
     "is_causal": FLAG,
-    "implementation": IMPLEMENTATION,
+    **{
+        name: ATTENTION[name]
+        for name in (
+            *(
+                "scale",
+                "local_window_size",
+                "query_seq_lengths",
+                "key_value_seq_lengths",
+                "query_segment_ids",
+            ),
+            *("key_value_segment_ids", "logits_soft_cap", "alibi_slopes", "sinks", "implementation"),
+        )
+    },
 }
 PAD = {
     "hidden_states": [None, *NO_ARRAYS, ones(), ones(2), ones(T + 1, 3)],
@@ -369,15 +384,18 @@ CU = {
 
 # Of each function: a correct call, and what each argument refuses.
 FUNCTIONS = {
-    jax_flash.flash_attention: (PLAIN | SEGMENTS, ATTENTION),
+    jax_flash.flash_attention: (PLAIN | SEGMENTS, ATTENTION | FLAX_ALONE),
     jax_flash.explain: (PLAIN | SEGMENTS, ATTENTION),
-    jax_flash.dot_product_attention: ({"query": query, "key": key, "value": value}, DOT_PRODUCT),
+    jax_flash.dot_product_attention: (PLAIN, DOT_PRODUCT),
     jax_flash.flash_attention_varlen: (
         {"query": query[0], "key": key[0], "value": value[0], **DROPOUT, **PACKED},
         VARLEN,
     ),
     jax_flash.flax.dot_product_attention: (
-        {"query": query, "key": key, "value": value, "dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+        {
+            **{"query": query, "key": key, "value": value, **SEGMENTS},
+            **{"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+        },
         FLAX,
     ),
     jax_flash.dropout_mask: ({"key": jax.random.key(0), "rate": 0.5, "shape": (N, T, S)}, DROPOUT_MASK),
