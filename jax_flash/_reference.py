@@ -134,7 +134,7 @@ def _attention(spec, operands, dtype, rounding):
     # in it takes 0 for its maximum, so that no -inf meets a -inf.
     x = jnp.where(allowed, x, -jnp.inf)
     top = jax.lax.stop_gradient(x.max(-1, keepdims=True))
-    empty = jnp.isneginf(top)
+    empty = jnp.all(jnp.isneginf(x), -1, keepdims=True)  # by the maximum, NaN might be, too
     if operands.sinks is not None:
         sinks = operands.sinks.astype(dtype)[:, :, None, None]
         top = jnp.maximum(top, jax.lax.stop_gradient(sinks))

@@ -471,7 +471,42 @@ def test_huge_logits_give_no_nan(magnitude, head_dim, emulator):
     results |= emulator.run(plan, arrays, seed, resident=DEVICE.sm_count)
     for name in ("out", "d_query", "d_key", "d_value"):
         assert np.isfinite(results[name].astype(np.float64)).all(), name
-    assert (results["lse"] < np.inf).all()  # -inf: no key is left of the row
+    huge = operands.replace(query=arrays["query"], key=arrays["key"])
+    _, lse, _ = _reference.reference_with_gradients(spec, huge, d_out)
+    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+@pytest.mark.parametrize("name", ("query", "key"))
+def test_log_sum_exp_is_nan_where_a_logit_is_not_finite(name, value, emulator):
+    """But for -inf, which hides a key."""
+    case = Case(H=64, T=130, S=130, right=0)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    arrays[name][:, 70, :, 3] = value
+    lse = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)["lse"]
+    _, expected, _ = _reference.reference_with_gradients(spec, operands.replace(**arrays), d_out)
+    assert np.isnan(expected).sum() >= (1 if name == "query" else 20)
+    np.testing.assert_allclose(lse, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("low", (-1e38, float(np.finfo(np.float32).min)))
+def test_rows_whose_bias_is_very_low_have_a_mean(low, emulator):
+    """The lowest number, which users add to hide keys, hides none where all keys have it."""
+    case = Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    arrays["bias"][:, 0, 20:] = low
+    arrays["bias"][:, 0, 30, 100:] = 0
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    lowered = operands.replace(bias=arrays["bias"])
+    out, lse, _ = _reference.reference_with_gradients(spec, lowered, d_out)
+    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5)
+    np.testing.assert_allclose(results["out"].astype(np.float64), out, rtol=0.02, atol=0.02)
+    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
+    results = emulator.run(plan_backward(spec, shapes_of(lowered), DEVICE), arrays, seed, DEVICE.sm_count)
+    for name in ("d_query", "d_key", "d_value", "d_bias"):
+        assert np.isfinite(results[name].astype(np.float64)).all(), name
 
 
 @pytest.mark.parametrize("magnitude", (1e3, *thorough(1e4)))

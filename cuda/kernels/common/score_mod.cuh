@@ -50,7 +50,7 @@ struct ScoreRow {
 
     __device__ __forceinline__ float distance(int key) const { return static_cast<float>(abs(diagonal - key)); }
 
-    // The logit of a score, in base 2. With a soft cap, sets `tanh` to the tangent that it computes.
+    // The logit of a score. With a soft cap, sets `tanh` to the tangent that it computes.
     __device__ __forceinline__ float logit(float score, int key, float& tanh) const {
         const int own_key = min(key, last_key);
         float x = score * operands.scale;
@@ -59,7 +59,6 @@ struct ScoreRow {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);
         }
         if constexpr (ScoreTraits::alibi) x -= slope * distance(key);
-        x *= log2_e;
         if constexpr (ScoreTraits::mask) {
             const unsigned char* seen = operands.mask + mask + own_key * operands.mask_strides.key;
             if (global::read_only(seen) == 0) x = -infinity;

@@ -23,10 +23,10 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 // lse in base 2. Where it is so large that its own rounding moves exponents by whole numbers, a few units
-// more: probabilities are then too small, but never infinite.
+// more: probabilities are then too small, but never infinite. Rounded up, the lowest floats stay finite.
 __device__ __forceinline__ float to_base_2(float lse) {
-    const float rounded = lse * log2_e, size = fabsf(rounded);
-    return size < 0x1p27f ? rounded : rounded + size * 0x1p-21f;
+    const float rounded = __fmul_ru(lse, log2_e), size = fabsf(rounded);
+    return size < 0x1p27f ? lse * log2_e : rounded + size * 0x1p-21f;
 }
 
 // One CTA a block of queries, head and batch row.

@@ -24,7 +24,7 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
             const int query = block * Traits::queries + query_of(i + j);
             const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
             const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), tanh[j]);
-            scores[i + j] = exp2_approx(logit - of_column(queries, j));
+            scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
         }
         if constexpr (ScoreTraits::soft_cap) {
 #pragma unroll

@@ -102,7 +102,7 @@ struct ConsumerCall {
     const ScoreOperands& score_operands;
     const Sinks sinks;
     const Dropout& dropout;
-    const float scale_log2;  // factor of scores in the exponent of 2
+    const float scale_log2;  // factor of scores in the exponent of 2; 1 where they are logits
 };
 
 // What a consumer warpgroup keeps from tile to tile: where it is in the rings of shared-memory stages.

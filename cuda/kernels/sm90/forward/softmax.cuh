@@ -1,7 +1,12 @@
-// The online softmax over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867), in base 2.
+// The online softmax over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867).
+//
+// It is in base 2. The scale of scores converts them, so that one instruction makes an exponent of a score. The logits
+// that a score modification makes are natural, as the lowest float would not be finite in base 2, and it is what users
+// add to scores to hide keys. Of these, differences are converted.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
+#include "common/score_traits.cuh"
 #include "sm90/forward/traits.cuh"
 
 // Element i of a thread's accumulator lies in row `row_of(i)` of the thread's two rows, which are 8 apart …
@@ -10,63 +15,74 @@ __device__ constexpr int row_of(int i) { return i / 2 % 2; }
 __device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
 struct OnlineSoftmax {
+    static constexpr bool natural = ScoreTraits::has_score_mod;
     // The maximum that probabilities are relative to is raised only when the row's maximum exceeds it by more than
     // this. Probabilities then stay below 2^8, and the output is hardly ever rescaled. The result is exact all the
     // same: the sum that normalises it has the same factor (FlashAttention-4's conditional rescaling).
-    static constexpr float rescale_threshold = 8.0f;
+    static constexpr float rescale_threshold = natural ? 8 * ln_2 : 8;
     // The maximum of a row that has seen no key. Finite, so that scores of -inf give 0 and not NaN.
-    static constexpr float initial_max = -1e30f;
+    static constexpr float initial_max = lowest_float;
 
-    float row_max[2] = {initial_max, initial_max};  // in base 2
+    float row_max[2] = {initial_max, initial_max};  // of scaled scores, or of logits
     float row_sum[2] = {0.0f, 0.0f};                // over this thread's columns; `finalize` adds the other lanes'
     float rescale[2];  // factor of earlier probabilities, and of the output so far
+
+    // The exponential of a difference of what `row_max` is a maximum of.
+    __device__ static __forceinline__ float exponential(float difference) {
+        return exp2_approx(natural ? difference * log2_e : difference);
+    }
 
     // Updates the maximum of the thread's row `r` from a block's scores, and returns whether it was raised. The
     // comparisons start from `least`, which is -inf: a caller that loads it late delays them until then.
     template <int r, int count>
-    __device__ __forceinline__ bool update_max(const float (&scores)[count], float scale_log2, float least) {
+    __device__ __forceinline__ bool update_max(const float (&scores)[count], float scale, float least) {
         float block_max = fmaxf(scores[2 * r], least);
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             if (row_of(i) == r) block_max = fmaxf(block_max, scores[i]);
         }
         // One is rounded up and the other down, so that no exponent exceeds the threshold however large logits are.
-        const float scaled_max = __fmul_ru(quad_max(block_max), scale_log2);
+        const float scaled_max = __fmul_ru(quad_max(block_max), scale);
         const bool raised = scaled_max > __fadd_rd(row_max[r], rescale_threshold);
         const float previous = row_max[r];
         row_max[r] = raised ? scaled_max : previous;
-        rescale[r] = exp2_approx(previous - row_max[r]);
+        rescale[r] = exponential(previous - row_max[r]);
         row_sum[r] *= rescale[r];
         return raised;
     }
 
     // Scores [begin, end) become probabilities relative to the maxima.
     template <int begin, int end, int count>
-    __device__ __forceinline__ void exponentiate(float (&scores)[count], float scale_log2) {
+    __device__ __forceinline__ void exponentiate(float (&scores)[count], float scale) {
 #pragma unroll
         for (int i = begin; i < end; ++i) {
-            scores[i] = exp2_approx(scores[i] * scale_log2 - row_max[row_of(i)]);
+            scores[i] = exponential(scores[i] * scale - row_max[row_of(i)]);
             row_sum[row_of(i)] += scores[i];
         }
     }
 
     // Gives the factor that normalises the output, and the row's natural log-sum-exp. They are 0 and -inf for a row
-    // that saw no key, or whose huge logits left nothing after rounding. `sink(r)` is the logit of a row's sink.
+    // that saw no key, and NaN where a logit was. Where huge logits left nothing after rounding, the factor is 0, and
+    // the log-sum-exp is their maximum.
     template <class Sink>
     __device__ __forceinline__ void finalize(float (&normalise)[2], float (&lse)[2], Sink sink) {
+        constexpr float least_sum = 0x1p-126f;  // the inverse of a smaller one is not finite
+        constexpr float to_natural = natural ? 1 : ln_2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(row_sum[r]);
-            const bool seen = sum >= 0x1p-126f;  // the inverse of a smaller sum is not finite
+            const bool is_left = !(sum < least_sum);  // NaN is
             float max = row_max[r], factor = 1, total = sum;
             if constexpr (Traits::sinks) {
-                const float logit = sink(r) * log2_e;
+                const float logit = sink(r) * (natural ? 1 : log2_e);
                 max = fmaxf(max, logit);
-                factor = exp2_approx(row_max[r] - max);
-                total = sum * factor + exp2_approx(logit - max);
+                factor = exponential(row_max[r] - max);
+                total = sum * factor + exponential(logit - max);
             }
-            normalise[r] = seen ? factor * reciprocal_approx(total) : 0.0f;
-            lse[r] = seen ? (max + log2_approx(total)) * ln_2 : -infinity;
+            normalise[r] = is_left ? factor * reciprocal_approx(total) : 0;
+            const float log_of_total = log2_approx(total < least_sum ? least_sum : total) * ln_2;
+            const bool saw_key = is_left || row_max[r] > initial_max;
+            lse[r] = saw_key ? max * to_natural + log_of_total : -infinity;
         }
     }
 };
