@@ -29,7 +29,7 @@ from attention_case import Case, draw
 from call_forms import in_form_of
 from exhaustive import thinned
 
-from jax_flash import _device, _dispatch
+from jax_flash import _device, _dispatch, _reference
 
 FEATURES = (
     "bias",  # one for each batch row, head, query and key
@@ -232,6 +232,32 @@ class ImplementationSuite(Implementation):
         assert np.all(np.isneginf(lse[:, empty]))
         assert np.all(np.isfinite(lse[:, T - S :]))
         assert np.all(gradients["query"][:, empty] == 0)
+
+    def test_log_sum_exp_is_nan_where_logits_are(self):
+        """Of the rows that see them alone."""
+        row, of_query, of_key = self.typical_length // 2, np.s_[0, :, 1], np.s_[1, -9:, 0]
+        lse = self._check_lse({"query": np.s_[0, row, 1, 3], "key": np.s_[1, -9, 0, 3]}, np.nan)
+        assert np.isnan(lse[of_query][row]) and np.isnan(lse[of_key]).all() and np.isnan(lse).sum() == 10
+
+    def test_rows_whose_bias_is_very_low_have_a_mean(self):
+        """The lowest float32 is what users add to hide keys."""
+        if "bias" not in self.features:
+            pytest.skip("takes no bias")
+        for low in (-1e38, np.finfo(np.float32).min):
+            self._check_lse({"bias": np.s_[:, 0, self.typical_length // 2]}, low, ("bias",))
+
+    def _check_lse(self, places: dict, value, features=()):
+        """Put `value` at those places of arguments, and compare lse with the definition. Returns it."""
+        case = self._typical(self.dtypes[0], is_causal=True, features=features, bias_dtype="float32")
+        arguments, spec, operands, d_out, d_lse = draw(case)
+        for name, place in places.items():
+            x = np.array(arguments[name])
+            x[place] = value
+            arguments[name], operands = x, operands.replace(**{name: x})
+        _, expected, _ = _reference.reference_with_gradients(spec, operands, d_out)
+        _, lse, _ = self.run(arguments, d_out, d_lse)
+        np.testing.assert_allclose(lse.transpose(0, 2, 1), expected, rtol=1e-3, atol=1e-3)
+        return lse
 
     def test_same_bits_every_time(self, dtype):
         """Forward always; gradients where `deterministic` is claimed."""
