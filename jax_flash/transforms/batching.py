@@ -9,11 +9,13 @@ An operand that is not mapped gets an axis of size 1, which stands for all rows.
 the differentiable ones, since each mapped instance has a gradient of its own.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 from jax_flash.transforms import partitioning
@@ -53,10 +55,12 @@ def backward(
 
     @mappable.def_vmap
     def rule(size: int, in_batched: Any, operands: Operands, *rest: jax.Array | None) -> Any:
-        def expand(x: jax.Array, mapped: bool) -> jax.Array:
-            return x if mapped else jnp.broadcast_to(x, (size, *x.shape))
-
         operands_mapped, *rest_mapped = in_batched
+        spread = _spread_over(size, (operands, *rest), in_batched)
+
+        def expand(x: jax.Array, mapped: bool) -> jax.Array:
+            return x if mapped else spread(x)
+
         expanded = {
             name: expand(x, getattr(operands_mapped, name))
             if name in DIFFERENTIABLE
@@ -68,3 +72,20 @@ def backward(
         return gradients, jax.tree.map(lambda _: True, gradients)
 
     return mappable(operands, out, lse, d_out, d_lse)
+
+
+def _spread_over(size: int, arrays: Any, is_mapped: Any) -> Callable[[jax.Array], jax.Array]:
+    """Expands an array that is not mapped, along the mapped axis in front.
+
+    If that axis is sharded over explicit mesh axes, it is so in every array: `vmap` asks for it in results.
+    """
+    mapped = next(x for x, m in zip(*map(jax.tree.leaves, (arrays, is_mapped)), strict=True) if m)
+    sharding = jax.typeof(mapped).sharding
+    axis = sharding.spec[0]
+
+    def spread(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(axis, *jax.typeof(x).sharding.spec)
+        wide = jnp.broadcast_to(x, (size, *x.shape))
+        return wide if axis is None else jax.sharding.reshard(wide, NamedSharding(sharding.mesh, spec))
+
+    return spread

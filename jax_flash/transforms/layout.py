@@ -134,6 +134,39 @@ class Layout:
             key_heads = key_heads[:-1]
         return Layout(mesh, batch, key_heads, heads[len(key_heads) :], query[-2] // key[-2])
 
+    def over_more(self, mesh: dict[str, int], inputs: Arrays) -> "Layout":
+        """The layout that partitions the call over these mesh axes too, not knowing how arrays lie on them.
+
+        The last one partitions heads, the others the batch, as the axes of a mesh are mostly ordered; each
+        the other of the two if it doesn't divide its own. One that divides neither is not used.
+        """
+        batch_sizes = inputs["query"].shape[: len(self.batch)]
+        query_heads, key_heads = inputs["query"].shape[-2], inputs["key"].shape[-2]
+        sizes = self.mesh | mesh
+        layout = dataclasses.replace(self, mesh=sizes)
+
+        def divides(size: int, axes: MeshAxes) -> bool:
+            return size % _size(sizes, axes) == 0
+
+        def by_heads(layout: Layout, name: str) -> Layout | None:
+            if not layout.group and divides(key_heads, (*layout.key_heads, name)):
+                return dataclasses.replace(layout, key_heads=(*layout.key_heads, name))
+            if divides(query_heads, (*layout.key_heads, *layout.group, name)):
+                return dataclasses.replace(layout, group=(*layout.group, name))
+            return None
+
+        def by_batch(layout: Layout, name: str) -> Layout | None:
+            for i, (size, axes) in enumerate(zip(batch_sizes, layout.batch, strict=True)):
+                if divides(size, (*axes, name)):
+                    batch = (*layout.batch[:i], (*axes, name), *layout.batch[i + 1 :])
+                    return dataclasses.replace(layout, batch=batch)
+            return None
+
+        for i, name in enumerate(mesh):
+            first, second = (by_heads, by_batch) if i == len(mesh) - 1 else (by_batch, by_heads)
+            layout = first(layout, name) or second(layout, name) or layout
+        return layout
+
     @property
     def used(self) -> frozenset[str]:
         return frozenset(itertools.chain(*self.batch, self.key_heads, self.group))

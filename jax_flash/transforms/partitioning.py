@@ -1,12 +1,16 @@
 """How a sharded `jit` partitions a call over a mesh. `layout.py` says along which axes.
 
-There are three cases, by the type of the mesh's axes:
+There are four cases, by the types of the mesh's axes:
 
 - Automatic: the compiler chooses the shardings. `custom_partitioning` gives it a Shardy rule, by which
   shardings propagate through the call, and a callback, which it asks for the computation of one device.
 - Explicit: shardings are part of the arrays' types. They are known when the call is traced, and a `shard_map`
   partitions it.
-- Manual, inside of the user's `shard_map`: arrays are one device's already.
+- Automatic and explicit: the explicit axes are made automatic for this call, so that the compiler knows all.
+- Manual, inside of the user's `shard_map`: arrays are one device's already. If the user left some axes
+  automatic or explicit, the arrays are still to be partitioned over those. The compiler doesn't ask for
+  the computation of one device there, so a nested `shard_map` partitions the call. How automatic axes
+  partition the arrays is not known when the call is traced: `Layout.over_more` guesses.
 """
 
 import math
@@ -17,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_flash
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
@@ -68,14 +72,24 @@ def backward(
 
 def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, results: Shapes) -> Arrays:
     """`local(inputs)`, partitioned. `results` has the shapes of what `local` returns for whole inputs."""
-    mesh = jax.typeof(inputs["query"]).sharding.mesh
-    if AxisType.Explicit in mesh.axis_types:
-        return _partition_by_type(local, mesh, inputs, results)
-    if AxisType.Manual in mesh.axis_types:
-        # Should the user's `shard_map` leave some mesh axes automatic, an opaque call is replicated over
-        # those: a partitioner has no say in a partly manual region.
+    mesh = _mesh_of(inputs)
+    kinds = set(mesh.axis_types)
+    if kinds <= {AxisType.Auto}:
+        return _partition_by_compiler(local, call, inputs, results)
+    if kinds == {AxisType.Auto, AxisType.Explicit}:
+        return _partition_as_automatic(local, call, mesh, inputs, results)
+    if kinds == {AxisType.Manual}:
         return local(inputs)
-    return _partition_by_compiler(local, call, inputs, results)
+    return _partition_by_shard_map(local, mesh, inputs, results)
+
+
+def _mesh_of(inputs: Arrays) -> Any:
+    """The mesh that the types of the inputs speak of.
+
+    Arrays that are not on a mesh, as those of NumPy, count as replicated on that of `jax.set_mesh`.
+    """
+    meshes = (jax.typeof(inputs[name]).sharding.mesh for name in ("query", *inputs))
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def _partition_by_compiler(
@@ -94,7 +108,9 @@ def _partition_by_compiler(
 
         def run_on_device(inputs: Arrays) -> Arrays:
             inputs = {name: x for name, x in inputs.items() if name != FINGERPRINT}
-            return layout.run(local, inputs, in_specs)
+            # Arrays are one device's. The compiler may ask under `jax.set_mesh`, whose mesh is not theirs.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return layout.run(local, inputs, in_specs)
 
         specs = in_specs | {FINGERPRINT: PartitionSpec()}
         in_shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -115,26 +131,50 @@ def _partition_by_compiler(
     return function(inputs)
 
 
-def _partition_by_type(
+def _partition_as_automatic(
+    local: Callable[[Arrays], Arrays], call: Call, mesh: Any, inputs: Arrays, results: Shapes
+) -> Arrays:
+    """For a mesh with automatic axes and explicit ones."""
+    layout, specs = _layout_by_type(mesh, inputs)
+    out_specs = {name: specs.get(name, layout.spec(name, shape)) for name, shape in results.items()}
+    run: Any = jax.sharding.auto_axes(
+        lambda inputs: _partition_by_compiler(local, call, inputs, results),
+        axes=mesh.explicit_axes,
+        out_sharding={name: NamedSharding(mesh, spec) for name, spec in out_specs.items()},
+    )
+    return run(inputs)
+
+
+def _partition_by_shard_map(
     local: Callable[[Arrays], Arrays], mesh: Any, inputs: Arrays, results: Shapes
 ) -> Arrays:
-    """For explicit mesh axes."""
-    axes = frozenset(mesh.explicit_axes)
-    specs = {name: jax.typeof(x).sharding.spec for name, x in inputs.items()}
-    layout = Layout.of({name: mesh.shape[name] for name in mesh.explicit_axes}, inputs, specs)
+    """For explicit mesh axes, and inside of a `shard_map` that leaves some axes automatic or explicit."""
+    by_type, specs = _layout_by_type(mesh, inputs)
+    # A sharded sequence or head dim is gathered, as it is with automatic mesh axes.
+    inputs = {name: _reshard(x, mesh, by_type.spec(name, x.shape)) for name, x in inputs.items()}
+    layout = by_type.over_more({name: mesh.shape[name] for name in mesh.auto_axes}, inputs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
     out_specs = {name: layout.spec(name, shape) for name, shape in results.items()}
-    # A sharded sequence or head dim is gathered, as it is with automatic mesh axes.
-    inputs = {name: _reshard(x, mesh, in_specs[name]) for name, x in inputs.items()}
+    # Over all mesh axes but those that `vmap` maps over, which it takes out of the types of arrays.
     run = jax.shard_map(
         lambda inputs: layout.run(local, vary_over(inputs, layout.used), in_specs),
-        mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, axis_names=axes,
+        mesh=mesh, in_specs=(in_specs,), out_specs=out_specs,
     )  # fmt: skip
     # A gradient is typed as its operand was.
-    return {name: _reshard(x, mesh, specs.get(name, out_specs[name])) for name, x in run(inputs).items()}
+    types = {name: specs.get(name, by_type.spec(name, shape)) for name, shape in results.items()}
+    return {name: _reshard(x, mesh, types[name]) for name, x in run(inputs).items()}
+
+
+def _layout_by_type(mesh: Any, inputs: Arrays) -> tuple[Layout, dict[str, PartitionSpec]]:
+    """The layout over the explicit mesh axes, and how each input is sharded over them by its type."""
+    specs = {name: jax.typeof(x).sharding.spec for name, x in inputs.items()}
+    return Layout.of({name: mesh.shape[name] for name in mesh.explicit_axes}, inputs, specs), specs
 
 
 def _reshard(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """`x`, typed as sharded by `spec` over the explicit axes of `mesh`."""
+    if not mesh.explicit_axes:
+        return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 

@@ -2,6 +2,9 @@
 
 `"plain"` is the definition of attention in the shape of an implementation: it compiles fast, and
 leaves nothing to test but what stands above an implementation.
+
+`"opaque"` is a custom call that knows nothing of attention, as kernels are for the compiler: the compiler can
+partition `"plain"` by itself and hide that nothing else did. Its programs are compiled and read, never run.
 """
 
 import dataclasses
@@ -15,6 +18,7 @@ import numpy as np
 
 from jax_flash import _reference
 from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_flash.cuda import _launcher
 from jax_flash.transforms import autodiff
 
 SPEC = AttentionSpec(scale=0.5, right=1, return_residual=True)
@@ -48,6 +52,31 @@ def plain_backward(spec, operands, out, lse, d_out, d_lse):
 
 
 add_implementation("plain", plain_forward, plain_backward)
+
+
+def opaque(function):
+    """A custom call with the operands and results of `function(spec, *args)`."""
+
+    def run(spec, *args):
+        shapes, tree = jax.tree.flatten(jax.eval_shape(functools.partial(function, spec), *args))
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
+        return tree.unflatten(jax.ffi.ffi_call("opaque", results)(*jax.tree.leaves(args)))
+
+    return run
+
+
+jax.ffi.register_ffi_target("opaque", {"execute": _launcher.handlers()["execute"]}, platform="cpu")
+add_implementation("opaque", opaque(plain_forward), opaque(plain_backward))
+
+
+def collectives(function, *args):
+    """The names of the operations by which the compiled program moves data between devices."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert 'custom_call_target="opaque"' in text
+    return {name for name in COLLECTIVES if f" {name}(" in text}
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "dynamic-slice")
 
 
 def make_operands(B=4, T=6, S=5, N=4, K=2, H=4, V=3, bias=(1, 1, 1, 1), mask=True, seed=0):

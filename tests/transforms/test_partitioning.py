@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import transform_cases as cases
 from jax.sharding import AxisType, NamedSharding
@@ -14,7 +15,7 @@ from jax_flash.transforms import layout
 from jax_flash.transforms.partitioning import Layout
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
-COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "dynamic-slice")
+OPAQUE = ("opaque",)
 
 
 def make_mesh(kind=AxisType.Auto, shape=(2, 4)):
@@ -44,6 +45,13 @@ def by(batch, heads, key_heads="same", **others):
     }
 
 
+def with_gradients(operands, implementation=("plain",)):
+    """The results, and the gradients for cotangents that are their sines."""
+    results, pullback = jax.vjp(lambda o: cases.attend(o, implementation=implementation), operands)
+    (gradients,) = pullback(jax.tree.map(jnp.sin, results))
+    return results, cases.split(gradients)[0]
+
+
 LAYOUTS = {
     "batch": (dict(B=8), by(("x", "y"), None)),
     "heads": (dict(N=8, K=8), by(None, ("y", "x"))),
@@ -71,18 +79,9 @@ def test_partitions_over_batch_and_heads(case, kind):
     operands = cases.make_operands(**sizes)
     mesh = make_mesh(kind)
     sharded = put(operands, mesh, specs)
-
-    def run(operands):
-        results, pullback = jax.vjp(cases.attend, operands)
-        (gradients,) = pullback(jax.tree.map(jnp.sin, results))
-        return results, cases.split(gradients)[0]
-
-    compiled = jax.jit(run).lower(sharded).compile()
-    text = compiled.as_text()
-    gathers = [name for name in COLLECTIVES if f" {name}(" in text]
-    allowed = {"dynamic-slice"} if "gqa" in case else set()  # each device takes its own key heads
-    assert set(gathers) <= allowed
-    (out, lse), gradients = compiled(sharded)
+    allowed = {"all-reduce"} | ({"dynamic-slice"} if "gqa" in case else set())  # of a device's own key heads
+    assert cases.collectives(lambda o: with_gradients(o, OPAQUE), sharded) <= allowed
+    (out, lse), gradients = jax.jit(with_gradients)(sharded)
     batch, _, heads = specs["query"]
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(batch, None, heads)), 4)
     assert lse.sharding.is_equivalent_to(NamedSharding(mesh, P(batch, heads)), 3)
@@ -106,10 +105,8 @@ def test_packed_sequences(kind, implementation):
     def ours(operands):
         return cases.attend(operands, spec, (implementation,))
 
-    compiled = jax.jit(ours).lower(sharded).compile()
-    assert "all-gather" not in compiled.as_text()
-    expected = cases.definition(operands, spec)
-    cases.assert_close(compiled(sharded), expected)
+    assert not cases.collectives(lambda o: cases.attend(o, spec, OPAQUE), sharded)
+    cases.assert_close(jax.jit(ours)(sharded), cases.definition(operands, spec))
     gradients = jax.jit(lambda o: cases.gradients(ours, o))(sharded)
     cases.assert_close(gradients, cases.gradients(lambda o: cases.definition(o, spec), operands))
 
@@ -136,10 +133,84 @@ def test_mesh_with_axes_of_both_kinds(explicit):
     operands = cases.make_operands(N=8, K=4)
     sharded = put(operands, mesh, by("x", "y"))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(cases.attend).lower(sharded).compile()
+        assert cases.collectives(lambda o: with_gradients(o, OPAQUE), sharded) <= {"all-reduce"}
+        actual = jax.jit(cases.attend)(sharded)
         gradients = cases.gradients(cases.attend, sharded)
-    assert "all-gather" not in compiled.as_text()
-    cases.assert_close(compiled(sharded), cases.definition(operands))
+    cases.assert_close(actual, cases.definition(operands))
+    cases.assert_close(gradients, cases.gradients(cases.definition, operands))
+
+
+@pytest.mark.parametrize("manual", ["x", "y"])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_shard_map_that_leaves_an_axis_automatic(manual, key_heads):
+    """The axis that is left partitions heads: of keys too where it divides them."""
+    mesh = make_mesh(shape=(2, 4))
+    left = "y" if manual == "x" else "x"
+    operands = cases.make_operands(B=4, N=8, K=key_heads)
+    sizes = dict(mesh.shape)
+    whole = by(manual, left, left if key_heads % sizes[left] == 0 else None)
+    specs = {name: P(*(a if a == manual else None for a in spec)) for name, spec in whole.items()}
+
+    def mapped(implementation):
+        return jax.shard_map(
+            lambda o: cases.attend(o, implementation=implementation),
+            mesh=mesh,
+            in_specs=(Operands(**{name: specs.get(name, P()) for name in operands.present()}),),
+            out_specs=(P(manual), P(manual)),
+            axis_names={manual},
+        )
+
+    sharded = put(operands, mesh, whole)
+    loss = jax.value_and_grad(cases.loss(mapped(OPAQUE)))
+    allowed = {"all-reduce"} | (set() if key_heads % sizes[left] == 0 else {"dynamic-slice"})
+    assert cases.collectives(loss, *cases.split(sharded)) <= allowed
+    cases.assert_close(jax.jit(mapped(("plain",)))(sharded), cases.definition(operands))
+    gradients = cases.gradients(mapped(("plain",)), sharded)
+    cases.assert_close(gradients, cases.gradients(cases.definition, operands))
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+def test_shard_map_that_leaves_axes_of_both_kinds(check):
+    """Each device has its row by "x" and "y", and its heads by "z"."""
+    seen = []
+
+    def forward(spec, operands):
+        seen.append(operands.query.shape)
+        return cases.plain_forward(spec, operands)
+
+    name = f"measuring_{check}"  # one for each case, as the other's trace is kept
+    cases.add_implementation(name, forward, cases.plain_backward)
+    kinds = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=kinds)
+    operands = cases.make_operands(B=4, T=6, N=4, K=2, H=4)
+    rows = {name: P("x") for name, spec in by("x", None).items() if spec and spec[0] == "x"}
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            lambda o: cases.attend(o, implementation=(name,)),
+            in_specs=(Operands(**{name: rows.get(name, P()) for name in operands.present()}),),
+            out_specs=(P("x"), P("x")),
+            axis_names={"x"},
+            check_vma=check,
+        )
+        results = jax.jit(mapped)(put(operands, mesh, by(("x", "y"), "z")))
+    assert seen == [(1, 6, 2, 4)]
+    cases.assert_close(results, cases.definition(operands))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_that_are_not_on_the_mesh(kind):
+    operands = cases.make_operands(N=8, K=4)
+    numpy = jax.tree.map(np.asarray, operands)
+    expected = cases.definition(operands)
+    with jax.set_mesh(make_mesh(kind)):
+        for arrays in (operands, numpy, operands.replace(query=numpy.query)):
+            cases.assert_close(jax.jit(cases.attend)(arrays), expected)
+        cases.assert_close(cases.attend(operands), expected)
+        gradients = cases.gradients(cases.attend, operands)
+        # One operand on the mesh, as a mask that the program makes, and the others not.
+        mask = jax.device_put(numpy.mask, NamedSharding(jax.sharding.get_mesh(), P()))
+        mixed = jax.jit(lambda mask: cases.attend(operands.replace(mask=mask)))(mask)
+    cases.assert_close(mixed, expected)
     cases.assert_close(gradients, cases.gradients(cases.definition, operands))
 
 
@@ -214,9 +285,31 @@ def test_vmap_over_an_unsharded_axis_keeps_the_sharded_batch(kind):
 
         return jax.vmap(one, in_axes=(0, None))
 
-    compiled = jax.jit(each(cases.attend)).lower(sharded_queries, sharded).compile()
-    assert " all-gather(" not in compiled.as_text()
-    cases.assert_close(compiled(sharded_queries, sharded), each(cases.definition)(queries, operands))
+    opaque = each(lambda o: cases.attend(o, implementation=OPAQUE))
+    assert cases.collectives(opaque, sharded_queries, sharded) <= {"all-reduce"}
+    actual = jax.jit(each(cases.attend))(sharded_queries, sharded)
+    cases.assert_close(actual, each(cases.definition)(queries, operands))
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)], ids=str)
+@pytest.mark.parametrize("names", [("query",), ("query", "key", "value", "mask", "sinks")], ids=len)
+def test_vmap_over_a_sharded_axis(names, kinds):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+    operands, specs = cases.make_operands(N=8, K=4), by(None, "y")
+    present = operands.present()
+    mapped = {n: jnp.stack([x, jnp.flip(x, -1)]) if n in names else x for n, x in present.items()}
+    specs = {n: P("x", *specs.get(n, ())) if n in names else specs.get(n, P()) for n in present}
+    in_axes = (Operands(**{n: 0 if n in names else None for n in present}),)
+
+    def each(function):
+        return jax.vmap(lambda o: (function(o), cases.gradients(function, o)), in_axes=in_axes)
+
+    sharded = put(Operands(**mapped), mesh, specs)
+    opaque = each(lambda o: cases.attend(o, implementation=OPAQUE))
+    assert cases.collectives(opaque, sharded) <= {"all-reduce"}
+    results = jax.jit(each(cases.attend))(sharded)
+    assert jax.typeof(results[0][0]).sharding.spec[0] == "x"
+    cases.assert_close(results, each(cases.definition)(Operands(**mapped)))
 
 
 def test_uneven_batch():
@@ -275,3 +368,22 @@ def test_layout_of_heads(key_heads, key_spec, expected):
     inputs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     layout = Layout.of({"x": 2, "y": 4}, inputs, {"query": P(None, None, ("x", "y")), "key": key_spec})
     assert (layout.key_heads, layout.group) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "expected"),
+    [
+        (dict(B=2, N=8, K=8), {"y": 4}, ([()], ("y",), ())),
+        (dict(B=2, N=8, K=2), {"y": 4}, ([()], (), ("y",))),
+        (dict(B=4, N=3, K=3), {"y": 4}, ([("y",)], (), ())),
+        (dict(B=3, N=3, K=3), {"y": 4}, ([()], (), ())),
+        (dict(B=2, N=8, K=8), {"x": 2, "y": 4}, ([("x",)], ("y",), ())),
+        (dict(B=3, N=8, K=4), {"x": 2, "y": 4}, ([()], ("x",), ("y",))),
+        (dict(B=8, N=3, K=3), {"x": 2, "y": 4}, ([("x", "y")], (), ())),
+    ],
+)
+def test_layout_over_axes_that_a_shard_map_leaves(sizes, mesh, expected):
+    present = cases.make_operands(**sizes).present()
+    inputs = {name: present[name] for name in ("query", "key", "value")}
+    layout = Layout.of({}, inputs, dict.fromkeys(inputs, P())).over_more(mesh, inputs)
+    assert ([*layout.batch], layout.key_heads, layout.group) == expected
