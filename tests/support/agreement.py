@@ -92,7 +92,8 @@ class Yardsticks:
     @functools.cached_property
     def terms(self) -> rounding.Terms:
         of_call = self.case.dtype, self.spec, self.operands, self.references, self.d_out, self.d_lse
-        return rounding.terms_of(*of_call, self.p_is_converted)
+        rows_of_a_step = self.case.rows_of_a_call if self.case.transform == "scan" else None
+        return rounding.terms_of(*of_call, self.p_is_converted, rows_of_a_step)
 
     def _results_of(self, attention) -> dict[str, np.ndarray]:
         """Output, residual and gradients by name, the residual as `(B, T, N)`."""
@@ -176,13 +177,14 @@ def deviations_of_the_whole(name: str, case: Case, size: int) -> float:
       some of its roundings are exact by luck (one key: its probability is exactly 1).
     - The rounding of delta, which plain attention has not, goes into gradients of logits. In calls that are
       drawn rows may have so few keys that nothing else is left: one key's gradient is 0.
-    - Few numbers may all be unlucky, each sum over all rows in every call.
+    - Few numbers may all be unlucky, each sum over all rows in every call. In calls that are drawn rows may
+      be alike, and their roundings too.
     """
     few = size < MANY
-    if few and name in SUMS_OVER_ROWS:
+    if few and (case.is_drawn or name in SUMS_OVER_ROWS):
         return 4
     if case.is_drawn and name in ("d_query", "d_key", *SUMS_OVER_ROWS):
-        return 4 if few else 3
+        return 3
     return 0.8
 
 

@@ -24,6 +24,9 @@ OF_NEAREST = 0.41  # rounding to nearest, over the unit roundoff: in the mean ov
 # Of each term in float32. In half precision kernels use approximate exponentials, and tensor cores, which
 # sum products with fewer bits.
 ARITHMETIC = {"float32": 2.0**-22, "float16": 2.0**-17, "bfloat16": 2.0**-17}
+# Tensor cores cut off what a sum has beyond float32, each time that they have added this many products.
+TENSOR_CORE_DEPTH = 16
+TANH = 2.0**-23  # the absolute error of tanh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Terms:
     operands: Operands
     dtype: str
     p_is_converted: bool  # to 16 bits, before dS is made of it
+    rows_of_a_step: int | None  # of a scan: the batch rows that a call sees
     query: np.ndarray  # (B, N, T, H)
     key: np.ndarray  # (B, N, S, H)
     value: np.ndarray  # (B, N, S, V)
@@ -67,7 +71,9 @@ class Terms:
         return self.p * (self.d_p - self.delta)
 
 
-def terms_of(dtype, spec, operands, references, d_out, d_lse, p_is_converted=True) -> Terms:
+def terms_of(
+    dtype, spec, operands, references, d_out, d_lse, p_is_converted=True, rows_of_a_step=None
+) -> Terms:
     """Of a call of that dtype.
 
     Args:
@@ -75,6 +81,7 @@ def terms_of(dtype, spec, operands, references, d_out, d_lse, p_is_converted=Tru
       d_out: `(B, T, N, V)`.
       d_lse: `(B, T, N)`, or None.
       p_is_converted: whether the implementation makes dS of probabilities in 16 bits.
+      rows_of_a_step: where the call is made in a scan, how many batch rows each step has.
     """
     size = sizes(operands)
     out, lse = references["out"], references["lse"]
@@ -108,7 +115,7 @@ def terms_of(dtype, spec, operands, references, d_out, d_lse, p_is_converted=Tru
     if d_lse is not None:
         delta = delta - np.asarray(d_lse, np.float64).transpose(0, 2, 1)[..., None]
     arrays = query, key, value, d_out, out, lse, delta, logits, p, kept, softcap_grad, sink_p
-    return Terms(spec, operands, dtype, p_is_converted, *arrays)
+    return Terms(spec, operands, dtype, p_is_converted, rows_of_a_step, *arrays)
 
 
 def deviations(terms: Terms, references: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -173,7 +180,11 @@ def of_rounded_result(name, terms, reference):
 
 def of_p(terms):
     """Relative, `(B, N, T, S)`: of the exponential, and of what it is taken of: logits and lse in float32."""
-    products = np.abs(terms.spec.scale) * np.sqrt(terms.query**2 @ _t(terms.key**2))
+    products = np.sqrt(terms.query**2 @ _t(terms.key**2))
+    if terms.dtype != "float32":  # half a unit in the last place each time, of sums that grow to the last
+        times = terms.query.shape[-1] / TENSOR_CORE_DEPTH
+        products = products + times / 2 * np.abs(terms.query @ _t(terms.key))
+    products = np.abs(terms.spec.scale) * products
     exponent = FLOAT32 * (np.abs(terms.logits) + np.abs(terms.lse) + products)
     return terms.arithmetic**2 + exponent**2
 
@@ -220,12 +231,15 @@ def of_converted_p(terms):
 
 
 def of_d_scores(terms):
-    """Before the soft cap, whose derivative may be rounded as well, and as operands of a product."""
+    """Before the soft cap, and as operands of a product. The derivative of a soft cap, 1 - tanh², is small
+    where it is the difference of numbers near 1, and may be rounded as well."""
     rounded = of_rounding(terms.dtype, terms.d_logits) + of_converted_p(terms)
     capped = terms.softcap_grad**2 * (of_d_logits(terms) + rounded)
     if terms.spec.logits_soft_cap is None:
         return capped
-    return capped + of_rounding(terms.dtype, terms.softcap_grad) * terms.d_logits**2
+    derivative = of_rounding(terms.dtype, terms.softcap_grad) + (2 * TANH) ** 2
+    with_p = of_rounding(terms.dtype, terms.p * terms.softcap_grad)  # for kernels that multiply P by it first
+    return capped + derivative * terms.d_logits**2 + with_p * (terms.d_p - terms.delta) ** 2
 
 
 def of_d_query(terms):
@@ -251,7 +265,19 @@ def of_d_logits_in_sums(terms):
 def of_d_bias(terms):
     shape = terms.operands.bias.shape
     p = np.sum(terms.p, -1, keepdims=True) if shape[-1] == 1 else terms.p
-    return _sum_to(of_d_logits_in_sums(terms), shape) + _sum_to(of_sum_of_delta(terms) * p**2, shape)
+    rows = _sum_to(of_d_logits_in_sums(terms), shape) + _sum_to(of_sum_of_delta(terms) * p**2, shape)
+    return rows + of_steps(terms)
+
+
+def of_steps(terms):
+    """A scan adds the gradients of a bias that its steps share, in the bias's dtype."""
+    bias = terms.operands.bias
+    if terms.rows_of_a_step is None or bias.shape[0] > 1:
+        return 0
+    steps = np.split(terms.d_logits, len(terms.d_logits) // terms.rows_of_a_step)
+    steps = np.stack([_sum_to(step, bias.shape) for step in steps])
+    dtype = np.dtype(bias.dtype).name
+    return np.sum(of_rounding(dtype, steps) + of_rounding(dtype, np.cumsum(steps, 0)), 0)
 
 
 def of_d_alibi_slopes(terms):
