@@ -1,5 +1,6 @@
 """The transforms of JAX that a call goes through, from the outside in.
 
 `autodiff.py` → `batching.py` → `partitioning.py` → `lowering.py`; each calls the next one alone. Beside them,
-`layout.py` has the arithmetic of partitioning and `varying.py` the types of `shard_map`.
+`layout.py` has the arithmetic of partitioning, `serialising.py` what differs in programs that are exported, and
+`varying.py` the types of `shard_map`.
 """

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jax_flash
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
-from jax_flash.transforms import lowering
+from jax_flash.transforms import lowering, serialising
 from jax_flash.transforms.layout import Arrays, Layout, MeshAxes, Shape, Shapes, sharding_rule
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over
@@ -128,7 +128,15 @@ def _partition_by_compiler(
         sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), shapes, results),
         decode_shardings=False,
     )
-    return function(inputs)
+
+    def exported(mesh: AbstractMesh, inputs: Arrays) -> Arrays:
+        del inputs[FINGERPRINT]
+        if mesh.empty:
+            return local(inputs)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return _partition_by_shard_map(local, mesh, inputs, results)
+
+    return serialising.bind(function, exported, inputs)
 
 
 def _partition_as_automatic(

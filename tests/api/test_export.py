@@ -1,5 +1,6 @@
 """Programs that outlive the process that traced them: `jax.export`, and the compilation cache."""
 
+import functools
 import os
 import pathlib
 import subprocess
@@ -11,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transform_cases as cases
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import _device
+from jax_flash._spec import Operands
 
 NORMAL = np.random.default_rng(0).normal(size=(3, 2, 6, 4, 8)).astype(np.float32)
 
@@ -90,6 +95,50 @@ def test_one_export_for_several_platforms():
     assert "on_gpu_alone" in exported.mlir_module()
     actual = jax.export.deserialize(exported.serialize()).call(differentiable, others)
     cases.assert_close(actual, jax.value_and_grad(cases.loss(cases.definition))(differentiable, others))
+
+
+def sharded_operands():
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"query": P("x", None, "y"), "key": P("x", None, "y"), "value": P("x", None, "y")}
+    present = cases.make_operands(N=8, K=4).present()
+    return {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in present.items()}
+
+
+def attend_and_differentiate(operands, implementation="plain"):
+    def loss(differentiable, others):
+        function = functools.partial(cases.attend, implementation=(implementation,))
+        return cases.loss(function)(differentiable, others)
+
+    return jax.value_and_grad(loss)(*cases.split(Operands(**operands)))
+
+
+def test_export_over_several_devices():
+    """The exported program partitions the call over the mesh of its arguments, without Python."""
+    operands = sharded_operands()
+
+    def exported(implementation):
+        checks = [jax.export.DisabledSafetyCheck.custom_call("opaque")]
+        function = jax.jit(functools.partial(attend_and_differentiate, implementation=implementation))
+        program = jax.export.export(function, disabled_checks=checks)(operands)
+        return jax.export.deserialize(program.serialize()).call
+
+    cases.assert_close(jax.jit(exported("plain"))(operands), jax.jit(attend_and_differentiate)(operands))
+    sharded = {name: operands[name].sharding for name in ("query", "key", "value")}
+
+    def gradients(operands):
+        _, gradients = exported("opaque")(operands)
+        return {name: gradients[name] for name in sharded}
+
+    # Lengths and ids are replicated, so each device takes its part.
+    moved = cases.collectives(jax.jit(gradients, out_shardings=sharded), operands)
+    assert moved <= {"all-reduce", "dynamic-slice"}
+
+
+def test_executable_over_several_devices_is_pickled():
+    operands = sharded_operands()
+    compiled = jax.jit(attend_and_differentiate).lower(operands).compile()
+    loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+    cases.assert_close(loaded(operands), compiled(operands))
 
 
 COMPILE = """
