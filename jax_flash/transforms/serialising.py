@@ -1,11 +1,11 @@
 """A call that the compiler partitions, in a program that may be serialised.
 
-`custom_partitioning` puts the address of a Python object into the program, by which the compiler asks for the
-computation of one device. So JAX refuses to export the program and fails to pickle its executable, though only
-the compiler needs the object. `bind` wraps such a call in a primitive that lowers in one of two ways:
+`custom_partitioning` puts the address of a Python object into the program. The compiler asks that object for
+the computation of one device. JAX therefore refuses to export the program, and can't pickle its executable,
+which keeps the object. `bind` wraps such a call in a primitive that lowers in one of two ways:
 
 - for an export, to another computation, which needs no Python;
-- else to the call itself, and pickling its executable leaves the object out.
+- else to the call itself. Pickling leaves the object out of the executable, which no longer needs it.
 """
 
 from collections.abc import Callable
