@@ -346,6 +346,25 @@ def test_all_tiles_on_one_multiprocessor(case, emulator):
     check_backward(case, emulator, multiprocessors=1, runs=2)
 
 
+@pytest.mark.parametrize(
+    "case",
+    (
+        Case(H=64, T=70, S=140, lengths="k"),
+        *thorough(
+            Case(H=64, T=200, S=300, N=2, B=2, right=0, lengths="qk", dropout=0.3),
+            Case(H=192, T=130, S=300, N=2, right=0),
+            Case(H=64, T=100, S=300, deterministic=True),
+        ),
+    ),
+    ids=str,
+)
+def test_every_lane_may_arrive(case, tmp_path):
+    """As the sanitizer has it: each barrier counts as many arrivals as there are."""
+    emulator = KernelEmulator(tmp_path, EVERY_LANE_ARRIVES=1)
+    check_forward(dataclasses.replace(case, deterministic=False), DEVICE, emulator)
+    check_backward(case, emulator)
+
+
 @pytest.mark.parametrize("case,multiprocessors", thinned(IN_ORDER, traits), ids=str)
 def test_deterministic_backward(case, multiprocessors, emulator):
     case = dataclasses.replace(case, deterministic=True)

@@ -5,6 +5,10 @@
 
 Each runs forward and backward. `test_sanitizer.py` starts a process for each tool and group, several at
 once, and reads the verdicts.
+
+`--every-lane-arrives` is for racecheck. A warp gives shared memory back by the arrival of one lane, when all
+have read; the tool doesn't see that order, and calls what the other lanes read a race. So kernels are
+compiled in which each lane arrives (cuda/kernels/common/warp_arrival.cuh).
 """
 
 import argparse
@@ -22,6 +26,8 @@ import jax
 import numpy as np
 from attention_case import Case, draw
 from implementation_suite import Implementation
+
+from jax_flash.cuda import compile
 
 HEAD_DIMS = (64, 128, 192, 256)
 SCORES = ("bias", "mask", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -101,7 +107,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("groups", nargs="*", default=list(GROUPS), help=", ".join(GROUPS))
     parser.add_argument("--implementation", default="cuda")
+    parser.add_argument("--every-lane-arrives", action="store_true", help="of a warp, for racecheck")
     options = parser.parse_args(arguments)
+    if options.every_lane_arrives:
+        compile.OPTIONS = (*compile.OPTIONS, "-DEVERY_LANE_ARRIVES=1")
     for group in options.groups:
         for case in GROUPS[group]:
             print(case, flush=True)

@@ -39,10 +39,14 @@ class _TensorMap(ctypes.Structure):
 
 
 class KernelEmulator:
-    """Builds into `folder` what it runs, and keeps it for the next call."""
+    """Builds into `folder` what it runs, and keeps it for the next call.
 
-    def __init__(self, folder: Path):
+    `defines` come on top of those of a plan.
+    """
+
+    def __init__(self, folder: Path, **defines: int):
         self.folder = folder
+        self.defines = defines
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def run(
@@ -84,7 +88,8 @@ class KernelEmulator:
             generated = self.folder / name
             generated.mkdir(exist_ok=True)
             (generated / HEADER_NAME).write_text(parameters)
-            defines = {**dict(kernel.defines), "ENTRY": kernel.entry, "SOURCE": kernel.source}
+            named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
+            defines = {**dict(kernel.defines), **self.defines, **named}
             command = [
                 "g++",
                 "-std=c++17",

@@ -54,7 +54,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
         mbarrier::init(shared.key_full(stage), Traits::cluster);  // K, and what is needed of the other CTA's
         // A lane of each warp that reads K or the tile's index.
         mbarrier::init(shared.key_empty(stage),
-                       4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps);
+                       (4 * Traits::consumers + 4 * Traits::d_query_warpgroup + Traits::adding_warps) * warp_arrivals);
     }
     for (int stage = 0; stage < Traits::dq_stages; ++stage) {
         mbarrier::init(shared.dq_full(stage), 4);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
         mbarrier::init(shared.semaphore_released(stage), 1);
     }
     for (int part = 0; part < Traits::value_parts; ++part) mbarrier::init(shared.value_full(part), 1);
-    mbarrier::init(shared.value_empty(), 4 * Traits::consumers);
+    mbarrier::init(shared.value_empty(), 4 * Traits::consumers * warp_arrivals);
     for (int buffer = 0; buffer < Traits::d_scores_buffers; ++buffer) {
         mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
         // With split products consumers say so, and the other CTA once it has dS.
@@ -80,8 +80,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
     for (int stage = 0; stage < Traits::stages; ++stage) {
         mbarrier::init(shared.query_full(stage), 1);
         mbarrier::init(shared.d_out_full(stage), 1);
-        mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers * Traits::cluster);
-        mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers * Traits::cluster);
+        mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers * Traits::cluster * warp_arrivals);
+        mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers * Traits::cluster * warp_arrivals);
     }
     mbarrier::fence_init();
 }

@@ -3,6 +3,7 @@
 #include "parameters.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "common/warp_arrival.cuh"
 #include "sm90/backward/mask_metadata.cuh"
 #include "sm90/backward/dq_order.cuh"
 #include "sm90/backward/tile_scheduler.cuh"

@@ -50,7 +50,7 @@ __device__ __forceinline__ void wait_for_additions() {
 
 __device__ __forceinline__ void compute_d_query(const Call& call) {
     const SharedMemory& shared = call.shared;
-    const bool first_lane = threadIdx.x % 32 == 0;
+    const int lane = threadIdx.x % 32;
     DScoresSlot slot;
     DqSlot dq_slot;
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
@@ -67,18 +67,18 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                     shared.key_tile(key_slot.stage) + column_tile * descriptor::panel_bytes(Traits::keys));
                 wgmma::wait<0>();
                 wgmma::pin(d_query);
-                if (tile == DqBlock::tiles - 1 && first_lane) {
-                    mbarrier::arrive(shared.d_scores_empty(slot.stage));
+                if (tile == DqBlock::tiles - 1 && arrives(lane)) {
+                    if (lane == 0) mbarrier::arrive(shared.d_scores_empty(slot.stage));
                     if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty(key_slot.stage));
                 }
                 mbarrier::wait(shared.dq_empty(dq_slot.stage), dq_slot.parity ^ 1);
                 stage_d_query(d_query, shared.data + SharedMemory::d_query + dq_slot.stage * Traits::d_query_bytes);
                 __syncwarp();
-                if (first_lane) mbarrier::arrive(shared.dq_full(dq_slot.stage));
+                if (lane == 0) mbarrier::arrive(shared.dq_full(dq_slot.stage));
                 dq_slot.advance();
             }
             slot.advance();
         }
-        if (iterations == 0 && first_lane) mbarrier::arrive(shared.key_empty(key_slot.stage));
+        if (iterations == 0 && arrives(lane)) mbarrier::arrive(shared.key_empty(key_slot.stage));
     });
 }

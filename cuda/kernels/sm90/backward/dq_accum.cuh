@@ -51,8 +51,9 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
     DqSlot slot;
     Ledger ledger;
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
-        if (threadIdx.x % 32 != 0) return;
-        mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
+        const int lane = threadIdx.x % 32;
+        if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
+        if (lane != 0) return;
         work.for_each_block(call.shape, [&](int head, int block, int) {
             const int head_index = call.head_index(work.tile, head);
             add_staged_block(call, slot, call.dq_accum_block(head_index, block));

@@ -10,7 +10,7 @@ using SemaphoreSlot = PipelineState<Traits::semaphore_stages>;
 // What the warps have in common: visit(work, head, block, slot) for each block, in one thread.
 template <class Visit>
 __device__ __forceinline__ void for_each_block_in_order(const Call& call, Visit visit) {
-    const bool first_lane = threadIdx.x % 32 == 0;
+    const int lane = threadIdx.x % 32;
     SemaphoreSlot slot;
     auto visit_blocks = [&](const Work& work) {
         work.for_each_block(call.shape, [&](int head, int block, int) {
@@ -20,11 +20,10 @@ __device__ __forceinline__ void for_each_block_in_order(const Call& call, Visit 
     };
     if constexpr (Traits::persistent) {
         call.for_each_tile([&](const Work& work, const KeySlot& key_slot) {
-            if (!first_lane) return;
-            mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
-            visit_blocks(work);
+            if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
+            if (lane == 0) visit_blocks(work);
         });
-    } else if (first_lane) {
+    } else if (lane == 0) {
         visit_blocks(call.work(call.own_tile()));
     }
 }

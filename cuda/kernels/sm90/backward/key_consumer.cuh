@@ -78,7 +78,7 @@ struct KeyConsumer {
         if constexpr (ScoreTraits::bias || ScoreTraits::alibi) add_score_gradients(call);
         if constexpr (Traits::hands_softcap_grad) multiply_by_softcap_grad(call);
         __syncwarp();  // its P, which dS overwrites, is read as well
-        if (lane == 0) release(shared.d_out_empty(slot.stage));
+        if (arrives(lane)) release(shared.d_out_empty(slot.stage));
         convert_operand(operand, d_scores);
         store_d_scores(operand, shared.d_scores_buffer(0), 0);
         fence_proxy_async();
@@ -107,9 +107,9 @@ struct KeyConsumer {
         }
         wgmma::pin(d_key);
         wgmma::pin(d_query);
-        if (lane == 0) {
+        if (arrives(lane)) {
             release(shared.query_empty(block.stage));
-            mbarrier::arrive(shared.d_scores_empty(0));
+            if (lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
         }
     }
     // dQ over the other CTA's keys, beside which the rest of the next dP starts.

@@ -98,11 +98,11 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::wait<0>();
             wgmma::pin(scores);
             wgmma::pin(d_value);
-            if (last && !in_value_place && lane == 0) mbarrier::arrive(shared.value_empty());
+            if (last && !in_value_place && arrives(lane)) mbarrier::arrive(shared.value_empty());
             differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
             convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
-            if (lane == 0) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
+            if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
 
             wait_for_ping_pong(consumer);
             issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
                 compute_probabilities();
             }
             wgmma::pin(d_key);
-            if (lane == 0) mbarrier::arrive(shared.query_empty(stage));
+            if (arrives(lane)) mbarrier::arrive(shared.query_empty(stage));
         };
 
         if (iterations > 0) {
@@ -140,11 +140,11 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             store_d_value();
         } else {
             mbarrier::wait(shared.value_full(), key_slot.parity);  // the barrier's next round may not start before
-            if (lane == 0) mbarrier::arrive(shared.value_empty());
+            if (arrives(lane)) mbarrier::arrive(shared.value_empty());
         }
 
         if constexpr (!in_value_place) wait_for_stores(own + consumer);  // of the tile before
-        if (lane == 0) mbarrier::arrive(shared.key_empty(key_slot.stage));
+        if (arrives(lane)) mbarrier::arrive(shared.key_empty(key_slot.stage));
         if constexpr (!in_value_place) store_d_value();
         wait_for_stores(own + consumer);
         store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key,

@@ -66,7 +66,7 @@ struct ValueConsumer {
     __device__ __forceinline__ void release_query(const Call& call) {
         const SharedMemory& shared = call.shared;
         __syncwarp();
-        if (lane() == 0) release(shared.query_empty(slot.stage));
+        if (arrives(lane())) release(shared.query_empty(slot.stage));
     }
 
     // Gives P to consumer 1: times the soft cap's derivative, or beside it.
@@ -120,7 +120,7 @@ struct ValueConsumer {
             wgmma::wait<1>();
         }
         wgmma::pin(d_value);
-        if (lane() == 0) release(shared.d_out_empty(stage));
+        if (arrives(lane())) release(shared.d_out_empty(stage));
     }
 
     __device__ __forceinline__ void issue_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {

@@ -14,6 +14,7 @@
 #include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
+#include "common/warp_arrival.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/split_kv.cuh"
 #include "sm90/forward/store.cuh"
@@ -216,7 +217,7 @@ struct TileConsumer {
     template <bool partial>
     __device__ __forceinline__ void receive_scores() {
         wgmma::pin(scores);
-        if (lane == 0) mbarrier::arrive(call.shared.key_empty(rings.key.stage));
+        if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(rings.key.stage));
         rings.key.advance();
         const int first_key = block * Traits::keys;
         apply_score_mod(scores, call.score_operands, tile, row, first_key, call.shape);
@@ -256,13 +257,13 @@ struct TileConsumer {
     __device__ __forceinline__ void wait_pv() {
         wgmma::wait<0>();
         wgmma::pin(out);
-        if (lane == 0) mbarrier::arrive(call.shared.value_empty(rings.value.stage));
+        if (arrives(lane)) mbarrier::arrive(call.shared.value_empty(rings.value.stage));
         rings.value.advance();
     }
 
     __device__ static __forceinline__ void release_query(const ConsumerCall& call, ConsumerRings& rings, int lane) {
         __syncwarp();  // all lanes have read the tile
-        if (lane == 0) mbarrier::arrive(call.shared.query_empty(rings.query.stage));
+        if (arrives(lane)) mbarrier::arrive(call.shared.query_empty(rings.query.stage));
         rings.query.advance();
     }
 };

@@ -29,13 +29,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(parameters.maps.value);
         for (int stage = 0; stage < Traits::query_stages; ++stage) {
             mbarrier::init(shared.query_full(stage), 1);
-            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers);  // a lane of each warp
+            mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers * warp_arrivals);  // a lane of each warp
         }
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.key_full(stage), 1);
             mbarrier::init(shared.value_full(stage), 1);
-            mbarrier::init(shared.key_empty(stage), 4 * Traits::consumers);
-            mbarrier::init(shared.value_empty(stage), 4 * Traits::consumers);
+            mbarrier::init(shared.key_empty(stage), 4 * Traits::consumers * warp_arrivals);
+            mbarrier::init(shared.value_empty(stage), 4 * Traits::consumers * warp_arrivals);
         }
         mbarrier::fence_init();
         shared.least_score() = -infinity;
