@@ -1,0 +1,108 @@
+"""The examples of the documents run. Of a diff, the code after it runs; the code before it too, where it can,
+and both have the same `out`."""
+
+import functools
+import pathlib
+import re
+import types
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jax_flash
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PORTING = (ROOT / "docs" / "porting.md").read_text()
+DIFFS = re.findall(r"^```diff\n(.*?)^```", PORTING, re.DOTALL | re.MULTILINE)
+# What code before a port computes, where that can't run here: the package isn't installed, or isn't for JAX.
+SAME = "(ids[:, None, :, None] == ids[:, None, None, :])"
+MEANING = {
+    "flash_attn_func(": "jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(127, 0))",
+    "flash_attn_varlen_func(": f"jax.nn.dot_product_attention(q, k, v, mask={SAME}[0], is_causal=True)",
+    "DotProductAttention(": "jax.nn.dot_product_attention(query, key, value, is_causal=True)",
+    "fused_attn(": f"jax.nn.dot_product_attention(query, key, value, mask={SAME}, is_causal=True)",
+}
+
+
+def names():
+    """What the examples take for granted, by name."""
+    B, T, N, K, H = 2, 16, 8, 2, 4
+    normal = np.random.default_rng(0).normal
+    q, k, v = (jnp.asarray(normal(size=(T, heads, H)), jnp.float32) for heads in (N, K, K))
+    return {
+        **{
+            "jax": jax,
+            "jnp": jnp,
+            "nn": flax.linen,
+            "nnx": nnx,
+            "functools": functools,
+            "jax_flash": jax_flash,
+        },
+        **{"B": B, "T": T, "N": N, "K": K, "H": H, "q": q, "k": k, "v": v},
+        "query": jnp.asarray(normal(size=(B, T, N, H)), jnp.float32),
+        "key": jnp.asarray(normal(size=(B, T, K, H)), jnp.float32),
+        "value": jnp.asarray(normal(size=(B, T, K, H)), jnp.float32),
+        "x": jnp.asarray(normal(size=(B, T, N * H)), jnp.float32),
+        "ids": jnp.asarray([[1] * 5 + [2] * 11, [3] * 16]),
+        **{"cu_seqlens": jnp.asarray([0, 5, T]), "max_seqlen": 11},
+    }
+
+
+def side(diff, leaves_out):
+    """The code without the lines that the other side has."""
+    return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(leaves_out))
+
+
+def run(code):
+    """The names that the code leaves."""
+    found = names()
+    if "flash_attn_func" in code:  # a batch
+        found |= {name: jnp.stack([found[name]] * 2) for name in "qkv"}
+    exec(code.replace("127", "5").replace("128", "6"), found)  # windows that hide some of the T keys
+    return types.SimpleNamespace(**found)
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.splitlines()[0])
+def test_a_port(diff):
+    before, after = side(diff, "+"), side(diff, "-")
+    for name, meaning in MEANING.items():
+        if re.search(rf"(?<!\w){re.escape(name)}", before):
+            before = f"{'# flash_attn_func' if name == 'flash_attn_func(' else ''}\nout = {meaning}"
+    np.testing.assert_allclose(run(after).out, run(before).out, rtol=1e-4, atol=1e-5)
+
+
+def test_each_source_has_a_port():
+    sources = ("from jax.nn", "nn.Multi", "nnx.Multi", "from flash_attn", "from transformer_engine", "einsum")
+    for name in sources:
+        assert any(name in side(diff, "+") for diff in DIFFS), name
+
+
+def examples(page, heading):
+    section = (ROOT / page).read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def test_attention_to_several_caches():
+    (code,) = examples("docs/porting.md", "From attention that you wrote")
+    found = run(code)
+    halves = [(found.key[:, part], found.value[:, part]) for part in (slice(0, 7), slice(7, None))]
+    expected = jax_flash.flash_attention(found.query, found.key, found.value)
+    np.testing.assert_allclose(found.merged_attention(found.query, halves), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rematerialisation():
+    (code,) = examples("README.md", "Rematerialisation")
+    code = "from jax_flash import flash_attention\n" + code
+    weights, x = jnp.ones((3, 4, 16, 2, 8)) / 16, run("").x[..., :16]
+
+    def forward_passes(code):
+        loss = run(code).loss
+        return jax.jit(jax.grad(loss)).lower(weights, x).as_text().count("call @jax_flash_forward")
+
+    assert forward_passes(code) == 1
+    for name in ("jax_flash_out", "jax_flash_lse"):
+        assert forward_passes(code.replace(f'"{name}"', '"another"')) == 2
