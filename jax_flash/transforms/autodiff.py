@@ -68,17 +68,31 @@ def jax_flash_backward(call: Call, *args: Any) -> Gradients:
     return batching.backward(call, *args)
 
 
-def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`jax_flash_forward`, whose lse `jax_debug_infs` checks only where the caller gets it.
+def _looks_for_nans_or_infinities() -> bool:
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs
 
-    The lse of a row with nothing to attend to is -inf.
+
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`jax_flash_forward`, of which `jax_debug_nans` and `jax_debug_infs` check what the caller gets.
+
+    The lse of a row with nothing to attend to is -inf. And where JAX finds what it looks for, it runs the
+    function again, primitive by primitive, which has no end in a Pallas kernel. So copies are checked.
     """
-    checks_infinities = jax.config.jax_debug_infs  # pyright: ignore[reportAttributeAccessIssue]
-    if call.spec.return_residual or not checks_infinities:
+    if not _looks_for_nans_or_infinities():
         return jax_flash_forward(call, operands)
-    with jax.debug_infs(False):
+    with jax.debug_nans(False), jax.debug_infs(False):
         out, lse = jax_flash_forward(call, operands)
-    return jnp.copy(out), lse  # which is checked
+    return jnp.copy(out), jnp.copy(lse) if call.spec.return_residual else lse
+
+
+def _backward(call: Call, *args: Any) -> Gradients:
+    """`jax_flash_backward`, checked likewise."""
+    if not _looks_for_nans_or_infinities():
+        return jax_flash_backward(call, *args)
+    with jax.debug_nans(False), jax.debug_infs(False):
+        gradients = jax_flash_backward(call, *args)
+    return jax.tree.map(jnp.copy, gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -97,7 +111,7 @@ def _attend_forward(call: Call, operands: Operands) -> Any:
 def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
-    gradients = jax_flash_backward(call, operands, out, lse, d_out, d_lse)
+    gradients = _backward(call, operands, out, lse, d_out, d_lse)
     # None stands for the absent cotangent of an operand that is not differentiable.
     differentiable = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
     rest = {name: None for name in operands.present() if name not in DIFFERENTIABLE}

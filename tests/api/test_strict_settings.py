@@ -50,6 +50,24 @@ class TestPallasLowered(Lowered):
         return call.takes_implementation
 
 
+@pytest.mark.parametrize("implementation", ("xla", "pallas"))
+@pytest.mark.parametrize("name,value,length", (("debug infs", 1.0, 0), ("debug nans", jnp.nan, 8)))
+def test_what_is_looked_for_is_found(name, value, length, implementation):
+    """The lse of a row without keys, and NaN. To find where, JAX would run a Pallas kernel without end."""
+    query = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+    values = value * query
+    lengths = jnp.array([length])
+    with compat.interpret(), strict_settings.setting(name), pytest.raises(FloatingPointError):
+        jax_flash.flash_attention(
+            query,
+            query,
+            values,
+            key_value_seq_lengths=lengths,
+            return_residual=True,
+            implementation=implementation,
+        )
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_dropout_mask_and_explain(name):
     key, query = jax.random.key(0), jax.ShapeDtypeStruct((2, 8, 2, 16), jnp.float32)
