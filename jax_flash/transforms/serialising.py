@@ -58,6 +58,10 @@ def _lower(ctx: Any, *args: Any, call: Any, exported: Callable[..., Any]) -> Any
     if getattr(module.lowering_parameters, "for_export", False):
         mesh = _mesh(module.axis_context)
         return mlir.lower_fun(lambda *args: exported(mesh, *args), multiple_results=True)(ctx, *args)
+    # The partitioner that Shardy replaced would end the process: it asks for a rule that isn't there.
+    shardy = jax.config.jax_use_shardy_partitioner  # pyright: ignore[reportAttributeAccessIssue]
+    if not shardy and getattr(module.axis_context, "num_devices", 1) > 1:
+        raise NotImplementedError("jax_use_shardy_partitioner must be True for attention on several devices")
     keepalives = getattr(module, "keepalives", [])
     before = len(keepalives)
     results = mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *args)

@@ -200,6 +200,13 @@ def calls(dtype: str) -> dict[str, StrictCall]:
             {"dropout_rng": jax.random.key(2), "mask": mask},
             dropout_rate=0.1,
         ),
+        "flax, bound": of(
+            jax_flash.flax.dot_product_attention,
+            tensors(B) | {"sinks": per_head["sinks"]},
+            lengths | segments,
+            local_window_size=(9, 3),
+            logits_soft_cap=20.0,
+        ),
         "flax, dtype": of(
             jax_flash.flax.dot_product_attention,
             tensors(B) | {"bias": normal(1, N, T, S)},

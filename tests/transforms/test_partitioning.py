@@ -241,6 +241,18 @@ def test_sequence_and_head_dim_are_gathered(sharded, kind):
     cases.assert_close(actual, cases.gradients(cases.definition, operands))
 
 
+def test_without_shardy_is_refused():
+    """Compiled, such a program would end the process on some versions of JAX."""
+    sharded = put(cases.make_operands(), make_mesh(), by("x", None))
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner must be True"):
+            jax.jit(cases.attend).lower(sharded)
+        cases.assert_close(cases.attend(cases.make_operands()), cases.definition(cases.make_operands()))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
 def test_sharding_of_the_queries_passes_on_to_everything():
     operands = cases.make_operands(B=2, N=8, K=4)
     mesh = make_mesh()
