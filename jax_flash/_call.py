@@ -116,6 +116,7 @@ class _Shape(NamedTuple):
 @_settings.as_written
 def prepare(arguments: Arguments) -> Call:
     """Check the arguments and bring them to canonical form."""
+    _check_symbolic(arguments)
     query, key, value = _arguments.query_key_value(
         arguments.query, arguments.key, arguments.value, arguments.names
     )
@@ -134,6 +135,18 @@ def prepare(arguments: Arguments) -> Call:
         **_dropout_hashes(dropout_key, shape),
     )
     return Call(spec, operands, shape.batch)
+
+
+def _check_symbolic(arguments: Arguments) -> None:
+    """Refuses symbolic sizes of an export, except those of the batch and lengths that aren't packed."""
+    shapes = {name: getattr(getattr(arguments, name), "shape", ()) for name in ("query", "key", "value")}
+    if arguments.packing is None:
+        what, shapes = "number of heads and head dim", {name: x[-2:] for name, x in shapes.items()}
+    else:
+        what, shapes = "shape", shapes | {"cu_seqlens_q": arguments.packing.query_offsets.shape}
+    for name, shape in shapes.items():
+        if not all(isinstance(size, int) for size in shape):
+            raise ValueError(f"{arguments.names[name]} must have a {what} without symbols; got {shape}")
 
 
 def _spec(arguments: Arguments, shape: _Shape, default_scale: float, dropout_rate: float) -> AttentionSpec:

@@ -101,11 +101,19 @@ def _refusal(name: str, spec: AttentionSpec, shapes: Shapes, device: Device) -> 
         implementation = get(name)
     except ImportError as error:
         return Refusal(_import_failure(error), error)
+    if name != PORTABLE and (symbolic := _symbolic(shapes)):
+        return Refusal(f"kernels are planned for shapes that are known, and {symbolic} is symbolic")
     try:
         limit = implementation.supports(spec, shapes, device)
     except ImportError as error:
         return Refusal(str(error), error)
     return None if limit is None else Refusal(limit)
+
+
+def _symbolic(shapes: Shapes) -> str:
+    """The symbolic sizes of an export, as text; empty if all sizes are known."""
+    sizes = (size for x in shapes.present().values() for size in x.shape if not isinstance(size, int))
+    return ", ".join(dict.fromkeys(map(str, sizes)))
 
 
 def _import_failure(error: ImportError) -> str:

@@ -75,6 +75,11 @@ class Window(NamedTuple):
 
     def from_top_left(self, queries: int, keys: int) -> "Window":
         """A window around the diagonal of the top left corner, query i at key i, as one around ours."""
+        if not self.unbounded and not isinstance(keys - queries, int):
+            raise ValueError(
+                "a causal mask or window aligned to the top left needs the difference of the numbers of "
+                f"keys and queries to be known; got the symbolic {keys - queries}"
+            )
         left = None if self.left is None else self.left + keys - queries
         right = None if self.right is None else self.right + queries - keys
         return Window(left, right)
@@ -85,7 +90,9 @@ class Window(NamedTuple):
         The first query's diagonal is at key `keys - queries` and the last one's at `keys - 1`, so a right
         side of `queries - 1` or more, and a left side of `keys - 1` or more, hides nothing: it becomes None.
         A left side of `-queries` or a right side of `-keys` hides everything: lower ones are clipped to that.
+        Lengths that are symbolic, as in an export, count as longer than any sequence is.
         """
+        queries, keys = (n if isinstance(n, int) else 1 << 30 for n in (queries, keys))
         left = None if self.left is None or self.left >= keys - 1 else max(self.left, -queries)
         right = None if self.right is None or self.right >= queries - 1 else max(self.right, -keys)
         return Window(left, right)

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_flash import _device, _dispatch, _gradients, _settings
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
@@ -93,10 +92,10 @@ def backward(
     )
 
 
-def batch_shape(operands: Operands) -> tuple[int, ...]:
+def batch_shape(operands: Operands) -> tuple[Any, ...]:
     """The batch axes of the call as a whole; in any one operand each may be 1."""
     leading = (x.shape[: x.ndim - len(AXES[name])] for name, x in operands.present().items())
-    return np.broadcast_shapes(*leading)
+    return jnp.broadcast_shapes(*leading)  # NumPy's takes no symbolic shapes
 
 
 def fold(operands: Operands, batch: tuple[int, ...]) -> Operands:

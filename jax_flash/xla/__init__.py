@@ -5,6 +5,7 @@ FlashAttention. The backward pass computes logits again. Blocks without a visibl
 lengths or segment ids, are skipped. Varlen sequences become padded batch rows.
 
     blocks    how the sequences and the batch are cut, and which key blocks a query block needs
+    symbolic  lengths that are symbolic, in an export: padded to whole blocks
     logits    one block of logits: scale, soft cap, bias, alibi, every kind of masking
     forward   the forward pass
     backward  the backward pass

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_flash import _device, _dropout, _gradients, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
-from jax_flash.xla import blocks, logits, loops
+from jax_flash.xla import blocks, logits, loops, symbolic
 
 
 def backward(
@@ -33,6 +33,8 @@ def backward(
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
+    if symbolic.needs_padding(operands):
+        return symbolic.backward(backward, spec, operands, out, lse, d_out, d_lse)
     cut = blocks.plan(spec, operands, _device.current())
     dtype = logits.accumulator(operands)
     operands, out, lse, d_out, d_lse = vary_alike((operands, out, lse, d_out, d_lse))

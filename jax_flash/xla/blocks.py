@@ -15,6 +15,7 @@ from jax_flash._mask import (
     window_of,
 )
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.xla import symbolic
 
 QUERIES_PER_BLOCK = 256
 QUERIES_AT_LEAST = 64
@@ -94,11 +95,15 @@ def plan(spec: AttentionSpec, operands: Operands, device: Device) -> Plan:
             most_keys *= 2
     # Where one sequence is short, as when decoding, a block of the other may be as much longer.
     tile = most_queries * most_keys
-    keys = _even_blocks(size.S, max(most_keys, tile // size.T))
+    T = size.T if isinstance(size.T, int) else most_queries
+    keys = _even_blocks(size.S, max(most_keys, tile // T))
     room = logits // (size.N * keys.size)
     queries = _even_blocks(size.T, max(min(room, tile // keys.size), QUERIES_AT_LEAST))
     rows = max(1, room // queries.size)
-    rows = max(divisor for divisor in range(1, min(rows, size.B) + 1) if size.B % divisor == 0)
+    if isinstance(size.B, int):
+        rows = max(divisor for divisor in range(1, min(rows, size.B) + 1) if size.B % divisor == 0)
+    else:
+        rows = 1  # which divides every batch
     return Plan(Axis(size.B, rows), queries, keys)
 
 
@@ -110,7 +115,12 @@ def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
 
 
 def _even_blocks(length: int, most: int) -> Axis:
-    """As few blocks as hold `length` at no more than `most` each, all of about the same size."""
+    """As few blocks as hold `length` at no more than `most` each, all of about the same size.
+
+    Of a symbolic length, whose blocks are of one size that divides it.
+    """
+    if not isinstance(length, int):
+        return Axis(length, symbolic.BLOCK)
     count = -(-length // most)
     size = -(-length // count)
     return Axis(length, size if count == 1 else min(length, 16 * math.ceil(size / 16)))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax_flash import _device, _dropout, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
-from jax_flash.xla import blocks, logits, loops
+from jax_flash.xla import blocks, logits, loops, symbolic
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -18,6 +18,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
+    if symbolic.needs_padding(operands):
+        return symbolic.forward(forward, spec, operands)
     cut = blocks.plan(spec, operands, _device.current())
     operands = vary_alike(operands)
     results, _ = loops.over_batch(
