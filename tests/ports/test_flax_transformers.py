@@ -64,7 +64,7 @@ def linen_pair():
 
 def linen_arguments():
     x = ports.normal(0, B, T, D)
-    return LinenTransformer(True).init(jax.random.key(1), x, jnp.asarray(IDS)), x
+    return jax.jit(LinenTransformer(True).init)(jax.random.key(1), x, jnp.asarray(IDS)), x
 
 
 class NNXTransformer(nnx.Module):
