@@ -46,14 +46,49 @@ def backward(
 
     shared = loops.shared_operands(operands)
     sums = {name: x for name, x in _zero_sums(operands, dtype).items() if name in shared}
-    gradients, sums = loops.over_batch(cut.batch, attend, operands, (lse, delta, d_out), sums)
-    gradients |= sums
-    if operands.sinks is not None:
-        gradients["sinks"] = _gradients.of_sinks(operands.sinks.astype(dtype), lse, delta)
+
     present = operands.present()
-    return Gradients(
-        **{name: x.reshape(present[name].shape).astype(present[name].dtype) for name, x in gradients.items()}
-    )
+
+    def run(arrays):
+        operands, others = arrays
+        gradients, of_all = loops.over_batch(cut.batch, attend, operands, others, sums)
+        gradients |= of_all
+        return {
+            name: x.reshape(present[name].shape).astype(present[name].dtype) for name, x in gradients.items()
+        }
+
+    arrays = operands, (lse, delta, d_out)
+    if blocks.hides_keys(spec, operands):
+        gradients = loops.until_finite(run, _isolate, arrays, judge=_of_products)
+    else:
+        gradients = run(arrays)
+    if operands.sinks is not None:
+        sinks = _gradients.of_sinks(operands.sinks.astype(dtype), lse, delta)
+        gradients["sinks"] = sinks.astype(operands.sinks.dtype)
+    return Gradients(**gradients)
+
+
+def _of_products(gradients):
+    return [gradients[name] for name in ("query", "key", "value")]
+
+
+def _isolate(arrays):
+    """Operands, lse, delta and d_out with 0 for all that isn't finite.
+
+    lse is NaN for the queries that it reaches and that see a key. Their probabilities are NaN for the keys
+    that they see and 0 for others. Nothing else is NaN, so a pair of a query and a key that it does not see
+    adds nothing to any gradient.
+    """
+    operands, (lse, delta, d_out) = arrays
+
+    def finite(x):
+        return jnp.where(jnp.isfinite(x), x, 0)
+
+    is_right = jnp.isfinite(delta) & jnp.isfinite(operands.query).all(-1).swapaxes(1, 2)
+    is_right &= lse < jnp.finfo(lse.dtype).max  # which it is where a key is infinite, as logits are clipped
+    lse = jnp.where(is_right | jnp.isposinf(lse), lse, jnp.nan)
+    isolated = {name: finite(getattr(operands, name)) for name in ("query", "key", "value")}
+    return operands.replace(**isolated), (lse, finite(delta), finite(d_out))
 
 
 def _zero_sums(operands, dtype):
@@ -94,7 +129,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             value = cut.keys.take(grouped.value, key_index, 2)
             block = logits.block(spec, grouped, mask, cut, query, key, index, key_index)
             # 0 at most but for rounding, which among huge logits is large enough for an overflow.
-            p = jnp.exp(jnp.minimum(block.x - lse_block[..., None], 0))
+            p = block.masked(jnp.exp(jnp.minimum(block.x - lse_block[..., None], 0)), 0)
             dp = logits.product(d_out_block, value, ((4,), (3,)), dtype)
             p_kept = p
             if block.kept is not None:

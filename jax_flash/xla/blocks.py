@@ -114,6 +114,11 @@ def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
     return not window_of(spec, sizes(operands)).unbounded or any(x is not None for x in data)
 
 
+def hides_keys(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether there may be keys that some queries see and others don't."""
+    return _may_skip(spec, operands) or operands.mask is not None
+
+
 def _even_blocks(length: int, most: int) -> Axis:
     """As few blocks as hold `length` at no more than `most` each, all of about the same size.
 

@@ -22,10 +22,28 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         return symbolic.forward(forward, spec, operands)
     cut = blocks.plan(spec, operands, _device.current())
     operands = vary_alike(operands)
-    results, _ = loops.over_batch(
-        cut.batch, lambda rows, others, carry: (_forward(spec, rows, cut), carry), operands, (), ()
+
+    def attend(operands):
+        results, _ = loops.over_batch(
+            cut.batch, lambda rows, others, carry: (_forward(spec, rows, cut), carry), operands, (), ()
+        )
+        return results
+
+    if not blocks.hides_keys(spec, operands):
+        return attend(operands)
+    return loops.until_finite(attend, _isolate, operands, judge=lambda results: results[:1])
+
+
+def _isolate(operands):
+    """The operands with 0 for what isn't finite in values; the keys of such values are NaN.
+
+    A query that sees such a key finds NaN among its logits, and to others it is nothing.
+    """
+    is_finite = jnp.isfinite(operands.value)
+    of_finite = jnp.all(is_finite, -1, keepdims=True)
+    return operands.replace(
+        key=jnp.where(of_finite, operands.key, jnp.nan), value=jnp.where(is_finite, operands.value, 0)
     )
-    return results
 
 
 def _forward(spec, operands, cut):
@@ -45,8 +63,9 @@ def _forward(spec, operands, cut):
             key = cut.keys.take(grouped.key, key_index, 2)
             value = cut.keys.take(grouped.value, key_index, 2)
             block = logits.block(spec, grouped, mask, cut, query, key, index, key_index)
-            new_top = jnp.maximum(top, block.x.max(-1))
-            p = jnp.exp(block.x - new_top[..., None])
+            x = block.masked(block.x, -jnp.inf)
+            new_top = jnp.maximum(top, x.max(-1))
+            p = jnp.exp(x - new_top[..., None])
             shrink = jnp.exp(top - new_top)
             total = total * shrink + p.sum(-1)
             if block.kept is not None:

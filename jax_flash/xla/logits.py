@@ -19,12 +19,17 @@ from jax_flash.xla import blocks
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Logits of one block of queries and keys, `(B, K, G, T, S)`, −inf where masked out."""
+    """Logits of one block of queries and keys, `(B, K, G, T, S)`."""
 
     x: jax.Array
+    visible: jax.Array | None  # bool, broadcasts to x; None where every query sees every key
     capped: jax.Array | None  # tanh of the soft cap, in (−1, 1); None without one
     distance: jax.Array | None  # |j − i − diagonal|, which ALiBi multiplies by −slope, float
     kept: jax.Array | None  # bool, by dropout
+
+    def masked(self, x: jax.Array, fill: float) -> jax.Array:
+        """`x` of this block, with `fill` for the pairs of a query and a key that it doesn't see."""
+        return x if self.visible is None else jnp.where(self.visible, x, fill)
 
 
 def accumulator(operands: Operands) -> jnp.dtype:
@@ -144,12 +149,10 @@ def block(
     fresh = cut.keys.fresh(key_block)
     if fresh is not None:
         visible = both(visible, fresh.reshape(1, 1, 1, 1, -1))
-    if visible is not None:
-        x = jnp.where(visible, x, -jnp.inf)
 
     kept = None
     if spec.dropout_rate:
         row_hashes = cut.queries.take(operands.dropout_rows, query_block, -1)
         column_hashes = cut.keys.take(operands.dropout_columns, key_block, -1)
         kept = _dropout.keep(row_hashes, column_hashes[:, None, None], spec.dropout_rate)
-    return Block(x, capped, distance, kept)
+    return Block(x, visible, capped, distance, kept)

@@ -1,4 +1,4 @@
-"""Loops over blocks: over the batch, and carries that are typed right inside of `shard_map`.
+"""Loops over blocks: over the batch, a second run where results aren't finite, and carries for `shard_map`.
 
 Inside of `shard_map` an array's type says over which mesh axes it varies, and a loop's carry must
 come out with the type that it went in with. So all operands are made to vary over the same axes, and
@@ -47,6 +47,32 @@ def over_batch(batch: blocks.Axis, attend: Callable, operands: Operands, others,
 
     carry, results = jax.lax.scan(step, carry, rows)
     return jax.tree.map(lambda x: x.reshape(batch.length, *x.shape[2:]), results), carry
+
+
+def until_finite(run: Callable, isolate: Callable, arrays, *, judge: Callable):
+    """`run(arrays)`; and where its results aren't finite, `run(isolate(arrays))` in its place.
+
+    In products of blocks the zeros of pairs of a query and a key that it doesn't see meet what isn't finite,
+    and 0 times NaN is NaN. That is rare, so it is the results that tell: to look at the arrays first would
+    take longer than attention does where queries are few.
+
+    Args:
+      judge: which of the results are looked at.
+    """
+    results = run(arrays)
+    return jax.lax.cond(
+        _all_finite(judge(results)),
+        lambda results, arrays: results,
+        lambda results, arrays: run(isolate(arrays)),
+        results,
+        arrays,
+    )
+
+
+def _all_finite(arrays):
+    """Whether all numbers are finite, by their sums, which compile to faster loops."""
+    sums = [jnp.sum(x, range(x.ndim - 1), jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+    return jnp.all(jnp.isfinite(jnp.stack([jnp.sum(x) for x in sums])))
 
 
 def shared_operands(operands: Operands) -> dict[str, jax.Array]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gpu_memory import poison
 from implementation_suite import Case, ImplementationSuite, compare, draw
+from nonfinite_suite import SITUATIONS, NonFiniteSuite
 from seeds import seed_of
 
 import jax_flash
@@ -215,3 +216,12 @@ class TestCuda(ImplementationSuite):
         assert out.devices() == {cpu}
         got = jax.tree.map(np.asarray, (out, None, gradients))
         compare(Case("cpu", "bfloat16", T=65, S=65), spec, operands, d_out, None, got)
+
+
+class TestCudaNonFinite(NonFiniteSuite):
+    implementation = "cuda"
+    sizes = dict(T=170, S=190, N=4, K=2, H=64)  # noqa: RUF012
+    # docs/tuning/cuda.md has a design.
+    not_kept_apart = dict.fromkeys(
+        SITUATIONS, "tiles multiply the zeros of hidden pairs with what isn't finite, and nothing runs again"
+    )

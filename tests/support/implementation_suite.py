@@ -75,11 +75,12 @@ class Implementation:
         return self.program(arguments, d_out, d_lse)()
 
     def program(self, arguments, d_out, d_lse, attend=None, return_residual=None):
-        """A function of no arguments that runs the call forward and backward.
+        """A function that runs the call forward and backward.
 
         It returns output, residual and a dict of gradients as NumPy arrays. The residual is not used in
         the loss where `d_lse` is None, nor returned unless `return_residual` says so. `attend` may wrap
-        the method of that name.
+        the method of that name. The function takes floating arguments, `d_out` and `d_lse` by name, to run
+        the same program on others.
         """
         attend = attend or self.attend
         return_residual = d_lse is not None if return_residual is None else return_residual
@@ -99,10 +100,11 @@ class Implementation:
             (gradients,) = vjp((d_out, d_lse))
             return out, lse, gradients
 
-        def run():
+        def run(d_out=d_out, d_lse=d_lse, **changed):
             self.before_run(2 * sum(x.nbytes for x in inputs.values()) + d_out.nbytes)
             with self.environment():
-                return jax.tree.map(np.asarray, forward_and_backward(inputs, others, d_out, d_lse))
+                results = forward_and_backward(inputs | changed, others, d_out, d_lse)
+                return jax.tree.map(np.asarray, results)
 
         return run
 

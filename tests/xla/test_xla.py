@@ -11,6 +11,7 @@ import pairwise_suite
 import pytest
 from implementation_suite import FEATURES, ImplementationSuite
 from jax.sharding import PartitionSpec as P
+from nonfinite_suite import NonFiniteSuite
 from pairwise_suite import PairwiseSuite
 from small_blocks import small_blocks
 
@@ -51,6 +52,14 @@ class TestXlaPairwise(PairwiseSuite):
 
     def test_refuses_nothing(self):
         assert pairwise_suite.cases(self, self.factors())[1] == []
+
+
+class TestXlaNonFinite(NonFiniteSuite):
+    implementation = "xla"
+    compiler_options = {"xla_backend_optimization_level": 0}  # noqa: RUF012
+
+    def environment(self):
+        return small_blocks()
 
 
 @pytest.fixture
