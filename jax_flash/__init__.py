@@ -8,6 +8,7 @@ from jax_flash._attention import flash_attention
 from jax_flash._dot_product_attention import dot_product_attention
 from jax_flash._dropout import dropout_mask
 from jax_flash._explain import explain
+from jax_flash._planned_for import planned_for
 from jax_flash._precompile import precompile
 from jax_flash._varlen import flash_attention_varlen
 
@@ -20,5 +21,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "flash_attn",
+    "planned_for",
     "precompile",
 ]

@@ -102,7 +102,7 @@ def precompile(
     """
     if not callable(function):
         raise TypeError(f"function must be callable; got {function!r}")
-    planned_for = _cuda_device(device)
+    planned_for = cuda_device(device)
     backward = _validate.flag("backward", backward)
     jobs = (os.cpu_count() or 1) if jobs is None else _validate.integer("jobs", jobs)
     if jobs < 1:
@@ -157,7 +157,7 @@ def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _cuda_device(device: str | jax.Device | None) -> Device:
+def cuda_device(device: str | jax.Device | None) -> Device:
     if isinstance(device, str):
         return device_of(device)
     if device is not None and not isinstance(device, jax.Device):

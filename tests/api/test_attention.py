@@ -338,6 +338,7 @@ def test_the_public_names():
         "flash_attention",
         "flash_attention_varlen",
         "flash_attn",
+        "planned_for",
         "precompile",
     ]
     assert all(hasattr(jax_flash, name) for name in jax_flash.__all__)

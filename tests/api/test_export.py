@@ -97,6 +97,27 @@ def test_one_export_for_several_platforms():
     cases.assert_close(actual, jax.value_and_grad(cases.loss(cases.definition))(differentiable, others))
 
 
+def test_export_for_a_gpu_that_the_machine_lacks():
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+
+    def export():
+        step = jax.jit(lambda x: jax_flash.flash_attention(x, x, x))
+        checks = [jax.export.DisabledSafetyCheck.custom_call("jax_flash_forward")]
+        return jax.export.export(step, platforms=["cuda"], disabled_checks=checks)(x).mlir_module()
+
+    with jax_flash.planned_for("sm_90a"):
+        assert "custom_call @jax_flash_forward" in export()
+        assert jax_flash.explain(x, x, x).picked == "cuda"
+    with _device.assume(_device.CPU):
+        assert "custom_call @jax_flash_forward" not in export()
+
+
+@pytest.mark.parametrize(("device", "error"), [(None, TypeError), ("H100", ValueError), (90, TypeError)])
+def test_planned_for_refuses_what_is_no_gpu(device, error):
+    with pytest.raises(error), jax_flash.planned_for(device):
+        pass
+
+
 def sharded_operands():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     specs = {"query": P("x", None, "y"), "key": P("x", None, "y"), "value": P("x", None, "y")}
