@@ -10,6 +10,9 @@ import jax
 _L2_BYTES = {(9, 0): 50 << 20}
 
 
+GPU_PLATFORMS = ("cuda", "rocm")
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """What planning needs to know of a device; made up freely in tests and for compiling ahead."""
@@ -26,7 +29,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        return self.platform in ("cuda", "rocm")
+        return self.platform in GPU_PLATFORMS
 
     @property
     def arch(self) -> str:

@@ -71,7 +71,8 @@ def select(
     Returns:
       the first of them that supports the call; and behind it "xla" where that stands after it among
       those to try. A program traced for the default device may be lowered for another platform (a
-      `jit` over arrays on the CPU of a machine with a GPU), and runs "xla" there.
+      `jit` over arrays on the CPU of a machine with a GPU), and runs "xla" there. Both are "xla" if
+      others stand before it and the device is no GPU; lowered for a GPU, the program then warns.
 
     Raises:
       NotImplementedError: none of them supports the call; with the reason of each.
@@ -83,6 +84,8 @@ def select(
         if refusal is None:
             if refused and device.is_gpu:
                 _warn_of_slower(name, refused, device, is_automatic=names is None)
+            if name == PORTABLE and refused and not device.is_gpu:
+                return (PORTABLE, PORTABLE)
             portable_behind = PORTABLE in candidates[position + 1 :]
             return (name, PORTABLE) if portable_behind and name != PORTABLE else (name,)
         refused[name] = refusal

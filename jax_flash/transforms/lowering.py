@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jax_flash import _device, _dispatch, _gradients, _settings
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
+from jax_flash.transforms import off_gpu
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 AXES = {
@@ -132,5 +133,7 @@ def _run(call: Call, entry: str, *args: Any) -> Any:
     first, *others = call.implementation
     if not others:
         return runner(first)(*args)
+    if others == [first]:
+        return runner(first)(*jax.tree.map(off_gpu.watched, args))
     platforms = {call.device.platform: runner(first)}
     return jax.lax.platform_dependent(*args, **platforms, default=runner(others[-1]))

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash import _device
+from jax_flash import _device, _slower
 from jax_flash._spec import Operands
 
 NORMAL = np.random.default_rng(0).normal(size=(3, 2, 6, 4, 8)).astype(np.float32)
@@ -108,7 +108,11 @@ def test_export_for_a_gpu_that_the_machine_lacks():
     with jax_flash.planned_for("sm_90a"):
         assert "custom_call @jax_flash_forward" in export()
         assert jax_flash.explain(x, x, x).picked == "cuda"
-    with _device.assume(_device.CPU):
+    _slower.forget()
+    with (
+        _device.assume(_device.CPU),
+        pytest.warns(_slower.SlowerImplementationWarning, match="lowered for cuda"),
+    ):
         assert "custom_call @jax_flash_forward" not in export()
 
 
