@@ -274,8 +274,9 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     const SharedMemory& shared = call.shared;
     const int warp = warp_index() - 4, warpgroup = warp / 4;
     const int lane = threadIdx.x % 32;
-    ConsumerRings rings{{}, {}, {}, {}, descriptor::k_major_low(shared.key_block(0)),
-                        descriptor::mn_major_low(shared.value_block(0), Traits::keys)};
+    // Descriptors are in uniform registers from here on. Else ptxas computes them again in each block.
+    ConsumerRings rings{{}, {}, {}, {}, reload_uniform(descriptor::k_major_low(shared.key_block(0))),
+                        reload_uniform(descriptor::mn_major_low(shared.value_block(0), Traits::keys))};
     // The last warpgroup signals warpgroup 0, which goes first.
     if (Traits::pingpong && warpgroup == Traits::consumers - 1) pingpong_signal(warpgroup);
 
