@@ -61,9 +61,11 @@ def backward(
     if d_lse is not None:
         rest["d_lse"] = d_lse
 
+    # The program keeps it. So it has no array of this function, or `jax_check_tracer_leaks` would report it.
     def local(inputs: Arrays) -> Arrays:
+        rest = ("out", "lse", "d_out", "d_lse")
         operands = Operands(**{name: x for name, x in inputs.items() if name not in rest})
-        gradients = lowering.backward(call, operands, *map(inputs.get, ("out", "lse", "d_out", "d_lse")))
+        gradients = lowering.backward(call, operands, *map(inputs.get, rest))
         return {name: x for name, x in vars(gradients).items() if x is not None}
 
     results = {name: x.shape for name, x in operands.present().items() if name in DIFFERENTIABLE}
