@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_flash import _validate
 from jax_flash._dispatch import IMPLEMENTATIONS
@@ -100,10 +101,26 @@ def window_pair(name: str, value: Any) -> Window:
     return Window(*(None if side is None else _validate.integer(name, side) for side in sides))
 
 
+def scale(name: str, value: Any, default: float, query: jax.Array) -> tuple[float, jax.Array]:
+    """The scale of the logits, and the query for it, which holds a scale that is traced."""
+    if value is None:
+        return default, query
+    if not isinstance(value, Tracer):
+        return _validate.number(name, value), query
+    traced = _validate.shaped(name, value, {"()": ()}, "floating or integer")
+    dtype = jnp.promote_types(query.dtype, jnp.float32)  # rounded once
+    return 1.0, (query.astype(dtype) * traced.astype(dtype)).astype(query.dtype)
+
+
 def soft_cap(name: str, value: Any) -> float | None:
     """The cap of the logits. Its reciprocal must be finite in float32 too."""
     if value is None:
         return None
+    if isinstance(value, Tracer):
+        raise TypeError(
+            f"{name} must be a Python number, as kernels are compiled for it; got the traced value {value}. "
+            "Pass the number itself, or make it a static argument of the function that is traced"
+        )
     cap = _validate.number(name, value)
     if cap <= 0:
         raise ValueError(f"{name} must be None or greater than 0; got {short(value)}")

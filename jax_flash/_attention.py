@@ -18,7 +18,7 @@ def flash_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: float | jax.Array | None = ...,
     is_causal: bool = ...,
     local_window_size: int | tuple[int | None, int | None] | None = ...,
     query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
@@ -44,7 +44,7 @@ def flash_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: float | jax.Array | None = ...,
     is_causal: bool = ...,
     local_window_size: int | tuple[int | None, int | None] | None = ...,
     query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
@@ -69,7 +69,7 @@ def flash_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     query_seq_lengths: ArrayLike | Sequence[int] | None = None,
@@ -116,7 +116,8 @@ def flash_attention(
       value: `(*B, S, K, V)`, query's dtype.
       bias: broadcastable to `(*B, N, T, S)`, floating. Added to the logits.
       mask: broadcastable to `(*B, N, T, S)`, bool. True attends.
-      scale: of the logits; `1 / sqrt(H)` by default.
+      scale: of the logits; `1 / sqrt(H)` by default. One that is traced, such as a learned one, multiplies
+        query, which is rounded once more, and has a gradient.
       is_causal: row i sees the keys `j <= i + S - T`: aligned to the bottom right, so that the last query
         sees every key.
       local_window_size: `(left, right)`: row i sees `i + S - T - left <= j <= i + S - T + right`. None or

@@ -123,7 +123,8 @@ def prepare(arguments: Arguments) -> Call:
     *batch, T, N, H = query.shape
     shape = _Shape(tuple(batch), T, key.shape[-3], N)
     rate, dropout_key = _arguments.dropout(arguments.dropout_rate, arguments.dropout_key, arguments.names)
-    spec = _spec(arguments, shape, 1 / math.sqrt(H), rate)
+    scale, query = _arguments.scale(arguments.names["scale"], arguments.scale, 1 / math.sqrt(H), query)
+    spec = _spec(arguments, shape, scale, rate)
     operands = Operands(
         query=shape.with_batch(query),
         key=shape.with_batch(key),
@@ -149,9 +150,8 @@ def _check_symbolic(arguments: Arguments) -> None:
             raise ValueError(f"{arguments.names[name]} must have a {what} without symbols; got {shape}")
 
 
-def _spec(arguments: Arguments, shape: _Shape, default_scale: float, dropout_rate: float) -> AttentionSpec:
+def _spec(arguments: Arguments, shape: _Shape, scale: float, dropout_rate: float) -> AttentionSpec:
     names, packing = arguments.names, arguments.packing
-    scale = arguments.scale
     longest_query, longest_key_value = shape.T, shape.S
     if packing is not None:
         longest_query = min(shape.T, packing.max_query_length)
@@ -159,7 +159,7 @@ def _spec(arguments: Arguments, shape: _Shape, default_scale: float, dropout_rat
     # One form for one meaning, so that causal attention of a single row, as in decoding, needs no masking.
     left, right = arguments.window.normalised(longest_query, longest_key_value)
     return AttentionSpec(
-        scale=default_scale if scale is None else _validate.number(names["scale"], scale),
+        scale=scale,
         left=left,
         right=right,
         logits_soft_cap=_arguments.soft_cap(names["logits_soft_cap"], arguments.logits_soft_cap),

@@ -21,7 +21,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: float | jax.Array | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
     key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
@@ -41,7 +41,7 @@ def dot_product_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    scale: float | None = ...,
+    scale: float | jax.Array | None = ...,
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
     key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
@@ -60,7 +60,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | Sequence[int] | None = None,
     key_value_seq_lengths: ArrayLike | Sequence[int] | None = None,
@@ -90,7 +90,8 @@ def dot_product_attention(
       value: `(B, S, K, V)` or `(S, K, V)`, query's dtype.
       bias: broadcastable to `(B, N, T, S)`, floating or integer. Added to the logits.
       mask: broadcastable to `(B, N, T, S)`, bool. True attends.
-      scale: of the logits; `1 / sqrt(H)` by default.
+      scale: of the logits; `1 / sqrt(H)` by default. One that is traced, such as a learned one, multiplies
+        query, which is rounded once more, and has a gradient.
       is_causal: row i sees the keys `j <= i`.
       query_seq_lengths: `(B,)`, integer, in tokens. Rows from there on give 0.
       key_value_seq_lengths: `(B,)`, integer, in tokens. Keys from there on are masked out.

@@ -42,7 +42,7 @@ def dot_product_attention(
     promote_dtype: Callable[..., Any] | None = None,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | jax.Array | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     query_seq_lengths: ArrayLike | Sequence[int] | None = None,
     key_value_seq_lengths: ArrayLike | Sequence[int] | None = None,

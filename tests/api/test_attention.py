@@ -3,6 +3,7 @@
 `plain` is attention by its definition on whole matrices, with the caller's own batch axes.
 """
 
+import functools
 import importlib.metadata
 import itertools
 
@@ -346,3 +347,23 @@ def test_the_public_names():
 
 def test_the_version_is_that_of_the_package():
     assert jax_flash.__version__ == importlib.metadata.version("jax_flash")
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_traced_scale_has_a_gradient(dtype):
+    query, key, value, d_out = (jax.random.normal(jax.random.key(i), (1, 9, 2, 16), dtype) for i in range(4))
+
+    def loss(attend, scale):
+        return jnp.sum((attend(query, key, value, scale=scale) * d_out).astype(jnp.float32))
+
+    def plain(query, key, value, scale):
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        p = jax.nn.softmax(scale * jnp.einsum("btnh,bsnh->bnts", query, key))
+        return jnp.einsum("bnts,bsnh->btnh", p, value)
+
+    for attend in (jax_flash.flash_attention, jax_flash.dot_product_attention):
+        got = jax.jit(jax.value_and_grad(functools.partial(loss, attend)))(0.3)
+        expected = jax.value_and_grad(functools.partial(loss, plain))(0.3)
+        np.testing.assert_allclose(got, expected, rtol=1e-4 if dtype == "float32" else 0.05)
+    many = jax.vmap(functools.partial(loss, jax_flash.flash_attention))(jnp.array([0.3, -0.5]))
+    np.testing.assert_allclose(many[0], got[0], rtol=1e-4 if dtype == "float32" else 0.05)

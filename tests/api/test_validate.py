@@ -286,8 +286,8 @@ def test_explain_raises_the_same(row):
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("scale", 1.0, "scale must be a Python number, known when the call is traced"),
-        ("logits_soft_cap", 30.0, "logits_soft_cap must be a Python number, known when the call is traced"),
+        ("scale", True, "scale must have a floating or integer dtype; got bool"),
+        ("logits_soft_cap", 30.0, "logits_soft_cap must be a Python number, as kernels are compiled for it"),
         ("dropout_rate", 0.1, "dropout_rate must be a Python number, known when the call is traced"),
         ("is_causal", True, "is_causal must be True or False, known when the call is traced"),
         ("local_window_size", 3, "local_window_size must be a Python integer, known when the call is traced"),
