@@ -118,8 +118,8 @@ def soft_cap(name: str, value: Any) -> float | None:
         return None
     if isinstance(value, Tracer):
         raise TypeError(
-            f"{name} must be a Python number, as kernels are compiled for it; got the traced value {value}. "
-            "Pass the number itself, or make it a static argument of the function that is traced"
+            f"{name} must be a Python number, known when the call is traced; got the traced value {value}. "
+            "Kernels are compiled for it: pass the number itself, or make it a static argument of `jit`"
         )
     cap = _validate.number(name, value)
     if cap <= 0:

@@ -437,7 +437,7 @@ FUNCTIONS = {
 }
 NAMES = {function: f"{function.__module__}.{function.__name__}" for function in FUNCTIONS}
 CASES = [(function, name) for function, (_, refused) in FUNCTIONS.items() for name in refused]
-STATIC = (FLAG, SCALE, SOFT_CAP, RATE)
+STATIC = (FLAG, SOFT_CAP, RATE)  # a scale may be traced
 
 
 def told_as(value):

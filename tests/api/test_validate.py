@@ -287,7 +287,11 @@ def test_explain_raises_the_same(row):
     ("name", "value", "error"),
     [
         ("scale", True, "scale must have a floating or integer dtype; got bool"),
-        ("logits_soft_cap", 30.0, "logits_soft_cap must be a Python number, as kernels are compiled for it"),
+        (
+            "logits_soft_cap",
+            30.0,
+            "logits_soft_cap must be a Python number, known when the call is traced.*static argument",
+        ),
         ("dropout_rate", 0.1, "dropout_rate must be a Python number, known when the call is traced"),
         ("is_causal", True, "is_causal must be True or False, known when the call is traced"),
         ("local_window_size", 3, "local_window_size must be a Python integer, known when the call is traced"),
