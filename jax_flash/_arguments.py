@@ -55,12 +55,12 @@ def query_key_value(
     *batch, _, N, H = query.shape
     if key.ndim != query.ndim or list(key.shape[:-3]) != batch or key.shape[-1] != H:
         raise ValueError(
-            f"{names['key']} must have shape (*B, S, K, H) with *B = {tuple(batch)} and H = {H} as in "
-            f"{names['query']} {query_given.shape}; got {described(key_given)}"
+            f"{names['key']} must have shape (*B, S, K, H) with *B = {query_given.shape[:-3]} and H = {H} "
+            f"as in {names['query']} {query_given.shape}; got {described(key_given)}"
         )
     if value.ndim != key.ndim or value.shape[:-1] != key.shape[:-1]:
         raise ValueError(
-            f"{names['value']} must have shape (*B, S, K, V) with (*B, S, K) = {key.shape[:-1]} as in "
+            f"{names['value']} must have shape (*B, S, K, V) with (*B, S, K) = {key_given.shape[:-1]} as in "
             f"{names['key']}; got {described(value_given)}"
         )
     K = key.shape[-2]

@@ -213,7 +213,12 @@ def test_values_may_have_a_head_dim_of_their_own():
         (
             dict(query=jnp.ones((5, N, H)), key=jnp.ones((7, K, 6))),
             ValueError,
-            "H = 8 as in query (5, 4, 8); got float32 (7, 2, 6)",
+            "*B = () and H = 8 as in query (5, 4, 8); got float32 (7, 2, 6)",
+        ),
+        (
+            dict(query=jnp.ones((5, N, H)), key=jnp.ones((7, K, H)), value=jnp.ones((6, K, H))),
+            ValueError,
+            "(*B, S, K) = (7, 2) as in key; got float32 (6, 2, 8)",
         ),
         (
             dict(key_value_seq_lengths=[3, "7"]),
