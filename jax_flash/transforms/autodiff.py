@@ -6,6 +6,9 @@ the log-sum-exp, nothing of size T×S. The last two have names for `jax.checkpoi
     jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse")
 
 a rematerialised block does not run its attention a second time.
+
+A second derivative differentiates the two passes. Their results come from the implementation, and the tangents
+from `xla/differentiable.py`, in memory linear in T and S.
 """
 
 import functools
@@ -16,15 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import _device
+from jax_flash import _device, _settings
 from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
 from jax_flash.transforms import batching
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
+from jax_flash.xla import differentiable
 
 
 def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Operands) -> Any:
-    """Runs a checked call. Differentiable in reverse mode, once.
+    """Runs a checked call. Differentiable in reverse mode; its gradients in every mode.
 
     Args:
       implementation: the name of the one to run, as `("cuda",)`. Of two names, `("cuda", "xla")`, the first
@@ -41,31 +45,71 @@ def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Opera
     return _attend(call, vary_alike(operands))
 
 
-def _differentiable_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(call, *args)`, which refuses a second derivative with a clear error."""
-    guarded = jax.custom_jvp(function, nondiff_argnums=(0,))
-
-    @guarded.defjvp
-    def refuse(call: Call, primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            "jax_flash attention can be differentiated once, in reverse mode; second derivatives "
-            "(jax.hessian, jax.grad of jax.grad) are not supported"
-        )
-
-    return guarded
-
-
 # Compiled as one program when called outside of `jit`; inside, one function for all layers alike.
-@_differentiable_once
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
 def jax_flash_forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return batching.forward(call, operands)
 
 
-@_differentiable_once
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
 def jax_flash_backward(call: Call, *args: Any) -> Gradients:
     return batching.backward(call, *args)
+
+
+# A second derivative differentiates the two functions above. Implementations have no derivatives of their own,
+# so the results are theirs, and the tangents are those of `differentiable.forward`.
+@jax_flash_forward.defjvp
+def _forward_jvp(call: Call, primals: Any, tangents: Any) -> Any:
+    (operands,), (d_operands,) = primals, tangents
+    results_tangent = _forward_tangent(call, operands, _differentiable(operands, d_operands))
+    return jax_flash_forward(call, operands), results_tangent
+
+
+@jax_flash_backward.defjvp
+def _backward_jvp(call: Call, primals: Any, tangents: Any) -> Any:
+    operands, _, lse, d_out, d_lse = primals
+    # out and lse are functions of the operands, so the gradients are functions of the others alone.
+    d_operands, _, _, *cotangents_tangent = tangents
+    d_lse, d_lse_tangent = (jnp.zeros_like(lse),) * 2 if d_lse is None else (d_lse, cotangents_tangent[1])
+    tangent = _backward_tangent(
+        call,
+        operands,
+        _differentiable(operands, d_operands),
+        (d_out, d_lse),
+        (cotangents_tangent[0], d_lse_tangent),
+    )
+    return jax_flash_backward(call, *primals), tangent
+
+
+def _differentiable(operands: Operands, of: Operands) -> dict[str, jax.Array]:
+    """The fields of `of` for the differentiable operands."""
+    return {name: getattr(of, name) for name in operands.present() if name in DIFFERENTIABLE}
+
+
+def _of_differentiable(call: Call, operands: Operands) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    return lambda values: differentiable.forward(call.spec, operands.replace(**values))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@_settings.as_written
+def _forward_tangent(call: Call, operands: Operands, tangents: dict[str, jax.Array]) -> Any:
+    values = _differentiable(operands, operands)
+    return jax.jvp(_of_differentiable(call, operands), (values,), (tangents,))[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@_settings.as_written
+def _backward_tangent(
+    call: Call, operands: Operands, d_operands: dict[str, jax.Array], cotangents: Any, d_cotangents: Any
+) -> Gradients:
+    def gradients(values: dict[str, jax.Array], cotangents: Any) -> Any:
+        _, vjp = jax.vjp(_of_differentiable(call, operands), values)
+        return vjp(cotangents)[0]
+
+    values = _differentiable(operands, operands)
+    return Gradients(**jax.jvp(gradients, (values, cotangents), (d_operands, d_cotangents))[1])
 
 
 def _looks_for_nans_or_infinities() -> bool:
@@ -113,9 +157,9 @@ def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Opera
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
     gradients = _backward(call, operands, out, lse, d_out, d_lse)
     # None stands for the absent cotangent of an operand that is not differentiable.
-    differentiable = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
+    given = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
     rest = {name: None for name in operands.present() if name not in DIFFERENTIABLE}
-    return (Operands(**differentiable, **rest),)
+    return (Operands(**given, **rest),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

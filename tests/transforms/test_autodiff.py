@@ -1,6 +1,7 @@
 """The derivative of a call: values, residuals, and what implementations and policies get to see."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import transform_cases as cases
 from jax_flash import _device
 from jax_flash._spec import Operands
 from jax_flash.transforms import autodiff
+from jax_flash.xla import differentiable
 
 
 @pytest.mark.parametrize("return_residual", [True, False])
@@ -85,14 +87,69 @@ def test_forward_mode_is_refused():
         jax.jvp(lambda q: cases.attend(operands.replace(query=q))[0], (operands.query,), (operands.query,))
 
 
-def test_second_derivative_is_refused():
-    operands = cases.make_operands()
+@pytest.mark.parametrize("kind", ("hessian", "reverse twice", "vmap", "checkpoint"))
+def test_second_derivatives(kind):
+    operands = cases.make_operands(B=2)
 
-    def gradient(query):
-        return jax.grad(lambda q: jnp.sum(jnp.sin(cases.attend(operands.replace(query=q))[0])))(query)
+    def second(function):
+        differentiable, others = cases.split(operands)
+        scalar = cases.loss(function)
+        if kind == "checkpoint":
+            scalar = jax.checkpoint(scalar)
+        gradient = jax.grad(scalar)
 
-    with pytest.raises(NotImplementedError, match="differentiated once"):
-        jax.grad(lambda q: jnp.sum(gradient(q)))(operands.query)
+        def along(direction):
+            if kind == "hessian":  # forward over reverse
+                return jax.jvp(lambda x: gradient(x, others), (differentiable,), (direction,))[1]
+
+            def inner(x):
+                return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, gradient(x, others), direction))
+
+            return jax.grad(inner)(differentiable)
+
+        direction = jax.tree.map(jnp.cos, differentiable)
+        if kind == "vmap":
+            return jax.jit(jax.vmap(along))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), direction))
+        return jax.jit(along)(direction)
+
+    cases.assert_close(second(cases.attend), second(cases.definition), 1e-4)
+
+
+def test_second_derivatives_of_packed_sequences():
+    operands, spec = cases.make_packed_operands(B=2)
+    differentiable, others = cases.split(operands)
+
+    def second(function):
+        scalar = cases.loss(lambda operands: function(operands, spec))
+
+        def inner(x):
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(jax.grad(scalar)(x, others)))
+
+        return jax.jit(jax.grad(inner))(differentiable)
+
+    cases.assert_close(second(cases.attend), second(cases.definition), 1e-4)
+
+
+def test_second_derivatives_over_several_blocks_store_no_matrix_of_logits(monkeypatch):
+    """By blocks of queries of which the last overlaps the one before."""
+    monkeypatch.setattr(differentiable, "LOGITS_PER_BLOCK", 0)
+    T = 16 * 32 + 1
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, T, 1, 4)) for i in range(3))
+    spec = dataclasses.replace(cases.SPEC, right=0, return_residual=False, logits_soft_cap=2.0)
+
+    def second(function):
+        gradient = jax.grad(lambda *x: jnp.sum(jnp.sin(function(Operands(*x), spec))), argnums=(0, 1, 2))
+        return jax.jit(jax.grad(lambda *x: sum(jnp.sum(jnp.sin(g)) for g in gradient(*x)), argnums=(0, 1, 2)))
+
+    xla = functools.partial(cases.attend, implementation=("xla",))
+    cases.assert_close(second(xla)(query, key, value), second(cases.definition)(query, key, value), 1e-3)
+
+    def temporary(function, T):
+        x = jax.ShapeDtypeStruct((1, T, 1, 4), jnp.float32)
+        return second(function).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(xla, 4096) < 2.5 * temporary(xla, 2048)
+    assert temporary(cases.definition, 4096) > 3.5 * temporary(cases.definition, 2048)
 
 
 def test_device_of_the_call_reaches_every_pass():
