@@ -7,8 +7,8 @@ the log-sum-exp, nothing of size T×S. The last two have names for `jax.checkpoi
 
 a rematerialised block does not run its attention a second time.
 
-A second derivative differentiates the two passes. Their results come from the implementation, and the tangents
-from `xla/differentiable.py`, in memory linear in T and S.
+A second derivative differentiates the two passes. Their results come from the implementation, and their
+tangents from `xla/differentiable.py`, in memory linear in T and S.
 """
 
 import functools
@@ -58,8 +58,8 @@ def jax_flash_backward(call: Call, *args: Any) -> Gradients:
     return batching.backward(call, *args)
 
 
-# A second derivative differentiates the two functions above. Implementations have no derivatives of their own,
-# so the results are theirs, and the tangents are those of `differentiable.forward`.
+# A second derivative differentiates the two functions above. JAX can't differentiate a kernel, so it takes
+# the tangents of portable code, `differentiable.forward`.
 @jax_flash_forward.defjvp
 def _forward_jvp(call: Call, primals: Any, tangents: Any) -> Any:
     (operands,), (d_operands,) = primals, tangents

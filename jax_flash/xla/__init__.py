@@ -9,6 +9,7 @@ lengths or segment ids, are skipped. Varlen sequences become padded batch rows.
     logits    one block of logits: scale, soft cap, bias, alibi, every kind of masking
     forward   the forward pass
     backward  the backward pass
+    differentiable  attention that JAX differentiates, for second derivatives of every implementation
 """
 
 from jax_flash import _varlen_unpacking
