@@ -58,7 +58,9 @@ def ignore(name, value):
 def test_a_fault_of_two_features_together_is_found(flawed):
     runs, _ = pairwise_suite.cases(flawed, flawed.factors())
     faulty = [case for case in runs if {"logits_soft_cap", "sinks"} <= set(case.features)]
-    sound = [case for case in runs if case not in faulty and len(case.features) > 5]
+    # In float32: bounds of a bias's gradient know what rounding the output does to delta, and plain attention
+    # finds delta before it rounds.
+    sound = [x for x in runs if x not in faulty and len(x.features) > 5 and x.dtype == "float32"]
     with pytest.raises(AssertionError, match=r"lse: error .* over"):
         flawed.test_matches_the_definition_or_is_refused(faulty[0], ignore)
     flawed.test_matches_the_definition_or_is_refused(sound[0], ignore)

@@ -192,12 +192,12 @@ def test_automatic_choice_is_settled_by_the_platform():
     def backward(spec, operands, *rest):
         return cases.plain_backward(spec, operands, *rest)
 
-    cases.add_implementation("opaque", opaque_forward, backward)
+    cases.add_implementation("only_on_gpu", opaque_forward, backward)
     operands = cases.make_operands()
 
     def automatic(operands):
         with _device.assume(_device.H100):
-            return cases.attend(operands, implementation=("opaque", "plain"))
+            return cases.attend(operands, implementation=("only_on_gpu", "plain"))
 
     cases.assert_close(automatic(operands), cases.definition(operands))
     cases.assert_close(cases.gradients(automatic, operands), cases.gradients(cases.definition, operands))
