@@ -102,7 +102,7 @@ def window_pair(name: str, value: Any) -> Window:
 
 
 def scale(name: str, value: Any, default: float, query: jax.Array) -> tuple[float, jax.Array]:
-    """The scale of the logits, and the query for it, which holds a scale that is traced."""
+    """The static scale, and query. A traced scale multiplies query, and the static one is 1."""
     if value is None:
         return default, query
     if not isinstance(value, Tracer):
