@@ -2,6 +2,7 @@
 
     python benchmarks/features.py --groups packed --out benchmarks/results/features_packed_h200.json
     python benchmarks/features.py --groups options --out benchmarks/results/features_options_h200.json
+    PYTHONPATH=FOLDER python benchmarks/features.py --groups before --out FILE
 
 `packed`: 16 documents of uneven length in 16384 tokens, by offsets (`flash_attention_varlen`) and by segment
 ids, beside FlashAttention-3's varlen functions, and beside one sequence of as many tokens. Rates count the
@@ -11,17 +12,21 @@ included. The ratio of that rate to the rate of the one sequence says what packi
 `options`: how much longer a call takes with each option than without. All times are kernel times, XLA's own
 kernels included; a backward time is both passes less the forward pass. Figures of different runs don't
 compare.
+
+`before`: the same, and every time over that of the version that `before.py` installed in FOLDER.
 """
 
 import argparse
 import dataclasses
 import functools
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import before
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,30 +190,38 @@ def options(heads: int) -> dict[str, tuple[dict[str, Any], dict[str, jax.Array]]
     }
 
 
-def measure_options(heads: int, head_dim: int) -> list[dict]:
+def measure_options(heads: int, head_dim: int, packages: Sequence[str] = ("jax_flash",)) -> list[dict]:
+    """Times of every option; of several packages, each one's ratio to the last."""
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (BATCH, LENGTH, heads, head_dim)
     *inputs, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
     calls = options(heads)
 
-    def prepare(name: str) -> tuple[Any, Any]:
-        static, arrays = calls[name]
+    def prepare(contender: tuple[str, str]) -> tuple[Any, Any]:
+        package, option = contender
+        static, arrays = calls[option]
+        attention = importlib.import_module(package).flash_attention
 
         def attend(query, key, value, arrays):
-            return jax_flash.flash_attention(
-                query, key, value, is_causal=True, implementation="cuda", **static, **arrays
-            )
+            return attention(query, key, value, is_causal=True, implementation="cuda", **static, **arrays)
 
         jax.block_until_ready(jax.jit(both(attend))(*inputs, arrays, d_out))
         return (attend, (*inputs, arrays)), ()
 
-    found = rounds.measure(list(calls), prepare, lambda run: figures(*run, d_out))
+    contenders = [(package, option) for option in calls for package in packages]
+    found = rounds.measure(contenders, prepare, lambda run: figures(*run, d_out))
     case = f"b{BATCH} s{LENGTH} h{heads} d{head_dim} causal"
-    rows = [{"group": "options", "case": case, "option": name} | result for name, result in found.items()]
-    for row in rows:
-        for key in ("forward_milliseconds", "backward_milliseconds"):
-            if key in row and key in rows[0]:
-                row[key.replace("milliseconds", "longer")] = row[key] / rows[0][key]
+    rows = []
+    for (package, option), result in found.items():
+        row = {"group": "options", "case": case, "option": option} | result
+        if len(packages) > 1:
+            row["package"] = package
+        for direction in ("forward", "backward"):
+            time = f"{direction}_milliseconds"
+            for name, other in (("longer", (package, "none")), ("times_before", (packages[-1], option))):
+                if (package, option) != other and time in row and time in found[other]:
+                    row[f"{direction}_{name}"] = row[time] / found[other][time]
+        rows.append(row)
     return rows
 
 
@@ -235,22 +248,24 @@ GROUPS: dict[str, list[Callable[[], list[dict]]]] = {
         for causal in (True, False)
     ],
     "options": [functools.partial(measure_options, *shape) for shape in SHAPES],
+    "before": [functools.partial(measure_options, *shape, ("jax_flash", before.NAME)) for shape in SHAPES],
 }
+DEFAULT_GROUPS = ("packed", "options")
 
 
 def show(row: dict) -> None:
-    name = row.get("peer") or row["option"]
+    name = row.get("peer") or " ".join(filter(None, (row["option"], row.get("package"))))
     cells = "".join(
         f"  {key.replace('_', ' ')} {value:.3g}" for key, value in row.items() if isinstance(value, float)
     )
-    print(f"{row['case']:32} {name:14}{cells}{row.get('error', '')[:160]}", flush=True)
+    print(f"{row['case']:32} {name:30}{cells}{row.get('error', '')[:160]}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--groups", default=",".join(GROUPS), help="by default all: %(default)s")
+    parser.add_argument("--groups", default=",".join(DEFAULT_GROUPS), help="by default %(default)s")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     chosen = parser.parse_args(arguments)
     groups = chosen.groups.split(",")

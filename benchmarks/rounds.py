@@ -3,12 +3,14 @@
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import contenders
 import jax
 import jax.numpy as jnp
 import record
+
+Name = TypeVar("Name")  # of a contender
 
 ROUNDS = 3
 # ‖result − first contender's‖ / ‖first contender's‖: rounding gives under 0.01, another mask over 0.1.
@@ -21,18 +23,18 @@ def method(timing: str, rounds: int = ROUNDS) -> str:
 
 
 def measure(
-    names: Sequence[str],
-    prepare: Callable[[str], tuple[Any, Any]],
+    names: Sequence[Name],
+    prepare: Callable[[Name], tuple[Any, Any]],
     figures: Callable[[Any], dict[str, float]],
     rounds: int = ROUNDS,
-) -> dict[str, dict]:
+) -> dict[Name, dict]:
     """The figures of each contender, or the error that it raised.
 
     `prepare` returns what `figures` measures, and its results, which must agree with the first contender's.
     Each round has an order of its own, since the chip's clock depends on what ran before; the median of the
     rounds counts.
     """
-    found: dict[str, dict] = {name: {} for name in names}
+    found: dict[Name, dict] = {name: {} for name in names}
     runs, measured = {}, {}
     expected = None
     for name in names:
@@ -52,7 +54,7 @@ def measure(
     return found
 
 
-def orders(names: Sequence[str], rounds: int) -> list[list[str]]:
+def orders(names: Sequence[Name], rounds: int) -> list[list[Name]]:
     """The order of each round: shuffled, and every second one the reverse of the one before.
 
     So of two contenders each comes first equally often.
