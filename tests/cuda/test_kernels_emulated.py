@@ -353,6 +353,7 @@ def test_all_tiles_on_one_multiprocessor(case, emulator):
         *thorough(
             Case(H=64, T=200, S=300, N=2, B=2, right=0, lengths="qk", dropout=0.3),
             Case(H=192, T=130, S=300, N=2, right=0),
+            Case(H=256, T=130, S=130, bias="1N1S", soft_cap=2.0),
             Case(H=64, T=100, S=300, deterministic=True),
         ),
     ),

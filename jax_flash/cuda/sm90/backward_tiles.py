@@ -99,7 +99,7 @@ class BackwardTile:
             dq_columns = head_dim if larger_dim <= 96 else PANEL
         dq = self.dq_stages * 64 * dq_columns * 4 + 2 * self.writer_stages * _DQ_PIECE_BYTES
         lse_delta = self.stages * self.per_query_values * self.queries * 4
-        barriers = 2 * key_stages + self.cta_keys // self.value_rows(larger_dim) + 2
+        barriers = 2 * key_stages + self.cta_keys // self.value_rows(larger_dim) + 3
         barriers += 2 * d_scores_buffers + 4 * self.stages
         barriers += 2 * self.dq_stages + 2 * self.writer_stages + 3 * self.semaphore_stages
         # The loading thread tells what a tile's work is, or the tile's index alone.

@@ -77,6 +77,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
                        Traits::split_products ? 4 * Traits::consumers + Traits::cluster - 1 : 4);
     }
     mbarrier::init(shared.peer_d_scores_empty(), 4 * Traits::consumers);
+    mbarrier::init(shared.probabilities_read(), 4 * warp_arrivals);
     for (int stage = 0; stage < Traits::stages; ++stage) {
         mbarrier::init(shared.query_full(stage), 1);
         mbarrier::init(shared.d_out_full(stage), 1);

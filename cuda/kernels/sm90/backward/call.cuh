@@ -15,8 +15,7 @@ enum Barrier {
     probabilities_full,
     ping_pong,            // and the next: one a consumer
     own = ping_pong + 2,  // and the next two: one a consumer, one for dQ
-    probabilities_read = own + 3,
-    softcap_grad_full,
+    softcap_grad_full = own + 3,
 };
 
 // Loads panels of 64 columns that lie `rows` rows apart. One thread.

@@ -42,7 +42,10 @@ struct KeyConsumer {
             const uint4 four = shared.probability_rows(warp)[i * 32 + lane];
             operand[i][0] = four.x, operand[i][1] = four.y, operand[i][2] = four.z, operand[i][3] = four.w;
         }
-        if constexpr (Traits::hands_softcap_grad_later) named_barrier_arrive(probabilities_read, 256);
+        if constexpr (Traits::hands_softcap_grad_later) {
+            __syncwarp();
+            if (arrives(lane)) mbarrier::arrive(shared.probabilities_read());
+        }
     }
 
     // Adds dS, which is yet without the soft cap's derivative, to the gradients of bias and slopes.

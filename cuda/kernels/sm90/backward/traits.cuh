@@ -173,7 +173,7 @@ struct SharedMemory {
     static constexpr int lse_delta = softcap_grad + Traits::softcap_grad_bytes;
     static constexpr int lse_delta_stage_bytes = 2 * Traits::per_query_bytes + Traits::dropout_hash_bytes;
     static constexpr int barriers = lse_delta + Traits::stages * lse_delta_stage_bytes;
-    static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 2;
+    static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 3;
     static constexpr int barrier_count = d_scores_barriers + 2 * Traits::d_scores_buffers + 4 * Traits::stages +
                                          2 * Traits::dq_stages + Traits::writers * Traits::writer_stages +
                                          3 * Traits::semaphore_stages;
@@ -240,6 +240,7 @@ struct SharedMemory {
     __device__ uint32_t value_empty() const { return value_full(Traits::value_parts); }
     // The other CTA's place for dS of this one.
     __device__ uint32_t peer_d_scores_empty() const { return value_empty() + 8; }
+    __device__ uint32_t probabilities_read() const { return value_empty() + 16; }
     __device__ uint32_t d_scores_full(int buffer) const { return base + barriers + 8 * (d_scores_barriers + buffer); }
     __device__ uint32_t d_scores_empty(int buffer) const {
         return d_scores_full(buffer) + 8 * Traits::d_scores_buffers;

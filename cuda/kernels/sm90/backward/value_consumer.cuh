@@ -92,7 +92,7 @@ struct ValueConsumer {
         if constexpr (Traits::dropout) take_kept(probabilities, probabilities);
     }
     __device__ __forceinline__ void hand_over_softcap_grad(const Call& call) {
-        named_barrier_sync(probabilities_read, 256);
+        mbarrier::wait(call.shared.probabilities_read(), d_scores_slot.parity);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) write_softcap_grad(call, i);
         named_barrier_arrive(softcap_grad_full, 256);
