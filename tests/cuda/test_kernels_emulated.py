@@ -433,7 +433,9 @@ def check_results(case, got, references, deviations):
         assert x.shape == reference.shape, name
         complaint = agreement.complaint_of_values(name, x, reference)
         assert complaint is None, complaint
-        result = agreement.Result(name, agreement.finite(x), agreement.finite(reference), deviations[name])
+        result = agreement.Result(
+            name, agreement.finite(x), agreement.finite(reference), deviations[name], reference.size
+        )
         # With a few keys dS is a difference of equals, and what is left of it is noise.
         is_noisy = (few_keys and name in ("d_query", "d_key")) or name in agreement.SUMS_OVER_ROWS
         noise = (4 if is_noisy else 0) * np.linalg.norm(result.deviation)

@@ -15,7 +15,7 @@ from attention_case import Case
 from jax_flash import _reference
 from jax_flash._spec import AttentionSpec, Gradients, Operands
 
-MANY = 256  # numbers, that plain attention's error in them isn't small by luck
+MANY = 256  # roundings, that plain attention's error isn't small by luck
 WITHOUT_ROWS = ("lse", "d_alibi_slopes", "d_sinks")  # each of whose numbers has a bound of its own
 SUMS_OVER_ROWS = ("d_bias", "d_alibi_slopes", "d_sinks")
 # Standard deviations. No number of a normal distribution is found 6 of them off, of as many as there are.
@@ -30,6 +30,7 @@ class Result:
     got: np.ndarray
     reference: np.ndarray
     deviation: np.ndarray  # that rounding is expected to make
+    roundings: int  # at most so many of its numbers are off independently of the others
 
     @property
     def error(self) -> float:
@@ -37,7 +38,7 @@ class Result:
 
     def floor(self, case: Case) -> float:
         """The error that is accepted where plain attention happens to make less."""
-        whole = deviations_of_the_whole(self.name, case, self.reference.size)
+        whole = deviations_of_the_whole(self.name, case, self.roundings)
         return whole * float(np.linalg.norm(self.deviation))
 
     def rows(self, x: np.ndarray) -> np.ndarray:
@@ -123,7 +124,7 @@ class Yardsticks:
         for result in results:
             plain = plains[result.name].reshape(result.reference.shape)
             plain_error, floor = float(np.linalg.norm(plain - result.reference)), result.floor(self.case)
-            few = self.case.is_drawn and plain.size < MANY
+            few = self.case.is_drawn and result.roundings < MANY
             allowed = (4 if few else 2) * plain_error
             if plain_error and allowed >= floor:
                 over_plain[result.name] = result.error / plain_error
@@ -155,7 +156,9 @@ class Yardsticks:
             assert x.shape == reference.shape, name
             complaint = complaint_of_values(name, x, reference)
             if complaint is None:
-                results.append(Result(name, finite(x), finite(reference), deviation))
+                # All columns of a row share what its probabilities are off.
+                roundings = min(reference.size, np.count_nonzero(self.terms.w))
+                results.append(Result(name, finite(x), finite(reference), deviation, roundings))
             else:
                 complaints.append(complaint)
         return results, complaints
@@ -170,7 +173,7 @@ def complaint_of_values(name: str, got: np.ndarray, reference: np.ndarray) -> st
     return None
 
 
-def deviations_of_the_whole(name: str, case: Case, size: int) -> float:
+def deviations_of_the_whole(name: str, case: Case, roundings: int) -> float:
     """How many standard deviations the norm of all of a result may be off, where plain attention is less.
 
     - Of many numbers the mean is near 1, and plain attention's like it: less than that will do, for where
@@ -180,7 +183,7 @@ def deviations_of_the_whole(name: str, case: Case, size: int) -> float:
     - Few numbers may all be unlucky, each sum over all rows in every call. In calls that are drawn rows may
       be alike, and their roundings too.
     """
-    few = size < MANY
+    few = roundings < MANY
     if few and (case.is_drawn or name in SUMS_OVER_ROWS):
         return 4
     if case.is_drawn and name in ("d_query", "d_key", *SUMS_OVER_ROWS):

@@ -10,6 +10,7 @@ takes them far off, but a run's output is known, and so is what its rounding doe
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 
@@ -266,7 +267,19 @@ def of_d_bias(terms):
     shape = terms.operands.bias.shape
     p = np.sum(terms.p, -1, keepdims=True) if shape[-1] == 1 else terms.p
     rows = _sum_to(of_d_logits_in_sums(terms), shape) + _sum_to(of_sum_of_delta(terms) * p**2, shape)
-    return rows + of_steps(terms)
+    return rows + of_steps(terms) + of_fixed_point(terms)
+
+
+def of_fixed_point(terms):
+    """A deterministic sum over CTAs is one of multiples of a unit (jax_flash/cuda/fixed_point.py), so small that
+    the largest sum that these data allow has 59 bits at least. Terms below half of it are all lost."""
+    shape = terms.operands.bias.shape
+    shared = math.prod(n for n, axis in zip(terms.p.shape[:3], shape, strict=False) if axis == 1)
+    if not terms.spec.deterministic or shape == terms.p.shape:
+        return 0
+    largest = 2 * terms.value.shape[-1] * np.max(np.abs(terms.d_out)) * np.max(np.abs(terms.value))
+    unit = largest * 2.0 ** math.ceil(math.log2(shared)) / 2.0**59
+    return _sum_to(np.minimum(np.abs(terms.d_logits), unit / 2), shape) ** 2
 
 
 def of_steps(terms):

@@ -8,6 +8,7 @@ from attention_case import Case, draw
 from exhaustive import thorough
 
 from jax_flash._spec import DIFFERENTIABLE
+from jax_flash.cuda import fixed_point
 
 SIZES = dict(T=65, S=90, H=40, N=4, K=2)
 EVERYTHING = ("bias:1N1S", "alibi_slopes", "sinks")
@@ -134,6 +135,24 @@ def test_what_is_not_finite_is_caught(name, value, run):
     wrong.flat[5] = value
     with pytest.raises(AssertionError, match=f"{name} (has 1 of|is -inf)"):
         run.check(**{name: wrong})
+
+
+def test_gradients_of_a_bias_in_multiples_of_a_unit():
+    """Far from all keys ALiBi leaves rows to the sinks, and the bias's gradient there is below the unit."""
+    features = ("bias:B1T1", "alibi_slopes", "sinks", "deterministic")
+    run = Run(Case("feature", "bfloat16", T=300, S=64, features=features, seed=3))
+    data = run.yardsticks
+    lse = data.references["lse"].transpose(0, 2, 1)
+    (factor,) = fixed_point.factor(data.spec, data.operands, lse, data.d_out, data.d_lse)
+    d_bias = run.results["d_bias"].astype(np.float64)
+
+    def in_multiples_of(unit):
+        return (np.rint(d_bias / unit) * unit).astype(run.results["d_bias"].dtype)
+
+    assert np.any((np.abs(d_bias) < 1 / factor) & (d_bias != 0))
+    run.check(d_bias=in_multiples_of(1 / factor))
+    with pytest.raises(AssertionError, match="rows are wrong"):
+        run.check(d_bias=in_multiples_of(2.0**12 / factor))
 
 
 def test_plain_attention_agrees(run):
