@@ -271,8 +271,8 @@ def of_d_bias(terms):
 
 
 def of_fixed_point(terms):
-    """A deterministic sum over CTAs is one of multiples of a unit (jax_flash/cuda/fixed_point.py), so small that
-    the largest sum that these data allow has 59 bits at least. Terms below half of it are all lost."""
+    """A deterministic sum over CTAs is one of multiples of a unit (jax_flash/cuda/fixed_point.py), so small
+    that the largest sum that these data allow has 59 bits at least. Terms below half of it are all lost."""
     shape = terms.operands.bias.shape
     shared = math.prod(n for n, axis in zip(terms.p.shape[:3], shape, strict=False) if axis == 1)
     if not terms.spec.deterministic or shape == terms.p.shape:
