@@ -1,30 +1,47 @@
-"""Alignment to the top left, query i at key i, as `jax.nn` and Flax have it.
+"""The two alignments of queries with keys: the last of each together, or query i with key i.
 
-`prepare` knows the alignment to the bottom right alone. `from_top_left` brings calls of the other to it.
+Implementations know the first alone, to the bottom right. Calls that are aligned to the top left, as `jax.nn`
+and Flax have it, are brought to it here.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import _sequences, _validate
-from jax_flash._call import Arguments
+
+if TYPE_CHECKING:  # which imports this module
+    from jax_flash._call import Arguments
+
+Alignment = Literal["bottom_right", "top_left"]
+BOTTOM_RIGHT: Alignment = "bottom_right"
+TOP_LEFT: Alignment = "top_left"
 
 # Segment ids of padding, which never meet. They are greater than others, so that sorted ids stay sorted.
 _QUERY_PADDING, _KEY_PADDING = _validate.INT32_MAX, _validate.INT32_MAX - 1
 
 
-def from_top_left(arguments: Arguments) -> Arguments:
-    """Arguments aligned to the top left as arguments for `prepare`, which aligns to the bottom right.
+def to_bottom_right(arguments: Arguments) -> Arguments:
+    """Arguments of either alignment as arguments that are aligned to the bottom right.
 
-    query, key and value have passed their checks. Lengths leave this alignment alone, but move that of
-    `prepare`. So where something is aligned, lengths become segments: padding gets ids of its own. ALiBi
-    slopes need as many queries as keys.
+    query, key and value have passed their checks. Lengths leave the alignment to the top left alone, but move
+    the other. So where something is aligned, lengths become segments: padding gets ids of its own.
     """
+    if _validate.one_of("alignment", arguments.alignment, (BOTTOM_RIGHT, TOP_LEFT)) == BOTTOM_RIGHT:
+        return arguments
+    arguments = dataclasses.replace(arguments, alignment=BOTTOM_RIGHT)
     T, S = arguments.query.shape[-3], arguments.key.shape[-3]
+    if arguments.alibi_slopes is not None and T != S:
+        raise ValueError(
+            'alibi_slopes must be None with alignment="top_left" where there are not as many keys as queries '
+            f"(a bias may hold distances); got {_validate.short(arguments.alibi_slopes)} with {T} queries "
+            f"and {S} keys"
+        )
     moved = dataclasses.replace(arguments, window=arguments.window.from_top_left(T, S))
     is_aligned = not arguments.window.unbounded or arguments.alibi_slopes is not None
     if not is_aligned or (arguments.query_seq_lengths is None and arguments.key_value_seq_lengths is None):

@@ -7,6 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _validate
+from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._call import Arguments, attend, prepare
 
 
@@ -33,6 +34,7 @@ def flash_attention(
     deterministic: bool = ...,
     return_residual: Literal[False] = ...,
     implementation: str | Sequence[str] | None = ...,
+    alignment: Alignment = ...,
 ) -> jax.Array: ...
 
 
@@ -59,6 +61,7 @@ def flash_attention(
     deterministic: bool = ...,
     return_residual: Literal[True],
     implementation: str | Sequence[str] | None = ...,
+    alignment: Alignment = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -84,6 +87,7 @@ def flash_attention(
     deterministic: bool = False,
     return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
+    alignment: Alignment = BOTTOM_RIGHT,
     broadcast_dropout: None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact scaled dot-product attention that never stores the matrix of logits.
@@ -140,6 +144,8 @@ def flash_attention(
       return_residual: return lse beside the output.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the
         fastest that supports the call on this device (`jax_flash.explain` tells which, and why).
+      alignment: "bottom_right" as above, or "top_left": query i is at key i, also where T ≠ S or lengths are
+        given, as in `jax.nn`. Causality and window then hold with S - T left out. ALiBi needs T = S.
       broadcast_dropout: must be None. Flax's linen layers pass it to an attention_fn that has it. This
         function is none for them: their `deterministic` means no dropout, and they have no dropout_key.
         `jax_flash.flax.dot_product_attention` is.
@@ -186,5 +192,6 @@ def flash_attention(
         dropout_key=dropout_key,
         deterministic=deterministic,
         return_residual=return_residual,
+        alignment=alignment,
     )
     return attend(prepare(arguments), implementation)

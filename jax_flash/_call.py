@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _arguments, _device, _dispatch, _dropout, _sequences, _settings, _validate
+from jax_flash import _alignment, _arguments, _device, _dispatch, _dropout, _sequences, _settings, _validate
 from jax_flash._arguments import OWN_NAMES, Names
 from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
@@ -33,9 +33,8 @@ class Packing:
 class Arguments:
     """What a caller passed, unchecked but for `window` and `packing`, by the names of `flash_attention`.
 
-    `window` stands for is_causal and local_window_size: keys to the left and to the right of the diagonal
-    aligned to the bottom right, integers of either sign; None is unbounded. `names` holds the caller's own
-    names, for errors.
+    `window` stands for is_causal and local_window_size: keys to the left and to the right of the diagonal,
+    integers of either sign; None is unbounded. `names` holds the caller's own names, for errors.
     """
 
     query: Any
@@ -58,6 +57,7 @@ class Arguments:
     deterministic: Any = False
     return_residual: Any = False
     packing: Packing | None = None
+    alignment: Any = _alignment.BOTTOM_RIGHT
     names: Names = OWN_NAMES
 
 
@@ -120,6 +120,8 @@ def prepare(arguments: Arguments) -> Call:
     query, key, value = _arguments.query_key_value(
         arguments.query, arguments.key, arguments.value, arguments.names
     )
+    arguments = dataclasses.replace(arguments, query=query, key=key, value=value)
+    arguments = _alignment.to_bottom_right(arguments)
     *batch, T, N, H = query.shape
     shape = _Shape(tuple(batch), T, key.shape[-3], N)
     rate, dropout_key = _arguments.dropout(arguments.dropout_rate, arguments.dropout_key, arguments.names)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _validate
-from jax_flash._alignment import from_top_left
+from jax_flash._alignment import TOP_LEFT, Alignment
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._mask import Window
 
@@ -30,6 +30,7 @@ def dot_product_attention(
     return_residual: Literal[False] = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
+    alignment: Alignment = ...,
 ) -> jax.Array: ...
 
 
@@ -50,6 +51,7 @@ def dot_product_attention(
     return_residual: Literal[True],
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
+    alignment: Alignment = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -69,6 +71,7 @@ def dot_product_attention(
     return_residual: bool = False,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    alignment: Alignment = TOP_LEFT,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""A drop-in for `jax.nn.dot_product_attention`, with memory linear in the sequence.
 
@@ -103,6 +106,7 @@ def dot_product_attention(
         gradient flows through it; `flash_attention` returns it in float32 and differentiable.
       dropout_rate: the share of probabilities to drop, in [0, 1), as in `flash_attention`.
       dropout_key: one key, as from `jax.random.key`; needed when `dropout_rate > 0`.
+      alignment: "top_left" as above, or "bottom_right": causal masks and windows as in `flash_attention`.
 
     Returns:
       `(B, T, N, V)` or `(T, N, V)` as query has it; with `return_residual`, also `(B, T, N)` or `(T, N)`.
@@ -134,8 +138,9 @@ def dot_product_attention(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         return_residual=return_residual,
+        alignment=alignment,
     )
-    call = prepare(from_top_left(arguments))
+    call = prepare(arguments)
     results = attend(call, implementation)
     if call.spec.return_residual:
         out, lse = results

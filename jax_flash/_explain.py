@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_flash import _arguments, _attention, _device, _dispatch, _validate
+from jax_flash import _arguments, _attention, _device, _dispatch, _validate, _varlen
 from jax_flash._call import Arguments, Call, prepare
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
@@ -45,8 +45,9 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `flash_attention` would do with a call here; print it, or read its fields."""
+    """What a function would do with a call here; print it, or read its fields."""
 
+    function: str  # flash_attention or flash_attention_varlen
     spec: AttentionSpec
     shapes: Operands[jax.ShapeDtypeStruct]  # canonical: one batch axis
     device: Device  # that the call would be planned for
@@ -57,7 +58,7 @@ class Explanation:
 
     def __str__(self) -> str:
         device = f"{self.device.kind} ({self.device.platform})"
-        lines = [f"flash_attention on {device}"]
+        lines = [f"{self.function} on {device}"]
         lines += [f"  {name} {x.dtype} {x.shape}" for name, x in self.shapes.present().items()]
         lines.append(f"  {_described(self.spec)}")
         if not self.choices:
@@ -74,37 +75,52 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     """Which implementation would run this call on this device, and why not the others.
 
     Args:
-      *args, **kwargs: the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s. Nothing is
-        computed.
+      *args, **kwargs: the arguments of `flash_attention`, or of `flash_attention_varlen` where cu_seqlens_q
+        is among them; arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
 
     Returns:
       a value to print, or to read: for each implementation whether it would run the call, and its
       kernel's tile shape or the reason why not; and which one `implementation=None` picks.
 
     Raises:
-      TypeError, ValueError: as `flash_attention` does.
+      TypeError, ValueError: as that function does.
+
+    Within `jax_flash.planned_for` it explains the call for that device.
     """
-    arguments = _SIGNATURE.bind(*args, **kwargs).arguments
+    is_packed = "cu_seqlens_q" in kwargs
+    arguments = (_PACKED_SIGNATURE if is_packed else _SIGNATURE).bind(*args, **kwargs).arguments
+    sequences = [arguments.pop(name) for name in _varlen.PackedSequences._fields] if is_packed else []
     requested = _arguments.implementations(arguments.pop("implementation", None))
     window = _arguments.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
     # What is no array stays as it is, for `prepare` to take or refuse.
     given = {name: arguments[name] for name in _ARRAYS if name in arguments}
     arrays = {name: x for name, x in given.items() if _validate.has_shape(x)}
     others = {name: x for name, x in arguments.items() if name not in arrays}
+    # Offsets whose values are known are checked.
+    traced_sequences = {i: x for i, x in enumerate(sequences) if isinstance(x, jax.ShapeDtypeStruct)}
     call: Call | None = None
 
-    def trace(arrays: dict[str, Any]) -> None:
+    def trace(arrays: dict[str, Any], traced_sequences: dict[int, Any]) -> None:
         nonlocal call
-        call = prepare(Arguments(**arrays, **others, window=window))
+        checked = Arguments(**arrays, **others, window=window)
+        if not is_packed:
+            call = prepare(checked)
+            return
+        given = (traced_sequences.get(i, x) for i, x in enumerate(sequences))
+        call, slopes = _varlen.prepare_packed(checked, _varlen.PackedSequences(*given))
+        if slopes is not None and not call.is_empty:
+            call = _varlen.unpacked(call, slopes)
 
-    jax.eval_shape(trace, arrays)
+    jax.eval_shape(trace, arrays, traced_sequences)
     assert call is not None
+    function = "flash_attention_varlen" if is_packed else "flash_attention"
     device = _device.current()
     if call.is_empty:
-        return Explanation(call.spec, call.shapes, device, (), None, requested, None)
+        return Explanation(function, call.spec, call.shapes, device, (), None, requested, None)
     choices = tuple(_choice(name, call, device) for name in _dispatch.IMPLEMENTATIONS)
     runs = [choice.name for choice in choices if choice.runs]
     return Explanation(
+        function=function,
         spec=call.spec,
         shapes=call.shapes,
         device=device,
@@ -123,6 +139,7 @@ def _signature() -> inspect.Signature:
 
 
 _SIGNATURE = _signature()
+_PACKED_SIGNATURE = inspect.signature(_varlen.flash_attention_varlen)
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
 
 

@@ -183,6 +183,16 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of a few words."""
+    expected = " or ".join(f'"{word}"' for word in allowed)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be {expected}; got {short(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be {expected}; got {short(value)}")
+    return value
+
+
 def integer(name: str, value: Any) -> int:
     """A static integer."""
     try:

@@ -149,6 +149,14 @@ class PackedSequences(NamedTuple):
 
 def attend_packed(arguments: Arguments, sequences: PackedSequences, implementation: Any) -> Any:
     """Attention of `arguments`, whose batch is packed as `sequences` says."""
+    call, slopes = prepare_packed(arguments, sequences)
+    if slopes is None or call.is_empty:
+        return attend(call, implementation)
+    return _attend_unpacked(call, slopes, implementation)
+
+
+def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Call, jax.Array | None]:
+    """The checked call; and its slopes `(B, N)`, which it lacks, if each sequence has its own."""
     names = arguments.names
     query = _packed(names["query"], arguments.query, "(ΣT, N, H)")
     key = _packed(names["key"], arguments.key, "(ΣS, K, H)")
@@ -158,12 +166,9 @@ def attend_packed(arguments: Arguments, sequences: PackedSequences, implementati
         arguments.alibi_slopes, sequences=packing.query_offsets.size - 1, heads=query.shape[1]
     )
     arguments = dataclasses.replace(arguments, query=query, key=key, value=value, packing=packing)
-    if slopes is None:
-        return attend(prepare(arguments), implementation)
-    call = prepare(dataclasses.replace(arguments, alibi_slopes=None))
-    if call.is_empty:
-        return attend(call, implementation)
-    return _attend_unpacked(call, slopes, implementation)
+    if slopes is not None:
+        arguments = dataclasses.replace(arguments, alibi_slopes=None)
+    return prepare(arguments), slopes
 
 
 def _packing_of(sequences: PackedSequences, queries: int, keys: int, names: Names) -> Packing:
@@ -194,12 +199,17 @@ def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.A
 
 
 @_settings.as_written
-def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
+def unpacked(call: Call, slopes: jax.Array) -> Call:
     """`call` with slopes for each sequence: each becomes a batch row, since operands have slopes for rows."""
     spec, _ = _varlen_unpacking.unpacked_shapes(call.spec, call.shapes)
     rows = _unpack(call.spec, call.operands).replace(alibi_slopes=slopes)
-    results = attend(Call(spec, rows, slopes.shape[:1]), implementation)
-    if not spec.return_residual:
+    return Call(spec, rows, slopes.shape[:1])
+
+
+@_settings.as_written
+def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
+    results = attend(unpacked(call, slopes), implementation)
+    if not call.spec.return_residual:
         return _pack(call.spec, call.operands, results, 0.0)
     out, lse = results
     return _pack(call.spec, call.operands, out, 0.0), _pack(call.spec, call.operands, lse, -math.inf)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_flash import _arguments, _device, _dropout, _validate
-from jax_flash._alignment import from_top_left
+from jax_flash._alignment import TOP_LEFT
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 
@@ -170,9 +170,10 @@ def dot_product_attention(
         sinks=sinks,
         dropout_rate=rate,
         dropout_key=dropout_rng,
+        alignment=TOP_LEFT,
         names=_NAMES,
     )
-    call = prepare(from_top_left(arguments))
+    call = prepare(arguments)
     own = call.operands.dropout_rows
     if own is not None and broadcast_dropout:
         rows, columns = _dropout.hashes(dropout_rng, 1, 1, T, S)

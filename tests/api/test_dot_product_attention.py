@@ -44,6 +44,42 @@ def compare(query, key, value, bias=None, mask=None, *, valid=True, lengths=None
     np.testing.assert_allclose(lse.astype(float), expected_lse.astype(float), **tolerance)
 
 
+@pytest.mark.parametrize(
+    "lengths", ({}, {"key_value_seq_lengths": [3, 6], "query_seq_lengths": [5, 4]}), ids=str
+)
+@pytest.mark.parametrize(("T", "S"), SIZES)
+def test_both_functions_have_both_alignments(T, S, lengths):
+    """A top-left window with a soft cap, as of a port of Gemma, needs no mask."""
+    arrays, options = inputs(T, S), dict(is_causal=True, local_window_size=(3, 0), return_residual=True)
+    arrays_of_lengths = {name: np.minimum(x, T if "query" in name else S) for name, x in lengths.items()}
+    options |= arrays_of_lengths
+    for alignment in ("top_left", "bottom_right"):
+        ours = jax_flash.flash_attention(*arrays, **options, alignment=alignment)
+        other = jax_flash.dot_product_attention(*arrays, **options, alignment=alignment)
+        jax.tree.map(np.testing.assert_array_equal, ours, other)
+    np.testing.assert_array_equal(jax_flash.flash_attention(*arrays, **options)[0], ours[0])
+    i, j = np.ogrid[:T, :S]
+    near = jnp.asarray((j <= i) & (j >= i - 3))
+    capped = dict(logits_soft_cap=2.0, **arrays_of_lengths)
+    del options["return_residual"]
+    expected = jax_flash.flash_attention(*arrays, mask=near, **capped)
+    got = jax_flash.flash_attention(*arrays, **options, logits_soft_cap=2.0, alignment="top_left")
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_slopes_of_calls_aligned_to_the_top_left():
+    slopes = jnp.array([0.5, 0.25, 1.0, 2.0])
+    with pytest.raises(
+        ValueError, match=r"alibi_slopes must be None with alignment=\"top_left\" where .* 5 q.* 7 k"
+    ):
+        jax_flash.flash_attention(*inputs(5, 7), alibi_slopes=slopes, alignment="top_left")
+    lengths = dict(key_value_seq_lengths=np.array([3, 5]))
+    distance = np.abs(np.arange(5)[:, None] - np.arange(5))
+    got = jax_flash.flash_attention(*inputs(5, 5), alibi_slopes=slopes, alignment="top_left", **lengths)
+    expected = jax_flash.flash_attention(*inputs(5, 5), -slopes[:, None, None] * distance, **lengths)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
 def some(allowed):
     """Rows (B, T, 1) with something to attend to, of allowed (B, T, S)."""
     return allowed.any(axis=-1)[..., None]
@@ -52,7 +88,7 @@ def some(allowed):
 def test_signature():
     ours = inspect.signature(jax_flash.dot_product_attention).parameters
     theirs = inspect.signature(jax.nn.dot_product_attention).parameters
-    added = {"dropout_rate", "dropout_key"}
+    added = {"dropout_rate", "dropout_key", "alignment"}
     assert {n: (p.kind, p.default) for n, p in ours.items() if n not in added} == {
         n: (p.kind, p.default) for n, p in theirs.items()
     }

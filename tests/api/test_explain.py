@@ -64,6 +64,26 @@ def test_text(fakes):
     ]
 
 
+def test_packed_sequences(fakes):
+    packed = dict(cu_seqlens_q=struct(4, dtype=np.int32), max_seqlen_q=9, max_seqlen_kv=7)
+    tensors = [struct(20, 4, 8), struct(12, 2, 8), struct(12, 2, 8)]
+    with _device.assume(_device.H100):
+        offsets = np.array([0, 5, 5, 12])
+        explanation = jax_flash.explain(*tensors, cu_seqlens_kv=offsets, is_causal=True, **packed)
+        assert str(explanation).splitlines()[:2] == [
+            f"flash_attention_varlen on {_device.H100.kind} (cuda)",
+            "  query float32 (1, 20, 4, 8)",
+        ]
+        assert explanation.spec.max_query_length == 9 and explanation.picked == "cuda"
+        # Slopes of each sequence make rows of them.
+        slopes = jax_flash.explain(
+            *tensors, cu_seqlens_kv=offsets, alibi_slopes=struct(3, 4), implementation="xla", **packed
+        )
+        assert slopes.shapes.query.shape == (3, 9, 4, 8) and slopes.picked == "xla"
+        with pytest.raises(ValueError, match="cu_seqlens_kv must ascend"):
+            jax_flash.explain(*tensors, cu_seqlens_kv=np.array([0, 7, 5, 12]), **packed)
+
+
 def test_what_is_requested(fakes):
     with _device.assume(_device.CPU):
         explanation = jax_flash.explain(*arguments(), implementation=["cuda", "xla"])

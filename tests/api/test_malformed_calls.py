@@ -173,6 +173,7 @@ KEY = [
     jnp.zeros((1, 2), jnp.uint32),
     jax.ShapeDtypeStruct((), jnp.float32),
 ]
+ALIGNMENT = [None, *NO_ARGUMENT, *NO_JAX_ARRAYS, "", "top left", ("top_left",)]
 IMPLEMENTATION = [
     *(x for x in NO_ARGUMENT if x != "text"),
     *NO_JAX_ARRAYS,
@@ -209,6 +210,7 @@ ATTENTION = {
     "deterministic": FLAG,
     "return_residual": FLAG,
     "implementation": IMPLEMENTATION,
+    "alignment": ALIGNMENT,
 }
 FLAX_ALONE = {"broadcast_dropout": [True, False, np.True_, 0, "text", Odd(), Unprintable()]}
 DESCENDING = [0, 3, 2, 4]
@@ -250,6 +252,7 @@ DOT_PRODUCT = {
     "return_residual": FLAG,
     "dropout_rate": RATE,
     "dropout_key": KEY,
+    "alignment": ALIGNMENT,
 }
 
 OFFICIAL = {
