@@ -4,6 +4,12 @@ Eight virtual CPU devices, so that sharding is tested on any machine. The number
 JAX starts its backends, and concerns the CPU alone: where there is a GPU it stays JAX's default.
 """
 
+import os
+
+# Compilation takes most of the time of tests on a CPU, and results hardly depend on it.
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
 import jax
 from refusals import count_refused
 

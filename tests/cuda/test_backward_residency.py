@@ -7,9 +7,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from emulated_case import Case, check_backward, tile, traits
 from exhaustive import thinned, thorough
-from kernel_emulator import KernelEmulator
-from test_kernels_emulated import Case, check_backward, traits
 
 from jax_flash.cuda.sm90 import backward_scheduler
 
@@ -32,17 +31,17 @@ CASES = (
 DEVICES = [*((case, 132) for case in CASES), *((case, 3) for case in CASES[:4])]
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return KernelEmulator(tmp_path_factory.mktemp("emulator"))
+def tile_and_way_to_add(case_and_multiprocessors):
+    case, multiprocessors = case_and_multiprocessors
+    return {*tile(case), f"{multiprocessors} multiprocessors", f"soft cap {case.soft_cap}"}
 
 
-@pytest.mark.parametrize("case,multiprocessors", DEVICES, ids=str)
+@pytest.mark.parametrize("case,multiprocessors", thinned(DEVICES, tile), ids=str)
 def test_any_number_of_resident_ctas(case, multiprocessors, emulator):
     check_backward(case, emulator, multiprocessors, resident=RESIDENT)
 
 
-@pytest.mark.parametrize("case,multiprocessors", DEVICES, ids=str)
+@pytest.mark.parametrize("case,multiprocessors", thinned(DEVICES, tile_and_way_to_add), ids=str)
 def test_deterministic_gradients_are_the_same_bits_however_many_ctas_are_resident(
     case, multiprocessors, emulator
 ):

@@ -5,70 +5,30 @@ instruction, are for tests/gpu.
 """
 
 import dataclasses
+import itertools
 
 import agreement
 import jax
 import numpy as np
 import pytest
-import rounding
+from emulated_case import (
+    DEVICE,
+    Case,
+    check_backward,
+    check_forward,
+    check_results,
+    draw,
+    expected,
+    tile,
+    traits,
+)
 from exhaustive import thinned, thorough
-from kernel_emulator import DTYPES, KernelEmulator
-from seeds import seed_of
+from kernel_emulator import KernelEmulator
 
-from jax_flash import _dropout, _reference, cuda
+from jax_flash import _reference, cuda
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands, shapes_of
-from jax_flash.cuda import dropout, fixed_point, score_mod
 from jax_flash.cuda.launch_plan import TensorMap
-from jax_flash.cuda.sm90 import backward_plan, backward_scheduler, backward_tiles, forward_plan
-from jax_flash.cuda.sm90.backward_plan import plan_backward
-from jax_flash.cuda.sm90.forward_plan import plan_forward
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    H: int
-    T: int
-    S: int
-    N: int = 1
-    K: int = 1
-    B: int = 1
-    left: int | None = None
-    right: int | None = None
-    dtype: str = "bfloat16"
-    return_residual: bool = False
-    deterministic: bool = False
-    soft_cap: float | None = None
-    bias: str | None = None  # its axes, 1 in place of the letter of one that is broadcast
-    bias_dtype: str = "float32"
-    mask: str | None = None  # as bias
-    alibi: str | None = None  # its axes: BN or 1N
-    sinks: str | None = None
-    lengths: str = ""  # "q", "k" or "qk": which there are
-    segments: str | None = None  # "sorted", as packed sequences have them; or in no order
-    packed: int | None = None  # so many sequences to a batch row
-    V: int | None = None  # where values have a head dim of their own
-    dropout: float = 0.0
-
-    def __str__(self):
-        return "-".join(
-            f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default
-        )
-
-
-def traits(case: Case | tuple) -> set:
-    """What `make test` has at least once of each test: every option, and every tile shape."""
-    case = case[0] if isinstance(case, tuple) else case
-    options = {field.name for field in dataclasses.fields(case) if getattr(case, field.name) != field.default}
-    options -= {"H", "V", "T", "S", "B", "N", "K", "left", "right", "bias", "bias_dtype", "dtype"}
-    width = next(width for width in (64, 96, 128, 192, 256) if max(case.H, case.V or 0) <= width)
-    window = "causal" if (case.left, case.right) == (None, 0) else (case.left, case.right) != (None, None)
-    bias = None if case.bias is None else "1" in case.bias
-    return options | {("bias", bias), ("V", case.V is not None), ("window", window), case.dtype, width}
-
-
-# So few multiprocessors that a persistent CTA has several tiles.
-DEVICE = dataclasses.replace(H100, sm_count=2)
+from jax_flash.cuda.sm90 import backward_scheduler, backward_tiles, forward_plan
 
 # Score modifications and sinks, one by one and together.
 SCORES = (
@@ -230,26 +190,6 @@ FORWARD = (
 )
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return KernelEmulator(tmp_path_factory.mktemp("emulator"))
-
-
-def check_forward(case, device, emulator):
-    spec, operands, _, _, seed = draw(case)
-    plan = plan_forward(spec, shapes_of(operands), device)
-    arrays = arrays_of(
-        operands, forward_plan.plan_forward_metadata(spec, shapes_of(operands), device), emulator, seed
-    )
-    results = emulator.run(plan, dropout.arranged(plan, arrays), seed)
-    d_out = np.zeros(results["out"].shape)
-    out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out)
-    references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
-    got = {name: results[name] for name in ("out", "lse")}
-    check_results(case, got, *expected(case, spec, operands, d_out, None, references, got["out"]))
-    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("case", thinned(FORWARD, traits), ids=str)
 def test_forward(case, emulator):
     check_forward(case, DEVICE, emulator)
@@ -284,17 +224,19 @@ def test_backward(case, emulator):
     check_backward(case, emulator)
 
 
-@pytest.mark.parametrize("cluster", (1, 2))
 @pytest.mark.parametrize(
-    "case",
+    "case,cluster",
     thinned(
-        [
-            Case(H=144, T=65, S=300, left=-3, N=2),
-            Case(H=160, T=130, S=70, return_residual=True),
-            Case(H=192, T=300, S=200, right=0, N=2),
-            Case(H=192, T=200, S=300, N=2, K=2, deterministic=True),
-        ],
-        traits,
+        itertools.product(
+            [
+                Case(H=160, T=130, S=70, return_residual=True),
+                Case(H=192, T=200, S=300, N=2, K=2, deterministic=True),
+                Case(H=144, T=65, S=300, left=-3, N=2),
+                Case(H=192, T=300, S=200, right=0, N=2),
+            ],
+            (1, 2),
+        ),
+        lambda both: {both[1], both[0].deterministic},
     ),
     ids=str,
 )
@@ -313,7 +255,7 @@ def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
             (Case(H=64, T=700, S=300, N=4, K=4, left=200, right=10), 1, 1),  # blocks that no key tile sees
             (Case(H=128, T=700, S=200, N=8, K=8, right=0), 3, 2),
         ],
-        traits,
+        tile,
     ),
     ids=str,
 )
@@ -337,7 +279,7 @@ def test_heads_whose_dq_gets_the_slot_of_an_earlier_head(case, multiprocessors, 
             Case(H=128, T=200, S=700, N=4, K=2, packed=9, dropout=0.3, right=0),
             Case(H=128, T=300, S=500, N=2, segments="mixed", deterministic=True),
         ],
-        traits,
+        lambda case: tile(case) | {case.deterministic, case.packed},
     ),
     ids=str,
 )
@@ -366,7 +308,7 @@ def test_every_lane_may_arrive(case, tmp_path):
     check_backward(case, emulator)
 
 
-@pytest.mark.parametrize("case,multiprocessors", thinned(IN_ORDER, traits), ids=str)
+@pytest.mark.parametrize("case,multiprocessors", thinned(IN_ORDER, tile), ids=str)
 def test_deterministic_backward(case, multiprocessors, emulator):
     case = dataclasses.replace(case, deterministic=True)
     first, *others = check_backward(case, emulator, multiprocessors, runs=3)
@@ -380,68 +322,6 @@ def test_deterministic_backward(case, multiprocessors, emulator):
 def test_deterministic_gradients_of_a_bias_of_any_magnitude(magnitude, bias, emulator):
     case = Case(H=64, T=130, S=200, N=2, B=2, bias=bias, deterministic=True)
     check_backward(case, emulator, magnitude=magnitude)
-
-
-def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, resident=()):
-    """Compares with the definition; returns the results of each run.
-
-    The plan is for a device of so many `multiprocessors`. `resident` says how many CTAs run together, in one
-    run after the other: by default in each of `runs` as many as there are multiprocessors.
-    """
-    device = dataclasses.replace(H100, sm_count=multiprocessors)
-    spec, operands, d_out, d_lse, seed = draw(case)
-    d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
-    out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
-    bounds = backward_plan.plan_backward_metadata(spec, shapes_of(operands), device)
-    arrays = arrays_of(operands, bounds, emulator, seed)
-    arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
-    bias_factor = None
-    if fixed_point.adds_bias_up(spec, shapes_of(operands)):
-        arrays["bias_factor"] = bias_factor = fixed_point.factor(spec, operands, lse, d_out, d_lse)
-    plan = plan_backward(spec, shapes_of(operands), device)
-    resident = resident or (multiprocessors,) * runs
-    of_runs = [emulator.run(plan, arrays, seed + i, count) for i, count in enumerate(resident)]
-    references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
-    rounded_out = out.astype(DTYPES[case.dtype])
-    references, deviations = expected(case, spec, operands, d_out, d_lse, references, rounded_out)
-    for results in of_runs:
-        gradients = {name: results[name] for name in ("d_query", "d_key", "d_value")}
-        of_scores = score_mod.gradients(spec, operands, results, bias_factor)
-        gradients |= {f"d_{name}": x for name, x in of_scores.items()}
-        check_results(case, gradients, references, deviations)
-    return of_runs
-
-
-def expected(case, spec, operands, d_out, d_lse, references, out):
-    """What kernels are to give where the output is `out`, and how far rounding takes it: two dicts by name.
-
-    The latter has the standard deviation of each number.
-    """
-    heads_last = {name: x.transpose(0, 2, 1) if name == "lse" else x for name, x in references.items()}
-    d_lse = None if d_lse is None else d_lse.transpose(0, 2, 1)
-    terms = rounding.terms_of(case.dtype, spec, operands, heads_last, d_out, d_lse)
-    deviations = rounding.deviations(terms, heads_last)
-    deviations["lse"] = deviations["lse"].transpose(0, 2, 1)
-    return rounding.with_delta_of(out, terms, references), deviations
-
-
-def check_results(case, got, references, deviations):
-    """Compares results by name, `d_query` say, with the definition's: each as a whole, and each row."""
-    few_keys = case.S == 1 or "k" in case.lengths or case.segments or case.packed
-    for name, x in got.items():
-        x, reference = np.asarray(x), references[name]
-        assert x.shape == reference.shape, name
-        complaint = agreement.complaint_of_values(name, x, reference)
-        assert complaint is None, complaint
-        result = agreement.Result(
-            name, agreement.finite(x), agreement.finite(reference), deviations[name], reference.size
-        )
-        # With a few keys dS is a difference of equals, and what is left of it is noise.
-        is_noisy = (few_keys and name in ("d_query", "d_key")) or name in agreement.SUMS_OVER_ROWS
-        noise = (4 if is_noisy else 0) * np.linalg.norm(result.deviation)
-        assert result.error <= max(roundoff(case) * np.linalg.norm(result.reference), noise), name
-        complaint = result.complaint_of_rows()
-        assert complaint is None, complaint
 
 
 @pytest.mark.parametrize(
@@ -476,139 +356,3 @@ def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
 
 def _tensor_maps(plan):
     return [p for launch in plan.launches for p in launch.arguments if isinstance(p, TensorMap)]
-
-
-@pytest.mark.parametrize("magnitude", (1e4, *thorough(1e3, 1e5, 1e15)))
-@pytest.mark.parametrize("head_dim", (64, 256))
-def test_huge_logits_give_no_nan(magnitude, head_dim, emulator):
-    """Logits whose own rounding is far more than 1: there is no number to compare with."""
-    case = Case(H=head_dim, T=130, S=130, right=0)
-    spec, operands, d_out, _, seed = draw(case)
-    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    for name in ("query", "key"):
-        arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(arrays[name].dtype)
-    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
-    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
-    plan = plan_backward(spec, shapes_of(operands), DEVICE)
-    results |= emulator.run(plan, arrays, seed, resident=DEVICE.sm_count)
-    for name in ("out", "d_query", "d_key", "d_value"):
-        assert np.isfinite(results[name].astype(np.float64)).all(), name
-    huge = operands.replace(query=arrays["query"], key=arrays["key"])
-    _, lse, _ = _reference.reference_with_gradients(spec, huge, d_out)
-    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5)
-
-
-@pytest.mark.parametrize("value", (np.nan, np.inf))
-@pytest.mark.parametrize("name", ("query", "key"))
-def test_log_sum_exp_is_nan_where_a_logit_is_not_finite(name, value, emulator):
-    """But for -inf, which hides a key."""
-    case = Case(H=64, T=130, S=130, right=0)
-    spec, operands, d_out, _, seed = draw(case)
-    arrays = {name: np.array(x) for name, x in operands.present().items()}
-    arrays[name][:, 70, :, 3] = value
-    lse = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)["lse"]
-    _, expected, _ = _reference.reference_with_gradients(spec, operands.replace(**arrays), d_out)
-    assert np.isnan(expected).sum() >= (1 if name == "query" else 20)
-    np.testing.assert_allclose(lse, expected, rtol=1e-4)
-
-
-@pytest.mark.parametrize("low", (-1e38, float(np.finfo(np.float32).min)))
-def test_rows_whose_bias_is_very_low_have_a_mean(low, emulator):
-    """The lowest number, which users add to hide keys, hides none where all keys have it."""
-    case = Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2)
-    spec, operands, d_out, _, seed = draw(case)
-    arrays = {name: np.array(x) for name, x in operands.present().items()}
-    arrays["bias"][:, 0, 20:] = low
-    arrays["bias"][:, 0, 30, 100:] = 0
-    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
-    lowered = operands.replace(bias=arrays["bias"])
-    out, lse, _ = _reference.reference_with_gradients(spec, lowered, d_out)
-    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5)
-    np.testing.assert_allclose(results["out"].astype(np.float64), out, rtol=0.02, atol=0.02)
-    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
-    results = emulator.run(plan_backward(spec, shapes_of(lowered), DEVICE), arrays, seed, DEVICE.sm_count)
-    for name in ("d_query", "d_key", "d_value", "d_bias"):
-        assert np.isfinite(results[name].astype(np.float64)).all(), name
-
-
-@pytest.mark.parametrize("magnitude", (1e3, *thorough(1e4)))
-def test_huge_logits_overflow_no_float16(magnitude, emulator):
-    """Probabilities are relative to a maximum that lags: by no more than 2^8, however logits are rounded."""
-    case = Case(H=256, T=130, S=500, dtype="float16")
-    spec, operands, _, _, seed = draw(case)
-    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    for name in ("query", "key"):
-        arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(np.float16)
-    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
-    assert np.isfinite(results["out"].astype(np.float64)).all()
-
-
-def arrays_of(operands, metadata_plan, emulator, seed):
-    """Operands by name, and the results of the mask metadata's plan, if there is one."""
-    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    if metadata_plan is None:
-        return arrays
-    return arrays | emulator.run(metadata_plan, arrays, seed)
-
-
-def draw(case):
-    """A case's spec, random operands and cotangents, and the seed that they came from."""
-    seed = seed_of(case)
-    random = np.random.default_rng(seed)
-
-    def normal(length, heads, columns=case.V or case.H):
-        return random.standard_normal((case.B, length, heads, columns)).astype(DTYPES[case.dtype])
-
-    query, key = normal(case.T, case.N, case.H), normal(case.S, case.K, case.H)
-    value = normal(case.S, case.K)
-
-    def of_axes(axes):
-        sizes = (1 if letter == "1" else getattr(case, letter) for letter in axes)
-        return random.standard_normal(tuple(sizes), np.float32)
-
-    others = {}
-    if case.bias is not None:
-        others["bias"] = of_axes(case.bias).astype(DTYPES[case.bias_dtype])
-    if case.mask is not None:
-        others["mask"] = of_axes(case.mask) < 0.5
-    if case.alibi is not None:
-        others["alibi_slopes"] = of_axes(case.alibi) / 20
-    if case.sinks is not None:
-        others["sinks"] = of_axes(case.sinks)
-    for letter, name, length in (("q", "query", case.T), ("k", "key_value", case.S)):
-        if letter in case.lengths:
-            rows = random.integers(1, length, size=case.B, endpoint=True)
-            rows[random.integers(case.B)] = random.choice((0, length))
-            others[f"{name}_seq_lengths"] = rows.astype(np.int32)
-        if case.segments is not None:
-            ids = random.integers(-2, 4, size=(case.B, length)).astype(np.int32)
-            others[f"{name}_segment_ids"] = np.sort(ids) if case.segments == "sorted" else ids
-        if case.packed is not None:
-            ends = np.sort(random.integers(length, size=(case.B, case.packed + 1), endpoint=True))
-            others[f"{name}_offsets"] = ends.astype(np.int32)
-    # Shorter than some sequences may be.
-    longest = (case.T - case.T // 3, case.S - case.S // 3) if case.packed is not None else (None, None)
-    d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
-    spec = AttentionSpec(
-        case.H**-0.5,
-        case.left,
-        case.right,
-        logits_soft_cap=case.soft_cap,
-        dropout_rate=case.dropout,
-        return_residual=case.return_residual,
-        deterministic=case.deterministic,
-        max_query_length=longest[0],
-        max_key_value_length=longest[1],
-    )
-    if case.dropout:
-        dropout_key = jax.random.key(int(random.integers(2**31)))
-        rows, columns = _dropout.hashes(dropout_key, case.B, case.N, case.T, case.S)
-        others |= {"dropout_rows": rows, "dropout_columns": columns}
-    operands = Operands(
-        *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)
-    )
-    return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed
-
-
-def roundoff(case):
-    return 2.0**-8 if case.dtype == "bfloat16" else 2.0**-11

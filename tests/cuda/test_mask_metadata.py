@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import mask_metadata_reference
 import numpy as np
 import pytest
-from kernel_emulator import KernelEmulator
 from seeds import seed_of
 
 from jax_flash import _device, cuda
@@ -16,11 +15,6 @@ from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import mask_metadata_plan
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    return KernelEmulator(tmp_path_factory.mktemp("emulator"))
 
 
 @dataclasses.dataclass(frozen=True)

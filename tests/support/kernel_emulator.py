@@ -16,6 +16,9 @@ from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, Tens
 from jax_flash.cuda.parameters import HEADER_NAME, header, layout, pack
 
 EMULATOR = Path(__file__).parent / "emulator"
+# Quick to compile rather than quick: most kernels run for a fraction of a second.
+COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-fPIC")
+STANDARD = "standard.h"  # the standard library's headers
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
@@ -78,10 +81,7 @@ class KernelEmulator:
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:
-            # The kernels find the emulated layer where the real one lies, beside their folder.
-            sources = self.folder / "sources"
-            shutil.copytree(kernels_folder(), sources / "kernels", dirs_exist_ok=True)
-            shutil.copytree(EMULATOR, sources / "kernels", dirs_exist_ok=True)
+            sources = self._sources()
             parameters = header(kernel.parameters)
             name = hashlib.sha256((describe(kernel) + parameters).encode()).hexdigest()[:16]
             library = self.folder / f"{name}.so"
@@ -90,23 +90,21 @@ class KernelEmulator:
             (generated / HEADER_NAME).write_text(parameters)
             named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
             defines = {**dict(kernel.defines), **self.defines, **named}
-            command = [
-                "g++",
-                "-std=c++17",
-                "-O2",
-                "-w",
-                "-fPIC",
-                "-shared",
-                "-I.",
-                f"-I{generated}",
-                "emulator.cc",
-                "-o",
-                str(library),
-            ]
+            command = [*COMPILE, "-shared", "-include", STANDARD, "-I.", f"-I{generated}"]
             command += [f"-D{name}={value}" for name, value in defines.items()]
-            subprocess.run(command, cwd=sources / "kernels", check=True)
+            subprocess.run([*command, "emulator.cc", "-o", str(library)], cwd=sources, check=True)
             self.libraries[kernel] = ctypes.CDLL(str(library))
         return self.libraries[kernel]
+
+    def _sources(self) -> Path:
+        """The folder of what is compiled: the kernels, with the emulated layer for the real one."""
+        sources = self.folder / "sources"
+        if not sources.exists():
+            shutil.copytree(kernels_folder(), sources)
+            shutil.copytree(EMULATOR, sources, dirs_exist_ok=True)
+            # Compiled once, as it takes as long as a kernel.
+            subprocess.run([*COMPILE, "-x", "c++-header", STANDARD], cwd=sources, check=True)
+        return sources
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any, alignment: int = 256) -> np.ndarray:

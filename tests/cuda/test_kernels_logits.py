@@ -1,0 +1,76 @@
+"""The Hopper kernels, run on a CPU, where logits are huge, very low or not finite."""
+
+import numpy as np
+import pytest
+from emulated_case import DEVICE, Case, draw
+from exhaustive import thorough
+
+from jax_flash import _reference
+from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90.backward_plan import plan_backward
+from jax_flash.cuda.sm90.forward_plan import plan_forward
+
+
+@pytest.mark.parametrize("magnitude", (1e4, *thorough(1e3, 1e5, 1e15)))
+@pytest.mark.parametrize("head_dim", (64, 256))
+def test_huge_logits_give_no_nan(magnitude, head_dim, emulator):
+    """Logits whose own rounding is far more than 1: there is no number to compare with."""
+    case = Case(H=head_dim, T=130, S=130, right=0)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    for name in ("query", "key"):
+        arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(arrays[name].dtype)
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
+    plan = plan_backward(spec, shapes_of(operands), DEVICE)
+    results |= emulator.run(plan, arrays, seed, resident=DEVICE.sm_count)
+    for name in ("out", "d_query", "d_key", "d_value"):
+        assert np.isfinite(results[name].astype(np.float64)).all(), name
+    huge = operands.replace(query=arrays["query"], key=arrays["key"])
+    _, lse, _ = _reference.reference_with_gradients(spec, huge, d_out)
+    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+@pytest.mark.parametrize("name", ("query", "key"))
+def test_log_sum_exp_is_nan_where_a_logit_is_not_finite(name, value, emulator):
+    """But for -inf, which hides a key."""
+    case = Case(H=64, T=130, S=130, right=0)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    arrays[name][:, 70, :, 3] = value
+    lse = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)["lse"]
+    _, expected, _ = _reference.reference_with_gradients(spec, operands.replace(**arrays), d_out)
+    assert np.isnan(expected).sum() >= (1 if name == "query" else 20)
+    np.testing.assert_allclose(lse, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("low", (-1e38, float(np.finfo(np.float32).min)))
+def test_rows_whose_bias_is_very_low_have_a_mean(low, emulator):
+    """The lowest number, which users add to hide keys, hides none where all keys have it."""
+    case = Case(H=128, T=70, S=300, N=2, bias="BNTS", B=2)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    arrays["bias"][:, 0, 20:] = low
+    arrays["bias"][:, 0, 30, 100:] = 0
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    lowered = operands.replace(bias=arrays["bias"])
+    out, lse, _ = _reference.reference_with_gradients(spec, lowered, d_out)
+    np.testing.assert_allclose(results["lse"], lse, rtol=1e-5)
+    np.testing.assert_allclose(results["out"].astype(np.float64), out, rtol=0.02, atol=0.02)
+    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out)
+    results = emulator.run(plan_backward(spec, shapes_of(lowered), DEVICE), arrays, seed, DEVICE.sm_count)
+    for name in ("d_query", "d_key", "d_value", "d_bias"):
+        assert np.isfinite(results[name].astype(np.float64)).all(), name
+
+
+@pytest.mark.parametrize("magnitude", (1e3, *thorough(1e4)))
+def test_huge_logits_overflow_no_float16(magnitude, emulator):
+    """Probabilities are relative to a maximum that lags: by no more than 2^8, however logits are rounded."""
+    case = Case(H=256, T=130, S=500, dtype="float16")
+    spec, operands, _, _, seed = draw(case)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    for name in ("query", "key"):
+        arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(np.float16)
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    assert np.isfinite(results["out"].astype(np.float64)).all()
