@@ -7,19 +7,18 @@ JAX starts its backends, and concerns the CPU alone: where there is a GPU it sta
 import importlib.metadata
 import os
 
-# On a CPU compilation takes most of the time of tests. Results hardly depend on how thorough it is.
-ON_CPU = os.environ.get("JAX_PLATFORMS") == "cpu"
-# Later versions lack the first of these flags, and a process ends by an unknown flag.
-if ON_CPU and importlib.metadata.version("jaxlib").startswith("0.10."):
-    quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
-
 import jax
 from refusals import count_refused
 
 jax.config.update("jax_num_cpu_devices", 8)
-if ON_CPU:
+
+# On a CPU compilation takes most of the time of tests. Results hardly depend on how thorough it is.
+if os.environ.get("JAX_PLATFORMS") == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
+    # Later versions lack the first of these flags, and a process ends by an unknown flag.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
 
 
 def pytest_terminal_summary(terminalreporter):
