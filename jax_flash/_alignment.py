@@ -63,7 +63,7 @@ def _segment_ids(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     shapes = arguments.query.shape[:-2], arguments.key.shape[:-2]
     given = arguments.query_segment_ids, arguments.key_value_segment_ids
     if all(x is None for x in given):
-        return jnp.zeros(shapes[0], jnp.int32), jnp.zeros(shapes[1], jnp.int32)
+        return _zeros(shapes[0]), _zeros(shapes[1])
     return _sequences.ranks(*_sequences.segment_ids(*given, *shapes))
 
 
@@ -79,3 +79,9 @@ def _padded(name: str, lengths: Any, ids: jax.Array, padding: int) -> jax.Array:
 def _where_within(lengths: jax.Array, ids: jax.Array, padding: int) -> jax.Array:
     position = jax.lax.broadcasted_iota(jnp.int32, ids.shape, ids.ndim - 1)
     return jnp.where(position < jnp.expand_dims(lengths, -1), ids, padding)
+
+
+# In a `jit`: outside of one it sends its constant to the device, which a transfer guard refuses.
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(shape: tuple[int, ...]) -> jax.Array:
+    return jnp.zeros(shape, jnp.int32)
