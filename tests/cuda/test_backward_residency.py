@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from emulated_case import Case, check_backward, tile, traits
+from emulated_case import Case, check_backward, tile
 from exhaustive import thinned, thorough
 
 from jax_flash.cuda.sm90 import backward_scheduler
@@ -32,8 +32,8 @@ DEVICES = [*((case, 132) for case in CASES), *((case, 3) for case in CASES[:4])]
 
 
 def tile_and_way_to_add(case_and_multiprocessors):
-    case, multiprocessors = case_and_multiprocessors
-    return {*tile(case), f"{multiprocessors} multiprocessors", f"soft cap {case.soft_cap}"}
+    case, _ = case_and_multiprocessors
+    return {*tile(case), case.soft_cap}
 
 
 @pytest.mark.parametrize("case,multiprocessors", thinned(DEVICES, tile), ids=str)
@@ -71,8 +71,18 @@ SEVERAL_SUMS = (
 )
 
 
+def tile_and_form(case):
+    return {
+        *tile(case),
+        bool(case.lengths),
+        case.packed is not None,
+        case.segments is not None,
+        case.right == 0,
+    }
+
+
 @pytest.mark.parametrize("sums", (4, *thorough(1, 2)))
-@pytest.mark.parametrize("case", thinned(SEVERAL_SUMS, traits), ids=str)
+@pytest.mark.parametrize("case", thinned(SEVERAL_SUMS, tile_and_form), ids=str)
 def test_several_sums_of_dq_are_the_same_bits_in_any_order_of_ctas(case, sums, emulator, monkeypatch):
     monkeypatch.setattr(backward_scheduler, "dq_sums", lambda *_: sums)
     case = dataclasses.replace(case, deterministic=True)

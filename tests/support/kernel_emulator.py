@@ -44,11 +44,12 @@ class _TensorMap(ctypes.Structure):
 class KernelEmulator:
     """Builds into `folder` what it runs, and keeps it for the next call.
 
-    `defines` come on top of those of a plan.
+    `built` is where libraries go that other processes build too; `defines` come on top of those of a plan.
     """
 
-    def __init__(self, folder: Path, **defines: int):
+    def __init__(self, folder: Path, built: Path | None = None, **defines: int):
         self.folder = folder
+        self.built = built or folder
         self.defines = defines
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
@@ -81,20 +82,27 @@ class KernelEmulator:
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:
-            sources = self._sources()
             parameters = header(kernel.parameters)
-            name = hashlib.sha256((describe(kernel) + parameters).encode()).hexdigest()[:16]
-            library = self.folder / f"{name}.so"
-            generated = self.folder / name
-            generated.mkdir(exist_ok=True)
-            (generated / HEADER_NAME).write_text(parameters)
-            named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
-            defines = {**dict(kernel.defines), **self.defines, **named}
-            command = [*COMPILE, "-shared", "-include", STANDARD, "-I.", f"-I{generated}"]
-            command += [f"-D{name}={value}" for name, value in defines.items()]
-            subprocess.run([*command, "emulator.cc", "-o", str(library)], cwd=sources, check=True)
+            meaning = f"{describe(kernel)} {parameters} {self.defines}"
+            name = hashlib.sha256(meaning.encode()).hexdigest()[:16]
+            library = self.built / f"{name}.so"
+            if not library.exists():
+                self._build(kernel, parameters, name, library)
             self.libraries[kernel] = ctypes.CDLL(str(library))
         return self.libraries[kernel]
+
+    def _build(self, kernel: Kernel, parameters: str, name: str, library: Path):
+        sources = self._sources()
+        generated = self.folder / name
+        generated.mkdir()
+        (generated / HEADER_NAME).write_text(parameters)
+        named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
+        defines = {**dict(kernel.defines), **self.defines, **named}
+        command = [*COMPILE, "-shared", "-include", STANDARD, "-I.", f"-I{generated}"]
+        command += [f"-D{name}={value}" for name, value in defines.items()]
+        ready = generated / "kernel.so"
+        subprocess.run([*command, "emulator.cc", "-o", str(ready)], cwd=sources, check=True)
+        ready.replace(library)  # at once, for whoever looks for it meanwhile
 
     def _sources(self) -> Path:
         """The folder of what is compiled: the kernels, with the emulated layer for the real one."""
