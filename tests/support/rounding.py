@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _reference
@@ -267,7 +268,16 @@ def of_d_bias(terms):
     shape = terms.operands.bias.shape
     p = np.sum(terms.p, -1, keepdims=True) if shape[-1] == 1 else terms.p
     rows = _sum_to(of_d_logits_in_sums(terms), shape) + _sum_to(of_sum_of_delta(terms) * p**2, shape)
-    return rows + of_steps(terms) + of_fixed_point(terms)
+    return rows + of_probabilities_alike(terms, shape) + of_steps(terms) + of_fixed_point(terms)
+
+
+def of_probabilities_alike(terms, shape):
+    """Probabilities that are alike are rounded alike, and what that adds to a sum doesn't cancel: a row has
+    equal ones where its logits are. So all that rounding them does to the sum counts once more."""
+    if not terms.p_is_converted:
+        return 0
+    rounded = terms.p.astype(jnp.dtype(terms.dtype)).astype(np.float64)
+    return _sum_to((rounded - terms.p) * (terms.d_p - terms.delta), shape) ** 2
 
 
 def of_fixed_point(terms):

@@ -155,6 +155,18 @@ def test_gradients_of_a_bias_in_multiples_of_a_unit():
         run.check(d_bias=in_multiples_of(2.0**12 / factor))
 
 
+def test_probabilities_that_are_rounded_alike():
+    """A scale of 0 makes those of a row equal, and a bias of one number a row gets the sum of all."""
+    of_a_row = dict(features=("bias:B1T1", "sinks"), bias_dtype="float32", T=60)
+    run = Run(Case("feature", "bfloat16", N=1, K=1, S=400, scale=0.0, seed=3, **of_a_row))
+    terms, d_bias = run.yardsticks.terms, run.results["d_bias"]
+    p = terms.p.astype(run.dtype).astype(np.float64)
+    off = np.sum((p - terms.p) * (terms.d_p - terms.delta), -1, keepdims=True)
+    run.check(d_bias=(d_bias + off).astype(d_bias.dtype))
+    with pytest.raises(AssertionError, match="rows are wrong"):
+        run.check(d_bias=(d_bias + 10 * off).astype(d_bias.dtype))
+
+
 def test_plain_attention_agrees(run):
     ratios = run.check(**run.rounded(run.yardsticks.plains))
     others = [ratio for name, ratio in ratios.items() if name not in SUMS_OVER_ROWS]  # they are rounded once
