@@ -146,6 +146,17 @@ def wgmma(accumulator: Any, a: Any, b: Any) -> None:
         plgpu.wgmma(accumulator, a, b)
 
 
+def _traced(kernel: Callable[..., None]) -> Callable[..., None]:
+    """`kernel`, traced as ever where a user disables jit: in JAX 0.12 its branches and loops would run in
+    Python, on numbers for indices, and blocks that hang over an array's end be refused."""
+
+    def traced(*refs: Any) -> None:
+        with jax.disable_jit(False):
+            kernel(*refs)
+
+    return traced
+
+
 def mosaic_call(
     kernel: Callable[..., None],
     *,
@@ -166,9 +177,7 @@ def mosaic_call(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def named(*refs: Any) -> None:
-        kernel(*refs)
-
+    named = _traced(kernel)
     named.__name__ = name
     call = plgpu.kernel(
         named,
@@ -252,7 +261,7 @@ def triton_call(
     from jax.experimental.pallas import triton
 
     return pl.pallas_call(
-        kernel,
+        _traced(kernel),
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
