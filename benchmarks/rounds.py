@@ -65,12 +65,17 @@ def orders(names: Sequence[Name], rounds: int) -> list[list[Name]]:
 
 def check_agreement(result: jax.Array, expected: jax.Array) -> None:
     """Raises ValueError where `result` is not `expected` but for rounding."""
-    relative = float(_relative_difference(result, expected))
+    refuse_difference(float(relative_difference(result, expected)))
+
+
+def refuse_difference(relative: float) -> None:
+    """Raises ValueError where `relative`, a part of a result's norm, is more than rounding."""
     if not relative <= AGREEMENT:  # NaN too
         raise ValueError(f"its result differs from the first one's by {relative:.3g} of its norm")
 
 
 @jax.jit
-def _relative_difference(result, expected):
+def relative_difference(result: jax.Array, expected: jax.Array) -> jax.Array:
+    """‖result − expected‖ / ‖expected‖."""
     result, expected = (x.astype(jnp.float32).ravel() for x in (result, expected))
     return jnp.linalg.norm(result - expected) / jnp.linalg.norm(expected)

@@ -1,18 +1,22 @@
 """The README's tables of speed, from the committed results.
 
 python benchmarks/speed_table.py      writes them into README.md
+
+The section on open models is added behind the first table once its result is there.
 """
 
 import json
 from pathlib import Path
 
 import chart
+import models_table
 import train
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 ATTENTION = ROOT / "benchmarks" / "results" / "attention_h200.json"
 TRAINING = ROOT / "benchmarks" / "results" / "train_h200.json"
+MODELS = ROOT / "benchmarks" / "results" / "models_h200.json"
 
 COLUMNS = {
     "jax_flash_cuda": "`cuda`",
@@ -65,9 +69,20 @@ def training_table(result: dict) -> str:
 
 
 def with_tables(text: str) -> str:
-    """README.md's text with both tables written anew."""
+    """README.md's text with all tables written anew."""
     text = _replace(text, "benchmarks", table(json.loads(ATTENTION.read_text())))
+    if MODELS.exists():
+        text = _with_place(text, "models", after="benchmarks")
+        text = _replace(text, "models", models_table.table(json.loads(MODELS.read_text()), MODELS.stem))
     return _replace(text, "training", training_table(json.loads(TRAINING.read_text())))
+
+
+def _with_place(text: str, name: str, after: str) -> str:
+    """`text` with an empty table `name` behind the table `after`, unless it has one."""
+    if f"<!-- {name} -->\n" in text:
+        return text
+    end = f"<!-- /{after} -->\n"
+    return text.replace(end, f"{end}\n<!-- {name} -->\n<!-- /{name} -->\n")
 
 
 def _replace(text: str, name: str, lines: str) -> str:
