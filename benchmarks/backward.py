@@ -36,6 +36,19 @@ GROUPS = calls.GROUPS | {
         *square(4, 4096, 32, 1, 128),
         *square(4, 4096, 16, 2, 256),
     ],
+    # What a device holds of current models: grouped and multi-query heads, tensor parallelism, batch 1.
+    "few_key_heads": [
+        Case(2, 8192, 8192, 8, 1, 128, causal=True),
+        Case(1, 4096, 4096, 28, 4, 128, causal=True),
+        Case(4, 2048, 2048, 14, 2, 64, causal=True),
+        *square(2, 4096, 16, 1, 128),
+        Case(1, 5000, 5000, 48, 3, 128, causal=True),
+        *square(1, 1024, 16, 16, 128),
+        Case(1, 8192, 8192, 32, 8, 128, causal=True),
+        Case(2, 4096, 4096, 12, 12, 192, causal=True),
+        Case(1, 4096, 4096, 8, 8, 128, causal=True),
+        Case(1, 8192, 8192, 8, 1, 256, causal=True),
+    ],
     "deterministic": calls.GROUPS["default"],
     "residual": [*square(4, 4096, 32, 32, 64), *square(16, 1024, 16, 16, 128), *square(4, 4096, 8, 8, 256)],
 }
