@@ -120,10 +120,11 @@ def test_deterministic_gradients_have_a_kernel_of_their_own(wanted):
     default = set(wanted)
     wanted.clear()
     _precompile.main([*arguments.split(), "true"])
-    # Main and postprocess, with each number of sums of dQ. Preprocess with one serves both.
+    # Main, and main whose units share tiles, each with each number of sums of dQ. So have preprocess and
+    # postprocess; those with one sum serve both.
     own = set(wanted) - default
     assert sorted(kernel.entry for kernel in own) == sorted(
-        ["backward", "backward_postprocess"] * 4 + ["backward_preprocess"] * 3
+        ["backward"] * 8 + ["backward_preprocess", "backward_postprocess"] * 3
     )
     assert all(("DETERMINISTIC", 1) in kernel.defines for kernel in own if kernel.entry == "backward")
 

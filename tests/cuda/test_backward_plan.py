@@ -44,8 +44,21 @@ def test_buffers_are_those_of_the_call_and_scratch_comes_last():
         ("d_value", (2, 777, 2, 128), "bfloat16"),
         ("lse_delta", (2, 8, 16, 2, 64), "float32"),
         ("dq_accum", (16, 16, 64 * 128), "float32"),
-        ("arrived", (2, 8, 4), "int32"),
-        ("written", (2, 8), "int32"),
+        ("next_tile", (1,), "int32"),
+        ("d_key_sums", (2, 2, 14, 64 * 128), "float32"),
+        ("d_value_sums", (2, 2, 14, 64 * 128), "float32"),
+    ]
+
+
+def test_scratch_of_many_heads_has_counters_of_finished_sums_of_dq():
+    plan = plan_backward(AttentionSpec(0.1), shapes(B=64), H100)
+    (slots,) = (b.shape[0] for b in plan.results if b.name == "dq_accum")
+    assert slots < 64 * 8
+    assert [(b.name, b.shape, b.dtype) for b in plan.results[3:]] == [
+        ("lse_delta", (64, 8, 16, 2, 64), "float32"),
+        ("dq_accum", (slots, 16, 64 * 128), "float32"),
+        ("arrived", (64, 8, 4), "int32"),
+        ("written", (64, 8), "int32"),
         ("next_job", (1,), "int32"),
         ("next_tile", (1,), "int32"),
     ]
@@ -65,8 +78,9 @@ def test_survives_the_attribute():
 
 
 def test_kernels_depend_on_head_dim_and_dtype_alone():
+    """And on the schedule, which depends on lengths and heads."""
     found = {
-        tuple(launch.kernel for launch in plan_backward(spec, shapes(B=B, T=T, N=N), H100).launches)
+        frozenset(kernels(spec, shapes(B=B, T=T, N=N), H100))
         for spec, B, T, N in [
             (AttentionSpec(0.1), 1, 1, 2),
             (AttentionSpec(-2.0, 7, 0, return_residual=True), 3, 4097, 16),
@@ -82,10 +96,11 @@ def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits()
         )
 
     for right, head_dim in itertools.product((None, 0), (128, 256)):
-        default, fixed = plan(right, False, H=head_dim), plan(right, True, H=head_dim)
+        many = {"B": 32, "H": head_dim}
+        default, fixed = plan(right, False, **many), plan(right, True, **many)
         buffers = {b.name: b for b in fixed.results}
-        assert buffers["dq_semaphore"].shape == (2, 8, 16)
-        assert buffers["dq_accum"].shape[0] == 2 * 8  # every head has its slot
+        assert buffers["dq_semaphore"].shape == (32, 8, 16)
+        assert buffers["dq_accum"].shape[0] == 32 * 8  # every head has its slot
         assert all(Pointer("dq_semaphore") in launch.arguments for launch in fixed.launches[:2])
         # The kernel ahead serves both.
         assert fixed.launches[0].kernel == default.launches[0].kernel
@@ -97,9 +112,10 @@ def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits()
     def head_group(right, **sizes):
         return main_launch(plan(right, True, **sizes)).by_path["l2_head_group"]
 
-    assert head_group(None, S=50_000) == head_group(None, S=128) == head_group(None, S=50_000, H=256) == 4
-    assert head_group(0) == 2  # two groups, the last of which goes the other way
-    assert head_group(0, B=1, K=1) == 1
+    assert head_group(None, S=50_000) == head_group(None, S=20_000) == head_group(None, S=50_000, H=256) == 4
+    # Two groups, of 64 heads or of 16 head shares, the last of which goes the other way.
+    assert head_group(0, B=8, K=8) == 32
+    assert head_group(0) == 8
     assert head_group(0, T=1 << 20, S=1 << 20) == 1
 
 
@@ -120,13 +136,14 @@ def test_tiles_fit_the_hardware(head_dim, rate):
 
 def test_kept_probabilities_are_divided_by_the_rate_in_force():
     """0.96 is not a multiple of 2**-15: 31457 / 2**15 of the probabilities are dropped."""
-    preprocess, main, postprocess = plan_backward(
+    preprocess, main, postprocess, postprocess_keys = plan_backward(
         AttentionSpec(0.1, dropout_rate=0.96), shapes(H=256), H100
     ).launches
     probability = 1 - 31457 / 2**15
     assert preprocess.by_path["kept"] == probability
     assert main.by_path["dropout.factor"] == 1 / probability
-    assert postprocess.by_path["scale"] == 0.1 * (1 / probability)
+    assert postprocess.by_path["scale"] == postprocess_keys.by_path["scale"] == 0.1 * (1 / probability)
+    assert postprocess_keys.by_path["value_scale"] == 1 / probability
 
 
 @pytest.mark.parametrize("dims", list(itertools.product((8, 64, 96, 128, 192, 256), repeat=2)))
@@ -207,7 +224,8 @@ def in_order(right=None, **sizes):
 
 def sums_of(plan):
     """Sums of each block of dQ, which all kernels and scratch arrays of a plan agree on."""
-    (sums,) = {dict(launch.kernel.defines)["DQ_SUMS"] for launch in plan.launches}
+    launches = [launch for launch in plan.launches if launch.kernel.entry != "backward_postprocess_keys"]
+    (sums,) = {dict(launch.kernel.defines)["DQ_SUMS"] for launch in launches}
     semaphores, accum = (next(b for b in plan.results if b.name == x) for x in ("dq_semaphore", "dq_accum"))
     heads, T, head_dim = plan.results[0].shape[0] * plan.results[0].shape[2], *plan.results[0].shape[1::2]
     defines = dict(main_launch(plan).kernel.defines)
@@ -270,18 +288,26 @@ def test_kernels_of_a_kind_are_those_of_any_length_and_number_of_heads():
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_every_tile_has_a_cta_and_every_block_scratch(head_dim):
-    plan = plan_backward(AttentionSpec(0.1), shapes(H=head_dim), H100)
+    plan = plan_backward(AttentionSpec(0.1), shapes(B=8, S=129, H=head_dim), H100)
     shape = backward_tiles.tile(head_dim)
     blocks = math.ceil(1000 / shape.queries)
     preprocess, main, *postprocess = plan.launches
-    # One a key head, not a query head; two where they share a tile.
+    arguments = main.by_path
+    units = arguments["shares_of_head"] * arguments["parts_of_blocks"]
+    assert arguments["head_shares"] * arguments["group"] == 8
+    # One a key head, not a query head, or one a unit; two where they share a tile.
     assert main.cluster == (2 if head_dim > 128 else 1)
-    assert main.grid == (math.ceil(777 / shape.keys) * 2 * 2 * main.cluster, 1, 1)
-    assert all(launch.grid == (blocks * 8 * 2, 1, 1) for launch in (preprocess, *postprocess))
-    assert len(postprocess) == (head_dim > 128)  # elsewhere the main kernel writes dQ
+    tiles = math.ceil(129 / shape.keys) * 2 * 8
+    assert main.grid == (min(tiles * units, H100.sm_count) * main.cluster, 1, 1)
+    assert preprocess.grid == (blocks * 8 * 8, 1, 1)
+    grids = {launch.kernel.entry: launch.grid for launch in postprocess}
+    # At head dim 64 the main kernel writes dQ.
+    assert grids.get("backward_postprocess") == (preprocess.grid if head_dim > 64 else None)
+    groups = tiles * shape.keys // 64
+    assert grids.get("backward_postprocess_keys") == ((2 * groups, 1, 1) if units > 1 else None)
     buffers = {b.name: b for b in plan.results}
     assert buffers["lse_delta"].shape[2:] == (blocks, 2, shape.queries)
-    assert buffers["dq_accum"].shape == (2 * 8, blocks, shape.queries * head_dim)
+    assert buffers["dq_accum"].shape[1:] == (blocks, shape.queries * head_dim)
 
 
 def test_a_side_of_the_window_that_hides_nothing_is_out_of_reach():

@@ -125,7 +125,7 @@ def test_a_process_that_dies_or_hangs_has_failed(work, code, monkeypatch):
 
 
 def test_cases_of_a_list_have_the_same_kernels():
-    """But for what depends on the lengths: the forward kernel's tile, sums of a broadcast bias and of dQ."""
+    """But for what depends on the lengths: the forward kernel's tile, sums of a broadcast bias, schedules."""
 
     class Cuda(fuzz.Cuda):
         def environment(self):
@@ -143,7 +143,8 @@ def test_cases_of_a_list_have_the_same_kernels():
         several += len(set(cases)) > 2
         cases = [case for case in cases if fuzzed.refusal(case) is None]
         plans = [plan_backward(case.spec(), case.operands(), _device.H100) for case in cases]
-        of_lengths = {"BIAS_SUM": "any", "DQ_SUMS": "any"}
+        names = ("BIAS_SUM", "DQ_SUMS", "KEY_SUMS", "DQ_STAGES", "WRITER_STAGES", "SHARED_BYTES")
+        of_lengths = dict.fromkeys(names, "any")
         defines = [dict(plan.launches[1].kernel.defines) | of_lengths for plan in plans]
         assert all(one == defines[0] for one in defines)
 

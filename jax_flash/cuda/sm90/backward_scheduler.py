@@ -1,15 +1,15 @@
 """The tile scheduler of the backward pass: the order of key tiles, and which heads' dQ is summed at a time.
 
-Tiles are handed out by L2 head groups (`key_tile_at` in cuda/kernels/sm90/backward/tile_scheduler.cuh). The
-key heads of a group take turns, a tile each, before those of the next group start.
+Tiles are handed out by L2 head groups (`unit_at` in cuda/kernels/sm90/backward/tile_scheduler.cuh). The key
+heads of a group take turns, a tile each, before those of the next group start. Where units of work share a
+tile (backward_units.py), each head share counts as a head here.
 """
 
 import functools
-import heapq
 import math
 
-# The beginning and the end of a tile take about as long as this many blocks.
-_ENDS = 2
+from jax_flash.cuda.sm90.backward_units import ENDS, Tiles, makespan, widths
+
 # A finished head of dQ is assumed to wait for this many blocks' time until it is written.
 _WRITING = 30
 # A tile that adds to dQ in a fixed order follows the one before it by this many blocks' time. With it the
@@ -32,32 +32,31 @@ That of an H100 or H200 as a whole. If it were the device's, a part of one would
 _FREE_BYTES = 32 << 20
 
 
+def most_heads_in_l2(heads: int, bytes_per_head: int, l2_bytes: int) -> int:
+    """The most key heads in an L2 head group (`l2_head_group`)."""
+    return max(1, min(heads, l2_bytes // bytes_per_head))
+
+
 @functools.lru_cache(256)
-def l2_head_group(
-    blocks: tuple[int, ...], heads: int, group: int, bytes_per_head: int, workers: int, l2_bytes: int
-) -> int:
+def l2_head_group(tiles: Tiles, bytes_per_head: int, l2_bytes: int, parts: int = 1, span: int = 1) -> int:
     """Number of key heads in an L2 head group.
 
     Where all tiles take equally long, one head at a time keeps its queries in L2. Elsewhere the longest tiles
     of several heads go first: of as few heads as let the last wave end evenly.
 
     Args:
-      blocks: query blocks that see each key tile of a head.
-      heads: key heads, of all batch rows.
-      group: query heads of each.
       bytes_per_head: of Q, dO and the sum of dQ, of one query head; the query heads of a key head follow
         one another.
-      workers: CTAs, or clusters, that take tiles at a time.
       l2_bytes: that Q, dO and the sum of dQ of the heads may take (l2.py).
+      parts, span: of a tile's blocks, see `backward_units.part_lengths`.
     """
-    if len(set(blocks)) == 1:
+    if len(set(tiles.blocks)) == 1:
         return 1
-    most = max(1, min(heads, l2_bytes // bytes_per_head))
-    if len(blocks) * heads > _SIMULATED:
+    most = most_heads_in_l2(tiles.heads, bytes_per_head, l2_bytes)
+    if len(tiles.blocks) * tiles.heads * parts > _SIMULATED:
         return most
-    widths = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if w <= most]
-    times = {w: _makespan(blocks, heads, group, w, workers) for w in widths}
-    return next(w for w in widths if times[w] <= 1.005 * min(times.values()))
+    times = {width: makespan(tiles, width, parts, span) for width in widths(most)}
+    return next(width for width, time in times.items() if time <= 1.005 * min(times.values()))
 
 
 def l2_head_group_of_unknown_lengths(heads: int, bytes_per_head: int, sequences: int, l2_bytes: int) -> int:
@@ -90,35 +89,36 @@ def l2_head_group_in_order(heads: int, bytes_per_head: int, tiles_alike: bool, l
     return max(range(1, most + 1), key=lambda width: (last_group(width), -width))
 
 
-def _makespan(blocks: tuple[int, ...], heads: int, group: int, width: int, workers: int) -> float:
-    """When the last worker ends, in blocks' times, if each takes the next tile as soon as it is free."""
-    ends = [0] * workers
-    for first in range(0, heads, width):
-        for count in blocks:
-            for _ in range(min(width, heads - first)):
-                heapq.heapreplace(ends, ends[0] + count * group + _ENDS)
-    return max(ends)
-
-
-def dq_accum_slots(blocks: tuple[int, ...], heads: int, group: int, width: int, workers: int) -> int:
+def dq_accum_slots(tiles: Tiles, width: int) -> int:
     """Number of query heads whose dQ has a slot to be summed in at a time (`DqAccum` in call.cuh).
 
     Those are the heads that start before a head's longest tile ends and its dQ is written. It is a whole
     number of key heads' groups, and either all heads or at least two L2 head groups: a head waits for the one
     that had its slot before, and all tiles of that one have to be handed out first.
 
-    Args:
-      blocks, heads, group, workers: as `l2_head_group` takes them.
-      width: key heads in an L2 head group.
+    `width` is the number of key heads in an L2 head group.
     """
-    steps = max(blocks) * group + _WRITING
-    groups = 1 + math.ceil(steps * workers / max(width * sum(blocks) * group, 1))
-    return min(groups * width, heads) * group
+    steps = max(tiles.blocks) * tiles.group + _WRITING
+    groups = 1 + math.ceil(steps * tiles.workers / max(width * sum(tiles.blocks) * tiles.group, 1))
+    return min(groups * width, tiles.heads) * tiles.group
 
 
-def dq_sums(
-    blocks: tuple[int, ...], aligned: int, heads: int, group: int, width: int, workers: int, most: int
-) -> int:
+def main_writes_dq(heads_at_work: int, heads: int, larger_dim: int) -> bool:
+    """Whether warps of the main kernel should write dQ, and not a kernel after it.
+
+    They do so beside the products of later heads, from sums in L2. That gains nothing for the heads that are
+    at work at the end. Where those are all heads, the kernel after is faster, but for small head dims, beside
+    whose products it takes longer (benchmarks/tune_schedule.py).
+
+    Args:
+      heads_at_work: query heads whose dQ is summed at a time (`dq_accum_slots`).
+      heads: all query heads.
+      larger_dim: the larger head dim, of keys or of values.
+    """
+    return heads_at_work < heads or larger_dim <= 96
+
+
+def dq_sums(tiles: Tiles, aligned: int, width: int, most: int) -> int:
     """Number of sums that each block of dQ has, where tiles add to it in a fixed order (dq_order.cuh).
 
     A tile follows the one before it that adds to the same sum. So from the first tile of a head at work to
@@ -126,16 +126,14 @@ def dq_sums(
     power of two with which this is a small part of the run. That is 1 unless heads at work are few.
 
     Args:
-      blocks, heads, group: as `l2_head_group` takes them.
       aligned: the most tiles of a head that start at the same block. Others start blocks apart, and don't
         wait.
       width: key heads in an L2 head group.
-      workers: CTAs, or clusters, that take tiles at a time.
       most: how many fit (`dq_sums_that_fit`).
     """
-    at_work = min(aligned, math.ceil(workers / min(width, heads)))  # of a head
-    tiles = sum(blocks) * group + _ENDS * len(blocks)
-    run = max(max(blocks) * group + _ENDS, heads * tiles / workers)
+    at_work = min(aligned, math.ceil(tiles.workers / min(width, tiles.heads)))  # of a head
+    of_head = sum(tiles.blocks) * tiles.group + ENDS * len(tiles.blocks)
+    run = max(max(tiles.blocks) * tiles.group + ENDS, tiles.heads * of_head / tiles.workers)
     sums = 1
     while 2 * sums <= min(most, MAX_DQ_SUMS) and (math.ceil(at_work / sums) - 1) * _LAG > _WAITING * run:
         sums *= 2

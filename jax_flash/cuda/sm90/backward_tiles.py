@@ -36,13 +36,17 @@ class BackwardTile:
     softcap_grad: bool = False  # one consumer hands the soft cap's derivative to the other, beside P
     dropout: bool = False
 
-    def deterministic(self) -> "BackwardTile":
-        """The same tile where additions to dQ have a fixed order.
+    def without_writers(self) -> "BackwardTile":
+        """The same tile where no warps of the main kernel write dQ.
 
-        Then no warps of the main kernel write dQ, and more tiles of dQ on their way take their memory.
+        More tiles of dQ on their way take the memory of those warps.
         """
         dq_stages = self.dq_stages if self.split_products else self.writer_stages
-        return dataclasses.replace(self, dq_stages=dq_stages, writer_stages=0, semaphore_stages=2)
+        return dataclasses.replace(self, dq_stages=dq_stages, writer_stages=0)
+
+    def deterministic(self) -> "BackwardTile":
+        """The same tile where additions to dQ have a fixed order."""
+        return dataclasses.replace(self.without_writers(), semaphore_stages=2)
 
     @property
     def per_query_values(self) -> int:

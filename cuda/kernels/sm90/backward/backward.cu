@@ -100,7 +100,11 @@ __device__ __forceinline__ void run_loading_warp(const Call& call, int warp) {
             add_d_query_in_order(call);
         }
     } else if constexpr (Traits::d_query_warpgroup) {
-        warp == 1 ? add_d_query(call) : write_d_query(call, warp - 2);
+        if (warp == 1) {
+            add_d_query(call);
+        } else if constexpr (Traits::writers > 0) {
+            write_d_query(call, warp - 2);
+        }
     }
 }
 
@@ -117,8 +121,9 @@ __device__ __forceinline__ void consume(const Call& call, int consumer) {
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     backward(const __grid_constant__ Parameters parameters) {
     unsigned char* shared_memory = dynamic_shared_memory();
-    const Shape shape{parameters.queries,      parameters.keys, parameters.key_heads, parameters.group,
+    const Shape shape{parameters.queries,      parameters.keys, parameters.head_shares, parameters.group,
                       parameters.batch,        parameters.left, parameters.right,
+                      {parameters.shares_of_head, parameters.parts_of_blocks},
                       parameters.mask_metadata};
     const Call call{{shared_memory, shared_address(shared_memory)},
                     parameters.maps,
@@ -128,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                      parameters.d_query, parameters.dq_accum_slots, parameters.columns},
                     parameters.next_tile,
                     parameters.dq_semaphore,
+                    parameters.key_sums,
                     parameters.l2_head_group,
                     parameters.scale,
                     parameters.score,

@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_panels(uint32_t destination, const TensorMa
     }
 }
 
-// A tile of a CTA, the same for all of its roles.
+// A unit of work of a CTA, the same for all of its roles.
 struct Work {
     KeyTile tile;
     QueryBlocks blocks;
@@ -82,9 +82,10 @@ struct Call {
     const Shape shape;
     const float* lse_delta;   // (B, N, query blocks, 2, queries): lse in base 2, and delta; see SharedMemory::lse
     const DqAccum dq_accum;
-    int* next_tile;           // counts the tiles handed out; null where each tile has its CTA and none waits for another
+    int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits for another
     int* dq_semaphore;        // (dq_sums, B, N, query blocks): additions to each so far; null unless deterministic
-    int l2_head_group;        // see key_tile_at
+    const KeySums key_sums;
+    int l2_head_group;        // see unit_at
     float scale;
     const ScoreOperands scores;
     Traits::BiasSum* d_bias;   // as the bias
@@ -92,20 +93,19 @@ struct Call {
     const float* bias_factor;  // of terms that are added up as integers
     const Dropout dropout;
 
-    __device__ int tile_count() const {
-        return ceil_div(shape.keys, Traits::keys) * shape.key_heads * shape.batch;
-    }
-    __device__ Work work(int tile_index) const {
+    __device__ int unit_count() const { return units_of_heads(shape.head_shares * shape.batch, shape); }
+    __device__ Work work(int unit_index) const {
         BlockOrder order = BlockOrder::forward;
-        if constexpr (Traits::deterministic) order = block_order(tile_index, shape, l2_head_group);
+        if constexpr (Traits::deterministic) order = block_order(unit_index, shape, l2_head_group);
         const bool last_first = Traits::deterministic && order == BlockOrder::forward;
-        const KeyTile tile = key_tile_at(tile_index, shape, l2_head_group, last_first);
+        const auto [tile, part] = unit_at(unit_index, shape, l2_head_group, last_first);
         QueryBlocks blocks;
         if constexpr (Traits::mask_metadata) {
             blocks = query_blocks_from_metadata(tile, shape);
         } else {
             blocks = query_blocks(tile, shape);
         }
+        if constexpr (Traits::key_sums && !Traits::deterministic) blocks = part_of(blocks, part, shape.units.parts());
         return {tile, blocks, order};
     }
     // How many tiles add to the same sum of the block's dQ before this one does.

@@ -1,5 +1,6 @@
 // What happens to dQ of a block once it is computed, in warps that have nothing else to do: one adds it to the float32
-// sum and counts; others write dQ of the blocks that all key tiles have added to (DqAccum in call.cuh).
+// sum and counts; others write dQ of the blocks that all key tiles have added to (DqAccum in call.cuh), unless
+// backward_postprocess does.
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/global.cuh"
@@ -15,7 +16,7 @@ struct Ledger {
     // Before it all but the newest `newer` groups of this thread's additions were to the span, or to ones before.
     template <int newer>
     __device__ __forceinline__ void settle(const Call& call) {
-        if (pending < 0) return;
+        if (Traits::writers == 0 || pending < 0) return;
         tma::wait_group<newer>();
         global::count(call.dq_accum.arrived + pending);
         pending = -1;

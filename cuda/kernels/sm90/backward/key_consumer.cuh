@@ -1,5 +1,6 @@
 // Consumer 1 of split products (split_products.cuh): dPᵀ, dS and dK of the CTA's keys, and its columns of dQ.
 #pragma once
+#include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/scores.cuh"
 #include "sm90/backward/split_products.cuh"
 
@@ -167,9 +168,15 @@ struct KeyConsumer {
         // Consumer 0 no longer reads K, and the other CTA is done with this one's shared memory, which may go.
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
         if constexpr (Traits::cluster > 1) mbarrier::wait(shared.peer_d_scores_empty(), d_scores_slot.parity ^ 1);
-        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, shared.key_tile(),
-                       own + consumer, work.tile.head, cta_first_key(work.tile), work.tile.batch);
-        wait_for_stores(own + consumer);
+        if constexpr (Traits::key_sums) {
+            if (iterations > 0 || Traits::deterministic) {
+                add_d_key(call, d_key, work.tile, cta_first_key(work.tile), own + consumer);
+            }
+        } else {
+            store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, shared.key_tile(),
+                           own + consumer, work.tile.head, cta_first_key(work.tile), work.tile.batch);
+            wait_for_stores(own + consumer);
+        }
         wait_for_additions();
     }
 };

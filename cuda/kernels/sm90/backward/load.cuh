@@ -24,10 +24,11 @@ __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap
 }
 
 // Loads K or V of a CTA's keys.
-__device__ __forceinline__ void load_keys(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
-                                          const KeyTile& tile) {
+__device__ __forceinline__ void load_keys(const Call& call, uint32_t destination, const TensorMap& map,
+                                          uint32_t barrier, int panels, const KeyTile& tile) {
     mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
-    load_panels(destination, map, barrier, panels, Traits::cta_keys, tile.head, cta_first_key(tile), tile.batch);
+    load_panels(destination, map, barrier, panels, Traits::cta_keys, call.shape.key_head(tile.head), cta_first_key(tile),
+                tile.batch);
 }
 
 // Loads V of a tile once the one before it is read. Or only to L2, where consumers load V themselves as soon as their
@@ -37,12 +38,12 @@ __device__ __forceinline__ void load_value(const Call& call, const KeyTile& tile
     if constexpr (Traits::gradients_in_value_place) {
 #pragma unroll 1
         for (int i = 0; i < Traits::value_panels * Traits::value_parts; ++i) {
-            tma::prefetch(call.maps.value, i / Traits::value_parts * descriptor::panel_columns, tile.head,
-                          tile.first_key + i % Traits::value_parts * 64, tile.batch);
+            tma::prefetch(call.maps.value, i / Traits::value_parts * descriptor::panel_columns,
+                          call.shape.key_head(tile.head), tile.first_key + i % Traits::value_parts * 64, tile.batch);
         }
     } else {
         mbarrier::wait(shared.value_empty(), parity ^ 1);
-        load_keys(shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels, tile);
+        load_keys(call, shared.value_tile(), call.maps.value, shared.value_full(), Traits::value_panels, tile);
     }
 }
 
@@ -89,14 +90,14 @@ __device__ __forceinline__ void wait_for_readers(const SharedMemory& shared, Blo
 // resident CTAs. In which order CTAs start, and how many are resident, is not known: no tile is found from blockIdx.
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
-    const int tiles = call.tile_count();
+    const int units = call.unit_count();
     int index = Traits::persistent ? atomicAdd(call.next_tile, 1) : call.own_tile();
     BlockSlot slot;
 #pragma unroll 1
     for (KeySlot key_slot;; key_slot.advance()) {
         const int key_stage = key_slot.stage;
         // Read while the tile before is at work.
-        const Work work = call.work(min(index, tiles - 1));
+        const Work work = call.work(min(index, units - 1));
         const KeyTile& tile = work.tile;
         Interval full[Traits::consumers];
         if constexpr (Traits::tells_work && Traits::mask_metadata) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void produce(const Call& call) {
             }
         }
         mbarrier::wait(shared.key_empty(key_stage), key_slot.parity ^ 1);
-        if (index >= tiles) {
+        if (index >= units) {
             shared.told_tile(key_stage) = SharedMemory::no_more_tiles;
             mbarrier::arrive(shared.key_full(key_stage));
             return;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void produce(const Call& call) {
             for (int i = 0; i < Traits::consumers; ++i) shared.full_blocks(key_stage, i) = full[i];
         }
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
-        load_keys(shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels, tile);
+        load_keys(call, shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels, tile);
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value(call, tile, key_slot.parity);
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             if (block == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));

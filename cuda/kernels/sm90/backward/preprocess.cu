@@ -1,5 +1,5 @@
 // Before the backward kernel: for each query delta = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
-// the backward kernel loads them, and what it adds to and counts with (DqAccum) set to zero.
+// the backward kernel loads them, and what it adds to and counts with (DqAccum, KeySums) set to zero.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
@@ -60,6 +60,23 @@ extern "C" __global__ void __launch_bounds__(threads)
         }
         if (block == 0) parameters.written[head_index] = 0;
         if (blockIdx.x == 0) *parameters.next_job = 0;
+    }
+
+    if (parameters.key_sums.d_key != nullptr) {
+        const int thread = blockIdx.x * threads + threadIdx.x, all_threads = gridDim.x * threads;
+        const KeySums& sums = parameters.key_sums;
+        auto zero = [&](float* sum, int columns) {
+            float4* vectors = reinterpret_cast<float4*>(sum);
+            const int64_t count = static_cast<int64_t>(parameters.key_groups) * (64 * columns / 4);
+            for (int64_t i = thread; i < count; i += all_threads) vectors[i] = {0, 0, 0, 0};
+        };
+        zero(sums.d_key, Traits::head_dim);
+        zero(sums.d_value, Traits::value_dim);
+        if (sums.d_key_semaphores != nullptr) {
+            for (int i = thread; i < parameters.key_groups; i += all_threads) {
+                sums.d_key_semaphores[i] = sums.d_value_semaphores[i] = 0;
+            }
+        }
     }
 
     float* block_lse_delta = parameters.lse_delta + block_index * (Traits::per_query_values * Traits::queries);

@@ -10,6 +10,7 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "sm90/backward/call.cuh"
+#include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/products.cuh"
 
 // Ping-pong: the consumers alternate on the tensor cores. Left alone they fall into step, and neither has products to
@@ -72,11 +73,15 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             tma::wait_group_read<0>();  // dK of the tile before is on its way
             mbarrier::arrive_expect(shared.value_full(consumer), Traits::value_part_bytes);
             load_panels(value_rows, call.maps.value, shared.value_full(consumer), Traits::value_panels,
-                        Traits::cta_keys, work.tile.head, first_key, work.tile.batch);
+                        Traits::cta_keys, call.shape.key_head(work.tile.head), first_key, work.tile.batch);
         };
         auto store_d_value = [&]() __attribute__((always_inline)) {
             store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value,
                            shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+        };
+        auto add_gradients = [&]() __attribute__((always_inline)) {
+            add_d_value(call, d_value, work.tile, first_key, own + consumer);
+            add_d_key(call, d_key, work.tile, first_key, own + consumer);
         };
 
         // From P of a block to P of the next one. Between two steps no product is under way.
@@ -111,7 +116,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             if (!last) issue_block_scores();
             pass_ping_pong(consumer);
             if (last) {
-                if constexpr (in_value_place) store_d_value();
+                if constexpr (in_value_place && !Traits::key_sums) store_d_value();
                 wgmma::wait<0>();
             } else {
                 compute_probabilities();
@@ -135,14 +140,19 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
 #pragma unroll 1
             for (int iteration = 1; iteration < iterations; ++iteration) step(false);
             step(true);
-        } else if constexpr (in_value_place) {
+        } else if constexpr (in_value_place && !Traits::key_sums) {
             wait_for_stores(own + consumer);  // of the tile before
             store_d_value();
-        } else {
+        } else if constexpr (!in_value_place) {
             mbarrier::wait(shared.value_full(), key_slot.parity);  // the barrier's next round may not start before
             if (arrives(lane)) mbarrier::arrive(shared.value_empty());
         }
 
+        if constexpr (Traits::key_sums) {
+            if (arrives(lane)) mbarrier::arrive(shared.key_empty(key_slot.stage));
+            if (iterations > 0 || Traits::deterministic) add_gradients();
+            return;
+        }
         if constexpr (!in_value_place) wait_for_stores(own + consumer);  // of the tile before
         if (arrives(lane)) mbarrier::arrive(shared.key_empty(key_slot.stage));
         if constexpr (!in_value_place) store_d_value();

@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_peer_keys(const Call& call, const KeyTile& 
 #pragma unroll
     for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
         tma::load(call.shared.peer_key_panel(consumer), call.maps.key, call.shared.key_full(),
-                  panels[consumer] * descriptor::panel_columns, tile.head, first_key, tile.batch);
+                  panels[consumer] * descriptor::panel_columns, call.shape.key_head(tile.head), first_key, tile.batch);
     }
 }
 

@@ -4,7 +4,7 @@
 
 struct KeyTile {
     int first_key;
-    int head, batch;  // of keys
+    int head, batch;  // the head share, among those of its batch row (Units)
 };
 
 // The query blocks [first, last) in which some query sees some key of a tile.
@@ -14,30 +14,49 @@ struct QueryBlocks {
     __device__ int count() const { return max(last - first, 0); }
 };
 
-// Number of heads in the L2 head group of tile `index`: the last group may be smaller.
-__device__ __forceinline__ int head_group_width(int index, const Shape& shape, int l2_head_group) {
-    const int head_group = index / (l2_head_group * ceil_div(shape.keys, Traits::keys));
-    return min(l2_head_group, shape.key_heads * shape.batch - head_group * l2_head_group);
+// One of `parts` equal parts of a tile's blocks. They are whole spans, as a tile counts each span that it visits once.
+__device__ __forceinline__ QueryBlocks part_of(const QueryBlocks& blocks, int part, int parts) {
+    const int first_span = blocks.first / DqBlock::span;
+    const int spans = ceil_div(blocks.last, DqBlock::span) - first_span;
+    const int begin = first_span + spans * part / parts, end = first_span + spans * (part + 1) / parts;
+    return {max(blocks.first, begin * DqBlock::span), min(blocks.last, end * DqBlock::span)};
 }
 
-// With `deterministic`: whether the key tiles of `index`'s head group are handed out from the last to the first. So they
-// are but for the last of several groups, see dq_order.cuh.
+// All units of an L2 head group of `heads` head shares.
+__device__ __forceinline__ int units_of_heads(int heads, const Shape& shape) {
+    return heads * shape.key_tiles() * shape.units.parts();
+}
+
+// Number of head shares in an L2 head group: the last group may be smaller.
+__device__ __forceinline__ int head_group_width(int head_group, const Shape& shape, int l2_head_group) {
+    return min(l2_head_group, shape.head_shares * shape.batch - head_group * l2_head_group);
+}
+
+// With `deterministic`: whether the key tiles of unit `index`'s head group are handed out from the last to the first. So
+// they are but for the last of several groups, see dq_order.cuh.
 __device__ __forceinline__ bool hands_out_last_first(int index, const Shape& shape, int l2_head_group) {
-    const int head_group = index / (l2_head_group * ceil_div(shape.keys, Traits::keys));
-    return head_group == 0 || (head_group + 1) * l2_head_group < shape.key_heads * shape.batch;
+    const int head_group = index / units_of_heads(l2_head_group, shape);
+    return head_group == 0 || (head_group + 1) * l2_head_group < shape.head_shares * shape.batch;
 }
 
-// Tile `index` in the order in which tiles are handed out. Heads come in groups of `l2_head_group`, chosen so that what
-// a group reads and adds to stays in L2. In each round of a group every head has one tile. Key tiles go from the first,
-// which most queries see where attention is causal, to the last; or from the last to the first.
-__device__ __forceinline__ KeyTile key_tile_at(int index, const Shape& shape, int l2_head_group, bool last_first) {
-    const int key_tiles = ceil_div(shape.keys, Traits::keys);
-    const int head_group = index / (l2_head_group * key_tiles);
-    const int in_group = index - head_group * l2_head_group * key_tiles;
-    const int width = head_group_width(index, shape, l2_head_group);
-    const int round = in_group / width;
-    const int head = head_group * l2_head_group + in_group - round * width;
-    return {(last_first ? key_tiles - 1 - round : round) * Traits::keys, head % shape.key_heads, head / shape.key_heads};
+struct Unit {
+    KeyTile tile;
+    int part;  // of the tile's blocks
+};
+
+// Unit `index` in the order in which units are handed out. Head shares come in groups of `l2_head_group`, chosen so that
+// what a group reads and adds to stays in L2. In each round of a group every head share has one tile, part by part. Key
+// tiles go from the first, which most queries see where attention is causal, to the last; or from the last to the first.
+__device__ __forceinline__ Unit unit_at(int index, const Shape& shape, int l2_head_group, bool last_first) {
+    const int parts = shape.units.parts();
+    const int head_group = index / units_of_heads(l2_head_group, shape);
+    const int in_group = index - head_group * units_of_heads(l2_head_group, shape);
+    const int round_units = head_group_width(head_group, shape, l2_head_group) * parts;
+    const int round = in_group / round_units;
+    const int in_round = in_group - round * round_units;
+    const int head = head_group * l2_head_group + in_round / parts;
+    const int tile = last_first ? shape.key_tiles() - 1 - round : round;
+    return {{tile * Traits::keys, head % shape.head_shares, head / shape.head_shares}, in_round % parts};
 }
 
 __device__ __forceinline__ QueryBlocks query_blocks(const KeyTile& tile, const Shape& shape) {
@@ -61,18 +80,17 @@ struct DqJob {
     int head_index, block, row_tile;
 };
 
-// Pieces in the order in which they tend to be complete: by L2 head groups, as key tiles (key_tile_at); within one, the
-// query heads that come first in the group of their key head; of these the first blocks of all.
+// Pieces in the order in which they tend to be complete: by L2 head groups, as units (unit_at); within one, the query heads
+// that come first in their head share; of these the first blocks of all.
 __device__ __forceinline__ DqJob d_query_job(int job, const Shape& shape, int l2_head_group) {
-    const int key_heads = shape.key_heads * shape.batch;
     const int pieces = shape.query_blocks() * DqBlock::row_tiles;  // of a head
     const int head_group = job / (l2_head_group * shape.group * pieces);
     int rest = job - head_group * l2_head_group * shape.group * pieces;
-    const int width = min(l2_head_group, key_heads - head_group * l2_head_group);
+    const int width = head_group_width(head_group, shape, l2_head_group);
     const int member = rest / (width * pieces);
     rest -= member * width * pieces;
-    const int piece = rest / width, key_head = head_group * l2_head_group + rest - piece * width;
-    return {key_head * shape.group + member, piece / DqBlock::row_tiles, piece % DqBlock::row_tiles};
+    const int piece = rest / width, head_share = head_group * l2_head_group + rest - piece * width;
+    return {head_share * shape.group + member, piece / DqBlock::row_tiles, piece % DqBlock::row_tiles};
 }
 
 // Whether a score of keys [first_key, first_key + 64) and the block's queries may be masked. Rows of

@@ -16,6 +16,7 @@
 //   MASK_METADATA   1: which queries see keys is known only at run time, see mask_metadata.cuh
 //   SEGMENTS        1: so it is, and queries see only keys of their own segment
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
+//   KEY_SUMS        1: several units of work share a key tile, and add to float32 sums of dK and dV (key_sums.cuh)
 //   DQ_SUMS         float32 sums of a block's dQ, a power of two; more than one only where they have a fixed order
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
@@ -41,6 +42,7 @@ struct Traits {
     static constexpr int dq_stages = DQ_STAGES;
     static constexpr bool deterministic = DETERMINISTIC;
     static constexpr int dq_sums = DQ_SUMS;
+    static constexpr bool key_sums = KEY_SUMS;
     static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
     using BiasSum = BIAS_SUM;

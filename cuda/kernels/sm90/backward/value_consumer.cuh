@@ -1,5 +1,6 @@
 // Consumer 0 of split products (split_products.cuh): Sᵀ, P and dV of the CTA's keys, and its columns of dQ.
 #pragma once
+#include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/scores.cuh"
 #include "sm90/backward/split_products.cuh"
 
@@ -181,11 +182,17 @@ struct ValueConsumer {
             step<true>(call);
         }
         part.tell_added_before(call, slot);
-        // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
-        mbarrier::wait(shared.value_full(), 0);
-        store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
-                       own + consumer, work.tile.head, first_key(), work.tile.batch);
-        wait_for_stores(own + consumer);
+        if constexpr (Traits::key_sums) {
+            if (iterations > 0 || Traits::deterministic) {
+                add_d_value(call, d_value, work.tile, first_key(), own + consumer);
+            }
+        } else {
+            // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
+            mbarrier::wait(shared.value_full(), 0);
+            store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
+                           own + consumer, work.tile.head, first_key(), work.tile.batch);
+            wait_for_stores(own + consumer);
+        }
         wait_for_additions();
     }
 };
