@@ -77,16 +77,42 @@ def test_survives_the_attribute():
     assert launch_plan.load(launch_plan.dump(plan)) == plan
 
 
-def test_kernels_depend_on_head_dim_and_dtype_alone():
+def test_kernels_depend_on_head_dim_dtype_and_whether_pairs_may_be_hidden():
     """And on the schedule, which depends on lengths and heads."""
-    found = {
-        frozenset(kernels(spec, shapes(B=B, T=T, N=N), H100))
-        for spec, B, T, N in [
-            (AttentionSpec(0.1), 1, 1, 2),
-            (AttentionSpec(-2.0, 7, 0, return_residual=True), 3, 4097, 16),
-        ]
-    }
-    assert len(found) == 1
+
+    def kernels_of(spec, **sizes):
+        return kernels(spec, shapes(**sizes), H100)
+
+    full = kernels_of(AttentionSpec(0.1), B=1, T=1, N=2)
+    assert kernels_of(AttentionSpec(-2.0, return_residual=True), B=3, T=4097, N=16) == full
+    windowed = kernels_of(AttentionSpec(0.1, None, 0), B=1, T=1, N=2)
+    assert kernels_of(AttentionSpec(-2.0, 7, 0, return_residual=True), B=3, T=4097, N=16) == windowed
+    assert windowed[0] == full[0]  # the kernel ahead serves both
+    assert [dict(kernel.defines)["ISOLATES"] for kernel in (full[1], windowed[1])] == [0, 1]
+
+
+def test_rows_that_are_not_finite_are_looked_for_only_where_pairs_may_be_hidden():
+    mask = jax.ShapeDtypeStruct((2, 1, 1, 777), jnp.bool_)
+    bias = jax.ShapeDtypeStruct((2, 8, 1000, 777), jnp.float32)
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    full, window = AttentionSpec(0.1), AttentionSpec(0.1, 10, None)
+    for spec, others, isolates in (
+        (full, {}, False),
+        (full, {"bias": bias}, False),
+        (AttentionSpec(0.1, logits_soft_cap=3.0), {}, False),
+        (window, {}, True),
+        (AttentionSpec(0.1, 5000, 5000), {}, True),  # at other lengths it hides some
+        (full, {"mask": mask}, True),
+        (full, {"key_value_seq_lengths": lengths}, True),
+    ):
+        plan = plan_backward(spec, dataclasses.replace(shapes(), **others), H100)
+        flags = [b.shape for b in plan.results if b.name == "spoiled"]
+        assert flags == [(2, 8, 16)] * isolates
+        preprocess, main = plan.launches[:2]
+        assert preprocess.by_path["query"] == (Pointer("query") if isolates else None)
+        assert [x.by_path["spoiled"] for x in (preprocess, main)] == [
+            Pointer("spoiled") if isolates else None
+        ] * 2
 
 
 def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits():

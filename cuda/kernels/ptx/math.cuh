@@ -68,14 +68,14 @@ __device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
     return below;
 }
 
-// Sets those of two 16-bit elements to 0 whose sign is set.
+// Sets those of two 16-bit elements to 0 whose sign is set. NaN stays NaN.
 template <class Element>
 __device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {
     uint32_t positive;
     if constexpr (is_same<Element, bfloat16>) {
-        asm("{\n.reg .b32 zero;\nmov.b32 zero, 0;\nmax.bf16x2 %0, %1, zero;\n}\n" : "=r"(positive) : "r"(packed));
+        asm("{\n.reg .b32 zero;\nmov.b32 zero, 0;\nmax.NaN.bf16x2 %0, %1, zero;\n}\n" : "=r"(positive) : "r"(packed));
     } else {
-        asm("{\n.reg .b32 zero;\nmov.b32 zero, 0;\nmax.f16x2 %0, %1, zero;\n}\n" : "=r"(positive) : "r"(packed));
+        asm("{\n.reg .b32 zero;\nmov.b32 zero, 0;\nmax.NaN.f16x2 %0, %1, zero;\n}\n" : "=r"(positive) : "r"(packed));
     }
     return positive;
 }

@@ -66,6 +66,7 @@ class BackwardCall:
             tile,
             mask_metadata=self.has_metadata,
             softcap_grad=softcap_grad,
+            isolates=self.isolates,
         )
 
     @functools.cached_property
@@ -77,6 +78,12 @@ class BackwardCall:
     @property
     def has_metadata(self) -> bool:
         return mask_metadata.is_needed(self.shapes)
+
+    @property
+    def isolates(self) -> bool:
+        """Whether a query may not see a key, which is then kept apart from it if it isn't finite."""
+        bounded = (self.spec.left, self.spec.right) != (None, None)  # at other lengths, if not at these
+        return bounded or self.has_metadata or self.shapes.mask is not None
 
     @functools.cached_property
     def window(self) -> Window:
@@ -263,6 +270,8 @@ class BackwardCall:
             Buffer("lse_delta", (n.B, n.N, blocks, tile.per_query_values, tile.queries), "float32"),
             Buffer("dq_accum", (self.dq_sums * self.dq_accum_slots, blocks, block_elements), "float32"),
         ]
+        if self.isolates:
+            found.append(Buffer("spoiled", (n.B, n.N, blocks), "int32"))
         if self.main_writes_dq:
             found += [
                 Buffer("arrived", (n.B, n.N, math.ceil(blocks / SPAN)), "int32"),

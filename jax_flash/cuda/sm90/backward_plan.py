@@ -13,7 +13,7 @@ from jax_flash._dropout import keep_probability
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
-from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Kernel, Launch, LaunchPlan, Zero, launch
+from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Kernel, Launch, LaunchPlan, Pointer, Zero, launch
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90 import backward_units
 from jax_flash.cuda.sm90.backward_call import BackwardCall, Schedule, tile_of
@@ -37,6 +37,9 @@ _PREPROCESS = struct(
     lse="const float*",  # (B, N, T), natural
     d_lse="const float*",  # (B, N, T), or null
     lse_delta="float*",  # (B, N, query blocks, 2, queries), see Call
+    query="const uint4*",  # (B, T, N, H), or null where spoiled is
+    query_columns="int32_t",  # H
+    spoiled="int*",  # (B, N, query blocks): whether rows aren't finite (isolation.cuh); or null
     dq_accum="float4*",  # this and the next three: see DqAccum
     arrived="int*",
     written="int*",
@@ -65,6 +68,7 @@ _MAIN = struct(
         d_value="TensorMap",
     ),
     lse_delta="const float*",
+    spoiled="const int*",  # (B, N, query blocks), or null
     dq_accum="float*",  # this and the next six: see DqAccum
     arrived="int*",
     written="int*",
@@ -189,6 +193,7 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
         ("WRITER_STAGES", tile.writer_stages),
         ("SEMAPHORE_STAGES", tile.semaphore_stages),
         ("SPAN", SPAN),
+        ("ISOLATES", int(is_main and call.isolates)),
         ("DETERMINISTIC", int(is_main and call.spec.deterministic)),
         ("KEY_SUMS", int(is_main and call.units.count > 1)),
         ("DQ_SUMS", 1 if entry == "backward_postprocess_keys" else call.dq_sums),
@@ -215,7 +220,8 @@ def _preprocess(call: BackwardCall) -> Launch:
         grid=(call.query_blocks * n.N * n.B, 1, 1),
         block=_THREADS,
         arguments={
-            **call.pointers("out", "d_out", "lse", "d_lse", "lse_delta", *_ACCUM),
+            **call.pointers("out", "d_out", "lse", "d_lse", "lse_delta", "spoiled", *_ACCUM),
+            **{"query": Pointer("query") if call.isolates else None, "query_columns": n.H},
             "zeroed_heads": 0 if first_stores else call.dq_accum_slots,
             **call.pointers("next_tile", "dq_semaphore"),
             **{"key_sums": call.key_sums(), "key_groups": n.B * n.K * call.key_groups},
@@ -250,7 +256,7 @@ def _main(call: BackwardCall) -> Launch:
         cluster=tile.cluster,
         arguments={
             "maps": {name: rows_map(buffers[name], count) for name, count in rows.items()},
-            **call.pointers("lse_delta", *_ACCUM, "d_query"),
+            **call.pointers("lse_delta", "spoiled", *_ACCUM, "d_query"),
             **{"dq_accum_slots": call.dq_accum_slots, "columns": n.H},
             **call.pointers("next_tile", "dq_semaphore"),
             **{"key_sums": call.key_sums(), "queries": n.T, "keys": n.S, "batch": n.B},

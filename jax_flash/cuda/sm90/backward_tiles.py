@@ -35,6 +35,7 @@ class BackwardTile:
     mask_metadata: bool = False
     softcap_grad: bool = False  # one consumer hands the soft cap's derivative to the other, beside P
     dropout: bool = False
+    isolates: bool = False  # blocks may be cleaned of what isn't finite between their load and their use
 
     def without_writers(self) -> "BackwardTile":
         """The same tile where no warps of the main kernel write dQ.
@@ -106,6 +107,7 @@ class BackwardTile:
         barriers = 2 * key_stages + self.cta_keys // self.value_rows(larger_dim) + 3
         barriers += 2 * d_scores_buffers + 4 * self.stages
         barriers += 2 * self.dq_stages + 2 * self.writer_stages + 3 * self.semaphore_stages
+        barriers += 2 * self.stages * self.isolates
         # The loading thread tells what a tile's work is, or the tile's index alone.
         tells_work = in_value_place or (self.mask_metadata and not self.split_products)
         work = key_stages * (3 + 2 * self.mask_metadata) * 8 if tells_work else 8

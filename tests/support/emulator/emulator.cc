@@ -274,6 +274,15 @@ void named_barrier_sync(int id, int threads) {
 }
 unsigned char* dynamic_shared_memory() { return cta->shared; }
 void __syncthreads() { named_barrier_sync(0, emulator::threads()); }
+int __syncthreads_or(int value) {
+    static int any;  // of the one CTA that is in it
+    __syncthreads();
+    any = 0;
+    __syncthreads();
+    any |= value;
+    __syncthreads();
+    return any;
+}
 
 void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     struct Lane {

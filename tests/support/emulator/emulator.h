@@ -83,6 +83,7 @@ void later(std::function<void()> act);
 }  // namespace emulator
 
 void __syncthreads();
+int __syncthreads_or(int value);
 inline void __syncwarp() {
     emulator::together(emulator::warp, nullptr, [](void**) {});
 }

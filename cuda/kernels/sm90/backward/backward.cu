@@ -21,6 +21,7 @@
 #include "sm90/backward/key_consumer.cuh"
 #include "sm90/backward/value_consumer.cuh"
 #include "sm90/backward/dq_accum_in_order.cuh"
+#include "sm90/backward/isolation.cuh"
 #include "sm90/backward/load.cuh"
 
 // Waits for all threads of all CTAs that share a tile.
@@ -84,6 +85,12 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
         mbarrier::init(shared.query_empty(stage), 4 * Traits::consumers * Traits::cluster * warp_arrivals);
         mbarrier::init(shared.d_out_empty(stage), 4 * Traits::consumers * Traits::cluster * warp_arrivals);
     }
+    if constexpr (Traits::isolates) {
+        for (int stage = 0; stage < Traits::stages; ++stage) {
+            mbarrier::init(shared.query_landed(stage), 1);
+            mbarrier::init(shared.d_out_landed(stage), 1);
+        }
+    }
     mbarrier::fence_init();
 }
 
@@ -129,6 +136,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     parameters.maps,
                     shape,
                     parameters.lse_delta,
+                    parameters.spoiled,
                     {parameters.dq_accum, parameters.arrived, parameters.written, parameters.next_job,
                      parameters.d_query, parameters.dq_accum_slots, parameters.columns},
                     parameters.next_tile,
@@ -150,6 +158,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(call.maps.d_key);
         tma::prefetch_descriptor(call.maps.d_value);
         init_barriers(call.shared);
+    }
+    // Earlier than the loading thread, which has nothing to wait for before its first block.
+    if (!Traits::persistent && !Traits::deterministic && threadIdx.x == 32) {
+        prefetch_spoiled(call, call.work(call.own_tile()));
     }
     sync_ctas();
     if constexpr (!Traits::persistent && Traits::deterministic) take_tile(call);

@@ -81,6 +81,7 @@ struct Call {
     const TensorMaps& maps;
     const Shape shape;
     const float* lse_delta;   // (B, N, query blocks, 2, queries): lse in base 2, and delta; see SharedMemory::lse
+    const int* spoiled;       // (B, N, query blocks): see isolation.cuh; null unless Traits::isolates
     const DqAccum dq_accum;
     int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits for another
     int* dq_semaphore;        // (dq_sums, B, N, query blocks): additions to each so far; null unless deterministic

@@ -4,6 +4,7 @@
 #include "ptx/mbarrier.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/dq_accum.cuh"
+#include "sm90/backward/isolation.cuh"
 #include "sm90/backward/split_products.cuh"
 
 // Loads Q or dO of a block. CTAs that share a tile visit the same blocks: each loads a part of the rows for all of them.
@@ -47,33 +48,43 @@ __device__ __forceinline__ void load_value(const Call& call, const KeyTile& tile
     }
 }
 
-// Loads Q of a block, and lse and the dropout hashes of its queries.
-__device__ __forceinline__ void load_query(const Call& call, const KeyTile& tile, int head, int block,
+// Loads Q of a block, and lse and the dropout hashes of its queries. Says whether the block was to be cleaned, as its dO is.
+__device__ __forceinline__ bool load_query(const Call& call, const KeyTile& tile, int head, int block,
                                            const BlockSlot& slot) {
     const SharedMemory& shared = call.shared;
     const int stage = slot.stage;
+    const bool spoiled = is_spoiled(call, tile, head, block);  // arrives beside the wait
     mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
-    mbarrier::arrive_expect(shared.query_full(stage),
-                            Traits::query_bytes + Traits::per_query_bytes + Traits::dropout_hash_bytes);
-    load_block(shared.query_block(stage), call.maps.query, shared.query_full(stage), Traits::key_panels, head,
-               block * Traits::queries, tile.batch);
+    const uint32_t landed = spoiled ? shared.query_landed(stage) : shared.query_full(stage);
+    mbarrier::arrive_expect(landed, Traits::query_bytes + Traits::per_query_bytes + Traits::dropout_hash_bytes);
+    load_block(shared.query_block(stage), call.maps.query, landed, Traits::key_panels, head, block * Traits::queries,
+               tile.batch);
     bulk::load(shared.base + SharedMemory::lse_offset(stage), call.lse_delta_block(tile, head, block),
-               Traits::per_query_bytes + Traits::dropout_hash_bytes, shared.query_full(stage));
+               Traits::per_query_bytes + Traits::dropout_hash_bytes, landed);
+    if (spoiled) {
+        clean_block(shared, stage, SharedMemory::query + stage * Traits::query_bytes, Traits::key_panels, landed,
+                    shared.query_full(stage));
+    }
+    return spoiled;
 }
 
 // Loads dO of a block, and delta of its queries.
 __device__ __forceinline__ void load_d_out(const Call& call, const KeyTile& tile, int head, int block,
-                                           const BlockSlot& slot) {
+                                           const BlockSlot& slot, bool spoiled) {
     const SharedMemory& shared = call.shared;
     const int stage = slot.stage;
     mbarrier::wait(shared.d_out_empty(stage), slot.parity ^ 1);
-    mbarrier::arrive_expect(shared.d_out_full(stage), Traits::d_out_bytes + Traits::per_query_bytes);
-    load_block(shared.d_out_block(stage), call.maps.d_out, shared.d_out_full(stage), Traits::value_panels, head,
-               block * Traits::queries, tile.batch);
+    const uint32_t landed = spoiled ? shared.d_out_landed(stage) : shared.d_out_full(stage);
+    mbarrier::arrive_expect(landed, Traits::d_out_bytes + Traits::per_query_bytes);
+    load_block(shared.d_out_block(stage), call.maps.d_out, landed, Traits::value_panels, head, block * Traits::queries,
+               tile.batch);
     const float* lse_delta = call.lse_delta_block(tile, head, block);
     bulk::load(shared.base + SharedMemory::delta_offset(stage),
-               lse_delta + (Traits::per_query_values - 1) * Traits::queries, Traits::per_query_bytes,
-               shared.d_out_full(stage));
+               lse_delta + (Traits::per_query_values - 1) * Traits::queries, Traits::per_query_bytes, landed);
+    if (spoiled) {  // lse has come with Q
+        clean_block(shared, stage, SharedMemory::d_out + stage * Traits::d_out_bytes, Traits::value_panels, landed,
+                    shared.d_out_full(stage));
+    }
 }
 
 // Waits until all CTAs that share the tile have read the blocks that this one loaded for them. A CTA may not end before.
@@ -99,6 +110,7 @@ __device__ __forceinline__ void produce(const Call& call) {
         // Read while the tile before is at work.
         const Work work = call.work(min(index, units - 1));
         const KeyTile& tile = work.tile;
+        prefetch_spoiled(call, work);
         Interval full[Traits::consumers];
         if constexpr (Traits::tells_work && Traits::mask_metadata) {
 #pragma unroll
@@ -126,9 +138,9 @@ __device__ __forceinline__ void produce(const Call& call) {
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value(call, tile, key_slot.parity);
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             if (block == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));
-            load_query(call, tile, head, block, slot);
+            const bool spoiled = load_query(call, tile, head, block, slot);
             if (iteration == 0) load_value(call, tile, key_slot.parity);  // after what S needs
-            load_d_out(call, tile, head, block, slot);
+            load_d_out(call, tile, head, block, slot, spoiled);
             slot.advance();
         });
         if constexpr (Traits::cluster > 1) wait_for_readers(shared, slot);

@@ -41,10 +41,12 @@ struct KeyMask {
         of_queries = shape.mask_metadata.query_segments + static_cast<int64_t>(batch) * shape.queries;
     }
 
+    __device__ __forceinline__ bool sees_all_of(int block) const { return block >= full.begin && block < full.end; }
+
     // Zeroes the masked elements of Pᵀ, as `mask` in tile_scheduler.cuh does.
     template <int count>
     __device__ __forceinline__ void mask(float (&probabilities)[count], int block, const Shape& shape) const {
-        if (block >= full.begin && block < full.end) return;
+        if (sees_all_of(block)) return;
         const int first_column = block * Traits::queries + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < count; i += 4) {

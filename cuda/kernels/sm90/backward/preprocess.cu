@@ -1,11 +1,14 @@
 // Before the backward kernel: for each query delta = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
-// the backward kernel loads them, and what it adds to and counts with (DqAccum, KeySums) set to zero.
+// the backward kernel loads them, and what it adds to and counts with (DqAccum, KeySums) set to zero. And where queries
+// may not see all keys, which rows aren't finite (isolation.cuh).
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "sm90/backward/traits.cuh"
 
 constexpr int threads = 256;
+constexpr int resident_ctas = 5;  // of a multiprocessor; for more, registers are so few that some spill
+constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 // Lanes that share a row: each takes 8 elements, 16 bytes.
 constexpr int row_lanes = Traits::value_dim <= 64 ? 8 : Traits::value_dim <= 128 ? 16 : 32;
 constexpr int pass_rows = threads / row_lanes;
@@ -30,7 +33,7 @@ __device__ __forceinline__ float to_base_2(float lse) {
 }
 
 // One CTA a block of queries, head and batch row.
-extern "C" __global__ void __launch_bounds__(threads)
+extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
     backward_preprocess(const __grid_constant__ Parameters parameters) {
     const int queries = parameters.queries, query_heads = parameters.query_heads, columns = parameters.columns;
     const int query_blocks = ceil_div(queries, Traits::queries);
@@ -47,11 +50,10 @@ extern "C" __global__ void __launch_bounds__(threads)
     }
     constexpr int sum_vectors = DqBlock::elements / 4;
     if (head_index < parameters.zeroed_heads) {
-        for (int i = threadIdx.x; i < sum_vectors; i += threads) {
-#pragma unroll
-            for (int sum = 0; sum < Traits::dq_sums; ++sum) {
-                parameters.dq_accum[block_of_sum(sum) * sum_vectors + i] = {0, 0, 0, 0};
-            }
+#pragma unroll 1
+        for (int sum = 0; sum < Traits::dq_sums; ++sum) {
+            float4* sums = parameters.dq_accum + block_of_sum(sum) * sum_vectors;
+            for (int i = threadIdx.x; i < sum_vectors; i += threads) sums[i] = {0, 0, 0, 0};
         }
     }
     if (parameters.arrived != nullptr && threadIdx.x == 0) {
@@ -79,29 +81,79 @@ extern "C" __global__ void __launch_bounds__(threads)
         }
     }
 
+    // Whether a thread's elements of the query aren't all finite.
+    auto is_query_spoiled = [&](int query) {
+        const int columns = parameters.query_columns;
+        const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * columns;
+        bool finite = true;
+#pragma unroll 1
+        for (int column = lane * 8; column < columns; column += row_lanes * 8) {
+            const uint4 x = global::read_only(parameters.query + (element + column) / 8);
+            finite = finite && dot(x, uint4{}) == 0;
+        }
+        return !finite;
+    };
     float* block_lse_delta = parameters.lse_delta + block_index * (Traits::per_query_values * Traits::queries);
-#pragma unroll 4
-    for (int pass = 0; pass < Traits::queries / pass_rows; ++pass) {
-        const int row = pass * pass_rows + pass_row;  // in the block
-        const int query = block * Traits::queries + row;
-        const bool there = query < queries;
-        float sum = 0;
-        if (there && lane * 8 < columns) {
-            const int64_t element = ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * columns;
-            sum = dot(global::read_only(parameters.out + element / 8 + lane),
-                      global::read_only(parameters.d_out + element / 8 + lane));
+    bool spoiled = false;
+    constexpr int all_passes = Traits::queries / pass_rows;
+    constexpr int passes = all_passes < 4 ? all_passes : 4;  // whose loads are under way at once
+#pragma unroll 1
+    for (int first_row = pass_row; first_row < Traits::queries; first_row += passes * pass_rows) {
+        const int first_query = block * Traits::queries + first_row;
+        float sums[passes];
+        uint32_t attending = 0;  // passes in which the thread's part of O isn't zero
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+            const int query = first_query + pass * pass_rows;
+            sums[pass] = 0;
+            if (query < queries && lane * 8 < columns) {
+                const int64_t element =
+                    ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * columns;
+                const uint4 out = global::read_only(parameters.out + element / 8 + lane);
+                sums[pass] = dot(out, global::read_only(parameters.d_out + element / 8 + lane));
+                if (((out.x | out.y | out.z | out.w) & 0x7fff7fff) != 0) attending |= 1u << pass;
+            }
+        }
+        // A query that sees keys has a lse that tells whether it is finite. One that sees none, or that is infinite and
+        // has no score above -inf, has a lse of -inf or that of a sink, and O = 0.
+        uint32_t spoiled_passes = 0;
+        if (parameters.spoiled != nullptr) {
+            // Of the row: bits of its lanes, which are neighbours.
+#pragma unroll
+            for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
+                attending |= __shfl_xor_sync(0xffffffff, attending, distance);
+            }
+#pragma unroll 1
+            for (int pass = 0; pass < passes; ++pass) {
+                const int query = first_query + pass * pass_rows;
+                const bool is_alone = query < queries && (attending >> pass & 1) == 0;
+                if (is_alone && is_query_spoiled(query)) spoiled_passes |= 1u << pass;
+            }
         }
 #pragma unroll
-        for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(0xffffffff, sum, distance);
-        }
-        if (lane == 0) {
+        for (int pass = 0; pass < passes; ++pass) {
+            const int row = first_row + pass * pass_rows;  // in the block
+            const int query = first_query + pass * pass_rows;
+            const bool there = query < queries;
+            float sum = spoiled_passes >> pass & 1 ? not_a_number : sums[pass];
+#pragma unroll
+            for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
+                sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            }
+            if (lane != 0) continue;
             const int64_t index = static_cast<int64_t>(head_index) * queries + query;
             const float row_lse = there ? global::read_only(parameters.lse + index) : -infinity;
             // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
             const bool attends = row_lse != -infinity;
             if (attends && parameters.d_lse != nullptr) sum -= global::read_only(parameters.d_lse + index);
-            block_lse_delta[lse_delta_slot(row)] = attends ? to_base_2(row_lse) : infinity;
+            float lse_2 = attends ? to_base_2(row_lse) : infinity;
+            // A row that isn't finite is kept apart: P is NaN in all pairs that it sees, see isolation.cuh.
+            if (parameters.spoiled != nullptr) {
+                const bool is_row_spoiled = !(fabsf(sum) < infinity) || (attends && !(fabsf(row_lse) < infinity));
+                if (is_row_spoiled) lse_2 = not_a_number, sum = 0;
+                spoiled |= is_row_spoiled;
+            }
+            block_lse_delta[lse_delta_slot(row)] = lse_2;
             if constexpr (Traits::dropout) {
                 sum *= parameters.kept;
                 const uint32_t hash = there ? global::read_only(parameters.dropout_rows + index) : 0;
@@ -109,5 +161,9 @@ extern "C" __global__ void __launch_bounds__(threads)
             }
             block_lse_delta[(Traits::per_query_values - 1) * Traits::queries + lse_delta_slot(row)] = attends ? sum : 0;
         }
+    }
+    if (parameters.spoiled != nullptr) {
+        spoiled = __syncthreads_or(spoiled);
+        if (threadIdx.x == 0) parameters.spoiled[block_index] = spoiled;
     }
 }

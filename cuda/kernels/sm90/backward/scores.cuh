@@ -10,6 +10,15 @@
 __device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2; }
 __device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
 
+// The derivative of the soft cap. Zero for NaN, as masked pairs may have: P is NaN itself where that is to be seen.
+__device__ __forceinline__ float softcap_grad_of(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
+
+// Whether the call's boolean mask lets the row's query see a key.
+__device__ __forceinline__ bool lets_see(const ScoreRow& row, int key) {
+    const int own_key = min(key, row.last_key);
+    return global::read_only(row.operands.mask + row.mask + own_key * row.operands.mask_strides.key) != 0;
+}
+
 // Sᵀ becomes Pᵀ. With a soft cap `softcap_grad` becomes its derivative, converted as P will be. `key` is the thread's first.
 __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&softcap_grad)[query_steps][4],
                                                     const Call& call, int batch, int head, int block, int key,
@@ -25,12 +34,16 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
             const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
             const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), tanh[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
+            // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
+            if constexpr (ScoreTraits::mask) {
+                if (!lets_see(row, key + 8 * key_row_of(j))) scores[i + j] = 0;
+            }
         }
         if constexpr (ScoreTraits::soft_cap) {
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
                 softcap_grad[i / 8][j / 2] =
-                    convert<Traits::Element>(1 - tanh[j] * tanh[j], 1 - tanh[j + 1] * tanh[j + 1]);
+                    convert<Traits::Element>(softcap_grad_of(tanh[j]), softcap_grad_of(tanh[j + 1]));
             }
         }
     }

@@ -10,6 +10,7 @@
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "sm90/backward/call.cuh"
+#include "sm90/backward/isolation.cuh"
 #include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/products.cuh"
 
@@ -52,6 +53,11 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         auto issue_block_scores = [&]() __attribute__((always_inline)) {
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
             issue_scores<0, key_steps>(scores, key_rows, shared.query_block(slot.stage));
+        };
+        // Whether queries of block `now` may not see all of the warpgroup's keys.
+        auto is_block_partial = [&]() __attribute__((always_inline)) {
+            if constexpr (Traits::mask_metadata) return !key_mask.sees_all_of(now.block);
+            return is_partial(first_key, now.block, call.shape);
         };
         auto compute_probabilities = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
@@ -105,6 +111,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::pin(d_value);
             if (last && !in_value_place && arrives(lane)) mbarrier::arrive(shared.value_empty());
             differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
+            if (Traits::isolates && is_block_partial()) zero_where_hidden(scores, probabilities);
             convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
             if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
@@ -131,6 +138,13 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
                 load_value();
             } else {
                 mbarrier::wait(shared.value_full(), key_slot.parity);
+            }
+            if constexpr (Traits::isolates) {  // before the next product with K the consumers wait for each other
+                wgmma::wait<0>();
+                wgmma::pin(scores);
+                const int first_row = 64 * consumer + threadIdx.x / 32 % 4 * 16;
+                isolate_keys(scores, shared.data + SharedMemory::key + key_slot.stage * Traits::key_bytes +
+                                         first_row * descriptor::row_bytes);
             }
             compute_probabilities();
             if constexpr (in_value_place) {

@@ -15,12 +15,13 @@
 //   SPAN            blocks of queries that key tiles count together
 //   MASK_METADATA   1: which queries see keys is known only at run time, see mask_metadata.cuh
 //   SEGMENTS        1: so it is, and queries see only keys of their own segment
+//   ISOLATES        1: queries may not see all keys, so that NaN is kept apart, see isolation.cuh
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
 //   KEY_SUMS        1: several units of work share a key tile, and add to float32 sums of dK and dV (key_sums.cuh)
 //   DQ_SUMS         float32 sums of a block's dQ, a power of two; more than one only where they have a fixed order
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
-// Only the main kernel has MASK_METADATA, SEGMENTS and those of scores.cuh set; all have that of dropout.cuh.
+// Only the main kernel has MASK_METADATA, SEGMENTS, ISOLATES and those of scores.cuh set; all have that of dropout.cuh.
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
@@ -45,6 +46,7 @@ struct Traits {
     static constexpr bool key_sums = KEY_SUMS;
     static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
+    static constexpr bool isolates = ISOLATES;
     using BiasSum = BIAS_SUM;
     static constexpr bool dropout = has_dropout;
 
@@ -178,7 +180,7 @@ struct SharedMemory {
     static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 3;
     static constexpr int barrier_count = d_scores_barriers + 2 * Traits::d_scores_buffers + 4 * Traits::stages +
                                          2 * Traits::dq_stages + Traits::writers * Traits::writer_stages +
-                                         3 * Traits::semaphore_stages;
+                                         3 * Traits::semaphore_stages + 2 * Traits::stages * Traits::isolates;
     static constexpr int work = barriers + 8 * barrier_count;
     static constexpr int full = work + Traits::key_stages * Traits::work_bytes;
     static constexpr int bytes = full + Traits::key_stages * Traits::full_blocks_bytes;
@@ -256,6 +258,11 @@ struct SharedMemory {
     }
     __device__ uint32_t dq_added(int stage) const { return semaphore_acquired(Traits::semaphore_stages + stage); }
     __device__ uint32_t semaphore_released(int stage) const { return semaphore_acquired(2 * Traits::semaphore_stages + stage); }
+    // Q or dO of a block that is cleaned before its barrier is completed (isolation.cuh).
+    __device__ uint32_t query_landed(int stage) const {
+        return semaphore_acquired(3 * Traits::semaphore_stages + stage);
+    }
+    __device__ uint32_t d_out_landed(int stage) const { return query_landed(Traits::stages + stage); }
     __device__ uint32_t writer_full(int warp, int stage) const {
         return dq_full(2 * Traits::dq_stages) + 8 * (warp * Traits::writer_stages + stage);
     }

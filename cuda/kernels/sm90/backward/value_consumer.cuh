@@ -1,5 +1,6 @@
 // Consumer 0 of split products (split_products.cuh): Sᵀ, P and dV of the CTA's keys, and its columns of dQ.
 #pragma once
+#include "sm90/backward/isolation.cuh"
 #include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/scores.cuh"
 #include "sm90/backward/split_products.cuh"
@@ -175,6 +176,11 @@ struct ValueConsumer {
         if (iterations > 0) {
             issue_block_scores(call);
             wgmma::wait<0>();
+            if constexpr (Traits::isolates) {
+                wgmma::pin(scores);
+                isolate_keys(scores, shared.data + SharedMemory::key + warp * 16 * descriptor::row_bytes);
+                named_barrier_sync(own + consumer, 128);
+            }
             compute_probabilities(call);
             hand_over_probabilities(call);
 #pragma unroll 1

@@ -8,6 +8,7 @@ template <class T>
 T read_only(const T* address) {
     return *address;
 }
+inline void prefetch(const void*) {}
 inline void count(int* address) {
     ++*address;
     emulator::progressed();

@@ -60,7 +60,11 @@ inline uint32_t halves_below(uint32_t x, uint32_t limit) {
 
 template <class Element>
 uint32_t without_negatives(uint32_t packed) {
-    return packed & ((packed & 0x8000 ? 0 : 0xffffu) | (packed >> 31 ? 0 : 0xffff0000u));
+    auto one = [](uint16_t bits) -> uint32_t {
+        if (std::isnan(widen<Element>(bits))) return 0x7fff;
+        return bits & 0x8000 ? 0 : bits;
+    };
+    return one(packed) | one(packed >> 16) << 16;
 }
 
 inline float quad_max(float x) {

@@ -1,0 +1,137 @@
+// What keeps NaN and infinities from the gradients of queries and keys that don't see them.
+//
+// A pair that is masked has P = dS = 0, but 0 times NaN or infinity is NaN. So where pairs may be masked
+// (Traits::isolates), no such operand is left when a product contracts over its row:
+//
+//   Q, dO   backward_preprocess finds rows that aren't finite. Their lse is NaN, so P is NaN in all pairs that they see;
+//           their Q and dO are set to zero by the thread that loads the block, in shared memory, before others see it.
+//   K       of a key that isn't finite no score is finite. The consumer of the first block's scores looks at one of each
+//           key, and then at K itself, and makes it finite. Queries that see NaN there have a lse of NaN.
+//   V       no product contracts over its rows.
+//   dS      is set to zero where P is, in blocks in which pairs may be masked: dP or delta may be NaN.
+#pragma once
+#include "ptx/descriptor.cuh"
+#include "ptx/global.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/backward/call.cuh"
+#include "sm90/backward/products.cuh"
+
+// Whether preprocess found rows of the block that aren't finite.
+__device__ __forceinline__ bool is_spoiled(const Call& call, const KeyTile& tile, int query_head, int block) {
+    if constexpr (!Traits::isolates) return false;
+    return global::read_only(call.spoiled + call.block_index(call.head_index(tile, query_head), block)) != 0;
+}
+
+// Brings what `is_spoiled` reads of the tile's first block, and of those after it, to L1.
+__device__ __forceinline__ void prefetch_spoiled(const Call& call, const Work& work) {
+    if constexpr (!Traits::isolates) return;
+    const BlockVisit first = work.first_visit();
+    const int head_index = call.head_index(work.tile, first.head(work.tile, call.shape));
+    global::prefetch(call.spoiled + call.block_index(head_index, first.block));
+}
+
+// Sets rows of Q or dO to zero whose lse is NaN, once TMA has brought them, and the lse, and completed `landed`. Then
+// completes `full`, for which the consumers wait. One thread.
+__device__ __forceinline__ void clean_block(const SharedMemory& shared, int stage, int offset, int panels,
+                                            uint32_t landed, uint32_t full) {
+    mbarrier::wait(landed, 0);
+    mbarrier::arrive(landed);  // its next round has the same parity
+    const float* lse = reinterpret_cast<const float*>(shared.lse(stage));
+#pragma unroll 1
+    for (int row = 0; row < Traits::queries; ++row) {
+        const float row_lse = lse[lse_delta_slot(row)];
+        if (row_lse == row_lse) continue;
+#pragma unroll 1
+        for (int i = 0; i < panels * (descriptor::row_bytes / 16); ++i) {
+            const int panel = i / (descriptor::row_bytes / 16), chunk = i % (descriptor::row_bytes / 16);
+            const int at = panel * descriptor::panel_bytes(Traits::queries) + row * descriptor::row_bytes + chunk * 16;
+            *reinterpret_cast<uint4*>(shared.data + offset + at) = {0, 0, 0, 0};
+        }
+    }
+    fence_proxy_async();
+    mbarrier::arrive(full);
+}
+
+// Bit patterns of infinity, and of what becomes of it: a number so large that a score which was -inf still has no
+// probability, but, where the element type has room for that, so small that sums of its products don't overflow.
+template <class Element>
+constexpr uint32_t infinity_bits = is_same<Element, bfloat16> ? 0x7f80 : 0x7c00;
+template <class Element>
+constexpr uint32_t large_bits = is_same<Element, bfloat16> ? 0x7180 /* 2^100 */ : 0x7bff /* 65504 */;
+
+// Replaces NaN by 0 and infinities by large numbers, in a pair of elements.
+template <class Element>
+__device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
+#pragma unroll
+    for (int shift = 0; shift < 32; shift += 16) {
+        const uint32_t magnitude = pair >> shift & 0x7fff;
+        if (magnitude == infinity_bits<Element>) pair ^= (infinity_bits<Element> ^ large_bits<Element>) << shift;
+        if (magnitude > infinity_bits<Element>) pair &= 0xffff0000u >> shift;
+    }
+    return pair;
+}
+
+// Has a sign bit set if the half's exponent is the largest, as that of NaN and infinities is.
+template <class Element>
+__device__ __forceinline__ uint32_t marks_of_not_finite(uint32_t pair) {
+    constexpr uint32_t exponent = infinity_bits<Element> | infinity_bits<Element> << 16;
+    constexpr uint32_t lowest = is_same<Element, bfloat16> ? 0x00800080 : 0x04000400;
+    return (pair & exponent) + lowest;
+}
+
+// Makes 16 bytes of K finite. Says whether they were not.
+__device__ __forceinline__ bool make_finite(uint4& chunk) {
+    using Element = Traits::Element;
+    const uint32_t marks = marks_of_not_finite<Element>(chunk.x) | marks_of_not_finite<Element>(chunk.y) |
+                           marks_of_not_finite<Element>(chunk.z) | marks_of_not_finite<Element>(chunk.w);
+    if ((marks & 0x80008000u) == 0) return false;
+    chunk = {finite_pair<Element>(chunk.x), finite_pair<Element>(chunk.y), finite_pair<Element>(chunk.z),
+             finite_pair<Element>(chunk.w)};
+    return true;
+}
+
+// Makes K of a warp's 16 keys finite if one of their scores is not: Sᵀ of the tile's first block, which is there. One
+// score of each key tells, as all queries are finite. Those scores that are NaN become 0, so that rows of the block that
+// are not there have P = 0 as ever. Before the next product that reads K, the warpgroup has to meet.
+__device__ __forceinline__ void isolate_keys(float (&scores)[score_count], unsigned char* key_rows) {
+    auto is_finite = [](float x) { return fabsf(x) < infinity; };
+    if (!__any_sync(0xffffffff, !is_finite(scores[0]) || !is_finite(scores[2]))) return;
+    constexpr int chunks = 16 * descriptor::row_bytes / 16;  // of a panel
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < Traits::key_panels * chunks; i += 32) {
+        uint4* chunk = reinterpret_cast<uint4*>(key_rows + i / chunks * descriptor::panel_bytes(Traits::cta_keys)) +
+                       i % chunks;
+        uint4 values = *chunk;
+        if (make_finite(values)) *chunk = values;
+    }
+    fence_proxy_async();
+#pragma unroll
+    for (int i = 0; i < score_count; ++i) scores[i] = scores[i] == scores[i] ? scores[i] : 0;
+}
+
+// Makes what is here of the other CTA's K finite, of which no scores are computed here. A warpgroup.
+__device__ __forceinline__ void isolate_peer_keys(const SharedMemory& shared) {
+    uint4* chunks = reinterpret_cast<uint4*>(shared.data + SharedMemory::peer_key) + threadIdx.x % 128;
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < Traits::peer_key_bytes / 16; i += 128) {
+        uint4 values = chunks[i];
+        if (!make_finite(values)) continue;
+        chunks[i] = values;
+        found = true;
+    }
+    if (found) fence_proxy_async();
+}
+
+// Sets dSᵀ to zero where Pᵀ is. `probabilities` are operands, negative or −0 where dropout drops them.
+__device__ __forceinline__ void zero_where_hidden(float (&d_scores)[score_count],
+                                                  const uint32_t (&probabilities)[query_steps][4]) {
+#pragma unroll
+    for (int i = 0; i < score_count; i += 2) {
+        // Bits, not floats, which would be kept in registers from where dS was computed.
+        const uint32_t pair = probabilities[i / 8][i / 2 % 4];
+        if ((pair & 0x7fff) == 0) d_scores[i] = 0;
+        if ((pair & 0x7fff0000) == 0) d_scores[i + 1] = 0;
+    }
+}
