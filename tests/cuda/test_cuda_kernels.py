@@ -4,9 +4,11 @@ A kernel that spills, or whose wgmma the compiler serialised, is right and slow:
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,10 @@ from jax_flash.cuda.launch_plan import (
     LaunchPlan,
 )
 from jax_flash.cuda.parameters import HEADER_NAME, header
-from jax_flash.cuda.sm90 import backward_tiles, forward_plan
+from jax_flash.cuda.sm90 import backward_plan, backward_tiles, forward_plan
+from jax_flash.cuda.sm90.backward_call import BackwardCall, Schedule
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
+from jax_flash.cuda.sm90.backward_units import Units
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
@@ -116,8 +120,14 @@ def all_plans(**call) -> list[LaunchPlan]:
     return [*plans(**call), *(plan for plan in metadata if plan is not None)]
 
 
-def launches(**call) -> list[Launch]:
-    return [launch for plan in all_plans(**call) for launch in plan.launches]
+def launches(schedule: Schedule | None = None, **call) -> list[Launch]:
+    """Of all plans. The backward pass's follow a schedule, where one is given."""
+    with mock.patch.object(backward_plan, "BackwardCall", functools.partial(BackwardCall, chosen=schedule)):
+        return [launch for plan in all_plans(**call) for launch in plan.launches]
+
+
+# Undivided tiles, and shared ones beside which another kernel writes dQ.
+UNDIVIDED, SHARED = Schedule(Units(), True), Schedule(Units(parts=2), False)
 
 
 def variants() -> dict[Kernel, Launch]:
@@ -171,7 +181,8 @@ def variants() -> dict[Kernel, Launch]:
         calls.append(data | {"features": ("packed", "alibi_slopes", "soft_cap"), "window": (None, 0)})
     calls += [{"head_dim": 192, "value_dim": 128, "features": (x,)} for x in ("packed", "segments")]
     calls += [{"head_dim": 128, "T": 16, "N": 16, "features": (x,)} for x in ("lengths", "segments")]
-    found = {launch.kernel: launch for call in calls for launch in launches(**call)}
+    found = {launch.kernel: launch for call in calls for launch in launches(UNDIVIDED, **call)}
+    found |= {launch.kernel: launch for call in calls[::3] for launch in launches(SHARED, **call)}
     # Kernels of the forward pass at other lengths, and with PackGQA; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
     calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]
@@ -281,7 +292,7 @@ SPECIALISED = [
     for kernel in dict.fromkeys(
         launch.kernel
         for head_dim, window, deterministic in itertools.product(HEAD_DIMS, WINDOWS[::3], (False, True))
-        for launch in launches(head_dim=head_dim, window=window, deterministic=deterministic)
+        for launch in launches(UNDIVIDED, head_dim=head_dim, window=window, deterministic=deterministic)
     )
     if kernel.entry in ("forward", "backward")
 ]
@@ -398,8 +409,7 @@ def test_scratch_memory_is_linear_in_the_sequence(head_dim):
 def test_kernels_are_shared_between_calls():
     """Sizes, scale and residual don't compile anything beyond what was found for calls of a kind."""
     kind = spec_and_operands(N=8, K=1)
-    backward = {launch.kernel for launch in plan_backward(*kind, H100).launches}
-    kernels = {*forward_plan.kernels(*kind, H100), *backward}
+    kernels = {*forward_plan.kernels(*kind, H100), *backward_plan.kernels(*kind, H100)}
     for call in (
         {"B": 7, "T": 3, "S": 9000},
         {"T": 8192, "S": 8192},

@@ -23,7 +23,7 @@ class Schedule:
 
     units: Units
     main_writes_dq: bool  # in calls whose main kernel can
-    dq_sums: int = 1  # in deterministic calls
+    dq_sums: int | None = None  # in deterministic calls; None for as many as they need
 
 
 def tile_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> BackwardTile:
@@ -208,7 +208,7 @@ class BackwardCall:
         """Sums of each block of dQ (`backward_scheduler.dq_sums`)."""
         if not self.spec.deterministic:
             return 1
-        if self.chosen is not None:
+        if self.chosen is not None and self.chosen.dq_sums is not None:
             return self.chosen.dq_sums
         n, high = self.n, self.mask.high
         # Without a bound on their right, queries of the first block see all tiles.
