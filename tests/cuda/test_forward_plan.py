@@ -198,8 +198,8 @@ def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
         return [b.name for b in plan.results], [type(step) for step in plan.steps]
 
     causal, full = AttentionSpec(0.1, None, 0), AttentionSpec(0.1)
-    assert results(causal, B=8) == (["out", "lse", "next_tile"], [Zero, Launch])
-    assert results(causal, B=1, T=128) == (["out", "lse"], [Launch])
+    assert results(causal, B=8) == (["out", "lse", "next_tile", "next_repeat"], [Zero, Launch])
+    assert results(causal, B=1, T=128) == (["out", "lse", "next_repeat"], [Launch])
     assert results(full, B=8) == (["out", "lse"], [Launch])
 
 
@@ -270,6 +270,25 @@ def test_cut_tiles_have_places_for_all_pieces():
     for spec, H in ((AttentionSpec(0.1, None, 0), 128), (AttentionSpec(0.1), 256)):
         plan = plan_forward(spec, shapes(B=1, T=16384, S=16384, N=16, K=16, H=H), H100)
         assert defines(plan)["SPLIT_KV"] == 0
+
+
+def test_tiles_that_may_be_repeated_have_an_element_each():
+    """Where a row may see some keys of a block and not others: a window, mask metadata, a mask."""
+    lengths = dict(key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32))
+    mask = dict(mask=jax.ShapeDtypeStruct((2, 1, 1000, 777), jnp.bool_))
+    bias = dict(bias=jax.ShapeDtypeStruct((2, 1, 1000, 777), jnp.float32))
+    for window, others, isolates in (
+        ((None, None), {}, False),
+        ((None, None), bias, False),
+        ((None, 0), {}, True),
+        ((None, None), lengths, True),
+        ((None, None), mask, True),
+        ((None, None), mask | bias, True),
+    ):
+        plan = plan_forward(AttentionSpec(0.1, *window), shapes().replace(**others), H100)
+        found = [b.shape for b in plan.results if b.name == "next_repeat"]
+        assert found == ([(2 * 8 * 8,)] if isolates else [])  # tiles of 128 of the 1000 rows
+        assert (plan.launches[0].by_path["next_repeat"] is not None) == isolates
 
 
 def test_fewer_heads_are_interleaved_in_a_smaller_l2():

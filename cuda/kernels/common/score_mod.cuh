@@ -54,7 +54,11 @@ struct ScoreRow {
     __device__ __forceinline__ float logit(float score, int key, float& tanh) const {
         const int own_key = min(key, last_key);
         float x = score * operands.scale;
-        if constexpr (ScoreTraits::soft_cap) x = operands.soft_cap * (tanh = tanh_of(x));
+        if constexpr (ScoreTraits::soft_cap) {
+            // Of an infinite score the tangent is finite. Its logit is NaN, so that the log-sum-exp tells which queries
+            // see what isn't finite.
+            x = operands.soft_cap * (tanh = tanh_of(x)) + 0.0f * score;
+        }
         if constexpr (ScoreTraits::bias) {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);
         }

@@ -68,6 +68,18 @@ __device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
     return below;
 }
 
+// Adds pairs of 16-bit elements.
+template <class Element>
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+    uint32_t sums;
+    if constexpr (is_same<Element, bfloat16>) {
+        asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sums) : "r"(a), "r"(b));
+    } else {
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sums) : "r"(a), "r"(b));
+    }
+    return sums;
+}
+
 // Sets those of two 16-bit elements to 0 whose sign is set. NaN stays NaN.
 template <class Element>
 __device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {

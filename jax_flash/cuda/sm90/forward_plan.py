@@ -61,6 +61,7 @@ _PARAMETERS = struct(
     sinks="const float*",  # (B | 1, N)
     sinks_stride="int64_t",  # from batch row to batch row
     mask_metadata=mask_metadata.FORWARD_PARAMETERS,
+    next_repeat="int*",  # see cuda/kernels/sm90/forward/repeat.cuh
     dropout=dropout.PARAMETERS,
 )
 
@@ -85,6 +86,7 @@ def requirements_of(spec: AttentionSpec, shapes: Shapes) -> TileRequirements:
         loaded_operand=score_mod.loaded_operand(shapes),
         mask_metadata=mask_metadata.is_needed(shapes),
         segments=mask_metadata.has_segments(shapes),
+        mask=shapes.mask is not None,
         dropout=spec.dropout_rate > 0,
         element_bytes=ELEMENT_BYTES[shapes.query.dtype.name],
     )
@@ -221,11 +223,14 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
     partials = Buffer("partials", (schedule.split_ctas + schedule.split_tiles, warps, partial), "float32")
     arrived = Buffer("arrived", (schedule.split_tiles, warps), "int32")
     next_tile = Buffer("next_tile", (1,), "int32")
+    next_repeat = Buffer("next_repeat", (schedule.tiles,), "int32")
     scratch, zeroed = (), ()
     if schedule.counted:
         scratch, zeroed = (next_tile,), (Zero("next_tile"),)
     elif schedule.split_tiles:
         scratch, zeroed = (partials, arrived), (Zero("arrived"),)
+    if requirements.isolates:
+        scratch = (*scratch, next_repeat)
     main = launch(
         kernel=_kernel(spec, shapes, device.arch, chosen, schedule.split_tiles > 0),
         grid=(schedule.ctas(device), 1, 1),
@@ -266,6 +271,7 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
         "score": score_mod.arguments(spec, shapes),
         "sinks": score_mod.pointer("sinks", shapes.sinks),
         "sinks_stride": score_mod.batch_stride(shapes.sinks),
+        "next_repeat": Pointer("next_repeat") if requirements_of(spec, shapes).isolates else None,
         "dropout": dropout.arguments(spec),
     }
 

@@ -22,6 +22,7 @@ class TileRequirements:
     loaded_operand: str | None = None  # the array among them that a score is looked up in, see score_mod.py
     mask_metadata: bool = False  # which keys rows see is known only at run time
     segments: bool = False  # and depends on segments
+    mask: bool = False  # a boolean mask is one of the score modifications
     dropout: bool = False
     element_bytes: int = 2  # of query, key, value and out
 
@@ -29,6 +30,11 @@ class TileRequirements:
     def tiles_alike(self) -> bool:
         """Whether all tiles take equally long."""
         return self.window.unbounded and not self.mask_metadata
+
+    @property
+    def isolates(self) -> bool:
+        """Whether a tile may see some keys of a block and not others: `Traits::isolates` of the kernel."""
+        return not self.window.unbounded or self.mask_metadata or self.mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +71,8 @@ class ForwardTile:
         barriers = _BARRIER_BYTES * (2 * self.query_stages + 4 * self.stages)
         of_query_stages = self.query_stages * (row_mask + full_blocks + _TILE_BYTES)
         least_score = 8
-        return query + key + value + staging + hashes + of_query_stages + barriers + least_score
+        repeats = (2 * _BARRIER_BYTES + _REPEATS_BYTES + _RINGS_BYTES) * needs.isolates
+        return query + key + value + staging + hashes + of_query_stages + barriers + least_score + repeats
 
     def fitted(self, requirements: TileRequirements) -> "ForwardTile":
         """This tile if shared memory has room for it; else with one stage for Q, then with fewer keys."""
@@ -79,6 +86,8 @@ class ForwardTile:
 
 _INT_BYTES, _INTERVAL_BYTES, _TILE_BYTES, _BARRIER_BYTES = 4, 8, 24, 8
 """Sizes of the kernel's `int`, `Interval`, `Tile` and mbarriers."""
+_REPEATS_BYTES, _RINGS_BYTES = 16, 32
+"""Sizes of the kernel's `Repeats` and `Rings`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,10 +134,12 @@ template <class T>
 T __shfl_sync(uint32_t, T value, int source) {
     struct Exchange {
         T given, taken;
-    } mine{value, 0};
-    emulator::together(emulator::warp, &mine, [source](void** of_each) {
+        int source;
+    } mine{value, 0, source};
+    emulator::together(emulator::warp, &mine, [](void** of_each) {
         for (int lane = 0; lane < 32; ++lane) {
-            static_cast<Exchange*>(of_each[lane])->taken = static_cast<Exchange*>(of_each[source])->given;
+            Exchange* const taker = static_cast<Exchange*>(of_each[lane]);
+            taker->taken = static_cast<Exchange*>(of_each[taker->source])->given;
         }
     });
     return mine.taken;

@@ -15,6 +15,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 #include "common/warp_arrival.cuh"
+#include "sm90/forward/repeat.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/split_kv.cuh"
 #include "sm90/forward/store.cuh"
@@ -98,6 +99,7 @@ struct ConsumerCall {
     const SharedMemory& shared;
     const Results results;
     const Partials partials;
+    int* const next_repeat;  // of each tile: the next of its list (repeat.cuh)
     const Shape& shape;
     const SplitKV& split_kv;
     const ScoreOperands& score_operands;
@@ -106,11 +108,8 @@ struct ConsumerCall {
     const float scale_log2;  // factor of scores in the exponent of 2; 1 where they are logits
 };
 
-// What a consumer warpgroup keeps from tile to tile: where it is in the rings of shared-memory stages.
-struct ConsumerRings {
-    PipelineState<Traits::stages> key, value;
-    PipelineState<Traits::query_stages> query;
-    PipelineState<Traits::hash_stages> hash;
+// What a consumer warpgroup keeps from tile to tile.
+struct ConsumerRings : Rings {
     const uint32_t first_key, first_value;  // lower words of the descriptors of stage 0
 };
 
@@ -270,12 +269,24 @@ struct TileConsumer {
 
 // ---------------------------------------------------------------------------------------- the role
 
+// Where there are no more tiles: whether the role ends here. Otherwise tiles come again, to be repeated.
+__device__ __forceinline__ bool ends(const ConsumerCall& call, ConsumerRings& rings, int lane) {
+    const SharedMemory& shared = call.shared;
+    if (!Traits::isolates || is_repeat(shared)) return true;
+    TileConsumer::release_query(call, rings, lane);
+    if (threadIdx.x == 128) shared.rings_of_repeats() = rings;
+    __syncwarp();
+    if (arrives(lane)) mbarrier::arrive(shared.all_computed());
+    mbarrier::wait(shared.all_computed(), 0);
+    return !__any_sync(0xffffffff, shared.repeats().any());
+}
+
 __device__ __forceinline__ void consume(const ConsumerCall& call) {
     const SharedMemory& shared = call.shared;
     const int warp = warp_index() - 4, warpgroup = warp / 4;
     const int lane = threadIdx.x % 32;
     // Descriptors are in uniform registers from here on. Else ptxas computes them again in each block.
-    ConsumerRings rings{{}, {}, {}, {}, reload_uniform(descriptor::k_major_low(shared.key_block(0))),
+    ConsumerRings rings{{}, reload_uniform(descriptor::k_major_low(shared.key_block(0))),
                         reload_uniform(descriptor::mn_major_low(shared.value_block(0), Traits::keys))};
     // The last warpgroup signals warpgroup 0, which goes first.
     if (Traits::pingpong && warpgroup == Traits::consumers - 1) pingpong_signal(warpgroup);
@@ -283,14 +294,18 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     while (true) {
         mbarrier::wait(shared.query_full(rings.query.stage), rings.query.parity);
         const Tile tile = shared.tile(rings.query.stage);
-        if (!tile.exists()) break;
+        if (!tile.exists()) {
+            if (ends(call, rings, lane)) break;
+            continue;
+        }
         const int row = tile.first_row + 16 * warp + lane / 4;
         float out[out_count] = {};
         float normalise[2], row_lse[2];
         OnlineSoftmax softmax;
         auto finalize = [&]() __attribute__((always_inline)) {
             softmax.finalize(normalise, row_lse, [&](int r) { return call.sinks.of_row(tile, row + 8 * r); });
-            write_lse(row_lse, call.results, call.shape, tile, row);
+            // The first time is right for all rows: scores of hidden keys are -inf, whatever they were.
+            if (!is_repeat(shared)) write_lse(row_lse, call.results, call.shape, tile, row);
             for (float& factor : normalise) factor = with_dropout(factor, call.dropout.factor);
         };
 
@@ -299,7 +314,10 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             consumer.attend();
             if constexpr (Traits::split_kv) {
                 consumer.wait_pv();
-                if (tile.is_split() && !combine_partials(out, softmax, call.partials, call.split_kv, tile)) continue;
+                if (tile.is_split() && !combine_partials(out, softmax, call.partials, call.split_kv, tile,
+                                                         is_repeat(shared))) {
+                    continue;
+                }
                 finalize();
             } else {
                 finalize();  // beside the last PV
@@ -309,7 +327,9 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             TileConsumer::release_query(call, rings, lane);
             finalize();
         }
-        write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape, tile,
-                  tile.first_row + 16 * warp);
+        const bool repeats = is_repeat(shared);
+        const bool finds = write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape,
+                                     tile, tile.first_row + 16 * warp, repeats);
+        if (finds && !repeats) note_repeat(shared, call.next_repeat, call.partials, call.shape, tile, warp);
     }
 }

@@ -3,12 +3,14 @@
 // A persistent CTA computes one tile of queries after another. Its warpgroups have two roles:
 //
 //   producer   load.cuh      one thread of warpgroup 0 takes tiles from the scheduler and loads Q once a tile, and K and
-//                            V block by block, through rings of shared-memory stages
+//                            V block by block, through rings of shared-memory stages. Another warp of warpgroup 0 loads
+//                            tiles again whose values aren't finite (repeat.cuh)
 //   consumers  consumer.cuh  each of the other warpgroups computes 64 rows of the tile: S = QK^T, online softmax,
 //                            O += PV with P straight from registers
 #include "parameters.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/load.cuh"
+#include "sm90/forward/load_repeat.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     forward(const __grid_constant__ Parameters parameters) {
@@ -37,6 +39,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
             mbarrier::init(shared.key_empty(stage), 4 * Traits::consumers * warp_arrivals);
             mbarrier::init(shared.value_empty(stage), 4 * Traits::consumers * warp_arrivals);
         }
+        if constexpr (Traits::isolates) {
+            mbarrier::init(shared.all_computed(), 4 * Traits::consumers * warp_arrivals);
+            mbarrier::init(shared.block_landed(), 2);  // K and V
+            shared.repeats() = {Repeats::none, 0, 0, 0};
+        }
         mbarrier::fence_init();
         shared.least_score() = -infinity;
     }
@@ -45,9 +52,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
 
     if (warp_index() < 4) {
         if constexpr (Traits::consumers > 1) release_registers<Traits::producer_registers>();
-        if (warp_index() == 0 && elect_one()) {
-            produce(parameters.maps, shared, shape, split_kv, parameters.l2_head_group, parameters.next_tile,
-                    dropout);
+        const LoadCall call{parameters.maps, shared, shape, split_kv, parameters.l2_head_group, dropout};
+        const int warp = warp_index();
+        if (warp == 0) {  // the thread that loads is alone here, which ptxas needs to know for uniform registers
+            if (elect_one()) produce(call, parameters.next_tile);
+        } else if (Traits::isolates && warp == 1) {
+            repeat_tiles(call, parameters.next_repeat, parameters.arrived);
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
@@ -56,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         consume({shared,
                  {parameters.out, parameters.lse},
                  {parameters.partials, parameters.arrived},
+                 parameters.next_repeat,
                  shape,
                  split_kv,
                  score_operands,

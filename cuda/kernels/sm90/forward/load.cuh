@@ -30,100 +30,124 @@ __device__ __forceinline__ void load_row_mask(const SharedMemory& shared, int st
     }
 }
 
+struct LoadCall {
+    const TensorMaps& maps;
+    const SharedMemory& shared;
+    const Shape& shape;
+    const SplitKV& split_kv;
+    const int l2_head_group;
+    const Dropout& dropout;
+};
+
+// Tells the consumers of a tile, and loads its Q unless the tile is skipped.
+__device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, const Tile& tile) {
+    const SharedMemory& shared = call.shared;
+    const Shape& shape = call.shape;
+    const int stage = rings.query.stage;
+    mbarrier::wait(shared.query_empty(stage), rings.query.parity ^ 1);
+    shared.tile(stage) = tile;
+    if (tile.count() == 0) {
+        mbarrier::arrive(shared.query_full(stage));
+    } else {
+        if constexpr (Traits::mask_metadata) {
+#pragma unroll
+            for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
+                const BlockRange blocks = group_blocks(tile.batch, tile.first_row / 64 + consumer, shape);
+                shared.full_blocks(stage)[consumer] = {blocks.full_begin, blocks.full_end};
+            }
+        }
+        load_panels(shared.query_tile(stage), call.maps.query, shared.query_full(stage), Traits::key_panels,
+                    Traits::rows, tile.head, query_of(tile.first_row), tile.batch, Traits::row_mask_bytes);
+        if constexpr (Traits::mask_metadata) load_row_mask(shared, stage, tile, shape);
+    }
+    rings.query.advance();
+}
+
+// Loads K of a block, and the dropout hashes of its keys, into the stages that are next. They complete on `full`.
+__device__ __forceinline__ void load_key(const LoadCall& call, const Rings& rings, int batch, int key_head,
+                                         int block, uint32_t full) {
+    const SharedMemory& shared = call.shared;
+    mbarrier::wait(shared.key_empty(rings.key.stage), rings.key.parity ^ 1);
+    load_panels(shared.key_block(rings.key.stage), call.maps.key, full, Traits::key_panels, Traits::keys, key_head,
+                block * Traits::keys, batch, Traits::hash_bytes);
+    if constexpr (Traits::dropout) {
+        const int blocks = ceil_div(call.shape.keys, Traits::keys);
+        const int64_t hashes = (static_cast<int64_t>(batch) * blocks + block) * Traits::keys;
+        bulk::load(shared.base + SharedMemory::key_hashes_offset(rings.hash.stage), call.dropout.columns + hashes,
+                   Traits::hash_bytes, full);
+    }
+}
+
+// … and V.
+__device__ __forceinline__ void load_value(const LoadCall& call, const Rings& rings, int batch, int key_head,
+                                           int block, uint32_t full) {
+    const SharedMemory& shared = call.shared;
+    mbarrier::wait(shared.value_empty(rings.value.stage), rings.value.parity ^ 1);
+    load_panels(shared.value_block(rings.value.stage), call.maps.value, full, Traits::value_panels, Traits::keys,
+                key_head, block * Traits::keys, batch);
+}
+
 // Tiles come by stride. Where they take unequally long they come from the counter `next_tile`, which all CTAs share.
 // After those come the skipped tiles, by stride, or this CTA's share of the split tiles.
 //
 // Blocks go from the last to the first. K is loaded one block ahead of V, as consumers use it. With two stages for Q,
 // the next tile is taken, and its Q loaded, before the end of this one.
-__device__ __forceinline__ void produce(const TensorMaps& maps, const SharedMemory& shared, const Shape& shape,
-                                        const SplitKV& split_kv, int l2_head_group, int* next_tile,
-                                        const Dropout& dropout) {
+__device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
     constexpr bool loads_query_early = Traits::query_stages > 1;
-    PipelineState<Traits::stages> key_slot, value_slot;
-    PipelineState<Traits::query_stages> query_slot;
-    PipelineState<Traits::hash_stages> hash_slot;
+    const SharedMemory& shared = call.shared;
+    const Shape& shape = call.shape;
+    const SplitKV& split_kv = call.split_kv;
+    Rings rings;
     const int grid = gridDim.x;
     int index = blockIdx.x, skipped = blockIdx.x;
     int split_block = Traits::split_kv ? split_kv.begin(blockIdx.x) : 0;
     const int split_end = Traits::split_kv ? split_kv.begin(blockIdx.x + 1) : 0;
 
     auto take_tile = [&]() {
-        Tile tile{Tile::no_more, 0, 0, 0, 0, Tile::not_split};
+        Tile tile = no_more_tiles;
         if (index < split_kv.whole_tiles) {
-            tile = tile_at(index, shape, l2_head_group);
+            tile = tile_at(index, shape, call.l2_head_group);
         } else if (Traits::has_right && skipped < skipped_tile_count(shape)) {
             tile = skipped_tile_at(skipped, shape);
             skipped += grid;
         } else if (Traits::split_kv && split_block < split_end) {
-            tile = split_tile_at(split_block, split_end, split_kv, shape, l2_head_group);
+            tile = split_tile_at(split_block, split_end, split_kv, shape, call.l2_head_group);
             split_block += tile.count();
         }
         return tile;
     };
-    // Tells the consumers of a tile, and loads its Q unless the tile is skipped.
-    auto load_query = [&](const Tile& tile) {
-        mbarrier::wait(shared.query_empty(query_slot.stage), query_slot.parity ^ 1);
-        shared.tile(query_slot.stage) = tile;
-        if (tile.count() == 0) {
-            mbarrier::arrive(shared.query_full(query_slot.stage));
-        } else {
-            if constexpr (Traits::mask_metadata) {
-#pragma unroll
-                for (int consumer = 0; consumer < Traits::consumers; ++consumer) {
-                    const BlockRange blocks = group_blocks(tile.batch, tile.first_row / 64 + consumer, shape);
-                    shared.full_blocks(query_slot.stage)[consumer] = {blocks.full_begin, blocks.full_end};
-                }
-            }
-            load_panels(shared.query_tile(query_slot.stage), maps.query, shared.query_full(query_slot.stage),
-                        Traits::key_panels, Traits::rows, tile.head, query_of(tile.first_row), tile.batch,
-                        Traits::row_mask_bytes);
-            if constexpr (Traits::mask_metadata) load_row_mask(shared, query_slot.stage, tile, shape);
-        }
-        query_slot.advance();
-    };
 
     wait_for_previous_kernel();
     Tile tile = take_tile();
-    if (loads_query_early) load_query(tile);
+    if (loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1
     while (tile.exists()) {
         const int key_head = tile.head / shape.group;
 
-        auto load_key = [&](int block) {
-            mbarrier::wait(shared.key_empty(key_slot.stage), key_slot.parity ^ 1);
-            load_panels(shared.key_block(key_slot.stage), maps.key, shared.key_full(key_slot.stage),
-                        Traits::key_panels, Traits::keys, key_head, block * Traits::keys, tile.batch,
-                        Traits::hash_bytes);
-            if constexpr (Traits::dropout) {
-                const int blocks = ceil_div(shape.keys, Traits::keys);
-                const int64_t hashes = (static_cast<int64_t>(tile.batch) * blocks + block) * Traits::keys;
-                bulk::load(shared.base + SharedMemory::key_hashes_offset(hash_slot.stage), dropout.columns + hashes,
-                           Traits::hash_bytes, shared.key_full(key_slot.stage));
-                hash_slot.advance();
-            }
-            key_slot.advance();
+        auto load_next_key = [&](int block) {
+            load_key(call, rings, tile.batch, key_head, block, shared.key_full(rings.key.stage));
+            rings.key.advance();
+            rings.hash.advance();
         };
-        auto load_value = [&](int block) {
-            mbarrier::wait(shared.value_empty(value_slot.stage), value_slot.parity ^ 1);
-            load_panels(shared.value_block(value_slot.stage), maps.value, shared.value_full(value_slot.stage),
-                        Traits::value_panels, Traits::keys, key_head, block * Traits::keys, tile.batch);
-            value_slot.advance();
+        auto load_next_value = [&](int block) {
+            load_value(call, rings, tile.batch, key_head, block, shared.value_full(rings.value.stage));
+            rings.value.advance();
         };
 
-        if (tile.count() > 0) load_key(tile.last - 1);
-        if (!loads_query_early) load_query(tile);
+        if (tile.count() > 0) load_next_key(tile.last - 1);
+        if (!loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1  // the producer has few registers
         for (int block = tile.last - 2; block >= tile.first; --block) {
-            load_key(block);
-            load_value(block + 1);
+            load_next_key(block);
+            load_next_value(block + 1);
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
         // hold its next one while others run out (docs/tuning/cuda.md).
         if (index < split_kv.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
         const Tile next = take_tile();
-        if (loads_query_early) load_query(next);
-        if (tile.count() > 0) load_value(tile.first);
+        if (loads_query_early) load_query(call, rings, next);
+        if (tile.count() > 0) load_next_value(tile.first);
         tile = next;
     }
-    if (!loads_query_early) load_query(tile);
+    if (!loads_query_early) load_query(call, rings, tile);
 }

@@ -1,19 +1,26 @@
 // Split-KV: combines the partial results of CTAs that each saw some of a tile's keys (see SplitKV in traits.cuh). Each
 // consumer warp combines its own 16 rows. None waits: the last warp to arrive reads all partials.
+//
+// In a repeat (repeat.cuh), the CTA whose warp was last computes all parts of the tile in order. Those partials are then
+// that warp's alone: nobody else arrives or reads any more.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/softmax.cuh"
 
 struct Partials {
     float* __restrict__ partials;  // (partial, warp, float of a lane, lane): unnormalised O, then row maxima and sums
-    int* __restrict__ arrived;     // (split tile, warp): warps whose partial is written
+    int* __restrict__ arrived;     // (split tile, warp): warps whose partial is written; or a mark
+
+    // What replaces the count if this CTA's warp was last, and repeats the tile.
+    __device__ static __forceinline__ int repeat_mark() { return -1 - static_cast<int>(blockIdx.x); }
 };
 
-// Writes this warp's partial. If it is the tile's last, combines all into `out` and `softmax` and returns true.
+// Writes this warp's partial. If it is the tile's last, combines all into `out` and `softmax` and returns true. In a
+// repeat, does so only where this warp was last before.
 template <int out_count>
 __device__ __forceinline__ bool combine_partials(float (&out)[out_count], OnlineSoftmax& softmax,
                                                  const Partials& partials, const SplitKV& split_kv,
-                                                 const Tile& tile) {
+                                                 const Tile& tile, bool is_repeat) {
     constexpr int warps = 4 * Traits::consumers, floats = out_count + 4;
     const int thread = reload_thread_index() - 128, lane = thread % 32, warp = thread / 32;
     const int first_cta = split_kv.owner(tile.split_tile * split_kv.tile_blocks);
@@ -24,7 +31,14 @@ __device__ __forceinline__ bool combine_partials(float (&out)[out_count], Online
         return partials.partials + (static_cast<int64_t>(cta + tile.split_tile) * warps + warp) * floats * 32 + lane;
     };
 
-    float* own = partial_of(blockIdx.x);
+    int* arrived = partials.arrived + tile.split_tile * warps + warp;
+    int own_cta = blockIdx.x;
+    if (is_repeat) {
+        const int mark = *static_cast<volatile int*>(arrived);
+        if (__any_sync(0xffffffff, mark != Partials::repeat_mark())) return false;
+        own_cta = split_kv.owner(tile.split_tile * split_kv.tile_blocks + tile.first);
+    }
+    float* own = partial_of(own_cta);
 #pragma unroll
     for (int i = 0; i < out_count; ++i) own[32 * i] = out[i];
 #pragma unroll
@@ -34,9 +48,13 @@ __device__ __forceinline__ bool combine_partials(float (&out)[out_count], Online
     }
     __threadfence();
     __syncwarp();
-    int arrived_before = 0;
-    if (lane == 0) arrived_before = atomicAdd(partials.arrived + tile.split_tile * warps + warp, 1);
-    if (__shfl_sync(0xffffffff, arrived_before, 0) < last_cta - first_cta) return false;
+    if (is_repeat) {
+        if (own_cta < last_cta) return false;
+    } else {
+        int arrived_before = 0;
+        if (lane == 0) arrived_before = atomicAdd(arrived, 1);
+        if (__shfl_sync(0xffffffff, arrived_before, 0) < last_cta - first_cta) return false;
+    }
     __syncwarp();
     __threadfence();
 

@@ -1,6 +1,8 @@
 // What a consumer warp of the forward kernel writes: its 16 rows of the output, and their log-sum-exp.
 #pragma once
+#include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
+#include "common/finite.cuh"
 #include "sm90/forward/softmax.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
@@ -27,12 +29,23 @@ struct alignas(16) Chunk {
     uint64_t low, high;
 };
 
+// Adds the pairs of a chunk to a pair. The sum is not finite if any of them isn't.
+__device__ __forceinline__ uint32_t add_chunk(uint32_t sum, const Chunk& chunk) {
+    sum = add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.low));
+    sum = add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.low >> 32));
+    sum = add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.high));
+    return add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.high >> 32));
+}
+
 // Normalises and writes the warp's 16 rows from `first_row` on. A thread's accumulators hold pairs of columns. So one
 // panel of columns at a time goes through `staging`, which is the warp's own, and from there rows are written as whole
 // 16-byte chunks.
-__device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
+//
+// Returns whether any of the rows isn't finite; false where Traits::isolates doesn't ask for it. In a repeat, rows whose
+// sum is NaN keep what they have: they see what isn't finite.
+__device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
                                           const Results& results, const SharedMemory& shared, int staging,
-                                          const Shape& shape, const Tile& tile, int first_row) {
+                                          const Shape& shape, const Tile& tile, int first_row, bool is_repeat) {
     constexpr int chunk_columns = sizeof(Chunk) / Traits::element_bytes;
     constexpr int panel_count = Traits::panel_columns / 2;  // accumulators of a thread in a panel
     constexpr int rows_of_lane = 4;  // 8 lanes copy a row of a panel
@@ -47,6 +60,14 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim /
         const int64_t token = static_cast<int64_t>(tile.batch) * shape.queries + query;
         rows[k] = results.out + (token * shape.query_heads + head) * shape.columns;
     }
+    if (is_repeat) {
+#pragma unroll
+        for (int k = 0; k < rows_of_lane; ++k) {
+            const float factor = __shfl_sync(0xffffffff, normalise[k / 2], (4 * k + lane / 8) % 8 * 4);
+            inside[k] = inside[k] && factor == factor;
+        }
+    }
+    uint32_t sums = 0;  // of the columns of the first of the lane's rows, which are all of the warp's columns
 #pragma unroll
     for (int panel = 0; panel < Traits::value_panels; ++panel) {
 #pragma unroll
@@ -65,7 +86,9 @@ __device__ __forceinline__ void write_out(const float (&out)[Traits::value_dim /
             const int offset = staging + descriptor::swizzled_offset(4 * k + lane / 8, lane % 8);
             const Chunk chunk = *reinterpret_cast<const Chunk*>(shared.data + offset);
             if (inside[k] && column < shape.columns) *reinterpret_cast<Chunk*>(rows[k] + column) = chunk;
+            if (Traits::isolates && k == 0 && column < Traits::value_dim) sums = add_chunk(sums, chunk);
         }
         __syncwarp();
     }
+    return Traits::isolates && __any_sync(0xffffffff, finite_halves<Traits::Element>(sums) != all_finite);
 }

@@ -98,6 +98,19 @@ __device__ __forceinline__ Tile skipped_tile_at(int index, const Shape& shape) {
     return {first_row, pack % packs * Traits::pack_gqa, pack / packs, 0, 0, Tile::not_split};
 }
 
+// The number of a tile among those of all rows and heads, and the tile of that number.
+__device__ __forceinline__ int tile_number(const Tile& tile, const Shape& shape) {
+    const int pack = tile.batch * head_packs(shape) + tile.head / Traits::pack_gqa;
+    return pack * row_tiles(shape) + tile.first_row / Traits::rows;
+}
+__device__ __forceinline__ Tile numbered_tile(int number, const Shape& shape) {
+    const int packs = head_packs(shape);
+    const int pack = number / row_tiles(shape);
+    const int first_row = (number - pack * row_tiles(shape)) * Traits::rows;
+    const Interval blocks = visited_blocks(first_row, pack / packs, shape);
+    return {first_row, pack % packs * Traits::pack_gqa, pack / packs, blocks.begin, blocks.end, Tile::not_split};
+}
+
 // The part of a split tile that starts at `block`, counted through all split tiles, for a CTA whose share of them ends
 // at `end`.
 __device__ __forceinline__ Tile split_tile_at(int block, int end, const SplitKV& split_kv, const Shape& shape,

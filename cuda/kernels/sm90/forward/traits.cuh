@@ -26,6 +26,7 @@
 #include "common/block_range.cuh"
 #include "common/dropout.cuh"
 #include "common/pipeline.cuh"
+#include "common/score_traits.cuh"
 
 struct Traits {
     using Element = ELEMENT;
@@ -47,6 +48,9 @@ struct Traits {
     static constexpr int score_sign = SCORE_SIGN;
     static constexpr bool sinks = SINKS;
     static constexpr bool dropout = has_dropout;
+    // Whether a visited block may have hidden pairs. Values that aren't finite are then kept from rows that don't see
+    // them (repeat.cuh). Elsewhere every row sees all of the tile's keys.
+    static constexpr bool isolates = has_left || has_right || ScoreTraits::mask;
 
     static constexpr int step_elements = 32 / element_bytes;  // that one wgmma contracts
     static constexpr int key_steps = head_dim / step_elements;  // wgmmas of QK^T
@@ -104,6 +108,7 @@ struct Tile {
     __device__ bool is_split() const { return split_tile >= 0; }
     __device__ int count() const { return last - first; }
 };
+constexpr Tile no_more_tiles{Tile::no_more, 0, 0, 0, 0, Tile::not_split};
 
 // Split-KV: the last tiles, which don't fill a wave, are split along their keys so that all CTAs end together (stream-K,
 // Osama et al., arXiv:2301.03598). The blocks of all tiles from `whole_tiles` on form one sequence, of which each of the
@@ -114,6 +119,25 @@ struct SplitKV {
 
     __device__ int begin(int cta) const { return min(cta, ctas) * (tiles * tile_blocks) / ctas; }
     __device__ int owner(int block) const { return ((block + 1) * ctas - 1) / (tiles * tile_blocks); }
+};
+
+// What a CTA has noted of the tiles that it will compute again (repeat.cuh).
+struct Repeats {
+    static constexpr int none = -1;  // as first_tile, and as the last tile's next
+
+    int first_tile;   // a list of whole tiles: the number of the first
+    int split_tiles;  // 1: there are split tiles, too
+    int under_way;    // 1: all tiles have been computed once
+    uint32_t landed_parity;  // of `block_landed`: of the phase that is next
+
+    __device__ bool any() const { return first_tile != none || split_tiles != 0; }
+};
+
+// Where a role is in the rings of shared-memory stages. Both are at the same place when all tiles have been computed.
+struct Rings {
+    PipelineState<Traits::stages> key, value;
+    PipelineState<Traits::query_stages> query;
+    PipelineState<Traits::hash_stages> hash;
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
@@ -131,7 +155,10 @@ struct SharedMemory {
     static constexpr int barriers = full + Traits::query_stages * Traits::full_blocks_bytes;
     static constexpr int tiles = barriers + 8 * (2 * Traits::query_stages + 4 * Traits::stages);
     static constexpr int least = tiles + static_cast<int>(sizeof(Tile)) * Traits::query_stages;
-    static constexpr int bytes = least + 8;
+    static constexpr int repeat_barriers = least + 8;
+    static constexpr int noted = repeat_barriers + 16;
+    static constexpr int rings = noted + static_cast<int>(sizeof(Repeats));
+    static constexpr int bytes = Traits::isolates ? rings + static_cast<int>(sizeof(Rings)) : repeat_barriers;
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile(int stage) const { return base + query + stage * Traits::query_bytes; }
@@ -166,6 +193,14 @@ struct SharedMemory {
 
     // Holds -inf, which maxima start from (OnlineSoftmax::update_max).
     __device__ float& least_score() const { return *reinterpret_cast<float*>(data + least); }
+
+    __device__ Repeats& repeats() const { return *reinterpret_cast<Repeats*>(data + noted); }
+    // Where repeats begin in the rings, and then where they are.
+    __device__ Rings& rings_of_repeats() const { return *reinterpret_cast<Rings*>(data + rings); }
+    // Completes when all consumer warps have computed all tiles once …
+    __device__ uint32_t all_computed() const { return base + repeat_barriers; }
+    // … and when K and V of a block of a repeated tile have landed.
+    __device__ uint32_t block_landed() const { return base + repeat_barriers + 8; }
 
     __device__ uint32_t query_full(int stage) const { return base + barriers + 8 * stage; }
     __device__ uint32_t query_empty(int stage) const { return query_full(stage) + 8 * Traits::query_stages; }

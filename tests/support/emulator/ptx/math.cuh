@@ -67,6 +67,12 @@ uint32_t without_negatives(uint32_t packed) {
     return one(packed) | one(packed >> 16) << 16;
 }
 
+template <class Element>
+uint32_t add_pairs(uint32_t a, uint32_t b) {
+    const float2 x = to_floats<Element>(a), y = to_floats<Element>(b);
+    return convert<Element>(x.x + y.x, x.y + y.y);
+}
+
 inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
