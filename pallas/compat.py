@@ -253,13 +253,18 @@ def triton_call(
     num_warps: int,
     num_stages: int,
     name: str,
+    changes_last: int = 0,
 ) -> Callable[..., Any]:
     """`pl.pallas_call` by the Triton lowering, or in the interpreter within `interpret()`.
 
     Arguments and results, and so their specs and shapes, may be trees, absent leaves None.
+
+    Args:
+      changes_last: how many arguments, the last ones, are what the first results start from, in their memory.
     """
     from jax.experimental.pallas import triton
 
+    inputs = len(jax.tree.leaves(in_specs))
     return pl.pallas_call(
         _traced(kernel),
         grid=grid,
@@ -268,5 +273,6 @@ def triton_call(
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpreting(),
+        input_output_aliases={inputs - changes_last + i: i for i in range(changes_last)},
         name=name,
     )

@@ -25,6 +25,7 @@ from jax_flash._mask import (
     both,
     keys_of_queries,
     segment_id_ranges,
+    window_of,
 )
 from jax_flash._spec import AttentionSpec, Operands, Sizes
 from jax_flash.transforms.lowering import AXES
@@ -104,6 +105,12 @@ class Scores:
         return "mask" in self.refs or "query_segment_ids" in self.refs
 
     @property
+    def hides_pairs(self) -> bool:
+        """Whether there may be queries and keys of the call that don't see each other."""
+        has_lengths = "query_seq_lengths" in self.refs or "key_value_seq_lengths" in self.refs
+        return self.masked or has_lengths or not window_of(self.spec, self.size).unbounded
+
+    @property
     def plain(self) -> bool:
         """Whether scores are only scaled, and masked by position alone."""
         return not (self.natural or self.masked or self.spec.dropout_rate)
@@ -124,8 +131,9 @@ class Scores:
 
     def probability(self, x: jax.Array, lse: jax.Array) -> jax.Array:
         """Probabilities of logits. `lse`, in their unit, is +inf where a query sees no key."""
-        # Among huge logits the rounding of lse is large enough for an overflow.
-        return self.exp(jnp.minimum(x - lse, 0.0) if self.natural else x - lse)
+        # Among huge logits the rounding of lse is large enough for an overflow. The difference comes last, as
+        # a GPU's minimum of a number and NaN is the number.
+        return self.exp((jnp.minimum(x, lse) if self.natural else x) - lse)
 
     def position_mask(self, batch: Index | None = None) -> PositionMask:
         """The mask by position, with queries as rows."""

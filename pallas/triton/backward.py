@@ -29,6 +29,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from .. import features, scores
 from ..compat import result, triton_call
 from ..loop import over_block_range, over_skipped_blocks
+from ..nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
 from ..scores import Place, Scores
 from . import backward_bias
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
@@ -43,33 +44,37 @@ def flash_backward_keys(
     lse,
     delta,
     score_operands: dict[str, Any],
-    d_key,
-    d_value,
-    d_bias: dict[str, Any],
-    *,
+    *results,
     spec: AttentionSpec,
     size: Sizes,
     tile: Tile,
+    again: bool,
 ) -> None:
     """A program owns a block of keys of one key head and loops over the queries of each head that shares it.
 
     Refs: query (T,group,H), key (S,H), value (S,V), d_out (T,group,V), lse and delta (group,T) float32, and
-    what `Scores` takes of these heads -> d_key (S,H), d_value (S,V), and in `d_bias`, where there is such a
-    sum, "bias_of_keys" (group,S) float32. Scores are held transposed, keys by queries.
+    what `Scores` takes of these heads -> d_key (S,H), d_value (S,V); in a dict, where there is such a sum,
+    "bias_of_keys" (group,S) float32; and if the call hides pairs, `spoiled_rows` (S,) of both gradients.
+    Scores are held transposed, keys by queries.
+
+    With `again`, a program computes the tiles once more in which there are spoiled rows, without what isn't
+    finite in query and d_out. Refs in place of the results: spoiled rows, and d_key and d_value twice, as
+    they are and to be changed.
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)
     mask = of.position_mask()
     across = mask.transposed()
-    block = pl.program_id(0)
-    first = block * tile.keys
     T_tail = T if T % tile.queries else None
     S_tail = S if S % tile.keys else None
-    k = load(key, first, tile.keys, width=H, rows=S_tail)
-    v = load(value, first, tile.keys, width=V, rows=S_tail)
+    if again:
+        spoiled, _, _, d_key, d_value = results
+        d_bias = {}
+    else:
+        d_key, d_value, d_bias, spoiled = results
 
-    def body(head, partial: bool, i, carry):
-        dk, dv, bias_of_keys = carry
+    def body(first, k, v, isolate: bool, head, partial: bool, i, carry):
+        dk, dv, bias_of_keys, seen = carry
         start = i * tile.queries
         rows = T_tail if partial else None
         q = load(query, start, tile.queries, width=H, rows=rows, head=head)
@@ -83,29 +88,58 @@ def flash_backward_keys(
         p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
         p_kept = of.with_dropout(p, place)
-        dv = dv + dot(p_kept.astype(do.dtype), do)
+        finite_q, finite_do = q, do
+        if isolate and visible is not None:
+            seen = seen + count_seen(jnp.broadcast_to(visible, p.shape), do)
+            finite_q, finite_do = finite(q), finite(do)
+        dv = dv + dot(p_kept.astype(do.dtype), finite_do)
         row_delta = load_vector(delta, start, tile.queries, rows=rows, other=0.0, head=head)
         ds = p * (of.with_dropout(dot_transposed(v, do), place) - row_delta[None, :])
-        bias_of_keys = {name: x + jnp.sum(ds, axis=1) for name, x in bias_of_keys.items()}
+        if bias_of_keys:
+            terms = ds if visible is None else jnp.where(visible, ds, 0.0)
+            bias_of_keys = {name: x + jnp.sum(terms, axis=1) for name, x in bias_of_keys.items()}
         ds = logits.softcap_grad(ds)
-        return dk + dot(ds.astype(q.dtype), q), dv, bias_of_keys
+        if isolate and visible is not None:
+            ds = jnp.where(visible, ds, 0.0)
+        return dk + dot(ds.astype(q.dtype), finite_q), dv, bias_of_keys, seen
 
-    def of_head(head, carry):
-        dk, dv = carry
-        bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
-        dk, dv, bias_of_keys = over_block_range(blocks, functools.partial(body, head), (dk, dv, bias_of_keys))
-        for name, x in bias_of_keys.items():
-            store_vector(d_bias[name], first, x * of.dropout_scale, rows=S_tail, head=head)
+    def compute(block, isolate: bool):
+        """Stores a tile's gradients and returns them. Where what isn't finite is kept apart, d_value stays as
+        it is for keys that queries with such a d_out see."""
+        first = block * tile.keys
+        k = load(key, first, tile.keys, width=H, rows=S_tail)
+        v = load(value, first, tile.keys, width=V, rows=S_tail)
+        blocks = of.block_range(across, block, tile.keys, tile.queries)
+
+        def of_head(head, carry):
+            dk, dv, seen = carry
+            bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
+            dk, dv, bias_of_keys, seen = over_block_range(
+                blocks,
+                functools.partial(body, first, k, v, isolate, head),
+                (dk, dv, bias_of_keys, seen),
+            )
+            for name, x in bias_of_keys.items():
+                store_vector(d_bias[name], first, x * of.dropout_scale, rows=S_tail, head=head)
+            return dk, dv, seen
+
+        zeros = jnp.zeros((tile.keys, padded(V)), jnp.float32)
+        carry = (jnp.zeros((tile.keys, padded(H)), jnp.float32), zeros, zeros if isolate else None)
+        dk, dv, seen = lax.fori_loop(np.int32(0), np.int32(size.group), of_head, carry)
+        dk = dk * (spec.scale * of.dropout_scale)
+        dv = dv if of.dropout_scale == 1 else dv * of.dropout_scale
+        store(d_key, first, dk, width=H, rows=S_tail)
+        is_clean = None if seen is None else seen == 0.0
+        store(d_value, first, dv, width=V, rows=S_tail, where=is_clean)
         return dk, dv
 
-    blocks = of.block_range(across, block, tile.keys, tile.queries)
-    carry = (
-        jnp.zeros((tile.keys, padded(H)), jnp.float32),
-        jnp.zeros((tile.keys, padded(V)), jnp.float32),
-    )
-    dk, dv = lax.fori_loop(np.int32(0), np.int32(size.group), of_head, carry)
-    store(d_key, first, dk * (spec.scale * of.dropout_scale), width=H, rows=S_tail)
-    store(d_value, first, dv if of.dropout_scale == 1 else dv * of.dropout_scale, width=V, rows=S_tail)
+    if again:
+        over_spoiled_tiles(spoiled, S, tile.keys, functools.partial(compute, isolate=True))
+        return
+    block = pl.program_id(0)
+    gradients = compute(block, isolate=False)
+    if spoiled is not None:
+        store_vector(spoiled, block * tile.keys, spoiled_rows(*gradients), rows=S_tail)
 
 
 def flash_backward_queries(
@@ -116,37 +150,37 @@ def flash_backward_queries(
     lse,
     delta,
     score_operands: dict[str, Any],
-    d_query,
-    d_scores: dict[str, Any],
-    *,
+    *results,
     spec: AttentionSpec,
     size: Sizes,
     tile: Tile,
+    again: bool,
 ) -> None:
     """A program owns a block of queries of one head and loops over its keys.
 
     Refs: query (T,H), key (S,H), value (S,V), d_out (T,V), lse and delta (T,) float32, and what `Scores`
-    takes of the head -> d_query (T,H), and those of `d_scores` that there are: "bias" (T,S),
-    "bias_of_queries" and "slopes" (T,) float32.
+    takes of the head -> d_query (T,H); a dict with those of "bias" (T,S), "bias_of_queries" and "slopes" (T,)
+    float32 that there are; and if the call hides pairs, `spoiled_rows` (T,) of d_query.
+
+    With `again`, a program computes the tiles of d_query once more in which there are spoiled rows, without
+    what isn't finite in keys. Refs in place of the results: spoiled rows, and d_query twice, as it is and to
+    be changed.
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)
     mask = of.position_mask()
-    block = pl.program_id(0)
-    if mask.high is not None:
-        block = pl.cdiv(T, tile.queries) - 1 - block  # as in the forward kernel
-    first = block * tile.queries
     T_tail = T if T % tile.queries else None
     S_tail = S if S % tile.keys else None
-    q = load(query, first, tile.queries, width=H, rows=T_tail)
-    do = load(d_out, first, tile.queries, width=V, rows=T_tail)
-    row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf)
-    row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0)
+    if again:
+        spoiled, _, d_query = results
+        d_scores = {}
+    else:
+        d_query, d_scores, spoiled = results
 
-    def store_bias(start, ds):
+    def store_bias(first, start, ds):
         store_block(d_scores["bias"], first, start, ds, rows=T_tail, columns=S_tail)
 
-    def body(partial: bool, j, carry):
+    def body(first, q, do, row_lse, row_delta, isolate: bool, partial: bool, j, carry):
         dq, of_queries = carry
         start = j * tile.keys
         end = S_tail if partial else None
@@ -157,29 +191,54 @@ def flash_backward_queries(
         p = of.probability(logits.x, row_lse[:, None])
         by_position = mask.visible(place.queries, place.keys, end) if partial else None
         visible = of.visible(place, by_position)
-        p = p if visible is None else jnp.where(visible, p, 0.0)
         v = load(value, start, tile.keys, width=V, rows=end)
         ds = p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
+        # Hidden pairs last, as their factors may be NaN.
+        ds = ds if visible is None else jnp.where(visible, ds, 0.0)
         if "bias" in d_scores:
-            store_bias(start, ds * of.dropout_scale)
+            store_bias(first, start, ds * of.dropout_scale)
         terms = {"bias_of_queries": ds}
         if logits.distance is not None:
             terms["slopes"] = -ds * logits.distance
         of_queries = {name: x + jnp.sum(terms[name], axis=1) for name, x in of_queries.items()}
         ds = logits.softcap_grad(ds)
+        if isolate and visible is not None:  # once more, as tanh may be NaN
+            ds, k = jnp.where(visible, ds, 0.0), finite(k)
         return dq + dot(ds.astype(k.dtype), k), of_queries
 
-    blocks = of.block_range(mask, block, tile.queries, tile.keys)
-    of_queries = {name: jnp.zeros((tile.queries,), jnp.float32) for name in d_scores if name != "bias"}
-    dq, of_queries = over_block_range(
-        blocks, body, (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries)
-    )
-    store(d_query, first, dq * (spec.scale * of.dropout_scale), width=H, rows=T_tail)
-    for name, x in of_queries.items():
-        store_vector(d_scores[name], first, x * of.dropout_scale, rows=T_tail)
-    if "bias" in d_scores:
-        zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
-        over_skipped_blocks(blocks, pl.cdiv(S, tile.keys), lambda j: store_bias(j * tile.keys, zeros))
+    def compute(block, isolate: bool):
+        """Stores a tile's gradients, and returns that of queries."""
+        first = block * tile.queries
+        q = load(query, first, tile.queries, width=H, rows=T_tail)
+        do = load(d_out, first, tile.queries, width=V, rows=T_tail)
+        row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf)
+        row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0)
+        blocks = of.block_range(mask, block, tile.queries, tile.keys)
+        of_queries = {name: jnp.zeros((tile.queries,), jnp.float32) for name in d_scores if name != "bias"}
+        dq, of_queries = over_block_range(
+            blocks,
+            functools.partial(body, first, q, do, row_lse, row_delta, isolate),
+            (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries),
+        )
+        dq = dq * (spec.scale * of.dropout_scale)
+        store(d_query, first, dq, width=H, rows=T_tail)
+        for name, x in of_queries.items():
+            store_vector(d_scores[name], first, x * of.dropout_scale, rows=T_tail)
+        if "bias" in d_scores:
+            zeros = jnp.zeros((tile.queries, tile.keys), jnp.float32)
+            store_zeros = lambda j: store_bias(first, j * tile.keys, zeros)  # noqa: E731
+            over_skipped_blocks(blocks, pl.cdiv(S, tile.keys), store_zeros)
+        return dq
+
+    if again:
+        over_spoiled_tiles(spoiled, T, tile.queries, functools.partial(compute, isolate=True))
+        return
+    block = pl.program_id(0)
+    if mask.high is not None:
+        block = pl.cdiv(T, tile.queries) - 1 - block  # as in the forward kernel
+    dq = compute(block, isolate=False)
+    if spoiled is not None:
+        store_vector(spoiled, block * tile.queries, spoiled_rows(dq), rows=T_tail)
 
 
 def _specs(size: Sizes, heads: int | None, key_head: Callable[[jax.Array], jax.Array]) -> list[pl.BlockSpec]:
@@ -208,6 +267,7 @@ class _Call:
     operands: Operands
     arguments: tuple[jax.Array, ...]  # query, key, value, d_out, lse and delta
     bias_form: str | None  # see `features.bias_gradient`
+    hides_pairs: bool  # see `Scores`
 
     def sums(self, names: dict[str, bool], positions: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Those of the sums `(B, N, positions)` that the call has, by name."""
@@ -221,23 +281,45 @@ def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.
     size = call.size
     score_operands = scores.operands_of(call.operands, tile.keys, tile.queries, transposed=True)
     sums = call.sums({"bias_of_keys": call.bias_form == "keys"}, size.S)
-    return triton_call(
-        functools.partial(flash_backward_keys, tile=tile, spec=call.spec, size=size),
+    kernel = functools.partial(flash_backward_keys, tile=tile, spec=call.spec, size=size)
+    of_keys = [
+        pl.BlockSpec((None, size.S, None, padded(width)), lambda block, k, b: (b, 0, k, 0))
+        for width in (size.H, size.V)
+    ]
+    of_rows = pl.BlockSpec((None, None, size.S), lambda block, k, b: (b, k, 0))
+    in_specs = [
+        *_specs(size, heads=size.group, key_head=lambda k: k),
+        scores.specs_of(score_operands, size.group),
+    ]
+    shapes = [result(x.shape, x.dtype, like=x) for x in call.arguments[1:3]]
+    row_shape = result((size.B, size.K, size.S), jnp.float32, like=call.operands.query)
+    *gradients, sums, spoiled = triton_call(
+        functools.partial(kernel, again=False),
         grid=(pl.cdiv(size.S, tile.keys), size.K, size.B),
-        in_specs=[
-            *_specs(size, heads=size.group, key_head=lambda k: k),
-            scores.specs_of(score_operands, size.group),
-        ],
+        in_specs=in_specs,
         out_specs=[
-            pl.BlockSpec((None, size.S, None, padded(size.H)), lambda block, k, b: (b, 0, k, 0)),
-            pl.BlockSpec((None, size.S, None, padded(size.V)), lambda block, k, b: (b, 0, k, 0)),
+            *of_keys,
             {name: pl.BlockSpec((None, size.group, size.S), lambda block, k, b: (b, k, 0)) for name in sums},
+            of_rows if call.hides_pairs else None,
         ],
-        out_shape=[*(result(x.shape, x.dtype, like=x) for x in call.arguments[1:3]), sums],
+        out_shape=[*shapes, sums, row_shape if call.hides_pairs else None],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_backward_keys",
     )(*call.arguments, score_operands)
+    if call.hides_pairs:
+        gradients = triton_call(
+            functools.partial(kernel, again=True),
+            grid=(programs(size.S), size.K, size.B),
+            in_specs=[*in_specs, of_rows, *of_keys],
+            out_specs=of_keys,
+            out_shape=shapes,
+            changes_last=2,
+            num_warps=tile.num_warps,
+            num_stages=1,
+            name="jax_flash_pallas_backward_keys_again",
+        )(*call.arguments, score_operands, spoiled, *gradients)
+    return *gradients, sums
 
 
 def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -250,22 +332,38 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
     if call.bias_form == "scores" and bias is not None:
         d_scores["bias"] = result(bias.shape, bias.dtype, like=query)
         specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
-    return triton_call(
-        functools.partial(flash_backward_queries, tile=tile, spec=call.spec, size=size),
+    kernel = functools.partial(flash_backward_queries, tile=tile, spec=call.spec, size=size)
+    of_queries = pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0))
+    of_rows = pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0))
+    in_specs = [
+        *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
+        scores.specs_of(score_operands),
+    ]
+    shape = result(query.shape, query.dtype, like=query)
+    row_shape = result((size.B, size.N, size.T), jnp.float32, like=query)
+    d_query, d_scores, spoiled = triton_call(
+        functools.partial(kernel, again=False),
         grid=(pl.cdiv(size.T, tile.queries), size.N, size.B),
-        in_specs=[
-            *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
-            scores.specs_of(score_operands),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0)),
-            specs,
-        ],
-        out_shape=[result(query.shape, query.dtype, like=query), d_scores],
+        in_specs=in_specs,
+        out_specs=[of_queries, specs, of_rows if call.hides_pairs else None],
+        out_shape=[shape, d_scores, row_shape if call.hides_pairs else None],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_backward_queries",
     )(*call.arguments, score_operands)
+    if call.hides_pairs:
+        (d_query,) = triton_call(
+            functools.partial(kernel, again=True),
+            grid=(programs(size.T), size.N, size.B),
+            in_specs=[*in_specs, of_rows, of_queries],
+            out_specs=[of_queries],
+            out_shape=[shape],
+            changes_last=1,
+            num_warps=tile.num_warps,
+            num_stages=1,
+            name="jax_flash_pallas_backward_queries_again",
+        )(*call.arguments, score_operands, spoiled, d_query)
+    return d_query, d_scores
 
 
 def backward(
@@ -287,7 +385,7 @@ def backward(
     if spec.dropout_rate:
         delta = delta / of.dropout_scale
     arguments = (operands.query, operands.key, operands.value, d_out, lse, delta)
-    call = _Call(spec, size, operands, arguments, features.bias_gradient(operands))
+    call = _Call(spec, size, operands, arguments, features.bias_gradient(operands), of.hides_pairs)
     d_key, d_value, sums_of_keys = _keys(call, tiles.backward_keys)
     d_query, d_scores = _queries(call, tiles.backward_queries)
 

@@ -66,11 +66,12 @@ def flash_backward_bias(
         logits = of.logits(dot_transposed(q, k), place, mask)
         p = of.probability(logits.x, row_lse[:, None])
         visible = of.visible(place, mask.visible(place.queries, place.keys, S_tail))
-        p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, first, tile.queries, width=V, rows=T_tail, **at)
         v = load(value, start, tile.keys, width=V, rows=S_tail, head=key_head, batch=batch)
         row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0, **at)
-        return ds_sum + p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
+        ds = p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
+        # Hidden pairs last, as their factors may be NaN.
+        return ds_sum + (ds if visible is None else jnp.where(visible, ds, 0.0))
 
     def of_batch_row(batch, ds_sum):
         mask = of.position_mask(batch)

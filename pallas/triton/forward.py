@@ -20,6 +20,7 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from .. import scores
 from ..compat import result, triton_call
 from ..loop import over_block_range
+from ..nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
 from ..scores import LN_2, LOG2_E, Place, Scores
 from .memory import dot, dot_transposed, load, store, store_vector
 from .tiles import Tile, padded
@@ -31,39 +32,38 @@ def flash_forward(
     value,
     score_operands: dict[str, Any],
     sinks,
-    out,
-    lse,
-    *,
+    *results,
     spec: AttentionSpec,
     size: Sizes,
     tile: Tile,
+    again: bool,
 ) -> None:
-    """Refs: query (T,H), key (S,H), value (S,V) -> out (T,V), lse (T,); head dims padded.
+    """Refs: query (T,H), key (S,H), value (S,V) -> out (T,V), lse (T,); head dims padded. If the call hides
+    pairs, also `spoiled_rows` (T,) of out.
 
     Besides, where they are there, the head's part of what `Scores` takes, and its sink.
+
+    With `again`, a program computes the tiles of out once more in which there are spoiled rows, without the
+    values that aren't finite. Refs in place of the results: spoiled rows, and out twice, as it is and to be
+    changed.
     """
     T, S, H, V = size.T, size.S, size.H, size.V
     of = Scores(spec, size, score_operands)
     mask = of.position_mask()
-    block = pl.program_id(0)
-    if mask.high is not None:
-        # The last queries see the most keys: start those first, so that none of them ends alone.
-        block = pl.cdiv(T, tile.queries) - 1 - block
-    first = block * tile.queries
     T_tail = T if T % tile.queries else None
     S_tail = S if S % tile.keys else None
 
-    q = load(query, first, tile.queries, width=H, rows=T_tail)
     scale_2 = spec.scale * LOG2_E
     extreme = jnp.max if scale_2 >= 0 else jnp.min
 
-    def body(partial: bool, j, carry):
-        row_max, row_sum, acc = carry
+    def body(first, q, isolate: bool, partial: bool, j, carry):
+        row_max, row_sum, acc, seen = carry
         start = j * tile.keys
         end = S_tail if partial else None
         k = load(key, start, tile.keys, width=H, rows=end)
         products = dot_transposed(q, k)
         place = Place(first, start, tile, T_tail, end)
+        visible = None
         if partial or not of.plain:
             by_position = mask.visible(place.queries, place.keys, end) if partial else None
             visible = of.visible(place, by_position)
@@ -79,33 +79,67 @@ def flash_forward(
             p = jnp.exp2(products * scale_2 - shift[:, None])
         correction = of.exp(row_max - shift)
         v = load(value, start, tile.keys, width=V, rows=end)
+        if isolate and visible is not None:
+            seen = seen + count_seen(jnp.broadcast_to(visible, products.shape), v)
+            v = finite(v)
         acc = acc * correction[:, None] + dot(of.with_dropout(p, place).astype(v.dtype), v)
-        return new_max, row_sum * correction + jnp.sum(p, axis=1), acc
+        return new_max, row_sum * correction + jnp.sum(p, axis=1), acc, seen
 
-    row_max, row_sum, acc = over_block_range(
-        of.block_range(mask, block, tile.queries, tile.keys),
-        body,
-        (
-            jnp.full((tile.queries,), -jnp.inf, jnp.float32),
-            jnp.zeros((tile.queries,), jnp.float32),
-            jnp.zeros((tile.queries, padded(V)), jnp.float32),
-        ),
-    )
-    sees_nothing = row_sum == 0.0
-    if sinks is not None:
-        sink = triton.load(sinks) * of.unit
-        top = jnp.maximum(row_max, sink)
-        correction = of.exp(row_max - top)
-        row_sum = row_sum * correction + of.exp(sink - top)
-        acc = acc * correction[:, None]
-        row_max = top
-    row_sum = jnp.where(sees_nothing, 1.0, row_sum)
-    if spec.dropout_rate:
-        acc = acc * of.dropout_scale
-    store(out, first, acc / row_sum[:, None], width=V, rows=T_tail)
-    natural_max = row_max if of.natural else row_max * LN_2
-    log_sum = jnp.where(sees_nothing, -jnp.inf, natural_max + jnp.log(row_sum))
-    store_vector(lse, first, log_sum, rows=T_tail)
+    def attend(block, isolate: bool):
+        """A tile's row maxima, row sums and unnormalised output. Where what isn't finite is kept apart, also
+        how many such values each element of the output sees in partial blocks, which it leaves out."""
+        first = block * tile.queries
+        q = load(query, first, tile.queries, width=H, rows=T_tail)
+        zeros = jnp.zeros((tile.queries, padded(V)), jnp.float32)
+        return over_block_range(
+            of.block_range(mask, block, tile.queries, tile.keys),
+            functools.partial(body, first, q, isolate),
+            (
+                jnp.full((tile.queries,), -jnp.inf, jnp.float32),
+                jnp.zeros((tile.queries,), jnp.float32),
+                zeros,
+                zeros if isolate else None,
+            ),
+        )
+
+    def normalised(row_max, row_sum, acc):
+        """The output and lse."""
+        sees_nothing = row_sum == 0.0
+        if sinks is not None:
+            sink = triton.load(sinks) * of.unit
+            top = jnp.maximum(row_max, sink)
+            correction = of.exp(row_max - top)
+            row_sum = row_sum * correction + of.exp(sink - top)
+            acc = acc * correction[:, None]
+            row_max = top
+        row_sum = jnp.where(sees_nothing, 1.0, row_sum)
+        if spec.dropout_rate:
+            acc = acc * of.dropout_scale
+        natural_max = row_max if of.natural else row_max * LN_2
+        return acc / row_sum[:, None], jnp.where(sees_nothing, -jnp.inf, natural_max + jnp.log(row_sum))
+
+    def attend_again(block):
+        *sums, seen = attend(block, isolate=True)
+        # What sees values that aren't finite stays as it is.
+        values, is_clean = normalised(*sums)[0], seen == 0.0
+        store(out, block * tile.queries, values, width=V, rows=T_tail, where=is_clean)
+
+    if again:
+        spoiled, _, out = results
+        over_spoiled_tiles(spoiled, T, tile.queries, attend_again)
+        return
+    out, lse, spoiled = results
+    block = pl.program_id(0)
+    if mask.high is not None:
+        # The last queries see the most keys: start those first, so that none of them ends alone.
+        block = pl.cdiv(T, tile.queries) - 1 - block
+    first = block * tile.queries
+    *row_sums, acc, _ = attend(block, isolate=False)
+    values, log_sums = normalised(*row_sums, acc)
+    store(out, first, values, width=V, rows=T_tail)
+    store_vector(lse, first, log_sums, rows=T_tail)
+    if spoiled is not None:
+        store_vector(spoiled, first, spoiled_rows(values), rows=T_tail)
 
 
 def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Array, jax.Array]:
@@ -113,6 +147,7 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
     size = sizes(operands)
     kernel = functools.partial(flash_forward, spec=spec, size=size, tile=tile)
     score_operands = scores.operands_of(operands, tile.queries, tile.keys)
+    hides_pairs = Scores(spec, size, score_operands).hides_pairs
 
     def of_queries(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, size.T, None, width), lambda _, n, b: (b, 0, n, 0))
@@ -121,25 +156,40 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
         group = np.int32(size.group)
         return pl.BlockSpec((None, size.S, None, width), lambda _, n, b: (b, 0, lax.div(n, group), 0))
 
-    return triton_call(
-        kernel,
+    of_rows = pl.BlockSpec((None, None, size.T), lambda _, n, b: (b, n, 0))
+    row_shape = result((size.B, size.N, size.T), jnp.float32, like=operands.query)
+    arguments = (operands.query, operands.key, operands.value, score_operands, operands.sinks)
+    in_specs = [
+        of_queries(padded(size.H)),
+        of_keys(padded(size.H)),
+        of_keys(padded(size.V)),
+        scores.specs_of(score_operands),
+        scores.spec_of("sinks", operands.sinks),
+    ]
+    out, lse, spoiled = triton_call(
+        functools.partial(kernel, again=False),
         grid=(pl.cdiv(size.T, tile.queries), size.N, size.B),
-        in_specs=[
-            of_queries(padded(size.H)),
-            of_keys(padded(size.H)),
-            of_keys(padded(size.V)),
-            scores.specs_of(score_operands),
-            scores.spec_of("sinks", operands.sinks),
-        ],
-        out_specs=[
-            of_queries(padded(size.V)),
-            pl.BlockSpec((None, None, size.T), lambda _, n, b: (b, n, 0)),
-        ],
+        in_specs=in_specs,
+        out_specs=[of_queries(padded(size.V)), of_rows, of_rows if hides_pairs else None],
         out_shape=[
             result((size.B, size.T, size.N, size.V), operands.query.dtype, like=operands.query),
-            result((size.B, size.N, size.T), jnp.float32, like=operands.query),
+            row_shape,
+            row_shape if hides_pairs else None,
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_forward",
-    )(operands.query, operands.key, operands.value, score_operands, operands.sinks)
+    )(*arguments)
+    if hides_pairs:
+        (out,) = triton_call(
+            functools.partial(kernel, again=True),
+            grid=(programs(size.T), size.N, size.B),
+            in_specs=[*in_specs, of_rows, of_queries(padded(size.V))],
+            out_specs=[of_queries(padded(size.V))],
+            out_shape=[result(out.shape, out.dtype, like=out)],
+            changes_last=1,
+            num_warps=tile.num_warps,
+            num_stages=1,
+            name="jax_flash_pallas_forward_again",
+        )(*arguments, spoiled, out)
+    return out, lse

@@ -10,6 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jax_flash._mask import both
+
 
 def indices(start, count: int, axis: int) -> jax.Array:
     """`start .. start + count` as int32 along `axis` of a matrix, the other axis being 1."""
@@ -40,10 +42,13 @@ def load(ref, start, count: int, *, width: int, rows: int | None = None, head=No
     return triton.load(tile, mask=inside, other=None if inside is None else 0.0)
 
 
-def store(ref, start, tile: jax.Array, *, width: int, rows: int | None = None) -> None:
-    """The counterpart of `load`: writes `tile`, in the ref's dtype, within `rows` and `width`."""
+def store(
+    ref, start, tile: jax.Array, *, width: int, rows: int | None = None, where: jax.Array | None = None
+) -> None:
+    """The counterpart of `load`: writes `tile`, in the ref's dtype, within `rows` and `width`; only those of
+    its elements that `where` names, if given."""
     count, padded_width = tile.shape
-    inside = _inside(start, count, rows, padded_width, width)
+    inside = both(_inside(start, count, rows, padded_width, width), where)
     triton.store(ref.at[pl.ds(start, count)], tile.astype(ref.dtype), mask=inside)
 
 

@@ -4,6 +4,7 @@ import jax
 import pytest
 from gpu_memory import poison
 from implementation_suite import FEATURES, ImplementationSuite
+from nonfinite_suite import NonFiniteSuite
 
 from jax_flash.pallas import lowering
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
@@ -23,6 +24,16 @@ class TestPallas(ImplementationSuite):
 
 
 class TestPallasByTriton(TestPallas):
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def by_triton(cls):
+        with lowering.only(lowering.TRITON):
+            yield
+
+
+class TestPallasNonFiniteByTriton(NonFiniteSuite):
+    implementation = "pallas"
+
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def by_triton(cls):

@@ -13,7 +13,7 @@ from attention_case import Case
 from call_factors import BROADCAST_FORMS
 from exhaustive import fields, thinned
 from implementation_suite import FEATURES, ImplementationSuite
-from nonfinite_suite import SITUATIONS, NonFiniteSuite
+from nonfinite_suite import NonFiniteSuite
 from pairwise_suite import PairwiseSuite
 
 import jax_flash
@@ -91,9 +91,6 @@ class TestPallasInterpretedAsForHopper(TestPallasInterpreted):
 class TestPallasNonFinite(NonFiniteSuite):
     implementation = "pallas"
     compiler_options = {"xla_backend_optimization_level": 0}  # noqa: RUF012
-    not_kept_apart = dict.fromkeys(
-        SITUATIONS, "partial blocks multiply the zeros of hidden pairs with what isn't finite"
-    )
 
     def environment(self):
         return compat.interpret()
