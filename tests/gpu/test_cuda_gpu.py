@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gpu_memory import poison
 from implementation_suite import Case, ImplementationSuite, compare, draw
-from nonfinite_suite import SITUATIONS, NonFiniteSuite
+from nonfinite_suite import NonFiniteSuite
 from seeds import seed_of
 
 import jax_flash
@@ -221,7 +221,18 @@ class TestCuda(ImplementationSuite):
 class TestCudaNonFinite(NonFiniteSuite):
     implementation = "cuda"
     sizes = dict(T=170, S=190, N=4, K=2, H=64)  # noqa: RUF012
-    # docs/tuning/cuda.md has a design.
-    not_kept_apart = dict.fromkeys(
-        SITUATIONS, "tiles multiply the zeros of hidden pairs with what isn't finite, and nothing runs again"
-    )
+
+
+class TestCudaNonFiniteInOrder(NonFiniteSuite):
+    """Several tiles, whose sums have the same bits in a fixed order: shared by units, by CTAs, or not."""
+
+    implementation = "cuda"
+
+    def attend(self, arguments, **options):
+        return super().attend(arguments | {"deterministic": True}, **options)
+
+    @pytest.fixture(autouse=True, scope="class", params=((64, 8, 8), (128, 8, 1), (192, 8, 2), (256, 2, 2)))
+    @classmethod
+    def of_head_dim(cls, request):
+        H, N, K = request.param
+        cls.sizes = dict(T=300, S=400, N=N, K=K, H=H)
