@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jax_flash import _dropout
+from jax_flash import _dropout, _isolation
 from jax_flash._mask import (
     BlockRange,
     Index,
@@ -105,10 +105,12 @@ class Scores:
         return "mask" in self.refs or "query_segment_ids" in self.refs
 
     @property
-    def hides_pairs(self) -> bool:
-        """Whether there may be queries and keys of the call that don't see each other."""
+    def isolates(self) -> bool:
+        """Whether queries and keys that don't see each other are kept apart if they aren't finite
+        (nonfinite.py)."""
         has_lengths = "query_seq_lengths" in self.refs or "key_value_seq_lengths" in self.refs
-        return self.masked or has_lengths or not window_of(self.spec, self.size).unbounded
+        hides_pairs = self.masked or has_lengths or not window_of(self.spec, self.size).unbounded
+        return _isolation.KERNELS and hides_pairs
 
     @property
     def plain(self) -> bool:

@@ -267,7 +267,7 @@ class _Call:
     operands: Operands
     arguments: tuple[jax.Array, ...]  # query, key, value, d_out, lse and delta
     bias_form: str | None  # see `features.bias_gradient`
-    hides_pairs: bool  # see `Scores`
+    isolates: bool  # see `Scores`
 
     def sums(self, names: dict[str, bool], positions: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Those of the sums `(B, N, positions)` that the call has, by name."""
@@ -300,14 +300,14 @@ def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.
         out_specs=[
             *of_keys,
             {name: pl.BlockSpec((None, size.group, size.S), lambda block, k, b: (b, k, 0)) for name in sums},
-            of_rows if call.hides_pairs else None,
+            of_rows if call.isolates else None,
         ],
-        out_shape=[*shapes, sums, row_shape if call.hides_pairs else None],
+        out_shape=[*shapes, sums, row_shape if call.isolates else None],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_backward_keys",
     )(*call.arguments, score_operands)
-    if call.hides_pairs:
+    if call.isolates:
         gradients = triton_call(
             functools.partial(kernel, again=True),
             grid=(programs(size.S), size.K, size.B),
@@ -316,7 +316,7 @@ def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.
             out_shape=shapes,
             changes_last=2,
             num_warps=tile.num_warps,
-            num_stages=1,
+            num_stages=tile.num_stages,
             name="jax_flash_pallas_backward_keys_again",
         )(*call.arguments, score_operands, spoiled, *gradients)
     return *gradients, sums
@@ -345,13 +345,13 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
         functools.partial(kernel, again=False),
         grid=(pl.cdiv(size.T, tile.queries), size.N, size.B),
         in_specs=in_specs,
-        out_specs=[of_queries, specs, of_rows if call.hides_pairs else None],
-        out_shape=[shape, d_scores, row_shape if call.hides_pairs else None],
+        out_specs=[of_queries, specs, of_rows if call.isolates else None],
+        out_shape=[shape, d_scores, row_shape if call.isolates else None],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_backward_queries",
     )(*call.arguments, score_operands)
-    if call.hides_pairs:
+    if call.isolates:
         (d_query,) = triton_call(
             functools.partial(kernel, again=True),
             grid=(programs(size.T), size.N, size.B),
@@ -360,7 +360,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
             out_shape=[shape],
             changes_last=1,
             num_warps=tile.num_warps,
-            num_stages=1,
+            num_stages=tile.num_stages,
             name="jax_flash_pallas_backward_queries_again",
         )(*call.arguments, score_operands, spoiled, d_query)
     return d_query, d_scores
@@ -385,7 +385,7 @@ def backward(
     if spec.dropout_rate:
         delta = delta / of.dropout_scale
     arguments = (operands.query, operands.key, operands.value, d_out, lse, delta)
-    call = _Call(spec, size, operands, arguments, features.bias_gradient(operands), of.hides_pairs)
+    call = _Call(spec, size, operands, arguments, features.bias_gradient(operands), of.isolates)
     d_key, d_value, sums_of_keys = _keys(call, tiles.backward_keys)
     d_query, d_scores = _queries(call, tiles.backward_queries)
 

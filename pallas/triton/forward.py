@@ -147,7 +147,7 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
     size = sizes(operands)
     kernel = functools.partial(flash_forward, spec=spec, size=size, tile=tile)
     score_operands = scores.operands_of(operands, tile.queries, tile.keys)
-    hides_pairs = Scores(spec, size, score_operands).hides_pairs
+    isolates = Scores(spec, size, score_operands).isolates
 
     def of_queries(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, size.T, None, width), lambda _, n, b: (b, 0, n, 0))
@@ -170,17 +170,17 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
         functools.partial(kernel, again=False),
         grid=(pl.cdiv(size.T, tile.queries), size.N, size.B),
         in_specs=in_specs,
-        out_specs=[of_queries(padded(size.V)), of_rows, of_rows if hides_pairs else None],
+        out_specs=[of_queries(padded(size.V)), of_rows, of_rows if isolates else None],
         out_shape=[
             result((size.B, size.T, size.N, size.V), operands.query.dtype, like=operands.query),
             row_shape,
-            row_shape if hides_pairs else None,
+            row_shape if isolates else None,
         ],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_forward",
     )(*arguments)
-    if hides_pairs:
+    if isolates:
         (out,) = triton_call(
             functools.partial(kernel, again=True),
             grid=(programs(size.T), size.N, size.B),
@@ -189,7 +189,7 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
             out_shape=[result(out.shape, out.dtype, like=out)],
             changes_last=1,
             num_warps=tile.num_warps,
-            num_stages=1,
+            num_stages=tile.num_stages,
             name="jax_flash_pallas_forward_again",
         )(*arguments, spoiled, out)
     return out, lse

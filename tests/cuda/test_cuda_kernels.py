@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from exhaustive import thinned
 
+from jax_flash import _isolation
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import plan_check, supports
@@ -120,9 +121,12 @@ def all_plans(**call) -> list[LaunchPlan]:
     return [*plans(**call), *(plan for plan in metadata if plan is not None)]
 
 
-def launches(schedule: Schedule | None = None, **call) -> list[Launch]:
+def launches(schedule: Schedule | None = None, isolates: bool = False, **call) -> list[Launch]:
     """Of all plans. The backward pass's follow a schedule, where one is given."""
-    with mock.patch.object(backward_plan, "BackwardCall", functools.partial(BackwardCall, chosen=schedule)):
+    with (
+        mock.patch.object(backward_plan, "BackwardCall", functools.partial(BackwardCall, chosen=schedule)),
+        mock.patch.object(_isolation, "KERNELS", isolates),
+    ):
         return [launch for plan in all_plans(**call) for launch in plan.launches]
 
 
@@ -183,6 +187,7 @@ def variants() -> dict[Kernel, Launch]:
     calls += [{"head_dim": 128, "T": 16, "N": 16, "features": (x,)} for x in ("lengths", "segments")]
     found = {launch.kernel: launch for call in calls for launch in launches(UNDIVIDED, **call)}
     found |= {launch.kernel: launch for call in calls[::3] for launch in launches(SHARED, **call)}
+    found |= {launch.kernel: launch for call in calls[1::2] for launch in launches(UNDIVIDED, True, **call)}
     # Kernels of the forward pass at other lengths, and with PackGQA; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
     calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]

@@ -17,8 +17,8 @@ from nonfinite_suite import NonFiniteSuite
 from pairwise_suite import PairwiseSuite
 
 import jax_flash
-from jax_flash import _device, pallas
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash import _device, _varlen_unpacking, pallas
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, features, lowering, scores
 from jax_flash.pallas.triton import tiles as triton_tiles
 
@@ -136,9 +136,11 @@ def forward_and_backward(spec: AttentionSpec, operands: Operands, d_lse: bool = 
     return out, lse, pallas.backward(spec, operands, out, lse, out, lse if d_lse else None)
 
 
-def exported_for(
-    device: _device.Device, spec: AttentionSpec, operands: Operands, kernels: int = 3
-) -> jax.export.Exported:
+def exported_for(device: _device.Device, spec: AttentionSpec, operands: Operands) -> jax.export.Exported:
+    """Checks that there are the kernels that are expected."""
+    unpacked_spec, unpacked = _varlen_unpacking.unpacked_shapes(spec, operands)
+    of = scores.Scores(unpacked_spec, sizes(unpacked), unpacked.present())
+    kernels = (6 if of.isolates else 3) + (features.bias_gradient(operands) == "shared")
     with _device.assume(device), compat.lowering_for(device.kind):
         function = jax.jit(lambda operands: forward_and_backward(spec, operands))
         checks = [jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
@@ -242,33 +244,32 @@ def test_says_which_operands_it_does_not_take(operand, shape, dtype, reason):
     assert said is None if reason is None else reason in said
 
 
-def lower_for(device: _device.Device, case: Case, kernels: int):
+def lower_for(device: _device.Device, case: Case):
     assert pallas.supports(case.spec(), case.operands(), device) is None
-    exported_for(device, case.spec(), case.operands(), kernels)
+    exported_for(device, case.spec(), case.operands())
 
 
-def lower_for_all_gpus(case: Case, kernels: int):
+def lower_for_all_gpus(case: Case):
     for device in (A10, _device.H100):
-        lower_for(device, case, kernels)
+        lower_for(device, case)
 
 
 @pytest.mark.parametrize("T, S", [(129, 256), pytest.param(1, 1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("feature", [*FEATURES, "seq_lengths:query", "seq_lengths:key_value", "mask:1111"])
 def test_lowers_every_feature(feature, T, S):
-    lower_for_all_gpus(Case("", "bfloat16", T=T, S=S, N=4, is_causal=True, features=(feature,)), kernels=3)
+    lower_for_all_gpus(Case("", "bfloat16", T=T, S=S, N=4, is_causal=True, features=(feature,)))
 
 
 @pytest.mark.parametrize("form", BROADCAST_FORMS[::3])  # of each way to sum up the gradient some
 def test_lowers_every_bias_with_everything(form):
     case = Case("", "float16", T=65, S=80, N=4, features=(*EVERYTHING, f"bias:{form}"), bias_dtype="float32")
-    is_shared = form.endswith("TS") and form != "BNTS"
-    lower_for_all_gpus(case, kernels=4 if is_shared else 3)
+    lower_for_all_gpus(case)
 
 
 @pytest.mark.parametrize("H, V", [(96, 48), (40, 100), (256, 48), (1, 200)])
 def test_lowers_a_shared_bias_of_every_head_dim(H, V):
     case = Case("", "bfloat16", T=65, S=80, N=4, H=H, V=V, features=("bias:B1TS",))
-    lower_for_all_gpus(case, kernels=4)
+    lower_for_all_gpus(case)
 
 
 class PairsToLower(PairwiseSuite):
@@ -307,13 +308,12 @@ def pairs_to_lower() -> list[Case]:
     ids=str,
 )
 def test_lowers_pairs(turn, case):
-    kernels = 4 if features.bias_gradient(case.operands()) == "shared" else 3
-    lower_for((A10, _device.H100)[turn % 2], case, kernels)
+    lower_for((A10, _device.H100)[turn % 2], case)
 
 
 def test_lowers_features_with_64_bit_types():
     with jax.enable_x64(True):
-        lower_for_all_gpus(Case("", "bfloat16", features=(*EVERYTHING, "bias:1NTS")), kernels=4)
+        lower_for_all_gpus(Case("", "bfloat16", features=(*EVERYTHING, "bias:1NTS")))
 
 
 @pytest.mark.parametrize("device", [_device.H100, A10], ids=lambda device: device.kind)

@@ -8,12 +8,13 @@ backward; and results that do must not hide them.
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from attention_case import Case, draw
 from implementation_suite import Implementation
 
-from jax_flash import _reference
+from jax_flash import _isolation, _reference
 from jax_flash._spec import sizes
 
 SITUATIONS = {
@@ -49,13 +50,17 @@ class NonFiniteSuite(Implementation):
 
     dtype: str = "bfloat16"
     sizes: dict[str, int] = dict(T=70, S=90, N=4, K=2, H=16)  # noqa: RUF012
-    # Why the implementation doesn't keep what isn't finite apart yet, by situation.
-    not_kept_apart: dict[str, str] = {}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def isolates(self, monkeypatch):
+        """Kernels keep what isn't finite apart, which they don't by default."""
+        monkeypatch.setattr(_isolation, "KERNELS", True)
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
 
     @pytest.mark.parametrize("situation", SITUATIONS)
     def test_what_is_not_finite_reaches_no_further_than_by_definition(self, situation):
-        if situation in self.not_kept_apart:
-            pytest.skip(self.not_kept_apart[situation])
         case = Case("not finite", self.dtype, **self.sizes, **SITUATIONS[situation])
         arguments, spec, operands, d_out, d_lse = draw(case)
         queries, keys = spoiled(situation, case, operands)

@@ -6,6 +6,7 @@ import math
 
 import jax
 
+from jax_flash import _isolation
 from jax_flash._device import Device
 from jax_flash._mask import PositionMask, Window, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
@@ -83,7 +84,8 @@ class BackwardCall:
     def isolates(self) -> bool:
         """Whether a query may not see a key, which is then kept apart from it if it isn't finite."""
         bounded = (self.spec.left, self.spec.right) != (None, None)  # at other lengths, if not at these
-        return bounded or self.has_metadata or self.shapes.mask is not None
+        hides_pairs = bounded or self.has_metadata or self.shapes.mask is not None
+        return _isolation.KERNELS and hides_pairs
 
     @functools.cached_property
     def window(self) -> Window:

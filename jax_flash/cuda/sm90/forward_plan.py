@@ -139,6 +139,7 @@ def _kernel(
             ("EARLY_PV_STEPS", tile.early_pv_steps),
             ("PACK_GQA", configuration.pack_gqa),
             ("SPLIT_KV", int(split_kv)),
+            ("ISOLATES", int(requirements_of(spec, shapes).isolates)),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
             ("SCORE_SIGN", sign),

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jax_flash import _isolation
 from jax_flash._mask import Window, position_mask
 from jax_flash._spec import Sizes
 from jax_flash.cuda.sm90.tensor_maps import MAX_SHARED_BYTES, PANEL_BYTES, tile_row_bytes
@@ -33,8 +34,9 @@ class TileRequirements:
 
     @property
     def isolates(self) -> bool:
-        """Whether a tile may see some keys of a block and not others: `Traits::isolates` of the kernel."""
-        return not self.window.unbounded or self.mask_metadata or self.mask
+        """Whether rows that see some keys of a block and not others are kept apart from what isn't finite."""
+        hides_pairs = not self.window.unbounded or self.mask_metadata or self.mask
+        return _isolation.KERNELS and hides_pairs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,8 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
     constexpr int chunk_columns = sizeof(Chunk) / Traits::element_bytes;
     constexpr int panel_count = Traits::panel_columns / 2;  // accumulators of a thread in a panel
     constexpr int rows_of_lane = 4;  // 8 lanes copy a row of a panel
-    const int lane = threadIdx.x % 32;
+    // With dropout registers are short: the lane is not kept from the tile's start.
+    const int lane = (Traits::isolates && Traits::dropout ? reload_thread_index() : threadIdx.x) % 32;
     Traits::Element* rows[rows_of_lane];
     bool inside[rows_of_lane];
 #pragma unroll

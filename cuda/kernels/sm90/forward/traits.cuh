@@ -12,6 +12,7 @@
 //   EARLY_PV_STEPS how many of the steps of PV, of 16 keys each, are issued before the row maxima are computed
 //   PACK_GQA       query heads of one key head whose rows share a tile
 //   SPLIT_KV       1: the keys of the last tiles are split among CTAs
+//   ISOLATES       1: what isn't finite is kept from rows that don't see it (repeat.cuh)
 //   HAS_LEFT, HAS_RIGHT   1: the window hides keys on that side
 //   SCORE_SIGN     factor of the scores: 1, or -1 or 0 if the scale is negative or zero
 //   SINKS          1: attention sinks
@@ -50,7 +51,7 @@ struct Traits {
     static constexpr bool dropout = has_dropout;
     // Whether a visited block may have hidden pairs. Values that aren't finite are then kept from rows that don't see
     // them (repeat.cuh). Elsewhere every row sees all of the tile's keys.
-    static constexpr bool isolates = has_left || has_right || ScoreTraits::mask;
+    static constexpr bool isolates = ISOLATES;
 
     static constexpr int step_elements = 32 / element_bytes;  // that one wgmma contracts
     static constexpr int key_steps = head_dim / step_elements;  // wgmmas of QK^T

@@ -1,0 +1,9 @@
+"""Whether kernels keep what isn't finite from queries and keys that don't see it.
+
+In products of blocks the zeros of pairs that don't see each other meet whatever the operands hold, and 0
+times NaN is NaN. Plain JAX always guards against that. The CUDA kernels, and those by Triton, can in calls
+that hide pairs. They don't by default: it runs in emulators, and what it costs on a GPU is not measured yet.
+"""
+
+KERNELS = False
+"""A setting for tests and measurements; read when a call is traced."""
