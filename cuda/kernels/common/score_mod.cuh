@@ -55,9 +55,10 @@ struct ScoreRow {
         const int own_key = min(key, last_key);
         float x = score * operands.scale;
         if constexpr (ScoreTraits::soft_cap) {
+            x = operands.soft_cap * (tanh = tanh_of(x));
             // Of an infinite score the tangent is finite. Its logit is NaN, so that the log-sum-exp tells which queries
             // see what isn't finite.
-            x = operands.soft_cap * (tanh = tanh_of(x)) + 0.0f * score;
+            if constexpr (ISOLATES) x += 0.0f * score;
         }
         if constexpr (ScoreTraits::bias) {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);

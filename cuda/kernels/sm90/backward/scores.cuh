@@ -11,7 +11,10 @@ __device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i 
 __device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
 
 // The derivative of the soft cap. Zero for NaN, as masked pairs may have: P is NaN itself where that is to be seen.
-__device__ __forceinline__ float softcap_grad_of(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
+__device__ __forceinline__ float softcap_grad_of(float tanh) {
+    const float derivative = 1 - tanh * tanh;
+    return Traits::isolates ? fmaxf(derivative, 0) : derivative;
+}
 
 // Whether the call's boolean mask lets the row's query see a key.
 __device__ __forceinline__ bool lets_see(const ScoreRow& row, int key) {
@@ -35,7 +38,7 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
             const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), tanh[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
             // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
-            if constexpr (ScoreTraits::mask) {
+            if constexpr (Traits::isolates && ScoreTraits::mask) {
                 if (!lets_see(row, key + 8 * key_row_of(j))) scores[i + j] = 0;
             }
         }
