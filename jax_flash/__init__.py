@@ -10,11 +10,13 @@ from jax_flash._dropout import dropout_mask
 from jax_flash._explain import explain
 from jax_flash._planned_for import planned_for
 from jax_flash._precompile import precompile
+from jax_flash._rotary import apply_rotary
 from jax_flash._varlen import flash_attention_varlen
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "apply_rotary",
     "dot_product_attention",
     "dropout_mask",
     "explain",

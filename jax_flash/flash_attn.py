@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _validate
+from jax_flash import _arguments, _sequences, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._mask import Window
 from jax_flash._padding import pad_input, unpad_input
+from jax_flash._rotary import apply_rotary_packed, apply_rotary_rows
 from jax_flash._varlen import PackedSequences, attend_packed
 
 __all__ = [
+    "apply_rotary_emb",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -330,6 +332,49 @@ def flash_attn_varlen_qkvpacked_func(
     )
     sequences = PackedSequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _attend_packed(options.arguments(q, k, v, _QKV_NAMES), sequences)
+
+
+def apply_rotary_emb(
+    x: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | ArrayLike = 0,
+    cu_seqlens: ArrayLike | None = None,
+    max_seqlen: int | None = None,
+) -> jax.Array:
+    """Rotary position embeddings: `jax_flash.apply_rotary`.
+
+    Args:
+      x: `(batch_size, seqlen, nheads, headdim)`, floating; of packed sequences, which `cu_seqlens` says,
+        `(total, nheads, headdim)`.
+      cos, sin: `(seqlen_rotary, rotary_dim / 2)`, floating; rotary_dim is at most headdim.
+      interleaved: whether pairs are neighbours, as in GPT-J, or halves, as in GPT-NeoX.
+      inplace: has to be False, as arrays of JAX are immutable.
+      seqlen_offsets: the position of the first token: an int, or integers `(batch_size,)`.
+      cu_seqlens: integers `(batch_size + 1,)`: where each packed sequence starts, and the last one ends.
+      max_seqlen: of packed sequences; not needed.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      TypeError, ValueError: as `jax_flash.apply_rotary` raises them.
+      NotImplementedError: `inplace` is True.
+    """
+    if _validate.flag("inplace", inplace):
+        raise NotImplementedError("inplace must be False, as arrays of JAX are immutable; got True")
+    if max_seqlen is not None:
+        _validate.size("max_seqlen", max_seqlen)
+    x = _validate.array("x", x, "floating")
+    letters = "(batch_size, seqlen, nheads, headdim)" if cu_seqlens is None else "(total, nheads, headdim)"
+    if x.ndim != letters.count(",") + 1:
+        raise ValueError(f"x must have shape {letters}; got {_validate.described(x)}")
+    if cu_seqlens is None:
+        return apply_rotary_rows(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets")
+    offsets = _sequences.offsets("cu_seqlens", cu_seqlens, x.shape[0], x.shape[0], "max_seqlen")
+    return apply_rotary_packed(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets", offsets)
 
 
 @dataclasses.dataclass

@@ -333,6 +333,7 @@ def test_sharded_leading_axes_stay_as_they_are(axis_type, spec):
 
 def test_the_public_names():
     assert sorted(jax_flash.__all__) == [
+        "apply_rotary",
         "dot_product_attention",
         "dropout_mask",
         "explain",

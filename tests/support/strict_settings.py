@@ -193,6 +193,18 @@ def calls(dtype: str) -> dict[str, StrictCall]:
             {},
             takes_implementation=False,
         ),
+        "apply_rotary": StrictCall(
+            lambda inputs, others, _: jax_flash.apply_rotary(**inputs, **others),
+            {"x": normal(B, T, N, H), "cos": normal(T + 5, H // 2), "sin": normal(T + 5, H // 2)},
+            {"offsets": integers(5, 0)},
+            takes_implementation=False,
+        ),
+        "apply_rotary_emb": StrictCall(
+            lambda inputs, others, _: flash_attn.apply_rotary_emb(**inputs, **others, seqlen_offsets=3),
+            {"x": normal(T, N, H), "cos": normal(T + 5, 4), "sin": normal(T + 5, 4)},
+            {"cu_seqlens": integers(0, 8, 8, T)},
+            takes_implementation=False,
+        ),
         "pad and unpad": padded(normal(B, T, N, H), jnp.asarray(rng.random((B, T)) < 0.7)),
         "flax": of(
             jax_flash.flax.dot_product_attention,
