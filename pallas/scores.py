@@ -107,7 +107,7 @@ class Scores:
     @property
     def isolates(self) -> bool:
         """Whether queries and keys that don't see each other are kept apart if they aren't finite
-        (nonfinite.py)."""
+        (triton/nonfinite.py)."""
         has_lengths = "query_seq_lengths" in self.refs or "key_value_seq_lengths" in self.refs
         hides_pairs = self.masked or has_lengths or not window_of(self.spec, self.size).unbounded
         return _isolation.KERNELS and hides_pairs

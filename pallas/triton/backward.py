@@ -29,10 +29,10 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 from .. import features, scores
 from ..compat import result, triton_call
 from ..loop import over_block_range, over_skipped_blocks
-from ..nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
 from ..scores import Place, Scores
 from . import backward_bias
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
+from .nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
 from .tiles import Tile, Tiles, padded
 
 

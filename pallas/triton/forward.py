@@ -20,9 +20,9 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 from .. import scores
 from ..compat import result, triton_call
 from ..loop import over_block_range
-from ..nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
 from ..scores import LN_2, LOG2_E, Place, Scores
 from .memory import dot, dot_transposed, load, store, store_vector
+from .nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
 from .tiles import Tile, padded
 
 

@@ -41,6 +41,13 @@ class TestPallasNonFiniteByTriton(NonFiniteSuite):
             yield
 
 
+class TestPallasNonFiniteOfManyTilesByTriton(TestPallasNonFiniteByTriton):
+    """In float16, whose rounding hides less of a difference in float32."""
+
+    dtype = "float16"
+    sizes = dict(T=300, S=410, N=4, K=2, H=128)  # noqa: RUF012
+
+
 class TestPallasTogether(TestPallas):
     """With one kernel for all gradients however few keys there are, on Hopper."""
 
