@@ -7,7 +7,7 @@
 // A tile waits only for tiles that were handed out before it. CTAs take tiles from a counter, so those tiles are at work
 // or done, and the first unfinished tile waits for nobody: the kernel ends with any number of resident CTAs, started in
 // any order. So that the waits are short, tiles come to a block in the order in which they were handed out, some blocks
-// apart (key_tile_at):
+// apart (unit_at):
 //
 //   BlockOrder::forward    tiles with later keys are handed out first, and visit their blocks from the first to the last.
 //       Under a causal mask tiles that start together start a block or more apart. Where all tiles see all blocks, each

@@ -65,7 +65,9 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
     }
 
     if (parameters.key_sums.d_key != nullptr) {
-        const int thread = blockIdx.x * threads + threadIdx.x, all_threads = gridDim.x * threads;
+        // In 64 bits: a call may have few keys, whose tiles units share, and very many queries.
+        const int64_t thread = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+        const int64_t all_threads = static_cast<int64_t>(gridDim.x) * threads;
         const KeySums& sums = parameters.key_sums;
         auto zero = [&](float* sum, int columns) {
             float4* vectors = reinterpret_cast<float4*>(sum);
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
         zero(sums.d_key, Traits::head_dim);
         zero(sums.d_value, Traits::value_dim);
         if (sums.d_key_semaphores != nullptr) {
-            for (int i = thread; i < parameters.key_groups; i += all_threads) {
+            for (int64_t i = thread; i < parameters.key_groups; i += all_threads) {
                 sums.d_key_semaphores[i] = sums.d_value_semaphores[i] = 0;
             }
         }
