@@ -113,7 +113,7 @@ def test_a_sequence_of_nan_beside_others(emulator):
 @pytest.mark.parametrize("value", (np.inf, -np.inf))
 def test_a_soft_cap_hides_no_infinite_score(value, emulator):
     """The tangent of an infinity is finite. The log-sum-exp tells the backward pass which queries see one."""
-    case = Case(H=64, T=70, S=140, N=2, soft_cap=2.0)
+    case = Case(H=64, T=70, S=140, N=2, right=0, soft_cap=2.0)
     spec, operands, *_, seed = draw(case)
     query = np.array(operands.query)
     query[:, 33, :, 5] = value
