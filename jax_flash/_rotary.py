@@ -98,8 +98,14 @@ def _rotate(
     cu_seqlens: jax.Array | None,
     interleaved: bool,
 ) -> jax.Array:
+    return rotated(x, cos, sin, _positions(x.shape[:-2], first, cu_seqlens), interleaved)
+
+
+def rotated(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, positions: jax.Array, interleaved: bool
+) -> jax.Array:
+    """`x (*B, T, N, H)` rotated at `positions`, broadcastable to (*B, T); NaN where tables lack them."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    positions = _positions(x.shape[:-2], first, cu_seqlens)
     positions = jnp.where(positions < 0, cos.shape[0], positions)
     # (*B, T, 1, R / 2); `fill` gives NaN for positions that are not there.
     cos, sin = (
