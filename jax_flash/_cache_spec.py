@@ -9,7 +9,7 @@ paged one, the size of a page times the pages that a sequence may have.
 """
 
 import dataclasses
-from typing import Any, Generic, Literal
+from typing import Any, ClassVar, Generic, Literal
 
 import jax
 
@@ -27,6 +27,8 @@ class CacheSpec:
     Of `attention`, the scale, the window, the soft cap and `return_residual` are in use. The window's
     diagonal is aligned to the bottom right, with the lengths after the append.
     """
+
+    operation: ClassVar[str] = "decoding"
 
     attention: AttentionSpec
     rotary_interleaved: bool = False

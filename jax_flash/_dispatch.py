@@ -1,6 +1,7 @@
 """Which implementation runs a call.
 
-An implementation is a module with `supports`, `describe`, `forward` and `backward`. `supports` returns the
+An implementation is a module with `supports`, `describe`, `forward` and `backward`. Its submodule `decoding`,
+with the first three, runs calls on key-value caches. `supports` returns the
 limit that keeps it from running a call, as the support table in the README documents it, or None. It raises
 ImportError where the installation lacks something that the call needs. Here are the order in which
 implementations are asked, and the warnings where a slower one runs than the device allows for.
@@ -16,6 +17,7 @@ from types import ModuleType
 import jax
 
 from jax_flash import _slower
+from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import Device
 from jax_flash._slower import SlowerImplementationWarning
 from jax_flash._spec import AttentionSpec, Operands
@@ -28,13 +30,18 @@ IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 PORTABLE = "xla"
 """The one that runs on every platform."""
 
-Shapes = Operands[jax.ShapeDtypeStruct]
+Spec = AttentionSpec | CacheSpec
+Shapes = Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]
 
 
 @functools.cache
-def get(name: str) -> ModuleType:
-    """The implementation of that name. Imported on demand, so that none is loaded in vain."""
-    return importlib.import_module(f"jax_flash.{name}")
+def get(name: str, operation: str = AttentionSpec.operation) -> ModuleType:
+    """What that implementation runs `operation` by. Imported on demand, so that none is loaded in vain."""
+    return importlib.import_module(_path(name, operation))
+
+
+def _path(name: str, operation: str) -> str:
+    return f"jax_flash.{name}" + ("" if operation == AttentionSpec.operation else f".{operation}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +53,18 @@ class Refusal:
     """What the installation lacks; None where the reason is a documented limit."""
 
 
-def reason(name: str, spec: AttentionSpec, shapes: Shapes, device: Device) -> str | None:
+def reason(name: str, spec: Spec, shapes: Shapes, device: Device) -> str | None:
     """Why that implementation can't run the call on `device`; None where it can."""
     refusal = _refusal(name, spec, shapes, device)
     return None if refusal is None else refusal.reason
 
 
-def reasons(spec: AttentionSpec, shapes: Shapes, device: Device) -> dict[str, str | None]:
+def reasons(spec: Spec, shapes: Shapes, device: Device) -> dict[str, str | None]:
     """`reason` of every implementation, in order of preference."""
     return {name: reason(name, spec, shapes, device) for name in IMPLEMENTATIONS}
 
 
-def select(
-    spec: AttentionSpec, shapes: Shapes, names: Sequence[str] | None, device: Device
-) -> tuple[str, ...]:
+def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Device) -> tuple[str, ...]:
     """The implementation to run, and what to run in its place on other platforms.
 
     Warns with `SlowerImplementationWarning`, once for each reason, where a GPU runs a slower implementation
@@ -99,10 +104,12 @@ def select(
     raise NotImplementedError(message) from fault
 
 
-def _refusal(name: str, spec: AttentionSpec, shapes: Shapes, device: Device) -> Refusal | None:
+def _refusal(name: str, spec: Spec, shapes: Shapes, device: Device) -> Refusal | None:
     try:
-        implementation = get(name)
+        implementation = get(name, spec.operation)
     except ImportError as error:
+        if name != PORTABLE and error.name == _path(name, spec.operation):
+            return Refusal("it has no kernels for key-value caches")
         return Refusal(_import_failure(error), error)
     if name != PORTABLE and (symbolic := _symbolic(shapes)):
         return Refusal(f"kernels are planned for shapes that are known, and {symbolic} is symbolic")

@@ -3,14 +3,14 @@
 Written sequence by sequence in NumPy, for tests. Attention itself is `_reference.py`'s.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _reference
-from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
+from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._spec import Operands
 
 
@@ -31,7 +31,8 @@ def reference(spec: CacheSpec, operands: CacheOperands) -> Results:
 
 def plain(spec: CacheSpec, operands: CacheOperands) -> Results:
     """The call as plain attention computes it, in query's dtype."""
-    return _results(spec, jax.tree.map(np.asarray, operands), np.float32)
+    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+    return _results(spec, jax.tree.map(np.asarray, operands), dtype)
 
 
 def _wide(x):
@@ -39,43 +40,27 @@ def _wide(x):
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _results(spec: CacheSpec, operands: CacheOperands, dtype) -> Results:
+def _results(spec: CacheSpec, operands: Any, dtype) -> Results:
     n = cache_sizes(operands)
-    layer = () if operands.layer is None else (int(operands.layer),)
-    is_there = not layer or 0 <= layer[0] < operands.key.shape[0]
-    arrays = [x.copy() for x in (operands.key, operands.value) if x is not None]
-
-    for b in range(n.B if is_there else 0):
+    cache = Cache(operands)
+    for b in range(n.B):
         for t in range(n.U):
             position = int(operands.lengths[b]) + t
-            place = _place(operands, b, position)
-            if place is None:
-                continue
             new_key = _rotated(spec, operands, operands.new_key[b, t], position, dtype)
-            if operands.value is None:
-                arrays[0][(*layer, *place)] = np.stack([new_key, operands.new_value[b, t]], 1).reshape(
-                    -1, n.H
-                )
-            else:
-                arrays[0][(*layer, *place)] = new_key
-                arrays[1][(*layer, *place)] = operands.new_value[b, t]
+            cache.write(b, position, new_key, operands.new_value[b, t])
 
-    # The same caches with the keys of each sequence one after another.
+    # The same caches with the keys of each sequence one after another; 0 for those that are hidden from all.
+    lengths = np.minimum(operands.lengths + n.U, n.S)
     key = np.zeros((n.B, n.S, n.K, n.H), operands.key.dtype)
     value = np.zeros((n.B, n.S, n.K, n.V), operands.key.dtype)
     is_visible = np.zeros((n.B, 1, 1, n.S), bool)
-    for b in range(n.B if is_there else 0):
-        for j in range(0 if operands.left_padding is None else max(int(operands.left_padding[b]), 0), n.S):
-            place = _place(operands, b, j)
-            if place is None:
-                continue
-            row = arrays[0][(*layer, *place)]
-            key[b, j], value[b, j] = (
-                (row[0::2], row[1::2]) if operands.value is None else (row, arrays[1][(*layer, *place)])
-            )
-            is_visible[b, 0, 0, j] = True
+    padding = np.zeros(n.B, np.int32) if operands.left_padding is None else operands.left_padding
+    for b in range(n.B):
+        for j in range(max(int(padding[b]), 0), lengths[b]):
+            if (row := cache.read(b, j)) is not None:
+                key[b, j], value[b, j] = row
+                is_visible[b, 0, 0, j] = True
 
-    lengths = np.minimum(operands.lengths + n.U, n.S)
     query, counts = _queries(operands, n)
     for b in range(n.B if operands.rotary_cos is not None else 0):
         for t in range(counts[b]):
@@ -100,22 +85,49 @@ def _results(spec: CacheSpec, operands: CacheOperands, dtype) -> Results:
     else:
         out, lse = _reference.plain_attention(spec.attention, attention)
     out, lse = _packed(operands, np.asarray(out), np.asarray(lse), counts)
-    return Results(out, lse, arrays[0], None if operands.value is None else arrays[1])
+    return Results(out, lse, cache.key, cache.value)
 
 
-def _place(operands: CacheOperands, b: int, position: int) -> tuple[int, int] | None:
-    """Where the cache has that key of sequence b, after the axis of layers; None where it has no place."""
-    n = cache_sizes(operands)
-    if not 0 <= position < n.S:
-        return None
-    if operands.page_table is None:
-        row = b if operands.batch_index is None else int(operands.batch_index[b])
-        return (row, position) if 0 <= row < operands.key.shape[-4] else None
-    page = int(operands.page_table[b, position // n.page])
-    return (page, position % n.page) if 0 <= page < operands.key.shape[-4] else None
+class Cache:
+    """A copy of the cache, by the positions of keys in their sequences."""
+
+    def __init__(self, operands: Any):
+        self.operands, self.sizes = operands, cache_sizes(operands)
+        self.key = operands.key.copy()
+        self.value = None if operands.value is None else operands.value.copy()
+
+    def place(self, b: int, position: int) -> tuple[int, ...] | None:
+        """Where the cache has that key of sequence b; None where it has no place."""
+        operands, page = self.operands, self.sizes.page
+        if not 0 <= position < self.sizes.S:
+            return None
+        if page is not None:
+            row, position = int(operands.page_table[b, position // page]), position % page
+        else:
+            row = b if operands.batch_index is None else int(operands.batch_index[b])
+        place = (row, position) if operands.layer is None else (int(operands.layer), row, position)
+        is_there = all(0 <= i < size for i, size in zip(place, operands.key.shape, strict=False))
+        return place if is_there else None
+
+    def write(self, b: int, position: int, key: np.ndarray, value: np.ndarray) -> None:
+        """One row of keys `(K, H)` and values `(K, V)`."""
+        place = self.place(b, position)
+        if place is None:
+            return
+        if self.value is None:
+            self.key[place][0::2], self.key[place][1::2] = key, value
+        else:
+            self.key[place], self.value[place] = key, value
+
+    def read(self, b: int, position: int) -> tuple[np.ndarray, np.ndarray] | None:
+        place = self.place(b, position)
+        if place is None:
+            return None
+        row = self.key[place]
+        return (row[0::2], row[1::2]) if self.value is None else (row, self.value[place])
 
 
-def _rotated(spec: CacheSpec, operands: CacheOperands, x: np.ndarray, position: int, dtype) -> np.ndarray:
+def _rotated(spec: CacheSpec, operands: Any, x: np.ndarray, position: int, dtype) -> np.ndarray:
     """`x (heads, H)` at that position, computed in `dtype` and rounded once; NaN where tables lack it."""
     if operands.rotary_cos is None:
         return x
@@ -124,11 +136,9 @@ def _rotated(spec: CacheSpec, operands: CacheOperands, x: np.ndarray, position: 
     else:
         cos, sin = (y[position].astype(dtype) for y in (operands.rotary_cos, operands.rotary_sin))
     half = len(cos)
-    first, second = (
-        (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-        if spec.rotary_interleaved
-        else (slice(half), slice(half, 2 * half))
-    )
+    first, second = slice(half), slice(half, 2 * half)
+    if spec.rotary_interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     a, b = (x[:, part].astype(dtype) for part in (first, second))
     turned = x.copy()
     turned[:, first] = a * cos - b * sin
@@ -136,7 +146,7 @@ def _rotated(spec: CacheSpec, operands: CacheOperands, x: np.ndarray, position: 
     return turned
 
 
-def _queries(operands: CacheOperands, n) -> tuple[np.ndarray, np.ndarray]:
+def _queries(operands: Any, n: CacheSizes) -> tuple[np.ndarray, np.ndarray]:
     """The queries of each sequence `(B, T, N, H)`, and how many it has."""
     if operands.query_offsets is None:
         return operands.query.copy(), np.full(n.B, n.T)
@@ -147,7 +157,7 @@ def _queries(operands: CacheOperands, n) -> tuple[np.ndarray, np.ndarray]:
     return query, ends - starts
 
 
-def _packed(operands: CacheOperands, out: np.ndarray, lse: np.ndarray, counts: np.ndarray):
+def _packed(operands: Any, out: np.ndarray, lse: np.ndarray, counts: np.ndarray):
     """Results of sequences packed as the queries are."""
     if operands.query_offsets is None:
         return out, lse

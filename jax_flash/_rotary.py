@@ -46,7 +46,7 @@ def apply_rotary_rows(
     x: jax.Array, cos: Any, sin: Any, interleaved: Any, offsets: Any, offsets_name: str
 ) -> jax.Array:
     """`apply_rotary` of an array of three axes or more, for a function that names `offsets` as it likes."""
-    cos, sin = _tables(cos, sin, x.shape[-1])
+    cos, sin = tables(cos, sin, x.shape[-1])
     *batch, T, _, _ = x.shape
     first = _first_positions(offsets_name, offsets, {"()": (), "(*B,)": tuple(batch)}, T, cos.shape[0])
     return _rotate(x, cos, sin, first, None, _validate.flag("interleaved", interleaved))
@@ -56,22 +56,24 @@ def apply_rotary_packed(
     x: jax.Array, cos: Any, sin: Any, interleaved: Any, offsets: Any, offsets_name: str, cu_seqlens: jax.Array
 ) -> jax.Array:
     """`apply_rotary` of packed sequences: `x (ΣT, N, H)`, which start at `cu_seqlens (sequences + 1,)`."""
-    cos, sin = _tables(cos, sin, x.shape[-1])
+    cos, sin = tables(cos, sin, x.shape[-1])
     shapes = {"()": (), "(batch_size,)": (cu_seqlens.shape[0] - 1,)}
     first = _first_positions(offsets_name, offsets, shapes, 0, cos.shape[0])
     return _rotate(x, cos, sin, first, cu_seqlens, _validate.flag("interleaved", interleaved))
 
 
-def _tables(cos: Any, sin: Any, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """`cos` and `sin` as arrays `(positions, R / 2)` that fit x's head dim."""
-    cos, sin = (_validate.array(*pair, "floating") for pair in (("cos", cos), ("sin", sin)))
+def tables(
+    cos: Any, sin: Any, head_dim: int, cos_name: str = "cos", sin_name: str = "sin"
+) -> tuple[jax.Array, jax.Array]:
+    """`cos` and `sin` as arrays `(positions, R / 2)` that fit that head dim."""
+    cos, sin = (_validate.array(*pair, "floating") for pair in ((cos_name, cos), (sin_name, sin)))
     if cos.ndim != 2 or not 1 <= 2 * cos.shape[1] <= head_dim:
         raise ValueError(
-            f"cos must have shape (positions, R / 2) with R from 2 to x's head dim, {head_dim}; "
+            f"{cos_name} must have shape (positions, R / 2) with R from 2 to x's head dim, {head_dim}; "
             f"got {described(cos)}"
         )
     if sin.shape != cos.shape:
-        raise ValueError(f"sin must have the shape of cos {cos.shape}; got {described(sin)}")
+        raise ValueError(f"{sin_name} must have the shape of {cos_name} {cos.shape}; got {described(sin)}")
     return cos, sin
 
 

@@ -8,7 +8,7 @@ Letters, here and everywhere: `B` batch, `T` queries, `S` keys, `N` query heads,
 """
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ class AttentionSpec:
     The two longest lengths are there where sequences are packed (`Operands.query_offsets`). What a sequence
     has beyond them counts as padding.
     """
+
+    operation: ClassVar[str] = "attention"
 
     scale: float
     left: int | None = None

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from jax_flash import _arguments, _sequences, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
+from jax_flash._flash_attn_cache import flash_attn_with_kvcache
 from jax_flash._mask import Window
 from jax_flash._padding import pad_input, unpad_input
 from jax_flash._rotary import apply_rotary_packed, apply_rotary_rows
@@ -34,6 +35,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "pad_input",
     "unpad_input",
 ]

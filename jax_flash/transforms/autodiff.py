@@ -48,27 +48,27 @@ def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Opera
 # Compiled as one program when called outside of `jit`; inside, one function for all layers alike.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def jax_flash_forward(call: Call[AttentionSpec], operands: Operands) -> tuple[jax.Array, jax.Array]:
     return batching.forward(call, operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_backward(call: Call, *args: Any) -> Gradients:
+def jax_flash_backward(call: Call[AttentionSpec], *args: Any) -> Gradients:
     return batching.backward(call, *args)
 
 
 # A second derivative differentiates the two functions above. JAX can't differentiate a kernel, so it takes
 # the tangents of portable code, `differentiable.forward`.
 @jax_flash_forward.defjvp
-def _forward_jvp(call: Call, primals: Any, tangents: Any) -> Any:
+def _forward_jvp(call: Call[AttentionSpec], primals: Any, tangents: Any) -> Any:
     (operands,), (d_operands,) = primals, tangents
     results_tangent = _forward_tangent(call, operands, _differentiable(operands, d_operands))
     return jax_flash_forward(call, operands), results_tangent
 
 
 @jax_flash_backward.defjvp
-def _backward_jvp(call: Call, primals: Any, tangents: Any) -> Any:
+def _backward_jvp(call: Call[AttentionSpec], primals: Any, tangents: Any) -> Any:
     operands, _, lse, d_out, d_lse = primals
     # out and lse are functions of the operands, so the gradients are functions of the others alone.
     d_operands, _, _, *cotangents_tangent = tangents
@@ -88,13 +88,15 @@ def _differentiable(operands: Operands, of: Operands) -> dict[str, jax.Array]:
     return {name: getattr(of, name) for name in operands.present() if name in DIFFERENTIABLE}
 
 
-def _of_differentiable(call: Call, operands: Operands) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def _of_differentiable(
+    call: Call[AttentionSpec], operands: Operands
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return lambda values: differentiable.forward(call.spec, operands.replace(**values))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 @_settings.as_written
-def _forward_tangent(call: Call, operands: Operands, tangents: dict[str, jax.Array]) -> Any:
+def _forward_tangent(call: Call[AttentionSpec], operands: Operands, tangents: dict[str, jax.Array]) -> Any:
     values = _differentiable(operands, operands)
     return jax.jvp(_of_differentiable(call, operands), (values,), (tangents,))[1]
 
@@ -102,7 +104,11 @@ def _forward_tangent(call: Call, operands: Operands, tangents: dict[str, jax.Arr
 @functools.partial(jax.jit, static_argnums=0)
 @_settings.as_written
 def _backward_tangent(
-    call: Call, operands: Operands, d_operands: dict[str, jax.Array], cotangents: Any, d_cotangents: Any
+    call: Call[AttentionSpec],
+    operands: Operands,
+    d_operands: dict[str, jax.Array],
+    cotangents: Any,
+    d_cotangents: Any,
 ) -> Gradients:
     def gradients(values: dict[str, jax.Array], cotangents: Any) -> Any:
         _, vjp = jax.vjp(_of_differentiable(call, operands), values)
@@ -117,7 +123,7 @@ def _looks_for_nans_or_infinities() -> bool:
     return config.jax_debug_nans or config.jax_debug_infs
 
 
-def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _forward(call: Call[AttentionSpec], operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`jax_flash_forward`, of which `jax_debug_nans` and `jax_debug_infs` check what the caller gets.
 
     The lse of a row with nothing to attend to is -inf. And where JAX finds what it looks for, it runs the
@@ -130,7 +136,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return jnp.copy(out), jnp.copy(lse) if call.spec.return_residual else lse
 
 
-def _backward(call: Call, *args: Any) -> Gradients:
+def _backward(call: Call[AttentionSpec], *args: Any) -> Gradients:
     """`jax_flash_backward`, checked likewise."""
     if not _looks_for_nans_or_infinities():
         return jax_flash_backward(call, *args)
@@ -140,19 +146,19 @@ def _backward(call: Call, *args: Any) -> Gradients:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, operands: Operands) -> Any:
+def _attend(call: Call[AttentionSpec], operands: Operands) -> Any:
     out, lse = _forward(call, operands)
     return (out, lse) if call.spec.return_residual else out
 
 
-def _attend_forward(call: Call, operands: Operands) -> Any:
+def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
     out, lse = _forward(call, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")
     return (out, lse) if call.spec.return_residual else out, (operands, out, lse)
 
 
-def _attend_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
+def _attend_backward(call: Call[AttentionSpec], residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
     gradients = _backward(call, operands, out, lse, d_out, d_lse)

@@ -31,10 +31,25 @@ Arrays = dict[str, Any]
 """Inputs or results by name. Every array is an operand or its gradient under the operand's own name, `out` or
 `lse`, or the cotangent of one of these."""
 
-LETTERS = AXES | {"d_out": AXES["out"], "d_lse": AXES["lse"]}
+Letters = dict[str, tuple[str, ...]]
+"""The letters of all axes of each array, of inputs and results: batch axes are `b0`, `b1`, …"""
+
+_AFTER_BATCH = AXES | {"d_out": AXES["out"], "d_lse": AXES["lse"]}
 
 
-def sharding_rule(mesh: dict[str, int], inputs: Shapes, results: Shapes) -> tuple[str, dict[str, Any]]:
+def letters_of(shapes: Shapes) -> Letters:
+    """Those of the arrays of `flash_attention`."""
+
+    def letters(name: str, shape: Shape) -> tuple[str, ...]:
+        batch_axes = len(shape) - len(_AFTER_BATCH[name])
+        return (*(f"b{i}" for i in range(batch_axes)), *_AFTER_BATCH[name])
+
+    return {name: letters(name, shape) for name, shape in shapes.items()}
+
+
+def sharding_rule(
+    mesh: dict[str, int], letters: Letters, inputs: Shapes, results: Shapes
+) -> tuple[str, dict[str, Any]]:
     """The Shardy rule of a call, and the options of `def_partition` that go with it.
 
     Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; all others
@@ -64,11 +79,7 @@ def sharding_rule(mesh: dict[str, int], inputs: Shapes, results: Shapes) -> tupl
         return name
 
     def mapping(name: str, shape: Shape) -> str:
-        if not shape:
-            return ""
-        letters = LETTERS[name]
-        batch = [f"b{i}" for i in range(len(shape) - len(letters))]
-        return " ".join(map(factor, [*batch, *letters], shape))
+        return " ".join(map(factor, letters[name], shape)) if shape else ""
 
     # Dictionaries are flattened by sorted name.
     left, right = (", ".join(mapping(*item) for item in sorted(x.items())) for x in (inputs, results))
@@ -87,16 +98,23 @@ class Layout:
     key_heads: MeshAxes  # that partition the key heads, and the query heads with them
     group: MeshAxes  # that partition the query heads of each key head
     query_heads_per_key_head: int
+    letters: Letters
+    takes_key_heads: bool
 
     @staticmethod
-    def of(mesh: dict[str, int], inputs: Arrays, specs: Specs) -> "Layout":
+    def of(
+        mesh: dict[str, int], letters: Letters, inputs: Arrays, specs: Specs, takes_key_heads: bool = True
+    ) -> "Layout":
         """The layout that the inputs suggest, query's shardings before the others'.
 
         Mesh axes that don't divide an axis evenly are left out, and those on an axis that is not
         partitioned: along them all devices do the same work.
+
+        Args:
+          takes_key_heads: whether a device may take some of its key heads, in copies. A cache that is
+            changed in place has to stay whole.
         """
         query, key = inputs["query"].shape, inputs["key"].shape
-        batch_rank = len(query) - len(LETTERS["query"])
         taken: set[str] = set()
 
         def choose(size: int, candidates: list[tuple[str, int]]) -> MeshAxes:
@@ -110,29 +128,22 @@ class Layout:
             return ()
 
         order = ["query", *(name for name in inputs if name != "query")]
-        batch = tuple(
-            choose(
-                max(x.shape[i] for name, x in inputs.items() if i < len(x.shape) - len(LETTERS[name])),
-                [(name, i) for name in order],
-            )
-            for i in range(batch_rank)
-        )
-        heads = choose(
-            query[-2],
-            [
-                (name, len(inputs[name].shape) - len(LETTERS[name]) + LETTERS[name].index(letter))
-                for letter in "NK"
-                for name in order
-                if letter in LETTERS[name]
-            ],
-        )
+
+        def with_letter(letter: str) -> list[tuple[str, int]]:
+            return [(name, letters[name].index(letter)) for name in order if letter in letters[name]]
+
+        batch_axes = [with_letter(letter) for letter in letters["query"] if letter.startswith("b")]
+        batch = tuple(choose(max(inputs[name].shape[i] for name, i in axes), axes) for axes in batch_axes)
+        heads = choose(query[-2], [*with_letter("N"), *with_letter("K")])
         # Keys and values keep the sharding that they have as far as query heads share it. They could be
         # partitioned further at no cost, but then their gradients would have to be gathered.
         given = mesh_axes(specs["key"], len(key) - 2)
         key_heads = heads
         while key_heads and (given[: len(key_heads)] != key_heads or key[-2] % _size(mesh, key_heads)):
             key_heads = key_heads[:-1]
-        return Layout(mesh, batch, key_heads, heads[len(key_heads) :], query[-2] // key[-2])
+        group = heads[len(key_heads) :]
+        layout = Layout(mesh, batch, key_heads, group, query[-2] // key[-2], letters, takes_key_heads)
+        return layout if layout._has_its_key_heads(key[-2]) else dataclasses.replace(layout, group=())
 
     def over_more(self, mesh: dict[str, int], inputs: Arrays) -> "Layout":
         """The layout that partitions the call over these mesh axes too, not knowing how arrays lie on them.
@@ -151,8 +162,9 @@ class Layout:
         def by_heads(layout: Layout, name: str) -> Layout | None:
             if not layout.group and divides(key_heads, (*layout.key_heads, name)):
                 return dataclasses.replace(layout, key_heads=(*layout.key_heads, name))
-            if divides(query_heads, (*layout.key_heads, *layout.group, name)):
-                return dataclasses.replace(layout, group=(*layout.group, name))
+            split = dataclasses.replace(layout, group=(*layout.group, name))
+            if divides(query_heads, split.key_heads + split.group) and split._has_its_key_heads(key_heads):
+                return split
             return None
 
         def by_batch(layout: Layout, name: str) -> Layout | None:
@@ -167,15 +179,19 @@ class Layout:
             layout = first(layout, name) or second(layout, name) or layout
         return layout
 
+    def _has_its_key_heads(self, key_heads: int) -> bool:
+        """Whether each device has the key heads that it needs, or may take them; of so many in all."""
+        return self.takes_key_heads or not self.group or key_heads == _size(self.mesh, self.key_heads)
+
     @property
     def used(self) -> frozenset[str]:
         return frozenset(itertools.chain(*self.batch, self.key_heads, self.group))
 
     def spec(self, name: str, shape: Shape) -> PartitionSpec:
         """How the array of that name and (whole) shape is partitioned."""
-        letters = LETTERS[name]
-        heads = {"N": self.key_heads + self.group, "K": self.key_heads}
-        axes = [*self.batch, *(heads.get(letter, ()) for letter in letters)]
+        by_letter = {f"b{i}": axes for i, axes in enumerate(self.batch)}
+        by_letter |= {"N": self.key_heads + self.group, "K": self.key_heads}
+        axes = [by_letter.get(letter, ()) for letter in self.letters[name]]
         return PartitionSpec(*(a if a and size > 1 else None for a, size in zip(axes, shape, strict=True)))
 
     def run(self, local: Callable[[Arrays], Arrays], inputs: Arrays, specs: Specs) -> Arrays:

@@ -13,12 +13,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import _device, _dispatch, _gradients, _settings
+from jax_flash._cache_spec import CacheSpec
 from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
 from jax_flash.transforms import off_gpu
 from jax_flash.transforms.varying import vary_over, varying_axes
@@ -46,15 +47,18 @@ AXES = {
 sequences."""
 
 
+Spec = TypeVar("Spec", bound=AttentionSpec | CacheSpec)
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
+class Call(Generic[Spec]):
     """Everything static about a call on its way down; hashable, so `jit` can key on it.
 
     `device` is the one that the call is planned for. It is part of the call because the backward pass and the
     body of a partitioned computation are traced later, when another device may be the current one.
     """
 
-    spec: AttentionSpec
+    spec: Spec
     implementation: tuple[str, ...]
     device: _device.Device
 
@@ -62,7 +66,7 @@ class Call:
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` for operands with any number of batch axes `*B`."""
     batch = batch_shape(operands)
-    out, lse = _run(call, "forward", fold(operands, batch))
+    out, lse = run(call, "forward", fold(operands, batch))
     return _unfold(out, batch), _unfold(lse, batch)
 
 
@@ -77,7 +81,7 @@ def backward(
     """Gradients of the differentiable operands, each with its operand's shape."""
     batch = batch_shape(operands)
     flat = [None if x is None else x.reshape(-1, *x.shape[len(batch) :]) for x in (out, lse, d_out, d_lse)]
-    gradients = _run(call, "backward", fold(operands, batch), *flat)
+    gradients = run(call, "backward", fold(operands, batch), *flat)
 
     def restore(gradient: jax.Array, operand: jax.Array) -> jax.Array:
         if gradient.size == operand.size:
@@ -118,15 +122,18 @@ def _unfold(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return x.reshape(*batch, *x.shape[1:])
 
 
-def _run(call: Call, entry: str, *args: Any) -> Any:
+def run(call: Call, entry: str, *args: Any) -> Any:
+    """What the call's implementation returns from that function of it."""
     axes = varying_axes(args)  # a custom call's results vary over none until they are told to
 
     def runner(name: str) -> Callable[..., Any]:
-        @functools.wraps(getattr(_dispatch.get(name), entry))
+        function = getattr(_dispatch.get(name, call.spec.operation), entry)
+
+        @functools.wraps(function)
         @_settings.as_written
         def run(*args: Any) -> Any:
             with _device.assume(call.device):
-                return vary_over(getattr(_dispatch.get(name), entry)(call.spec, *args), axes)
+                return vary_over(function(call.spec, *args), axes)
 
         return run
 

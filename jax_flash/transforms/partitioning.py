@@ -13,6 +13,7 @@ There are four cases, by the types of the mesh's axes:
   partition the arrays is not known when the call is traced: `Layout.over_more` guesses.
 """
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable
@@ -26,7 +27,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import jax_flash
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 from jax_flash.transforms import lowering, serialising
-from jax_flash.transforms.layout import Arrays, Layout, MeshAxes, Shape, Shapes, sharding_rule
+from jax_flash.transforms.layout import (
+    Arrays,
+    Layout,
+    Letters,
+    MeshAxes,
+    Shape,
+    Shapes,
+    Specs,
+    letters_of,
+    sharding_rule,
+)
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over
 
@@ -44,7 +55,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     *_, T, N, _ = operands.query.shape
     batch = lowering.batch_shape(operands)
     results = {"out": (*batch, T, N, operands.value.shape[-1]), "lse": (*batch, N, T)}
-    arrays = _partitioned(local, call, operands.present(), results)
+    arrays = _partitioned_attention(local, call, operands.present(), results)
     return arrays["out"], arrays["lse"]
 
 
@@ -69,20 +80,45 @@ def backward(
         return {name: x for name, x in vars(gradients).items() if x is not None}
 
     results = {name: x.shape for name, x in operands.present().items() if name in DIFFERENTIABLE}
-    return Gradients(**_partitioned(local, call, operands.present() | rest, results))
+    return Gradients(**_partitioned_attention(local, call, operands.present() | rest, results))
 
 
-def _partitioned(local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, results: Shapes) -> Arrays:
-    """`local(inputs)`, partitioned. `results` has the shapes of what `local` returns for whole inputs."""
+def _partitioned_attention(
+    local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, results: Shapes
+) -> Arrays:
+    letters = letters_of({name: x.shape for name, x in inputs.items()} | results)
+    return partitioned(Computation(local, call, letters, results), inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """What is partitioned.
+
+    `run` takes inputs by name, among them a query and a key, and returns results by name. A result under the
+    name of an input is its gradient.
+    """
+
+    run: Callable[[Arrays], Arrays]
+    call: Any  # everything static that `run` depends on; its `repr` says all of it
+    letters: Letters  # of inputs and results
+    results: Shapes  # for whole inputs
+    takes_key_heads: bool = True  # see `Layout.of`
+
+    def layout(self, mesh: dict[str, int], inputs: Arrays, specs: Specs) -> Layout:
+        return Layout.of(mesh, self.letters, inputs, specs, self.takes_key_heads)
+
+
+def partitioned(computation: Computation, inputs: Arrays) -> Arrays:
+    """`computation.run(inputs)`, partitioned."""
     mesh = _mesh_of(inputs)
     kinds = set(mesh.axis_types)
     if kinds <= {AxisType.Auto}:
-        return _partition_by_compiler(local, call, inputs, results)
+        return _partition_by_compiler(computation, inputs)
     if kinds == {AxisType.Auto, AxisType.Explicit}:
-        return _partition_as_automatic(local, call, mesh, inputs, results)
+        return _partition_as_automatic(computation, mesh, inputs)
     if kinds == {AxisType.Manual}:
-        return local(inputs)
-    return _partition_by_shard_map(local, mesh, inputs, results)
+        return computation.run(inputs)
+    return _partition_by_shard_map(computation, mesh, inputs)
 
 
 def _mesh_of(inputs: Arrays) -> Any:
@@ -94,91 +130,94 @@ def _mesh_of(inputs: Arrays) -> Any:
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
-def _partition_by_compiler(
-    local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, results: Shapes
-) -> Arrays:
+def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
     """For automatic mesh axes, and where there is no mesh."""
 
     def whole(inputs: Arrays) -> Arrays:
-        return local({name: x for name, x in inputs.items() if name != FINGERPRINT})
+        return computation.run({name: x for name, x in inputs.items() if name != FINGERPRINT})
 
     def partition(_mesh: Any, args: tuple[Arrays], _results: Arrays) -> Any:
         inputs = {name: x for name, x in args[0].items() if name != FINGERPRINT}
         mesh = _finest_mesh(inputs["query"])
-        layout = Layout.of(dict(mesh.shape), inputs, {name: _spec_on(mesh, x) for name, x in inputs.items()})
+        specs = {name: _spec_on(mesh, x) for name, x in inputs.items()}
+        layout = computation.layout(dict(mesh.shape), inputs, specs)
         in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
 
         def run_on_device(inputs: Arrays) -> Arrays:
             inputs = {name: x for name, x in inputs.items() if name != FINGERPRINT}
             # Arrays are one device's. The compiler may ask under `jax.set_mesh`, whose mesh is not theirs.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return layout.run(local, inputs, in_specs)
+                return layout.run(computation.run, inputs, in_specs)
 
         specs = in_specs | {FINGERPRINT: PartitionSpec()}
         in_shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-        out_shardings = {name: NamedSharding(mesh, layout.spec(name, x)) for name, x in results.items()}
+        out_shardings = {
+            name: NamedSharding(mesh, layout.spec(name, x)) for name, x in computation.results.items()
+        }
         return mesh, run_on_device, out_shardings, (in_shardings,)
 
     # The compiler's caches don't see the partitioned computation: the program names it by an address alone.
     # So a constant in the program stands for all that it depends on.
-    depends_on = repr((jax_flash.__version__, call))
+    depends_on = repr((jax_flash.__version__, computation.call))
     inputs = inputs | {FINGERPRINT: np.uint32(zlib.crc32(depends_on.encode()))}
+    letters = computation.letters | {FINGERPRINT: ()}
     shapes: dict[str, Shape] = {name: x.shape for name, x in inputs.items()}
     function = custom_partitioning(whole)
     function.def_partition(
         partition,
-        sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), shapes, results),
+        sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), letters, shapes, computation.results),
         decode_shardings=False,
     )
 
     def exported(mesh: AbstractMesh, inputs: Arrays) -> Arrays:
         del inputs[FINGERPRINT]
         if mesh.empty:
-            return local(inputs)
+            return computation.run(inputs)
         with jax.sharding.use_abstract_mesh(mesh):
-            return _partition_by_shard_map(local, mesh, inputs, results)
+            return _partition_by_shard_map(computation, mesh, inputs)
 
     return serialising.bind(function, exported, inputs)
 
 
-def _partition_as_automatic(
-    local: Callable[[Arrays], Arrays], call: Call, mesh: Any, inputs: Arrays, results: Shapes
-) -> Arrays:
+def _partition_as_automatic(computation: Computation, mesh: Any, inputs: Arrays) -> Arrays:
     """For a mesh with automatic axes and explicit ones."""
-    layout, specs = _layout_by_type(mesh, inputs)
-    out_specs = {name: specs.get(name, layout.spec(name, shape)) for name, shape in results.items()}
+    layout, specs = _layout_by_type(computation, mesh, inputs)
+    out_specs = {
+        name: specs.get(name, layout.spec(name, shape)) for name, shape in computation.results.items()
+    }
     run: Any = jax.sharding.auto_axes(
-        lambda inputs: _partition_by_compiler(local, call, inputs, results),
+        lambda inputs: _partition_by_compiler(computation, inputs),
         axes=mesh.explicit_axes,
         out_sharding={name: NamedSharding(mesh, spec) for name, spec in out_specs.items()},
     )
     return run(inputs)
 
 
-def _partition_by_shard_map(
-    local: Callable[[Arrays], Arrays], mesh: Any, inputs: Arrays, results: Shapes
-) -> Arrays:
+def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays) -> Arrays:
     """For explicit mesh axes, and inside of a `shard_map` that leaves some axes automatic or explicit."""
-    by_type, specs = _layout_by_type(mesh, inputs)
+    by_type, specs = _layout_by_type(computation, mesh, inputs)
     # A sharded sequence or head dim is gathered, as it is with automatic mesh axes.
     inputs = {name: _reshard(x, mesh, by_type.spec(name, x.shape)) for name, x in inputs.items()}
     layout = by_type.over_more({name: mesh.shape[name] for name in mesh.auto_axes}, inputs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
-    out_specs = {name: layout.spec(name, shape) for name, shape in results.items()}
+    out_specs = {name: layout.spec(name, shape) for name, shape in computation.results.items()}
     # Over all mesh axes but those that `vmap` maps over, which it takes out of the types of arrays.
     run = jax.shard_map(
-        lambda inputs: layout.run(local, vary_over(inputs, layout.used), in_specs),
+        lambda inputs: layout.run(computation.run, vary_over(inputs, layout.used), in_specs),
         mesh=mesh, in_specs=(in_specs,), out_specs=out_specs,
     )  # fmt: skip
     # A gradient is typed as its operand was.
-    types = {name: specs.get(name, by_type.spec(name, shape)) for name, shape in results.items()}
+    types = {name: specs.get(name, by_type.spec(name, shape)) for name, shape in computation.results.items()}
     return {name: _reshard(x, mesh, types[name]) for name, x in run(inputs).items()}
 
 
-def _layout_by_type(mesh: Any, inputs: Arrays) -> tuple[Layout, dict[str, PartitionSpec]]:
+def _layout_by_type(
+    computation: Computation, mesh: Any, inputs: Arrays
+) -> tuple[Layout, dict[str, PartitionSpec]]:
     """The layout over the explicit mesh axes, and how each input is sharded over them by its type."""
     specs = {name: jax.typeof(x).sharding.spec for name, x in inputs.items()}
-    return Layout.of({name: mesh.shape[name] for name in mesh.explicit_axes}, inputs, specs), specs
+    sizes = {name: mesh.shape[name] for name in mesh.explicit_axes}
+    return computation.layout(sizes, inputs, specs), specs
 
 
 def _reshard(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:

@@ -52,18 +52,24 @@ def over_batch(batch: blocks.Axis, attend: Callable, operands: Operands, others,
 def until_finite(run: Callable, isolate: Callable, arrays, *, judge: Callable):
     """`run(arrays)`; and where its results aren't finite, `run(isolate(arrays))` in its place.
 
-    In products of blocks the zeros of pairs of a query and a key that it doesn't see meet what isn't finite,
-    and 0 times NaN is NaN. That is rare, so it is the results that tell: to look at the arrays first would
-    take longer than attention does where queries are few.
-
     Args:
       judge: which of the results are looked at.
     """
     results = run(arrays)
+    return again_unless_finite(lambda arrays: run(isolate(arrays)), arrays, results, judge(results))
+
+
+def again_unless_finite(run: Callable, arrays, results, judged):
+    """`results`, or `run(arrays)` if what is `judged` of them isn't finite.
+
+    In products of blocks the zeros of pairs of a query and a key that it doesn't see meet what isn't finite,
+    and 0 times NaN is NaN. That is rare, so it is the results that tell: to look at the arrays first would
+    take longer than attention does where queries are few.
+    """
     return jax.lax.cond(
-        _all_finite(judge(results)),
+        _all_finite(judged),
         lambda results, arrays: results,
-        lambda results, arrays: run(isolate(arrays)),
+        lambda results, arrays: run(arrays),
         results,
         arrays,
     )

@@ -31,7 +31,7 @@ def support(monkeypatch):
     """Stand-ins for the implementations, each with its reason why it can't run a call."""
 
     def use(**reasons):
-        def get(name):
+        def get(name, operation="attention"):
             if isinstance(reasons[name], Exception):
                 raise reasons[name]
             if callable(reasons[name]):

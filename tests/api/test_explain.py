@@ -21,7 +21,7 @@ def arguments():
 def fakes(monkeypatch):
     """Implementations that are all about what they say: pallas lacks the soft cap."""
 
-    def get(name):
+    def get(name, operation="attention"):
         def supports(spec, shapes, device):
             if name == "cuda" and device.platform != "cuda":
                 return "it needs a GPU"

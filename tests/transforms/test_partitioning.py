@@ -358,10 +358,11 @@ def test_programs_that_differ_in_the_spec_alone_have_different_text():
 def test_sharding_rule():
     shapes = {"query": (2, 7, 8, 16), "key": (2, 9, 4, 16), "value": (2, 9, 4, 32), "bias": (1, 8, 7, 1)}
     results = {"out": (2, 7, 8, 32), "lse": (2, 8, 7)}
-    rule, options = layout.sharding_rule({"x": 4}, shapes, results)
+    letters = layout.letters_of(shapes | results)
+    rule, options = layout.sharding_rule({"x": 4}, letters, shapes, results)
     assert rule == "one0 (k g) t one1, b0 s k h, b0 t (k g) h, b0 s k v -> b0 (k g) t, b0 t (k g) v"
     assert options == {"need_replication_factors": ("one0", "t", "one1", "s", "h", "v"), "g": 2}
-    rule, options = layout.sharding_rule({"x": 3}, shapes, results)
+    rule, options = layout.sharding_rule({"x": 3}, letters, shapes, results)
     assert rule == "one0 n t one1, b0 s k h, b0 t n h, b0 s k v -> b0 n t, b0 t n v"
     assert "g" not in options
 
@@ -378,8 +379,9 @@ def test_sharding_rule():
 def test_layout_of_heads(key_heads, key_spec, expected):
     shapes = {"query": (2, 5, 8, 4), "key": (2, 5, key_heads, 4)}
     inputs = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    layout = Layout.of({"x": 2, "y": 4}, inputs, {"query": P(None, None, ("x", "y")), "key": key_spec})
-    assert (layout.key_heads, layout.group) == expected
+    specs = {"query": P(None, None, ("x", "y")), "key": key_spec}
+    found = Layout.of({"x": 2, "y": 4}, layout.letters_of(shapes), inputs, specs)
+    assert (found.key_heads, found.group) == expected
 
 
 @pytest.mark.parametrize(
@@ -397,5 +399,6 @@ def test_layout_of_heads(key_heads, key_spec, expected):
 def test_layout_over_axes_that_a_shard_map_leaves(sizes, mesh, expected):
     present = cases.make_operands(**sizes).present()
     inputs = {name: present[name] for name in ("query", "key", "value")}
-    layout = Layout.of({}, inputs, dict.fromkeys(inputs, P())).over_more(mesh, inputs)
-    assert ([*layout.batch], layout.key_heads, layout.group) == expected
+    letters = layout.letters_of({name: x.shape for name, x in inputs.items()})
+    found = Layout.of({}, letters, inputs, dict.fromkeys(inputs, P())).over_more(mesh, inputs)
+    assert ([*found.batch], found.key_heads, found.group) == expected

@@ -1,0 +1,174 @@
+"""Checks of a cache and of what is appended to it, under the names that the caller's function gives them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jax_flash import _cache_rows, _settings, _validate
+from jax_flash._arguments import Names
+from jax_flash._cache_spec import CacheOperands, CacheSpec
+from jax_flash._spec import AttentionSpec
+from jax_flash._validate import described, short
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheArrays:
+    """The arrays of a cache, of one layer or of all."""
+
+    key: Any
+    value: Any
+    lengths: Any
+    page_table: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedCache:
+    """A cache that passed every check, and the layer of it that a call uses."""
+
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array  # (B,) int32, of the call's layer, in [0, S]
+    page_table: jax.Array | None  # (B, pages) int32, of the call's layer
+    layer: jax.Array | None  # () int32
+    all_lengths: jax.Array  # as the caller has them
+
+    @property
+    def operands(self) -> dict[str, jax.Array | None]:
+        """By the names of `CacheOperands`."""
+        names = ("key", "value", "lengths", "page_table", "layer")
+        return {name: getattr(self, name) for name in names}
+
+    def lengths_after(self, lengths: jax.Array) -> jax.Array:
+        """The caller's lengths, with these of the call's layer."""
+        if self.layer is None:
+            return lengths.astype(self.all_lengths.dtype)
+        index = jnp.where(self.layer < 0, self.all_lengths.shape[0], self.layer)
+        return self.all_lengths.at[index].set(lengths.astype(self.all_lengths.dtype), mode="drop")
+
+
+def append(arrays: CacheArrays, key: Any, value: Any, layer: Any, names: Names) -> CacheArrays:
+    """`arrays` with new keys and values."""
+    checked = cache(arrays, layer, names)
+    if key is None or value is None:
+        raise TypeError(f"{names['new_key']} and {names['new_value']} must be arrays; got None")
+    new_key, new_value = appended(key, value, checked, names)
+    return _append(checked, new_key, new_value, arrays.page_table)
+
+
+@_settings.as_written
+def _append(checked: CheckedCache, new_key: jax.Array, new_value: jax.Array, table: Any) -> CacheArrays:
+    B, _, _, H = new_key.shape
+    query = jnp.zeros((B, 0, new_key.shape[2], H), new_key.dtype)
+    operands = CacheOperands(query, **checked.operands, new_key=new_key, new_value=new_value)
+    key, value = _cache_rows.append(CacheSpec(AttentionSpec(1.0)), operands)
+    assert value is not None
+    after = checked.lengths_after(_cache_rows.lengths_after(operands))
+    return CacheArrays(key, value, after, table)
+
+
+def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
+    """The cache, if its arrays fit each other."""
+    key = _validate.array(names["key"], arrays.key, "floating")
+    value = _validate.array(names["value"], arrays.value, "floating")
+    is_paged = arrays.page_table is not None
+    shape = "(P, page, K, H)" if is_paged else "(B, S_max, K, H)"
+    if key.ndim not in (4, 5):
+        raise ValueError(
+            f"{names['key']} must have shape {shape}, or that with layers in front; got {described(key)}"
+        )
+    if value.dtype != key.dtype:
+        raise TypeError(
+            f"{names['value']} must have the dtype of {names['key']}, {key.dtype}; got {value.dtype}"
+        )
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"{names['value']} must have the shape of {names['key']}, {key.shape}, but for the head dim; "
+            f"got {described(value)}"
+        )
+    if 0 in (*key.shape[-2:], value.shape[-1]) or (is_paged and key.shape[-3] == 0):
+        raise ValueError(
+            f"{names['key']} and {names['value']} must have at least one head, a head dim of at least 1, and "
+            f"rows in their pages; got {described(key)} and {described(value)}"
+        )
+    lead = key.shape[:-4]
+    layer = _layer(layer, lead, names)
+    if is_paged:
+        table = _page_table(arrays.page_table, lead, key.shape[-4], layer, names)
+        B, S = table.shape[0], table.shape[1] * key.shape[-3]
+    else:
+        table, (B, S) = None, key.shape[-4:-2]
+    shapes = {"(layers, B)" if lead else "(B,)": (*lead, B)}
+    lengths = _validate.shaped_unconverted(names["lengths"], arrays.lengths, shapes, "integer")
+    clipped = _validate.clipped(lengths, min(S, _validate.INT32_MAX))
+    all_lengths = lengths if isinstance(lengths, jax.Array) else clipped
+    return CheckedCache(key, value, of_layer(clipped, layer), table, layer, all_lengths)
+
+
+def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
+    if layer is None:
+        if lead:
+            raise ValueError(
+                f"layer must be the index of a layer, as {names['key']} holds {lead[0]} of them; got None"
+            )
+        return None
+    if not lead:
+        raise ValueError(f"layer must be None, as {names['key']} holds one layer; got {short(layer)}")
+    if hasattr(layer, "dtype"):
+        layer = _validate.shaped_unconverted("layer", layer, {"()": ()}, "integer")
+        value = None if isinstance(layer, Tracer) else int(layer)
+    else:
+        value = _validate.integer("layer", layer)
+        layer = np.asarray(value)
+    if value is not None and not 0 <= value < lead[0]:
+        raise ValueError(f"layer must be in [0, {lead[0]}), the layers of {names['key']}; got {value}")
+    return _validate.clipped(layer, _validate.INT32_MAX, -1)
+
+
+def _page_table(
+    table: Any, lead: tuple[int, ...], pages: int, layer: jax.Array | None, names: Names
+) -> jax.Array:
+    name = names["page_table"]
+    table = _validate.unconverted(name, table, "integer")
+    if table.ndim != 2 and not (table.ndim == 3 and table.shape[:1] == lead):
+        of_layers = f", or ({lead[0]}, B, pages_per_sequence)" if lead else ""
+        raise ValueError(f"{name} must have shape (B, pages_per_sequence){of_layers}; got {described(table)}")
+    table = _validate.clipped(table, pages, -1)
+    return table if table.ndim == 2 else of_layer(table, layer)
+
+
+def of_layer(x: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """Row `layer` of `x`; `x` if there are no layers."""
+    return x if layer is None else jax.lax.dynamic_index_in_dim(x, jnp.maximum(layer, 0), keepdims=False)
+
+
+def appended(key: Any, value: Any, checked: CheckedCache, names: Names) -> tuple[jax.Array, jax.Array]:
+    """New keys and values that fit the cache."""
+    B, (K, H) = checked.lengths.shape[0], checked.key.shape[-2:]
+    return fitting(key, value, B, K, H, checked.value.shape[-1], checked.key.dtype, names)
+
+
+def fitting(
+    key: Any, value: Any, B: int, K: int, H: int, V: int, dtype: Any, names: Names
+) -> tuple[jax.Array, jax.Array]:
+    """New keys `(B, U, K, H)` and values `(B, U, K, V)`."""
+    new = []
+    for name, x, columns, letter in (("new_key", key, H, "H"), ("new_value", value, V, "V")):
+        x = _validate.array(names[name], x, "floating")
+        if x.dtype != dtype:
+            raise TypeError(f"{names[name]} must have the cache's dtype, {dtype}; got {x.dtype}")
+        if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (B, K, columns):
+            raise ValueError(
+                f"{names[name]} must have shape (B, T_new, K, {letter}) with B = {B}, K = {K} and "
+                f"{letter} = {columns} as the cache; got {described(x)}"
+            )
+        new.append(x)
+    if new[0].shape[1] != new[1].shape[1]:
+        raise ValueError(
+            f"{names['new_value']} must have as many rows as {names['new_key']}, {new[0].shape[1]}; "
+            f"got {described(new[1])}"
+        )
+    return new[0], new[1]

@@ -1,0 +1,64 @@
+"""Where the keys of each sequence lie in a cache, and how new ones are written there."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _rotary
+from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
+
+
+def lengths_after(operands: CacheOperands) -> jax.Array:
+    """The lengths `(B,)` after the append."""
+    n = cache_sizes(operands)
+    return jnp.minimum(operands.lengths + n.U, n.S)
+
+
+def page_table(operands: CacheOperands) -> tuple[jax.Array, int]:
+    """A table `(B, pages)` and the size of its pages. A cache without pages is one page a sequence."""
+    n = cache_sizes(operands)
+    if operands.page_table is not None and n.page is not None:
+        return operands.page_table, n.page
+    rows = jnp.arange(n.B, dtype=jnp.int32) if operands.batch_index is None else operands.batch_index
+    return rows[:, None], n.S
+
+
+def pages(operands: CacheOperands) -> int:
+    """How many pages the cache has, or sequences if it has no pages."""
+    return operands.key.shape[-4]
+
+
+def layer_is_there(operands: CacheOperands) -> jax.Array | bool:
+    if operands.layer is None:
+        return True
+    return (operands.layer >= 0) & (operands.layer < operands.key.shape[0])
+
+
+def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Array | None]:
+    """The cache's key and value with the new ones in them. XLA does it in place where it owns the cache."""
+    if operands.new_key is None:
+        return operands.key, operands.value
+    n = cache_sizes(operands)
+    positions = operands.lengths[:, None] + jnp.arange(n.U, dtype=jnp.int32)
+    new_key = operands.new_key
+    if operands.rotary_cos is not None:
+        tables = operands.rotary_cos, operands.rotary_sin
+        new_key = _rotary.rotated(new_key, *tables, positions, spec.rotary_interleaved)
+    write = functools.partial(_write, operands, positions)
+    if operands.value is None:
+        rows = jnp.stack([new_key, operands.new_value], axis=3)
+        return write(operands.key, rows.reshape(n.B, n.U, 2 * n.K, n.H)), None
+    return write(operands.key, new_key), write(operands.value, operands.new_value)
+
+
+def _write(operands: CacheOperands, positions: jax.Array, cache: jax.Array, rows: jax.Array) -> jax.Array:
+    """`cache` with `rows (B, U, heads, columns)` at `positions (B, U)` of their sequences."""
+    table, page = page_table(operands)
+    # What has no place gets an index beyond the last page, which is dropped.
+    found = jnp.take_along_axis(table, positions // page, axis=1, mode="fill", fill_value=-1)
+    is_there = (found >= 0) & (found < pages(operands)) & layer_is_there(operands)
+    index = (jnp.where(is_there, found, pages(operands)), positions % page)
+    if operands.layer is not None:
+        index = (operands.layer, *index)
+    return cache.at[index].set(rows, mode="drop")

@@ -1,0 +1,149 @@
+"""`ragged_paged_attention`: prefill and decoding of many sequences in one call, over a paged cache."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_flash import _cache_call, _settings, _validate
+from jax_flash._arguments import Names
+from jax_flash._cache_call import CacheArguments
+from jax_flash._mask import Window
+from jax_flash._validate import described, short
+
+_NAMES = Names(query="q", key="kv_pages", scale="sm_scale", logits_soft_cap="soft_cap")
+
+
+def ragged_paged_attention(
+    q: ArrayLike,
+    kv_pages: ArrayLike,
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    num_seqs: ArrayLike,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    implementation: Any = None,
+) -> jax.Array:
+    """Causal attention of packed queries to the pages of their sequences; the contract of JAX's TPU kernel.
+
+    Sequence i has the queries from `cu_q_lens[i]` up to `cu_q_lens[i + 1]`, which are the last of its
+    `kv_lens[i]` tokens: one of them in decoding, more of a prompt. Their keys and values are in the pages
+    already. Key j is row `j % page` of page `page_indices[i, j // page]`. Not differentiable.
+
+    Args:
+      q: `(tokens, N, H)`, floating: the queries of all sequences, one after another.
+      kv_pages: `(P, page, 2 · K, H)`, q's dtype; head 2k is key head k, and head 2k + 1 its values.
+      kv_lens: `(max_seqs,)`, integer, in tokens.
+      page_indices: `(max_seqs, pages_per_seq)`, integer. One outside of [0, P) is no page: its keys are
+        hidden.
+      cu_q_lens: `(max_seqs + 1,)`, integer, ascending from 0.
+      num_seqs: `(1,)`, integer: how many sequences there are. What the arrays above have for others is not
+        read.
+      sm_scale: of the logits.
+      sliding_window: how many keys a query sees, its own and those before it; None for all.
+      soft_cap: c > 0: logits x become `c * tanh(x / c)`; None for no cap.
+      k_scale, v_scale: that keys and values are multiplied by.
+      implementation: as of `flash_attention_with_cache`.
+
+    Returns:
+      `(tokens, N, H)` in q's dtype. Queries of no sequence get 0.
+
+    Raises:
+      TypeError, ValueError: an argument of another kind, dtype or shape.
+    """
+    call, v_factor = prepare(
+        q,
+        kv_pages,
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        num_seqs,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    out, *_ = _cache_call.attend(call, implementation)
+    if v_factor != 1:
+        out = _times(out, v_factor)
+    return jnp.squeeze(out, 0)
+
+
+def prepare(
+    q: Any,
+    kv_pages: Any,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    *,
+    sm_scale: Any = 1.0,
+    sliding_window: Any = None,
+    soft_cap: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> tuple[_cache_call.CacheCall, float]:
+    """The checked call, and what its output is multiplied by."""
+    q = _validate.array("q", q, "floating")
+    pages = _validate.array("kv_pages", kv_pages, "floating")
+    if q.ndim != 3:
+        raise ValueError(f"q must have shape (tokens, N, H); got {described(q)}")
+    if pages.ndim != 4 or pages.shape[2] % 2 or 0 in pages.shape[1:] or pages.shape[3] != q.shape[2]:
+        raise ValueError(
+            f"kv_pages must have shape (P, page, 2 * K, H) with H = {q.shape[2]} as in q; "
+            f"got {described(pages)}"
+        )
+    table = _validate.unconverted("page_indices", page_indices, "integer")
+    if table.ndim != 2:
+        raise ValueError(f"page_indices must have shape (max_seqs, pages_per_seq); got {described(table)}")
+    P, page, _, _ = pages.shape
+    sequences, capacity = table.shape[0], table.shape[1] * page
+    tokens = q.shape[0]
+    lengths = _validate.shaped_unconverted("kv_lens", kv_lens, {"(max_seqs,)": (sequences,)}, "integer")
+    offsets = _validate.shaped_unconverted(
+        "cu_q_lens", cu_q_lens, {"(max_seqs + 1,)": (sequences + 1,)}, "integer"
+    )
+    count = _validate.shaped_unconverted("num_seqs", num_seqs, {"(1,)": (1,)}, "integer")
+    if sliding_window is not None and _validate.integer("sliding_window", sliding_window) < 1:
+        raise ValueError(f"sliding_window must be None or at least 1; got {short(sliding_window)}")
+    factors = [
+        1.0 if x is None else _validate.number(name, x)
+        for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
+    arguments = CacheArguments(
+        jnp.expand_dims(q, 0),
+        {
+            "key": pages,
+            "lengths": _validate.clipped(lengths, min(capacity, _validate.INT32_MAX)),
+            "page_table": _validate.clipped(table, P, -1),
+        },
+        _NAMES,
+        window=Window(None if sliding_window is None else sliding_window - 1, 0),
+        scale=_validate.number("sm_scale", sm_scale) * factors[0],
+        logits_soft_cap=soft_cap,
+        query_offsets=_ascending(_validate.clipped(offsets, tokens), _validate.clipped(count, sequences)),
+    )
+    return _cache_call.prepare(arguments), factors[1]
+
+
+@jax.jit
+@_settings.as_written
+def _ascending(offsets: jax.Array, count: jax.Array) -> jax.Array:
+    """The offsets of `count` sequences, ascending whatever the caller's are; others are empty."""
+    offsets = jnp.where(jnp.arange(offsets.shape[0]) == 0, 0, offsets)
+    offsets = jax.lax.cummax(offsets)
+    return jnp.where(jnp.arange(offsets.shape[0]) <= count, offsets, jnp.take(offsets, count))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+@_settings.as_written
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return (x.astype(jnp.promote_types(x.dtype, jnp.float32)) * factor).astype(x.dtype)
