@@ -30,7 +30,7 @@ except ModuleNotFoundError:
     ) from None
 
 # The names that operations have in HLO and in profiles. All run the same launcher.
-TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds")
+TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds", "jax_flash_decode")
 
 # A call's state is its decoded plan. XLA has to know the type ahead of the handlers.
 jax.ffi.register_ffi_type("jax_flash_plan", _launcher.state_type(), platform="CUDA")
@@ -58,7 +58,8 @@ def call(target: str, plan: LaunchPlan, *arrays: jax.Array) -> tuple[jax.Array, 
     else:
         collecting.value.add(target, plan)
     results = [jax.ShapeDtypeStruct(b.shape, jnp.dtype(b.dtype)) for b in plan.results]
-    return tuple(jax.ffi.ffi_call(target, results)(*arrays, plan=launch_plan.dump(plan)))
+    custom_call = jax.ffi.ffi_call(target, results, input_output_aliases=plan.alias_indices)
+    return tuple(custom_call(*arrays, plan=launch_plan.dump(plan)))
 
 
 def resolve(text: str) -> _launcher.Plan:

@@ -163,12 +163,27 @@ class Zero:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alias:
+    """A result that has its operand's memory. XLA copies the operand first if others still need it."""
+
+    operand: str
+    result: str
+
+
+@dataclasses.dataclass(frozen=True)
 class LaunchPlan:
     """The steps of one custom call, run in order on XLA's stream."""
 
     operands: tuple[Buffer, ...]
     results: tuple[Buffer, ...]  # scratch memory is a result too, so that XLA owns it
     steps: tuple[Launch | Zero, ...]
+    aliases: tuple[Alias, ...] = ()
+
+    @property
+    def alias_indices(self) -> dict[int, int]:
+        """The results that have an operand's memory: the operand's index to the result's."""
+        operands, results = ([b.name for b in buffers] for buffers in (self.operands, self.results))
+        return {operands.index(alias.operand): results.index(alias.result) for alias in self.aliases}
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -191,15 +206,19 @@ def kernel_capability(kernel: Kernel) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-_TYPES = {c.__name__: c for c in (Buffer, Kernel, Struct, Pointer, TensorMap, Launch, Zero, LaunchPlan)}
+_TYPES = {
+    c.__name__: c for c in (Buffer, Kernel, Struct, Pointer, TensorMap, Launch, Zero, Alias, LaunchPlan)
+}
 
 
 def dump(plan: LaunchPlan) -> str:
-    """`plan` as compact JSON; equal plans give equal text."""
+    """`plan` as compact JSON; equal plans give equal text. A plan without aliases doesn't mention them."""
 
     def encode(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             fields = [encode(getattr(value, f.name)) for f in dataclasses.fields(value)]
+            if isinstance(value, LaunchPlan) and not value.aliases:
+                fields.pop()
             return {type(value).__name__: fields}
         return list(map(encode, value)) if isinstance(value, tuple) else value
 
@@ -229,6 +248,8 @@ def _decode(value: Any) -> Any:
         raise ValueError(f"not a launch plan: it has a part {', '.join(value) or 'without a name'}")
     fields = _decode(value[name])
     hints = _hints(_TYPES[name])
+    if name == LaunchPlan.__name__ and isinstance(fields, tuple) and len(fields) == len(hints) - 1:
+        fields = (*fields, ())  # no aliases
     if not isinstance(fields, tuple) or len(fields) != len(hints):
         raise ValueError(f"not a launch plan: a {name} has the fields {', '.join(hints)}")
     for (field, hint), given in zip(hints.items(), fields, strict=True):

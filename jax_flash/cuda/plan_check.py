@@ -41,6 +41,7 @@ def check(plan: LaunchPlan) -> None:
         _require(buffer.dtype in ELEMENT_BYTES, f"buffer {buffer.name} has dtype {buffer.dtype!r}")
         _require(min(buffer.shape, default=0) >= 0, f"buffer {buffer.name} has shape {buffer.shape}")
         buffers[buffer.name] = buffer
+    _check_aliases(plan)
     _ = plan.compute_capability
     for step in plan.steps:
         if isinstance(step, Zero):
@@ -48,6 +49,18 @@ def check(plan: LaunchPlan) -> None:
         else:
             _check_kernel(step.kernel)
             _check_launch(step, buffers)
+
+
+def _check_aliases(plan: LaunchPlan) -> None:
+    operands, results = ({b.name: b for b in buffers} for buffers in (plan.operands, plan.results))
+    for alias in plan.aliases:
+        operand, result = operands.pop(alias.operand, None), results.pop(alias.result, None)
+        _require(
+            operand is not None
+            and result is not None
+            and (operand.shape, operand.dtype) == (result.shape, result.dtype),
+            f"result {alias.result!r} can't have the memory of operand {alias.operand!r}",
+        )
 
 
 def _require(holds: bool, otherwise: str) -> None:

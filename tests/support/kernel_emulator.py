@@ -35,9 +35,9 @@ class _TensorMap(ctypes.Structure):
 
     _fields_ = (
         ("base", ctypes.c_void_p),
-        ("sizes", ctypes.c_int64 * 4),
-        ("strides", ctypes.c_int64 * 3),
-        ("box", ctypes.c_int64 * 4),
+        ("sizes", ctypes.c_int64 * 5),
+        ("strides", ctypes.c_int64 * 4),
+        ("box", ctypes.c_int64 * 5),
     )
 
 
@@ -63,6 +63,8 @@ class KernelEmulator:
             arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
         for buffer in plan.operands:
             arrays[buffer.name][...] = operands[buffer.name]
+        for alias in plan.aliases:
+            arrays[alias.result] = arrays[alias.operand]
         for step in plan.steps:
             if isinstance(step, Zero):
                 arrays[step.buffer][...] = 0
@@ -134,11 +136,12 @@ def _parameters(launch: Launch, arrays: dict[str, np.ndarray]) -> np.ndarray:
             value = ctypes.c_void_p(arrays[argument.buffer].ctypes.data)
         elif isinstance(argument, TensorMap):
             assert argument.swizzle == 128
+            absent = (1,) * (5 - len(argument.sizes))  # axes
             value = _TensorMap(
                 arrays[argument.buffer].ctypes.data,
-                (ctypes.c_int64 * 4)(*argument.sizes),
-                (ctypes.c_int64 * 3)(*argument.strides),
-                (ctypes.c_int64 * 4)(*argument.box),
+                (ctypes.c_int64 * 5)(*argument.sizes, *absent),
+                (ctypes.c_int64 * 4)(*argument.strides, *absent),
+                (ctypes.c_int64 * 5)(*argument.box, *absent),
             )
         else:
             continue

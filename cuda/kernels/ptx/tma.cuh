@@ -19,6 +19,16 @@ __device__ __forceinline__ void load(uint32_t destination, const TensorMap& map,
         : "memory");
 }
 
+// The same of a tensor of rank 5.
+__device__ __forceinline__ void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1,
+                                     int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
 // global → L2, ahead of a load of the same box.
 __device__ __forceinline__ void prefetch(const TensorMap& map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(c0),

@@ -67,19 +67,19 @@ void settle(MBarrier& barrier) {
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
 template <class Copy>
-void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t tile, std::array<int, 4> at,
+void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t tile, std::array<int, 5> at,
                           Copy copy) {
     if (tile % 128 != 0) emulator::fail("a TMA tile off its alignment");
     if (map.box[0] * 2 != 128) emulator::fail("a TMA box of other than 128 bytes a row");
-    if (map.box[3] != 1) emulator::fail("a TMA box of several batch rows");
+    if (map.box[3] != 1 || map.box[4] != 1) emulator::fail("a TMA box of several batch rows");
     for (int row = 0; row < map.box[1] * map.box[2]; ++row) {
         for (int column = 0; column < map.box[0]; ++column) {
-            const std::array<int, 4> element{at[0] + column, static_cast<int>(at[1] + row % map.box[1]),
-                                             static_cast<int>(at[2] + row / map.box[1]), at[3]};
+            const std::array<int, 5> element{at[0] + column, static_cast<int>(at[1] + row % map.box[1]),
+                                             static_cast<int>(at[2] + row / map.box[1]), at[3], at[4]};
             bool inside = true;
-            for (int axis = 0; axis < 4; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
+            for (int axis = 0; axis < 5; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
             char* global = map.base + element[0] * 2;
-            for (int axis = 1; axis < 4; ++axis) global += element[axis] * map.strides[axis - 1];
+            for (int axis = 1; axis < 5; ++axis) global += element[axis] * map.strides[axis - 1];
             copy(memory + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
         }
     }
@@ -342,18 +342,15 @@ void wait(uint32_t barrier, uint32_t parity) {
 }  // namespace mbarrier
 
 namespace tma {
-void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3) {
-    load_multicast(destination, map, barrier, 1 << cta->rank, c0, c1, c2, c3);
-}
-void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, int c0, int c1,
-                    int c2, int c3) {
+namespace {
+void load_box(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, std::array<int, 5> at) {
     if (destination % 1024 != 0) emulator::fail("a swizzled tile that starts within a period of the swizzle");
     const TensorMap tensor = map;
     for (int rank = 0; rank < 16; ++rank) {
         if ((ctas >> rank & 1) == 0) continue;
         emulator::later([=] {
             unsigned char* memory = cta_at(cluster::address_in(rank, destination)).shared;
-            for_each_box_element(tensor, memory, destination, {c0, c1, c2, c3}, [](unsigned char* to, char* from) {
+            for_each_box_element(tensor, memory, destination, at, [](unsigned char* to, char* from) {
                 if (from != nullptr) memcpy(to, from, 2);
                 if (from == nullptr) memset(to, 0, 2);
             });
@@ -361,11 +358,22 @@ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier
         });
     }
 }
+}  // namespace
+void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+    load_box(destination, map, barrier, 1 << cta->rank, {c0, c1, c2, c3, 0});
+}
+void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
+    load_box(destination, map, barrier, 1 << cta->rank, {c0, c1, c2, c3, c4});
+}
+void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, int c0, int c1,
+                    int c2, int c3) {
+    load_box(destination, map, barrier, ctas, {c0, c1, c2, c3, 0});
+}
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     const TensorMap tensor = map;
     cta->bulk[threadIdx.x].open.push_back([=]() -> Action {
         std::vector<std::pair<char*, uint16_t>> elements;
-        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3}, [&](const unsigned char* from, char* to) {
+        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3, 0}, [&](const unsigned char* from, char* to) {
             if (to == nullptr) return;
             elements.push_back({to, 0});
             memcpy(&elements.back().second, from, 2);

@@ -5,6 +5,7 @@
 namespace tma {
 
 void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3);
+void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4);
 void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, int c0, int c1, int c2,
                     int c3);
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3);

@@ -14,12 +14,13 @@ constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 
-// What cuTensorMapEncodeTiled is given for 16-bit elements of rank 4, axes innermost first. As large as a real one.
+// What cuTensorMapEncodeTiled is given for 16-bit elements, axes innermost first, those beyond its rank of size 1. As large
+// as a real one.
 struct alignas(64) TensorMap {
     char* base;
-    int64_t sizes[4];
-    int64_t strides[3];  // bytes, of axes 1…
-    int64_t box[4];
+    int64_t sizes[5];
+    int64_t strides[4];  // bytes, of axes 1…
+    int64_t box[5];
 };
 static_assert(sizeof(TensorMap) == 128, "");
 

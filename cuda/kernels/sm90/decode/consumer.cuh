@@ -1,0 +1,261 @@
+// The consumer role of the decode kernel: a warpgroup computes the 64 rows of each tile, block of keys by block of keys:
+//
+//     S = QK^T;  P = softmax(S) relative to the row's maximum so far;  O = O · rescale + PV
+//
+// The kernel is bound by the loads of K and V, which run ahead of it. So the steps follow each other, and nothing overlaps.
+#pragma once
+#include "ptx/global.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/wgmma.cuh"
+#include "common/tanh.cuh"
+#include "common/warp_arrival.cuh"
+#include "sm90/decode/combine.cuh"
+#include "sm90/decode/load.cuh"
+#include "sm90/decode/rotary.cuh"
+
+using wgmma::Major;
+using wgmma::Wgmma;
+
+constexpr int score_count = Traits::keys / 2;     // accumulators of S that a thread holds
+constexpr int out_count = Traits::value_dim / 2;  // … of O
+
+struct ConsumerCall {
+    const SharedMemory& shared;
+    const Shape& shape;
+    const Rotary& rotary;
+    const Traits::Element* const query;  // (B, T, N, H)
+    const Results results;
+    const Partials partials;
+    const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
+    const float soft_cap;
+    const float* const slopes;  // ALiBi's, (B | 1, N)
+    const int slopes_stride;    // from batch row to batch row
+    const int max_parts;        // of a tile
+};
+
+// ---------------------------------------------------------------------------------------- Q
+
+// From where the positions count at which queries are rotated (`QueryPositions` in jax_flash/_cache_spec.py).
+enum QueryBase { own_position = 0, length_before = 1 };
+
+__device__ __forceinline__ int position_of(const Shape& shape, const Tile& tile, int query) {
+    const int before = shape.query_base == own_position ? tile.length - tile.queries : shape.lengths[tile.batch];
+    return before + query * shape.query_step;
+}
+
+// Copies a tile's rows of Q to shared memory, rotated. All consumer threads have read the one before it, and come together
+// when this one is there. Rows and columns beyond the last are 0.
+__device__ __forceinline__ void load_query(const ConsumerCall& call, const Tile& tile) {
+    constexpr int row_chunks = Traits::head_dim / 8;
+    sync_consumers();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Traits::rows * row_chunks; i += Traits::consumer_threads) {
+        const int index = i / row_chunks, chunk = i % row_chunks;
+        uint4 words = {0, 0, 0, 0};
+        if (index < tile.rows && 8 * chunk < call.shape.head_dim) {
+            const Row row(call.shape, tile, index);
+            const int64_t first = static_cast<int64_t>(row.token) * call.shape.query_heads + row.head;
+            const int position = Traits::rotary ? position_of(call.shape, tile, row.query) : 0;
+            words = rotated_chunk<Traits::Element, ROTARY>(call.query + first * call.shape.head_dim, chunk, call.rotary,
+                                                           position);
+        }
+        const int panel = chunk / 8 * descriptor::panel_bytes(Traits::rows);
+        const int offset = SharedMemory::query + panel + descriptor::swizzled_offset(index, chunk % 8);
+        *reinterpret_cast<uint4*>(call.shared.data + offset) = words;
+    }
+    fence_proxy_async();
+    sync_consumers();
+}
+
+// ---------------------------------------------------------------------------------------- logits
+
+// What a thread knows of its two rows: which keys they see, and what their logits depend on.
+struct ThreadRows {
+    int begin[2], end[2];
+    float slope[2], diagonal[2];
+
+    __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile) {
+        const Sequence sequence = sequence_of(tile);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int index = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+            const Row row(call.shape, tile, min(index, tile.rows - 1));
+            const Interval keys = keys_of(call.shape, sequence, row.query);
+            begin[r] = keys.begin, end[r] = keys.end;
+            if constexpr (Traits::alibi) {
+                slope[r] = global::read_only(call.slopes + tile.batch * call.slopes_stride + row.head);
+                diagonal[r] = static_cast<float>(diagonal_of(sequence, row.query));
+            }
+        }
+    }
+
+    __device__ static __forceinline__ Sequence sequence_of(const Tile& tile) {
+        return {tile.first_query, tile.queries, tile.length, tile.first_key, tile.cache_row, true};
+    }
+};
+
+// The keys that all rows of the tile see.
+__device__ __forceinline__ Interval keys_of_all_rows(const Shape& shape, const Tile& tile) {
+    const Sequence sequence = ThreadRows::sequence_of(tile);
+    return {keys_of(shape, sequence, (tile.first_row + tile.rows - 1) / shape.group).begin,
+            keys_of(shape, sequence, tile.first_row / shape.group).end};
+}
+
+__device__ __forceinline__ void make_logits(float (&scores)[score_count], const ConsumerCall& call,
+                                            const ThreadRows& rows, int first_key) {
+    const int first_column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < score_count; ++i) {
+        float logit = scores[i] * call.scale;
+        if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
+        if constexpr (Traits::alibi) {
+            const float key = static_cast<float>(first_column + column_of(i));
+            logit -= rows.slope[row_of(i)] * fabsf(rows.diagonal[row_of(i)] - key);
+        }
+        scores[i] = logit;
+    }
+}
+
+// Sets the logits of keys that a row doesn't see to -inf.
+__device__ __forceinline__ void mask_logits(float (&logits)[score_count], const ThreadRows& rows, int first_key) {
+    const int first_column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < score_count; ++i) {
+        const int key = first_column + column_of(i);
+        if (key < rows.begin[row_of(i)] || key >= rows.end[row_of(i)]) logits[i] = -infinity;
+    }
+}
+
+// … and those of keys that aren't in the cache.
+__device__ __forceinline__ void mask_missing(float (&logits)[score_count], const unsigned char* is_missing) {
+#pragma unroll
+    for (int i = 0; i < score_count; ++i) {
+        if (is_missing[2 * (threadIdx.x % 4) + column_of(i)]) logits[i] = -infinity;
+    }
+}
+
+// ---------------------------------------------------------------------------------------- a tile
+
+// Sets the values to 0, in shared memory, of keys that no row of the tile sees: memory that nobody wrote may hold NaN, and 0
+// times NaN is NaN in PV. All consumer threads come together when it is done.
+__device__ __forceinline__ void clean_values(const SharedMemory& shared, int stage, const Tile& tile, int first_key,
+                                             bool has_missing) {
+    const int row = threadIdx.x, key = first_key + row;
+    if (row < Traits::keys) {
+        const bool is_missing = has_missing && shared.is_missing(stage)[row];
+        if (is_missing || key < tile.keys.begin || key >= tile.keys.end) {
+#pragma unroll 1
+            for (int chunk = 0; chunk < 8 * Traits::value_panels; ++chunk) {
+                const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
+                const int offset = panel + descriptor::swizzled_offset(row, chunk % 8);
+                unsigned char* const block = shared.data + SharedMemory::value + stage * Traits::value_bytes;
+                *reinterpret_cast<uint4*>(block + offset) = {0, 0, 0, 0};
+            }
+        }
+    }
+    fence_proxy_async();
+    sync_consumers();
+}
+
+// S = QK^T.
+__device__ __forceinline__ void multiply_keys(float (&scores)[score_count], uint32_t query, uint32_t key) {
+    wgmma::pin(scores);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < Traits::key_steps; ++step) {
+        Wgmma<Traits::keys>::issue<Traits::Element, Major::K, Major::K>(
+            scores, descriptor::at(query, descriptor::k_major_offset(step, Traits::rows)),
+            descriptor::at(key, descriptor::k_major_offset(step, Traits::keys)), step > 0);
+    }
+    wgmma::commit();
+    wgmma::pin(scores);
+    wgmma::wait<0>();
+    wgmma::pin(scores);
+}
+
+// O += PV.
+__device__ __forceinline__ void multiply_values(float (&out)[out_count], const float (&probabilities)[score_count],
+                                                uint32_t value) {
+    uint32_t converted[Traits::value_steps][4];  // A operands of wgmma
+#pragma unroll
+    for (int i = 0; i < score_count / 2; ++i) {
+        converted[i / 4][i % 4] = convert<Traits::Element>(probabilities[2 * i], probabilities[2 * i + 1]);
+    }
+    wgmma::pin(out);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < Traits::value_steps; ++step) {
+        Wgmma<Traits::value_dim>::issue<Traits::Element, Major::MN>(
+            out, converted[step], descriptor::at(value, descriptor::mn_major_offset(step)), 1);
+    }
+    wgmma::commit();
+    wgmma::pin(out);
+    wgmma::wait<0>();
+    wgmma::pin(out);
+}
+
+// Attends to the blocks of a part of a tile.
+__device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, const Tile& tile, float (&out)[out_count],
+                                       OnlineSoftmax& softmax) {
+    const SharedMemory& shared = call.shared;
+    load_query(call, tile);
+    const ThreadRows rows(call, tile);
+    const Interval seen_by_all = keys_of_all_rows(call.shape, tile);
+    const uint32_t query = descriptor::k_major_low(shared.query_tile());
+    const uint32_t first_key_block = descriptor::k_major_low(shared.key_block(0));
+    const uint32_t first_value_block = descriptor::mn_major_low(shared.value_block(0), Traits::keys);
+#pragma unroll 1
+    for (int block = tile.first; block < tile.last; ++block) {
+        const int stage = ring.stage, first_key = block * Traits::keys, end_key = first_key + Traits::keys;
+        float scores[score_count];
+        mbarrier::wait(shared.key_full(stage), ring.parity);
+        multiply_keys(scores, query, first_key_block + stage * (Traits::key_bytes >> 4));
+        make_logits(scores, call, rows, first_key);
+        if (first_key < seen_by_all.begin || end_key > seen_by_all.end) mask_logits(scores, rows, first_key);
+        bool has_missing = false;
+        if constexpr (Traits::paged) {
+            const uint4 missing = shared.has_missing(stage);
+            has_missing = (missing.x | missing.y | missing.z | missing.w) != 0;
+            if (has_missing) mask_missing(scores, shared.is_missing(stage));
+        }
+        const float2 rescale = softmax.update(scores);
+#pragma unroll
+        for (int i = 0; i < out_count; ++i) out[i] *= row_of(i) == 0 ? rescale.x : rescale.y;
+        mbarrier::wait(shared.value_full(stage), ring.parity);
+        if (has_missing || first_key < tile.keys.begin || end_key > tile.keys.end) {
+            clean_values(shared, stage, tile, first_key, has_missing);
+        }
+        multiply_values(out, scores, first_value_block + stage * (Traits::value_bytes >> 4));
+        if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.empty(stage));
+        ring.advance();
+    }
+}
+
+// ---------------------------------------------------------------------------------------- the role
+
+__device__ __forceinline__ void consume(const ConsumerCall& call) {
+    const SharedMemory& shared = call.shared;
+    Ring ring;
+    TileRing tile_ring;
+#pragma unroll 1
+    while (true) {
+        mbarrier::wait(shared.tile_full(tile_ring.stage), tile_ring.parity);
+        const Tile tile = shared.tile(tile_ring.stage);
+        __syncwarp();
+        if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(tile_ring.stage));
+        tile_ring.advance();
+        if (!tile.exists()) break;
+
+        float out[out_count] = {};
+        OnlineSoftmax softmax;
+        if (tile.first < tile.last) attend(call, ring, tile, out, softmax);
+        if (!Traits::split || tile.is_whole()) {
+            write_rows(out, softmax, call.results, call.shape, tile);
+        } else {
+            write_partial(out, softmax, call.partials, tile);
+            if (completes(call.partials, shared, tile)) {
+                combine(call.partials, call.results, call.shape, tile, call.max_parts);
+            }
+        }
+    }
+}

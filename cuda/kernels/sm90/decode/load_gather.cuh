@@ -1,0 +1,80 @@
+// Loads blocks of keys and values row by row, from pages of any size. A warpgroup copies them in chunks of 16 bytes.
+#pragma once
+
+constexpr int gather_barrier = 2;  // a named barrier of the producer's threads
+
+// Copies the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory. Rows that
+// aren't there, and columns beyond the head, become 0.
+template <int padded>
+__device__ __forceinline__ void gather(const SharedMemory& shared, int block, const Traits::Element* cache,
+                                       const int64_t* rows, int64_t row_elements, int columns) {
+    constexpr int row_chunks = padded / 8;
+    constexpr int per_thread = Traits::keys * row_chunks / Traits::producer_threads;
+    constexpr int in_flight = per_thread < 16 ? per_thread : 16;  // loads of a thread
+    const int thread = threadIdx.x - Traits::consumer_threads;
+#pragma unroll 1
+    for (int first = 0; first < per_thread; first += in_flight) {
+        uint4 words[in_flight];
+#pragma unroll
+        for (int i = 0; i < in_flight; ++i) {
+            const int index = (first + i) * Traits::producer_threads + thread;
+            const int chunk = index % row_chunks;
+            words[i] = {0, 0, 0, 0};
+            if (first + i < per_thread && 8 * chunk < columns) {
+                const int64_t row = rows[index / row_chunks];
+                if (row != no_row) words[i] = *reinterpret_cast<const uint4*>(cache + row * row_elements + 8 * chunk);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < in_flight; ++i) {
+            const int index = (first + i) * Traits::producer_threads + thread;
+            const int chunk = index % row_chunks;
+            if (first + i < per_thread) {
+                const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
+                const int offset = panel + descriptor::swizzled_offset(index / row_chunks, chunk % 8);
+                *reinterpret_cast<uint4*>(shared.data + block + offset) = words[i];
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, const Tile& tile) {
+    const SharedMemory& shared = call.shared;
+    const Shape& shape = call.shape;
+    const int thread = threadIdx.x - Traits::consumer_threads;
+    const bool has_key = thread < Traits::keys;
+    auto is_seen = [&](int key) { return key >= tile.keys.begin && key < tile.keys.end; };
+    auto page_at = [&](int block) {
+        const int key = block * Traits::keys + thread;
+        return has_key && block < tile.last && is_seen(key) ? page_of(shape, tile.batch, key) : -1;
+    };
+    const auto* keys = call.cache.key + key_head_of(shape, tile.key_head) * shape.head_dim;
+    const auto* values = call.cache.value + value_head_of(shape, tile.key_head) * shape.value_dim;
+    const int64_t heads = shape.key_heads * shape.head_step;  // of a row
+
+    int page = page_at(tile.first);
+#pragma unroll 1
+    for (int block = tile.first; block < tile.last; ++block) {
+        const int next_page = page_at(block + 1);
+        const int stage = ring.stage, key = block * Traits::keys + thread;
+        mbarrier::wait(shared.empty(stage), ring.parity ^ 1);
+        const int64_t row = row_on_page(shape, page, key);
+        const bool some_missing = __any_sync(all_lanes, has_key && row == no_row);
+        if (has_key) {
+            shared.cache_rows(stage)[thread] = row;
+            shared.is_missing(stage)[thread] = row == no_row;
+        }
+        if (thread % 32 == 0) reinterpret_cast<uint32_t*>(&shared.has_missing(stage))[thread / 32] = some_missing;
+        named_barrier_sync(gather_barrier, Traits::producer_threads);
+        gather<Traits::head_dim>(shared, SharedMemory::key + stage * Traits::key_bytes, keys, shared.cache_rows(stage),
+                                 heads * shape.head_dim, shape.head_dim);
+        fence_proxy_async();
+        mbarrier::arrive(shared.key_full(stage));
+        gather<Traits::value_dim>(shared, SharedMemory::value + stage * Traits::value_bytes, values,
+                                  shared.cache_rows(stage), heads * shape.value_dim, shape.value_dim);
+        fence_proxy_async();
+        mbarrier::arrive(shared.value_full(stage));
+        page = next_page;
+        ring.advance();
+    }
+}

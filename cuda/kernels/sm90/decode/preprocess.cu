@@ -1,0 +1,72 @@
+// Runs before the decode kernel: appends new keys, rotated, and new values to the cache, and sets to 0 what that kernel
+// counts in. If sequences are packed, it also writes the rows of queries that belong to none.
+//
+// Defines: ELEMENT; ROTARY, as in traits.cuh.
+#include "parameters.cuh"
+#include "ptx/global.cuh"
+#include "ptx/warpgroup.cuh"
+#include "common/constants.cuh"
+#include "sm90/decode/rotary.cuh"
+#include "sm90/decode/sequences.cuh"
+
+using Element = ELEMENT;
+constexpr int threads = 128;
+constexpr int chunk_elements = 16 / sizeof(Element);
+
+// Copies chunk `index` of all new keys and values to its place: a row has a chunk for each 8 columns of its key, and then of
+// its value. A row without a place is dropped.
+__device__ __forceinline__ void append(const Parameters& parameters, int64_t index) {
+    const Shape& shape = parameters.shape;
+    const int key_chunks = shape.head_dim / chunk_elements, value_chunks = shape.value_dim / chunk_elements;
+    const int chunk = static_cast<int>(index % (key_chunks + value_chunks));
+    const int64_t row = index / (key_chunks + value_chunks);  // of (B, U, K)
+    const int head = static_cast<int>(row % shape.key_heads);
+    const int64_t token = row / shape.key_heads;
+    const int batch = static_cast<int>(token / shape.appended);
+    const int position = shape.lengths[batch] + static_cast<int>(token % shape.appended);
+    const int64_t place = row_of_key(shape, batch, sequence_at(shape, batch), position);
+    if (place == no_row) return;
+
+    const int64_t heads = shape.key_heads * shape.head_step;  // of a row of the cache
+    if (chunk < key_chunks) {
+        const Element* source = parameters.new_key + row * shape.head_dim;
+        Element* to = parameters.key + (place * heads + key_head_of(shape, head)) * shape.head_dim;
+        reinterpret_cast<uint4*>(to)[chunk] =
+            rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position);
+    } else {
+        const Element* source = parameters.new_value + row * shape.value_dim;
+        Element* to = parameters.value + (place * heads + value_head_of(shape, head)) * shape.value_dim;
+        reinterpret_cast<uint4*>(to)[chunk - key_chunks] = reinterpret_cast<const uint4*>(source)[chunk - key_chunks];
+    }
+}
+
+// Writes element `index` of the rows (T, N, V), and their log-sum-exp, if its query belongs to no sequence.
+__device__ __forceinline__ void write_unused(const Parameters& parameters, int64_t index) {
+    const Shape& shape = parameters.shape;
+    const int column = static_cast<int>(index % shape.value_dim);
+    const int64_t row = index / shape.value_dim;
+    const int head = static_cast<int>(row % shape.query_heads), query = static_cast<int>(row / shape.query_heads);
+    if (query >= shape.query_offsets[0] && query < shape.query_offsets[shape.batch]) return;
+    parameters.out[index].bits = 0;
+    if (column == 0) parameters.lse[static_cast<int64_t>(head) * shape.queries + query] = -infinity;
+}
+
+extern "C" __global__ void __launch_bounds__(threads)
+    decode_preprocess(const __grid_constant__ Parameters parameters) {
+    const Shape& shape = parameters.shape;
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, stride = gridDim.x * threads;
+    allow_next_kernel();
+    wait_for_previous_kernel();
+#pragma unroll 1
+    for (int64_t i = first; i < parameters.visited_count; i += stride) parameters.visited[i] = 0;
+    const int64_t rows = static_cast<int64_t>(shape.batch) * shape.appended * shape.key_heads;
+    const int64_t chunks = rows * ((shape.head_dim + shape.value_dim) / chunk_elements);
+#pragma unroll 1
+    for (int64_t i = first; i < chunks; i += stride) append(parameters, i);
+    if (shape.query_offsets) {
+        const int64_t elements = static_cast<int64_t>(shape.queries) * shape.query_heads * shape.value_dim;
+#pragma unroll 1
+        for (int64_t i = first; i < elements; i += stride) write_unused(parameters, i);
+    }
+    global::fence_proxy_async();  // the decode kernel reads the cache by TMA
+}

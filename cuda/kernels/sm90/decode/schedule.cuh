@@ -1,0 +1,167 @@
+// The schedule of the decode kernel, which lengths on the device decide (stream-K, Osama et al., arXiv:2301.03598).
+//
+// The key blocks of all tiles form one sequence: by batch row, key head, tile of rows, and block. Each CTA has an equal
+// share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs share
+// the tile (combine.cuh). If a call limits into how many parts a tile is split, boundaries move to the next place where
+// that many equal parts meet. A tile without blocks counts as one, so that somebody writes its rows.
+//
+// tests/cuda/test_decode_plan.py has the same arithmetic in Python.
+#pragma once
+#include "sm90/decode/sequences.cuh"
+#include "sm90/decode/traits.cuh"
+
+constexpr uint32_t all_lanes = 0xffffffff;
+
+__device__ __forceinline__ int row_count(const Shape& shape, const Sequence& sequence) {
+    return sequence.queries * shape.group;
+}
+__device__ __forceinline__ int tile_count(const Shape& shape, const Sequence& sequence) {
+    return ceil_div(row_count(shape, sequence), Traits::rows);
+}
+
+// The keys that some row of a tile sees.
+__device__ __forceinline__ Interval tile_keys(const Shape& shape, const Sequence& sequence, int tile) {
+    const int first_row = tile * Traits::rows;
+    const int last_row = min(first_row + Traits::rows, row_count(shape, sequence)) - 1;
+    const int begin = keys_of(shape, sequence, first_row / shape.group).begin;
+    const int end = keys_of(shape, sequence, last_row / shape.group).end;
+    return sequence.is_there && begin < end ? Interval{begin, end} : Interval{0, 0};
+}
+__device__ __forceinline__ int units_of(Interval keys) {
+    return max(ceil_div(keys.end, Traits::keys) - keys.begin / Traits::keys, 1);
+}
+
+// The units of one key head of a sequence.
+__device__ __forceinline__ int64_t head_units(const Shape& shape, const Sequence& sequence) {
+    const int tiles = tile_count(shape, sequence);
+    if (tiles == 0) return 0;
+    if (shape.tiles_alike) return static_cast<int64_t>(tiles) * units_of(tile_keys(shape, sequence, 0));
+    int64_t units = 0;
+#pragma unroll 1
+    for (int tile = 0; tile < tiles; ++tile) units += units_of(tile_keys(shape, sequence, tile));
+    return units;
+}
+
+// Where within a tile a part ends or begins, if a boundary between shares is `offset` units behind the tile's start.
+__device__ __forceinline__ int part_boundary(int64_t offset, int units, int max_parts) {
+    if (offset <= 0) return 0;
+    if (offset >= units) return units;
+    const int step = ceil_div(units, min(max_parts, units));
+    return min(ceil_div(static_cast<int>(offset), step) * step, units);
+}
+
+// A CTA's way along its share. All lanes of a warp have one, and make it together.
+struct Schedule {
+    const Shape& shape;
+    const int max_parts;  // of a tile
+    int64_t share;        // units of each CTA's
+    int64_t start;        // of the next tile, in units from the start of this CTA's share
+    int batch, head, tile;
+    Sequence sequence;
+
+    __device__ __forceinline__ Schedule(const Shape& shape, int max_parts, int least_share)
+        : shape(shape), max_parts(max_parts) {
+        const int64_t total = total_units();
+        share = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(least_share));
+        const int64_t begin = blockIdx.x * share;
+        start = 0;
+        batch = shape.batch, head = 0, tile = 0;
+        if (begin < total) find(begin);
+    }
+
+    // The next part of a tile in this CTA's share; false where there is none.
+    __device__ __forceinline__ bool next(Tile& found) {
+        while (batch < shape.batch && start < share) {
+            const Interval keys = tile_keys(shape, sequence, tile);
+            const int units = units_of(keys);
+            const int begin = part_boundary(-start, units, max_parts);
+            const int end = part_boundary(share - start, units, max_parts);
+            if (begin < end) describe(found, keys, units, begin, end);
+            start += units;
+            advance();
+            if (begin < end) return true;
+        }
+        return false;
+    }
+
+private:
+    __device__ __forceinline__ int64_t units_of_sequence(int index) const {
+        if (index >= shape.batch) return 0;
+        return head_units(shape, sequence_at(shape, index)) * shape.key_heads;
+    }
+
+    __device__ __forceinline__ int64_t total_units() const {
+        int64_t total = 0;
+#pragma unroll 1
+        for (int index = threadIdx.x % 32; index < shape.batch; index += 32) total += units_of_sequence(index);
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(all_lanes, total, distance);
+        return total;
+    }
+
+    // Finds the tile that has unit `position` of all.
+    __device__ __forceinline__ void find(int64_t position) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int first = 0; first < shape.batch; first += 32) {
+            const int64_t own = units_of_sequence(first + lane);
+            int64_t end = own;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int64_t before = __shfl_up_sync(all_lanes, end, distance);
+                if (lane >= distance) end += before;
+            }
+            const int64_t end_of_all = __shfl_sync(all_lanes, end, 31);
+            if (position < end_of_all) {
+                const int owner = __reduce_min_sync(all_lanes, position < end ? lane : 31);
+                position -= __shfl_sync(all_lanes, end - own, owner);
+                enter(first + owner);
+                break;
+            }
+            position -= end_of_all;
+        }
+        const int64_t units = head_units(shape, sequence);
+        head = static_cast<int>(position / units);
+        position -= head * units;
+#pragma unroll 1
+        for (;; ++tile) {
+            const int of_tile = units_of(tile_keys(shape, sequence, tile));
+            if (position < of_tile) break;
+            position -= of_tile;
+        }
+        start = -position;
+    }
+
+    __device__ __forceinline__ void enter(int index) {
+        batch = index, head = 0, tile = 0;
+        if (batch < shape.batch) sequence = sequence_at(shape, batch);
+    }
+
+    __device__ __forceinline__ void advance() {
+        if (++tile < tile_count(shape, sequence)) return;
+        tile = 0;
+        if (++head < shape.key_heads) return;
+        do {
+            enter(batch + 1);
+        } while (batch < shape.batch && sequence.queries == 0);
+    }
+
+    __device__ __forceinline__ void describe(Tile& found, Interval keys, int units, int begin, int end) const {
+        const bool sees_none = keys.begin == keys.end;
+        found.batch = batch, found.key_head = head;
+        found.first_row = tile * Traits::rows;
+        found.rows = min(row_count(shape, sequence) - found.first_row, Traits::rows);
+        found.first_query = sequence.first_query, found.queries = sequence.queries;
+        found.length = sequence.length, found.first_key = sequence.first_key;
+        found.cache_row = sequence.cache_row;
+        found.first = sees_none ? 0 : keys.begin / Traits::keys + begin;
+        found.last = sees_none ? 0 : keys.begin / Traits::keys + end;
+        found.keys = keys;
+        found.units = units, found.part_begin = begin, found.part_end = end;
+        if (!found.is_whole()) {
+            const int64_t position = blockIdx.x * share + start;  // of the tile's first unit among all
+            found.first_cta = static_cast<int>(position / share);
+            found.start = position - found.first_cta * share, found.share = share;
+        }
+    }
+};

@@ -1,0 +1,68 @@
+// The sequences of a call: their lengths and queries, and where their keys are in the cache. Shape, a part of the kernels'
+// parameters, is described in jax_flash/cuda/sm90/decode_plan.py.
+#pragma once
+#include "parameters.cuh"
+#include "common/block_range.cuh"
+
+struct Sequence {
+    int first_query, queries;  // its queries, among those of all sequences
+    int length, first_key;     // its keys are [first_key, length), those included that the call appends
+    int cache_row;             // which sequence of the cache it is; unused with pages
+    bool is_there;             // in the cache
+};
+
+// The layer that the call uses, and whether the cache has it.
+__device__ __forceinline__ int layer_of(const Shape& shape) { return shape.layer ? *shape.layer : 0; }
+__device__ __forceinline__ bool has_layer(const Shape& shape) {
+    return static_cast<uint32_t>(layer_of(shape)) < static_cast<uint32_t>(shape.layers);
+}
+
+__device__ __forceinline__ Sequence sequence_at(const Shape& shape, int batch) {
+    Sequence sequence;
+    sequence.first_query = shape.query_offsets ? shape.query_offsets[batch] : batch * shape.queries;
+    sequence.queries = shape.query_offsets ? shape.query_offsets[batch + 1] - sequence.first_query : shape.queries;
+    sequence.length = min(shape.lengths[batch] + shape.appended, shape.capacity);
+    sequence.first_key = shape.left_padding ? max(shape.left_padding[batch], 0) : 0;
+    sequence.cache_row = shape.batch_index ? shape.batch_index[batch] : batch;
+    const bool has_row = static_cast<uint32_t>(sequence.cache_row) < static_cast<uint32_t>(shape.cache_rows);
+    sequence.is_there = has_layer(shape) && (shape.page_table || has_row);
+    return sequence;
+}
+
+// The page that a key is on, which may be none of the cache's.
+__device__ __forceinline__ int page_of(const Shape& shape, int batch, int key) {
+    return shape.page_table[static_cast<int64_t>(batch) * shape.table_pages + key / shape.page];
+}
+
+constexpr int64_t no_row = -1;
+
+// The row of the cache, of all layers, that key `key` on page `page` is; `no_row` if the cache lacks the page.
+__device__ __forceinline__ int64_t row_on_page(const Shape& shape, int page, int key) {
+    if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(shape.cache_rows)) return no_row;
+    const int64_t first = static_cast<int64_t>(layer_of(shape)) * shape.cache_rows + page;
+    return first * shape.page + key % shape.page;
+}
+
+// The row of the cache, of all layers, that holds a key of a sequence; `no_row` where it has no place.
+__device__ __forceinline__ int64_t row_of_key(const Shape& shape, int batch, const Sequence& sequence, int key) {
+    if (!sequence.is_there || static_cast<uint32_t>(key) >= static_cast<uint32_t>(shape.capacity)) return no_row;
+    if (shape.page_table) return row_on_page(shape, page_of(shape, batch, key), key);
+    const int64_t first = static_cast<int64_t>(layer_of(shape)) * shape.cache_rows + sequence.cache_row;
+    return first * shape.capacity + key;
+}
+
+// Offsets, in elements, of a key head in a row of keys, and of its values in a row of values.
+__device__ __forceinline__ int key_head_of(const Shape& shape, int head) { return head * shape.head_step; }
+__device__ __forceinline__ int value_head_of(const Shape& shape, int head) {
+    return head * shape.head_step + shape.head_step - 1;
+}
+
+// The key on a query's diagonal: the last query is aligned with the last key.
+__device__ __forceinline__ int diagonal_of(const Sequence& sequence, int query) {
+    return query + sequence.length - sequence.queries;
+}
+// The keys that a query sees. Where there are none, `begin` may be beyond `end`.
+__device__ __forceinline__ Interval keys_of(const Shape& shape, const Sequence& sequence, int query) {
+    const int diagonal = diagonal_of(sequence, query);
+    return {max(sequence.first_key, diagonal - shape.left), min(sequence.length, diagonal + shape.right + 1)};
+}

@@ -1,0 +1,120 @@
+// The decode kernel's compile-time facts, in one struct, and its shared-memory map.
+//
+// Defines, all set by jax_flash/cuda/sm90/decode_plan.py:
+//   ELEMENT        bfloat16 or float16
+//   HEAD_DIM       head dim of queries and keys, rounded up to a multiple of 16
+//   VALUE_DIM      head dim of values and of the output, likewise
+//   KEYS           keys in a block
+//   STAGES         blocks of keys and values in flight
+//   PAGED          1: the cache consists of pages
+//   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
+//   SPLIT          1: CTAs may share a tile
+//   SOFT_CAP, ALIBI   1: the call has it
+//   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
+//   SHARED_BYTES   dynamic shared memory of the launch
+#pragma once
+#include "parameters.cuh"
+#include "ptx/descriptor.cuh"
+#include "ptx/types.cuh"
+#include "common/block_range.cuh"
+#include "common/pipeline.cuh"
+
+struct Traits {
+    using Element = ELEMENT;
+    static constexpr int head_dim = HEAD_DIM;
+    static constexpr int value_dim = VALUE_DIM;
+    static constexpr int rows = 64;  // of a tile: those of one consumer warpgroup
+    static constexpr int keys = KEYS;
+    static constexpr int stages = STAGES;
+    static constexpr bool paged = PAGED;
+    static constexpr bool gathers = BOX == 0;
+    static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
+    static constexpr bool split = SPLIT;
+    static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
+    static constexpr bool natural = soft_cap || alibi;  // logits are; else they are in base 2
+    static constexpr bool rotary = ROTARY != 0;
+
+    static constexpr int key_steps = head_dim / 16;  // wgmmas of QK^T
+    static constexpr int value_steps = keys / 16;    // … of PV
+
+    static constexpr int consumer_threads = 128;
+    static constexpr int producer_threads = gathers ? 128 : 32;
+    static constexpr int threads = consumer_threads + producer_threads;
+    static constexpr int full_arrivals = gathers ? producer_threads : boxes;  // at a stage's barriers, from the producer
+
+    static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
+    static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
+    static constexpr int query_bytes = key_panels * descriptor::panel_bytes(rows);
+    static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
+    static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
+    static constexpr int tile_stages = 2;
+
+    static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
+    static_assert(value_dim % 16 == 0 && value_dim <= 256, "N of PV is at most 256");
+    static_assert(keys == 64 || keys == 128, "a thread of the warpgroup looks after each key of a block");
+    static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
+    static_assert(boxes <= 32, "each lane of the producer warp copies one box");
+};
+
+// A part of a tile: the key blocks [first, last) that one CTA visits for the tile's rows. Row r of a sequence and key head
+// is head r % group of query r / group.
+struct Tile {
+    static constexpr int no_more = -1;  // as batch: there are no more tiles
+
+    int batch, key_head;
+    int first_row, rows;       // the first row, and how many there are
+    int first_query, queries;  // of the sequence: where its queries start among all, and how many it has
+    int length, first_key;     // the sequence's keys are [first_key, length)
+    int cache_row;             // which sequence of the cache it is; unused with pages
+    int first, last;
+    Interval keys;             // those that some row of the tile sees
+    // Blocks are counted from the tile's first. A tile without blocks counts one.
+    int units;       // blocks of the whole tile
+    int part_begin;  // the part's first
+    int part_end;
+    int first_cta;   // the first CTA whose share has some of the tile
+    int64_t start;   // the tile's first unit, counted from the start of that CTA's share …
+    int64_t share;   // … which has so many, as all have
+
+    __device__ bool exists() const { return batch != no_more; }
+    __device__ bool is_whole() const { return part_begin == 0 && part_end == units; }
+};
+
+// Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
+struct SharedMemory {
+    unsigned char* data;
+    uint32_t base;  // the address of `data`
+
+    static constexpr int query = 0;
+    static constexpr int key = query + Traits::query_bytes;
+    static constexpr int value = key + Traits::stages * Traits::key_bytes;
+    static constexpr int rows = value + Traits::stages * Traits::value_bytes;
+    static constexpr int tiles = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
+    static constexpr int missing = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
+    static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
+    static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
+    static constexpr int arrival = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
+    static constexpr int bytes = arrival + 8;
+    static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
+
+    __device__ uint32_t query_tile() const { return base + query; }
+    __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::key_bytes; }
+    __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::value_bytes; }
+    // Of gathered blocks: which row of the cache each key is; -1: none.
+    __device__ int64_t* cache_rows(int stage) const {
+        return reinterpret_cast<int64_t*>(data + rows) + stage * Traits::keys;
+    }
+    __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(data + tiles)[stage]; }
+    // With pages: whether keys of the block aren't there, as four words, each of some of them …
+    __device__ uint4& has_missing(int stage) const { return reinterpret_cast<uint4*>(data + missing)[stage]; }
+    // … and a byte for each key, 1 if it isn't there. They are written only if some key isn't.
+    __device__ unsigned char* is_missing(int stage) const { return data + missing_keys + stage * Traits::keys; }
+    // Whether this CTA was the last to arrive at a tile.
+    __device__ int& is_last() const { return *reinterpret_cast<int*>(data + arrival); }
+
+    __device__ uint32_t key_full(int stage) const { return base + barriers + 8 * stage; }
+    __device__ uint32_t value_full(int stage) const { return key_full(stage) + 8 * Traits::stages; }
+    __device__ uint32_t empty(int stage) const { return key_full(stage) + 16 * Traits::stages; }
+    __device__ uint32_t tile_full(int stage) const { return key_full(stage) + 24 * Traits::stages; }
+    __device__ uint32_t tile_empty(int stage) const { return tile_full(stage) + 8 * Traits::tile_stages; }
+};

@@ -1,0 +1,293 @@
+"""Launch plans of attention on a key-value cache (cuda/kernels/sm90/decode)."""
+
+import math
+
+import jax
+
+from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
+from jax_flash._device import Device
+from jax_flash._mask import Window
+from jax_flash.cuda.launch_plan import (
+    ELEMENT_BYTES,
+    Alias,
+    Argument,
+    Arguments,
+    Buffer,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Pointer,
+    TensorMap,
+    launch,
+)
+from jax_flash.cuda.parameters import struct
+from jax_flash.cuda.sm90.decode_tiles import ROWS, DecodeTile, choose_tile
+from jax_flash.cuda.sm90.tensor_maps import PANEL
+
+Shapes = CacheOperands[jax.ShapeDtypeStruct]
+
+_SHAPE = struct(
+    "Shape",
+    batch="int32_t",  # B
+    queries="int32_t",  # T
+    query_heads="int32_t",  # N
+    key_heads="int32_t",  # K
+    group="int32_t",  # N / K
+    head_dim="int32_t",  # H
+    value_dim="int32_t",  # V
+    capacity="int32_t",  # S
+    appended="int32_t",  # U
+    layers="int32_t",  # L; 1 without layers
+    cache_rows="int32_t",  # C; with pages P
+    page="int32_t",  # its keys; 0 without pages
+    table_pages="int32_t",  # pages that a sequence may have
+    head_step="int32_t",  # 2 if pages hold keys and values, 1 elsewhere
+    left="int32_t",  # the window; a side without limit is `UNBOUNDED_SIDE`
+    right="int32_t",
+    tiles_alike="int32_t",  # 1: all tiles of a sequence have as many blocks
+    query_base="int32_t",  # see `position_of` in consumer.cuh; read if queries are rotated
+    query_step="int32_t",
+    lengths="const int*",
+    layer="const int*",
+    page_table="const int*",
+    batch_index="const int*",
+    left_padding="const int*",
+    query_offsets="const int*",
+)
+_ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
+
+_TMA_CACHE = struct("Cache", key="TensorMap", value="TensorMap")
+_GATHERED_CACHE = struct("Cache", key="const ELEMENT*", value="const ELEMENT*")
+
+
+def _parameters(box: int):
+    return struct(
+        "Parameters",
+        cache=_TMA_CACHE if box else _GATHERED_CACHE,
+        query="const ELEMENT*",  # (B, T, N, H)
+        out="ELEMENT*",  # (B, T, N, V)
+        lse="float*",  # (B, N, T)
+        shape=_SHAPE,
+        rotary=_ROTARY,
+        scale="float",  # see ConsumerCall
+        soft_cap="float",
+        slopes="const float*",
+        slopes_stride="int32_t",
+        sinks="const float*",
+        max_parts="int32_t",  # of a tile
+        least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
+        partial_out="float*",  # see Partials
+        partial_statistics="float2*",
+        visited="int*",
+    )
+
+
+_PREPROCESS_PARAMETERS = struct(
+    "Parameters",
+    new_key="const ELEMENT*",  # (B, U, K, H)
+    new_value="const ELEMENT*",  # (B, U, K, V)
+    key="ELEMENT*",  # the cache
+    value="ELEMENT*",
+    out="ELEMENT*",
+    lse="float*",
+    shape=_SHAPE,
+    rotary=_ROTARY,
+    visited="int*",
+    visited_count="int32_t",
+)
+
+UNBOUNDED_SIDE = 1 << 30
+"""A side of the window that hides nothing, of any length that calls have."""
+
+_ANY_PARTS = 2**31 - 1
+_LEAST_SHARE = 1
+_PREPROCESS_THREADS = 128
+_ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2
+
+
+def window_of(spec: CacheSpec, n: CacheSizes) -> Window:
+    return Window(spec.attention.left, spec.attention.right).normalised(n.T, n.S)
+
+
+def max_units(n: CacheSizes, keys: int, packed: bool) -> int:
+    """Blocks that all tiles visit, at most, where one without any counts one."""
+    tiles = math.ceil(n.T * n.group / ROWS)
+    tiles = tiles + n.B if packed else tiles * n.B
+    return tiles * n.K * math.ceil(n.S / keys)
+
+
+def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
+    """How `device` runs a call that `decoding.supports` accepts.
+
+    Operands are those of `CacheOperands` that the call has, in their order. Results are out and lse. If
+    something is appended, the caches follow, as `key_after` and `value_after`; then comes scratch memory.
+    """
+    n, tile = cache_sizes(shapes), choose_tile(cache_sizes(shapes))
+    packed = shapes.query_offsets is not None
+    ctas = min(device.sm_count, max_units(n, tile.keys, packed))
+    split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
+    operands = tuple(Buffer(name, x.shape, x.dtype.name) for name, x in shapes.present().items())
+    caches = [b for b in operands if b.name in ("key", "value")] if n.U else []
+    aliases = tuple(Alias(b.name, f"{b.name}_after") for b in caches)
+    after = tuple(Buffer(f"{b.name}_after", b.shape, b.dtype) for b in caches)
+    B, T, N, _ = shapes.query.shape
+    out = Buffer("out", (B, T, N, n.V), shapes.query.dtype.name)
+    lse = Buffer("lse", (B, N, T), "float32")
+    scratch = ()
+    if split:
+        scratch = (
+            Buffer("partial_out", (2 * ctas, ROWS, tile.value_dim), "float32"),
+            Buffer("partial_statistics", (2 * ctas, ROWS, 2), "float32"),
+            Buffer("visited", (ctas,), "int32"),
+        )
+    steps = () if not (n.U or split or packed) else (_preprocess(spec, shapes, device, ctas if split else 0),)
+    steps = (*steps, _decode(spec, shapes, device, tile, ctas, split))
+    return LaunchPlan(operands, (out, lse, *after, *scratch), steps, aliases)
+
+
+def _decode(
+    spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int, split: bool
+) -> Launch:
+    n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
+    scale = spec.attention.scale
+    if cap is not None:
+        scale /= cap
+    elif shapes.alibi_slopes is None:
+        scale *= math.log2(math.e)
+    kernel = Kernel(
+        source="sm90/decode/decode.cu",
+        entry="decode",
+        arch=device.arch,
+        defines=(
+            ("ELEMENT", shapes.query.dtype.name),
+            ("HEAD_DIM", tile.head_dim),
+            ("VALUE_DIM", tile.value_dim),
+            ("KEYS", tile.keys),
+            ("STAGES", tile.stages),
+            ("PAGED", int(tile.paged)),
+            ("BOX", tile.box),
+            ("SPLIT", int(split)),
+            ("SOFT_CAP", int(cap is not None)),
+            ("ALIBI", int(shapes.alibi_slopes is not None)),
+            ("ROTARY", _rotary_pairs(spec, shapes)),
+            ("SHARED_BYTES", tile.shared_bytes),
+        ),
+        parameters=_parameters(tile.box),
+    )
+    slopes = shapes.alibi_slopes
+    return launch(
+        kernel=kernel,
+        grid=(ctas, 1, 1),
+        block=tile.threads,
+        shared_bytes=tile.shared_bytes,
+        overlap_previous=True,
+        arguments={
+            "cache": _cache_arguments(shapes, tile),
+            "query": Pointer("query"),
+            "out": Pointer("out"),
+            "lse": Pointer("lse"),
+            "shape": _shape_arguments(spec, shapes),
+            "rotary": _rotary_arguments(shapes),
+            "scale": scale,
+            "soft_cap": cap or 0.0,
+            "slopes": _pointer(shapes, "alibi_slopes"),
+            "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
+            "sinks": _pointer(shapes, "sinks"),
+            "max_parts": spec.num_splits or _ANY_PARTS,
+            "least_share": _LEAST_SHARE,
+            "partial_out": Pointer("partial_out") if split else None,
+            "partial_statistics": Pointer("partial_statistics") if split else None,
+            "visited": Pointer("visited") if split else None,
+        },
+    )
+
+
+def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, visited: int) -> Launch:
+    """Appends what the call appends, and zeroes so many counters."""
+    n = cache_sizes(shapes)
+    packed = shapes.query_offsets is not None
+    work = max(visited, n.B * n.U * n.K * (n.H + n.V) // 8, n.T * n.N * n.V if packed else 0)
+    kernel = Kernel(
+        source="sm90/decode/preprocess.cu",
+        entry="decode_preprocess",
+        arch=device.arch,
+        defines=(("ELEMENT", shapes.query.dtype.name), ("ROTARY", _rotary_pairs(spec, shapes) if n.U else 0)),
+        parameters=_PREPROCESS_PARAMETERS,
+    )
+    return launch(
+        kernel=kernel,
+        grid=(min(math.ceil(work / _PREPROCESS_THREADS), 8 * device.sm_count), 1, 1),
+        block=_PREPROCESS_THREADS,
+        overlap_previous=True,
+        arguments={
+            "new_key": _pointer(shapes, "new_key"),
+            "new_value": _pointer(shapes, "new_value"),
+            "key": Pointer(_cache(shapes, "key")) if n.U else None,
+            "value": Pointer(_cache(shapes, "value")) if n.U else None,
+            "out": Pointer("out"),
+            "lse": Pointer("lse"),
+            "shape": _shape_arguments(spec, shapes),
+            "rotary": _rotary_arguments(shapes),
+            "visited": Pointer("visited") if visited else None,
+            "visited_count": visited,
+        },
+    )
+
+
+def _rotary_pairs(spec: CacheSpec, shapes: Shapes) -> int:
+    if shapes.rotary_cos is None:
+        return 0
+    return _ROTARY_NEIGHBOURS if spec.rotary_interleaved else _ROTARY_HALVES
+
+
+def _pointer(shapes: Shapes, name: str) -> Argument:
+    return None if getattr(shapes, name) is None else Pointer(name)
+
+
+def _rotary_arguments(shapes: Shapes) -> Arguments:
+    positions, half = (0, 0) if shapes.rotary_cos is None else shapes.rotary_cos.shape
+    cos, sin = (_pointer(shapes, name) for name in ("rotary_cos", "rotary_sin"))
+    return {"cos": cos, "sin": sin, "positions": positions, "half": half}
+
+
+def _shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
+    n, window = cache_sizes(shapes), window_of(spec, cache_sizes(shapes))
+    table, layer = shapes.page_table, shapes.layer
+    data = ("lengths", "layer", "page_table", "batch_index", "left_padding", "query_offsets")
+    return {
+        **{"batch": n.B, "queries": n.T, "query_heads": n.N, "key_heads": n.K, "group": n.group},
+        **{"head_dim": n.H, "value_dim": n.V, "capacity": n.S, "appended": n.U},
+        "layers": 1 if layer is None else shapes.key.shape[0],
+        "cache_rows": shapes.key.shape[-4],
+        "page": n.page or 0,
+        "table_pages": 0 if table is None else table.shape[1],
+        "head_step": 2 if shapes.value is None else 1,
+        "left": UNBOUNDED_SIDE if window.left is None else window.left,
+        "right": UNBOUNDED_SIDE if window.right is None else window.right,
+        "tiles_alike": int(window.unbounded),
+        "query_base": int(spec.query_positions != "own"),
+        "query_step": int(spec.query_positions != "first"),
+        **{name: _pointer(shapes, name) for name in data},
+    }
+
+
+def _cache(shapes: Shapes, name: str) -> str:
+    """The buffer of the cache of keys, or of values."""
+    name = "key" if shapes.value is None else name
+    return name if shapes.new_key is None else f"{name}_after"
+
+
+def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
+    arrays = {"key": shapes.key, "value": shapes.key if shapes.value is None else shapes.value}
+    if not tile.box:
+        return {name: Pointer(_cache(shapes, name)) for name in arrays}
+    return {name: _cache_map(_cache(shapes, name), x, tile.box) for name, x in arrays.items()}
+
+
+def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
+    """A tensor map over a cache. Its box is a panel of one head of `box` keys."""
+    C, S, K, H = array.shape[-4:]
+    layers = math.prod(array.shape[:-4])
+    element = ELEMENT_BYTES[array.dtype.name]
+    strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
+    return TensorMap(buffer, array.dtype.name, (H, K, S, C, layers), strides, (PANEL, 1, box, 1, 1))
