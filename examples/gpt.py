@@ -6,12 +6,15 @@ byte unless the configuration says otherwise: a vocabulary of 256 entries, and n
 
 import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import jax_flash
+
+Cache = TypeVar("Cache")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +63,19 @@ def _linear(
     )
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of `x (B, T, heads, H)`, in float32, returned in `x`'s dtype."""
-    half = x.shape[-1] // 2
+def rotary_angles(positions: jax.Array, head_dim: int) -> jax.Array:
+    """The angles of a rotary position embedding: `positions (...)` to float32 `(..., H / 2)`."""
+    half = head_dim // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    return positions.astype(jnp.float32)[..., None] * frequency
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of `x (B, T, heads, H)` at `positions (T,)`.
+
+    It is computed in float32 and returned in `x`'s dtype.
+    """
+    angle = rotary_angles(positions, x.shape[-1])[:, None, :]
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
@@ -87,15 +98,29 @@ class Block(nnx.Module):
         self.up = _linear(width, 4 * width, stddev, config, rngs)
         self.down = _linear(4 * width, width, residual_stddev, config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Query `(B, T, N, H)`, key and value `(B, T, K, H)` of `x (B, T, D)`, before rotation."""
         config = self.config
         heads = self.qkv(self.attention_norm(x)).reshape(*x.shape[:2], -1, config.head_dim)
         query, key, value = jnp.split(heads, [config.heads, config.heads + config.key_heads], axis=2)
-        attended = config.attention(
-            rotate(query), rotate(key), value, is_causal=True, implementation=config.implementation
-        )
+        return query, key, value
+
+    def output(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """The layer's output, given `attended (B, T, N, H)`."""
         x = x + self.attention_out(attended.reshape(x.shape))
         return x + self.down(jax.nn.gelu(self.up(self.feed_forward_norm(x))))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        query, key, value = self.heads(x)
+        positions = jnp.arange(x.shape[1])
+        attended = self.config.attention(
+            rotate(query, positions),
+            rotate(key, positions),
+            value,
+            is_causal=True,
+            implementation=self.config.implementation,
+        )
+        return self.output(x, attended)
 
 
 class GPT(nnx.Module):
@@ -123,6 +148,31 @@ class GPT(nnx.Module):
                 return nnx.merge(graph, state)(x)
 
             x = (jax.checkpoint(layer) if self.config.remat else layer)(state, x)
+        return self.logits(x)
+
+    def with_cache(
+        self, tokens: jax.Array, cache: Cache, attend: Callable[..., tuple[jax.Array, Cache]]
+    ) -> tuple[jax.Array, Cache]:
+        """The same layers, which also attend to the keys and values of earlier calls.
+
+        Args:
+          tokens: `(B, T)`, those that follow what `cache` holds.
+          cache: the keys and values of all layers so far.
+          attend: `attend(layer, cache, query, key, value)` adds `key` and `value`, which are not rotated yet,
+            to layer number `layer` of the cache. It returns what `query` attends to, `(B, T, N, H)`, and the
+            new cache.
+
+        Returns:
+          The last layer's output `(B, T, D)`, of which `logits` makes logits, and the new cache.
+        """
+        x = self.embedding(tokens)
+        for layer, block in enumerate(self.blocks):
+            attended, cache = attend(layer, cache, *block.heads(x))
+            x = block.output(x, attended)
+        return x, cache
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """The last layer's output `(..., D)` to logits `(..., vocabulary)` in float32."""
         return self.embedding.attend(self.norm(x)).astype(jnp.float32)
 
 
@@ -137,9 +187,9 @@ def generate(
 ) -> bytes:
     """`length` bytes that continue `prompt`, sampled at `temperature`.
 
-    The model sees the last `window` bytes. Each new byte recomputes the whole window at one fixed shape. That
-    costs more than a cache of keys and values, but needs no second code path through the model. Bytes to the
-    right of the newest one are padding, which causal attention never sees.
+    The model sees the last `window` bytes, as many as it was trained on. Each new byte recomputes the whole
+    window at one fixed shape: as the window slides, all that it holds changes. `generate.py` keeps a cache
+    instead. Bytes to the right of the newest one are padding, which causal attention never sees.
     """
     graph, parameters = nnx.split(model)
 

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import report
 import tqdm
-from absl import app, flags, logging
 from checkpoints import Checkpoints
+from command_line import flag, run
 from flax import nnx
 from parallel import Pmap, ShardedJit
 from steps import State, make_optimizer, make_steps
@@ -37,51 +37,47 @@ from steps import State, make_optimizer, make_steps
 import jax_flash
 
 
-def _flag(default: Any, description: str, choices: list[str] | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"description": description, "choices": choices})
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """One run; each field is a flag of the program."""
 
-    text: str | None = _flag(
+    text: str | None = flag(
         None, "File or folder to train on. Default: the Python standard library's source."
     )
-    output_dir: str = _flag("runs/gpt", "Where losses.csv, loss.png and sample.txt go.")
-    checkpoint_dir: str | None = _flag(None, "Where checkpoints go. Default: none are made.")
-    resume: bool = _flag(False, "Go on from the newest checkpoint in --checkpoint-dir.")
+    output_dir: str = flag("runs/gpt", "Where losses.csv, loss.png and sample.txt go.")
+    checkpoint_dir: str | None = flag(None, "Where checkpoints go. Default: none are made.")
+    resume: bool = flag(False, "Go on from the newest checkpoint in --checkpoint-dir.")
 
-    implementation: str | None = _flag(
+    implementation: str | None = flag(
         None, "Implementation of attention. Default: the fastest that supports it.", ["cuda", "pallas", "xla"]
     )
-    dtype: str | None = _flag(
+    dtype: str | None = flag(
         None, "Dtype of activations. Default: float32 on a CPU, else bfloat16.", ["float32", "bfloat16"]
     )
-    layers: int = _flag(4, "Layers.")
-    heads: int = _flag(2, "Query heads.")
-    key_heads: int | None = _flag(
+    layers: int = flag(4, "Layers.")
+    heads: int = flag(2, "Query heads.")
+    key_heads: int | None = flag(
         None, "Key and value heads; fewer than heads is GQA. Default: as many as heads."
     )
-    width: int = _flag(128, "Features of a token; width / heads is the head dim.")
-    remat: bool = _flag(False, "Recompute each layer in the backward pass: less memory, more work.")
-    pmap: bool = _flag(False, "Use jax.pmap in place of jit over a sharded batch.")
+    width: int = flag(128, "Features of a token; width / heads is the head dim.")
+    remat: bool = flag(False, "Recompute each layer in the backward pass: less memory, more work.")
+    pmap: bool = flag(False, "Use jax.pmap in place of jit over a sharded batch.")
 
-    sequence_length: int = _flag(128, "Bytes in a sequence.")
-    batch_size: int = _flag(16, "Sequences in a batch, over all devices.")
-    steps: int = _flag(750, "Steps of the whole run.")
-    learning_rate: float = _flag(
+    sequence_length: int = flag(128, "Bytes in a sequence.")
+    batch_size: int = flag(16, "Sequences in a batch, over all devices.")
+    steps: int = flag(750, "Steps of the whole run.")
+    learning_rate: float = flag(
         3e-3, "Peak learning rate: warm-up over 5 % of the steps, then cosine decay to 10 % of it."
     )
-    weight_decay: float = _flag(0.1, "Weight decay of matrices.")
-    seed: int = _flag(0, "Seed of parameters, batches and the sample.")
+    weight_decay: float = flag(0.1, "Weight decay of matrices.")
+    seed: int = flag(0, "Seed of parameters, batches and the sample.")
 
-    steps_per_report: int = _flag(10, "Steps between updates of the progress bar.")
-    steps_per_validation: int = _flag(125, "Steps between measurements on the held-out text.")
-    steps_per_checkpoint: int = _flag(250, "Steps between checkpoints.")
-    prompt: str = _flag("def ", "What the sample starts with.")
-    sample_length: int = _flag(400, "Bytes in the sample.")
-    temperature: float = _flag(0.7, "Temperature of sampling.")
+    steps_per_report: int = flag(10, "Steps between updates of the progress bar.")
+    steps_per_validation: int = flag(125, "Steps between measurements on the held-out text.")
+    steps_per_checkpoint: int = flag(250, "Steps between checkpoints.")
+    prompt: str = flag("def ", "What the sample starts with.")
+    sample_length: int = flag(400, "Bytes in the sample.")
+    temperature: float = flag(0.7, "Temperature of sampling.")
 
 
 VALIDATION_BATCHES = 8
@@ -253,41 +249,5 @@ def train(settings: Settings) -> report.History:
     return history
 
 
-def flag_name(field: dataclasses.Field) -> str:
-    return field.name.replace("_", "-")
-
-
-def define_flags() -> None:
-    """One flag for each field of `Settings`."""
-    for field in dataclasses.fields(Settings):
-        name, description, choices = (
-            flag_name(field),
-            field.metadata["description"],
-            field.metadata["choices"],
-        )
-        if choices:
-            flags.DEFINE_enum(name, field.default, choices, description)
-        elif field.type is bool:
-            flags.DEFINE_bool(name, field.default, description)
-        elif field.type in (int, int | None):
-            flags.DEFINE_integer(name, field.default, description)
-        elif field.type is float:
-            flags.DEFINE_float(name, field.default, description)
-        else:
-            flags.DEFINE_string(name, field.default, description)
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"flags only, got {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # JAX and orbax report each step of theirs at INFO
-    values = {field.name: flags.FLAGS[flag_name(field)].value for field in dataclasses.fields(Settings)}
-    try:
-        train(Settings(**values))
-    except (ValueError, NotImplementedError) as error:
-        raise SystemExit(f"error: {error}") from error
-
-
 if __name__ == "__main__":
-    define_flags()
-    app.run(main)
+    run(Settings, train)
