@@ -5,15 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 from cache_case import CacheCase, Draw, check
-from exhaustive import thinned
+from exhaustive import thinned, thorough
 from seeds import seed_of
 
+from jax_flash import _reference_cache
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import decode_plan
 
 # So few multiprocessors that CTAs have several tiles, and share them.
-DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 3, 7)}
+DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 3, 7, 20)}
 
 
 def run(case, emulator, multiprocessors, resident, operands=None):
@@ -93,3 +94,147 @@ PAGED = (
 def test_paged_caches(case, emulator):
     for multiprocessors, resident in ((3, 2), (7, 7)):
         run(case, emulator, multiprocessors, resident)
+
+
+SHARED = (
+    CacheCase(S=2600, B=1, N=2, K=1, H=16, full=True),
+    CacheCase(S=2600, B=2, N=3, K=1, H=16, T=25, right=0, U=25, alibi="1N"),
+    CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
+    CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
+)
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_tiles_that_many_ctas_share(case, emulator):
+    """Partials are combined in groups first."""
+    for resident in (1, 20):
+        run(case, emulator, 20, resident)
+
+
+@pytest.mark.parametrize("page", (None, 16, 3))
+def test_unused_memory_does_not_matter(page, emulator):
+    """Keys behind left padding, and those to the left of all windows, may be NaN.
+
+    So may be rows beyond the lengths, and pages that nobody has: they are in all draws.
+    """
+    case = CacheCase(T=3, U=3, S=480, B=3, right=0, left=60, left_padding=True, page=page)
+    operands = Draw(case).operands
+    clean = run(case, emulator, 3, 2, operands)
+    places = _reference_cache.Cache(operands)
+    for b, length in enumerate(operands.lengths):
+        first_seen = min(int(length) + case.U, case.S) - case.T - case.left
+        hidden = max(first_seen, int(operands.left_padding[b]), 0)
+        for position in range(min(hidden, int(length))):
+            if (place := places.place(b, position)) is not None:
+                operands.key[place] = operands.value[place] = np.nan
+    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[3])
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    poisoned = emulator.run(plan, arrays, seed_of(case), 3)
+    for name in ("out", "lse"):
+        np.testing.assert_array_equal(poisoned[name], clean[name])
+
+
+@pytest.mark.parametrize("page", (None, 16, 3))
+@pytest.mark.parametrize("layer", (-1, 2))
+def test_a_layer_that_is_not_there(page, layer, emulator):
+    case = CacheCase(T=2, U=2, S=144, layers=2, page=page)
+    operands = Draw(case).operands.replace(layer=np.int32(layer))
+    results = run(case, emulator, 2, 2, operands)
+    assert not results["out"].any() and np.isneginf(results["lse"]).all()
+
+
+def test_nan_of_a_key_reaches_its_queries(emulator):
+    """A key that isn't finite makes the rows NaN that see it, and no others."""
+    case = CacheCase(T=2, S=300, B=2, right=0, N=2, K=1, full=True)
+    operands = Draw(case).operands
+    operands.key[0, -1] = np.nan
+    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[3])
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    results = emulator.run(plan, arrays, seed_of(case), 3)
+    is_nan = np.isnan(results["out"].astype(np.float32)).any((2, 3))
+    np.testing.assert_array_equal(is_nan, [[False, True], [False, False]])
+    np.testing.assert_array_equal(np.isnan(results["lse"]).any(1), is_nan)
+
+
+def test_positions_that_tables_lack(emulator):
+    """What is rotated there becomes NaN."""
+    case = CacheCase(T=2, U=2, S=100, B=2, rotary=32, right=0)
+    operands = Draw(case).operands
+    operands.lengths[:] = 50, 97
+    for x in (operands.key, operands.value):
+        x[np.isnan(x)] = 1
+    few = {name: getattr(operands, name)[:98] for name in ("rotary_cos", "rotary_sin")}
+    operands = operands.replace(**few)
+    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[2])
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    results = emulator.run(plan, arrays, seed_of(case), 2)
+    is_nan = np.isnan(results["key_after"].astype(np.float32))
+    assert is_nan[1, 98, :, :32].all() and not is_nan[1, 98, :, 32:].any() and not is_nan[1, 97].any()
+    np.testing.assert_array_equal(
+        np.isnan(results["out"].astype(np.float32)).any((2, 3)), [[False, False], [False, True]]
+    )
+
+
+def test_results_do_not_depend_on_who_comes_last(emulator):
+    case = CacheCase(S=2600, B=1, N=2, K=1, H=16, full=True)
+    operands = Draw(case).operands
+    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[20])
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    first, *others = (
+        emulator.run(plan, arrays, seed, resident) for seed, resident in ((1, 1), (2, 7), (3, 20))
+    )
+    for name in ("out", "lse"):
+        for other in others:
+            np.testing.assert_array_equal(first[name], other[name])
+
+
+def drawn(index: int) -> CacheCase:
+    """A case with options at random."""
+    random = np.random.default_rng(seed_of(f"drawn {index}"))
+
+    def one_of(*values):
+        return values[random.integers(len(values))]
+
+    page = one_of(None, None, 1, 3, 8, 16, 24, 64, 128, 256)
+    group, key_heads = one_of(1, 2, 3, 5, 8, 16), one_of(1, 1, 2)
+    packed = bool(random.integers(4) == 0)
+    capacity = page * int(random.integers(1, max(600 // page, 3))) if page else int(random.integers(1, 700))
+    rotary = one_of(None, 16, "all", 8)
+    head_dim = one_of(8, 16, 64, 64, 72, 128, 256)
+    positions = one_of("own", "own", "appended", "first")
+    # Queries before the first key are rotated by NaN, and must see nothing.
+    right = 0 if rotary and positions == "own" else one_of(None, 0, 0, 5, -2)
+    interleaved = page is not None and bool(random.integers(2))
+    appended = 0 if packed else one_of(0, 0, 1, 4, 20)
+    return CacheCase(
+        T=one_of(1, 1, 2, 7, 30, 70),
+        S=capacity,
+        U=appended,
+        B=one_of(1, 2, 5),
+        N=group * key_heads,
+        K=key_heads,
+        H=head_dim,
+        V=None if interleaved else one_of(None, None, 24, 256),
+        dtype=one_of("bfloat16", "float16"),
+        page=page,
+        interleaved=interleaved,
+        layers=one_of(None, None, 2),
+        batch_index=page is None and bool(random.integers(3) == 0),
+        left_padding=bool(random.integers(3) == 0),
+        rotary=head_dim if rotary == "all" else rotary and min(rotary, head_dim),
+        rotary_interleaved=bool(random.integers(2)),
+        query_positions=positions,
+        left=one_of(None, None, 0, 30, 200),
+        right=right,
+        soft_cap=one_of(None, None, 2.0),
+        alibi=one_of(None, None, "1N", "BN"),
+        sinks=bool(random.integers(3) == 0),
+        packed=packed,
+        num_splits=one_of(None, None, None, 1, 2, 3),
+    )
+
+
+@pytest.mark.parametrize("index", [*range(2), *thorough(*range(2, 60))])
+def test_drawn_cases(index, emulator):
+    random = np.random.default_rng(seed_of(f"devices {index}"))
+    run(drawn(index), emulator, int(random.choice([1, 2, 3, 7, 20])), int(random.choice([1, 2, 7])))

@@ -250,12 +250,10 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         OnlineSoftmax softmax;
         if (tile.first < tile.last) attend(call, ring, tile, out, softmax);
         if (!Traits::split || tile.is_whole()) {
-            write_rows(out, softmax, call.results, call.shape, tile);
+            write_row<0>(out, softmax, call.results, call.shape, tile);
+            write_row<1>(out, softmax, call.results, call.shape, tile);
         } else {
-            write_partial(out, softmax, call.partials, tile);
-            if (completes(call.partials, shared, tile)) {
-                combine(call.partials, call.results, call.shape, tile, call.max_parts);
-            }
+            share_tile(out, softmax, call.partials, {call.results, call.shape, tile}, shared, call.max_parts);
         }
     }
 }

@@ -46,7 +46,8 @@ __device__ __forceinline__ int64_t head_units(const Shape& shape, const Sequence
 __device__ __forceinline__ int part_boundary(int64_t offset, int units, int max_parts) {
     if (offset <= 0) return 0;
     if (offset >= units) return units;
-    const int step = ceil_div(units, min(max_parts, units));
+    if (max_parts >= units) return static_cast<int>(offset);
+    const int step = ceil_div(units, max_parts);
     return min(ceil_div(static_cast<int>(offset), step) * step, units);
 }
 

@@ -34,26 +34,23 @@ struct Row {
     }
 };
 
-// Normalises and writes a tile's rows from the accumulators of the output. A row is four lanes'.
-__device__ __forceinline__ void write_rows(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
-                                           const Results& results, const Shape& shape, const Tile& tile) {
-    const int lane = threadIdx.x % 32;
+// Normalises and writes row `r` of the thread's two from the accumulators of the output. A row is four lanes'.
+template <int r>
+__device__ __forceinline__ void write_row(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
+                                          const Results& results, const Shape& shape, const Tile& tile) {
+    const int lane = threadIdx.x % 32, index = threadIdx.x / 32 * 16 + lane / 4 + 8 * r;
+    const float sum = quad_sum(softmax.row_sum[r]);
+    if (index >= tile.rows) return;
+    const Row row(shape, tile, index);
+    const RowResult result(softmax.row_max[r], sum, row.sink(results));
+    if (lane % 4 == 0) row.lse(results, shape) = result.lse;
+    Traits::Element* const elements = row.out(results, shape);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float sum = quad_sum(softmax.row_sum[r]);
-        const int index = threadIdx.x / 32 * 16 + lane / 4 + 8 * r;
-        if (index >= tile.rows) continue;
-        const Row row(shape, tile, index);
-        const RowResult result(softmax.row_max[r], sum, row.sink(results));
-        if (lane % 4 == 0) row.lse(results, shape) = result.lse;
-        Traits::Element* const elements = row.out(results, shape);
-#pragma unroll
-        for (int i = 0; i < Traits::value_dim / 2; i += 2) {
-            const int column = column_of(i) + 2 * (lane % 4);
-            if (row_of(i) == r && column < shape.value_dim) {
-                *reinterpret_cast<uint32_t*>(elements + column) =
-                    convert<Traits::Element>(out[i] * result.factor, out[i + 1] * result.factor);
-            }
+    for (int i = 0; i < Traits::value_dim / 2; i += 2) {
+        const int column = column_of(i) + 2 * (lane % 4);
+        if (row_of(i) == r && column < shape.value_dim) {
+            *reinterpret_cast<uint32_t*>(elements + column) =
+                convert<Traits::Element>(out[i] * result.factor, out[i + 1] * result.factor);
         }
     }
 }

@@ -109,6 +109,8 @@ struct SharedMemory {
     __device__ uint4& has_missing(int stage) const { return reinterpret_cast<uint4*>(data + missing)[stage]; }
     // … and a byte for each key, 1 if it isn't there. They are written only if some key isn't.
     __device__ unsigned char* is_missing(int stage) const { return data + missing_keys + stage * Traits::keys; }
+    // What `combine.cuh` multiplies partials by. No tile's Q is in use then.
+    __device__ float* factors() const { return reinterpret_cast<float*>(data + query); }
     // Whether this CTA was the last to arrive at a tile.
     __device__ int& is_last() const { return *reinterpret_cast<int*>(data + arrival); }
 

@@ -1,0 +1,356 @@
+"""Launch plans of attention on key-value caches: aliases, scratch memory, kernels, and the schedule."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_case import CacheCase, Draw
+from decode_schedule import Work, parts
+from exhaustive import thinned
+from seeds import seed_of
+
+from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
+from jax_flash._device import CPU, H100, Device, assume
+from jax_flash._spec import AttentionSpec, shapes_of
+from jax_flash.cuda import decoding, launch_plan, plan_check
+from jax_flash.cuda.compile import compile_kernel
+from jax_flash.cuda.launch_plan import Alias, Kernel, LaunchPlan, Pointer, TensorMap
+from jax_flash.cuda.sm90 import decode_plan
+from jax_flash.cuda.sm90.decode_tiles import DecodeTile, choose_tile
+
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def call(
+    H=128,
+    V=None,
+    B=4,
+    T=1,
+    S=1024,
+    N=8,
+    K=2,
+    U=0,
+    page=None,
+    interleaved=False,
+    layers=None,
+    packed=False,
+    rotary=0,
+    soft_cap=None,
+    alibi=False,
+    left=None,
+    right=0,
+    dtype="bfloat16",
+    num_splits=None,
+    query_positions="own",
+) -> tuple[CacheSpec, CacheOperands]:
+    V = V or H
+    rows = (B, S) if page is None else (B * S // page, page)
+    rows = rows if layers is None else (layers, *rows)
+    optional = {}
+    if page is not None:
+        optional["page_table"] = array(B, S // page, dtype="int32")
+    if layers is not None:
+        optional["layer"] = array(dtype="int32")
+    if U:
+        optional |= {"new_key": array(B, U, K, H, dtype=dtype), "new_value": array(B, U, K, V, dtype=dtype)}
+    if rotary:
+        tables = array(S, H // 2, dtype="float32")
+        optional |= {"rotary_cos": tables, "rotary_sin": tables}
+    if alibi:
+        optional["alibi_slopes"] = array(1, N, dtype="float32")
+    if packed:
+        optional["query_offsets"] = array(B + 1, dtype="int32")
+    operands = CacheOperands(
+        array(1 if packed else B, T, N, H, dtype=dtype),
+        array(*rows, K * (1 + interleaved), H, dtype=dtype),
+        None if interleaved else array(*rows, K, V, dtype=dtype),
+        array(B, dtype="int32"),
+        **optional,
+    )
+    spec = CacheSpec(
+        AttentionSpec(0.1, left, right, logits_soft_cap=soft_cap), rotary == 2, query_positions, num_splits
+    )
+    assert decoding.supports(spec, operands, H100) is None
+    return spec, operands
+
+
+def plan(device: Device = H100, **options) -> LaunchPlan:
+    return decode_plan.plan_decode(*call(**options), device)
+
+
+# One kernel, or several, of each way to load, head dim and option.
+CALLS = (
+    {},
+    {"H": 64, "T": 4, "dtype": "float16"},
+    {"H": 96, "U": 1, "rotary": 1},
+    {"H": 192, "V": 128, "left": 100},
+    {"H": 192, "B": 1, "K": 1, "S": 1 << 20},
+    {"H": 256, "soft_cap": 30.0, "rotary": 2, "U": 4, "T": 4},
+    {"H": 256, "soft_cap": 30.0, "alibi": True, "page": 3, "S": 1023, "rotary": 1, "U": 1},
+    {"H": 64, "V": 256, "page": 1},
+    {"H": 8, "V": 16, "page": 8, "interleaved": False},
+    {"page": 16, "interleaved": True, "packed": True, "T": 100, "layers": 3},
+    {"page": 64, "H": 256, "U": 1},
+    {"page": 128, "num_splits": 1, "S": 4096},
+    {"page": 256, "num_splits": 4, "S": 4096, "alibi": True},
+    {"page": 17, "S": 1700, "H": 128, "dtype": "float16"},
+    {"page": 192, "S": 1920, "H": 72, "V": 40, "U": 9, "rotary": 1},
+    {"soft_cap": 30.0, "alibi": True, "H": 128},
+    {"S": 64, "U": 1},
+    {"B": 65536, "S": 1024, "K": 1, "N": 1, "H": 8},
+    {"B": 2, "T": 4096, "S": 1 << 17, "H": 128, "N": 32, "K": 8},
+)
+IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
+
+
+@pytest.mark.parametrize("options", CALLS, ids=IDS)
+def test_plan_can_run(options):
+    made = plan(**options)
+    plan_check.check(made)
+    loaded = launch_plan.load(launch_plan.dump(made))
+    assert loaded == made
+    operands = call(**options)[1]
+    assert tuple(b.name for b in made.operands) == tuple(operands.present())
+    for launch in made.launches:
+        assert launch.overlap_previous, "every kernel waits for those before it itself"
+
+
+@pytest.mark.parametrize("options", CALLS, ids=IDS)
+def test_caches_are_updated_in_place(options):
+    made, (_, operands) = plan(**options), call(**options)
+    caches = [name for name in ("key", "value") if getattr(operands, name) is not None]
+    appends = operands.new_key is not None
+    assert made.aliases == tuple(Alias(name, f"{name}_after") for name in caches) * appends
+    for launch in made.launches:
+        for path, argument in launch.by_path.items():
+            if isinstance(argument, Pointer | TensorMap) and argument.buffer.split("_")[0] in (
+                "key",
+                "value",
+            ):
+                assert argument.buffer.endswith("_after") == appends, path
+
+
+def test_aliases_are_checked():
+    made = plan(U=1)
+    for changed in (
+        (Alias("key", "out"),),
+        (Alias("key", "absent"),),
+        (Alias("out", "key_after"),),
+        (Alias("key", "key_after"), Alias("key", "value_after")),
+    ):
+        with pytest.raises(ValueError, match="can't have the memory of operand"):
+            plan_check.check(dataclasses.replace(made, aliases=changed))
+
+
+def test_custom_call_has_the_aliases():
+    spec, operands = call(U=1, page=16)
+    with assume(H100):
+        exported = jax.export.export(
+            jax.jit(lambda operands: decoding.forward(spec, operands)),
+            platforms=["cuda"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jax_flash_decode")],
+        )(operands)
+    pairs = re.findall(
+        r"output_tuple_indices = \[(\d)\], operand_index = (\d)", exported.mlir_module().split("decode(")[1]
+    )
+    assert pairs == [("2", "1"), ("3", "2")]
+
+
+@pytest.mark.parametrize("options", CALLS, ids=IDS)
+def test_scratch_memory_is_bounded(options):
+    """Two partials a CTA, whatever the lengths are."""
+    made = plan(**options)
+    given = {"out", "lse", "key_after", "value_after"}
+    scratch = {b.name: b for b in made.results if b.name not in given}
+    assert sum(b.bytes for b in scratch.values()) <= 2 * H100.sm_count * (64 * (256 + 2) * 4 + 8)
+    splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
+    assert bool(scratch) == splits
+    needs_preprocess = splits or "U" in options or options.get("packed", False)
+    assert [launch.kernel.entry for launch in made.launches] == ["decode_preprocess"] * needs_preprocess + [
+        "decode"
+    ]
+
+
+def test_few_blocks_take_few_ctas():
+    assert plan(B=1, S=300, K=2).launches[-1].grid == (6, 1, 1)
+    assert plan(B=64, S=4096).launches[-1].grid == (H100.sm_count, 1, 1)
+
+
+# Tiles.
+
+
+@pytest.mark.parametrize("page", (None, 1, 3, 8, 16, 24, 64, 100, 128, 192, 256))
+def test_tiles_fit(page):
+    for H in range(8, 257, 8):
+        for V in {H, 64, 128, 256}:
+            n = cache_sizes(call(H=H, V=V, page=page, S=page * 3 if page else 1000)[1])
+            tile = choose_tile(n)
+            assert tile.stages >= 2 and tile.shared_bytes <= 227 << 10
+            in_flight = tile.stages * tile.keys * (H + V) * 2
+            assert in_flight >= min(64 << 10, 6 * tile.keys * (H + V) * 2)
+            if page is None or (page % 8 == 0 and (page % 64 == 0 or 128 % page == 0)):
+                assert tile.box
+            assert not tile.box or tile.keys % tile.box == 0
+
+
+# The schedule.
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    seed: int
+    B: int
+    longest: int
+    queries: int
+    key_heads: int
+    group: int
+    ctas: int
+    max_parts: int | None = None
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def work(self) -> Work:
+        random = np.random.default_rng(seed_of(self))
+        lengths = random.integers(0, self.longest + 1, self.B)
+        queries = random.integers(0, self.queries + 1, self.B)
+        first = random.integers(0, 2, self.B) * random.integers(0, self.longest + 1, self.B) // 2
+        numbers = ([int(x) for x in numbers] for numbers in (lengths, queries, first))
+        return Work(*numbers, self.key_heads, self.group, 64, self.left, self.right)
+
+
+WORKLOADS = [
+    Workload(seed, B, longest, queries, key_heads, group, ctas, max_parts, left, right)
+    for seed, (B, longest, queries, key_heads, group, ctas, max_parts, left, right) in enumerate(
+        (
+            (1, 5000, 1, 1, 4, 132, None, None, None),
+            (64, 2000, 1, 2, 8, 132, None, None, 0),
+            (64, 2000, 30, 2, 8, 132, None, None, 0),
+            (7, 900, 60, 3, 5, 7, None, 200, 0),
+            (7, 900, 60, 3, 5, 7, 1, 200, 0),
+            (5, 3000, 1, 1, 16, 20, 2, None, None),
+            (5, 3000, 9, 2, 16, 20, 3, 1000, -5),
+            (300, 64, 1, 1, 1, 132, None, None, None),
+            (3, 0, 2, 1, 1, 5, None, None, 0),
+        )
+    )
+]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: str(w.seed))
+def test_each_block_is_one_ctas(workload):
+    work, ctas = workload.work, workload.ctas
+    visits, partials, of_tile = collections.Counter(), collections.Counter(), collections.defaultdict(list)
+    load = collections.Counter()
+    for cta, part in parts(work, ctas, workload.max_parts):
+        tile = (part.batch, part.head, part.tile)
+        visits.update((*tile, unit) for unit in range(part.begin, part.end))
+        load[cta] += part.end - part.begin
+        of_tile[tile].append(part)
+        if not part.is_whole:
+            partials[part.partial] += 1
+            assert part.first_cta <= cta
+    expected = collections.Counter()
+    for batch in range(len(work.lengths)):
+        for tile in range(work.tiles(batch)):
+            rows = range(64 * tile, min(64 * (tile + 1), work.queries[batch] * work.group))
+            seen = [work.visible(batch, row // work.group) for row in rows]
+            blocks = {key // work.keys for begin, end in seen for key in range(begin, end)}
+            for head in range(work.key_heads):
+                expected.update((batch, head, tile, unit) for unit in range(max(len(blocks), 1)))
+    assert visits == expected
+    assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
+    # A tile's counts are those of its first partial, which no other tile has.
+    counters = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
+    assert len(set(counters)) == len(counters)
+    longest = max((part.units for of in of_tile.values() for part in of), default=0)
+    if workload.max_parts is None:
+        assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas)
+    else:
+        assert max(map(len, of_tile.values()), default=0) <= workload.max_parts
+        assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas) + longest
+
+
+@pytest.mark.parametrize("num_splits", (None, 2))
+def test_kernel_has_this_schedule(num_splits, emulator):
+    """What the kernel counts of each shared tile."""
+    case = CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=num_splits, left_padding=True, right=0)
+    operands = Draw(case).operands
+    device = dataclasses.replace(H100, sm_count=7)
+    made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    visited = emulator.run(made, arrays, seed_of(case), 3)["visited"]
+    work = Work(
+        *(x.tolist() for x in (operands.lengths, np.ones(case.B, int), operands.left_padding)),
+        *(case.K, case.N // case.K, choose_tile(cache_sizes(operands)).keys),
+        right=0,
+    )
+    expected = np.zeros_like(visited)
+    for _, part in parts(work, 7, num_splits):
+        if not part.is_whole:
+            expected[1, 2 * part.first_cta + 1] = part.units
+    np.testing.assert_array_equal(visited, expected)
+    assert expected.any()
+
+
+# Which calls are refused.
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"query": array(4, 1, 8, 128, dtype="float32")}, "query's dtype is float32"),
+        ({"key": array(4, 1024, 2, 128, dtype="float16")}, "key's dtype is float16; it must be query's"),
+        ({"value": array(4, 1024, 2, 132)}, "value's head dim is 132"),
+        ({"value": array(4, 1024, 2, 264)}, "value's head dim is 264"),
+        ({"key": array(4, 0, 2, 128), "value": array(4, 0, 2, 128)}, "the call has an empty array"),
+        ({"query": array(4, 1 << 28, 8, 128)}, "limited to"),
+    ],
+)
+def test_refusals(change, reason):
+    spec, operands = call()
+    assert reason in decoding.supports(spec, operands.replace(**change), H100)
+
+
+def test_other_devices_are_refused():
+    assert "it needs a CUDA GPU" in decoding.supports(*call(), CPU)
+    assert "it needs a Hopper GPU" in decoding.supports(*call(), Device("cuda", "A100", (8, 0), 108))
+
+
+def test_describe():
+    assert decoding.describe(*call(page=16), H100).endswith("3 stages, pages of 16 keys loaded by TMA")
+    assert decoding.describe(*call(page=1), H100).endswith("loaded row by row")
+
+
+# What the compiler says.
+
+
+def variants() -> list[Kernel]:
+    return list(dict.fromkeys(launch.kernel for options in CALLS for launch in plan(**options).launches))
+
+
+def of_source(kernel: Kernel) -> set:
+    defines = dict(kernel.defines)
+    if kernel.entry != "decode":
+        return set(defines.items())
+    return {
+        (name, defines[name]) for name in ("ELEMENT", "KEYS", "PAGED", "SPLIT", "SOFT_CAP", "ALIBI", "ROTARY")
+    }
+
+
+@pytest.mark.parametrize(
+    "kernel", thinned(variants(), of_source), ids=lambda k: "-".join(str(v) for _, v in k.defines)
+)
+def test_compiles_without_spills_or_warnings(kernel):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    log = compile_kernel(kernel).log
+    assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+    assert re.findall(r"(\d+) bytes (?:stack|spill)", log) == ["0"] * 3, log
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    assert int(registers) * DecodeTile(64, 64, 64, 0, True).threads <= 65536

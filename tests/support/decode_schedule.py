@@ -1,0 +1,85 @@
+"""The decode kernel's schedule (cuda/kernels/sm90/decode/schedule.cuh), in Python."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the schedule depends on: B sequences, of which each has a length, queries and a first key."""
+
+    lengths: list[int]
+    queries: list[int]
+    first_keys: list[int]
+    key_heads: int
+    group: int
+    keys: int  # of a block
+    left: int | None = None
+    right: int | None = None
+
+    def visible(self, batch: int, query: int) -> tuple[int, int]:
+        diagonal = query + self.lengths[batch] - self.queries[batch]
+        begin = 0 if self.left is None else diagonal - self.left
+        end = self.lengths[batch] if self.right is None else diagonal + self.right + 1
+        return max(self.first_keys[batch], begin), min(self.lengths[batch], end)
+
+    def tiles(self, batch: int) -> int:
+        return math.ceil(self.queries[batch] * self.group / 64)
+
+    def blocks(self, batch: int, tile: int) -> tuple[int, int]:
+        """The first block that a tile visits, and the one behind its last."""
+        rows = self.queries[batch] * self.group
+        last_row = min(64 * (tile + 1), rows) - 1
+        begin, end = (
+            self.visible(batch, 64 * tile // self.group)[0],
+            self.visible(batch, last_row // self.group)[1],
+        )
+        return (begin // self.keys, math.ceil(end / self.keys)) if begin < end else (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A CTA's part of a tile, in blocks from the tile's first; a tile without blocks has one unit."""
+
+    batch: int
+    head: int
+    tile: int
+    begin: int
+    end: int
+    units: int
+    first_cta: int  # that shares the tile, if several do
+    partial: int  # of this CTA
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.begin, self.end) == (0, self.units)
+
+
+def boundary(offset: int, units: int, max_parts: int) -> int:
+    """Where in a tile parts meet, if a boundary between shares lies `offset` behind the tile's start."""
+    offset = min(max(offset, 0), units)
+    step = math.ceil(units / min(max_parts, units))
+    return min(math.ceil(offset / step) * step, units)
+
+
+def parts(work: Work, ctas: int, max_parts: int | None) -> Iterator[tuple[int, Part]]:
+    """Every CTA's parts, in order."""
+    tiles, start = [], 0
+    for batch in range(len(work.lengths)):
+        for head in range(work.key_heads):
+            for tile in range(work.tiles(batch)):
+                first, last = work.blocks(batch, tile)
+                units = max(last - first, 1)
+                tiles.append((batch, head, tile, start, units))
+                start += units
+    share = max(math.ceil(start / ctas), 1)
+    for cta in range(ctas):
+        for batch, head, tile, start, units in tiles:
+            begin, end = (
+                boundary(edge * share - start, units, max_parts or units) for edge in (cta, cta + 1)
+            )
+            if begin < end:
+                # Only a tile that begins in the CTA's share has its first partial.
+                partial = 2 * cta + (start >= cta * share)
+                yield cta, Part(batch, head, tile, begin, end, units, start // share, partial)
