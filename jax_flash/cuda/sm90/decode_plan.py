@@ -140,9 +140,11 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             Buffer("partial_statistics", (2 * ctas, ROWS, 2), "float32"),
             Buffer("visited", (2, 2 * ctas), "int32"),
         )
-    steps = () if not (n.U or split or packed) else (_preprocess(spec, shapes, device, 4 * ctas if split else 0),)
-    steps = (*steps, _decode(spec, shapes, device, tile, ctas, split))
-    return LaunchPlan(operands, (out, lse, *after, *scratch), steps, aliases)
+    before = ()
+    if n.U or split or packed:
+        before = (_preprocess(spec, shapes, device, 4 * ctas if split else 0),)
+    main = _decode(spec, shapes, device, tile, ctas, split)
+    return LaunchPlan(operands, (out, lse, *after, *scratch), (*before, main), aliases)
 
 
 def _decode(
