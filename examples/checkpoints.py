@@ -50,7 +50,7 @@ class Checkpoints:
         step = self._manager.latest_step()
         if step is None:
             raise ValueError(f"--resume needs a checkpoint, and --checkpoint-dir={self._folder} holds none")
-        run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        run = self._run(step)
         for name, value in settings.items():
             saved = run["settings"].get(name)
             if saved != value:
@@ -61,3 +61,33 @@ class Checkpoints:
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))
         return step, restored["state"], run["history"]
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run that made the newest checkpoint.
+
+        Raises:
+          ValueError: there is none.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise ValueError(f"--checkpoint-dir={self._folder} holds no checkpoint of train_gpt.py")
+        return self._run(step)["settings"]
+
+    def restore_parameters(self, like: Any) -> Any:
+        """The newest checkpoint's parameters, structured as `like`, on the default device.
+
+        The optimizer's state, twice as large, is not read.
+        """
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
+        state = {"parameters": like}
+        arguments = ocp.args.PyTreeRestore(
+            state, restore_args=ocp.checkpoint_utils.construct_restore_args(state), partial_restore=True
+        )
+        restored = self._manager.restore(
+            self._manager.latest_step(), args=ocp.args.Composite(state=arguments)
+        )
+        return restored["state"]["parameters"]
+
+    def _run(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
