@@ -10,16 +10,13 @@ from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
-from . import compat, features, lowering
+from . import compat, features, limits, lowering
 from .mosaic import tiles as mosaic_tiles
 from .triton import tiles as triton_tiles
 
 name = "pallas"
 
-_DTYPES = ("bfloat16", "float16")
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
-_MAX_HEAD_DIM = 256
-_MAX_SEQUENCE = 1 << 29  # sums of a few row and column indices stay within int32
 
 
 def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
@@ -28,7 +25,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
-    why_not = _device_reason(device) or _call_reason(spec, shapes)
+    why_not = limits.device_reason(device) or _call_reason(shapes)
     if why_not is not None:
         return why_not
     if not lowering.allowed(lowering.TRITON):
@@ -38,30 +35,15 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     return None
 
 
-def _device_reason(device: Device) -> str | None:
-    if compat.interpreting():
-        return None
-    if device.platform != "cuda" or device.compute_capability is None:
-        return f"it needs an NVIDIA GPU, and the device is {device.platform!r}"
-    if device.compute_capability < (8, 0):
-        major, minor = device.compute_capability
-        return f"it needs compute capability 8.0 (Ampere) or newer, and {device.kind} has {major}.{minor}"
-    return None
-
-
-def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
+def _call_reason(shapes: Operands) -> str | None:
     size = sizes(shapes)
-    dtypes = [str(x.dtype) for x in (shapes.query, shapes.key, shapes.value)]
-    if len(set(dtypes)) != 1 or dtypes[0] not in _DTYPES:
-        return f"query, key and value must all be bfloat16 or all float16, not {', '.join(dtypes)}"
-    if max(size.H, size.V) > _MAX_HEAD_DIM:
-        return f"head dims must be at most {_MAX_HEAD_DIM}, not {max(size.H, size.V)}"
+    arrays = (shapes.query, shapes.key, shapes.value)
+    if why_not := limits.operand_reason(arrays, (size.H, size.V), (size.T, size.S)):
+        return why_not
     if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
     if shapes.mask is not None and 1 << 31 <= shapes.mask.size <= 1 << 32:
         return "the Triton lowering of Pallas can't address a mask of 2 to 4 GiB"
-    if max(size.T, size.S) > _MAX_SEQUENCE:
-        return f"sequences must be at most {_MAX_SEQUENCE} long, not {max(size.T, size.S)}"
     return None
 
 

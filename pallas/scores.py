@@ -161,7 +161,7 @@ class Scores:
         if cap is None:
             x = products * self.spec.scale
         else:
-            tanh = _tanh(products * (self.spec.scale / cap))
+            tanh = accurate_tanh(products * (self.spec.scale / cap))
             x = cap * tanh
         if "bias" in self.refs:
             x = x + self._load("bias", place).astype(jnp.float32)
@@ -221,7 +221,7 @@ class Scores:
         return triton.load(ref.at[tuple(index)], mask=jnp.broadcast_to(inside, shape), other=zero)
 
 
-def _tanh(x: jax.Array) -> jax.Array:
+def accurate_tanh(x: jax.Array) -> jax.Array:
     """tanh, with an error of about 1e-7, relative near 0. A GPU's own instruction for it is far coarser."""
     near_zero = x * (1.0 - x * x * (1.0 / 3))
     far = 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2_E)) + 1.0)

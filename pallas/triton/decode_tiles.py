@@ -1,0 +1,88 @@
+"""How a call on a key-value cache is cut: tiles of rows, blocks of keys, and at most how many splits.
+
+A row is a pair of a query and a query head of the tile's key head (PackGQA): row `t * group + g` of a
+sequence is query t of head g of the group.
+
+The tables keep K and V of all stages within half of an SM's shared memory, so that two programs share an SM.
+They were chosen without a GPU: no timing has gone into them yet.
+"""
+
+import dataclasses
+
+from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
+from jax_flash._device import Device
+from jax_flash._mask import Window
+
+from .tiles import padded
+
+MOST_ROWS = 64
+MOST_SPLITS = 128
+BLOCKS_OF_SPLIT = 2  # at least, unless a tile has fewer: a shorter split is mostly overhead
+PROGRAMS_OF_SM = 2
+MOST_SEQUENCES = 4096  # of packed queries: each program reads the lengths of all sequences
+MOST_SEQUENCES_TO_SPLIT = 1024
+
+_UNKNOWN_SM_COUNT = 108
+
+# By the padded head dim: keys of a block, and stages.
+_HOPPER = {64: (128, 3), 128: (64, 3), 256: (32, 3)}  # 227 KiB of shared memory
+_AMPERE = {64: (64, 3), 128: (32, 3), 256: (32, 2)}  # 99 KiB, which is what the smaller GPUs have
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    rows: int  # of a tile
+    keys: int  # of a block
+    num_warps: int
+    num_stages: int
+    tiles: int  # of one key head, at most
+    splits: int  # of a tile, at most
+    splits_wanted: int  # of one key head: what occupies the GPU
+    programs: int  # of one key head, at most
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows x {self.keys} keys, {self.num_warps} warps, {self.num_stages} stages, "
+            f"at most {self.splits} {'split' if self.splits == 1 else 'splits'}"
+        )
+
+
+def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
+    n = cache_sizes(operands)
+    is_packed = operands.query_offsets is not None
+    rows = min(MOST_ROWS, padded(n.T * n.group))
+    major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
+    # 10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's.
+    table = _HOPPER if major in (9, 10) else _AMPERE
+    keys, stages = next(of_block for limit, of_block in table.items() if max(n.H, n.V) <= limit)
+    keys = min(keys, padded(n.S))
+
+    of_all_tokens = _ceil_div(n.T * n.group, rows)
+    tiles = of_all_tokens + n.B if is_packed else of_all_tokens * n.B
+    # One wave of programs. Where tiles are more than that already, splits only even out the tail: half
+    # as long then.
+    wave = PROGRAMS_OF_SM * (device.sm_count or _UNKNOWN_SM_COUNT)
+    wanted = _ceil_div(wave if tiles * n.K <= wave else 2 * wave, n.K)
+    blocks = _ceil_div(min(n.S, visible_span(spec, n, rows)), keys) + 1
+    splits = min(spec.num_splits or MOST_SPLITS, MOST_SPLITS, wanted, _ceil_div(blocks, BLOCKS_OF_SPLIT))
+    # Sums over all blocks are int32.
+    if tiles * blocks >= 1 << 31 or (not is_packed and n.B > MOST_SEQUENCES_TO_SPLIT):
+        splits = 1
+    programs = min(tiles + wanted, tiles * splits)
+    num_warps = 8 if rows * padded(n.V) > 32 * 128 else 4
+    return Cut(rows, keys, num_warps, stages, tiles, splits, wanted, programs)
+
+
+def visible_span(spec: CacheSpec, n: CacheSizes, rows: int) -> int:
+    """How many keys, one after another, hold all that the window shows to a tile."""
+    window = Window(spec.attention.left, spec.attention.right)
+    if window.left is None:
+        return n.S
+    # A query has at most T - 1 keys to the right of its diagonal.
+    right = n.T if window.right is None else min(window.right, n.T)
+    queries = min(n.T, _ceil_div(rows, n.group) + 1)
+    return max(0, window.left + right + queries)
+
+
+def _ceil_div(x: int, divisor: int) -> int:
+    return -(-x // divisor)
