@@ -166,6 +166,7 @@ def _decode(
             ("VALUE_DIM", tile.value_dim),
             ("KEYS", tile.keys),
             ("STAGES", tile.stages),
+            ("CONSUMERS", tile.consumers),
             ("PAGED", int(tile.paged)),
             ("BOX", tile.box),
             ("SPLIT", int(split)),

@@ -25,14 +25,15 @@ class DecodeTile:
     head_dim: int  # padded, of queries and keys
     value_dim: int  # padded
     keys: int  # in a block
+    consumers: int  # warpgroups that take blocks in turn
     box: int  # keys that one TMA copy loads; 0: threads gather the rows
     paged: bool
     stages: int = 1  # blocks of K and V in flight
 
     @property
     def threads(self) -> int:
-        """A consumer warpgroup, and a producer warp, or a warpgroup that gathers."""
-        return 128 + (32 if self.box else 128)
+        """The consumers, and a producer warp, or a warpgroup that gathers."""
+        return 128 * self.consumers + (32 if self.box else 128)
 
     @property
     def shared_bytes(self) -> int:
@@ -42,25 +43,34 @@ class DecodeTile:
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
+        statistics = 4 * 4 * 128 * (self.consumers > 1)
         tiles = _TILE_STAGES * (_TILE_BYTES + 2 * 8)
-        return ROWS * key_row + self.stages * stage + tiles + 8
+        return ROWS * key_row + self.stages * stage + statistics + tiles + 8
 
     def fitted(self) -> "DecodeTile":
-        """With as many stages as there is room for."""
-        options = (dataclasses.replace(self, stages=stages) for stages in range(_MAX_STAGES, 0, -1))
+        """With as many stages as there is room for. Each is always the same consumer's."""
+        counts = range(_MAX_STAGES, 0, -self.consumers)
+        options = (dataclasses.replace(self, stages=stages) for stages in counts)
         return next((tile for tile in options if tile.shared_bytes <= MAX_SHARED_BYTES), self)
 
 
 def choose_tile(n: CacheSizes) -> DecodeTile:
-    """Blocks of 128 keys if two stages of them fit, else of 64; and TMA copies wherever pages allow them."""
-    head_dim, value_dim = padded_head_dim(n.H), padded_head_dim(n.V)
+    """The tile of a call.
+
+    TMA loads blocks if pages allow it, and two consumers compute if registers allow it and each has two
+    stages at least. Blocks have 128 keys, or 64 where that would leave too few stages. None of this was
+    measured: it follows from how much time a block's steps take, and from how long its loads do.
+    """
+    dims = padded_head_dim(n.H), padded_head_dim(n.V)
+    # Registers hold the output of 64 rows, and the scores of a block beside it.
+    largest = {(1, 128): 192, (1, 64): 256, (2, 128): 128, (2, 64): 128}  # head dims of values
     options = []
-    for keys in (128, 64):
-        tile = DecodeTile(head_dim, value_dim, keys, _box(n.page, keys), n.page is not None).fitted()
-        # Above, registers hold the output of 64 rows, and no more than 64 keys' scores beside it.
-        if tile.stages >= 2 and (keys == 64 or value_dim <= 192):
+    for (consumers, keys), value_dim in largest.items():
+        tile = DecodeTile(*dims, keys, consumers, _box(n.page, keys), n.page is not None).fitted()
+        fits = tile.stages >= 2 * consumers and tile.shared_bytes <= MAX_SHARED_BYTES
+        if fits and dims[1] <= value_dim and (tile.box or consumers == 1):
             options.append(tile)
-    return max(options, key=lambda tile: (tile.box > 0, tile.keys))
+    return max(options, key=lambda tile: (tile.box > 0, tile.consumers, tile.keys))
 
 
 def _box(page: int | None, keys: int) -> int:

@@ -9,10 +9,10 @@
 #include "sm90/decode/schedule.cuh"
 #include "sm90/decode/store.cuh"
 
-constexpr int consumer_barrier = 1;  // a named barrier of the consumer's threads
-__device__ __forceinline__ void sync_consumers() {
-    named_barrier_sync(consumer_barrier, Traits::consumer_threads);
-}
+// Barriers of a consumer warpgroup, and of all consumers.
+__device__ __forceinline__ void sync_warpgroup() { named_barrier_sync(1 + threadIdx.x / 128, 128); }
+__device__ __forceinline__ void sync_consumers() { named_barrier_sync(3, Traits::consumer_threads); }
+__device__ __forceinline__ int warpgroup_thread() { return threadIdx.x % 128; }
 
 // A CTA has two partials at most: of a tile that begins before its share, and of one that ends behind it.
 struct Partials {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void write_partial(const float (&out)[Traits::value_d
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float sum = quad_sum(softmax.row_sum[r]);
-        const int row = threadIdx.x / 32 * 16 + lane / 4 + 8 * r;
+        const int row = upper_row() + 8 * r;
         if (row >= tile.rows) continue;
         if (lane % 4 == 0) *partials.row_statistics(partial, row) = {softmax.row_max[r], sum};
         float* const values = partials.row(partial, row) + 2 * (lane % 4);
@@ -75,12 +75,12 @@ __device__ __forceinline__ void write_partial(const float (&out)[Traits::value_d
 // Adds `own` blocks to a count, and returns whether that makes it `all`. Partials that others counted are visible then.
 __device__ __forceinline__ bool completes(int* visited, int own, int all, const SharedMemory& shared) {
     __threadfence();
-    sync_consumers();
-    if (threadIdx.x == 0) {
+    sync_warpgroup();
+    if (warpgroup_thread() == 0) {
         shared.is_last() = atomicAdd(visited, own) + own == all;
         __threadfence();
     }
-    sync_consumers();
+    sync_warpgroup();
     return shared.is_last();
 }
 
@@ -126,8 +126,8 @@ struct Combination {
     template <class FactorOf, class Write>
     __device__ __forceinline__ void weigh(int rows, FactorOf factor_of, Write write) const {
 #pragma unroll 1
-        for (int first_row = 0; first_row < rows; first_row += Traits::consumer_threads / lanes) {
-            const int row = first_row + threadIdx.x / lanes;
+        for (int first_row = 0; first_row < rows; first_row += 128 / lanes) {
+            const int row = first_row + warpgroup_thread() / lanes;
             const bool is_row = row < rows;
             const float2 all = statistics_of_all(is_row ? row : rows - 1);  // in which all lanes take part
             if (is_row) {
@@ -140,7 +140,7 @@ struct Combination {
             __syncwarp();  // `write` may replace what has been read
             if (is_row && threadIdx.x % lanes == 0) write(row, all);
         }
-        sync_consumers();
+        sync_warpgroup();
     }
 
     // Adds up the rows of the partials, each times its factor, and calls `write` with the sums of four columns of a row.
@@ -150,19 +150,19 @@ struct Combination {
         constexpr int items = 4, at_once = 4;  // loads in flight: for each item, of so many partials
         const int end = rows * row_chunks;
 #pragma unroll 1
-        for (int first_item = threadIdx.x; first_item < end; first_item += items * Traits::consumer_threads) {
+        for (int first_item = warpgroup_thread(); first_item < end; first_item += items * 128) {
             float4 sums[items] = {};
 #pragma unroll 1
             for (int begin = 0; begin < count; begin += at_once) {
                 float4 values[at_once][items];
                 for_each<at_once, items>([&](int i, int k) {
-                    const int item = min(first_item + k * Traits::consumer_threads, end - 1);
+                    const int item = min(first_item + k * 128, end - 1);
                     const float* row = partials.row(sharers.partial(sharer(min(begin + i, count - 1))), item / row_chunks);
                     values[i][k] =
                         global::shared_among_ctas(reinterpret_cast<const float4*>(row) + item % row_chunks);
                 });
                 for_each<at_once, items>([&](int i, int k) {
-                    const int item = min(first_item + k * Traits::consumer_threads, end - 1);
+                    const int item = min(first_item + k * 128, end - 1);
                     const float factor = begin + i < count ? factors[(begin + i) * Traits::rows + item / row_chunks] : 0;
                     if (factor == 0) return;  // of no partial: its memory may hold NaN
                     sums[k].x += values[i][k].x * factor, sums[k].y += values[i][k].y * factor;
@@ -171,7 +171,7 @@ struct Combination {
             }
 #pragma unroll
             for (int k = 0; k < items; ++k) {
-                const int item = first_item + k * Traits::consumer_threads;
+                const int item = first_item + k * 128;
                 if (item < end) write(item / row_chunks, item % row_chunks * 4, sums[k]);
             }
         }

@@ -1,8 +1,10 @@
-// The consumer role of the decode kernel: a warpgroup computes the 64 rows of each tile, block of keys by block of keys:
+// The consumer role of the decode kernel: warpgroups compute the 64 rows of each tile, block of keys by block of keys:
 //
 //     S = QK^T;  P = softmax(S) relative to the row's maximum so far;  O = O · rescale + PV
 //
-// The kernel is bound by the loads of K and V, which run ahead of it. So the steps follow each other, and nothing overlaps.
+// The kernel is bound by the loads of K and V, which run ahead of it. So a warpgroup's steps follow each other, and nothing
+// of its own overlaps. Two warpgroups take blocks in turn, each relative to maxima of its own, so that the tensor cores and
+// the exponentials of one work beside those of the other.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
@@ -11,6 +13,7 @@
 #include "common/warp_arrival.cuh"
 #include "sm90/decode/combine.cuh"
 #include "sm90/decode/load.cuh"
+#include "sm90/decode/merge.cuh"
 #include "sm90/decode/rotary.cuh"
 
 using wgmma::Major;
@@ -78,8 +81,7 @@ struct ThreadRows {
         const Sequence sequence = sequence_of(tile);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int index = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-            const Row row(call.shape, tile, min(index, tile.rows - 1));
+            const Row row(call.shape, tile, min(upper_row() + 8 * r, tile.rows - 1));
             const Interval keys = keys_of(call.shape, sequence, row.query);
             begin[r] = keys.begin, end[r] = keys.end;
             if constexpr (Traits::alibi) {
@@ -136,11 +138,16 @@ __device__ __forceinline__ void mask_missing(float (&logits)[score_count], const
 
 // ---------------------------------------------------------------------------------------- a tile
 
+// Whether the block in a stage is this warpgroup's.
+__device__ __forceinline__ bool owns(const Ring& ring) {
+    return Traits::consumers == 1 || ring.stage % Traits::consumers == warp_index() / 4;
+}
+
 // Sets the values to 0, in shared memory, of keys that no row of the tile sees: memory that nobody wrote may hold NaN, and 0
-// times NaN is NaN in PV. All consumer threads come together when it is done.
+// times NaN is NaN in PV. The warpgroup comes together when it is done.
 __device__ __forceinline__ void clean_values(const SharedMemory& shared, int stage, const Tile& tile, int first_key,
                                              bool has_missing) {
-    const int row = threadIdx.x, key = first_key + row;
+    const int row = warpgroup_thread(), key = first_key + row;
     if (row < Traits::keys) {
         const bool is_missing = has_missing && shared.is_missing(stage)[row];
         if (is_missing || key < tile.keys.begin || key >= tile.keys.end) {
@@ -154,7 +161,7 @@ __device__ __forceinline__ void clean_values(const SharedMemory& shared, int sta
         }
     }
     fence_proxy_async();
-    sync_consumers();
+    sync_warpgroup();
 }
 
 // S = QK^T.
@@ -194,7 +201,7 @@ __device__ __forceinline__ void multiply_values(float (&out)[out_count], const f
     wgmma::pin(out);
 }
 
-// Attends to the blocks of a part of a tile.
+// Attends to the blocks of a part of a tile: all, or those in the warpgroup's stages.
 __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, const Tile& tile, float (&out)[out_count],
                                        OnlineSoftmax& softmax) {
     const SharedMemory& shared = call.shared;
@@ -205,7 +212,8 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
     const uint32_t first_key_block = descriptor::k_major_low(shared.key_block(0));
     const uint32_t first_value_block = descriptor::mn_major_low(shared.value_block(0), Traits::keys);
 #pragma unroll 1
-    for (int block = tile.first; block < tile.last; ++block) {
+    for (int block = tile.first; block < tile.last; ++block, ring.advance()) {
+        if (!owns(ring)) continue;
         const int stage = ring.stage, first_key = block * Traits::keys, end_key = first_key + Traits::keys;
         float scores[score_count];
         mbarrier::wait(shared.key_full(stage), ring.parity);
@@ -227,7 +235,6 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
         }
         multiply_values(out, scores, first_value_block + stage * (Traits::value_bytes >> 4));
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.empty(stage));
-        ring.advance();
     }
 }
 
@@ -248,7 +255,11 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
 
         float out[out_count] = {};
         OnlineSoftmax softmax;
+        // The warpgroup that owns the tile's first block writes its results.
+        const bool is_finisher = owns(ring);
         if (tile.first < tile.last) attend(call, ring, tile, out, softmax);
+        if (Traits::consumers > 1 && tile.last - tile.first > 1) merge(out, softmax, shared, is_finisher);
+        if (!is_finisher) continue;
         if (!Traits::split || tile.is_whole()) {
             write_row<0>(out, softmax, call.results, call.shape, tile);
             write_row<1>(out, softmax, call.results, call.shape, tile);

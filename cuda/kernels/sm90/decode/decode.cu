@@ -3,7 +3,7 @@
 // The kernel reads the cache once, and that is what it costs. A persistent CTA has an equal share of all key blocks
 // (schedule.cuh), and its warps have two roles:
 //
-//   consumer   consumer.cuh  a warpgroup computes tiles of 64 rows: queries times the query heads of one key head
+//   consumers  consumer.cuh  one or two warpgroups compute tiles of 64 rows: queries times the query heads of one key head
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by the threads of a warpgroup
 //
 // CTAs that share a tile leave partial results, and the last of them combines these (combine.cuh).
@@ -21,11 +21,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.key_full(stage), Traits::full_arrivals);
             mbarrier::init(shared.value_full(stage), Traits::full_arrivals);
-            mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
+            mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each warp of its consumer
         }
         for (int stage = 0; stage < Traits::tile_stages; ++stage) {
             mbarrier::init(shared.tile_full(stage), 1);
-            mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
+            mbarrier::init(shared.tile_empty(stage), 4 * Traits::consumers * warp_arrivals);
         }
         mbarrier::fence_init();
     }

@@ -1,7 +1,7 @@
 // Loads blocks of keys and values row by row, from pages of any size. A warpgroup copies them in chunks of 16 bytes.
 #pragma once
 
-constexpr int gather_barrier = 2;  // a named barrier of the producer's threads
+constexpr int gather_barrier = 4;  // a named barrier of the producer's threads
 
 // Copies the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory. Rows that
 // aren't there, and columns beyond the head, become 0.

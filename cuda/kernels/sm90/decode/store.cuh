@@ -34,11 +34,14 @@ struct Row {
     }
 };
 
+// The upper of the two rows that a thread holds of the warpgroup's accumulators.
+__device__ __forceinline__ int upper_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
 // Normalises and writes row `r` of the thread's two from the accumulators of the output. A row is four lanes'.
 template <int r>
 __device__ __forceinline__ void write_row(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
                                           const Results& results, const Shape& shape, const Tile& tile) {
-    const int lane = threadIdx.x % 32, index = threadIdx.x / 32 * 16 + lane / 4 + 8 * r;
+    const int lane = threadIdx.x % 32, index = upper_row() + 8 * r;
     const float sum = quad_sum(softmax.row_sum[r]);
     if (index >= tile.rows) return;
     const Row row(shape, tile, index);

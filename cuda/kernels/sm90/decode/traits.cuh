@@ -6,6 +6,7 @@
 //   VALUE_DIM      head dim of values and of the output, likewise
 //   KEYS           keys in a block
 //   STAGES         blocks of keys and values in flight
+//   CONSUMERS      consumer warpgroups. Two take blocks in turn, and add up their results at a tile's end
 //   PAGED          1: the cache consists of pages
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
@@ -23,9 +24,10 @@ struct Traits {
     using Element = ELEMENT;
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int value_dim = VALUE_DIM;
-    static constexpr int rows = 64;  // of a tile: those of one consumer warpgroup
+    static constexpr int rows = 64;  // of a tile: those of a warpgroup's wgmma
     static constexpr int keys = KEYS;
     static constexpr int stages = STAGES;
+    static constexpr int consumers = CONSUMERS;
     static constexpr bool paged = PAGED;
     static constexpr bool gathers = BOX == 0;
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
@@ -37,7 +39,7 @@ struct Traits {
     static constexpr int key_steps = head_dim / 16;  // wgmmas of QK^T
     static constexpr int value_steps = keys / 16;    // … of PV
 
-    static constexpr int consumer_threads = 128;
+    static constexpr int consumer_threads = 128 * consumers;
     static constexpr int producer_threads = gathers ? 128 : 32;
     static constexpr int threads = consumer_threads + producer_threads;
     static constexpr int full_arrivals = gathers ? producer_threads : boxes;  // at a stage's barriers, from the producer
@@ -48,11 +50,13 @@ struct Traits {
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
     static constexpr int tile_stages = 2;
+    static constexpr int statistics_bytes = consumers > 1 ? 4 * sizeof(float) * 128 : 0;  // see merge.cuh
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "N of PV is at most 256");
     static_assert(keys == 64 || keys == 128, "a thread of the warpgroup looks after each key of a block");
     static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
+    static_assert(consumers == 1 || consumers == 2 && stages % 2 == 0, "a stage always is the same warpgroup's");
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
 };
 
@@ -89,7 +93,8 @@ struct SharedMemory {
     static constexpr int key = query + Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int rows = value + Traits::stages * Traits::value_bytes;
-    static constexpr int tiles = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
+    static constexpr int statistics = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
+    static constexpr int tiles = statistics + Traits::statistics_bytes;
     static constexpr int missing = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
@@ -109,6 +114,9 @@ struct SharedMemory {
     __device__ uint4& has_missing(int stage) const { return reinterpret_cast<uint4*>(data + missing)[stage]; }
     // … and a byte for each key, 1 if it isn't there. They are written only if some key isn't.
     __device__ unsigned char* is_missing(int stage) const { return data + missing_keys + stage * Traits::keys; }
+    // What consumers exchange when they merge their results (merge.cuh).
+    __device__ float* exchanged_values() const { return reinterpret_cast<float*>(data + query); }
+    __device__ float* exchanged_statistics() const { return reinterpret_cast<float*>(data + statistics); }
     // What `combine.cuh` multiplies partials by. No tile's Q is in use then.
     __device__ float* factors() const { return reinterpret_cast<float*>(data + query); }
     // Whether this CTA was the last to arrive at a tile.
