@@ -64,7 +64,7 @@ class Engine:
     A step takes one token of each sequence that decodes, and fills up with parts of prompts. It has one of
     two static sizes: `rows` tokens if no prompt has a part in it, else `step_tokens`. A request gets all
     pages that it can need when it starts, so none has to stop halfway. Until then it waits, first come, first
-    served.
+    served. It also waits for pages of its prompt that a running sequence is about to fill.
 
     The number of tokens of each request is known, so the host prepares a step without the results of the one
     before. `collect` fetches them while the device is busy with the next step.
@@ -145,19 +145,27 @@ class Engine:
                 completion.finished_at = now
 
     def _start(self, completion: Completion) -> bool:
-        """Give the request a row and pages, if there are enough."""
+        """Give the request a row and pages, if there are enough and no page it can share is under way."""
         request = completion.request
         pages = self.prefixes.share(request.prompt)
         shared = len(pages) * self._capacity.page_size
         missing = self._capacity.pages_of(request) - len(pages)
         self.prefixes.evict(missing)
-        if missing > self.pool.free:
+        if missing > self.pool.free or self._is_under_way(request.prompt, shared):
             self.pool.release(pages)
             return False
         self.shared_tokens += shared
         pages += self.pool.allocate(missing)
         self._running.append(_Running(completion, self._free_rows.pop(0), pages, shared))
         return True
+
+    def _is_under_way(self, prompt: bytes, shared: int) -> bool:
+        """Whether a running sequence is about to fill the page behind the `shared` tokens of `prompt`."""
+        end = shared + self._capacity.page_size
+        return end < len(prompt) and any(
+            running.written < end and running.request.prompt.startswith(prompt[:end])
+            for running in self._running
+        )
 
     def _plan(self) -> tuple[list[tuple[_Running, RowWork]], int]:
         """What each sequence does in the next step, and the step's size."""

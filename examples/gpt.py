@@ -16,6 +16,9 @@ import jax_flash
 
 Cache = TypeVar("Cache")
 
+INITIAL_STDDEV = 0.02
+"""Standard deviation of parameters before training."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -88,7 +91,7 @@ class Block(nnx.Module):
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         width = config.width
         # The residual stream sums 2 * layers outputs: scaling each keeps its variance at one layer's (GPT-2).
-        stddev, residual_stddev = 0.02, 0.02 / (2 * config.layers) ** 0.5
+        stddev, residual_stddev = INITIAL_STDDEV, INITIAL_STDDEV / (2 * config.layers) ** 0.5
         self.config = config
         self.attention_norm = nnx.RMSNorm(width, dtype=config.dtype, rngs=rngs)
         qkv_features = (config.heads + 2 * config.key_heads) * config.head_dim
@@ -131,7 +134,7 @@ class GPT(nnx.Module):
         self.embedding = nnx.Embed(
             config.vocabulary,
             config.width,
-            embedding_init=nnx.initializers.normal(0.02),
+            embedding_init=nnx.initializers.normal(INITIAL_STDDEV),
             dtype=config.dtype,
             rngs=rngs,
         )

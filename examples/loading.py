@@ -10,11 +10,11 @@ from checkpoints import Checkpoints
 from command_line import flag
 from flax import nnx
 
-RANDOM_SCALE = 8.0
-"""Factor of the random matrices of layers.
+RANDOM_STDDEV = 2.0
+"""Standard deviation of the random matrices of layers, times the square root of the width.
 
 As initialised for training, layers hardly change the residual stream, and the most likely token is the last
-one again. With this factor greedy output varies.
+one again. With larger matrices greedy output varies.
 """
 
 
@@ -63,9 +63,8 @@ def load(settings: ModelSettings) -> Model:
     if settings.checkpoint_dir is None:
         config = _config(settings, dataclasses.asdict(settings))
         graph, parameters = nnx.split(gpt.GPT(config, nnx.Rngs(settings.seed)))
-        parameters["blocks"] = jax.tree.map(
-            lambda x: x * RANDOM_SCALE if x.ndim > 1 else x, parameters["blocks"]
-        )
+        factor = RANDOM_STDDEV / (gpt.INITIAL_STDDEV * config.width**0.5)
+        parameters["blocks"] = jax.tree.map(lambda x: x * factor if x.ndim > 1 else x, parameters["blocks"])
         return Model(graph, _in_dtype(parameters, config.dtype), config, None)
     folder = pathlib.Path(settings.checkpoint_dir)
     if not folder.is_dir():

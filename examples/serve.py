@@ -6,7 +6,7 @@ r"""Serve requests that arrive at random, by continuous batching over a paged ke
 Random weights serve to measure speed. On a GPU, the size of GPT-2 medium:
 
     python examples/serve.py --random --layers=24 --heads=16 --width=1024 --requests=512 --rate=200 \
-        --rows=64 --prefix-length=512 --prompt-length=512 --tokens=512 --pages=4096 --page-size=64 \
+        --rows=64 --prefix-length=512 --prompt-length=512 --tokens=512 --pages=2048 --page-size=64 \
         --step-tokens=1024
 
 The same requests are served a second time batch by batch. The table compares throughput, latency (from a
