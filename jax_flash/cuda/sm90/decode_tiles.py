@@ -68,7 +68,7 @@ def choose_tile(n: CacheSizes) -> DecodeTile:
     for (consumers, keys), value_dim in largest.items():
         tile = DecodeTile(*dims, keys, consumers, _box(n.page, keys), n.page is not None).fitted()
         fits = tile.stages >= 2 * consumers and tile.shared_bytes <= MAX_SHARED_BYTES
-        if fits and dims[1] <= value_dim and (tile.box or consumers == 1):
+        if fits and dims[1] <= value_dim:
             options.append(tile)
     return max(options, key=lambda tile: (tile.box > 0, tile.consumers, tile.keys))
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "ptx/async_copy.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -127,6 +128,9 @@ void act_for(Cta& state) {
 
 void check_end(Cta& state) {
     if (!state.in_flight.empty()) emulator::fail("the CTA ended before its TMA loads");
+    for (auto& [thread, copies] : state.copies) {
+        if (!copies.empty()) emulator::fail("nobody waits for an asynchronous copy");
+    }
     for (auto& [thread, groups] : state.bulk) {
         if (!groups.open.empty() || !groups.to_read.empty()) emulator::fail("the CTA ended before its TMA stores");
         groups.write_until(0);
@@ -387,6 +391,22 @@ void commit_group() { cta->bulk[threadIdx.x].commit(); }
 void wait_for_reads(int pending) { cta->bulk[threadIdx.x].read_until(pending); }
 void wait_for_groups(int pending) { cta->bulk[threadIdx.x].write_until(pending); }
 }  // namespace tma
+
+namespace async_copy {
+void load(uint32_t destination, const void* source, bool is_there) {
+    check_bulk(source, destination, 16);
+    cta->copies[threadIdx.x].push_back([=] {
+        if (is_there) memcpy(cta->shared + destination, source, 16);
+        if (!is_there) memset(cta->shared + destination, 0, 16);
+    });
+}
+void arrive_when_done(uint32_t barrier) {
+    emulator::later([copies = std::exchange(cta->copies[threadIdx.x], {}), barrier] {
+        for (const Action& act : copies) act();
+        mbarrier::arrive(barrier);
+    });
+}
+}  // namespace async_copy
 
 namespace bulk {
 void load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {

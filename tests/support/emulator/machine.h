@@ -73,6 +73,7 @@ struct Cta {
     std::array<NamedBarrier, 16> named;
     std::map<uint32_t, MBarrier> mbarriers;
     std::vector<Action> in_flight;     // loads of TMA, and copies to other CTAs
+    std::map<int, std::vector<Action>> copies;  // begun by a thread since it last said whom to tell
     std::map<int, BulkGroups> bulk;    // by thread
     std::array<Groups, 8> products;    // wgmma, by warpgroup
 };

@@ -217,6 +217,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
         const int stage = ring.stage, first_key = block * Traits::keys, end_key = first_key + Traits::keys;
         float scores[score_count];
         mbarrier::wait(shared.key_full(stage), ring.parity);
+        if constexpr (Traits::gathers) fence_proxy_async();
         multiply_keys(scores, query, first_key_block + stage * (Traits::key_bytes >> 4));
         make_logits(scores, call, rows, first_key);
         if (first_key < seen_by_all.begin || end_key > seen_by_all.end) mask_logits(scores, rows, first_key);
@@ -230,6 +231,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
 #pragma unroll
         for (int i = 0; i < out_count; ++i) out[i] *= row_of(i) == 0 ? rescale.x : rescale.y;
         mbarrier::wait(shared.value_full(stage), ring.parity);
+        if constexpr (Traits::gathers) fence_proxy_async();
         if (has_missing || first_key < tile.keys.begin || end_key > tile.keys.end) {
             clean_values(shared, stage, tile, first_key, has_missing);
         }

@@ -1,41 +1,29 @@
-// Loads blocks of keys and values row by row, from pages of any size. A warpgroup copies them in chunks of 16 bytes.
+// Loads blocks of keys and values row by row, from pages of any size. A warpgroup copies them in chunks of 16 bytes, which
+// arrive asynchronously, so that all stages are in flight.
 #pragma once
+#include "ptx/async_copy.cuh"
 
 constexpr int gather_barrier = 4;  // a named barrier of the producer's threads
 
-// Copies the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory. Rows that
-// aren't there, and columns beyond the head, become 0.
+// Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory.
+// Rows that aren't there, and columns beyond the head, become 0. The thread arrives at `full` when its copies are there.
 template <int padded>
-__device__ __forceinline__ void gather(const SharedMemory& shared, int block, const Traits::Element* cache,
-                                       const int64_t* rows, int64_t row_elements, int columns) {
+__device__ __forceinline__ void gather(uint32_t block, const Traits::Element* cache, const int64_t* rows,
+                                       int64_t row_elements, int columns, uint32_t full) {
     constexpr int row_chunks = padded / 8;
     constexpr int per_thread = Traits::keys * row_chunks / Traits::producer_threads;
-    constexpr int in_flight = per_thread < 16 ? per_thread : 16;  // loads of a thread
     const int thread = threadIdx.x - Traits::consumer_threads;
-#pragma unroll 1
-    for (int first = 0; first < per_thread; first += in_flight) {
-        uint4 words[in_flight];
-#pragma unroll
-        for (int i = 0; i < in_flight; ++i) {
-            const int index = (first + i) * Traits::producer_threads + thread;
-            const int chunk = index % row_chunks;
-            words[i] = {0, 0, 0, 0};
-            if (first + i < per_thread && 8 * chunk < columns) {
-                const int64_t row = rows[index / row_chunks];
-                if (row != no_row) words[i] = *reinterpret_cast<const uint4*>(cache + row * row_elements + 8 * chunk);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < in_flight; ++i) {
-            const int index = (first + i) * Traits::producer_threads + thread;
-            const int chunk = index % row_chunks;
-            if (first + i < per_thread) {
-                const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
-                const int offset = panel + descriptor::swizzled_offset(index / row_chunks, chunk % 8);
-                *reinterpret_cast<uint4*>(shared.data + block + offset) = words[i];
-            }
-        }
+#pragma unroll 8
+    for (int i = 0; i < per_thread; ++i) {
+        const int index = i * Traits::producer_threads + thread;
+        const int key = index / row_chunks, chunk = index % row_chunks;
+        const int64_t row = rows[key];
+        const bool is_there = row != no_row && 8 * chunk < columns;
+        const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
+        async_copy::load(block + panel + descriptor::swizzled_offset(key, chunk % 8),
+                         cache + (is_there ? row * row_elements + 8 * chunk : 0), is_there);
     }
+    async_copy::arrive_when_done(full);
 }
 
 __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, const Tile& tile) {
@@ -55,7 +43,7 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
     int page = page_at(tile.first);
 #pragma unroll 1
     for (int block = tile.first; block < tile.last; ++block) {
-        const int next_page = page_at(block + 1);
+        const int next_page = page_at(block + 1);  // looked up while this block is waited for
         const int stage = ring.stage, key = block * Traits::keys + thread;
         mbarrier::wait(shared.empty(stage), ring.parity ^ 1);
         const int64_t row = row_on_page(shape, page, key);
@@ -66,14 +54,10 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
         }
         if (thread % 32 == 0) reinterpret_cast<uint32_t*>(&shared.has_missing(stage))[thread / 32] = some_missing;
         named_barrier_sync(gather_barrier, Traits::producer_threads);
-        gather<Traits::head_dim>(shared, SharedMemory::key + stage * Traits::key_bytes, keys, shared.cache_rows(stage),
-                                 heads * shape.head_dim, shape.head_dim);
-        fence_proxy_async();
-        mbarrier::arrive(shared.key_full(stage));
-        gather<Traits::value_dim>(shared, SharedMemory::value + stage * Traits::value_bytes, values,
-                                  shared.cache_rows(stage), heads * shape.value_dim, shape.value_dim);
-        fence_proxy_async();
-        mbarrier::arrive(shared.value_full(stage));
+        gather<Traits::head_dim>(shared.key_block(stage), keys, shared.cache_rows(stage), heads * shape.head_dim,
+                                 shape.head_dim, shared.key_full(stage));
+        gather<Traits::value_dim>(shared.value_block(stage), values, shared.cache_rows(stage), heads * shape.value_dim,
+                                  shape.value_dim, shared.value_full(stage));
         page = next_page;
         ring.advance();
     }

@@ -62,12 +62,13 @@ struct Schedule {
 
     __device__ __forceinline__ Schedule(const Shape& shape, int max_parts, int least_share)
         : shape(shape), max_parts(max_parts) {
-        const int64_t total = total_units();
+        int64_t last_units;
+        const int64_t total = total_units(last_units);
         share = max((total + gridDim.x - 1) / gridDim.x, static_cast<int64_t>(least_share));
         const int64_t begin = blockIdx.x * share;
         start = 0;
         batch = shape.batch, head = 0, tile = 0;
-        if (begin < total) find(begin);
+        if (begin < total) find(begin, last_units);
     }
 
     // The next part of a tile in this CTA's share; false where there is none.
@@ -91,21 +92,22 @@ private:
         return head_units(shape, sequence_at(shape, index)) * shape.key_heads;
     }
 
-    __device__ __forceinline__ int64_t total_units() const {
-        int64_t total = 0;
+    // Also gives the units of the last sequence that the lane looked at.
+    __device__ __forceinline__ int64_t total_units(int64_t& last) const {
+        int64_t total = last = 0;
 #pragma unroll 1
-        for (int index = threadIdx.x % 32; index < shape.batch; index += 32) total += units_of_sequence(index);
+        for (int index = threadIdx.x % 32; index < shape.batch; index += 32) total += last = units_of_sequence(index);
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(all_lanes, total, distance);
         return total;
     }
 
-    // Finds the tile that has unit `position` of all.
-    __device__ __forceinline__ void find(int64_t position) {
+    // Finds the tile that has unit `position` of all. If there are few sequences, each lane knows its own's units.
+    __device__ __forceinline__ void find(int64_t position, int64_t known) {
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
         for (int first = 0; first < shape.batch; first += 32) {
-            const int64_t own = units_of_sequence(first + lane);
+            const int64_t own = shape.batch <= 32 ? known : units_of_sequence(first + lane);
             int64_t end = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
