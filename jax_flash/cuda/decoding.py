@@ -9,8 +9,6 @@ from jax_flash.cuda import call, compile
 from jax_flash.cuda.sm90 import COMPUTE_CAPABILITIES, MAX_HEAD_DIM, decode_plan
 from jax_flash.cuda.sm90.decode_tiles import choose_tile
 
-name = "cuda"
-
 _DTYPES = ("bfloat16", "float16")
 _LIMIT = 2**29  # positions and sides of the window add up in 32 bits
 _TENSOR_MAP_LIMIT = 2**40  # bytes from one layer of a cache to the next
