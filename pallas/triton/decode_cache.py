@@ -14,6 +14,7 @@ from jax_flash._cache_spec import CacheSizes
 from jax_flash._mask import both
 
 from .decode_schedule import divided
+from .decode_tiles import in_several_pages
 from .memory import indices
 from .tiles import padded
 
@@ -70,7 +71,7 @@ class SequenceCache:
             place = jnp.clip(self._place(), 0, self._places - 1) if self._has_index else self.sequence
             return place, positions, None
         table = self.refs["page_table"]
-        if page % self.block_keys == 0:  # the block lies in one page
+        if not in_several_pages(self.sizes, self.block_keys):
             number = divided(j, page // self.block_keys)
             entry = triton.load(table.at[self.sequence, number])
         else:

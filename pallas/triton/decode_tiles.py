@@ -3,8 +3,9 @@
 A row is a pair of a query and a query head of the tile's key head (PackGQA): row `t * group + g` of a
 sequence is query t of head g of the group.
 
-The tables keep K and V of all stages within half of an SM's shared memory, so that two programs share an SM.
-They were chosen without a GPU: no timing has gone into them yet.
+The tables keep K and V of all stages within half of an SM's shared memory, so that two programs share an SM,
+and no kernel spills registers by Triton 3.9's compiler. They were chosen without a GPU: no timing has gone
+into them yet.
 """
 
 import dataclasses
@@ -56,6 +57,10 @@ def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
     table = _HOPPER if major in (9, 10) else _AMPERE
     keys, stages = next(of_block for limit, of_block in table.items() if max(n.H, n.V) <= limit)
     keys = min(keys, padded(n.S))
+    if in_several_pages(n, keys):
+        # Triton puts the load of page numbers in stages before that of keys: as deep a pipeline of keys takes
+        # twice as many.
+        stages = 2 * stages - 1
 
     of_all_tokens = _ceil_div(n.T * n.group, rows)
     tiles = of_all_tokens + n.B if is_packed else of_all_tokens * n.B
@@ -63,14 +68,21 @@ def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
     # as long then.
     wave = PROGRAMS_OF_SM * (device.sm_count or _UNKNOWN_SM_COUNT)
     wanted = _ceil_div(wave if tiles * n.K <= wave else 2 * wave, n.K)
+    # A sequence that is far longer than the others needs no more splits than occupy the GPU by itself.
+    alone = max(1, wave // (n.K * (1 if is_packed else of_all_tokens)))
     blocks = _ceil_div(min(n.S, visible_span(spec, n, rows)), keys) + 1
-    splits = min(spec.num_splits or MOST_SPLITS, MOST_SPLITS, wanted, _ceil_div(blocks, BLOCKS_OF_SPLIT))
+    splits = min(spec.num_splits or MOST_SPLITS, MOST_SPLITS, alone, _ceil_div(blocks, BLOCKS_OF_SPLIT))
     # Sums over all blocks are int32.
     if tiles * blocks >= 1 << 31 or (not is_packed and n.B > MOST_SEQUENCES_TO_SPLIT):
         splits = 1
     programs = min(tiles + wanted, tiles * splits)
     num_warps = 8 if rows * padded(n.V) > 32 * 128 else 4
     return Cut(rows, keys, num_warps, stages, tiles, splits, wanted, programs)
+
+
+def in_several_pages(n: CacheSizes, keys: int) -> bool:
+    """Whether blocks of that many keys may lie in several pages each."""
+    return n.page is not None and n.page % keys != 0
 
 
 def visible_span(spec: CacheSpec, n: CacheSizes, rows: int) -> int:
