@@ -3,9 +3,9 @@
 A row is a pair of a query and a query head of the tile's key head (PackGQA): row `t * group + g` of a
 sequence is query t of head g of the group.
 
-The tables keep K and V of all stages within half of an SM's shared memory, so that two programs share an SM,
-and no kernel spills registers by Triton 3.9's compiler. They were chosen without a GPU: no timing has gone
-into them yet.
+The tables keep K and V of all stages within half of an SM's shared memory, so that two programs of few rows
+share an SM. No kernel spills registers by Triton 3.9's compiler. They were chosen without a GPU: no timing
+has gone into them yet.
 """
 
 import dataclasses
