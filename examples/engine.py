@@ -118,6 +118,8 @@ class Engine:
         """Start what there is room for, and dispatch one step of what runs."""
         while self._waiting and self._free_rows and self._start(self._waiting[0]):
             self._waiting.popleft()
+        if not self._running:  # submit() refuses what doesn't fit an empty engine
+            raise RuntimeError(f"no request can start, though none runs: {self.pool.free} pages are free")
         work, size = self._plan()
         self._dispatch([of_row for _, of_row in work], size)
         samplers = []
@@ -150,8 +152,10 @@ class Engine:
         pages = self.prefixes.share(request.prompt)
         shared = len(pages) * self._capacity.page_size
         missing = self._capacity.pages_of(request) - len(pages)
-        self.prefixes.evict(missing)
-        if missing > self.pool.free or self._is_under_way(request.prompt, shared):
+        is_under_way = self._is_under_way(request.prompt, shared)
+        if not is_under_way:
+            self.prefixes.evict(missing)
+        if is_under_way or missing > self.pool.free:
             self.pool.release(pages)
             return False
         self.shared_tokens += shared

@@ -204,6 +204,13 @@ def test_decoding_goes_on_while_a_long_prompt_is_computed(model):
     check_against_recomputation(model, [short, long])
 
 
+def test_lost_pages_end_the_run(model):
+    engine = Engine(model, CAPACITY)
+    engine.pool.allocate(13)  # and nobody releases them
+    with pytest.raises(RuntimeError, match="no request can start, though none runs: 1 pages are free"):
+        engines.serve(engine, requests(1), StepClock())
+
+
 def test_packed_steps():
     batch = paged_step.pack(
         [
