@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -151,6 +152,15 @@ class PagedKVCache:
 
     def with_arrays(self, arrays: CacheArrays) -> "PagedKVCache":
         return PagedKVCache(arrays.key, arrays.value, self.page_table, arrays.lengths)
+
+
+for _kind in (KVCache, PagedKVCache):  # programs that take or return caches can be exported
+    jax.export.register_pytree_node_serialization(
+        _kind,
+        serialized_name=f"jax_flash.{_kind.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: (),
+    )
 
 
 def _size(name: str, value: Any) -> int:

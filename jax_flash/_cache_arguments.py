@@ -13,6 +13,7 @@ from jax_flash._arguments import Names
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._spec import AttentionSpec
 from jax_flash._validate import described, short
+from jax_flash.transforms import decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +62,10 @@ def append(arrays: CacheArrays, key: Any, value: Any, layer: Any, names: Names) 
 
 @_settings.as_written
 def _append(checked: CheckedCache, new_key: jax.Array, new_value: jax.Array, table: Any) -> CacheArrays:
-    B, _, _, H = new_key.shape
-    query = jnp.zeros((B, 0, new_key.shape[2], H), new_key.dtype)
-    operands = CacheOperands(query, **checked.operands, new_key=new_key, new_value=new_value)
-    key, value = _cache_rows.append(CacheSpec(AttentionSpec(1.0)), operands)
-    assert value is not None
+    operands = CacheOperands(new_key, **checked.operands, new_key=new_key, new_value=new_value)
+    key, value = checked.key, checked.value
+    if 0 not in (new_key.size, key.size):
+        key, value = decoding.append(CacheSpec(AttentionSpec(1.0)), operands)
     after = checked.lengths_after(_cache_rows.lengths_after(operands))
     return CacheArrays(key, value, after, table)
 

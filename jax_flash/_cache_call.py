@@ -186,6 +186,6 @@ def _nothing(call: CacheCall) -> tuple[jax.Array, jax.Array, jax.Array, jax.Arra
     out = jnp.zeros((*query.shape[:-1], n.V), query.dtype)
     lse = jnp.full((query.shape[0], n.N, n.T), -jnp.inf, jnp.promote_types(query.dtype, jnp.float32))
     key, value = call.operands.key, call.operands.value
-    if 0 not in (n.B, n.S, _cache_rows.pages(call.operands)):
-        key, value = _cache_rows.append(call.spec, call.operands)
+    if call.operands.new_key is not None and 0 not in (call.operands.new_key.size, key.size, n.S):
+        key, value = decoding.append(call.spec, call.operands)
     return out, lse, key, value

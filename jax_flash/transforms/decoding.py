@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jax_flash import _device
+from jax_flash import _cache_rows, _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash.transforms import lowering, partitioning
 from jax_flash.transforms.layout import Arrays, Letters
@@ -27,16 +27,28 @@ from jax_flash.transforms.varying import vary_alike
 Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 """out and lse, and the cache's key and value after the append."""
 
+APPEND: tuple[str, ...] = ()
+"""In place of a call's implementations: it appends and attends to nothing, which is plain JAX everywhere."""
+
 
 def attend(spec: CacheSpec, implementation: tuple[str, ...], operands: CacheOperands) -> Results:
     """Runs a checked call; `implementation` as in `autodiff.attend`."""
     call = Call(spec, implementation, _device.current())
-    return jax_flash_decode(call, vary_alike(operands))
+    results = jax_flash_decode(call, vary_alike(operands))
+    return results["out"], results["lse"], results["key"], results.get("value")
+
+
+def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Array | None]:
+    """The cache's key and value with the new ones in them."""
+    # The new keys stand for queries, of which there are none: they are partitioned alike.
+    operands = vary_alike(operands.replace(query=operands.new_key))
+    results = _mappable(Call(spec, APPEND, _device.current()), operands)
+    return results["key"], results.get("value")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_decode(call: Call[CacheSpec], operands: CacheOperands) -> Results:
+def jax_flash_decode(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     return _mappable(call, operands)
 
 
@@ -48,9 +60,9 @@ def _no_derivative(call: Call[CacheSpec], primals: Any, tangents: Any) -> Any:
     )
 
 
-def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Results:
+def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     @custom_vmap
-    def mappable(operands: CacheOperands) -> Results:
+    def mappable(operands: CacheOperands) -> Arrays:
         return _partitioned(call, operands)
 
     @mappable.def_vmap
@@ -61,17 +73,19 @@ def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Results:
             results = _one_after_another(call, operands, mapped)
             return results, jax.tree.map(lambda _: True, results)
         fold = _Fold(operands, mapped, size)
-        results = fold.unfolded(_mappable(call, fold.operands()))
-        return results, (True, True, *(x is not None and not fold.shares_cache for x in results[2:]))
+        results = _mappable(call, fold.operands())
+        results = {name: fold.unfolded(name, x) for name, x in results.items()}
+        return results, {name: not (fold.shares_cache and name in _CACHE) for name in results}
 
     return mappable(operands)
 
 
+_CACHE = ("key", "value")
 _SHARED = {"layer", "rotary_cos", "rotary_sin", "sinks"}
 """Operands that all sequences of a call share. If one is mapped, the mapped calls run one after another."""
 
 
-def _one_after_another(call: Call[CacheSpec], operands: CacheOperands, mapped: set[str]) -> Results:
+def _one_after_another(call: Call[CacheSpec], operands: CacheOperands, mapped: set[str]) -> Arrays:
     rest = {"value": None} | operands.present()
     each = {name: rest.pop(name) for name in mapped}
     return jax.lax.map(lambda each: _mappable(call, CacheOperands(**rest, **each)), each)
@@ -83,7 +97,7 @@ class _Fold:
     def __init__(self, operands: CacheOperands, mapped: set[str], size: int):
         self.arrays, self.mapped, self.size = operands.present(), mapped, size
         # A cache that all share stays one, unless each call appends keys of its own.
-        self.shares_cache = not mapped & {"key", "value"} and operands.new_key is None
+        self.shares_cache = not mapped.intersection(_CACHE) and operands.new_key is None
         self.is_layered = operands.layer is not None
         of_one = {name: x.shape[name in mapped :] for name, x in self.arrays.items()}
         shapes = {
@@ -93,7 +107,7 @@ class _Fold:
         self.places = of_one["key"][self.is_layered]  # pages, or sequences, that the cache of one call has
 
     def operands(self) -> CacheOperands:
-        kept = _SHARED | ({"key", "value"} if self.shares_cache else set())
+        kept = _SHARED | (set(_CACHE) if self.shares_cache else set())
         folded = {name: x if name in kept else self._folded(name) for name, x in self.arrays.items()}
         if not self.shares_cache:
             folded |= {
@@ -109,7 +123,7 @@ class _Fold:
             x = jnp.broadcast_to(x, (self.size, *x.shape))
         if name == "alibi_slopes":
             x = jnp.broadcast_to(x, (self.size, self.sizes.B, self.sizes.N))
-        if name in ("key", "value") and self.is_layered:
+        if name in _CACHE and self.is_layered:
             x = jnp.moveaxis(x, 0, 1)
             return x.reshape(x.shape[0], -1, *x.shape[3:])
         return x.reshape(-1, *x.shape[2:])
@@ -121,41 +135,40 @@ class _Fold:
         is_there = (each >= 0) & (each < self.places)
         return jnp.where(is_there, each + first, -1).reshape(indices.shape)
 
-    def unfolded(self, results: Results) -> Results:
-        def unfold(x: jax.Array) -> jax.Array:
+    def unfolded(self, name: str, x: jax.Array) -> jax.Array:
+        """That result of each of the calls; a cache that all share as it is."""
+        if name not in _CACHE or not (self.shares_cache or self.is_layered):
             return x.reshape(self.size, -1, *x.shape[1:])
-
-        def of_cache(x: jax.Array) -> jax.Array:
-            if self.shares_cache:
-                return x
-            if not self.is_layered:
-                return unfold(x)
-            return jnp.moveaxis(x.reshape(x.shape[0], self.size, -1, *x.shape[2:]), 1, 0)
-
-        out, lse, key, value = results
-        return unfold(out), unfold(lse), of_cache(key), None if value is None else of_cache(value)
+        if self.shares_cache:
+            return x
+        return jnp.moveaxis(x.reshape(x.shape[0], self.size, -1, *x.shape[2:]), 1, 0)
 
 
-def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Results:
+def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     def local(inputs: Arrays) -> Arrays:
         operands = CacheOperands(**{"value": None} | inputs)
-        out, lse, key, value = lowering.run(call, "forward", operands)
-        results = {"out": out, "lse": lse, "key_after": key, "value_after": value}
+        results = {}
+        if call.implementation == APPEND:
+            key, value = _cache_rows.append(call.spec, operands)
+        else:
+            results["out"], results["lse"], key, value = lowering.run(call, "forward", operands)
+        results |= {"key_after": key, "value_after": value}
         return {name: x for name, x in results.items() if x is not None}
 
     n = cache_sizes(operands)
-    letters, inputs = _letters(operands), operands.present()
-    out = (*operands.query.shape[:-1], n.V)
-    results = {"out": out, "lse": (out[0], n.N, n.T), "key_after": operands.key.shape}
+    shapes = {"key_after": operands.key.shape}
     if operands.value is not None:
-        results["value_after"] = operands.value.shape
-    computation = partitioning.Computation(local, call, letters, results, takes_key_heads=False)
-    arrays = partitioning.partitioned(computation, inputs)
-    return arrays["out"], arrays["lse"], arrays["key_after"], arrays.get("value_after")
+        shapes["value_after"] = operands.value.shape
+    if call.implementation != APPEND:
+        out = (*operands.query.shape[:-1], n.V)
+        shapes |= {"out": out, "lse": (out[0], n.N, n.T)}
+    computation = partitioning.Computation(local, call, _letters(operands), shapes, takes_key_heads=False)
+    results = partitioning.partitioned(computation, operands.present())
+    return {name.removesuffix("_after"): x for name, x in results.items()}
 
 
 def _letters(operands: CacheOperands) -> Letters:
-    """The letters of all arrays. Of these, `b0`, `K` and `N` are partitioned."""
+    """The letters of all arrays. Of these, `b0`, `K` and `N` are partitioned; `G` would be the group's."""
     # Sequences are apart if each has its own place in the cache; or if nothing is written, so that the cache
     # may be everywhere.
     has_own_place = operands.page_table is None and operands.batch_index is None
@@ -170,7 +183,7 @@ def _letters(operands: CacheOperands) -> Letters:
         "value": (*layers, *place, K, "V"),
         "lengths": (b,),
         "layer": (),
-        "page_table": (b, "G"),
+        "page_table": (b, "W"),
         "batch_index": (b,),
         "left_padding": (b,),
         "new_key": (b, "U", K, "H"),

@@ -1,0 +1,370 @@
+"""Calls on key-value caches under JAX's transforms: the same results, and caches changed in place."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash import KVCache, PagedKVCache
+from jax_flash.xla import decoding
+
+B, S, N, K, H = 4, 64, 4, 2, 16
+LAYERS = 3
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of keys that are smaller than a device's part of the cache."""
+    monkeypatch.setattr(decoding, "KEYS_PER_BLOCK", 16)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def query(dtype=jnp.float32):
+    return normal(0, B, 1, N, H, dtype=dtype)
+
+
+def new(dtype=jnp.float32):
+    return normal(1, B, 1, K, H, dtype=dtype), normal(2, B, 1, K, H, dtype=dtype)
+
+
+def contiguous(dtype=jnp.float32, layers=None):
+    lead = () if layers is None else (layers,)
+    rows = normal(3, *lead, B, S, K, H, dtype=dtype), normal(4, *lead, B, S, K, H, dtype=dtype)
+    lengths = jnp.asarray([0, 5, 40, S - 1], jnp.int32)
+    return KVCache(*rows, jnp.broadcast_to(lengths, (*lead, B)))
+
+
+def paged(dtype=jnp.float32, layers=None):
+    lead = () if layers is None else (layers,)
+    pages = normal(3, *lead, 40, 8, K, H, dtype=dtype), normal(4, *lead, 40, 8, K, H, dtype=dtype)
+    table = jax.random.permutation(jax.random.key(5), 40)[: B * 8].reshape(B, 8).astype(jnp.int32)
+    lengths = jnp.asarray([0, 5, 40, S - 1], jnp.int32)
+    return PagedKVCache(*pages, table, jnp.broadcast_to(lengths, (*lead, B)))
+
+
+CACHES = (contiguous, paged)
+
+
+def step(cache, query, key, value):
+    """One step of decoding. `jit` and donation see that its result has the cache first."""
+    out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value)
+    return cache, out
+
+
+def over_layers(cache, query, key, value):
+    def body(cache, layer):
+        out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value, layer=layer)
+        return cache, out
+
+    return jax.lax.scan(body, cache, jnp.arange(LAYERS))
+
+
+def in_scan(cache, query, key, value):
+    return jax.lax.scan(lambda cache, _: step(cache, query, key, value), cache, None, length=3)
+
+
+def in_while(cache, query, key, value):
+    def body(state):
+        i, (cache, _) = state
+        return i + 1, step(cache, query, key, value)
+
+    first = (0, (cache, jnp.zeros(query.shape, query.dtype)))
+    return jax.lax.while_loop(lambda state: state[0] < 3, body, first)[1]
+
+
+def append(cache, query, key, value):
+    return cache.append(key, value), query
+
+
+def windowed(cache, query, key, value):
+    out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value, local_window_size=(9, 0))
+    return cache, out
+
+
+def assert_same(got, want):
+    """Caches are the same bits, outputs equal but for rounding."""
+    (cache, out), (right_cache, right_out) = got, want
+    jax.tree.map(np.testing.assert_array_equal, cache, right_cache)
+    np.testing.assert_allclose(out, right_out, rtol=1e-4, atol=1e-5)
+
+
+def copied(compiled, cache, parts=1) -> list[str]:
+    """Instructions that make an array as large as the cache, or a device's part of it, but in place."""
+    least = min(x.size for x in jax.tree.leaves(cache) if x.ndim > 3) // parts
+    in_place = {"parameter", "get-tuple-element", "while", "tuple", "bitcast", "conditional", *UPDATES}
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]+)\]\S* ([\w\-]+)\(", line)
+        if match and np.prod([int(x) for x in match[2].split(",")]) >= least:
+            is_update = match[3] == "fusion" and any(name in match[1] for name in UPDATES)
+            if match[3] not in in_place and not is_update:
+                found.append(line.strip()[:150])
+    return found
+
+
+UPDATES = ("scatter", "dynamic-update-slice", "dynamic_update_slice")
+FORMS = {
+    "jit": (step, None),
+    "scan": (in_scan, None),
+    "while_loop": (in_while, None),
+    "scan over layers": (over_layers, LAYERS),
+    "append": (append, None),
+    "window": (windowed, None),
+}
+# XLA's CPU compiler of these versions computes whole arrays in float32 where some of bfloat16 change.
+KEEPS_BFLOAT16 = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, *([jnp.bfloat16] if KEEPS_BFLOAT16 else [])])
+@pytest.mark.parametrize("make", CACHES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_donated_cache_is_changed_in_place(form, make, dtype):
+    function, layers = FORMS[form]
+    cache = make(dtype, layers)
+    compiled = jax.jit(function, donate_argnums=0).lower(cache, query(dtype), *new(dtype)).compile()
+    assert copied(compiled, cache) == []
+    assert len(re.findall(r"(?:may|must)-alias", compiled.as_text())) >= 2  # keys and values
+
+
+def test_a_copy_would_be_found():
+    cache = contiguous()
+    compiled = (
+        jax.jit(lambda cache, *rest: (cache, step(cache, *rest))).lower(cache, query(), *new()).compile()
+    )
+    assert copied(compiled, cache)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+
+
+def on_mesh(mesh, cache, arguments, batch="batch"):
+    """Arrays partitioned by sequences and key heads; pages by key heads alone."""
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    if isinstance(cache, KVCache):
+        rows = P(batch, None, "heads")
+        cache = KVCache(put(cache.key, rows), put(cache.value, rows), put(cache.lengths, P(batch)))
+    else:
+        pages = P(None, None, "heads")
+        cache = PagedKVCache(
+            put(cache.key_pages, pages),
+            put(cache.value_pages, pages),
+            put(cache.page_table, P()),
+            put(cache.lengths, P()),
+        )
+        batch = None
+    return cache, [put(x, P(batch, None, "heads")) for x in arguments]
+
+
+@pytest.mark.parametrize("form", ["jit", "scan", "append"])
+@pytest.mark.parametrize("make", CACHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded(kind, make, form):
+    function, _ = FORMS[form]
+    cache, arguments = make(), [query(), *new()]
+    want = jax.jit(function)(cache, *arguments)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        sharded, arguments = on_mesh(mesh, cache, arguments)
+        compiled = jax.jit(function, donate_argnums=0).lower(sharded, *arguments).compile()
+        text = compiled.as_text()
+        assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+        assert copied(compiled, cache, parts=4 if make is contiguous else 2) == []
+        got = compiled(sharded, *arguments)
+    assert_same(got, want)
+    for x, y in zip(jax.tree.leaves(got[0]), jax.tree.leaves(on_mesh(mesh, make(), [])[0]), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_queries_are_partitioned_further_than_a_single_key_head():
+    """Tensor parallelism of multi-query heads: each device has the cache, and its own query heads."""
+    mesh = mesh_of(AxisType.Auto)
+    cache = jax.tree.map(lambda x: x[:, :, :1] if x.ndim > 2 else x, contiguous())
+    key, value = (x[:, :, :1] for x in new())
+    want = step(cache, query(), key, value)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(query(), NamedSharding(mesh, P(None, None, "heads")))
+        replicated = jax.device_put((cache, key, value), NamedSharding(mesh, P()))
+        compiled = jax.jit(step).lower(replicated[0], sharded, *replicated[1:]).compile()
+        assert "all-gather" not in compiled.as_text()
+        got = compiled(replicated[0], sharded, *replicated[1:])
+    assert_same(got, want)
+
+
+def test_grouped_queries_are_not_partitioned_further_than_key_heads():
+    """A device would need a copy of some of its cache."""
+    mesh = mesh_of(AxisType.Auto)
+    cache, arguments = contiguous(), [query(), *new()]
+    want = step(cache, *arguments)
+    with jax.set_mesh(mesh):
+        put = jax.device_put(arguments[0], NamedSharding(mesh, P(None, None, ("batch", "heads"))))
+        got = jax.jit(step)(cache, put, *arguments[1:])
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    mesh = mesh_of(AxisType.Auto)
+    cache, arguments = contiguous(), [query(), *new()]
+    rows = P("batch", None, "heads")
+    specs = KVCache(rows, rows, P("batch"))  # type: ignore[arg-type]
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, rows, rows, rows), out_specs=(specs, rows), check_vma=check_vma
+    )
+    with jax.set_mesh(mesh):
+        sharded, put = on_mesh(mesh, cache, arguments)
+        compiled = jax.jit(mapped, donate_argnums=0).lower(sharded, *put).compile()
+        assert copied(compiled, cache, parts=4) == []
+        got = compiled(sharded, *put)
+    assert_same(got, step(cache, *arguments))
+
+
+def test_pmap():
+    devices = 2
+    cache, arguments = contiguous(), [query(), *new()]
+    split = jax.tree.map(lambda x: x.reshape(devices, B // devices, *x.shape[1:]), (cache, *arguments))
+    mapped = jax.pmap(step, donate_argnums=0, devices=jax.devices()[:devices])
+    compiled = mapped.lower(*split).compile()
+    assert copied(compiled, cache, parts=devices) == []
+    got = jax.tree.map(lambda x: x.reshape(B, *x.shape[2:]), mapped(*split))
+    assert_same(got, step(cache, *arguments))
+
+
+def slices(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+@pytest.mark.parametrize("shared", ["nothing", "query", "new", "cache", "lengths"])
+@pytest.mark.parametrize("make", CACHES)
+def test_vmap(make, shared):
+    """Any of the arguments may be the same for all mapped calls; a shared cache is not repeated."""
+    cache, arguments = make(), [query(), *new()]
+    caches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]) if x.ndim > 3 else jnp.stack([x, x]), cache)
+    both = [jnp.stack([x, 2 * x]) for x in arguments]
+    axes = [0, 0, 0, 0]
+    if shared == "query":
+        both[0], axes[1] = arguments[0], None
+    elif shared == "new":
+        both[1:], axes[2:] = arguments[1:], [None, None]
+    elif shared == "cache":
+        caches, axes[0] = cache, None
+    elif shared == "lengths":
+        caches = dataclasses.replace(caches, lengths=cache.lengths)
+        axes[0] = dataclasses.replace(jax.tree.map(lambda _: 0, caches), lengths=None)
+    got = jax.jit(jax.vmap(step, axes))(caches, *both)
+    for i in range(2):
+        each = [
+            x if a is None else slices(x, i) if isinstance(a, int) else
+            dataclasses.replace(slices(x, i), lengths=cache.lengths)
+            for x, a in zip((caches, *both), axes, strict=True)
+        ]  # fmt: skip
+        assert_same(slices(got, i), step(*each))
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_vmap_of_queries_alone_repeats_no_cache(make):
+    cache = make()
+    queries = normal(7, 2, B, 1, N, H)
+
+    def attend(query):
+        return jax_flash.flash_attention_with_cache(query, cache)[0]
+
+    compiled = jax.jit(jax.vmap(attend)).lower(queries).compile()
+    shapes = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+    largest = max(np.prod([int(x) for x in shape.split(",")]) for shape in shapes)
+    assert largest <= max(x.size for x in jax.tree.leaves(cache))
+    for got, each in zip(compiled(queries), queries, strict=True):
+        np.testing.assert_allclose(got, attend(each), rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_over_layers_of_caches():
+    cache = contiguous(layers=LAYERS)
+    caches = jax.tree.map(lambda x: jnp.stack([x, x + 1 if x.ndim > 3 else x]), cache)
+
+    def attend(cache, query):
+        out, cache = jax_flash.flash_attention_with_cache(query, cache, *new(), layer=1)
+        return cache, out
+
+    got = jax.vmap(attend, (0, None))(caches, query())
+    for i in range(2):
+        assert_same(slices(got, i), attend(slices(caches, i), query()))
+
+
+def test_vmap_over_what_sequences_share():
+    """The layer, rotary tables and sinks: calls run one after another."""
+    cache = contiguous(layers=LAYERS)
+
+    def attend(layer, angles, sinks):
+        return jax_flash.flash_attention_with_cache(
+            query(),
+            cache,
+            *new(),
+            layer=layer,
+            sinks=sinks,
+            rotary_cos=jnp.cos(angles),
+            rotary_sin=jnp.sin(angles),
+        )[0]
+
+    arguments = jnp.arange(2), normal(8, 2, S, H // 2), normal(9, 2, N)
+    got = jax.vmap(attend)(*arguments)
+    for i in range(2):
+        np.testing.assert_allclose(got[i], attend(*slices(arguments, i)), rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_of_vmap():
+    cache = contiguous()
+    queries = normal(7, 2, 3, B, 1, N, H)
+
+    def attend(query):
+        return jax_flash.flash_attention_with_cache(query, cache)[0]
+
+    got = jax.vmap(jax.vmap(attend))(queries)
+    np.testing.assert_allclose(got[1, 2], attend(queries[1, 2]), rtol=1e-4, atol=1e-5)
+
+
+def test_ragged_calls_are_mapped_one_after_another():
+    pages = normal(1, 2, 12, 4, 2 * K, H)
+    lengths, offsets = jnp.asarray([[7, 9], [3, 12]]), jnp.asarray([0, 2, 5])
+    table = jax.random.permutation(jax.random.key(2), 12).reshape(2, 6)
+
+    def attend(pages, lengths):
+        return jax_flash.ragged_paged_attention(
+            normal(0, 5, N, H), pages, lengths, table, offsets, jnp.asarray([2])
+        )
+
+    got = jax.vmap(attend)(pages, lengths)
+    for i in range(2):
+        np.testing.assert_allclose(got[i], attend(pages[i], lengths[i]), rtol=1e-4, atol=1e-5)
+
+
+def test_it_has_no_derivative():
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda x: step(contiguous(), x, *new())[1].sum())(query())
+
+    # But a program that is differentiated may have one, of what isn't differentiated.
+    def loss(scale):
+        out = step(contiguous(), query(), *new())[1]
+        return jnp.sum(scale * jax.lax.stop_gradient(out))
+
+    assert np.isfinite(jax.grad(loss)(2.0))
+
+
+def test_export():
+    """Shapes are known; the program holds plain JAX, or custom calls for a GPU."""
+    cache, arguments = contiguous(), [query(), *new()]
+    exported = jax.export.export(jax.jit(step))(cache, *arguments)
+    got = jax.export.deserialize(exported.serialize()).call(cache, *arguments)
+    assert_same(got, step(cache, *arguments))
