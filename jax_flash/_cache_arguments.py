@@ -45,10 +45,17 @@ class CheckedCache:
 
     def lengths_after(self, lengths: jax.Array) -> jax.Array:
         """The caller's lengths, with these of the call's layer."""
-        if self.layer is None:
-            return lengths.astype(self.all_lengths.dtype)
-        index = jnp.where(self.layer < 0, self.all_lengths.shape[0], self.layer)
-        return self.all_lengths.at[index].set(lengths.astype(self.all_lengths.dtype), mode="drop")
+        return _lengths_with(self.all_lengths, lengths, self.layer)
+
+
+# In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
+@jax.jit
+@_settings.as_written
+def _lengths_with(of_all: jax.Array, lengths: jax.Array, layer: jax.Array | None) -> jax.Array:
+    lengths = lengths.astype(of_all.dtype)
+    if layer is None:
+        return lengths
+    return of_all.at[jnp.where(layer < 0, of_all.shape[0], layer)].set(lengths, mode="drop")
 
 
 def append(arrays: CacheArrays, key: Any, value: Any, layer: Any, names: Names) -> CacheArrays:
@@ -142,7 +149,13 @@ def _page_table(
 
 def of_layer(x: jax.Array, layer: jax.Array | None) -> jax.Array:
     """Row `layer` of `x`; `x` if there are no layers."""
-    return x if layer is None else jax.lax.dynamic_index_in_dim(x, jnp.maximum(layer, 0), keepdims=False)
+    return x if layer is None else _row(x, layer)
+
+
+@jax.jit
+@_settings.as_written
+def _row(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, jnp.maximum(index, 0), keepdims=False)
 
 
 def appended(key: Any, value: Any, checked: CheckedCache, names: Names) -> tuple[jax.Array, jax.Array]:

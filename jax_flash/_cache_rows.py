@@ -12,7 +12,13 @@ from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 def lengths_after(operands: CacheOperands) -> jax.Array:
     """The lengths `(B,)` after the append."""
     n = cache_sizes(operands)
-    return jnp.minimum(operands.lengths + n.U, n.S)
+    return _longer(operands.lengths, n.U, n.S)
+
+
+# In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _longer(lengths: jax.Array, by: int, most: int) -> jax.Array:
+    return jnp.minimum(lengths + by, most)
 
 
 def page_table(operands: CacheOperands) -> tuple[jax.Array, int]:

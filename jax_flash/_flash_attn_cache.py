@@ -180,7 +180,7 @@ def _cache(
             )
         sequences, capacity = B, block_table.shape[1] * k_cache.shape[1]
     # The checks of a cache ask for a length of each sequence that it has.
-    anything = np.zeros(sequences, np.int32)
+    anything = jax.device_put(np.zeros(sequences, np.int32))
     arrays = CacheArrays(k_cache, v_cache, anything, block_table)
     checked = _cache_arguments.cache(arrays, None, _NAMES)
     index = None
@@ -196,7 +196,7 @@ def _cache(
 
 def _lengths(seqlens: Any, B: int, capacity: int) -> jax.Array:
     if seqlens is None:
-        return jnp.asarray(np.full(B, capacity, np.int32))
+        return jax.device_put(np.full(B, capacity, np.int32))
     if not hasattr(seqlens, "ndim") and not isinstance(seqlens, list | tuple):
         seqlens = np.full(B, _validate.size("cache_seqlens", seqlens))
     seqlens = _validate.listed("cache_seqlens", seqlens)

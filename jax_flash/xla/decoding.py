@@ -246,6 +246,8 @@ def _attend_tiles(
         top = new_top
     total = jnp.where(sees_nothing, 1, total)
     out = logits.by_head(accumulated / total[..., None]).astype(operands.query.dtype)
+    # Rows beyond the queries stay finite, for users who have JAX look for infinities.
+    sees_nothing &= is_row[:, None, None]
     lse = logits.by_head(jnp.where(sees_nothing, -jnp.inf, top + jnp.log(total)))
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 

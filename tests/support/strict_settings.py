@@ -20,7 +20,7 @@ from exhaustive import thinned
 
 import jax_flash
 import jax_flash.flax
-from jax_flash import flash_attn
+from jax_flash import KVCache, PagedKVCache, flash_attn
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rank promotion raise": {"jax_numpy_rank_promotion": "raise"},
@@ -205,6 +205,7 @@ def calls(dtype: str) -> dict[str, StrictCall]:
             {"cu_seqlens": integers(0, 8, 8, T)},
             takes_implementation=False,
         ),
+        **_on_caches(normal, integers),
         "pad and unpad": padded(normal(B, T, N, H), jnp.asarray(rng.random((B, T)) < 0.7)),
         "flax": of(
             jax_flash.flax.dot_product_attention,
@@ -240,6 +241,77 @@ def padded(x: jax.Array, is_token: jax.Array) -> StrictCall:
         return flash_attn.pad_input(out, indices, B, T)
 
     return StrictCall(run, {"x": x}, {"is_token": is_token}, takes_implementation=False)
+
+
+def _on_caches(normal: Callable[..., jax.Array], integers: Callable[..., jax.Array]) -> dict[str, StrictCall]:
+    """Calls on key-value caches, which have no derivative: all their arrays are other ones."""
+    B, T, N, K, H, S, page = 2, 3, 4, 2, 16, 24, 8
+
+    def rows(*shape: int) -> dict[str, jax.Array]:
+        return {"key": normal(*shape), "value": normal(*shape)}
+
+    table = integers([4, 0, 7], [2, 5, 1])
+    angles = normal(S, H // 2)
+    new = rows(B, T, K, H)
+    tables = {"rotary_cos": jnp.cos(angles), "rotary_sin": jnp.sin(angles)}
+    per_head = {"alibi_slopes": normal(N, dtype="float32"), "sinks": normal(N, dtype="float32")}
+    contiguous = KVCache(*rows(B, S, K, H).values(), integers(5, 0))
+    paged = PagedKVCache(*rows(2, 9, page, K, H).values(), table, integers([1, 2], [9, 3]))
+
+    def attend(**options: Any) -> Callable[..., Any]:
+        def run(_, others, implementation):
+            out, cache = jax_flash.flash_attention_with_cache(
+                **others, **options, implementation=implementation
+            )
+            return out, [x for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        return run
+
+    def ragged(_, others, implementation):
+        return jax_flash.ragged_paged_attention(
+            **others, k_scale=0.5, v_scale=2.0, implementation=implementation
+        )
+
+    def official(_, others, implementation):
+        return flash_attn.flash_attn_with_kvcache(**others, causal=True)
+
+    query = normal(B, T, N, H)
+    pages = rows(9, page, K, H)
+    return {
+        "cache": StrictCall(attend(), {}, {"query": query, "cache": contiguous} | new | tables | per_head),
+        "paged cache": StrictCall(
+            attend(local_window_size=(4, 0), logits_soft_cap=3.0),
+            {},
+            {"query": query, "cache": paged, "layer": jnp.asarray(1, jnp.int32)} | new,
+        ),
+        "ragged_paged_attention": StrictCall(
+            ragged,
+            {},
+            {
+                "q": normal(5, N, H),
+                "kv_pages": normal(9, page, 2 * K, H),
+                "kv_lens": integers(7, 20),
+                "page_indices": table,
+                "cu_q_lens": integers(0, 2, 5),
+                "num_seqs": integers(2),
+            },
+        ),
+        "flash_attn_with_kvcache": StrictCall(
+            official,
+            {},
+            {
+                "q": query,
+                "k_cache": pages["key"],
+                "v_cache": pages["value"],
+                "k": new["key"],
+                "v": new["value"],
+                "cache_seqlens": integers(5, 0),
+                "block_table": table,
+                **tables,
+            },
+            takes_implementation=False,
+        ),
+    }
 
 
 _calls_once = functools.cache(calls)
