@@ -63,7 +63,7 @@ def boundary(offset: int, units: int, max_parts: int) -> int:
     return min(math.ceil(offset / step) * step, units)
 
 
-def parts(work: Work, ctas: int, max_parts: int | None) -> Iterator[tuple[int, Part]]:
+def parts(work: Work, ctas: int, max_parts: int | None, least_share: int = 1) -> Iterator[tuple[int, Part]]:
     """Every CTA's parts, in order."""
     tiles, start = [], 0
     for batch in range(len(work.lengths)):
@@ -73,7 +73,7 @@ def parts(work: Work, ctas: int, max_parts: int | None) -> Iterator[tuple[int, P
                 units = max(last - first, 1)
                 tiles.append((batch, head, tile, start, units))
                 start += units
-    share = max(math.ceil(start / ctas), 1)
+    share = max(math.ceil(start / ctas), least_share)
     for cta in range(ctas):
         for batch, head, tile, start, units in tiles:
             begin, end = (

@@ -100,7 +100,6 @@ UNBOUNDED_SIDE = 1 << 30
 """A side of the window that hides nothing, of any length that calls have."""
 
 _ANY_PARTS = 2**31 - 1
-_LEAST_SHARE = 1
 _PREPROCESS_THREADS = 128
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2
 
@@ -124,7 +123,7 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """
     n, tile = cache_sizes(shapes), choose_tile(cache_sizes(shapes))
     packed = shapes.query_offsets is not None
-    ctas = min(device.sm_count, max_units(n, tile.keys, packed))
+    ctas = min(device.sm_count, math.ceil(max_units(n, tile.keys, packed) / tile.least_share))
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
     operands = tuple(Buffer(name, x.shape, x.dtype.name) for name, x in shapes.present().items())
     caches = [b for b in operands if b.name in ("key", "value")] if n.U else []
@@ -197,7 +196,7 @@ def _decode(
             "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
             "sinks": _pointer(shapes, "sinks"),
             "max_parts": spec.num_splits or _ANY_PARTS,
-            "least_share": _LEAST_SHARE,
+            "least_share": tile.least_share,
             "partial_out": Pointer("partial_out") if split else None,
             "partial_statistics": Pointer("partial_statistics") if split else None,
             "visited": Pointer("visited") if split else None,

@@ -36,6 +36,11 @@ class DecodeTile:
         return 128 * self.consumers + (32 if self.box else 128)
 
     @property
+    def least_share(self) -> int:
+        """Blocks of a CTA, at least: one for each consumer. With fewer, more partials would be combined."""
+        return self.consumers
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out by `SharedMemory` in cuda/kernels/sm90/decode/traits.cuh."""
         key_row, value_row = (tile_row_bytes(x, _ELEMENT_BYTES) for x in (self.head_dim, self.value_dim))

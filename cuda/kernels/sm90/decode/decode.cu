@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
 
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
+        prepare_loads(parameters.cache);
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.key_full(stage), Traits::full_arrivals);
             mbarrier::init(shared.value_full(stage), Traits::full_arrivals);

@@ -5,6 +5,8 @@
 
 constexpr int gather_barrier = 4;  // a named barrier of the producer's threads
 
+__device__ __forceinline__ void prepare_loads(const Cache&) {}
+
 // Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory.
 // Rows that aren't there, and columns beyond the head, become 0. The thread arrives at `full` when its copies are there.
 template <int padded>

@@ -2,6 +2,12 @@
 #pragma once
 #include "ptx/tma.cuh"
 
+// Brings what the first copies need close, before the kernel may read data of those ahead of it.
+__device__ __forceinline__ void prepare_loads(const Cache& cache) {
+    tma::prefetch_descriptor(cache.key);
+    tma::prefetch_descriptor(cache.value);
+}
+
 // Copies the panels of a box to their places in a block. `full` expects their bytes.
 __device__ __forceinline__ void load_box(uint32_t block, const TensorMap& map, uint32_t full, int panels, int box,
                                          int head, int row, int page, int layer) {
