@@ -30,6 +30,16 @@ IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 PORTABLE = "xla"
 """The one that runs on every platform."""
 
+BY_NAME_ALONE = {"decoding": ("cuda", "pallas")}
+"""For an operation, the implementations that run it only if they are named. Their kernels for key-value
+caches were compiled, and run in an emulator and an interpreter, but on no GPU yet."""
+
+
+def automatic(operation: str) -> tuple[str, ...]:
+    """The implementations that the automatic choice tries, in order."""
+    return tuple(name for name in IMPLEMENTATIONS if name not in BY_NAME_ALONE.get(operation, ()))
+
+
 Spec = AttentionSpec | CacheSpec
 Shapes = Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]
 
@@ -71,7 +81,7 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
     because of a fault of the installation, or the automatic choice is "xla" because of a limit.
 
     Args:
-      names: the implementations to try in order; None for the automatic choice among all.
+      names: the implementations to try in order; None for the automatic choice.
 
     Returns:
       the first of them that supports the call; and behind it "xla" where that stands after it among
@@ -82,7 +92,7 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
     Raises:
       NotImplementedError: none of them supports the call; with the reason of each.
     """
-    candidates = IMPLEMENTATIONS if names is None else tuple(names)
+    candidates = automatic(spec.operation) if names is None else tuple(names)
     refused: dict[str, Refusal] = {}
     for position, name in enumerate(candidates):
         refusal = _refusal(name, spec, shapes, device)

@@ -2,11 +2,24 @@
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jax_flash import _arguments, _attention, _device, _dispatch, _validate, _varlen
+from jax_flash import (
+    _arguments,
+    _attention,
+    _device,
+    _dispatch,
+    _ragged_paged_attention,
+    _validate,
+    _varlen,
+    _with_cache,
+)
+from jax_flash._cache import KVCache, PagedKVCache
+from jax_flash._cache_call import CacheCall
+from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._call import Arguments, Call, prepare
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands
@@ -47,9 +60,9 @@ class Choice:
 class Explanation:
     """What a function would do with a call here; print it, or read its fields."""
 
-    function: str  # flash_attention or flash_attention_varlen
-    spec: AttentionSpec
-    shapes: Operands[jax.ShapeDtypeStruct]  # canonical: one batch axis
+    function: str  # its name
+    spec: AttentionSpec | CacheSpec
+    shapes: Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]  # canonical: one batch axis
     device: Device  # that the call would be planned for
     choices: tuple[Choice, ...]  # in order of preference; none where there is nothing to compute
     automatic: str | None  # what implementation=None picks
@@ -75,8 +88,9 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     """Which implementation would run this call on this device, and why not the others.
 
     Args:
-      *args, **kwargs: the arguments of `flash_attention`, or of `flash_attention_varlen` where cu_seqlens_q
-        is among them; arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+      *args, **kwargs: the arguments of `flash_attention`; of `flash_attention_varlen` if cu_seqlens_q is
+        among them; of `flash_attention_with_cache` if a cache is; or of `ragged_paged_attention`, by name, if
+        kv_pages is. Arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
 
     Returns:
       a value to print, or to read: for each implementation whether it would run the call, and its
@@ -87,6 +101,13 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     Within `jax_flash.planned_for` it explains the call for that device.
     """
+    if "cache" in kwargs or any(isinstance(x, KVCache | PagedKVCache) for x in args):
+        function = _with_cache.flash_attention_with_cache
+        return _of_cache(function, lambda **arguments: _with_cache.prepare(**arguments)[0], args, kwargs)
+    if "kv_pages" in kwargs:
+        ragged = _ragged_paged_attention
+        prepared: Callable[..., CacheCall] = lambda **arguments: ragged.prepare(**arguments)[0]  # noqa: E731
+        return _of_cache(ragged.ragged_paged_attention, prepared, args, kwargs)
     is_packed = "cu_seqlens_q" in kwargs
     arguments = (_PACKED_SIGNATURE if is_packed else _SIGNATURE).bind(*args, **kwargs).arguments
     sequences = [arguments.pop(name) for name in _varlen.PackedSequences._fields] if is_packed else []
@@ -113,21 +134,45 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     jax.eval_shape(trace, arrays, traced_sequences)
     assert call is not None
-    function = "flash_attention_varlen" if is_packed else "flash_attention"
+    return _explanation("flash_attention_varlen" if is_packed else "flash_attention", call, requested)
+
+
+def _of_cache(
+    function: Callable[..., Any], prepare: Callable[..., CacheCall], args: Any, kwargs: dict[str, Any]
+) -> Explanation:
+    """The explanation of a call on a key-value cache, which `prepare` makes of the arguments."""
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    requested = _arguments.implementations(arguments.pop("implementation", None))
+    leaves, structure = jax.tree.flatten(arguments)
+    arrays = {i: x for i, x in enumerate(leaves) if _validate.has_shape(x)}
+    call: CacheCall | None = None
+
+    def trace(arrays: dict[int, Any]) -> None:
+        nonlocal call
+        given = (arrays.get(i, x) for i, x in enumerate(leaves))
+        call = prepare(**jax.tree.unflatten(structure, given))
+
+    jax.eval_shape(trace, arrays)
+    assert call is not None
+    return _explanation(function.__name__, call, requested)
+
+
+def _explanation(function: str, call: Call | CacheCall, requested: tuple[str, ...] | None) -> Explanation:
     device = _device.current()
     if call.is_empty:
         return Explanation(function, call.spec, call.shapes, device, (), None, requested, None)
     choices = tuple(_choice(name, call, device) for name in _dispatch.IMPLEMENTATIONS)
     runs = [choice.name for choice in choices if choice.runs]
+    automatic = next((name for name in _dispatch.automatic(call.spec.operation) if name in runs), None)
     return Explanation(
         function=function,
         spec=call.spec,
         shapes=call.shapes,
         device=device,
         choices=choices,
-        automatic=next(iter(runs), None),
+        automatic=automatic,
         requested=requested,
-        picked=next((name for name in requested or runs if name in runs), None),
+        picked=next((name for name in requested if name in runs), None) if requested else automatic,
     )
 
 
@@ -143,18 +188,26 @@ _PACKED_SIGNATURE = inspect.signature(_varlen.flash_attention_varlen)
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
 
 
-def _choice(name: str, call: Call, device: Device) -> Choice:
+def _choice(name: str, call: Call | CacheCall, device: Device) -> Choice:
     reason = _dispatch.reason(name, call.spec, call.shapes, device)
-    kernel = None if reason else _dispatch.get(name).describe(call.spec, call.shapes, device)
+    implementation = None if reason else _dispatch.get(name, call.spec.operation)
+    kernel = None if implementation is None else implementation.describe(call.spec, call.shapes, device)
     return Choice(name, reason, kernel)
 
 
-def _described(spec: AttentionSpec) -> str:
+def _described(spec: AttentionSpec | CacheSpec) -> str:
     """The fields of `spec` that are not their defaults."""
+    if isinstance(spec, CacheSpec):
+        rest = dataclasses.replace(spec, attention=None)  # type: ignore[arg-type]
+        return ", ".join(filter(None, (_described(spec.attention), _changed(rest))))
+    return _changed(spec)
+
+
+def _changed(spec: Any) -> str:
     given = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     defaults = {field.name: field.default for field in dataclasses.fields(spec)}
     return ", ".join(
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in given.items()
-        if value != defaults[name]
+        if value != defaults[name] and name != "attention"
     )

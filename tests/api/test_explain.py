@@ -133,3 +133,51 @@ def test_nothing_to_compute():
 def test_a_wrong_argument():
     with pytest.raises(TypeError, match="num_heads"):
         jax_flash.explain(*arguments(), num_heads=3)
+
+
+def half(*shape):
+    return struct(*shape, dtype=jnp.bfloat16)
+
+
+def integers(*shape):
+    return struct(*shape, dtype=jnp.int32)
+
+
+def test_calls_on_caches():
+    query, rows, new = half(2, 1, 4, 64), half(2, 128, 2, 64), half(2, 1, 2, 64)
+    cache = jax_flash.KVCache(rows, rows, integers(2))
+    options = {"local_window_size": (9, 0), "num_splits": 3}
+    by_position = jax_flash.explain(query, cache, new, new, **options)
+    assert by_position == jax_flash.explain(query=query, cache=cache, key=new, value=new, **options)
+    assert by_position.function == "flash_attention_with_cache" and by_position.automatic == "xla"
+    for text in ("key bfloat16 (2, 128, 2, 64)", "scale=0.125, left=9", "num_splits=3", "tiles of 1 queries"):
+        assert text in str(by_position), text
+    pages = jax_flash.PagedKVCache(rows, rows, integers(2, 5), integers(2))
+    assert "page_table int32 (2, 5)" in str(jax_flash.explain(query, pages))
+    with pytest.raises(ValueError, match="query must have shape"):
+        jax_flash.explain(half(3, 1, 4, 64), cache)
+
+
+def test_kernels_for_caches_run_if_they_are_named():
+    rows = half(2, 128, 2, 64)
+    cache = jax_flash.KVCache(rows, rows, integers(2))
+    with _device.assume(_device.H100):
+        found = jax_flash.explain(half(2, 1, 4, 64), cache)
+        assert (found.automatic, found.picked) == ("xla", "xla")
+        assert [choice.name for choice in found.choices if choice.runs] == ["cuda", "pallas", "xla"]
+        named = jax_flash.explain(half(2, 1, 4, 64), cache, implementation=("cuda", "xla"))
+        assert named.picked == "cuda"
+
+
+def test_ragged_paged_attention():
+    found = jax_flash.explain(
+        q=half(9, 4, 64),
+        kv_pages=half(20, 16, 4, 64),
+        kv_lens=integers(3),
+        page_indices=integers(3, 4),
+        cu_q_lens=integers(4),
+        num_seqs=integers(1),
+        sliding_window=8,
+    )
+    assert found.function == "ragged_paged_attention" and found.picked == "xla"
+    assert "left=7" in str(found)
