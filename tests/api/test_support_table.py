@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _dispatch
+from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device
 from jax_flash._spec import AttentionSpec, Operands
 
@@ -26,7 +27,7 @@ ARCHITECTURES = {
     "Blackwell": Device("cuda", "NVIDIA B200", (10, 0), 148),
 }
 
-Call = tuple[AttentionSpec, Operands[jax.ShapeDtypeStruct]]
+Call = tuple[_dispatch.Spec, _dispatch.Shapes]
 
 
 def calls() -> dict[str, Call]:
@@ -72,6 +73,26 @@ def calls() -> dict[str, Call]:
         ),
         "segment ids": call(query_segment_ids=segments[0], key_value_segment_ids=segments[1]),
         "`deterministic`": call(spec={"deterministic": True}),
+        **calls_on_caches(),
+    }
+
+
+def calls_on_caches() -> dict[str, Call]:
+    B, T, S, N, K, H, page = 2, 4, 1024, 8, 2, 128, 5
+
+    def call(query=(B, T, N, H), key=(B, S, K, H), value=(B, S, K, H), right=0, **integers) -> Call:
+        rows = (None if x is None else jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (query, key, value))
+        integers = {"lengths": (B,)} | integers
+        others = {name: jax.ShapeDtypeStruct(x, jnp.int32) for name, x in integers.items()}
+        return CacheSpec(AttentionSpec(scale=0.1, right=right)), CacheOperands(*rows, **others)
+
+    pages = (500, page, K, H)
+    return {
+        "key-value caches": call(),
+        "paged caches, any page size": call(key=pages, value=pages, page_table=(B, 60)),
+        "`ragged_paged_attention`": call(
+            (1, 200, N, H), (500, page, 2 * K, H), None, page_table=(B, 60), query_offsets=(B + 1,)
+        ),
     }
 
 
