@@ -18,7 +18,7 @@ from jax_flash.xla import logits, loops
 
 KEYS_PER_BLOCK = 256
 QUERIES_PER_TILE = 64
-PACKED_QUERIES_PER_TILE = 16  # sequences of one query have a tile of their own
+PACKED_QUERIES_PER_TILE = 16  # at most; a sequence of one query has a tile of its own
 LOGITS_AT_ONCE = 2**24
 
 
@@ -86,7 +86,7 @@ def _cut(operands: CacheOperands) -> _Cut:
         queries = min(n.T, QUERIES_PER_TILE)
         tiles = n.B * -(-n.T // queries)
     else:
-        queries = min(n.T, PACKED_QUERIES_PER_TILE)
+        queries = max(1, min(n.T // n.B, PACKED_QUERIES_PER_TILE))
         tiles = -(-n.T // queries) + n.B
     at_once = min(tiles, max(1, LOGITS_AT_ONCE // (n.N * queries * keys)))
     return _Cut(queries, tiles, at_once, keys, pages, -(-page // keys))
@@ -160,6 +160,49 @@ def _sequences(operands: CacheOperands, n: CacheSizes) -> _Sequences:
     return _Sequences(*(jnp.pad(x, (0, 1)) for x in facts))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Tiles that are computed at once, each of one sequence."""
+
+    sequence: jax.Array  # (tiles,)
+    own: _Sequences  # of the tile's sequence, (tiles,)
+    rows: jax.Array  # queries of the sequence, (tiles, queries)
+    diagonal: jax.Array  # the key that each is aligned with, (tiles, queries)
+    first_block: jax.Array  # of keys that a query sees, (tiles,)
+    blocks: jax.Array  # how many, (tiles,)
+
+    @property
+    def is_row(self) -> jax.Array:
+        """Whether the sequence has that query."""
+        return self.rows < self.own.queries[:, None]
+
+
+def _tiles(
+    spec: CacheSpec,
+    operands: CacheOperands,
+    cut: _Cut,
+    sequences: _Sequences,
+    sequence: jax.Array,
+    first: jax.Array,
+) -> _Tiles:
+    """The tiles of `sequence` that begin at query `first`."""
+    n, window = cache_sizes(operands), spec.attention
+    own = sequences.of(sequence)
+    rows = first[:, None] + jnp.arange(cut.queries, dtype=jnp.int32)
+    diagonal = own.diagonal[:, None] + rows
+    begin, end = own.padding, own.keys
+    if window.left is not None:
+        begin = jnp.maximum(begin, diagonal[:, 0] - window.left)
+    if window.right is not None:
+        last_row = jnp.minimum(rows[:, -1], own.queries - 1)
+        end = jnp.minimum(end, own.diagonal + last_row + window.right + 1)
+    is_empty = (end <= begin) | (first >= own.queries)
+    page = n.page or n.S
+    first_block = cut.block_of(begin, page)
+    blocks = jnp.where(is_empty, 0, cut.block_of(end - 1, page) + 1 - first_block)
+    return _Tiles(sequence, own, rows, diagonal, first_block, blocks)
+
+
 def _attend_tiles(
     spec: CacheSpec,
     operands: CacheOperands,
@@ -172,55 +215,25 @@ def _attend_tiles(
     """`out (tiles, queries, N, V)` and `lse (tiles, queries, N)` of tiles that begin at query `first`."""
     n = cache_sizes(operands)
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
-    own = sequences.of(sequence)
-    rows = first[:, None] + jnp.arange(cut.queries, dtype=jnp.int32)
-    is_row = rows < own.queries[:, None]
-    query = _queries(spec, operands, own, sequence, rows)  # (tiles, K, G, queries, H)
-    diagonal = own.diagonal[:, None] + rows
+    tiles = _tiles(spec, operands, cut, sequences, sequence, first)
+    query = _queries(spec, operands, tiles)  # (tiles, K, G, queries, H)
     slopes = operands.alibi_slopes
     if slopes is not None:
         slopes = slopes if slopes.shape[0] == 1 else jnp.take(slopes, sequence, axis=0, mode="clip")
         slopes = logits.by_group(slopes.astype(dtype), n.K)[..., None, None]
 
-    window = spec.attention
-    begin, end = own.padding, own.keys
-    if window.left is not None:
-        begin = jnp.maximum(begin, diagonal[:, 0] - window.left)
-    if window.right is not None:
-        last_row = jnp.minimum(rows[:, -1], own.queries - 1)
-        end = jnp.minimum(end, own.diagonal + last_row + window.right + 1)
-    is_empty = (end <= begin) | (first >= own.queries)
-    page = n.page or n.S
-    first_block = cut.block_of(begin, page)
-    blocks = jnp.where(is_empty, 0, cut.block_of(end - 1, page) + 1 - first_block)
-
     def step(i, state):
         top, total, accumulated = state
-        key, value, positions, is_there = _block(operands, cut, sequence, first_block + i)
-        is_there &= (i < blocks)[:, None]
-        is_there &= (positions >= own.padding[:, None]) & (positions < own.keys[:, None])
+        key, value, positions, is_there = _block(operands, cut, sequence, tiles.first_block + i)
+        is_there &= (i < tiles.blocks)[:, None]
+        is_there &= (positions >= tiles.own.padding[:, None]) & (positions < tiles.own.keys[:, None])
         # What is not there may be anything, NaN too.
         value = jnp.where(is_there[:, None, :, None], value, 0)
         if isolates:  # What sees such a value finds NaN among its logits.
             is_finite = jnp.isfinite(value)
             key = jnp.where(jnp.all(is_finite, -1, keepdims=True), key, jnp.nan)
             value = jnp.where(is_finite, value, 0)
-        distance = positions[:, None, :] - diagonal[:, :, None]  # (tiles, queries, keys)
-        is_visible = is_there[:, None, :] & is_row[:, :, None]
-        if window.left is not None:
-            is_visible &= distance >= -window.left
-        if window.right is not None:
-            is_visible &= distance <= window.right
-
-        limits = jnp.finfo(dtype)
-        x = logits.product(query, key, ((4,), (3,)), dtype) * window.scale
-        x = jnp.clip(x, limits.min, limits.max)  # as in `logits.block`
-        if window.logits_soft_cap is not None:
-            x = window.logits_soft_cap * jnp.tanh(x / window.logits_soft_cap)
-        if slopes is not None:
-            x -= slopes * jnp.abs(distance).astype(dtype)[:, None, None]
-        x = jnp.where(is_visible[:, None, None], x, -jnp.inf)
-
+        x = _logits(spec, tiles, query, key, positions, is_there, slopes, dtype)
         new_top = jnp.maximum(top, x.max(-1))
         p = jnp.exp(x - new_top[..., None])
         shrink = jnp.exp(top - new_top)
@@ -234,7 +247,7 @@ def _attend_tiles(
         loops.full(shape, 0, dtype, like=query),
         loops.full((*shape, n.V), 0, dtype, like=query),
     )
-    top, total, accumulated = jax.lax.fori_loop(0, jnp.max(blocks), step, state)
+    top, total, accumulated = jax.lax.fori_loop(0, jnp.max(tiles.blocks), step, state)
 
     sees_nothing = total == 0
     if operands.sinks is not None:
@@ -247,22 +260,48 @@ def _attend_tiles(
     total = jnp.where(sees_nothing, 1, total)
     out = logits.by_head(accumulated / total[..., None]).astype(operands.query.dtype)
     # Rows beyond the queries stay finite, for users who have JAX look for infinities.
-    sees_nothing &= is_row[:, None, None]
+    sees_nothing &= tiles.is_row[:, None, None]
     lse = logits.by_head(jnp.where(sees_nothing, -jnp.inf, top + jnp.log(total)))
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
-def _queries(
-    spec: CacheSpec, operands: CacheOperands, own: _Sequences, sequence: jax.Array, rows: jax.Array
+def _logits(
+    spec: CacheSpec,
+    tiles: _Tiles,
+    query: jax.Array,
+    key: jax.Array,
+    positions: jax.Array,
+    is_there: jax.Array,
+    slopes: jax.Array | None,
+    dtype: jnp.dtype,
 ) -> jax.Array:
+    """Logits of tiles on a block of keys, `(tiles, K, G, queries, keys)`; -inf where a key is hidden."""
+    options = spec.attention
+    distance = positions[:, None, :] - tiles.diagonal[:, :, None]  # (tiles, queries, keys)
+    is_visible = is_there[:, None, :] & tiles.is_row[:, :, None]
+    if options.left is not None:
+        is_visible &= distance >= -options.left
+    if options.right is not None:
+        is_visible &= distance <= options.right
+    limits = jnp.finfo(dtype)
+    x = logits.product(query, key, ((4,), (3,)), dtype) * options.scale
+    x = jnp.clip(x, limits.min, limits.max)  # as in `logits.block`
+    if options.logits_soft_cap is not None:
+        x = options.logits_soft_cap * jnp.tanh(x / options.logits_soft_cap)
+    if slopes is not None:
+        x -= slopes * jnp.abs(distance).astype(dtype)[:, None, None]
+    return jnp.where(is_visible[:, None, None], x, -jnp.inf)
+
+
+def _queries(spec: CacheSpec, operands: CacheOperands, tiles: _Tiles) -> jax.Array:
     """The queries of tiles, rotated, `(tiles, K, G, queries, H)`."""
-    n = cache_sizes(operands)
+    n, rows = cache_sizes(operands), tiles.rows
     tokens = operands.query.reshape(-1, n.N, n.H)
-    query = jnp.take(tokens, own.starts[:, None] + rows, axis=0, mode="clip")
+    query = jnp.take(tokens, tiles.own.starts[:, None] + rows, axis=0, mode="clip")
     if operands.rotary_cos is not None:
-        before = jnp.take(operands.lengths, sequence, mode="clip")[:, None]
+        before = jnp.take(operands.lengths, tiles.sequence, mode="clip")[:, None]
         positions = {
-            "own": own.diagonal[:, None] + rows,
+            "own": tiles.diagonal,
             "appended": before + rows,
             "first": jnp.broadcast_to(before, rows.shape),
         }[spec.query_positions]
