@@ -124,6 +124,7 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
         return None
     if not lead:
         raise ValueError(f"layer must be None, as {names['key']} holds one layer; got {short(layer)}")
+    given = layer
     if hasattr(layer, "dtype"):
         layer = _validate.shaped_unconverted("layer", layer, {"()": ()}, "integer")
         value = None if isinstance(layer, Tracer) else int(layer)
@@ -131,7 +132,10 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
         value = _validate.integer("layer", layer)
         layer = np.asarray(value)
     if value is not None and not 0 <= value < lead[0]:
-        raise ValueError(f"layer must be in [0, {lead[0]}), the layers of {names['key']}; got {value}")
+        raise ValueError(
+            f"layer must be in [0, {lead[0]}), the layers of {names['key']}; "
+            f"got {value} ({type(given).__name__})"
+        )
     return _validate.clipped(layer, _validate.INT32_MAX, -1)
 
 

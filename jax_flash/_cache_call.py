@@ -132,7 +132,7 @@ def _rotary_tables(arguments: CacheArguments, head_dim: int) -> tuple[jax.Array 
         return None, None
     if cos is None or sin is None:
         given, absent = ("rotary_cos", "rotary_sin") if sin is None else ("rotary_sin", "rotary_cos")
-        raise ValueError(f"{names[given]} goes with {names[absent]}; got the first alone")
+        raise ValueError(f"{names[given]} goes with {names[absent]}; got {names[absent]}=None")
     cos, sin = _rotary.tables(cos, sin, head_dim, names["rotary_cos"], names["rotary_sin"])
     dtype = jnp.promote_types(arguments.query.dtype, jnp.float32)
     return cos.astype(dtype), sin.astype(dtype)

@@ -88,7 +88,7 @@ def flash_attn_with_kvcache(
     Raises:
       TypeError, ValueError: as `jax_flash.flash_attention_with_cache`, when traced.
     """
-    call = _prepare(**{name: x for name, x in locals().items()})
+    call = _prepare(**locals())
     out, lse, key, value = _cache_call.attend(call, implementation=None)
     results = (out, lse) if call.spec.attention.return_residual else (out,)
     if call.operands.new_key is not None:
@@ -120,7 +120,7 @@ def _prepare(
     B = q.shape[0]
     if (k is None) != (v is None):
         given, absent = ("k", "v") if v is None else ("v", "k")
-        raise ValueError(f"{given} goes with {absent}; got the first alone")
+        raise ValueError(f"{given} goes with {absent}; got {absent}=None")
     if k is None and rotary_and_slopes["rotary_cos"] is not None:
         raise ValueError("rotary_cos goes with k and v, which it rotates; got it alone")
     if k is not None and cache_seqlens is None:

@@ -129,7 +129,7 @@ def prepare(
     checked = _cache_arguments.cache(cache.arrays(), layer, names)
     if (key is None) != (value is None):
         given, absent = ("key", "value") if value is None else ("value", "key")
-        raise ValueError(f"{given} goes with {absent}; got the first alone")
+        raise ValueError(f"{given} goes with {absent}; got {absent}=None")
     arguments = CacheArguments(
         query,
         checked.operands,
