@@ -42,7 +42,7 @@ def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Arr
     """The cache's key and value with the new ones in them."""
     # The new keys stand for queries, of which there are none: they are partitioned alike.
     operands = vary_alike(operands.replace(query=operands.new_key))
-    results = _mappable(Call(spec, APPEND, _device.current()), operands)
+    results = jax_flash_append(Call(spec, APPEND, _device.current()), operands)
     return results["key"], results.get("value")
 
 
@@ -52,10 +52,17 @@ def jax_flash_decode(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     return _mappable(call, operands)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
+def jax_flash_append(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
+    return _mappable(call, operands)
+
+
 @jax_flash_decode.defjvp
+@jax_flash_append.defjvp
 def _no_derivative(call: Call[CacheSpec], primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "attention on a key-value cache has no derivative: jax_flash.flash_attention has one, of the same "
+        "a call on a key-value cache has no derivative: jax_flash.flash_attention has one, of the same "
         "attention to keys and values that are given whole"
     )
 

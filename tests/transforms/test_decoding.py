@@ -3,10 +3,12 @@
 import dataclasses
 import re
 
+import cache_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cache_programs import LAYERS, append, copied, step
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +17,6 @@ from jax_flash import KVCache, PagedKVCache
 from jax_flash.xla import decoding
 
 B, S, N, K, H = 4, 64, 4, 2, 16
-LAYERS = 3
 KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
@@ -55,42 +56,6 @@ def paged(dtype=jnp.float32, layers=None):
 CACHES = (contiguous, paged)
 
 
-def step(cache, query, key, value):
-    """One step of decoding. `jit` and donation see that its result has the cache first."""
-    out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value)
-    return cache, out
-
-
-def over_layers(cache, query, key, value):
-    def body(cache, layer):
-        out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value, layer=layer)
-        return cache, out
-
-    return jax.lax.scan(body, cache, jnp.arange(LAYERS))
-
-
-def in_scan(cache, query, key, value):
-    return jax.lax.scan(lambda cache, _: step(cache, query, key, value), cache, None, length=3)
-
-
-def in_while(cache, query, key, value):
-    def body(state):
-        i, (cache, _) = state
-        return i + 1, step(cache, query, key, value)
-
-    first = (0, (cache, jnp.zeros(query.shape, query.dtype)))
-    return jax.lax.while_loop(lambda state: state[0] < 3, body, first)[1]
-
-
-def append(cache, query, key, value):
-    return cache.append(key, value), query
-
-
-def windowed(cache, query, key, value):
-    out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value, local_window_size=(9, 0))
-    return cache, out
-
-
 def assert_same(got, want):
     """Caches are the same bits, outputs equal but for rounding."""
     (cache, out), (right_cache, right_out) = got, want
@@ -98,29 +63,7 @@ def assert_same(got, want):
     np.testing.assert_allclose(out, right_out, rtol=1e-4, atol=1e-5)
 
 
-def copied(compiled, cache, parts=1) -> list[str]:
-    """Instructions that make an array as large as the cache, or a device's part of it, but in place."""
-    least = min(x.size for x in jax.tree.leaves(cache) if x.ndim > 3) // parts
-    in_place = {"parameter", "get-tuple-element", "while", "tuple", "bitcast", "conditional", *UPDATES}
-    found = []
-    for line in compiled.as_text().splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = \w+\[([\d,]+)\]\S* ([\w\-]+)\(", line)
-        if match and np.prod([int(x) for x in match[2].split(",")]) >= least:
-            is_update = match[3] == "fusion" and any(name in match[1] for name in UPDATES)
-            if match[3] not in in_place and not is_update:
-                found.append(line.strip()[:150])
-    return found
-
-
-UPDATES = ("scatter", "dynamic-update-slice", "dynamic_update_slice")
-FORMS = {
-    "jit": (step, None),
-    "scan": (in_scan, None),
-    "while_loop": (in_while, None),
-    "scan over layers": (over_layers, LAYERS),
-    "append": (append, None),
-    "window": (windowed, None),
-}
+FORMS = {**cache_programs.FORMS, "append": (append, None)}
 # XLA's CPU compiler of these versions computes whole arrays in float32 where some of bfloat16 change.
 KEEPS_BFLOAT16 = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 
@@ -353,6 +296,9 @@ def test_ragged_calls_are_mapped_one_after_another():
 def test_it_has_no_derivative():
     with pytest.raises(NotImplementedError, match="no derivative"):
         jax.grad(lambda x: step(contiguous(), x, *new())[1].sum())(query())
+
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda x: contiguous().append(x, x).key.sum())(new()[0])
 
     # But a program that is differentiated may have one, of what isn't differentiated.
     def loss(scale):
