@@ -26,8 +26,7 @@ def milliseconds(function: Callable, *args: jax.Array) -> float:
 
     A GPU runs the function for `WARM_UP_SECONDS` first, so that its clock doesn't depend on what ran before.
     """
-    if not isinstance(function, (jax.stages.Wrapped, jax.stages.Compiled)):
-        function = jax.jit(function)
+    function = _jitted(function)
     for _ in range(WARM_UP):
         jax.block_until_ready(function(*args))
     if jax.default_backend() == "gpu":
@@ -46,16 +45,20 @@ def milliseconds(function: Callable, *args: jax.Array) -> float:
     return statistics.median(times)
 
 
-def span_milliseconds(function: Callable, *args: jax.Array) -> float:
+def span_milliseconds(function: Callable, *args: jax.Array, calls: int = CALLS_IN_FLIGHT) -> float:
     """Time of one call of `function`, jitted and warm, with the gaps between its kernels.
 
-    Many calls are in flight at once. The result is the device's time where the host launches kernels faster
-    than they run, and the host's time elsewhere.
+    So many calls are in flight at once. The result is the device's time where the host launches kernels
+    faster than they run, and the host's time elsewhere.
     """
-    function = jax.jit(function)
+    function = _jitted(function)
     for _ in range(WARM_UP):
         jax.block_until_ready(function(*args))
-    return min(_wall_clock(function, args, CALLS_IN_FLIGHT) for _ in range(ITERATIONS))
+    return min(_wall_clock(function, args, calls) for _ in range(ITERATIONS))
+
+
+def _jitted(function: Callable) -> Callable:
+    return function if isinstance(function, (jax.stages.Wrapped, jax.stages.Compiled)) else jax.jit(function)
 
 
 def _wall_clock(function, args, calls: int) -> float:

@@ -2,12 +2,13 @@
 
     python tests/fuzz.py --implementation xla --cases 200
     python tests/fuzz.py --implementation cuda --cases 2000 --jobs 15 --out FILE     on a machine with a GPU
+    python tests/fuzz.py --implementation cuda-decoding --cases 2000 --jobs 15     calls on key-value caches
     python tests/fuzz.py --implementation xla --case '{"dtype": "float32", …}'     a case again, as printed
 
 Values of all factors of a call are drawn at random, those that the implementation refuses left out; output,
-residual and gradients are compared as everywhere in the tests. A case that fails is made smaller while it
-still fails (five minutes at most), and printed with the command that runs it. With `--go-on` it is printed as
-soon as it is found, and the fuzz goes on.
+residual and gradients are compared as everywhere in the tests; of a call on a cache, output, residual and the
+cache. A case that fails is made smaller while it still fails (five minutes at most), and printed with the
+command that runs it. With `--go-on` it is printed as soon as it is found, and the fuzz goes on.
 
 Nearly all of the time goes into compiling on the CPU, the CUDA kernels first: a few seconds for those of a
 call. So calls that have the same kernels are drawn together, and `--jobs` processes share the work; those on
@@ -37,6 +38,7 @@ import jax
 from attention_case import Case
 from call_factors import Factors
 from fuzz_jobs import Report
+from fuzzed_caches import CudaDecoding, FuzzedDecoding, PallasDecoding, XlaDecoding
 from hypothesis import strategies
 from implementation_suite import Implementation
 from pairwise import pairs
@@ -61,6 +63,13 @@ class Fuzzed(Implementation):
     value_head_dim: int = 48
     varied: tuple[str, ...] = ()  # factors whose values don't decide what has to be compiled, absent or not
     reports_errors = False
+    case_type = Case
+
+    def lists(self, report: Report) -> strategies.SearchStrategy[list[Case]]:
+        """Lists of cases that the implementation may run; what it refuses is counted in `report`."""
+        factors, refused_alone = supported(self, self.factors())
+        report.refused.update(self.refusal(case) for case in refused_alone)
+        return cases(factors, self.varied)
 
     def factors(self) -> Factors:
         factors = call_factors.factors(
@@ -123,7 +132,9 @@ class Xla(Fuzzed):
         return small_blocks()
 
 
-FUZZED = {fuzzed.implementation: fuzzed for fuzzed in (Cuda, Pallas, Xla)}
+FUZZED = {fuzzed.implementation: fuzzed for fuzzed in (Cuda, Pallas, Xla)} | {
+    f"{fuzzed.implementation}-decoding": fuzzed for fuzzed in (CudaDecoding, PallasDecoding, XlaDecoding)
+}
 
 
 class Enough(BaseException):
@@ -170,7 +181,7 @@ def cases(factors: Factors, varied: tuple[str, ...] = ()) -> strategies.SearchSt
 
 
 def fuzz(
-    fuzzed: Fuzzed,
+    fuzzed: Fuzzed | FuzzedDecoding,
     count: int,
     seed: int,
     deadline: float = math.inf,
@@ -185,8 +196,7 @@ def fuzz(
       go_on: after a failure, rather than make the case smaller.
     """
     report = Report()
-    factors, refused_alone = supported(fuzzed, fuzzed.factors())
-    report.refused.update(fuzzed.refusal(case) for case in refused_alone)
+    lists = fuzzed.lists(report)
     seen = set()
 
     def check(case):
@@ -224,7 +234,7 @@ def fuzz(
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(cases(factors, fuzzed.varied))
+    @hypothesis.given(lists)
     def run(cases):
         for case in cases:
             check(case)
@@ -274,8 +284,8 @@ def to_json(case: Case) -> str:
     return json.dumps({name: x for name in fields if (x := getattr(case, name)) != fields[name].default})
 
 
-def from_json(text: str) -> Case:
-    return Case(**{name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()})
+def from_json(text: str, case_type: type = Case) -> Case:
+    return case_type(**{name: tuple(x) if isinstance(x, list) else x for name, x in json.loads(text).items()})
 
 
 def main(arguments: list[str]) -> int:
@@ -287,13 +297,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other case is begun")
     parser.add_argument("--go-on", action="store_true", help="after a failure, rather than make it smaller")
     parser.add_argument("--out", type=Path, help="where to write a summary, JSON")
-    parser.add_argument("--case", type=from_json, help="run this one alone")
+    parser.add_argument("--case", help="run this one alone")
     options = parser.parse_args(arguments)
     # Before a backend starts: processes share the GPU's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     name = options.implementation
     if options.case is not None:
-        FUZZED[name]().check(options.case)
+        fuzzed = FUZZED[name]()
+        fuzzed.check(from_json(options.case, fuzzed.case_type))
         print("agrees with the definition")
         return 0
     seed = secrets.randbits(32) if options.seed is None else options.seed

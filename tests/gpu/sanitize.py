@@ -3,8 +3,8 @@
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py dropout deterministic     some groups
     python tests/gpu/sanitize.py --implementation xla                         all, to try the calls themselves
 
-Each runs forward and backward. `test_sanitizer.py` starts a process for each tool and group, several at
-once, and reads the verdicts.
+Each runs forward and backward; those on key-value caches have no backward pass. `test_sanitizer.py` starts a
+process for each tool and group, several at once, and reads the verdicts.
 
 `--every-lane-arrives` is for racecheck. A warp gives shared memory back by the arrival of one lane, when all
 have read; the tool doesn't see that order, and calls what the other lanes read a race. So kernels are
@@ -12,6 +12,7 @@ compiled in which each lane arrives (cuda/kernels/common/warp_arrival.cuh).
 """
 
 import argparse
+import functools
 import os
 import sys
 from pathlib import Path
@@ -25,9 +26,11 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 from attention_case import Case, draw
+from cache_case import CacheCase, Draw, as_jax
 from implementation_suite import Implementation
 
 from jax_flash.cuda import compile
+from jax_flash.transforms import decoding
 
 HEAD_DIMS = (64, 128, 192, 256)
 SCORES = ("bias", "mask", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -90,6 +93,34 @@ GROUPS = {
     ),
 }
 
+CACHE_GROUPS = {
+    "decoding": (
+        CacheCase(U=1, rotary=64),
+        CacheCase(T=5, U=2, right=0, left=40, soft_cap=2.0, rotary=32, rotary_interleaved=True, S=300),
+        CacheCase(S=900, B=2, N=8, K=1, H=128, U=1, full=True),  # several CTAs share tiles
+        CacheCase(S=900, B=2, N=2, K=1, H=256, num_splits=2, sinks=True),
+        CacheCase(S=900, B=2, N=2, K=1, V=256, num_splits=1, dtype="float16"),
+        CacheCase(T=4, U=2, H=40, V=24, layers=2, alibi="BN", left_padding=True, batch_index=True),
+    ),
+    "decoding pages": (
+        CacheCase(page=16, U=1, rotary=64, S=640, H=128),
+        CacheCase(page=3, U=2, T=3, right=0, S=300),
+        CacheCase(page=256, U=1, S=1024, H=128, alibi="1N"),
+        CacheCase(page=24, S=480, H=192, layers=2, left=50, dtype="float16"),
+        CacheCase(page=16, T=40, packed=True, interleaved=True, right=0, B=4, S=320, soft_cap=3.0),
+        CacheCase(page=5, T=20, packed=True, interleaved=True, right=0, B=4, S=130, N=2, K=1),
+    ),
+}
+"""Calls on key-value caches: every way to load keys, every way to append, one split and several."""
+
+
+def run_on_cache(case: CacheCase, implementation: str = "cuda"):
+    """Raises where the call fails, or its output isn't finite. Unused rows of the cache are NaN."""
+    attend = functools.partial(decoding.attend, case.spec, (implementation,))
+    out, *_ = jax.jit(attend)(as_jax(Draw(case).operands))
+    if not np.all(np.isfinite(np.asarray(out, np.float32))):
+        raise RuntimeError(f"the output of {case} is not finite")
+
 
 def run(case: Case, implementation: str = "cuda"):
     """Raises where the call fails, or its results aren't finite."""
@@ -105,16 +136,21 @@ def run(case: Case, implementation: str = "cuda"):
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("groups", nargs="*", default=list(GROUPS), help=", ".join(GROUPS))
+    parser.add_argument(
+        "groups", nargs="*", default=[*GROUPS, *CACHE_GROUPS], help=", ".join((*GROUPS, *CACHE_GROUPS))
+    )
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--every-lane-arrives", action="store_true", help="of a warp, for racecheck")
     options = parser.parse_args(arguments)
     if options.every_lane_arrives:
         compile.OPTIONS = (*compile.OPTIONS, "-DEVERY_LANE_ARRIVES=1")
     for group in options.groups:
-        for case in GROUPS[group]:
+        for case in GROUPS.get(group, ()):
             print(case, flush=True)
             run(case, options.implementation)
+        for case in CACHE_GROUPS.get(group, ()):
+            print(case, flush=True)
+            run_on_cache(case, options.implementation)
         print(group, "done", flush=True)
 
 

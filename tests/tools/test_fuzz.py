@@ -1,5 +1,6 @@
 """A short fuzz of the portable implementation, and that a fuzz finds what is wrong and makes it small."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -9,15 +10,21 @@ import types
 
 import fuzz
 import fuzz_jobs
+import fuzzed_caches
 import hypothesis
 import jax
+import numpy as np
 import pairwise_suite
 import pytest
 from attention_case import Case
 from flawed import add_flawed_implementation
+from fuzzed_caches import FuzzedCache
 
 from jax_flash import _device
+from jax_flash._spec import shapes_of
+from jax_flash.cuda import decoding
 from jax_flash.cuda.sm90.backward_plan import plan_backward
+from jax_flash.cuda.sm90.decode_plan import plan_decode
 
 
 @pytest.mark.parametrize("seed", range(4))  # always the same calls: others are for the command line
@@ -150,3 +157,68 @@ def test_cases_of_a_list_have_the_same_kernels():
 
     check()
     assert several > 10
+
+
+def test_random_calls_on_caches_agree_with_the_definition():
+    report = fuzz.fuzz(fuzz.XlaDecoding(), 4, 0)
+    assert not report.failures, fuzz.describe("xla-decoding", report.failures[0])
+    assert report.ran == 4
+
+
+def drawn_caches(count):
+    drawn = []
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(max_examples=count, database=None, deadline=None)
+    @hypothesis.given(fuzz.CudaDecoding().lists(None))
+    def draw(cases):
+        drawn.append(cases)
+
+    draw()
+    return drawn
+
+
+def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
+    """Those of a list have the same kernel, but for whether its tiles are split."""
+    several, tables, lengths = 0, set(), set()
+    for cases in drawn_caches(40):
+        kernels = set()
+        for case in cases:
+            draw = fuzzed_caches.FuzzedDraw(dataclasses.replace(case, S=min(case.S, 4 * (case.page or 64))))
+            operands = shapes_of(draw.operands)
+            assert decoding.supports(case.spec, operands, _device.H100) is None
+            (*_, main) = plan_decode(case.spec, operands, _device.H100).launches
+            defines = {name: value for name, value in main.kernel.defines if name != "SPLIT"}
+            kernels.add(tuple(defines.items()))
+            tables.add(case.table)
+            lengths.add(case.lengths)
+        several += len(cases) > 1
+        assert len(kernels) == 1
+    assert several > 10 and tables == set(fuzzed_caches.TABLES) and lengths == set(fuzzed_caches.LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", fuzzed_caches.LENGTHS)
+@pytest.mark.parametrize("table", fuzzed_caches.TABLES)
+def test_page_tables_that_are_drawn(table, lengths):
+    """No page that a sequence appends to is another's, and only a small pool has stale entries."""
+    case = FuzzedCache(B=4, S=60, page=4, U=2, table=table, lengths=lengths, seed=3)
+    draw = fuzzed_caches.FuzzedDraw(case)
+    pages = draw.operands.page_table
+    after = np.minimum(draw.lengths + case.U, case.S)
+    appended = [
+        {pages[b, j // case.page] for j in range(draw.lengths[b], after[b])} - {-1} for b in range(case.B)
+    ]
+    used = [set(pages[b, : -(-after[b] // case.page)]) for b in range(case.B)]
+    for b, mine in enumerate(appended):
+        assert not any(mine & theirs for other, theirs in enumerate(used) if other != b)
+    assert len(draw.operands.key) <= case.B * case.S // case.page + 5
+    if table == "small pool" and lengths == "empty":
+        assert len(draw.operands.key) == case.B + 1
+
+
+def test_a_printed_call_on_a_cache_is_the_same_call(monkeypatch, capsys):
+    case = FuzzedCache(T=3, page=8, lengths="one long", seed=5)
+    assert fuzz.from_json(fuzz.to_json(case), FuzzedCache) == case
+    monkeypatch.setattr(fuzz.XlaDecoding, "check", lambda self, case: print(case))
+    fuzz.main(["--implementation", "xla-decoding", "--case", fuzz.to_json(case)])
+    assert str(case) in capsys.readouterr().out

@@ -1,14 +1,20 @@
 """The calls that run under compute-sanitizer on a GPU: what they have to have, and that they are run."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
+from cache_case import Draw
 from implementation_suite import FEATURES
 
 from jax_flash import cuda
+from jax_flash._cache_spec import CacheOperands, cache_sizes
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
+from jax_flash.cuda import decoding
+from jax_flash.cuda.sm90.decode_plan import plan_decode
+from jax_flash.cuda.sm90.decode_tiles import choose_tile
 from jax_flash.cuda.sm90.forward_plan import plan_forward
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
@@ -50,5 +56,24 @@ def test_some_are_split_along_keys(case):
 def test_run_forward_and_backward(capsys, monkeypatch):
     some = {"scores": sanitize.GROUPS["scores"][:1], "data": sanitize.GROUPS["data"][-1:]}
     monkeypatch.setattr(sanitize, "GROUPS", some)
+    monkeypatch.setattr(
+        sanitize, "CACHE_GROUPS", {name: cases[:1] for name, cases in sanitize.CACHE_GROUPS.items()}
+    )
     sanitize.main(["--implementation", "xla"])
-    assert "scores done" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "scores done" in said and "decoding pages done" in said
+
+
+def test_calls_on_caches_load_keys_in_every_way():
+    cases = [case for cases in sanitize.CACHE_GROUPS.values() for case in cases]
+    tiles, splits, options = set(), set(), set()
+    for case in cases:
+        operands = shapes_of(Draw(case).operands)
+        assert decoding.supports(case.spec, operands, H100) is None
+        tile = choose_tile(cache_sizes(operands))
+        tiles.add("rows" if tile.box == 0 else "block" if tile.box == tile.keys else "pages")
+        plan = plan_decode(case.spec, operands, H100)
+        splits.add(dict(plan.launches[-1].kernel.defines)["SPLIT"])
+        options |= set(operands.present())
+    assert tiles == {"rows", "block", "pages"} and splits == {0, 1}
+    assert options == {field.name for field in dataclasses.fields(CacheOperands)}

@@ -1,0 +1,249 @@
+"""Attention on key-value caches by kernels on the GPU, against the definition.
+
+Rows of the cache that no sequence has are NaN in all cases, and so is memory that nothing wrote yet.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cache_case import CacheCase, Draw, as_jax, check
+from gpu_memory import poison
+
+import jax_flash
+from jax_flash import _device, _dispatch, _reference_cache
+from jax_flash._spec import shapes_of
+from jax_flash.transforms import decoding
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+IMPLEMENTATIONS = ("cuda", "pallas")
+DTYPES = ("bfloat16", "float16")
+TESTS = Path(__file__).parents[1]
+implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def module_of(pattern: str):
+    """The test module of another folder, by its path: several folders have modules of one name."""
+    (path,) = TESTS.glob(pattern)
+    spec = importlib.util.spec_from_file_location(f"cases_of_{path.parent.name}_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EMULATED = module_of("cuda/test_decode_emulated.py")
+CASES = dict.fromkeys(  # without those that both files have
+    dataclasses.replace(case, dtype=dtype)
+    for case in (
+        *EMULATED.CONTIGUOUS,
+        *EMULATED.PAGED,
+        *EMULATED.SHARED,
+        *module_of("xla/test_*decoding.py").CASES,
+    )
+    for dtype in DTYPES
+)
+DRAWN = [EMULATED.drawn(index) for index in range(60)]
+
+PAGES = (1, 3, 16, 24, 40, 64, 96, 128, 192, 256)  # loaded row by row, page by page, and in blocks
+LARGE = {
+    "one sequence": CacheCase(B=1, S=8192, N=8, K=1, H=128, U=1, full=True),
+    "one sequence of odd length": CacheCase(B=1, S=8191, N=32, K=8, H=128, U=2, T=2, right=0, full=True),
+    "two sequences": CacheCase(B=2, S=8192, N=8, K=8, H=64, U=1, rotary=64),
+    "16 sequences": CacheCase(B=16, S=4096, N=16, K=2, H=128, U=1, rotary=128),
+    "64 sequences": CacheCase(B=64, S=1024, N=8, K=2, H=64, U=1),
+    "full": CacheCase(B=32, S=2000, N=8, K=1, H=64, full=True),
+    "wide heads": CacheCase(B=4, S=4000, N=16, K=2, H=256, U=1),
+    "wide values": CacheCase(B=4, S=4000, N=16, K=2, H=64, V=256, U=1),
+    "speculative": CacheCase(B=8, S=4096, N=32, K=8, H=128, T=8, U=8, right=0, rotary=128),
+    "window": CacheCase(B=8, S=8192, N=8, K=2, H=128, U=1, left=1000, right=0),
+    "chunk of a prompt": CacheCase(B=2, S=3000, N=8, K=2, H=128, T=300, U=300, right=0, rotary=64),
+    "prompts and steps": CacheCase(B=12, S=1024, N=8, K=2, H=128, T=300, page=16, packed=True, right=0),
+    "interleaved": CacheCase(
+        B=5, S=2048, N=8, K=2, H=128, T=200, page=64, packed=True, interleaved=True, right=0
+    ),
+    **{
+        f"pages of {page}": CacheCase(B=12, S=4096 // page * page, N=8, K=2, H=128, U=1, page=page)
+        for page in PAGES
+    },
+}
+LONG_AND_SHORT = {
+    "contiguous": CacheCase(B=64, S=8192, N=4, K=1, H=64, U=1),
+    "pages of 16": CacheCase(B=64, S=8192, N=4, K=1, H=64, U=1, page=16),
+    "pages of 256, 4 queries": CacheCase(B=64, S=8192, N=4, K=1, H=64, U=4, T=4, right=0, page=256),
+    "one split": CacheCase(B=32, S=8192, N=8, K=2, H=64, num_splits=1),
+    "layers": CacheCase(B=33, S=4096, N=4, K=1, H=64, U=1, layers=2),
+}
+
+
+def program(implementation, case, operands):
+    """A jitted call, on its arrays."""
+    refusal = _dispatch.reason(implementation, case.spec, shapes_of(operands), _device.current())
+    assert refusal is None
+    forward = jax.jit(functools.partial(decoding.attend, case.spec, (implementation,)))
+    arrays = as_jax(operands)
+    written = 2 * (operands.query.nbytes + operands.key.nbytes)
+
+    def run():
+        poison(written)
+        return jax.tree.map(np.asarray, forward(arrays))
+
+    return run
+
+
+def run(implementation, case, operands=None):
+    """Runs a case, and compares `(out, lse, key, value)` with the definition."""
+    operands = Draw(case).operands if operands is None else operands
+    results = program(implementation, case, operands)()
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # it compiles the definition sooner
+        check(case, operands, results)
+    return results
+
+
+@implementations
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_definition(case, implementation):
+    run(implementation, case)
+
+
+@implementations
+@pytest.mark.parametrize("case", DRAWN, ids=[f"drawn {index}" for index in range(len(DRAWN))])
+def test_drawn_cases(case, implementation):
+    run(implementation, case)
+
+
+@implementations
+@pytest.mark.parametrize("name,dtype", zip(LARGE, itertools.cycle(DTYPES), strict=False))
+def test_large_caches(name, dtype, implementation):
+    run(implementation, dataclasses.replace(LARGE[name], dtype=dtype))
+
+
+def long_and_short(case) -> Draw:
+    """One sequence fills the cache but for what is appended, all others have few keys."""
+    draw = Draw(case)
+    draw.lengths = draw.random.integers(0, 130, case.B).astype(np.int32)
+    draw.lengths[case.B // 3] = case.S - case.U
+    return draw
+
+
+@implementations
+@pytest.mark.parametrize("name", LONG_AND_SHORT)
+def test_a_long_sequence_beside_many_short_ones(name, implementation):
+    case = LONG_AND_SHORT[name]
+    run(implementation, case, long_and_short(case).operands)
+
+
+@implementations
+@pytest.mark.parametrize("num_splits", (1, None))
+@pytest.mark.parametrize(
+    "case",
+    [
+        CacheCase(B=3, S=5000, N=8, K=2, H=128, U=1),
+        CacheCase(B=40, S=1000, N=8, K=1, H=64, page=16, U=1),
+        CacheCase(B=2, S=3000, N=4, K=2, H=64, page=3),
+        CacheCase(B=8, S=2048, N=8, K=2, H=128, T=400, page=128, packed=True, right=0),
+    ],
+    ids=str,
+)
+def test_runs_give_the_same_bits(case, num_splits, implementation):
+    case = dataclasses.replace(case, num_splits=num_splits)
+    repeat = program(implementation, case, Draw(case).operands)
+    first = [bits(x) for x in repeat()]
+    for _ in range(9):
+        for x, y in zip(first, repeat(), strict=True):
+            np.testing.assert_array_equal(x, bits(y))
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+@implementations
+@pytest.mark.parametrize("page", (None, 16, 3))
+@pytest.mark.parametrize("layer", (-1, 2))
+def test_a_layer_that_is_not_there(layer, page, implementation):
+    case = CacheCase(T=2, U=2, S=144, layers=2, page=page)
+    out, lse, *_ = run(implementation, case, Draw(case).operands.replace(layer=np.int32(layer)))
+    assert not out.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("page", (None, 16, 3))
+def test_hidden_keys_do_not_matter(page):
+    """Keys behind left padding, and those to the left of all windows, may be NaN."""
+    case = CacheCase(T=3, U=3, S=1440, B=5, right=0, left=60, left_padding=True, page=page)
+    operands = Draw(case).operands
+    clean = run("cuda", case, operands)
+    places = _reference_cache.Cache(operands)
+    for b, length in enumerate(operands.lengths):
+        first_seen = min(int(length) + case.U, case.S) - case.T - case.left
+        hidden = max(first_seen, int(operands.left_padding[b]), 0)
+        for position in range(min(hidden, int(length))):
+            if (place := places.place(b, position)) is not None:
+                operands.key[place] = operands.value[place] = np.nan
+    poisoned = program("cuda", case, operands)()
+    for x, y in zip(clean[:2], poisoned[:2], strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+@implementations
+def test_nan_of_a_key_reaches_its_queries(implementation):
+    """A key that isn't finite makes the rows NaN that see it, and no others."""
+    case = CacheCase(T=2, S=3000, B=2, right=0, N=2, K=1, full=True)
+    operands = Draw(case).operands
+    operands.key[0, -1] = np.nan
+    out, lse, *_ = program(implementation, case, operands)()
+    is_nan = np.isnan(out.astype(np.float32)).any((2, 3))
+    np.testing.assert_array_equal(is_nan, [[False, True], [False, False]])
+    np.testing.assert_array_equal(np.isnan(lse).any(1), is_nan)
+
+
+@implementations
+def test_flash_attn_with_kvcache(implementation, monkeypatch):
+    """It takes no implementation: the automatic choice is made to be this one."""
+    operands = as_jax(Draw(CacheCase(B=4, S=512, page=32, U=1, H=128, rotary=64, right=0)).operands)
+
+    def call():
+        return jax_flash.flash_attn.flash_attn_with_kvcache(
+            operands.query,
+            operands.key,
+            operands.value,
+            operands.new_key,
+            operands.new_value,
+            operands.rotary_cos,
+            operands.rotary_sin,
+            operands.lengths,
+            block_table=operands.page_table,
+            causal=True,
+        )
+
+    def by(name):
+        others = [other for other in _dispatch.IMPLEMENTATIONS if other != name]
+        monkeypatch.setitem(_dispatch.BY_NAME_ALONE, "decoding", others)
+        return [np.asarray(x, np.float32) for x in call()]
+
+    for got, right in zip(by(implementation), by("xla"), strict=True):
+        np.testing.assert_allclose(got, right, rtol=0.02, atol=0.02)
+
+
+@implementations
+def test_ragged_paged_attention(implementation):
+    case = CacheCase(page=16, T=90, packed=True, interleaved=True, right=0, B=6, S=640, N=8, H=128)
+    operands = as_jax(Draw(case).operands)
+    arguments = (operands.lengths, operands.page_table, operands.query_offsets, jnp.asarray([5]))
+    got, right = (
+        np.asarray(
+            jax_flash.ragged_paged_attention(
+                operands.query[0], operands.key, *arguments, sm_scale=0.1, implementation=name
+            ),
+            np.float32,
+        )
+        for name in (implementation, "xla")
+    )
+    np.testing.assert_allclose(got, right, rtol=0.02, atol=0.02)

@@ -1,0 +1,205 @@
+"""The benchmark of decoding: its calls and arithmetic, its rows, and its command line on the CPU."""
+
+import dataclasses
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+TINY = dict(batch=3, capacity=64, heads=4, kv_heads=2, head_dim=16)
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    # The program silences its peers, which outlasts it.
+    monkeypatch.setattr(warnings, "filterwarnings", lambda *_, **__: None)
+    monkeypatch.setattr(logging, "disable", lambda _: None)
+
+
+def tiny_cases():
+    """A case of each group that a CPU measures in milliseconds."""
+    from decode_cases import APPENDED, SPECULATIVE, Call, Case
+
+    call = Call(**TINY)
+
+    def case(group, variants):
+        return Case(group, {name: dataclasses.replace(call, **changes) for name, changes in variants.items()})
+
+    return {
+        "contiguous": [case("contiguous", {"": {}})],
+        "lengths": [case("lengths", {"": {"lengths": "uniform"}})],
+        "paged": [case("paged", {"contiguous": {}, "pages of 16": {"page": 16}, "pages of 1": {"page": 1}})],
+        "speculative": [case("speculative", dict(list(SPECULATIVE.items())[:2]))],
+        "append": [case("append", APPENDED)],
+    }
+
+
+def test_cases_are_those_that_have_targets():
+    from decode_cases import GROUPS, MEGABYTE, TARGETS
+
+    assert list(GROUPS) == list(TARGETS) == ["contiguous", "lengths", "paged", "speculative", "append"]
+    labels = [case.label for case in GROUPS["contiguous"]]
+    assert len(labels) == len(set(labels)) == 9
+    assert "decode b1 s1024 h32/8 d128/128 q1 bfloat16" in labels
+    assert "decode b4 s32768 h32/32 d128/128 q1 bfloat16" in labels
+    large = [case for case in GROUPS["contiguous"] if case.calls[""].bytes_read >= 256 * MEGABYTE]
+    assert len(large) == 6
+    (paged,) = GROUPS["paged"]
+    assert [call.page for call in paged.calls.values()] == [None, 16, 64, 256, 1]
+    for cases in GROUPS.values():
+        for case in cases:
+            assert len({call.bytes_read for call in case.calls.values()}) == 1
+            variants = {name for target in TARGETS[case.group] for name in target.variants}
+            assert variants <= set(case.calls)
+
+
+def test_bytes_are_those_of_keys_that_sequences_have():
+    from decode_cases import Call
+
+    full = Call(**TINY)
+    assert list(full.key_lengths) == [64, 63, 62]
+    assert full.bytes_read == (64 + 63 + 62) * 2 * (16 + 16) * 2
+    assert full.label == "decode b3 s64 h4/2 d16/16 q1 bfloat16"
+    uniform = dataclasses.replace(full, batch=2000, lengths="uniform")
+    assert uniform.key_lengths.min() == 1 and uniform.key_lengths.max() == 64
+    one = Call(64, 131072, 16, 2, lengths="one long")
+    assert sorted(one.key_lengths)[-2:] == [sorted(one.key_lengths)[-2], 131072]
+    assert sorted(one.key_lengths)[-2] <= 1024 and one.key_lengths.min() >= 256
+
+
+def test_pages_hold_the_keys_of_the_contiguous_cache():
+    from decode_cases import Call
+    from decode_programs import Arrays, shapes
+
+    call = Call(**TINY)
+    arrays = Arrays(call)
+    of_pages = dataclasses.replace(call, page=16)
+    _, cache, *_ = arrays.inputs(of_pages)
+    table = np.asarray(cache.page_table)
+    assert sorted(table.ravel()) == list(range(12)) and list(table.ravel()) != list(range(12))
+    np.testing.assert_array_equal(cache.key_pages[table].reshape(3, 64, 2, 16), arrays.key)
+    append = dataclasses.replace(call, appended=1, rotary=True)
+    for each in (call, of_pages, append):
+        got, described = (jax.tree.flatten(x) for x in (arrays.inputs(each), shapes(each)))
+        assert got[1] == described[1]
+        assert [(x.shape, x.dtype) for x in got[0]] == [(x.shape, x.dtype) for x in described[0]]
+    lengths = np.asarray(arrays.inputs(append)[1].lengths)
+    np.testing.assert_array_equal(lengths, append.key_lengths - 1)
+
+
+def test_a_chain_of_one_call_is_that_call():
+    from decode_cases import Call
+    from decode_programs import Arrays, attend, chain, copy
+
+    call = Call(**TINY, appended=1, rotary=True)
+    inputs = Arrays(call).inputs(call)
+    one = attend(call, "jax_flash_xla")(*inputs)
+    np.testing.assert_array_equal(chain("jax_flash_xla", 1)(*inputs), one)
+    again = attend(call, "jax_flash_xla")(one, *inputs[1:])
+    np.testing.assert_array_equal(chain("jax_flash_xla", 2)(*inputs), again)
+    assert copy(jnp.uint32(7), jnp.uint32(0)) == 7
+
+
+def test_ratios_and_targets():
+    import decode
+    from decode_cases import GROUPS
+
+    case = GROUPS["contiguous"][0]
+    bytes_read = case.calls[""].bytes_read
+
+    def row(contender, kernel_us):
+        described = {"group": "contiguous", "case": case.label, "variant": "", "contender": contender}
+        return described | {"bytes": bytes_read, "kernel_us": kernel_us}
+
+    rows = [row("jax_flash_cuda", 125.0), row("cudnn", 120.0), row("fa3", 150.0), row("copy", 110.0)]
+    ours, *others = decode.with_ratios(rows, case)
+    assert others == rows[1:]
+    assert ours["to_best_peer"] == ours["to_cudnn"] == pytest.approx(0.96)
+    assert ours["to_copy"] == pytest.approx(0.88) and "to_base" not in ours
+    assert [target["is_met"] for target in decode.targets([ours, *others])] == [False, False, False]
+
+    case = GROUPS["append"][0]
+    rows = [
+        row("jax_flash_cuda", us) | {"group": "append", "variant": variant}
+        for variant, us in (("attention", 100.0), ("append", 101.5), ("append rotary", 102.5))
+    ]
+    rows = decode.with_ratios(rows, case)
+    assert rows[2]["beyond_base_us"] == 2.5 and rows[2]["to_base"] == pytest.approx(100 / 102.5)
+    (target,) = decode.targets(rows)
+    assert target["is_met"] and target["variant"] == "append rotary" and target["figure"] == 2.5
+
+
+def test_other_programs_rows_are_merged(tmp_path):
+    import decode
+    from decode_cases import GROUPS
+
+    path = tmp_path / "theirs.json"
+    label = "decode b16 s8192 h32/8 d128/128 q4 bfloat16"
+    theirs = [
+        {"case": label, "peer": "fa3", "us": 138.0, "GB/s": 1.0},
+        {"case": label, "peer": "fa3", "error": "no"},
+        {"case": "another", "peer": "fa3", "us": 1.0},
+    ]
+    path.write_text(json.dumps({"device": "made up", "rows": theirs}))
+    case = GROUPS["speculative"][0]
+    (row,) = decode.merged(case, path, "made up")
+    assert row["variant"] == "4 queries" and row["contender"] == "fa3" and row["kernel_us"] == 138.0
+    assert row["GB/s"] == pytest.approx(case.calls["4 queries"].bytes_read / 138e-6 / 1e9)
+    assert decode.merged(GROUPS["paged"][0], path, "made up") == []
+    with pytest.raises(ValueError, match="made up"):
+        decode.merged(case, path, "another")
+
+
+def test_command_line_on_the_cpu(tmp_path, monkeypatch, capsys):
+    import decode
+    import decode_programs
+    import timing
+
+    groups = tiny_cases()
+    monkeypatch.setattr(decode, "GROUPS", groups)
+    monkeypatch.setattr(decode_programs, "LONG_CHAIN", 2)
+    monkeypatch.setattr(decode, "LONG_CHAIN", 2)
+    monkeypatch.setattr(timing, "ITERATIONS", 2)
+    monkeypatch.setattr(timing, "CALLS_IN_FLIGHT", 3)
+    out = tmp_path / "result.json"
+    command = f"--contenders jax_flash_cuda,jax_flash_xla,cudnn,copy --rounds 1 --out {out}"
+    decode.main(command.split())
+    result = json.loads(out.read_text())
+    assert {"commit", "device", "versions", "date", "timing", "rows", "targets"} <= set(result)
+    assert "failed" not in result
+    rows = {(row["group"], row["variant"], row["contender"]): row for row in result["rows"]}
+    for group, (case,) in groups.items():
+        for variant, call in case.calls.items():
+            row = rows[group, variant, "jax_flash_xla"]
+            assert row["case"] == case.label and row["bytes"] == call.bytes_read
+            assert {"kernel_us", "step_us"} <= set(row) and "error" not in row
+            assert "needs a CUDA GPU" in rows[group, variant, "jax_flash_cuda"]["error"]
+    for group in ("contiguous", "lengths", "paged"):
+        variant = groups[group][0].base
+        assert "kernel_us" in rows[group, variant, COPY] and "error" in rows[group, variant, "cudnn"]
+        assert "to_copy" in rows[group, variant, "jax_flash_xla"]
+    assert ("append", "attention", "cudnn") not in rows and ("paged", "pages of 16", COPY) not in rows
+    assert "to_base" in rows["paged", "pages of 16", "jax_flash_xla"]
+    assert "beyond_base_us" in rows["append", "append rotary", "jax_flash_xla"]
+    assert result["targets"] == [] and "0 of 0 targets met" in capsys.readouterr().out
+
+
+COPY = "copy"
+
+
+def test_lists_its_calls(capsys):
+    import decode
+
+    decode.main(["--list", "--groups", "paged,append"])
+    said = capsys.readouterr().out
+    assert "pages of 256" in said and "append rotary" in said and "contiguous:" not in said
+    for wrong in (["--groups", "other"], ["--contenders", "nobody"]):
+        with pytest.raises(SystemExit):
+            decode.parse(wrong)
