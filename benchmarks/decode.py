@@ -5,7 +5,8 @@
     python benchmarks/decode.py --list
 
 Every row has the kernel time of a call (`kernel_us`) and the time of a whole jitted step, launches and gaps
-included, many of them in flight (`step_us`). GB/s counts the keys and values that sequences have. The copy
+included, many of them in flight (`step_us`). Kernel time is the sum over kernels: of two that overlap, it
+counts both in full. GB/s counts the keys and values that sequences have. The copy
 kernel reads half as many bytes and writes them: its time is that of the call at the bandwidth of a copy.
 
   contiguous   full caches, 4 MB to 2 GB
@@ -14,8 +15,9 @@ kernel reads half as many bytes and writes them: its time is that of the call at
   speculative  four and eight queries of each sequence beside one
   append       a new key of each sequence, and rotary embeddings, beside attention alone
 
-Ratios are of rates: `to_best_peer`, `to_cudnn`, `to_copy`, and `to_base`, the case's first variant.
-`beyond_base_us` is how much longer than that variant a call takes. All outputs must agree with ours in plain
+Ratios are of rates by kernel time: `to_best_peer`, `to_cudnn`, `to_copy`, and `to_base`, the case's first
+variant; `step_to_best_peer` is of steps. `beyond_base_us` and `step_beyond_base_us` are how much longer than
+that variant a call takes. All outputs must agree with ours in plain
 JAX; a contender that differs, or refuses a call, shows why. Contenders are measured in shuffled rounds,
 whose median counts; figures of different runs don't compare.
 
@@ -108,24 +110,35 @@ def figures(compiled: Sequence[jax.stages.Compiled], inputs: tuple) -> dict[str,
 
 def with_ratios(rows: Sequence[dict], case: Case) -> list[dict]:
     """The rows of a case, each with what follows from the others."""
-    times = {(row["variant"], row["contender"]): row["kernel_us"] for row in rows if "kernel_us" in row}
+    kernels, steps = (
+        {(row["variant"], row["contender"]): row[key] for row in rows if key in row}
+        for key in ("kernel_us", "step_us")
+    )
     result = []
     for row in rows:
-        key = variant, name = row["variant"], row["contender"]
-        ratios = {}
-        if key in times and name in contenders.OURS:
-            peers = [us for (v, n), us in times.items() if v == variant and n not in (*contenders.OURS, COPY)]
+        variant, name = key = row["variant"], row["contender"]
+        figures = {}
+        if name in contenders.OURS and key in kernels:
             others = {
-                "to_best_peer": min(peers, default=None),
-                "to_cudnn": times.get((variant, "cudnn")),
-                "to_copy": times.get((variant, COPY)),
-                "to_base": times.get((case.base, name)) if variant != case.base else None,
+                "to_best_peer": _best_peer(kernels, variant),
+                "to_cudnn": kernels.get((variant, "cudnn")),
+                "to_copy": kernels.get((variant, COPY)),
+                "to_base": kernels.get((case.base, name)) if variant != case.base else None,
             }
-            ratios = {figure: us / times[key] for figure, us in others.items() if us is not None}
-            if others["to_base"] is not None:
-                ratios["beyond_base_us"] = times[key] - others["to_base"]
-        result.append(row | ratios)
+            figures = {figure: us / kernels[key] for figure, us in others.items() if us is not None}
+            if (peer := _best_peer(steps, variant)) is not None:
+                figures["step_to_best_peer"] = peer / steps[key]
+            if "to_base" in figures:
+                for figure, times in (("beyond_base_us", kernels), ("step_beyond_base_us", steps)):
+                    figures[figure] = times[key] - times[case.base, name]
+        result.append(row | figures)
     return result
+
+
+def _best_peer(times: dict[tuple[str, str], float], variant: str) -> float | None:
+    """The least time of those that are neither ours nor the copy kernel's."""
+    own = (*contenders.OURS, COPY)
+    return min((us for (v, name), us in times.items() if v == variant and name not in own), default=None)
 
 
 def merged(case: Case, path: Path | None, device: str) -> list[dict]:
@@ -168,16 +181,8 @@ def targets(rows: Sequence[dict]) -> list[dict]:
 
 
 def show(row: dict) -> None:
-    names = (
-        "kernel_us",
-        "step_us",
-        "GB/s",
-        "to_best_peer",
-        "to_cudnn",
-        "to_copy",
-        "to_base",
-        "beyond_base_us",
-    )
+    names = ("kernel_us", "step_us", "GB/s", "to_best_peer", "step_to_best_peer", "to_cudnn", "to_copy")
+    names += ("to_base", "beyond_base_us", "step_beyond_base_us")
     cells = "".join(f"  {name} {row[name]:.4g}" for name in names if name in row)
     print(f"  {row['variant']:14}{row['contender']:18}{cells}  {row.get('error', '')[:160]}", flush=True)
 

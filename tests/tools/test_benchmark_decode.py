@@ -116,12 +116,13 @@ def test_ratios_and_targets():
 
     def row(contender, kernel_us):
         described = {"group": "contiguous", "case": case.label, "variant": "", "contender": contender}
-        return described | {"bytes": bytes_read, "kernel_us": kernel_us}
+        return described | {"bytes": bytes_read, "kernel_us": kernel_us, "step_us": 2 * kernel_us}
 
     rows = [row("jax_flash_cuda", 125.0), row("cudnn", 120.0), row("fa3", 150.0), row("copy", 110.0)]
     ours, *others = decode.with_ratios(rows, case)
     assert others == rows[1:]
     assert ours["to_best_peer"] == ours["to_cudnn"] == pytest.approx(0.96)
+    assert ours["step_to_best_peer"] == pytest.approx(0.96)
     assert ours["to_copy"] == pytest.approx(0.88) and "to_base" not in ours
     assert [target["is_met"] for target in decode.targets([ours, *others])] == [False, False, False]
 
@@ -132,8 +133,10 @@ def test_ratios_and_targets():
     ]
     rows = decode.with_ratios(rows, case)
     assert rows[2]["beyond_base_us"] == 2.5 and rows[2]["to_base"] == pytest.approx(100 / 102.5)
-    (target,) = decode.targets(rows)
-    assert target["is_met"] and target["variant"] == "append rotary" and target["figure"] == 2.5
+    assert rows[2]["step_beyond_base_us"] == 5
+    kernels, steps = decode.targets(rows)
+    assert kernels["is_met"] and kernels["variant"] == "append rotary" and kernels["figure"] == 2.5
+    assert not steps["is_met"]
 
 
 def test_other_programs_rows_are_merged(tmp_path):
