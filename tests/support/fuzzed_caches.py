@@ -1,6 +1,7 @@
 """Calls on key-value caches as a fuzz draws them, and how an implementation runs one.
 
-A list that is drawn has calls of one kernel: they differ in sizes, lengths, page tables and masks alone.
+A list that is drawn has calls of one kernel. Several of them have the same shapes too, and differ in lengths,
+page tables and masks alone: nearly all time goes into compiling, the definition's operations too.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from jax_flash.xla import decoding as xla_decoding
 # Of each, the one first that failures shrink to.
 LENGTHS = ("any", "full", "empty", "one long", "edges")
 TABLES = ("permuted", "in order", "shared prefix", "small pool")
-CASES_OF_A_LIST = 12
+SHAPES_OF_A_LIST, CASES_OF_A_SHAPE = 3, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +113,14 @@ class FuzzedDecoding:
 
     def lists(self, report: object) -> strategies.SearchStrategy[list[FuzzedCache]]:
         """Lists of calls that have the same kernel."""
-        return strategies.builds(
-            lambda kernel, sizes: [self._case(kernel, size) for size in sizes],
-            self._kernels(),
-            strategies.lists(self._sizes(), min_size=1, max_size=CASES_OF_A_LIST),
+        several = strategies.lists(self._data(), min_size=1, max_size=CASES_OF_A_SHAPE)
+        sizes = strategies.lists(
+            strategies.tuples(self._sizes(), several), min_size=1, max_size=SHAPES_OF_A_LIST
         )
+        return strategies.builds(self._cases, self._kernels(), sizes)
+
+    def _cases(self, kernel: dict[str, Any], sizes: list[tuple[dict, list[dict]]]) -> list[FuzzedCache]:
+        return [self._case(kernel | size | data) for size, several in sizes for data in several]
 
     def _kernels(self):
         one_of = strategies.sampled_from
@@ -143,14 +147,21 @@ class FuzzedDecoding:
                 "B": one_of((1, 2, 5, 3, 16, 40)),
                 "group": one_of((1, 2, 3, 4, 8, 16)),
                 "K": one_of((1, 2, 1, 3)),
+                "packed": flag,
+                "interleaved": flag,
+            }
+        )
+
+    def _data(self):
+        one_of, flag = strategies.sampled_from, strategies.booleans()
+        return strategies.fixed_dictionaries(
+            {
                 "left": one_of((None, None, 0, 30, 200)),
                 "right": one_of((None, 0, 0, 5, -2)),
                 "layers": one_of((None, None, 2)),
                 "batch_index": flag,
                 "left_padding": flag,
                 "sinks": flag,
-                "packed": flag,
-                "interleaved": flag,
                 "query_positions": one_of(("own", "own", "appended", "first")),
                 "num_splits": one_of((None, None, None, 1, 2, 3)),
                 "lengths": one_of(LENGTHS),
@@ -159,9 +170,8 @@ class FuzzedDecoding:
             }
         )
 
-    def _case(self, kernel: dict[str, Any], size: dict[str, Any]) -> FuzzedCache:
+    def _case(self, fields: dict[str, Any]) -> FuzzedCache:
         """The call that has these values, but for those that don't go together."""
-        fields = kernel | size
         page, rotary = fields["page"], fields["rotary"]
         capacity = round(math.exp(fields.pop("keys") * math.log(self.keys)))
         fields["S"] = max(capacity // page, 1) * page if page else capacity
