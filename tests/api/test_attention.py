@@ -333,15 +333,19 @@ def test_sharded_leading_axes_stay_as_they_are(axis_type, spec):
 
 def test_the_public_names():
     assert sorted(jax_flash.__all__) == [
+        "KVCache",
+        "PagedKVCache",
         "apply_rotary",
         "dot_product_attention",
         "dropout_mask",
         "explain",
         "flash_attention",
         "flash_attention_varlen",
+        "flash_attention_with_cache",
         "flash_attn",
         "planned_for",
         "precompile",
+        "ragged_paged_attention",
     ]
     assert all(hasattr(jax_flash, name) for name in jax_flash.__all__)
 
