@@ -101,6 +101,13 @@ def window_pair(name: str, value: Any) -> Window:
     return Window(*(None if side is None else _validate.integer(name, side) for side in sides))
 
 
+def official_window(window_size: Any, causal: Any) -> Window:
+    """The window of the `flash_attn` package: any negative size is unbounded."""
+    sides = window_pair("window_size", window_size)
+    found = Window(*(None if side is None or side < 0 else side for side in sides))
+    return found.causal() if _validate.flag("causal", causal) else found
+
+
 def scale(name: str, value: Any, default: float, query: jax.Array) -> tuple[float, jax.Array]:
     """The static scale, and query. A traced scale multiplies query, and the static one is 1."""
     if value is None:

@@ -10,8 +10,7 @@ from jax.typing import ArrayLike
 from jax_flash import _arguments, _cache_arguments, _cache_call, _validate
 from jax_flash._arguments import Names
 from jax_flash._cache_arguments import CacheArrays
-from jax_flash._cache_call import CacheArguments, CacheCall
-from jax_flash._mask import Window
+from jax_flash._cache_call import CacheArguments
 from jax_flash._validate import described, short
 
 _NAMES = Names(
@@ -88,55 +87,17 @@ def flash_attn_with_kvcache(
     Raises:
       TypeError, ValueError: as `jax_flash.flash_attention_with_cache`, when traced.
     """
-    call = _prepare(**locals())
-    out, lse, key, value = _cache_call.attend(call, implementation=None)
-    results = (out, lse) if call.spec.attention.return_residual else (out,)
-    if call.operands.new_key is not None:
-        results = (*results, key, value)
-    return results if len(results) > 1 else out
-
-
-def _prepare(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    cache_seqlens: Any,
-    cache_batch_idx: Any,
-    cache_leftpad: Any,
-    block_table: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    num_splits: Any,
-    return_softmax_lse: Any,
-    **rotary_and_slopes: Any,
-) -> CacheCall:
     q = _validate.array("q", q, "floating")
     if q.ndim != 4:
         raise ValueError(f"q must have shape (batch_size, seqlen, nheads, headdim); got {described(q)}")
-    B = q.shape[0]
-    if (k is None) != (v is None):
-        given, absent = ("k", "v") if v is None else ("v", "k")
-        raise ValueError(f"{given} goes with {absent}; got {absent}=None")
-    if k is None and rotary_and_slopes["rotary_cos"] is not None:
+    cache = _cache(q.shape[0], k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table)
+    new = _new(k, v, cache)
+    if new is None and rotary_cos is not None:
         raise ValueError("rotary_cos goes with k and v, which it rotates; got it alone")
-    if k is not None and cache_seqlens is None:
+    if new is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must say where k and v go; got None")
-    cache = _cache(B, k_cache, v_cache, cache_seqlens, cache_batch_idx, block_table)
-    splits = _validate.size("num_splits", num_splits)
+    window = _arguments.official_window(window_size, causal)
     cap = _validate.number("softcap", softcap)
-    sides = _arguments.window_pair("window_size", window_size)
-    window = Window(*(None if side is None or side < 0 else side for side in sides))
-    if _validate.flag("causal", causal):
-        window = window.causal()
-    new = None
-    if k is not None:
-        key, value = cache["key"], cache["value"]
-        (K, H), V = key.shape[-2:], value.shape[-1]
-        new = _cache_arguments.fitting(k, v, B, K, H, V, key.dtype, _NAMES)
     arguments = CacheArguments(
         q,
         cache,
@@ -146,12 +107,32 @@ def _prepare(
         left_padding=cache_leftpad,
         scale=softmax_scale,
         logits_soft_cap=cap if cap > 0 else None,
+        alibi_slopes=alibi_slopes,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
         query_positions="first" if window.unbounded else "appended",
-        num_splits=splits or None,
+        num_splits=_validate.size("num_splits", num_splits) or None,
         return_residual=return_softmax_lse,
-        **rotary_and_slopes,
     )
-    return _cache_call.prepare(arguments)
+    call = _cache_call.prepare(arguments)
+    out, lse, key, value = _cache_call.attend(call, implementation=None)
+    results = (out, lse) if call.spec.attention.return_residual else (out,)
+    if call.operands.new_key is not None:
+        results = (*results, key, value)
+    return results if len(results) > 1 else out
+
+
+def _new(k: Any, v: Any, cache: dict[str, Any]) -> tuple[jax.Array, jax.Array] | None:
+    """Keys and values to append that fit the cache; None if there are none."""
+    if (k is None) != (v is None):
+        given, absent = ("k", "v") if v is None else ("v", "k")
+        raise ValueError(f"{given} goes with {absent}; got {absent}=None")
+    if k is None:
+        return None
+    key, value, B = cache["key"], cache["value"], cache["lengths"].shape[0]
+    (K, H), V = key.shape[-2:], value.shape[-1]
+    return _cache_arguments.fitting(k, v, B, K, H, V, key.dtype, _NAMES)
 
 
 def _cache(

@@ -22,7 +22,6 @@ from jax_flash import _arguments, _sequences, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._flash_attn_cache import flash_attn_with_kvcache
-from jax_flash._mask import Window
 from jax_flash._padding import pad_input, unpad_input
 from jax_flash._rotary import apply_rotary_packed, apply_rotary_rows
 from jax_flash._varlen import PackedSequences, attend_packed
@@ -399,7 +398,7 @@ class _Options:
             q,
             k,
             v,
-            window=self._window(),
+            window=_arguments.official_window(self.window_size, self.causal),
             scale=self.softmax_scale,
             logits_soft_cap=softcap if softcap > 0 else None,
             alibi_slopes=self.alibi_slopes,
@@ -409,12 +408,6 @@ class _Options:
             return_residual=self.return_attn_probs,
             names=names,
         )
-
-    def _window(self) -> Window:
-        """Any negative size is unbounded."""
-        sides = _arguments.window_pair("window_size", self.window_size)
-        window = Window(*(None if side is None or side < 0 else side for side in sides))
-        return window.causal() if _validate.flag("causal", self.causal) else window
 
 
 def _attend(arguments: Arguments) -> Results:

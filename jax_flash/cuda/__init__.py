@@ -27,17 +27,22 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
+    limit = device_limit(device) or score_mod.unsupported(shapes) or dropout.unsupported(spec)
+    limit = limit or family(device).unsupported(spec, shapes)
+    if limit is None:
+        require_nvrtc()
+    return limit
+
+
+def device_limit(device: Device) -> str | None:
+    """Why no kernels run on `device`, or None."""
     if device.platform != "cuda":
         return f"it needs a CUDA GPU, and JAX's default device is {device.kind} ({device.platform})"
-    family = _family(device)
-    if family is None:
+    if _family(device) is None:
         return (
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
-    limit = score_mod.unsupported(shapes) or dropout.unsupported(spec) or family.unsupported(spec, shapes)
-    if limit is None:
-        _require_nvrtc()
-    return limit
+    return None
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
@@ -57,7 +62,7 @@ def _family(device: Device) -> ModuleType | None:
 
 
 @functools.cache
-def _require_nvrtc() -> None:
+def require_nvrtc() -> None:
     """Raises NvrtcNotFoundError where NVRTC is not installed. Once found, it is not looked for again."""
     compile.nvrtc_version()
 

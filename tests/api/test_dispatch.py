@@ -212,7 +212,7 @@ def test_without_nvrtc_the_warning_names_the_extra(monkeypatch):
     def missing(name):
         raise ImportError("No module named 'cuda'")
 
-    cuda._require_nvrtc.cache_clear()
+    cuda.require_nvrtc.cache_clear()
     compile._nvrtc.cache_clear()
     monkeypatch.setattr(compile, "importlib", types.SimpleNamespace(import_module=missing))
     try:
@@ -227,7 +227,7 @@ def test_without_nvrtc_the_warning_names_the_extra(monkeypatch):
             warnings.simplefilter("ignore")
             attend(dtype=jnp.float32)
     finally:
-        cuda._require_nvrtc.cache_clear()
+        cuda.require_nvrtc.cache_clear()
         compile._nvrtc.cache_clear()
 
 

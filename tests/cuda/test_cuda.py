@@ -83,14 +83,14 @@ def test_missing_nvrtc_is_said_where_no_limit_is(monkeypatch):
         raise compile_.NvrtcNotFoundError("pip install 'jax_flash[cuda13]'")
 
     monkeypatch.setattr(compile_, "nvrtc_version", missing)
-    cuda._require_nvrtc.cache_clear()
+    cuda.require_nvrtc.cache_clear()
     try:
         with pytest.raises(compile_.NvrtcNotFoundError, match="cuda13"):
             reason()
         assert "float32" in reason(dtype=jnp.float32)
         assert "needs a CUDA GPU" in reason(device=CPU)
     finally:
-        cuda._require_nvrtc.cache_clear()
+        cuda.require_nvrtc.cache_clear()
 
 
 def test_describe_names_the_tile():

@@ -5,24 +5,29 @@ A family of kernels is a package with the names in `__all__`; `jax_flash.cuda.fa
 
 import jax
 
+from jax_flash._cache_spec import CacheOperands, cache_sizes
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod
 from jax_flash.cuda.launch_plan import Kernel
-from jax_flash.cuda.sm90 import backward_plan, backward_tiles, forward_plan
+from jax_flash.cuda.sm90 import backward_plan, backward_tiles, decode_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
+from jax_flash.cuda.sm90.decode_plan import plan_decode
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
     "COMPUTE_CAPABILITIES",
     "describe",
+    "describe_decode",
     "kernels",
     "plan_backward",
     "plan_backward_metadata",
+    "plan_decode",
     "plan_forward",
     "plan_forward_metadata",
     "unsupported",
+    "unsupported_decode",
 ]
 
 COMPUTE_CAPABILITIES = ((9, 0),)
@@ -30,7 +35,10 @@ MAX_HEAD_DIM = 256
 _DTYPES = ("bfloat16", "float16")
 _LIMIT = 2**29  # sums of rows, keys and window sides must fit 32 bits
 
+_CACHE_BYTES_LIMIT = 2**40  # what a tensor map can stride over, from one layer of a cache to the next
+
 Shapes = Operands[jax.ShapeDtypeStruct]
+CacheShapes = CacheOperands[jax.ShapeDtypeStruct]
 
 
 def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
@@ -61,4 +69,38 @@ def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     return (
         f"sm_90 kernels for {dims}: forward {ahead.rows} queries × {ahead.keys} keys, "
         f"{ahead.stages} stages; backward {back.queries} × {back.keys}, {back.stages} stages"
+    )
+
+
+def unsupported_decode(shapes: CacheShapes) -> str | None:
+    """Why the decode kernel can't run the call, or None."""
+    n, dtype = cache_sizes(shapes), shapes.query.dtype.name
+    if dtype not in _DTYPES:
+        return f"query's dtype is {dtype}; it may be {' or '.join(_DTYPES)}"
+    for operand in ("key", "value", "new_key", "new_value"):
+        array = getattr(shapes, operand)
+        if array is not None and array.dtype.name != dtype:
+            return f"{operand}'s dtype is {array.dtype.name}; it must be query's, {dtype}"
+    for operand, head_dim in (("key", n.H), ("value", n.V)):
+        if head_dim > MAX_HEAD_DIM or head_dim % 8:
+            return f"{operand}'s head dim is {head_dim}; it may be a multiple of 8 up to {MAX_HEAD_DIM}"
+    if min(n.B, n.T, n.S, n.N, n.K, n.H, n.V, *shapes.key.shape) == 0:
+        return "the call has an empty array"
+    if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:
+        return f"queries, keys and heads are limited to {_LIMIT}"
+    if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
+        return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"
+    return None
+
+
+def describe_decode(shapes: CacheShapes) -> str:
+    """The decode kernel's tile shape for a call that `unsupported_decode` accepts."""
+    n = cache_sizes(shapes)
+    tile = decode_tiles.choose_tile(n)
+    loaded = "by TMA" if tile.box else "row by row"
+    pages = "" if n.page is None else f", pages of {n.page} keys loaded {loaded}"
+    dims = f"head dim {n.H}" if n.H == n.V else f"head dims {n.H} of keys and {n.V} of values"
+    return (
+        f"sm_90 decode kernel for {dims}: tiles of 64 rows (queries × {n.group} heads) × {tile.keys} keys, "
+        f"{tile.stages} stages{pages}"
     )
