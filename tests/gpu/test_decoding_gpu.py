@@ -120,7 +120,7 @@ def test_drawn_cases(case, implementation):
 
 
 @implementations
-@pytest.mark.parametrize("name,dtype", zip(LARGE, itertools.cycle(DTYPES), strict=False))
+@pytest.mark.parametrize("name,dtype", list(zip(LARGE, itertools.cycle(DTYPES), strict=False)))
 def test_large_caches(name, dtype, implementation):
     run(implementation, dataclasses.replace(LARGE[name], dtype=dtype))
 

@@ -63,6 +63,16 @@ __device__ __forceinline__ void repeat_blocks(const LoadCall& call, int query_st
     }
 }
 
+// Loads a tile again. `tile` returns it, and is called by one lane. A generic lambda can't do this: NVRTC 13.0 refuses them.
+template <class TileOf>
+__device__ __forceinline__ void repeat_tile(const LoadCall& call, Rings& rings, const TileOf& tile) {
+    const int query_stage = rings.query.stage;
+    __syncwarp();
+    if (elect_one()) load_query(call, rings, tile());
+    __syncwarp();
+    repeat_blocks(call, query_stage);
+}
+
 // Waits until all tiles have been computed, and loads those again that the consumers noted. A warp of its own does this, so
 // that the producer is as it would be without. `arrived` is that of Partials. What the lanes know of their progress is in
 // shared memory, as they have few registers.
@@ -74,16 +84,9 @@ __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* ne
     if (elect_one()) shared.repeats().under_way = 1;
     __syncwarp();
 
-    auto repeat = [&](auto tile) {
-        const int query_stage = rings.query.stage;
-        __syncwarp();
-        if (elect_one()) load_query(call, rings, tile());
-        __syncwarp();
-        repeat_blocks(call, query_stage);
-    };
 #pragma unroll 1
     for (int number = shared.repeats().first_tile; number != Repeats::none; number = next_repeat[number]) {
-        repeat([&]() { return numbered_tile(number, call.shape); });
+        repeat_tile(call, rings, [&]() { return numbered_tile(number, call.shape); });
     }
     if (Traits::split_kv && shared.repeats().split_tiles) {
         constexpr int warps = 4 * Traits::consumers;
@@ -99,7 +102,9 @@ __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* ne
 #pragma unroll 1
             for (int block = index * split_kv.tile_blocks; block < end;) {
                 const int part_end = split_kv.begin(split_kv.owner(block) + 1);
-                repeat([&]() { return split_tile_at(block, part_end, split_kv, call.shape, call.l2_head_group); });
+                repeat_tile(call, rings, [&]() {
+                    return split_tile_at(block, part_end, split_kv, call.shape, call.l2_head_group);
+                });
                 block = min(part_end, end);
             }
         }
