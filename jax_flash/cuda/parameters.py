@@ -21,6 +21,7 @@ _POINTER_BYTES = 8
 _HEADERS = {
     "Interval": "common/block_range.cuh",
     "BlockRange": "common/block_range.cuh",
+    "KeyPlace": "common/key_place.cuh",
     "SegmentRange": "common/segment_ranges.cuh",
 }
 """Structs of the kernels that pointers may point to, and the headers that define them."""

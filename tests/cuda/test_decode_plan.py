@@ -20,7 +20,7 @@ from jax_flash.cuda import decoding, launch_plan, plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.launch_plan import Alias, Kernel, LaunchPlan, Pointer, TensorMap
 from jax_flash.cuda.sm90 import decode_plan
-from jax_flash.cuda.sm90.decode_tiles import choose_tile
+from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, LEAST_SMALL_SHARE, choose_tile
 
 
 def array(*shape, dtype="bfloat16"):
@@ -164,11 +164,11 @@ def test_custom_call_has_the_aliases():
 
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options):
-    """Two partials a CTA, whatever the lengths are."""
+    """Two partials a share, whatever the lengths are."""
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
-    assert sum(b.bytes for b in scratch.values()) <= 2 * H100.sm_count * (64 * (256 + 2) * 4 + 8)
+    assert sum(b.bytes for b in scratch.values()) <= 2 * 1024 * (8 * (256 + 2) * 4 + 8) + 4 << 1
     splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
     assert bool(scratch) == splits
     needs_preprocess = splits or "U" in options or options.get("packed", False)
@@ -179,7 +179,7 @@ def test_scratch_memory_is_bounded(options):
 
 def test_few_blocks_take_few_ctas():
     assert plan(B=1, S=300, K=2).launches[-1].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
-    assert plan(B=64, S=4096).launches[-1].grid == (H100.sm_count, 1, 1)
+    assert plan(B=64, S=4096).launches[-1].grid == (2 * H100.sm_count, 1, 1)
 
 
 # Tiles.
@@ -192,7 +192,7 @@ def test_tiles_fit(page):
             n = cache_sizes(call(H=H, V=V, page=page, S=page * 3 if page else 1000)[1])
             tile = choose_tile(n)
             assert tile.stages >= 2 and tile.shared_bytes <= 227 << 10
-            in_flight = tile.stages * tile.keys * (H + V) * 2
+            in_flight = tile.ctas_of_sm * tile.stages * tile.keys * (H + V) * 2
             assert in_flight >= min(64 << 10, 6 * tile.keys * (H + V) * 2)
             if page is None or (page % 8 == 0 and (page % 64 == 0 or 128 % page == 0)):
                 assert tile.box
@@ -211,6 +211,7 @@ class Workload:
     key_heads: int
     group: int
     ctas: int
+    count: int  # of shares, at most
     max_parts: int | None = None
     left: int | None = None
     right: int | None = None
@@ -226,36 +227,38 @@ class Workload:
 
 
 WORKLOADS = [
-    Workload(seed, B, longest, queries, key_heads, group, ctas, max_parts, left, right)
-    for seed, (B, longest, queries, key_heads, group, ctas, max_parts, left, right) in enumerate(
+    Workload(seed, *numbers)
+    for seed, numbers in enumerate(
         (
-            (1, 5000, 1, 1, 4, 132, None, None, None),
-            (64, 2000, 1, 2, 8, 132, None, None, 0),
-            (64, 2000, 30, 2, 8, 132, None, None, 0),
-            (7, 900, 60, 3, 5, 7, None, 200, 0),
-            (7, 900, 60, 3, 5, 7, 1, 200, 0),
-            (5, 3000, 1, 1, 16, 20, 2, None, None),
-            (5, 3000, 9, 2, 16, 20, 3, 1000, -5),
-            (300, 64, 1, 1, 1, 132, None, None, None),
-            (3, 0, 2, 1, 1, 5, None, None, 0),
+            (1, 5000, 1, 1, 4, 132, 132, None, None, None),
+            (1, 50000, 1, 1, 4, 20, 300, None, None, None),
+            (64, 2000, 1, 2, 8, 132, 132, None, None, 0),
+            (64, 2000, 1, 2, 8, 33, 500, None, None, 0),
+            (64, 2000, 30, 2, 8, 132, 1024, None, None, 0),
+            (7, 900, 60, 3, 5, 7, 20, None, 200, 0),
+            (7, 900, 60, 3, 5, 7, 7, 1, 200, 0),
+            (5, 3000, 1, 1, 16, 20, 60, 2, None, None),
+            (5, 3000, 9, 2, 16, 5, 60, 3, 1000, -5),
+            (300, 64, 1, 1, 1, 132, 1024, None, None, None),
+            (3, 0, 2, 1, 1, 5, 9, None, None, 0),
         )
     )
 ]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: str(w.seed))
-def test_each_block_is_one_ctas(workload):
-    work, ctas = workload.work, workload.ctas
+def test_each_block_is_in_one_share(workload):
+    work, ctas, count = workload.work, workload.ctas, workload.count
     visits, partials, of_tile = collections.Counter(), collections.Counter(), collections.defaultdict(list)
     load = collections.Counter()
-    for cta, part in parts(work, ctas, workload.max_parts):
+    for share, part in parts(work, ctas, count, workload.max_parts):
         tile = (part.batch, part.head, part.tile)
         visits.update((*tile, unit) for unit in range(part.begin, part.end))
-        load[cta] += part.end - part.begin
+        load[share] += part.end - part.begin
         of_tile[tile].append(part)
         if not part.is_whole:
             partials[part.partial] += 1
-            assert part.first_cta <= cta
+            assert part.first_share <= share
     expected = collections.Counter()
     for batch in range(len(work.lengths)):
         for tile in range(work.tiles(batch)):
@@ -265,9 +268,9 @@ def test_each_block_is_one_ctas(workload):
             for head in range(work.key_heads):
                 expected.update((batch, head, tile, unit) for unit in range(max(len(blocks), 1)))
     assert visits == expected
-    assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
+    assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * count
     # A tile's counts are those of its first partial, which no other tile has.
-    counters = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
+    counters = [of[0].first_share for of in of_tile.values() if len(of) > 1]
     assert len(set(counters)) == len(counters)
     longest = max((part.units for of in of_tile.values() for part in of), default=0)
     if workload.max_parts is None:
@@ -285,17 +288,17 @@ def test_kernel_has_this_schedule(num_splits, emulator):
     device = dataclasses.replace(H100, sm_count=7)
     made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    visited = emulator.run(made, arrays, seed_of(case), 3)["visited"]
+    visited = emulator.run(made, arrays, seed_of(case), 3)["counters"][1:].reshape(2, -1)
+    count = visited.shape[1] // 2
     work = Work(
         *(x.tolist() for x in (operands.lengths, np.ones(case.B, int), operands.left_padding)),
         *(case.K, case.N // case.K, choose_tile(cache_sizes(operands)).keys),
         right=0,
     )
     expected = np.zeros_like(visited)
-    least_share = made.launches[-1].by_path["least_share"]
-    for _, part in parts(work, 7, num_splits, least_share):
+    for _, part in parts(work, 14, count, num_splits, LEAST_SHARE, LEAST_SMALL_SHARE):
         if not part.is_whole:
-            expected[1, 2 * part.first_cta + 1] = part.units
+            expected[1, 2 * part.first_share + 1] = part.units
     np.testing.assert_array_equal(visited, expected)
     assert expected.any()
 
@@ -325,7 +328,7 @@ def test_other_devices_are_refused():
 
 
 def test_describe():
-    assert decoding.describe(*call(page=16), H100).endswith("6 stages, pages of 16 keys loaded by TMA")
+    assert decoding.describe(*call(page=16), H100).endswith("3 stages, 2 CTAs on a multiprocessor, pages of 16 keys loaded by TMA")
     assert decoding.describe(*call(page=1), H100).endswith("loaded row by row")
 
 
@@ -345,7 +348,7 @@ def of_source(kernel: Kernel) -> set:
         return set(defines.items())
     return {
         (name, defines[name])
-        for name in ("ELEMENT", "KEYS", "CONSUMERS", "PAGED", "SPLIT", "SOFT_CAP", "ALIBI", "ROTARY")
+        for name in ("ELEMENT", "KEYS", "CTAS_OF_SM", "PAGED", "SPLIT", "SOFT_CAP", "ALIBI", "ROTARY")
     }
 
 
@@ -358,4 +361,5 @@ def test_compiles_without_spills_or_warnings(kernel):
     assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
     assert re.findall(r"(\d+) bytes (?:stack|spill)", log) == ["0"] * 3, log
     (registers,) = re.findall(r"Used (\d+) registers", log)
-    assert int(registers) * THREADS[kernel] <= 65536
+    ctas = dict(kernel.defines).get("CTAS_OF_SM", 1)
+    assert int(registers) * THREADS[kernel] * ctas <= 65536

@@ -101,6 +101,6 @@ def describe_decode(shapes: CacheShapes) -> str:
     pages = "" if n.page is None else f", pages of {n.page} keys loaded {loaded}"
     dims = f"head dim {n.H}" if n.H == n.V else f"head dims {n.H} of keys and {n.V} of values"
     return (
-        f"sm_90 decode kernel for {dims}: tiles of 64 rows (queries × {n.group} heads) × {tile.keys} keys, "
-        f"{tile.stages} stages{pages}"
+        f"sm_90 decode kernel for {dims}: tiles of {tile.query_rows} rows (queries × {n.group} heads) × "
+        f"{tile.keys} keys, {tile.stages} stages, {tile.ctas_of_sm} CTAs on a multiprocessor{pages}"
     )

@@ -21,7 +21,7 @@ from jax_flash.cuda.launch_plan import (
     launch,
 )
 from jax_flash.cuda.parameters import struct
-from jax_flash.cuda.sm90.decode_tiles import ROWS, DecodeTile, choose_tile
+from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, LEAST_SMALL_SHARE, ROWS, DecodeTile, choose_tile
 from jax_flash.cuda.sm90.tensor_maps import PANEL
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
@@ -75,10 +75,12 @@ def _parameters(box: int):
         slopes_stride="int32_t",
         sinks="const float*",
         max_parts="int32_t",  # of a tile
-        least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
+        max_shares="int32_t",  # see ShareLimits
+        least_share="int32_t",
+        least_small_share="int32_t",
         partial_out="float*",  # see Partials
         partial_statistics="float2*",
-        visited="int*",
+        counters="int*",  # one of shares that CTAs came for, and those of Partials
     )
 
 
@@ -92,8 +94,8 @@ _PREPROCESS_PARAMETERS = struct(
     lse="float*",
     shape=_SHAPE,
     rotary=_ROTARY,
-    visited="int*",
-    visited_count="int32_t",
+    counters="int*",
+    counter_count="int32_t",
 )
 
 UNBOUNDED_SIDE = 1 << 30
@@ -123,8 +125,10 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """
     n, tile = cache_sizes(shapes), choose_tile(cache_sizes(shapes))
     packed = shapes.query_offsets is not None
-    ctas = min(device.sm_count, math.ceil(max_units(n, tile.keys, packed) / tile.least_share))
+    shares = math.ceil(max_units(n, tile.keys, packed) / LEAST_SHARE)
+    ctas = min(tile.ctas_of_sm * device.sm_count, shares)
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
+    shares = min(tile.shares(ctas), shares) if split else ctas
     operands = tuple(Buffer(name, x.shape, x.dtype.name) for name, x in shapes.present().items())
     caches = [b for b in operands if b.name in ("key", "value")] if n.U else []
     aliases = tuple(Alias(b.name, f"{b.name}_after") for b in caches)
@@ -135,19 +139,19 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     scratch = ()
     if split:
         scratch = (
-            Buffer("partial_out", (2 * ctas, ROWS, tile.value_dim), "float32"),
-            Buffer("partial_statistics", (2 * ctas, ROWS, 2), "float32"),
-            Buffer("visited", (2, 2 * ctas), "int32"),
+            Buffer("partial_out", (2 * shares, tile.query_rows, tile.value_dim), "float32"),
+            Buffer("partial_statistics", (2 * shares, tile.query_rows, 2), "float32"),
+            Buffer("counters", (1 + 4 * shares,), "int32"),
         )
     before = ()
     if n.U or split or packed:
-        before = (_preprocess(spec, shapes, device, 4 * ctas if split else 0),)
-    main = _decode(spec, shapes, device, tile, ctas, split)
+        before = (_preprocess(spec, shapes, device, 1 + 4 * shares if split else 0),)
+    main = _decode(spec, shapes, device, tile, ctas, shares, split)
     return LaunchPlan(operands, (out, lse, *after, *scratch), (*before, main), aliases)
 
 
 def _decode(
-    spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int, split: bool
+    spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int, shares: int, split: bool
 ) -> Launch:
     n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
     scale = spec.attention.scale
@@ -165,7 +169,8 @@ def _decode(
             ("VALUE_DIM", tile.value_dim),
             ("KEYS", tile.keys),
             ("STAGES", tile.stages),
-            ("CONSUMERS", tile.consumers),
+            ("QUERY_ROWS", tile.query_rows),
+            ("CTAS_OF_SM", tile.ctas_of_sm),
             ("PAGED", int(tile.paged)),
             ("BOX", tile.box),
             ("SPLIT", int(split)),
@@ -196,19 +201,21 @@ def _decode(
             "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
             "sinks": _pointer(shapes, "sinks"),
             "max_parts": spec.num_splits or _ANY_PARTS,
-            "least_share": tile.least_share,
+            "max_shares": shares,
+            "least_share": LEAST_SHARE,
+            "least_small_share": LEAST_SMALL_SHARE,
             "partial_out": Pointer("partial_out") if split else None,
             "partial_statistics": Pointer("partial_statistics") if split else None,
-            "visited": Pointer("visited") if split else None,
+            "counters": Pointer("counters") if split else None,
         },
     )
 
 
-def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, visited: int) -> Launch:
+def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, counters: int) -> Launch:
     """Appends what the call appends, and zeroes so many counters."""
     n = cache_sizes(shapes)
     packed = shapes.query_offsets is not None
-    work = max(visited, n.B * n.U * n.K * (n.H + n.V) // 8, n.T * n.N * n.V if packed else 0)
+    work = max(counters, n.B * n.U * n.K * (n.H + n.V) // 8, n.T * n.N * n.V if packed else 0)
     kernel = Kernel(
         source="sm90/decode/preprocess.cu",
         entry="decode_preprocess",
@@ -230,8 +237,8 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, visited: int) -
             "lse": Pointer("lse"),
             "shape": _shape_arguments(spec, shapes),
             "rotary": _rotary_arguments(shapes),
-            "visited": Pointer("visited") if visited else None,
-            "visited_count": visited,
+            "counters": Pointer("counters") if counters else None,
+            "counter_count": counters,
         },
     )
 

@@ -11,11 +11,13 @@ from jax_flash.cuda.sm90.tensor_maps import (
 )
 
 ROWS = 64
-"""Rows of a tile: queries times the query heads of one key head."""
+"""Rows of a tile, at most: queries times the query heads of one key head."""
 
 _ELEMENT_BYTES = 2
 _MAX_STAGES = 6
-_TILE_STAGES, _TILE_BYTES = 2, 88  # `Tile` in cuda/kernels/sm90/decode/traits.cuh
+_SM_BYTES = 228 << 10  # shared memory of a multiprocessor, of which each CTA takes 1 KiB more than its own
+_TILE_STAGES, _TILE_BYTES = 2, 104  # `Tile` in cuda/kernels/sm90/decode/traits.cuh
+_MAX_SHARES = 1024  # `Combination` has factors in shared memory for the root of that many partials of a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,21 +26,21 @@ class DecodeTile:
 
     head_dim: int  # padded, of queries and keys
     value_dim: int  # padded
+    query_rows: int  # of a tile, at most; a multiple of 8
     keys: int  # in a block
-    consumers: int  # warpgroups that take blocks in turn
     box: int  # keys that one TMA copy loads; 0: threads gather the rows
     paged: bool
+    ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
     @property
     def threads(self) -> int:
-        """The consumers, and a producer warp, or a warpgroup that gathers."""
-        return 128 * self.consumers + (32 if self.box else 128)
+        """The consumers, and a producer warp, or a thread for each key if they gather."""
+        return 128 + (32 if self.box else self.keys)
 
-    @property
-    def least_share(self) -> int:
-        """Blocks of a CTA, at least: one for each consumer. With fewer, more partials would be combined."""
-        return self.consumers
+    def shares(self, ctas: int) -> int:
+        """Into how many shares a split call's work is cut, at most: partials of a share take memory."""
+        return max(ctas, min(_MAX_SHARES, ctas * ROWS // self.query_rows))
 
     @property
     def shared_bytes(self) -> int:
@@ -48,34 +50,34 @@ class DecodeTile:
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
-        statistics = 4 * 4 * 128 * (self.consumers > 1)
         tiles = _TILE_STAGES * (_TILE_BYTES + 2 * 8)
-        return ROWS * key_row + self.stages * stage + statistics + tiles + 8
+        return self.query_rows * key_row + self.stages * stage + tiles + 8
 
     def fitted(self) -> "DecodeTile":
-        """With as many stages as there is room for. Each is always the same consumer's."""
-        counts = range(_MAX_STAGES, 0, -self.consumers)
-        options = (dataclasses.replace(self, stages=stages) for stages in counts)
-        return next((tile for tile in options if tile.shared_bytes <= MAX_SHARED_BYTES), self)
+        """With as many stages as there is room for."""
+        room = min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
+        options = (dataclasses.replace(self, stages=stages) for stages in range(_MAX_STAGES, 0, -1))
+        return next((tile for tile in options if tile.shared_bytes <= room), self)
+
+
+LEAST_SHARE = 2
+"""Blocks of a CTA, at least, unless there are fewer. With fewer, more partials would be combined."""
+LEAST_SMALL_SHARE = 8
+"""Blocks of a share that CTAs come for when they have done their large one."""
 
 
 def choose_tile(n: CacheSizes) -> DecodeTile:
     """The tile of a call.
 
-    TMA loads blocks if pages allow it, and two consumers compute if registers allow it and each has two
-    stages at least. Blocks have 128 keys, or 64 where that would leave too few stages. None of this was
-    measured: it follows from how much time a block's steps take, and from how long its loads do.
+    Two CTAs on a multiprocessor hide each other's waits, if shared memory has room for three stages of each.
+    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages.
     """
     dims = padded_head_dim(n.H), padded_head_dim(n.V)
-    # Registers hold the output of 64 rows, and the scores of a block beside it.
-    largest = {(1, 128): 192, (1, 64): 256, (2, 128): 128, (2, 64): 128}  # head dims of values
-    options = []
-    for (consumers, keys), value_dim in largest.items():
-        tile = DecodeTile(*dims, keys, consumers, _box(n.page, keys), n.page is not None).fitted()
-        fits = tile.stages >= 2 * consumers and tile.shared_bytes <= MAX_SHARED_BYTES
-        if fits and dims[1] <= value_dim:
-            options.append(tile)
-    return max(options, key=lambda tile: (tile.box > 0, tile.consumers, tile.keys))
+    rows = min(ROWS, -(-n.T * n.group // 8) * 8)
+    keys = 128 if sum(dims) <= 128 and (_box(n.page, 128) or not _box(n.page, 64)) else 64
+    tile = DecodeTile(*dims, rows, keys, _box(n.page, keys), n.page is not None)
+    options = (dataclasses.replace(tile, ctas_of_sm=ctas).fitted() for ctas in (2, 1))
+    return max(options, key=lambda tile: min(tile.stages, 3))
 
 
 def _box(page: int | None, keys: int) -> int:

@@ -14,6 +14,7 @@ from jax_flash.cuda.launch_plan import (
     Arguments,
     Buffer,
     Kernel,
+    Launch,
     LaunchPlan,
     Pointer,
     Zero,
@@ -63,14 +64,30 @@ _PARAMETERS = struct(
     mask_metadata=mask_metadata.FORWARD_PARAMETERS,
     next_repeat="int*",  # see cuda/kernels/sm90/forward/repeat.cuh
     dropout=dropout.PARAMETERS,
+    key_places="const KeyPlace*",  # (B), if keys and values are a cache; see cuda/kernels/common/key_place.cuh
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """The arrays that the kernel loads by TMA.
+
+    In a cache, batch rows of the call attend to those rows of `key` and `value` that `key_places` says, a
+    buffer of the plan.
+    """
+
+    query: Buffer  # (B, T, N, H)
+    key: Buffer  # (B, S, K, H); of a cache, (rows, S, K, H)
+    value: Buffer
+    in_cache: bool = False
+    has_hidden_values: bool = False  # values before those of keys that rows see may be anything
 
 
 def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
     """Every kernel that calls of this kind may run, whatever their lengths and number of heads."""
-    n, requirements = sizes(shapes), requirements_of(spec, shapes)
+    n, requirements, loaded = sizes(shapes), requirements_of(spec, shapes), loaded_of(shapes)
     return [
-        _kernel(spec, shapes, device.arch, Configuration(option.tile, pack_gqa), split_kv)
+        _kernel(spec, shapes, device.arch, Configuration(option.tile, pack_gqa), split_kv, loaded)
         for option in tile_options(requirements)
         for pack_gqa in pack_gqa_options(n.group, 64 if requirements.mask_metadata else option.tile.rows)
         for split_kv in ((False, True) if can_split_kv(requirements) else (False,))
@@ -116,7 +133,12 @@ def plan_forward_metadata(spec: AttentionSpec, shapes: Shapes, device: Device) -
 
 
 def _kernel(
-    spec: AttentionSpec, shapes: Shapes, arch: str, configuration: Configuration, split_kv: bool
+    spec: AttentionSpec,
+    shapes: Shapes,
+    arch: str,
+    configuration: Configuration,
+    split_kv: bool,
+    loaded: Loaded,
 ) -> Kernel:
     requirements, tile = requirements_of(spec, shapes), configuration.tile
     # Mask metadata includes the window.
@@ -146,6 +168,8 @@ def _kernel(
             ("SINKS", int(shapes.sinks is not None)),
             *score_mod.defines(spec, shapes),
             *mask_metadata.defines(shapes),
+            ("CACHE", int(loaded.in_cache)),
+            ("HIDDEN_VALUES", int(loaded.has_hidden_values)),
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
@@ -199,25 +223,55 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
     dropout_columns that the call has, the last as `dropout.arranged` gives it; then the results of
     `plan_forward_metadata`.
     """
+    n, loaded, tile = sizes(shapes), loaded_of(shapes), configure(spec, shapes).tile
+    operands = (
+        *(loaded.query, loaded.key, loaded.value),
+        *score_mod.buffers(shapes, (*score_mod.OPERANDS, "sinks")),
+        *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / tile.keys), tile.keys)),
+        *metadata_buffers(spec, shapes),
+    )
+    out = Buffer("out", (n.B, n.T, n.N, n.V), shapes.query.dtype.name)
+    lse = Buffer("lse", (n.B, n.N, n.T), "float32")
+    attention = plan_attention(spec, shapes, device, loaded)
+    zeroed = tuple(Zero(buffer.name) for buffer in attention.zeroed)
+    # Zeroing is no kernel to overlap.
+    main = dataclasses.replace(attention.launch, overlap_previous=not zeroed)
+    scratch = (*attention.zeroed, *attention.scratch)
+    return LaunchPlan(operands, (out, lse, *scratch), (*zeroed, main))
+
+
+def loaded_of(shapes: Shapes) -> Loaded:
+    """The arrays that the kernel loads, in a call without a cache."""
+    arrays = {"query": shapes.query, "key": shapes.key, "value": shapes.value}
+    return Loaded(**{name: Buffer(name, x.shape, x.dtype.name) for name, x in arrays.items()})
+
+
+def row_groups(spec: AttentionSpec, shapes: Shapes) -> int:
+    """How many groups of 64 rows the tiles of a batch row and head have, of whatever query heads share tiles."""
+    chosen = configure(spec, shapes)
+    return math.ceil(sizes(shapes).T * chosen.pack_gqa / chosen.tile.rows) * chosen.tile.consumers
+
+
+def metadata_buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
+    """The mask metadata that the kernel reads; none if the mask is static."""
+    return mask_metadata.forward_buffers(shapes, row_groups(spec, shapes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """The launch of the kernel, and what its plan has to provide."""
+
+    launch: Launch
+    zeroed: tuple[Buffer, ...]  # scratch memory that is zero before the launch
+    scratch: tuple[Buffer, ...]  # other scratch memory
+
+
+def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: Loaded) -> Attention:
+    """The launch that reads `loaded` and mask metadata, and writes the buffers `out` and `lse`."""
     n, requirements = sizes(shapes), requirements_of(spec, shapes)
     chosen = configure(spec, shapes)
     tile = chosen.tile
     schedule = _schedule(spec, shapes, device, chosen)
-    dtype = shapes.query.dtype.name
-    groups = math.ceil(n.T * chosen.pack_gqa / tile.rows) * tile.consumers
-    metadata = mask_metadata.forward_buffers(shapes, groups)
-    query = Buffer("query", shapes.query.shape, dtype)
-    key = Buffer("key", shapes.key.shape, dtype)
-    value = Buffer("value", shapes.value.shape, dtype)
-    key_blocks = math.ceil(n.S / tile.keys)
-    operands = (
-        *(query, key, value),
-        *score_mod.buffers(shapes, (*score_mod.OPERANDS, "sinks")),
-        *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, key_blocks, tile.keys)),
-        *metadata,
-    )
-    out = Buffer("out", (n.B, n.T, n.N, n.V), dtype)
-    lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     warps = 4 * tile.consumers
     # For each lane of a warp: its accumulators of the output, then maxima and sums of its two rows.
     partial = 32 * (requirements.value_dim // 2 + 4)
@@ -227,29 +281,30 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
     next_repeat = Buffer("next_repeat", (schedule.tiles,), "int32")
     scratch, zeroed = (), ()
     if schedule.counted:
-        scratch, zeroed = (next_tile,), (Zero("next_tile"),)
+        zeroed = (next_tile,)
     elif schedule.split_tiles:
-        scratch, zeroed = (partials, arrived), (Zero("arrived"),)
+        zeroed, scratch = (arrived,), (partials,)
     if requirements.isolates:
         scratch = (*scratch, next_repeat)
     main = launch(
-        kernel=_kernel(spec, shapes, device.arch, chosen, schedule.split_tiles > 0),
+        kernel=_kernel(spec, shapes, device.arch, chosen, schedule.split_tiles > 0, loaded),
         grid=(schedule.ctas(device), 1, 1),
         block=tile.threads,
         shared_bytes=tile.shared_bytes(requirements),
-        overlap_previous=not zeroed,  # zeroing is no kernel to overlap
+        overlap_previous=True,
         arguments={
             "maps": {
-                "query": rows_map(query, tile.rows, chosen.pack_gqa),
-                "key": rows_map(key, tile.keys),
-                "value": rows_map(value, tile.keys),
+                "query": rows_map(loaded.query, tile.rows, chosen.pack_gqa),
+                "key": rows_map(loaded.key, tile.keys),
+                "value": rows_map(loaded.value, tile.keys),
             },
-            "tile_blocks": key_blocks,
+            "tile_blocks": math.ceil(n.S / tile.keys),
             **_arguments(spec, shapes, schedule),
-            "mask_metadata": mask_metadata.forward_arguments(metadata),
+            "mask_metadata": mask_metadata.forward_arguments(metadata_buffers(spec, shapes)),
+            "key_places": Pointer("key_places") if loaded.in_cache else None,
         },
     )
-    return LaunchPlan(operands, (out, lse, *scratch), (*zeroed, main))
+    return Attention(main, zeroed, scratch)
 
 
 def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Arguments:

@@ -1,46 +1,46 @@
-// Combines the parts of a tile that several CTAs share (schedule.cuh). Each CTA leaves its partial in scratch memory and
-// counts the blocks that it has visited. Whichever CTA completes a count combines the partials. None waits.
+// Combines the parts of a tile that is in several shares (schedule.cuh). CTAs leave the partial of each in scratch memory
+// and count the blocks that they have visited. Whichever CTA completes a count combines the partials. None waits.
 //
-// One CTA would take long to read many partials. So those of a tile with many sharers are combined in groups of neighbours
-// first, by whichever CTA completes a group, into the partial of the group's first CTA. CTAs end their shares at about the
-// same time, so that groups are combined side by side.
+// One CTA would take long to read many partials. So those of a tile in many shares are combined in groups of neighbours
+// first, by whichever CTA completes a group, into the partial of the group's first share. CTAs end their shares at about
+// the same time, so that groups are combined side by side.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/schedule.cuh"
 #include "sm90/decode/store.cuh"
 
-// Barriers of a consumer warpgroup, and of all consumers.
-__device__ __forceinline__ void sync_warpgroup() { named_barrier_sync(1 + threadIdx.x / 128, 128); }
-__device__ __forceinline__ void sync_consumers() { named_barrier_sync(3, Traits::consumer_threads); }
-__device__ __forceinline__ int warpgroup_thread() { return threadIdx.x % 128; }
+// A barrier of the consumers.
+__device__ __forceinline__ void sync_consumers() { named_barrier_sync(1, Traits::consumer_threads); }
 
-// A CTA has two partials at most: of a tile that begins before its share, and of one that ends behind it.
+// A share has two partials at most: of a tile that begins before it, and of one that ends behind it.
 struct Partials {
-    float* out;          // (2 · CTAs, row, column): unnormalised
-    float2* statistics;  // (2 · CTAs, row): maximum and sum
-    int* visited;        // (2, 2 · CTAs): blocks of a group, and of a tile; each by the partial of the first CTA
+    float* out;          // (2 · shares, row, column): unnormalised
+    float2* statistics;  // (2 · shares, row): maximum and sum
+    int* visited;        // (2, 2 · shares): blocks of a group, and of a tile; each by the partial of the first share
+    int count;           // 2 · shares
 
     __device__ __forceinline__ float* row(int partial, int row) const {
-        return out + (static_cast<int64_t>(partial) * Traits::rows + row) * Traits::value_dim;
+        return out + (static_cast<int64_t>(partial) * Traits::query_rows + row) * Traits::value_dim;
     }
     __device__ __forceinline__ float2* row_statistics(int partial, int row) const {
-        return statistics + static_cast<int64_t>(partial) * Traits::rows + row;
+        return statistics + static_cast<int64_t>(partial) * Traits::query_rows + row;
     }
     __device__ __forceinline__ int* group_visited(int partial) const { return visited + partial; }
-    __device__ __forceinline__ int* tile_visited(int partial) const { return visited + 2 * gridDim.x + partial; }
+    __device__ __forceinline__ int* tile_visited(int partial) const { return visited + count + partial; }
 };
 
-// The CTAs that share a tile, numbered from its first. Some may have no part, if the call limits how many there are.
+// The shares that have a tile, numbered from its first. Some may have no part, if the call limits how many there are.
 struct Sharers {
     const Tile& tile;
     const int max_parts;
-    int count;
+    int first, count;
     int group;  // how many are combined in a first step: all, or the root of how many they are
 
     static constexpr int most_at_once = 8;
 
     __device__ __forceinline__ Sharers(const Tile& tile, int max_parts) : tile(tile), max_parts(max_parts) {
-        count = static_cast<int>((tile.start + tile.units - 1) / tile.share) + 1;
+        first = tile.shares.of(tile.start);
+        count = tile.shares.of(tile.start + tile.units - 1) - first + 1;
         group = count;
         if (count > most_at_once) {
             for (group = 3; group * group < count; ++group) continue;
@@ -49,10 +49,10 @@ struct Sharers {
 
     // Where in the tile the part of a sharer begins; the last one's ends at that of the next.
     __device__ __forceinline__ int begin(int sharer) const {
-        return part_boundary(sharer * tile.share - tile.start, tile.units, max_parts);
+        return part_boundary(tile.shares.begin(first + sharer) - tile.start, tile.units, max_parts);
     }
     __device__ __forceinline__ bool has_part(int first, int end) const { return begin(first) < begin(end); }
-    __device__ __forceinline__ int partial(int sharer) const { return 2 * (tile.first_cta + sharer) + (sharer == 0); }
+    __device__ __forceinline__ int partial(int sharer) const { return 2 * (first + sharer) + (sharer == 0); }
 };
 
 __device__ __forceinline__ void write_partial(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
@@ -75,12 +75,12 @@ __device__ __forceinline__ void write_partial(const float (&out)[Traits::value_d
 // Adds `own` blocks to a count, and returns whether that makes it `all`. Partials that others counted are visible then.
 __device__ __forceinline__ bool completes(int* visited, int own, int all, const SharedMemory& shared) {
     __threadfence();
-    sync_warpgroup();
-    if (warpgroup_thread() == 0) {
+    sync_consumers();
+    if (threadIdx.x == 0) {
         shared.is_last() = atomicAdd(visited, own) + own == all;
         __threadfence();
     }
-    sync_warpgroup();
+    sync_consumers();
     return shared.is_last();
 }
 
@@ -127,20 +127,20 @@ struct Combination {
     __device__ __forceinline__ void weigh(int rows, FactorOf factor_of, Write write) const {
 #pragma unroll 1
         for (int first_row = 0; first_row < rows; first_row += 128 / lanes) {
-            const int row = first_row + warpgroup_thread() / lanes;
+            const int row = first_row + threadIdx.x / lanes;
             const bool is_row = row < rows;
             const float2 all = statistics_of_all(is_row ? row : rows - 1);  // in which all lanes take part
             if (is_row) {
                 const float factor = factor_of(row, all);
 #pragma unroll 1
                 for (int i = threadIdx.x % lanes; i < count; i += lanes) {
-                    factors[i * Traits::rows + row] = has(i) ? exponential(statistics(i, row).x - all.x) * factor : 0;
+                    factors[i * Traits::query_rows + row] = has(i) ? exponential(statistics(i, row).x - all.x) * factor : 0;
                 }
             }
             __syncwarp();  // `write` may replace what has been read
             if (is_row && threadIdx.x % lanes == 0) write(row, all);
         }
-        sync_warpgroup();
+        sync_consumers();
     }
 
     // Adds up the rows of the partials, each times its factor, and calls `write` with the sums of four columns of a row.
@@ -150,7 +150,7 @@ struct Combination {
         constexpr int items = 4, at_once = 4;  // loads in flight: for each item, of so many partials
         const int end = rows * row_chunks;
 #pragma unroll 1
-        for (int first_item = warpgroup_thread(); first_item < end; first_item += items * 128) {
+        for (int first_item = threadIdx.x; first_item < end; first_item += items * 128) {
             float4 sums[items] = {};
 #pragma unroll 1
             for (int begin = 0; begin < count; begin += at_once) {
@@ -163,7 +163,7 @@ struct Combination {
                 });
                 for_each<at_once, items>([&](int i, int k) {
                     const int item = min(first_item + k * 128, end - 1);
-                    const float factor = begin + i < count ? factors[(begin + i) * Traits::rows + item / row_chunks] : 0;
+                    const float factor = begin + i < count ? factors[(begin + i) * Traits::query_rows + item / row_chunks] : 0;
                     if (factor == 0) return;  // of no partial: its memory may hold NaN
                     sums[k].x += values[i][k].x * factor, sums[k].y += values[i][k].y * factor;
                     sums[k].z += values[i][k].z * factor, sums[k].w += values[i][k].w * factor;
@@ -214,9 +214,10 @@ __device__ __forceinline__ void share_tile(const float (&out)[Traits::value_dim 
                                            int max_parts) {
     const Tile& tile = to.tile;
     const Sharers sharers(tile, max_parts);
-    const int own = blockIdx.x - tile.first_cta;
+    const int own = tile.share - sharers.first;
     write_partial(out, softmax, partials, sharers.partial(own), tile);
 
+    wait_for_previous_kernel();  // which zeroes the counts
     int visited = tile.part_end - tile.part_begin;
     const bool has_groups = sharers.group < sharers.count;
     if (has_groups) {

@@ -1,10 +1,9 @@
-// The consumer role of the decode kernel: warpgroups compute the 64 rows of each tile, block of keys by block of keys:
+// The consumer role of the decode kernel: a warpgroup computes the rows of each tile, block of keys by block of keys:
 //
 //     S = QK^T;  P = softmax(S) relative to the row's maximum so far;  O = O · rescale + PV
 //
-// The kernel is bound by the loads of K and V, which run ahead of it. So a warpgroup's steps follow each other, and nothing
-// of its own overlaps. Two warpgroups take blocks in turn, each relative to maxima of its own, so that the tensor cores and
-// the exponentials of one work beside those of the other.
+// The kernel is bound by the loads of K and V, which run ahead of it. So its steps follow each other, and nothing of its own
+// overlaps: another CTA of the multiprocessor computes meanwhile.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
@@ -13,7 +12,6 @@
 #include "common/warp_arrival.cuh"
 #include "sm90/decode/combine.cuh"
 #include "sm90/decode/load.cuh"
-#include "sm90/decode/merge.cuh"
 #include "sm90/decode/rotary.cuh"
 
 using wgmma::Major;
@@ -47,12 +45,13 @@ __device__ __forceinline__ int position_of(const Shape& shape, const Tile& tile,
 }
 
 // Copies a tile's rows of Q to shared memory, rotated. All consumer threads have read the one before it, and come together
-// when this one is there. Rows and columns beyond the last are 0.
+// when this one is there. Rows and columns beyond the last are 0. Of rows beyond QUERY_ROWS there is no Q: wgmma reads other
+// memory for them, and nobody reads what it makes of that.
 __device__ __forceinline__ void load_query(const ConsumerCall& call, const Tile& tile) {
     constexpr int row_chunks = Traits::head_dim / 8;
     sync_consumers();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Traits::rows * row_chunks; i += Traits::consumer_threads) {
+    for (int i = threadIdx.x; i < Traits::query_rows * row_chunks; i += Traits::consumer_threads) {
         const int index = i / row_chunks, chunk = i % row_chunks;
         uint4 words = {0, 0, 0, 0};
         if (index < tile.rows && 8 * chunk < call.shape.head_dim) {
@@ -62,7 +61,7 @@ __device__ __forceinline__ void load_query(const ConsumerCall& call, const Tile&
             words = rotated_chunk<Traits::Element, ROTARY>(call.query + first * call.shape.head_dim, chunk, call.rotary,
                                                            position);
         }
-        const int panel = chunk / 8 * descriptor::panel_bytes(Traits::rows);
+        const int panel = chunk / 8 * descriptor::panel_bytes(Traits::query_rows);
         const int offset = SharedMemory::query + panel + descriptor::swizzled_offset(index, chunk % 8);
         *reinterpret_cast<uint4*>(call.shared.data + offset) = words;
     }
@@ -138,16 +137,11 @@ __device__ __forceinline__ void mask_missing(float (&logits)[score_count], const
 
 // ---------------------------------------------------------------------------------------- a tile
 
-// Whether the block in a stage is this warpgroup's.
-__device__ __forceinline__ bool owns(const Ring& ring) {
-    return Traits::consumers == 1 || ring.stage % Traits::consumers == warp_index() / 4;
-}
-
 // Sets the values to 0, in shared memory, of keys that no row of the tile sees: memory that nobody wrote may hold NaN, and 0
-// times NaN is NaN in PV. The warpgroup comes together when it is done.
+// times NaN is NaN in PV. The consumers come together when that is done.
 __device__ __forceinline__ void clean_values(const SharedMemory& shared, int stage, const Tile& tile, int first_key,
                                              bool has_missing) {
-    const int row = warpgroup_thread(), key = first_key + row;
+    const int row = threadIdx.x, key = first_key + row;
     if (row < Traits::keys) {
         const bool is_missing = has_missing && shared.is_missing(stage)[row];
         if (is_missing || key < tile.keys.begin || key >= tile.keys.end) {
@@ -161,7 +155,7 @@ __device__ __forceinline__ void clean_values(const SharedMemory& shared, int sta
         }
     }
     fence_proxy_async();
-    sync_warpgroup();
+    sync_consumers();
 }
 
 // S = QK^T.
@@ -171,7 +165,7 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[score_count], uint
 #pragma unroll
     for (int step = 0; step < Traits::key_steps; ++step) {
         Wgmma<Traits::keys>::issue<Traits::Element, Major::K, Major::K>(
-            scores, descriptor::at(query, descriptor::k_major_offset(step, Traits::rows)),
+            scores, descriptor::at(query, descriptor::k_major_offset(step, Traits::query_rows)),
             descriptor::at(key, descriptor::k_major_offset(step, Traits::keys)), step > 0);
     }
     wgmma::commit();
@@ -201,7 +195,7 @@ __device__ __forceinline__ void multiply_values(float (&out)[out_count], const f
     wgmma::pin(out);
 }
 
-// Attends to the blocks of a part of a tile: all, or those in the warpgroup's stages.
+// Attends to the blocks of a part of a tile.
 __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, const Tile& tile, float (&out)[out_count],
                                        OnlineSoftmax& softmax) {
     const SharedMemory& shared = call.shared;
@@ -213,7 +207,6 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
     const uint32_t first_value_block = descriptor::mn_major_low(shared.value_block(0), Traits::keys);
 #pragma unroll 1
     for (int block = tile.first; block < tile.last; ++block, ring.advance()) {
-        if (!owns(ring)) continue;
         const int stage = ring.stage, first_key = block * Traits::keys, end_key = first_key + Traits::keys;
         float scores[score_count];
         mbarrier::wait(shared.key_full(stage), ring.parity);
@@ -257,11 +250,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
 
         float out[out_count] = {};
         OnlineSoftmax softmax;
-        // The warpgroup that owns the tile's first block writes its results.
-        const bool is_finisher = owns(ring);
         if (tile.first < tile.last) attend(call, ring, tile, out, softmax);
-        if (Traits::consumers > 1 && tile.last - tile.first > 1) merge(out, softmax, shared, is_finisher);
-        if (!is_finisher) continue;
         if (!Traits::split || tile.is_whole()) {
             write_row<0>(out, softmax, call.results, call.shape, tile);
             write_row<1>(out, softmax, call.results, call.shape, tile);

@@ -1,17 +1,20 @@
 // Attention on a key-value cache for Hopper: few queries of each sequence, and many keys.
 //
-// The kernel reads the cache once, and that is what it costs. A persistent CTA has an equal share of all key blocks
-// (schedule.cuh), and its warps have two roles:
+// The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is room,
+// take shares of all key blocks (schedule.cuh). Their warps have two roles:
 //
-//   consumers  consumer.cuh  one or two warpgroups compute tiles of 64 rows: queries times the query heads of one key head
-//   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by the threads of a warpgroup
+//   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
+//   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads
 //
 // CTAs that share a tile leave partial results, and the last of them combines these (combine.cuh).
+//
+// If there is a preprocess (preprocess.cu), it has waited for all kernels ahead of it before this one starts. So this one
+// waits for it only where it reads what the preprocess writes, and at its end, so that kernels behind it needn't know.
 #include "parameters.cuh"
 #include "sm90/decode/consumer.cuh"
 #include "sm90/decode/load.cuh"
 
-extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
+extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm)
     decode(const __grid_constant__ Parameters parameters) {
     unsigned char* shared_memory = dynamic_shared_memory();
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
@@ -22,31 +25,36 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         for (int stage = 0; stage < Traits::stages; ++stage) {
             mbarrier::init(shared.key_full(stage), Traits::full_arrivals);
             mbarrier::init(shared.value_full(stage), Traits::full_arrivals);
-            mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each warp of its consumer
+            mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
         }
         for (int stage = 0; stage < Traits::tile_stages; ++stage) {
             mbarrier::init(shared.tile_full(stage), 1);
-            mbarrier::init(shared.tile_empty(stage), 4 * Traits::consumers * warp_arrivals);
+            mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
         }
         mbarrier::fence_init();
     }
     __syncthreads();
     allow_next_kernel();
-    wait_for_previous_kernel();
+    const Shape& shape = parameters.shape;
+    const bool has_preprocess = Traits::split || shape.appended > 0 || shape.query_offsets;
+    if (!has_preprocess) wait_for_previous_kernel();
 
     if (warp_index() >= Traits::consumer_threads / 32) {
-        produce({parameters.cache, shared, parameters.shape}, parameters.max_parts, parameters.least_share);
+        const ShareLimits limits{parameters.max_shares, parameters.least_share, parameters.least_small_share};
+        produce({parameters.cache, shared, shape, limits, parameters.max_parts, parameters.counters});
     } else {
         consume({shared,
-                 parameters.shape,
+                 shape,
                  parameters.rotary,
                  parameters.query,
                  {parameters.out, parameters.lse, parameters.sinks},
-                 {parameters.partial_out, parameters.partial_statistics, parameters.visited},
+                 {parameters.partial_out, parameters.partial_statistics, parameters.counters + 1,
+                  2 * parameters.max_shares},
                  parameters.scale,
                  parameters.soft_cap,
                  parameters.slopes,
                  parameters.slopes_stride,
                  parameters.max_parts});
     }
+    wait_for_previous_kernel();
 }

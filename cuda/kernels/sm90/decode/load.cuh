@@ -9,10 +9,38 @@ struct LoadCall {
     const Cache& cache;
     const SharedMemory& shared;
     const Shape& shape;
+    const ShareLimits& limits;
+    const int max_parts;      // of a tile
+    int* const handed_out;    // how many shares were, beyond the first of each CTA
+};
+
+// Waits for the preprocess, before the first block is loaded that may have keys which the preprocess appends. Where two
+// sequences may have the same memory, any block may.
+struct AppendedKeys {
+    bool waits;
+    const bool is_shared;
+
+    __device__ __forceinline__ AppendedKeys(const Shape& shape)
+        : waits(shape.appended > 0), is_shared(shape.page_table || shape.batch_index) {}
+
+    __device__ __forceinline__ void wait_for(const Shape& shape, const Tile& tile, int block) {
+        if (waits && (is_shared || (block + 1) * Traits::keys > shape.lengths[tile.batch])) {
+            wait_for_previous_kernel();
+            waits = false;
+        }
+    }
 };
 
 using Ring = PipelineState<Traits::stages>;
 using TileRing = PipelineState<Traits::tile_stages>;
+
+__device__ __forceinline__ void sync_producer() {
+    if constexpr (Traits::gathers) {
+        named_barrier_sync(2, Traits::producer_threads);
+    } else {
+        __syncwarp();
+    }
+}
 
 #if BOX
 #include "sm90/decode/load_tma.cuh"
@@ -29,15 +57,32 @@ __device__ __forceinline__ void hand_out(const SharedMemory& shared, TileRing& r
     ring.advance();
 }
 
-__device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int least_share) {
-    Schedule schedule(call.shape, max_parts, least_share);
+// The share that comes next for this CTA. All threads of the producer call it.
+__device__ __forceinline__ int next_share(const LoadCall& call, const Schedule& schedule) {
+    if (!Traits::split || schedule.shares.large_count == call.limits.count) return call.limits.count;
+    if (threadIdx.x == Traits::consumer_threads) {
+        wait_for_previous_kernel();  // which zeroes the count
+        call.shared.next_share() = gridDim.x + atomicAdd(call.handed_out, 1);
+    }
+    sync_producer();
+    const int share = call.shared.next_share();
+    sync_producer();  // before it is written again
+    return share;
+}
+
+__device__ __forceinline__ void produce(const LoadCall& call) {
+    Schedule schedule(call.shape, call.max_parts, call.limits);
+    AppendedKeys appended(call.shape);
     Ring ring;
     TileRing tile_ring;
     Tile tile;
 #pragma unroll 1
-    while (schedule.next(tile)) {
-        hand_out(call.shared, tile_ring, tile);
-        load_blocks(call, ring, tile);
+    for (int share = blockIdx.x; schedule.enter(share); share = next_share(call, schedule)) {
+#pragma unroll 1
+        while (schedule.next(tile)) {
+            hand_out(call.shared, tile_ring, tile);
+            load_blocks(call, ring, tile, appended);
+        }
     }
     tile.batch = Tile::no_more;
     hand_out(call.shared, tile_ring, tile);

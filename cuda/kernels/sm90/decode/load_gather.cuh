@@ -1,9 +1,7 @@
-// Loads blocks of keys and values row by row, from pages of any size. A warpgroup copies them in chunks of 16 bytes, which
-// arrive asynchronously, so that all stages are in flight.
+// Loads blocks of keys and values row by row, from pages of any size. As many threads as a block has keys copy them in chunks
+// of 16 bytes, which arrive asynchronously, so that all stages are in flight.
 #pragma once
 #include "ptx/async_copy.cuh"
-
-constexpr int gather_barrier = 4;  // a named barrier of the producer's threads
 
 __device__ __forceinline__ void prepare_loads(const Cache&) {}
 
@@ -28,15 +26,15 @@ __device__ __forceinline__ void gather(uint32_t block, const Traits::Element* ca
     async_copy::arrive_when_done(full);
 }
 
-__device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, const Tile& tile) {
+__device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, const Tile& tile,
+                                            AppendedKeys& appended) {
     const SharedMemory& shared = call.shared;
     const Shape& shape = call.shape;
     const int thread = threadIdx.x - Traits::consumer_threads;
-    const bool has_key = thread < Traits::keys;
     auto is_seen = [&](int key) { return key >= tile.keys.begin && key < tile.keys.end; };
     auto page_at = [&](int block) {
         const int key = block * Traits::keys + thread;
-        return has_key && block < tile.last && is_seen(key) ? page_of(shape, tile.batch, key) : -1;
+        return block < tile.last && is_seen(key) ? page_of(shape, tile.batch, key) : -1;
     };
     const auto* keys = call.cache.key + key_head_of(shape, tile.key_head) * shape.head_dim;
     const auto* values = call.cache.value + value_head_of(shape, tile.key_head) * shape.value_dim;
@@ -47,15 +45,19 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
     for (int block = tile.first; block < tile.last; ++block) {
         const int next_page = page_at(block + 1);  // looked up while this block is waited for
         const int stage = ring.stage, key = block * Traits::keys + thread;
+        appended.wait_for(shape, tile, block);
         mbarrier::wait(shared.empty(stage), ring.parity ^ 1);
         const int64_t row = row_on_page(shape, page, key);
-        const bool some_missing = __any_sync(all_lanes, has_key && row == no_row);
-        if (has_key) {
-            shared.cache_rows(stage)[thread] = row;
-            shared.is_missing(stage)[thread] = row == no_row;
+        const bool some_missing = __any_sync(all_lanes, row == no_row);
+        shared.cache_rows(stage)[thread] = row;
+        shared.is_missing(stage)[thread] = row == no_row;
+        if (thread % 32 == 0) {
+            constexpr int warps = Traits::producer_threads / 32;
+            for (int i = thread / 32; i < 4; i += warps) {
+                reinterpret_cast<uint32_t*>(&shared.has_missing(stage))[i] = some_missing;
+            }
         }
-        if (thread % 32 == 0) reinterpret_cast<uint32_t*>(&shared.has_missing(stage))[thread / 32] = some_missing;
-        named_barrier_sync(gather_barrier, Traits::producer_threads);
+        sync_producer();
         gather<Traits::head_dim>(shared.key_block(stage), keys, shared.cache_rows(stage), heads * shape.head_dim,
                                  shape.head_dim, shared.key_full(stage));
         gather<Traits::value_dim>(shared.value_block(stage), values, shared.cache_rows(stage), heads * shape.value_dim,

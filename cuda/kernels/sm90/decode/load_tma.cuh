@@ -30,7 +30,8 @@ __device__ __forceinline__ void note_missing(const SharedMemory& shared, int sta
     }
 }
 
-__device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, const Tile& tile) {
+__device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, const Tile& tile,
+                                            AppendedKeys& appended) {
     const SharedMemory& shared = call.shared;
     const Shape& shape = call.shape;
     const int box = threadIdx.x % 32, layer = layer_of(shape);
@@ -49,6 +50,7 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
     for (int block = tile.first; block < tile.last; ++block) {
         const int next_page = page_at(block + 1);  // looked up while this block is waited for
         const int stage = ring.stage;
+        appended.wait_for(shape, tile, block);
         mbarrier::wait(shared.empty(stage), ring.parity ^ 1);
         const bool is_there = static_cast<uint32_t>(page) < static_cast<uint32_t>(shape.cache_rows);
         if constexpr (Traits::paged) note_missing(shared, stage, has_box && !is_there);

@@ -55,10 +55,10 @@ extern "C" __global__ void __launch_bounds__(threads)
     decode_preprocess(const __grid_constant__ Parameters parameters) {
     const Shape& shape = parameters.shape;
     const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, stride = gridDim.x * threads;
-    allow_next_kernel();
     wait_for_previous_kernel();
+    allow_next_kernel();  // the decode kernel relies on this order: it may read at once what kernels ahead of this one wrote
 #pragma unroll 1
-    for (int64_t i = first; i < parameters.visited_count; i += stride) parameters.visited[i] = 0;
+    for (int64_t i = first; i < parameters.counter_count; i += stride) parameters.counters[i] = 0;
     const int64_t rows = static_cast<int64_t>(shape.batch) * shape.appended * shape.key_heads;
     const int64_t chunks = rows * ((shape.head_dim + shape.value_dim) / chunk_elements);
 #pragma unroll 1

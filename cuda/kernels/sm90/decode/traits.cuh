@@ -6,7 +6,8 @@
 //   VALUE_DIM      head dim of values and of the output, likewise
 //   KEYS           keys in a block
 //   STAGES         blocks of keys and values in flight
-//   CONSUMERS      consumer warpgroups. Two take blocks in turn, and add up their results at a tile's end
+//   QUERY_ROWS     rows that tiles have at most, rounded up to a multiple of 8
+//   CTAS_OF_SM     CTAs that share a multiprocessor
 //   PAGED          1: the cache consists of pages
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
@@ -24,10 +25,11 @@ struct Traits {
     using Element = ELEMENT;
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int value_dim = VALUE_DIM;
-    static constexpr int rows = 64;  // of a tile: those of a warpgroup's wgmma
+    static constexpr int rows = 64;  // of a tile: those of a warpgroup's wgmma …
+    static constexpr int query_rows = QUERY_ROWS;  // … of which so many are in use, at most
     static constexpr int keys = KEYS;
     static constexpr int stages = STAGES;
-    static constexpr int consumers = CONSUMERS;
+    static constexpr int ctas_of_sm = CTAS_OF_SM;
     static constexpr bool paged = PAGED;
     static constexpr bool gathers = BOX == 0;
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
@@ -39,29 +41,45 @@ struct Traits {
     static constexpr int key_steps = head_dim / 16;  // wgmmas of QK^T
     static constexpr int value_steps = keys / 16;    // … of PV
 
-    static constexpr int consumer_threads = 128 * consumers;
-    static constexpr int producer_threads = gathers ? 128 : 32;
+    static constexpr int consumer_threads = 128;
+    static constexpr int producer_threads = gathers ? keys : 32;
     static constexpr int threads = consumer_threads + producer_threads;
     static constexpr int full_arrivals = gathers ? producer_threads : boxes;  // at a stage's barriers, from the producer
 
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
-    static constexpr int query_bytes = key_panels * descriptor::panel_bytes(rows);
+    static constexpr int query_bytes = key_panels * descriptor::panel_bytes(query_rows);
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
     static constexpr int tile_stages = 2;
-    static constexpr int statistics_bytes = consumers > 1 ? 4 * sizeof(float) * 128 : 0;  // see merge.cuh
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "N of PV is at most 256");
     static_assert(keys == 64 || keys == 128, "a thread of the warpgroup looks after each key of a block");
+    static_assert(query_rows % 8 == 0 && query_rows <= rows, "panels of Q consist of the swizzle's atoms");
     static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
-    static_assert(consumers == 1 || consumers == 2 && stages % 2 == 0, "a stage always is the same warpgroup's");
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
 };
 
-// A part of a tile: the key blocks [first, last) that one CTA visits for the tile's rows. Row r of a sequence and key head
-// is head r % group of query r / group.
+// How all units are shared out (schedule.cuh): so many large shares, and then small ones.
+struct Shares {
+    int64_t large, small;  // units of a share
+    int large_count;
+
+    // The first unit of a share.
+    __device__ __forceinline__ int64_t begin(int share) const {
+        const int smaller = max(share - large_count, 0);
+        return (share - smaller) * large + smaller * small;
+    }
+    // The share that has a unit.
+    __device__ __forceinline__ int of(int64_t unit) const {
+        const int64_t beyond = unit - large_count * large;
+        return static_cast<int>(beyond < 0 ? unit / large : large_count + beyond / small);
+    }
+};
+
+// A part of a tile: the key blocks [first, last) that one share has of it, for the tile's rows. Row r of a sequence and key
+// head is head r % group of query r / group.
 struct Tile {
     static constexpr int no_more = -1;  // as batch: there are no more tiles
 
@@ -76,9 +94,9 @@ struct Tile {
     int units;       // blocks of the whole tile
     int part_begin;  // the part's first
     int part_end;
-    int first_cta;   // the first CTA whose share has some of the tile
-    int64_t start;   // the tile's first unit, counted from the start of that CTA's share …
-    int64_t share;   // … which has so many, as all have
+    int share;       // whose part it is
+    int64_t start;   // the tile's first unit among those of all tiles
+    Shares shares;
 
     __device__ bool exists() const { return batch != no_more; }
     __device__ bool is_whole() const { return part_begin == 0 && part_end == units; }
@@ -93,13 +111,12 @@ struct SharedMemory {
     static constexpr int key = query + Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int rows = value + Traits::stages * Traits::value_bytes;
-    static constexpr int statistics = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
-    static constexpr int tiles = statistics + Traits::statistics_bytes;
+    static constexpr int tiles = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
     static constexpr int missing = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
-    static constexpr int arrival = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
-    static constexpr int bytes = arrival + 8;
+    static constexpr int messages = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
+    static constexpr int bytes = messages + 8;
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile() const { return base + query; }
@@ -114,13 +131,13 @@ struct SharedMemory {
     __device__ uint4& has_missing(int stage) const { return reinterpret_cast<uint4*>(data + missing)[stage]; }
     // … and a byte for each key, 1 if it isn't there. They are written only if some key isn't.
     __device__ unsigned char* is_missing(int stage) const { return data + missing_keys + stage * Traits::keys; }
-    // What consumers exchange when they merge their results (merge.cuh).
-    __device__ float* exchanged_values() const { return reinterpret_cast<float*>(data + query); }
-    __device__ float* exchanged_statistics() const { return reinterpret_cast<float*>(data + statistics); }
     // What `combine.cuh` multiplies partials by. No tile's Q is in use then.
     __device__ float* factors() const { return reinterpret_cast<float*>(data + query); }
+    static constexpr int max_factors = Traits::query_bytes / sizeof(float) / Traits::query_rows;  // of a row
     // Whether this CTA was the last to arrive at a tile.
-    __device__ int& is_last() const { return *reinterpret_cast<int*>(data + arrival); }
+    __device__ int& is_last() const { return reinterpret_cast<int*>(data + messages)[0]; }
+    // The share that the producer is to go to.
+    __device__ int& next_share() const { return reinterpret_cast<int*>(data + messages)[1]; }
 
     __device__ uint32_t key_full(int stage) const { return base + barriers + 8 * stage; }
     __device__ uint32_t value_full(int stage) const { return key_full(stage) + 8 * Traits::stages; }

@@ -15,6 +15,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 #include "common/warp_arrival.cuh"
+#include "sm90/forward/hidden_values.cuh"
 #include "sm90/forward/repeat.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/split_kv.cuh"
@@ -164,6 +165,12 @@ struct TileConsumer {
             for (; block >= blocks.first; --block) next_block<true>();
         }
         rescale_out();
+        if constexpr (Traits::hidden_values) {
+            mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
+            // The tile's first row is the first to see any key.
+            const int begin = call.shared.row_keys(rings.query.stage)[0].begin;
+            clean_hidden_values(call.shared, rings.value.stage, begin - blocks.first * Traits::keys);
+        }
         release_query(call, rings, lane);
         issue_early_pv();
         issue_late_pv();

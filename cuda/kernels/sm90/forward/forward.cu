@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
 
     if (warp_index() < 4) {
         if constexpr (Traits::consumers > 1) release_registers<Traits::producer_registers>();
-        const LoadCall call{parameters.maps, shared, shape, split_kv, parameters.l2_head_group, dropout};
+        const LoadCall call{parameters.maps,          shared,  shape,                split_kv,
+                            parameters.l2_head_group, dropout, parameters.key_places};
         const int warp = warp_index();
         if (warp == 0) {  // the thread that loads is alone here, which ptxas needs to know for uniform registers
             if (elect_one()) produce(call, parameters.next_tile);

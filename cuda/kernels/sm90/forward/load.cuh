@@ -37,7 +37,15 @@ struct LoadCall {
     const SplitKV& split_kv;
     const int l2_head_group;
     const Dropout& dropout;
+    const KeyPlace* key_places;  // of each batch row, if K and V are a cache
 };
+
+// Where the keys of a batch row are. A cache's place is read for each block: kept for a tile, it would change how ptxas
+// allocates the registers of kernels without a cache.
+__device__ __forceinline__ KeyPlace key_place(const LoadCall& call, int batch) {
+    if constexpr (!Traits::cache) return {batch, 0};
+    return call.key_places[batch];
+}
 
 // Tells the consumers of a tile, and loads its Q unless the tile is skipped.
 __device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, const Tile& tile) {
@@ -67,9 +75,10 @@ __device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, c
 __device__ __forceinline__ void load_key(const LoadCall& call, const Rings& rings, int batch, int key_head,
                                          int block, uint32_t full) {
     const SharedMemory& shared = call.shared;
+    const KeyPlace place = key_place(call, batch);
     mbarrier::wait(shared.key_empty(rings.key.stage), rings.key.parity ^ 1);
     load_panels(shared.key_block(rings.key.stage), call.maps.key, full, Traits::key_panels, Traits::keys, key_head,
-                block * Traits::keys, batch, Traits::hash_bytes);
+                place.first_key + block * Traits::keys, place.row, Traits::hash_bytes);
     if constexpr (Traits::dropout) {
         const int blocks = ceil_div(call.shape.keys, Traits::keys);
         const int64_t hashes = (static_cast<int64_t>(batch) * blocks + block) * Traits::keys;
@@ -82,9 +91,10 @@ __device__ __forceinline__ void load_key(const LoadCall& call, const Rings& ring
 __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& rings, int batch, int key_head,
                                            int block, uint32_t full) {
     const SharedMemory& shared = call.shared;
+    const KeyPlace place = key_place(call, batch);
     mbarrier::wait(shared.value_empty(rings.value.stage), rings.value.parity ^ 1);
     load_panels(shared.value_block(rings.value.stage), call.maps.value, full, Traits::value_panels, Traits::keys,
-                key_head, block * Traits::keys, batch);
+                key_head, place.first_key + block * Traits::keys, place.row);
 }
 
 // Tiles come by stride. Where they take unequally long they come from the counter `next_tile`, which all CTAs share.

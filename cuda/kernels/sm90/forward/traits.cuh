@@ -18,6 +18,8 @@
 //   SINKS          1: attention sinks
 //   MASK_METADATA  1: which keys rows see is known only at run time, and includes the window (mask_metadata.cuh)
 //   SEGMENTS       1: besides, rows see only keys of their own segment
+//   CACHE          1: K and V are a key-value cache, and KeyPlace says where a batch row's keys are
+//   HIDDEN_VALUES  1: in it, values of keys before those that rows see may be anything (hidden_values.cuh)
 //   SHARED_BYTES   dynamic shared memory of the launch
 // and those of common/score_mod.cuh and common/dropout.cuh.
 #pragma once
@@ -44,6 +46,8 @@ struct Traits {
     static constexpr bool split_kv = SPLIT_KV;
     static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
+    static constexpr bool cache = CACHE;
+    static constexpr bool hidden_values = HIDDEN_VALUES;
     static constexpr bool has_left = HAS_LEFT || mask_metadata;  // sides that may hide keys
     static constexpr bool has_right = HAS_RIGHT || mask_metadata;
     static constexpr int score_sign = SCORE_SIGN;
@@ -93,6 +97,8 @@ struct Traits {
                   "some steps of PV are issued before the maxima, and the rest after");
     static_assert(!split_kv || !(has_left || has_right), "split tiles are assumed to be of one length");
     static_assert(rows % pack_gqa == 0, "all heads of a query are in one tile");
+    static_assert(!cache || (mask_metadata && !dropout), "a cache's lengths are data; hashes are of batch rows");
+    static_assert(cache || !hidden_values, "only the metadata of caches says where a tile's keys begin");
 };
 
 // A tile of rows, and the key blocks [first, last) that it visits. It is skipped if there are none.
