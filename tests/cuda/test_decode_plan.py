@@ -328,7 +328,9 @@ def test_other_devices_are_refused():
 
 
 def test_describe():
-    assert decoding.describe(*call(page=16), H100).endswith("3 stages, 2 CTAs on a multiprocessor, pages of 16 keys loaded by TMA")
+    assert decoding.describe(*call(page=16), H100).endswith(
+        "3 stages, 2 CTAs on a multiprocessor, pages of 16 keys loaded by TMA"
+    )
     assert decoding.describe(*call(page=1), H100).endswith("loaded row by row")
 
 

@@ -1,0 +1,117 @@
+"""Times the CUDA decode kernel under several settings of its plan, on one GPU.
+
+    python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
+
+A setting changes constants of jax_flash/cuda/sm90/decode_tiles.py, or how many CTAs share a multiprocessor.
+Each row has a call, a setting, and the kernel time of the call, in shuffled rounds.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import decode_programs
+import jax
+import record
+import rounds
+import timing
+from decode_cases import LARGE, SMALL, Call
+
+from jax_flash.cuda.sm90 import decode_plan, decode_tiles
+
+CALLS = (
+    LARGE,
+    SMALL,
+    Call(1, 8192, 32, 8),
+    Call(4, 32768, 32, 32),
+    Call(64, 2048, 32, 8),
+    Call(128, 512, 28, 4),
+    Call(64, 8192, 32, 8, lengths="uniform"),
+    Call(64, 131072, 16, 2, lengths="one long"),
+    dataclasses.replace(LARGE, queries=8),
+    dataclasses.replace(LARGE, page=16),
+    dataclasses.replace(LARGE, page=1),
+)
+SETTINGS: dict[str, dict[str, int]] = {
+    "as it is": {},
+    "no small shares": {"LEAST_SMALL_SHARE": 1 << 20},
+    "small shares of 4 blocks": {"LEAST_SMALL_SHARE": 4},
+    "small shares of 16 blocks": {"LEAST_SMALL_SHARE": 16},
+    "shares of 1 block": {"LEAST_SHARE": 1},
+    "shares of 4 blocks": {"LEAST_SHARE": 4},
+    "one CTA": {"ctas_of_sm": 1},
+    "one CTA, no small shares": {"ctas_of_sm": 1, "LEAST_SMALL_SHARE": 1 << 20},
+}
+
+
+@contextlib.contextmanager
+def set_to(changes: dict[str, int]) -> Iterator[None]:
+    """Plans made meanwhile have these settings."""
+    constants = {name: value for name, value in changes.items() if name.isupper()}
+    with contextlib.ExitStack() as stack:
+        for name, value in constants.items():
+            stack.enter_context(mock.patch.object(decode_plan, name, value))
+        if "ctas_of_sm" in changes:
+            stack.enter_context(
+                mock.patch.object(decode_plan, "choose_tile", _tile_of(changes["ctas_of_sm"]))
+            )
+        yield
+
+
+def _tile_of(ctas: int):
+    def choose(n):
+        tile = decode_tiles.choose_tile(n)
+        return dataclasses.replace(tile, ctas_of_sm=ctas).fitted()
+
+    return choose
+
+
+def measure(call: Call, of_rounds: int) -> list[dict]:
+    inputs = decode_programs.Arrays(call).inputs(call)
+    attend = decode_programs.attend(call, "jax_flash_cuda")
+
+    def prepare(setting: str):
+        jax.clear_caches()  # of what was traced under another setting
+        with set_to(SETTINGS[setting]):
+            compiled = jax.jit(attend).lower(*inputs).compile()
+        return compiled, compiled(*inputs)
+
+    def figures(compiled) -> dict[str, float]:
+        return {"kernel_us": 1e3 * timing.milliseconds(compiled, *inputs)}
+
+    found = rounds.measure(list(SETTINGS), prepare, figures, of_rounds)
+    return [
+        {"case": name_of(call), "setting": setting, "bytes": call.bytes_read, **found[setting]}
+        for setting in SETTINGS
+    ]
+
+
+def name_of(call: Call) -> str:
+    return call.label if call.page is None else f"{call.label} pages of {call.page}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    result = record.environment() | {"rows": []}
+    print(record.heading(result))
+    for call in CALLS:
+        rows = measure(call, options.rounds)
+        result["rows"] += rows
+        cells = [f"{row['setting']} {row.get('kernel_us', float('nan')):.1f}" for row in rows]
+        print(f"{name_of(call)}: {'; '.join(cells)}", flush=True)
+        for row in rows:
+            if "error" in row:
+                print(f"  {row['setting']}: {row['error'][:200]}", flush=True)
+        if options.out:
+            record.write(result, options.out)
+
+
+if __name__ == "__main__":
+    main()
