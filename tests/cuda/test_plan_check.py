@@ -186,7 +186,7 @@ def parameters_of(value) -> list:
         (edited(lambda v: launch_of(v)[4].__setitem__(19, float("nan"))), "it has a number NaN"),
         (
             edited(lambda v: parameters_of(v)[1].pop()),
-            counts(COUNT - 4, COUNT),
+            counts(COUNT - 1, COUNT),
         ),
         (edited(lambda v: parameters_of(v)[1].__setitem__(1, ["out", "char"])), "has type 'char'"),
         (edited(lambda v: parameters_of(v)[1].__setitem__(1, ["a; b", "int*"])), "'a; b' is no name"),

@@ -233,11 +233,10 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
     out = Buffer("out", (n.B, n.T, n.N, n.V), shapes.query.dtype.name)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     attention = plan_attention(spec, shapes, device, loaded)
-    zeroed = tuple(Zero(buffer.name) for buffer in attention.zeroed)
+    zeroed = tuple(map(Zero, attention.zeroed))
     # Zeroing is no kernel to overlap.
     main = dataclasses.replace(attention.launch, overlap_previous=not zeroed)
-    scratch = (*attention.zeroed, *attention.scratch)
-    return LaunchPlan(operands, (out, lse, *scratch), (*zeroed, main))
+    return LaunchPlan(operands, (out, lse, *attention.scratch), (*zeroed, main))
 
 
 def loaded_of(shapes: Shapes) -> Loaded:
@@ -262,8 +261,8 @@ class Attention:
     """The launch of the kernel, and what its plan has to provide."""
 
     launch: Launch
-    zeroed: tuple[Buffer, ...]  # scratch memory that is zero before the launch
-    scratch: tuple[Buffer, ...]  # other scratch memory
+    scratch: tuple[Buffer, ...]
+    zeroed: tuple[str, ...]  # those buffers of it that have to be zero before the launch
 
 
 def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: Loaded) -> Attention:
@@ -281,9 +280,9 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
     next_repeat = Buffer("next_repeat", (schedule.tiles,), "int32")
     scratch, zeroed = (), ()
     if schedule.counted:
-        zeroed = (next_tile,)
+        scratch, zeroed = (next_tile,), ("next_tile",)
     elif schedule.split_tiles:
-        zeroed, scratch = (arrived,), (partials,)
+        scratch, zeroed = (partials, arrived), ("arrived",)
     if requirements.isolates:
         scratch = (*scratch, next_repeat)
     main = launch(
@@ -304,7 +303,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
             "key_places": Pointer("key_places") if loaded.in_cache else None,
         },
     )
-    return Attention(main, zeroed, scratch)
+    return Attention(main, scratch, zeroed)
 
 
 def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Arguments:
