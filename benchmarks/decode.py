@@ -14,6 +14,8 @@ kernel reads half as many bytes and writes them: its time is that of the call at
   paged        pages of several sizes, anywhere in their pool, beside the same keys without pages
   speculative  four and eight queries of each sequence beside one
   append       a new key of each sequence, and rotary embeddings, beside attention alone
+  prefill      chunks of prompts, 256 to 2048 queries, beside `flash_attention` to the same keys; with TFLOP/s. JAX has
+               cuDNN's causal attention with the first query at the first key alone
 
 Ratios are of rates by kernel time: `to_best_peer`, `to_cudnn`, `to_copy`, and `to_base`, the case's first
 variant; `step_to_best_peer` is of steps. `beyond_base_us` and `step_beyond_base_us` are how much longer than
@@ -79,6 +81,8 @@ def measure(
         row |= {"bytes": call.bytes_read, **result}
         if row.get("kernel_us", 0) > 0:
             row["GB/s"] = call.bytes_read / row["kernel_us"] / 1e3
+            if case.group == "prefill":
+                row["TFLOP/s"] = call.flops / row["kernel_us"] / 1e6
         rows.append(row)
     return rows
 
@@ -181,7 +185,16 @@ def targets(rows: Sequence[dict]) -> list[dict]:
 
 
 def show(row: dict) -> None:
-    names = ("kernel_us", "step_us", "GB/s", "to_best_peer", "step_to_best_peer", "to_cudnn", "to_copy")
+    names = (
+        "kernel_us",
+        "step_us",
+        "GB/s",
+        "TFLOP/s",
+        "to_best_peer",
+        "step_to_best_peer",
+        "to_cudnn",
+        "to_copy",
+    )
     names += ("to_base", "beyond_base_us", "step_beyond_base_us")
     cells = "".join(f"  {name} {row[name]:.4g}" for name in names if name in row)
     print(f"  {row['variant']:14}{row['contender']:18}{cells}  {row.get('error', '')[:160]}", flush=True)

@@ -11,7 +11,7 @@ MEGABYTE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Attention of a step of decoding to a key-value cache."""
+    """Attention of a step of decoding, or of a chunk of a prompt, to a key-value cache."""
 
     batch: int
     capacity: int  # keys that a sequence has room for
@@ -24,6 +24,7 @@ class Call:
     appended: int = 0  # of `key_lengths`
     rotary: bool = False
     dtype: str = "bfloat16"
+    by_flash_attention: bool = False  # causal attention to the same keys, which isn't told of a cache
 
     @property
     def label(self) -> str:
@@ -54,6 +55,13 @@ class Call:
         """Of the keys and values that sequences have."""
         return int(self.key_lengths.sum()) * self.kv_heads * 2 * self.head_dim * ELEMENT_BYTES
 
+    @property
+    def flops(self) -> int:
+        """Of the products, over all pairs of a query and a key that it sees."""
+        keys_of_last = self.key_lengths.astype(np.int64)[:, None]
+        pairs = np.maximum(keys_of_last - np.arange(self.queries), 0).sum()
+        return int(pairs) * self.heads * 4 * self.head_dim
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -82,6 +90,12 @@ def _variants(group: str, base: Call, variants: dict[str, dict]) -> Case:
 LARGE = Call(16, 8192, 32, 8)
 SMALL = Call(1, 1024, 32, 8)
 PAGES = (16, 64, 256, 1)
+CHUNKS = (
+    Call(1, 16384, 32, 8, queries=512),
+    Call(4, 8192, 32, 8, queries=256),
+    Call(1, 32768, 32, 8, queries=2048),
+)
+PREFILL = {"no cache": {"by_flash_attention": True}, "cache": {}}
 SPECULATIVE = {f"{queries} queries": {"queries": queries} for queries in (1, 4, 8)}
 APPENDED = {
     "attention": {},
@@ -110,6 +124,7 @@ GROUPS: dict[str, list[Case]] = {
     ],
     "speculative": [_variants("speculative", base, SPECULATIVE) for base in (LARGE, SMALL)],
     "append": [_variants("append", base, APPENDED) for base in (LARGE, SMALL)],
+    "prefill": [_variants("prefill", base, PREFILL) for base in CHUNKS],
 }
 
 
@@ -152,5 +167,6 @@ TARGETS: dict[str, list[Target]] = {
         Target(figure, at_most=3.0, variants=("append rotary",))
         for figure in ("beyond_base_us", "step_beyond_base_us")
     ],
+    "prefill": [Target("to_base", at_least=0.95, variants=("cache",))],
 }
 """What our CUDA kernels have to reach, by group."""

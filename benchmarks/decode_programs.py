@@ -101,10 +101,15 @@ def attend(call: Call, name: str) -> Callable[..., jax.Array]:
         return _cudnn
     implementation = name.removeprefix("jax_flash_")
 
-    def ours(query, cache, new, rotary):
+    def with_cache(query, cache, new, rotary):
         return _attend_and_append(implementation, query, cache, new, rotary)[0]
 
-    return ours
+    def without_cache(query, cache, new, rotary):
+        del new, rotary
+        keys = {"is_causal": True, "key_value_seq_lengths": cache.lengths}
+        return jax_flash.flash_attention(query, cache.key, cache.value, **keys, implementation=implementation)
+
+    return without_cache if call.by_flash_attention else with_cache
 
 
 def _cudnn(query, cache, new, rotary):

@@ -25,7 +25,7 @@ def on_path(monkeypatch):
 
 def tiny_cases():
     """A case of each group that a CPU measures in milliseconds."""
-    from decode_cases import APPENDED, SPECULATIVE, Call, Case
+    from decode_cases import APPENDED, PREFILL, SPECULATIVE, Call, Case
 
     call = Call(**TINY)
 
@@ -38,13 +38,18 @@ def tiny_cases():
         "paged": [case("paged", {"contiguous": {}, "pages of 16": {"page": 16}, "pages of 1": {"page": 1}})],
         "speculative": [case("speculative", dict(list(SPECULATIVE.items())[:2]))],
         "append": [case("append", APPENDED)],
+        "prefill": [case("prefill", {name: {"queries": 9} | options for name, options in PREFILL.items()})],
     }
 
 
 def test_cases_are_those_that_have_targets():
     from decode_cases import GROUPS, MEGABYTE, TARGETS
 
-    assert list(GROUPS) == list(TARGETS) == ["contiguous", "lengths", "paged", "speculative", "append"]
+    assert (
+        list(GROUPS)
+        == list(TARGETS)
+        == ["contiguous", "lengths", "paged", "speculative", "append", "prefill"]
+    )
     labels = [case.label for case in GROUPS["contiguous"]]
     assert len(labels) == len(set(labels)) == 9
     assert "decode b1 s1024 h32/8 d128/128 q1 bfloat16" in labels
@@ -72,6 +77,14 @@ def test_bytes_are_those_of_keys_that_sequences_have():
     one = Call(64, 131072, 16, 2, lengths="one long")
     assert sorted(one.key_lengths)[-2:] == [sorted(one.key_lengths)[-2], 131072]
     assert sorted(one.key_lengths)[-2] <= 1024 and one.key_lengths.min() >= 256
+
+
+def test_flops_are_those_of_pairs_that_see_each_other():
+    from decode_cases import Call
+
+    call = Call(**TINY, queries=3)
+    pairs = sum(length - t for length in (64, 63, 62) for t in range(3))
+    assert call.flops == pairs * 4 * 2 * 2 * 16
 
 
 def test_pages_hold_the_keys_of_the_contiguous_cache():
@@ -190,6 +203,7 @@ def test_command_line_on_the_cpu(tmp_path, monkeypatch, capsys):
         assert "to_copy" in rows[group, variant, "jax_flash_xla"]
     assert ("append", "attention", "cudnn") not in rows and ("paged", "pages of 16", COPY) not in rows
     assert "to_base" in rows["paged", "pages of 16", "jax_flash_xla"]
+    assert {"to_base", "TFLOP/s"} <= set(rows["prefill", "cache", "jax_flash_xla"])
     assert "beyond_base_us" in rows["append", "append rotary", "jax_flash_xla"]
     assert result["targets"] == [] and "0 of 0 targets met" in capsys.readouterr().out
 
