@@ -37,13 +37,9 @@ CALLS = (
 )
 SETTINGS: dict[str, dict[str, int]] = {
     "as it is": {},
-    "no small shares": {"LEAST_SMALL_SHARE": 1 << 20},
-    "small shares of 4 blocks": {"LEAST_SMALL_SHARE": 4},
-    "small shares of 16 blocks": {"LEAST_SMALL_SHARE": 16},
     "shares of 1 block": {"LEAST_SHARE": 1},
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
-    "one CTA, no small shares": {"ctas_of_sm": 1, "LEAST_SMALL_SHARE": 1 << 20},
 }
 
 

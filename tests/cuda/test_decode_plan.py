@@ -20,7 +20,7 @@ from jax_flash.cuda import decoding, launch_plan, plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.launch_plan import Alias, Kernel, LaunchPlan, Pointer, TensorMap
 from jax_flash.cuda.sm90 import decode_plan
-from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, LEAST_SMALL_SHARE, choose_tile
+from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, choose_tile
 
 
 def array(*shape, dtype="bfloat16"):
@@ -164,22 +164,21 @@ def test_custom_call_has_the_aliases():
 
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options):
-    """Two partials a share, whatever the lengths are."""
+    """Two partials a CTA, whatever the lengths are."""
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
-    assert sum(b.bytes for b in scratch.values()) <= 2 * 1024 * (8 * (256 + 2) * 4 + 8) + 4 << 1
+    assert sum(b.bytes for b in scratch.values()) <= 4 * H100.sm_count * (64 * (256 + 2) * 4 + 40)
     splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
     assert bool(scratch) == splits
-    needs_preprocess = splits or "U" in options or options.get("packed", False)
-    assert [launch.kernel.entry for launch in made.launches] == ["decode_preprocess"] * needs_preprocess + [
-        "decode"
-    ]
+    has_preprocess = "U" in options or options.get("packed", False)
+    kernels = ["decode_preprocess"] * has_preprocess + ["decode"] + ["decode_combine"] * splits
+    assert [launch.kernel.entry for launch in made.launches] == kernels
 
 
 def test_few_blocks_take_few_ctas():
-    assert plan(B=1, S=300, K=2).launches[-1].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
-    assert plan(B=64, S=4096).launches[-1].grid == (2 * H100.sm_count, 1, 1)
+    assert plan(B=1, S=300, K=2).launches[0].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
+    assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
 
 
 # Tiles.
@@ -211,7 +210,6 @@ class Workload:
     key_heads: int
     group: int
     ctas: int
-    count: int  # of shares, at most
     max_parts: int | None = None
     left: int | None = None
     right: int | None = None
@@ -230,35 +228,33 @@ WORKLOADS = [
     Workload(seed, *numbers)
     for seed, numbers in enumerate(
         (
-            (1, 5000, 1, 1, 4, 132, 132, None, None, None),
-            (1, 50000, 1, 1, 4, 20, 300, None, None, None),
-            (64, 2000, 1, 2, 8, 132, 132, None, None, 0),
-            (64, 2000, 1, 2, 8, 33, 500, None, None, 0),
-            (64, 2000, 30, 2, 8, 132, 1024, None, None, 0),
-            (7, 900, 60, 3, 5, 7, 20, None, 200, 0),
-            (7, 900, 60, 3, 5, 7, 7, 1, 200, 0),
-            (5, 3000, 1, 1, 16, 20, 60, 2, None, None),
-            (5, 3000, 9, 2, 16, 5, 60, 3, 1000, -5),
-            (300, 64, 1, 1, 1, 132, 1024, None, None, None),
-            (3, 0, 2, 1, 1, 5, 9, None, None, 0),
+            (1, 5000, 1, 1, 4, 132, None, None, None),
+            (64, 2000, 1, 2, 8, 264, None, None, 0),
+            (64, 2000, 30, 2, 8, 132, None, None, 0),
+            (7, 900, 60, 3, 5, 7, None, 200, 0),
+            (7, 900, 60, 3, 5, 7, 1, 200, 0),
+            (5, 3000, 1, 1, 16, 20, 2, None, None),
+            (5, 3000, 9, 2, 16, 20, 3, 1000, -5),
+            (300, 64, 1, 1, 1, 132, None, None, None),
+            (3, 0, 2, 1, 1, 5, None, None, 0),
         )
     )
 ]
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: str(w.seed))
-def test_each_block_is_in_one_share(workload):
-    work, ctas, count = workload.work, workload.ctas, workload.count
+def test_each_block_is_one_ctas(workload):
+    work, ctas = workload.work, workload.ctas
     visits, partials, of_tile = collections.Counter(), collections.Counter(), collections.defaultdict(list)
     load = collections.Counter()
-    for share, part in parts(work, ctas, count, workload.max_parts):
+    for cta, part in parts(work, ctas, workload.max_parts):
         tile = (part.batch, part.head, part.tile)
         visits.update((*tile, unit) for unit in range(part.begin, part.end))
-        load[share] += part.end - part.begin
+        load[cta] += part.end - part.begin
         of_tile[tile].append(part)
         if not part.is_whole:
             partials[part.partial] += 1
-            assert part.first_share <= share
+            assert part.first_cta <= cta
     expected = collections.Counter()
     for batch in range(len(work.lengths)):
         for tile in range(work.tiles(batch)):
@@ -268,10 +264,10 @@ def test_each_block_is_in_one_share(workload):
             for head in range(work.key_heads):
                 expected.update((batch, head, tile, unit) for unit in range(max(len(blocks), 1)))
     assert visits == expected
-    assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * count
-    # A tile's counts are those of its first partial, which no other tile has.
-    counters = [of[0].first_share for of in of_tile.values() if len(of) > 1]
-    assert len(set(counters)) == len(counters)
+    assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
+    # A tile that CTAs share is described by its first one, which describes no other.
+    first = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
+    assert len(set(first)) == len(first)
     longest = max((part.units for of in of_tile.values() for part in of), default=0)
     if workload.max_parts is None:
         assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas)
@@ -282,25 +278,24 @@ def test_each_block_is_in_one_share(workload):
 
 @pytest.mark.parametrize("num_splits", (None, 2))
 def test_kernel_has_this_schedule(num_splits, emulator):
-    """What the kernel counts of each shared tile."""
+    """Which tiles the kernel says that CTAs share."""
     case = CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=num_splits, left_padding=True, right=0)
     operands = Draw(case).operands
     device = dataclasses.replace(H100, sm_count=7)
     made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    visited = emulator.run(made, arrays, seed_of(case), 3)["counters"][1:].reshape(2, -1)
-    count = visited.shape[1] // 2
+    split_tiles = emulator.run(made, arrays, seed_of(case), 3)["split_tiles"]
     work = Work(
         *(x.tolist() for x in (operands.lengths, np.ones(case.B, int), operands.left_padding)),
         *(case.K, case.N // case.K, choose_tile(cache_sizes(operands)).keys),
         right=0,
     )
-    expected = np.zeros_like(visited)
-    for _, part in parts(work, 14, count, num_splits, LEAST_SHARE, LEAST_SMALL_SHARE):
-        if not part.is_whole:
-            expected[1, 2 * part.first_share + 1] = part.units
-    np.testing.assert_array_equal(visited, expected)
-    assert expected.any()
+    expected = {}
+    for cta, part in parts(work, 14, num_splits, LEAST_SHARE):
+        if not part.is_whole and part.begin == 0:
+            expected[cta] = (part.batch, part.head)
+    found = {cta: tuple(tile[:2]) for cta, tile in enumerate(split_tiles.tolist()) if tile[0] != -1}
+    assert found == expected and expected
 
 
 # Which calls are refused.
@@ -315,6 +310,7 @@ def test_kernel_has_this_schedule(num_splits, emulator):
         ({"value": array(4, 1024, 2, 264)}, "value's head dim is 264"),
         ({"key": array(4, 0, 2, 128), "value": array(4, 0, 2, 128)}, "the call has an empty array"),
         ({"query": array(4, 1 << 28, 8, 128)}, "limited to"),
+        ({"query": array(4, 1 << 20, 8, 128), "key": array(4, 1 << 20, 2, 128)}, "are too many"),
     ],
 )
 def test_refusals(change, reason):
@@ -347,7 +343,7 @@ THREADS = {launch.kernel: launch.block for options in CALLS for launch in plan(*
 def of_source(kernel: Kernel) -> set:
     defines = dict(kernel.defines)
     if kernel.entry != "decode":
-        return set(defines.items())
+        return {(kernel.entry, *define) for define in defines.items()}
     return {
         (name, defines[name])
         for name in ("ELEMENT", "KEYS", "CTAS_OF_SM", "PAGED", "SPLIT", "SOFT_CAP", "ALIBI", "ROTARY")

@@ -40,7 +40,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A share's part of a tile, in blocks from the tile's first; a tile without blocks has one unit."""
+    """A CTA's part of a tile, in blocks from the tile's first; a tile without blocks has one unit."""
 
     batch: int
     head: int
@@ -48,8 +48,8 @@ class Part:
     begin: int
     end: int
     units: int
-    first_share: int  # that has some of the tile
-    partial: int  # of this share
+    first_cta: int  # that shares the tile, if several do
+    partial: int  # of this CTA
 
     @property
     def is_whole(self) -> bool:
@@ -63,35 +63,8 @@ def boundary(offset: int, units: int, max_parts: int) -> int:
     return min(math.ceil(offset / step) * step, units)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """How all units are shared out: so many large shares, and then small ones."""
-
-    large: int
-    small: int
-    large_count: int
-
-    def begin(self, share: int) -> int:
-        smaller = max(share - self.large_count, 0)
-        return (share - smaller) * self.large + smaller * self.small
-
-    def of(self, unit: int) -> int:
-        beyond = unit - self.large_count * self.large
-        return unit // self.large if beyond < 0 else self.large_count + beyond // self.small
-
-
-def shares_of(units: int, ctas: int, count: int, least: int, least_small: int) -> Shares:
-    even = max(math.ceil(units / ctas), least)
-    if count <= ctas or even < 4 * least_small:
-        return Shares(even, even, count)
-    large = even - even // 4
-    return Shares(large, max(math.ceil((units - ctas * large) / (count - ctas)), least_small), ctas)
-
-
-def parts(
-    work: Work, ctas: int, count: int, max_parts: int | None, least: int = 1, least_small: int = 1
-) -> Iterator[tuple[int, Part]]:
-    """The parts of every share, in order; there are `count` shares at most."""
+def parts(work: Work, ctas: int, max_parts: int | None, least_share: int = 1) -> Iterator[tuple[int, Part]]:
+    """Every CTA's parts, in order."""
     tiles, start = [], 0
     for batch in range(len(work.lengths)):
         for head in range(work.key_heads):
@@ -100,13 +73,13 @@ def parts(
                 units = max(last - first, 1)
                 tiles.append((batch, head, tile, start, units))
                 start += units
-    shares = shares_of(start, ctas, count, least, least_small)
-    for share in range(count):
-        edges = shares.begin(share), min(shares.begin(share + 1), max(start, shares.begin(share)))
-        for batch, head, tile, start_of_tile, units in tiles:
-            begin, end = (boundary(edge - start_of_tile, units, max_parts or units) for edge in edges)
+    share = max(math.ceil(start / ctas), least_share)
+    for cta in range(ctas):
+        for batch, head, tile, start, units in tiles:
+            begin, end = (
+                boundary(edge * share - start, units, max_parts or units) for edge in (cta, cta + 1)
+            )
             if begin < end:
-                # Only a tile that begins in the share has its first partial.
-                first = shares.of(start_of_tile)
-                partial = 2 * share + (share == first)
-                yield share, Part(batch, head, tile, begin, end, units, first, partial)
+                # Only a tile that begins in the CTA's share has its first partial.
+                partial = 2 * cta + (start >= cta * share)
+                yield cta, Part(batch, head, tile, begin, end, units, start // share, partial)

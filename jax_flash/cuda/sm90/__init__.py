@@ -12,7 +12,7 @@ from jax_flash.cuda import score_mod
 from jax_flash.cuda.launch_plan import Kernel
 from jax_flash.cuda.sm90 import backward_plan, backward_tiles, decode_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
-from jax_flash.cuda.sm90.decode_plan import plan_decode
+from jax_flash.cuda.sm90.decode_plan import UNITS_LIMIT, max_units, plan_decode
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
@@ -88,6 +88,8 @@ def unsupported_decode(shapes: CacheShapes) -> str | None:
         return "the call has an empty array"
     if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:
         return f"queries, keys and heads are limited to {_LIMIT}"
+    if max_units(shapes) >= UNITS_LIMIT:
+        return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
     if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
         return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"
     return None

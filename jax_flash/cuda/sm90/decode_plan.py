@@ -21,7 +21,7 @@ from jax_flash.cuda.launch_plan import (
     launch,
 )
 from jax_flash.cuda.parameters import struct
-from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, LEAST_SMALL_SHARE, ROWS, DecodeTile, choose_tile
+from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, ROWS, TILE_BYTES, DecodeTile, choose_tile
 from jax_flash.cuda.sm90.tensor_maps import PANEL
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
@@ -75,12 +75,10 @@ def _parameters(box: int):
         slopes_stride="int32_t",
         sinks="const float*",
         max_parts="int32_t",  # of a tile
-        max_shares="int32_t",  # see ShareLimits
-        least_share="int32_t",
-        least_small_share="int32_t",
+        least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
         partial_out="float*",  # see Partials
         partial_statistics="float2*",
-        counters="int*",  # one of shares that CTAs came for, and those of Partials
+        split_tiles="int*",
     )
 
 
@@ -94,15 +92,30 @@ _PREPROCESS_PARAMETERS = struct(
     lse="float*",
     shape=_SHAPE,
     rotary=_ROTARY,
-    counters="int*",
-    counter_count="int32_t",
+)
+
+_COMBINE_PARAMETERS = struct(
+    "Parameters",
+    out="ELEMENT*",
+    lse="float*",
+    sinks="const float*",
+    shape=_SHAPE,
+    max_parts="int32_t",
+    partial_out="float*",
+    partial_statistics="float2*",
+    split_tiles="int*",
 )
 
 UNBOUNDED_SIDE = 1 << 30
 """A side of the window that hides nothing, of any length that calls have."""
 
+UNITS_LIMIT = 2**30
+"""Sums of `max_units`, and of shares of them, must fit 32 bits."""
+
 _ANY_PARTS = 2**31 - 1
+_PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _PREPROCESS_THREADS = 128
+_COMBINE_ROWS = 8  # of a CTA, a warp each
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2
 
 
@@ -110,11 +123,12 @@ def window_of(spec: CacheSpec, n: CacheSizes) -> Window:
     return Window(spec.attention.left, spec.attention.right).normalised(n.T, n.S)
 
 
-def max_units(n: CacheSizes, keys: int, packed: bool) -> int:
+def max_units(shapes: Shapes) -> int:
     """Blocks that all tiles visit, at most, where one without any counts one."""
+    n = cache_sizes(shapes)
     tiles = math.ceil(n.T * n.group / ROWS)
-    tiles = tiles + n.B if packed else tiles * n.B
-    return tiles * n.K * math.ceil(n.S / keys)
+    tiles = tiles * n.B if shapes.query_offsets is None else tiles + n.B
+    return tiles * n.K * math.ceil(n.S / choose_tile(n).keys)
 
 
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
@@ -125,10 +139,9 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """
     n, tile = cache_sizes(shapes), choose_tile(cache_sizes(shapes))
     packed = shapes.query_offsets is not None
-    shares = math.ceil(max_units(n, tile.keys, packed) / LEAST_SHARE)
+    shares = math.ceil(max_units(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
-    shares = min(tile.shares(ctas), shares) if split else ctas
     operands = tuple(Buffer(name, x.shape, x.dtype.name) for name, x in shapes.present().items())
     caches = [b for b in operands if b.name in ("key", "value")] if n.U else []
     aliases = tuple(Alias(b.name, f"{b.name}_after") for b in caches)
@@ -139,19 +152,20 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     scratch = ()
     if split:
         scratch = (
-            Buffer("partial_out", (2 * shares, tile.query_rows, tile.value_dim), "float32"),
-            Buffer("partial_statistics", (2 * shares, tile.query_rows, 2), "float32"),
-            Buffer("counters", (1 + 4 * shares,), "int32"),
+            Buffer("partial_out", (2 * ctas, tile.query_rows, tile.value_dim), "float32"),
+            Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
+            Buffer("split_tiles", (ctas, TILE_BYTES // 4), "int32"),
         )
-    before = ()
-    if n.U or split or packed:
-        before = (_preprocess(spec, shapes, device, 1 + 4 * shares if split else 0),)
-    main = _decode(spec, shapes, device, tile, ctas, shares, split)
-    return LaunchPlan(operands, (out, lse, *after, *scratch), (*before, main), aliases)
+    launches = [_decode(spec, shapes, device, tile, ctas, split)]
+    if n.U or packed:
+        launches.insert(0, _preprocess(spec, shapes, device))
+    if split:
+        launches.append(_combine(spec, shapes, device, tile, ctas))
+    return LaunchPlan(operands, (out, lse, *after, *scratch), tuple(launches), aliases)
 
 
 def _decode(
-    spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int, shares: int, split: bool
+    spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int, split: bool
 ) -> Launch:
     n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
     scale = spec.attention.scale
@@ -201,21 +215,49 @@ def _decode(
             "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
             "sinks": _pointer(shapes, "sinks"),
             "max_parts": spec.num_splits or _ANY_PARTS,
-            "max_shares": shares,
             "least_share": LEAST_SHARE,
-            "least_small_share": LEAST_SMALL_SHARE,
-            "partial_out": Pointer("partial_out") if split else None,
-            "partial_statistics": Pointer("partial_statistics") if split else None,
-            "counters": Pointer("counters") if split else None,
+            **{name: Pointer(name) if split else None for name in _PARTIALS},
         },
     )
 
 
-def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, counters: int) -> Launch:
-    """Appends what the call appends, and zeroes so many counters."""
+def _combine(spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int) -> Launch:
+    """Adds up the partials of tiles that CTAs share."""
+    natural = spec.attention.logits_soft_cap is not None or shapes.alibi_slopes is not None
+    kernel = Kernel(
+        source="sm90/decode/combine.cu",
+        entry="decode_combine",
+        arch=device.arch,
+        defines=(
+            ("ELEMENT", shapes.query.dtype.name),
+            ("VALUE_DIM", tile.value_dim),
+            ("QUERY_ROWS", tile.query_rows),
+            ("NATURAL", int(natural)),
+            ("ROWS", _COMBINE_ROWS),
+        ),
+        parameters=_COMBINE_PARAMETERS,
+    )
+    return launch(
+        kernel=kernel,
+        grid=(ctas * math.ceil(tile.query_rows / _COMBINE_ROWS), 1, 1),
+        block=32 * _COMBINE_ROWS,
+        overlap_previous=True,
+        arguments={
+            "out": Pointer("out"),
+            "lse": Pointer("lse"),
+            "sinks": _pointer(shapes, "sinks"),
+            "shape": _shape_arguments(spec, shapes),
+            "max_parts": spec.num_splits or _ANY_PARTS,
+            **{name: Pointer(name) for name in _PARTIALS},
+        },
+    )
+
+
+def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
+    """Appends what the call appends."""
     n = cache_sizes(shapes)
     packed = shapes.query_offsets is not None
-    work = max(counters, n.B * n.U * n.K * (n.H + n.V) // 8, n.T * n.N * n.V if packed else 0)
+    work = max(n.B * n.U * n.K * (n.H + n.V) // 8, n.T * n.N * n.V if packed else 0)
     kernel = Kernel(
         source="sm90/decode/preprocess.cu",
         entry="decode_preprocess",
@@ -237,8 +279,6 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, counters: int) 
             "lse": Pointer("lse"),
             "shape": _shape_arguments(spec, shapes),
             "rotary": _rotary_arguments(shapes),
-            "counters": Pointer("counters") if counters else None,
-            "counter_count": counters,
         },
     )
 

@@ -16,8 +16,8 @@ ROWS = 64
 _ELEMENT_BYTES = 2
 _MAX_STAGES = 6
 _SM_BYTES = 228 << 10  # shared memory of a multiprocessor, of which each CTA takes 1 KiB more than its own
-_TILE_STAGES, _TILE_BYTES = 2, 104  # `Tile` in cuda/kernels/sm90/decode/traits.cuh
-_MAX_SHARES = 1024  # `Combination` has factors in shared memory for the root of that many partials of a row
+_TILE_STAGES = 2
+TILE_BYTES = 80  # of `Tile` in cuda/kernels/sm90/decode/tile.cuh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,6 @@ class DecodeTile:
         """The consumers, and a producer warp, or a thread for each key if they gather."""
         return 128 + (32 if self.box else self.keys)
 
-    def shares(self, ctas: int) -> int:
-        """Into how many shares a split call's work is cut, at most: partials of a share take memory."""
-        return max(ctas, min(_MAX_SHARES, ctas * ROWS // self.query_rows))
-
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out by `SharedMemory` in cuda/kernels/sm90/decode/traits.cuh."""
@@ -50,8 +46,8 @@ class DecodeTile:
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
-        tiles = _TILE_STAGES * (_TILE_BYTES + 2 * 8)
-        return self.query_rows * key_row + self.stages * stage + tiles + 8
+        tiles = _TILE_STAGES * (TILE_BYTES + 2 * 8)
+        return self.query_rows * key_row + self.stages * stage + tiles
 
     def fitted(self) -> "DecodeTile":
         """With as many stages as there is room for."""
@@ -62,8 +58,6 @@ class DecodeTile:
 
 LEAST_SHARE = 2
 """Blocks of a CTA, at least, unless there are fewer. With fewer, more partials would be combined."""
-LEAST_SMALL_SHARE = 8
-"""Blocks of a share that CTAs come for when they have done their large one."""
 
 
 def choose_tile(n: CacheSizes) -> DecodeTile:

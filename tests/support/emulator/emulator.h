@@ -115,17 +115,19 @@ T atomicAdd(T* address, T value) {
     return before;
 }
 
-inline bool __any_sync(uint32_t, bool value) {
+inline uint32_t __ballot_sync(uint32_t, bool value) {
     struct Exchange {
-        bool given, taken;
-    } mine{value, false};
+        bool given;
+        uint32_t taken;
+    } mine{value, 0};
     emulator::together(emulator::warp, &mine, [](void** of_each) {
-        bool any = false;
-        for (int lane = 0; lane < 32; ++lane) any |= static_cast<Exchange*>(of_each[lane])->given;
-        for (int lane = 0; lane < 32; ++lane) static_cast<Exchange*>(of_each[lane])->taken = any;
+        uint32_t all = 0;
+        for (int lane = 0; lane < 32; ++lane) all |= uint32_t{static_cast<Exchange*>(of_each[lane])->given} << lane;
+        for (int lane = 0; lane < 32; ++lane) static_cast<Exchange*>(of_each[lane])->taken = all;
     });
     return mine.taken;
 }
+inline bool __any_sync(uint32_t mask, bool value) { return __ballot_sync(mask, value) != 0; }
 
 inline void __threadfence() {}
 inline void __nanosleep(unsigned) { emulator::yield(); }

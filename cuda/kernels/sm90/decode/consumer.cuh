@@ -10,9 +10,9 @@
 #include "ptx/wgmma.cuh"
 #include "common/tanh.cuh"
 #include "common/warp_arrival.cuh"
-#include "sm90/decode/combine.cuh"
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/rotary.cuh"
+#include "sm90/decode/store.cuh"
 
 using wgmma::Major;
 using wgmma::Wgmma;
@@ -26,7 +26,7 @@ struct ConsumerCall {
     const Rotary& rotary;
     const Traits::Element* const query;  // (B, T, N, H)
     const Results results;
-    const Partials partials;
+    const TilePartials partials;
     const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
     const float soft_cap;
     const float* const slopes;  // ALiBi's, (B | 1, N)
@@ -255,7 +255,8 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             write_row<0>(out, softmax, call.results, call.shape, tile);
             write_row<1>(out, softmax, call.results, call.shape, tile);
         } else {
-            share_tile(out, softmax, call.partials, {call.results, call.shape, tile}, shared, call.max_parts);
+            const int own = Sharers(tile, call.max_parts).partial_of(blockIdx.x);
+            write_partial(out, softmax, call.partials, own, tile);
         }
     }
 }

@@ -1,12 +1,12 @@
 // Attention on a key-value cache for Hopper: few queries of each sequence, and many keys.
 //
 // The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is room,
-// take shares of all key blocks (schedule.cuh). Their warps have two roles:
+// have equal shares of all key blocks (schedule.cuh). Their warps have two roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads
 //
-// CTAs that share a tile leave partial results, and the last of them combines these (combine.cuh).
+// CTAs that share a tile leave partials, which another kernel combines (combine.cu).
 //
 // If there is a preprocess (preprocess.cu), it has waited for all kernels ahead of it before this one starts. So this one
 // waits for it only where it reads what the preprocess writes, and at its end, so that kernels behind it needn't know.
@@ -34,22 +34,19 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         mbarrier::fence_init();
     }
     __syncthreads();
-    allow_next_kernel();
     const Shape& shape = parameters.shape;
-    const bool has_preprocess = Traits::split || shape.appended > 0 || shape.query_offsets;
+    const bool has_preprocess = shape.appended > 0 || shape.query_offsets;
     if (!has_preprocess) wait_for_previous_kernel();
 
     if (warp_index() >= Traits::consumer_threads / 32) {
-        const ShareLimits limits{parameters.max_shares, parameters.least_share, parameters.least_small_share};
-        produce({parameters.cache, shared, shape, limits, parameters.max_parts, parameters.counters});
+        produce({parameters.cache, shared, shape, reinterpret_cast<Tile*>(parameters.split_tiles)}, parameters.max_parts, parameters.least_share);
     } else {
         consume({shared,
                  shape,
                  parameters.rotary,
                  parameters.query,
                  {parameters.out, parameters.lse, parameters.sinks},
-                 {parameters.partial_out, parameters.partial_statistics, parameters.counters + 1,
-                  2 * parameters.max_shares},
+                 {parameters.partial_out, parameters.partial_statistics},
                  parameters.scale,
                  parameters.soft_cap,
                  parameters.slopes,

@@ -9,9 +9,7 @@ struct LoadCall {
     const Cache& cache;
     const SharedMemory& shared;
     const Shape& shape;
-    const ShareLimits& limits;
-    const int max_parts;      // of a tile
-    int* const handed_out;    // how many shares were, beyond the first of each CTA
+    Tile* const split_tiles;  // see Partials
 };
 
 // Waits for the preprocess, before the first block is loaded that may have keys which the preprocess appends. Where two
@@ -57,33 +55,20 @@ __device__ __forceinline__ void hand_out(const SharedMemory& shared, TileRing& r
     ring.advance();
 }
 
-// The share that comes next for this CTA. All threads of the producer call it.
-__device__ __forceinline__ int next_share(const LoadCall& call, const Schedule& schedule) {
-    if (!Traits::split || schedule.shares.large_count == call.limits.count) return call.limits.count;
-    if (threadIdx.x == Traits::consumer_threads) {
-        wait_for_previous_kernel();  // which zeroes the count
-        call.shared.next_share() = gridDim.x + atomicAdd(call.handed_out, 1);
-    }
-    sync_producer();
-    const int share = call.shared.next_share();
-    sync_producer();  // before it is written again
-    return share;
-}
-
-__device__ __forceinline__ void produce(const LoadCall& call) {
-    Schedule schedule(call.shape, call.max_parts, call.limits);
+__device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int least_share) {
+    Schedule schedule(call.shape, max_parts, least_share);
     AppendedKeys appended(call.shape);
     Ring ring;
     TileRing tile_ring;
-    Tile tile;
+    Tile tile, split_tile;
+    split_tile.batch = Tile::no_more;
 #pragma unroll 1
-    for (int share = blockIdx.x; schedule.enter(share); share = next_share(call, schedule)) {
-#pragma unroll 1
-        while (schedule.next(tile)) {
-            hand_out(call.shared, tile_ring, tile);
-            load_blocks(call, ring, tile, appended);
-        }
+    while (schedule.next(tile)) {
+        hand_out(call.shared, tile_ring, tile);
+        if (Traits::split && tile.part_begin == 0 && !tile.is_whole()) split_tile = tile;
+        load_blocks(call, ring, tile, appended);
     }
     tile.batch = Tile::no_more;
     hand_out(call.shared, tile_ring, tile);
+    if (Traits::split && threadIdx.x == Traits::consumer_threads) call.split_tiles[blockIdx.x] = split_tile;
 }

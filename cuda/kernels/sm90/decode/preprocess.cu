@@ -1,5 +1,5 @@
-// Runs before the decode kernel: appends new keys, rotated, and new values to the cache, and sets to 0 what that kernel
-// counts in. If sequences are packed, it also writes the rows of queries that belong to none.
+// Runs before the decode kernel: appends new keys, rotated, and new values to the cache. If sequences are packed, it also
+// writes the rows of queries that belong to none.
 //
 // Defines: ELEMENT; ROTARY, as in traits.cuh.
 #include "parameters.cuh"
@@ -57,8 +57,6 @@ extern "C" __global__ void __launch_bounds__(threads)
     const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, stride = gridDim.x * threads;
     wait_for_previous_kernel();
     allow_next_kernel();  // the decode kernel relies on this order: it may read at once what kernels ahead of this one wrote
-#pragma unroll 1
-    for (int64_t i = first; i < parameters.counter_count; i += stride) parameters.counters[i] = 0;
     const int64_t rows = static_cast<int64_t>(shape.batch) * shape.appended * shape.key_heads;
     const int64_t chunks = rows * ((shape.head_dim + shape.value_dim) / chunk_elements);
 #pragma unroll 1

@@ -1,6 +1,7 @@
-// Where the rows of a tile are in the results, and how a consumer warp writes them.
+// How a consumer warp writes the rows of a tile, or of a part of it.
 #pragma once
-#include "ptx/global.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/decode/partials.cuh"
 #include "sm90/decode/softmax.cuh"
 
 struct Results {
@@ -9,30 +10,10 @@ struct Results {
     const float* sinks;    // (N); null if there are none
 };
 
-// A row of a tile: one query of a head.
-struct Row {
-    int head, token;  // the query, among those of all sequences
-    int query;        // … of its sequence
+using TilePartials = Partials<Traits::query_rows, Traits::value_dim>;
 
-    __device__ __forceinline__ Row(const Shape& shape, const Tile& tile, int row) {
-        const int index = tile.first_row + row;
-        query = index / shape.group;
-        head = tile.key_head * shape.group + index % shape.group;
-        token = tile.first_query + query;
-    }
-
-    __device__ __forceinline__ Traits::Element* out(const Results& results, const Shape& shape) const {
-        return results.out + (static_cast<int64_t>(token) * shape.query_heads + head) * shape.value_dim;
-    }
-    __device__ __forceinline__ float& lse(const Results& results, const Shape& shape) const {
-        const int batch = token / shape.queries;  // 0 if sequences are packed
-        const int64_t first = (static_cast<int64_t>(batch) * shape.query_heads + head) * shape.queries;
-        return results.lse[first + token % shape.queries];
-    }
-    __device__ __forceinline__ float sink(const Results& results) const {
-        return results.sinks ? global::read_only(results.sinks + head) : -infinity;
-    }
-};
+// A barrier of the consumers.
+__device__ __forceinline__ void sync_consumers() { named_barrier_sync(1, Traits::consumer_threads); }
 
 // The upper of the two rows that a thread holds of the warpgroup's accumulators.
 __device__ __forceinline__ int upper_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
@@ -45,15 +26,33 @@ __device__ __forceinline__ void write_row(const float (&out)[Traits::value_dim /
     const float sum = quad_sum(softmax.row_sum[r]);
     if (index >= tile.rows) return;
     const Row row(shape, tile, index);
-    const RowResult result(softmax.row_max[r], sum, row.sink(results));
-    if (lane % 4 == 0) row.lse(results, shape) = result.lse;
-    Traits::Element* const elements = row.out(results, shape);
+    const RowResult<Traits::natural> result(softmax.row_max[r], sum, sink_of(results.sinks, row.head));
+    if (lane % 4 == 0) results.lse[row.in_lse(shape)] = result.lse;
+    Traits::Element* const elements = results.out + row.in_out(shape);
 #pragma unroll
     for (int i = 0; i < Traits::value_dim / 2; i += 2) {
         const int column = column_of(i) + 2 * (lane % 4);
         if (row_of(i) == r && column < shape.value_dim) {
             *reinterpret_cast<uint32_t*>(elements + column) =
                 convert<Traits::Element>(out[i] * result.factor, out[i + 1] * result.factor);
+        }
+    }
+}
+
+// Writes what a CTA made of its part of a tile, for the combine kernel.
+__device__ __forceinline__ void write_partial(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
+                                              const TilePartials& partials, int partial, const Tile& tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float sum = quad_sum(softmax.row_sum[r]);
+        const int row = upper_row() + 8 * r;
+        if (row >= tile.rows) continue;
+        if (lane % 4 == 0) *partials.row_statistics(partial, row) = {softmax.row_max[r], sum};
+        float* const values = partials.row(partial, row) + 2 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < Traits::value_dim / 2; i += 2) {
+            if (row_of(i) == r) *reinterpret_cast<float2*>(values + column_of(i)) = {out[i], out[i + 1]};
         }
     }
 }

@@ -18,8 +18,8 @@
 #include "parameters.cuh"
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
-#include "common/block_range.cuh"
 #include "common/pipeline.cuh"
+#include "sm90/decode/tile.cuh"
 
 struct Traits {
     using Element = ELEMENT;
@@ -61,47 +61,6 @@ struct Traits {
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
 };
 
-// How all units are shared out (schedule.cuh): so many large shares, and then small ones.
-struct Shares {
-    int64_t large, small;  // units of a share
-    int large_count;
-
-    // The first unit of a share.
-    __device__ __forceinline__ int64_t begin(int share) const {
-        const int smaller = max(share - large_count, 0);
-        return (share - smaller) * large + smaller * small;
-    }
-    // The share that has a unit.
-    __device__ __forceinline__ int of(int64_t unit) const {
-        const int64_t beyond = unit - large_count * large;
-        return static_cast<int>(beyond < 0 ? unit / large : large_count + beyond / small);
-    }
-};
-
-// A part of a tile: the key blocks [first, last) that one share has of it, for the tile's rows. Row r of a sequence and key
-// head is head r % group of query r / group.
-struct Tile {
-    static constexpr int no_more = -1;  // as batch: there are no more tiles
-
-    int batch, key_head;
-    int first_row, rows;       // the first row, and how many there are
-    int first_query, queries;  // of the sequence: where its queries start among all, and how many it has
-    int length, first_key;     // the sequence's keys are [first_key, length)
-    int cache_row;             // which sequence of the cache it is; unused with pages
-    int first, last;
-    Interval keys;             // those that some row of the tile sees
-    // Blocks are counted from the tile's first. A tile without blocks counts one.
-    int units;       // blocks of the whole tile
-    int part_begin;  // the part's first
-    int part_end;
-    int share;       // whose part it is
-    int64_t start;   // the tile's first unit among those of all tiles
-    Shares shares;
-
-    __device__ bool exists() const { return batch != no_more; }
-    __device__ bool is_whole() const { return part_begin == 0 && part_end == units; }
-};
-
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
 struct SharedMemory {
     unsigned char* data;
@@ -115,8 +74,7 @@ struct SharedMemory {
     static constexpr int missing = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
-    static constexpr int messages = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
-    static constexpr int bytes = messages + 8;
+    static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile() const { return base + query; }
@@ -131,13 +89,6 @@ struct SharedMemory {
     __device__ uint4& has_missing(int stage) const { return reinterpret_cast<uint4*>(data + missing)[stage]; }
     // … and a byte for each key, 1 if it isn't there. They are written only if some key isn't.
     __device__ unsigned char* is_missing(int stage) const { return data + missing_keys + stage * Traits::keys; }
-    // What `combine.cuh` multiplies partials by. No tile's Q is in use then.
-    __device__ float* factors() const { return reinterpret_cast<float*>(data + query); }
-    static constexpr int max_factors = Traits::query_bytes / sizeof(float) / Traits::query_rows;  // of a row
-    // Whether this CTA was the last to arrive at a tile.
-    __device__ int& is_last() const { return reinterpret_cast<int*>(data + messages)[0]; }
-    // The share that the producer is to go to.
-    __device__ int& next_share() const { return reinterpret_cast<int*>(data + messages)[1]; }
 
     __device__ uint32_t key_full(int stage) const { return base + barriers + 8 * stage; }
     __device__ uint32_t value_full(int stage) const { return key_full(stage) + 8 * Traits::stages; }

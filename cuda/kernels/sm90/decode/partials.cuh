@@ -1,0 +1,48 @@
+// Parts of a tile that several CTAs share (schedule.cuh). Each leaves its partial in scratch memory, and the combine kernel
+// (combine.cu) adds them up.
+#pragma once
+#include "sm90/decode/tile.cuh"
+
+// Where within a tile a part ends or begins, if a boundary between shares is `offset` units behind the tile's start.
+__device__ __forceinline__ int part_boundary(int offset, int units, int max_parts) {
+    if (offset <= 0) return 0;
+    if (offset >= units) return units;
+    if (max_parts >= units) return offset;
+    const int step = ceil_div(units, max_parts);
+    return min(ceil_div(offset, step) * step, units);
+}
+
+// The CTAs that share a tile. Some may have no part, if the call limits how many there are.
+struct Sharers {
+    const Tile& tile;
+    const int max_parts;  // of a tile
+    int first, count;
+
+    __device__ __forceinline__ Sharers(const Tile& tile, int max_parts) : tile(tile), max_parts(max_parts) {
+        first = tile.start / tile.share;
+        count = (tile.start + tile.units - 1) / tile.share - first + 1;
+    }
+
+    // Where in the tile the part of the CTA `first + index` begins; that of the next is its end.
+    __device__ __forceinline__ int begin(int index) const {
+        return part_boundary((first + index) * tile.share - tile.start, tile.units, max_parts);
+    }
+    __device__ __forceinline__ bool has_part(int index) const { return begin(index) < begin(index + 1); }
+    // A CTA has two partials at most: of a tile that begins before its share, and of one that ends behind it.
+    __device__ __forceinline__ int partial(int index) const { return 2 * (first + index) + (index == 0); }
+    __device__ __forceinline__ int partial_of(int cta) const { return partial(cta - first); }
+};
+
+template <int rows, int columns>
+struct Partials {
+    float* out;          // (2 · CTAs, row, column): unnormalised
+    float2* statistics;  // (2 · CTAs, row): maximum and sum
+    Tile* tiles;         // (CTAs): the shared tile that begins in a CTA's share; `no_more` where there is none
+
+    __device__ __forceinline__ float* row(int partial, int row) const {
+        return out + (static_cast<int64_t>(partial) * rows + row) * columns;
+    }
+    __device__ __forceinline__ float2* row_statistics(int partial, int row) const {
+        return statistics + static_cast<int64_t>(partial) * rows + row;
+    }
+};

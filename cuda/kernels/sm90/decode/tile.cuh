@@ -1,0 +1,50 @@
+// Tiles of the decode kernel: what a CTA computes at a time, and where its rows are in the results.
+#pragma once
+#include "parameters.cuh"
+#include "common/block_range.cuh"
+
+// A part of a tile: the key blocks [first, last) that one CTA visits for the tile's rows. Row r of a sequence and key head is
+// head r % group of query r / group.
+struct Tile {
+    static constexpr int no_more = -1;  // as batch: there are no more tiles
+
+    int batch, key_head;
+    int first_row, rows;       // the first row, and how many there are
+    int first_query, queries;  // of the sequence: where its queries start among all, and how many it has
+    int length, first_key;     // the sequence's keys are [first_key, length)
+    int cache_row;             // which sequence of the cache it is; unused with pages
+    int first, last;
+    Interval keys;             // those that some row of the tile sees
+    // Blocks are counted from the tile's first. A tile without blocks counts one.
+    int units;       // blocks of the whole tile
+    int part_begin;  // the part's first
+    int part_end;
+    int start;       // the tile's first unit, among those of all tiles …
+    int share;       // … of which each CTA has so many
+
+    __device__ bool exists() const { return batch != no_more; }
+    __device__ bool is_whole() const { return part_begin == 0 && part_end == units; }
+};
+
+// A row of a tile: one query of a head.
+struct Row {
+    int head, token;  // the query, among those of all sequences
+    int query;        // … of its sequence
+
+    __device__ __forceinline__ Row(const Shape& shape, const Tile& tile, int row) {
+        const int index = tile.first_row + row;
+        query = index / shape.group;
+        head = tile.key_head * shape.group + index % shape.group;
+        token = tile.first_query + query;
+    }
+
+    // Where the row is in the output (B, T, N, V), and in the log-sum-exp (B, N, T).
+    __device__ __forceinline__ int64_t in_out(const Shape& shape) const {
+        return (static_cast<int64_t>(token) * shape.query_heads + head) * shape.value_dim;
+    }
+    __device__ __forceinline__ int64_t in_lse(const Shape& shape) const {
+        const int batch = token / shape.queries;  // 0 if sequences are packed
+        const int64_t first = (static_cast<int64_t>(batch) * shape.query_heads + head) * shape.queries;
+        return first + token % shape.queries;
+    }
+};
