@@ -64,7 +64,7 @@ _PARAMETERS = struct(
     mask_metadata=mask_metadata.FORWARD_PARAMETERS,
     next_repeat="int*",  # see cuda/kernels/sm90/forward/repeat.cuh
     dropout=dropout.PARAMETERS,
-    key_places="const KeyPlace*",  # (B), if keys and values are a cache; see cuda/kernels/common/key_place.cuh
+    key_places="const KeyPlace*",  # (B), if K and V are a cache; see cuda/kernels/common/key_place.cuh
 )
 
 
@@ -246,7 +246,7 @@ def loaded_of(shapes: Shapes) -> Loaded:
 
 
 def row_groups(spec: AttentionSpec, shapes: Shapes) -> int:
-    """How many groups of 64 rows the tiles of a batch row and head have, of whatever query heads share tiles."""
+    """How many groups of 64 rows mask metadata has of each batch row."""
     chosen = configure(spec, shapes)
     return math.ceil(sizes(shapes).T * chosen.pack_gqa / chosen.tile.rows) * chosen.tile.consumers
 
