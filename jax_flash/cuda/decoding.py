@@ -24,7 +24,7 @@ def supports(spec: CacheSpec, shapes: Shapes, device: Device) -> str | None:
 
 def describe(spec: CacheSpec, shapes: Shapes, device: Device) -> str:
     """The kernels' names and tile shapes for a call that `supports` accepts."""
-    return cuda.family(device).describe_decode(shapes)
+    return cuda.family(device).describe_decode(spec, shapes, device)
 
 
 def forward(

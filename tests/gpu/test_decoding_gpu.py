@@ -19,6 +19,7 @@ from gpu_memory import poison
 import jax_flash
 from jax_flash import _device, _dispatch, _reference_cache
 from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.transforms import decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -40,6 +41,7 @@ def module_of(pattern: str):
 
 
 EMULATED = module_of("cuda/test_decode_emulated.py")
+EMULATED_PREFILL = module_of("cuda/test_prefill_emulated.py")
 CASES = dict.fromkeys(  # without those that both files have
     dataclasses.replace(case, dtype=dtype)
     for case in (
@@ -73,6 +75,22 @@ LARGE = {
         f"pages of {page}": CacheCase(B=12, S=4096 // page * page, N=8, K=2, H=128, U=1, page=page)
         for page in PAGES
     },
+}
+# Chunks of prompts, which the forward kernel takes.
+CHUNKS = {
+    "usual": CacheCase(B=4, S=3000, N=8, K=2, H=128, T=512, U=512, right=0, rotary=128),
+    "one sequence": CacheCase(B=1, S=4100, N=32, K=8, H=128, T=512, U=512, right=0, full=True),
+    "layers": CacheCase(B=3, S=2000, N=16, K=2, H=128, T=520, U=520, right=0, layers=2, batch_index=True),
+    "narrow heads": CacheCase(B=5, S=2000, N=14, K=2, H=64, T=400, U=400, right=0, rotary=64, sinks=True),
+    "wide heads": CacheCase(B=5, S=2000, N=8, K=1, H=256, T=300, U=300, right=0, soft_cap=3.0),
+    "odd heads": CacheCase(B=5, S=1999, N=7, K=1, H=72, T=301, U=301, right=0, alibi="BN"),
+    "wide values": CacheCase(B=5, S=2000, N=8, K=4, H=64, V=256, T=300, U=7, right=0),
+    "window": CacheCase(B=4, S=3000, N=8, K=2, H=128, T=512, U=512, right=0, left=700, rotary=128),
+    "window and left padding": CacheCase(
+        B=4, S=2500, N=8, K=2, H=128, T=512, U=512, right=0, left=333, left_padding=True
+    ),
+    "no mask": CacheCase(B=4, S=2500, N=8, K=2, H=128, T=512),
+    "many short sequences": CacheCase(B=64, S=300, N=8, K=2, H=64, T=70, U=70, right=0),
 }
 LONG_AND_SHORT = {
     "contiguous": CacheCase(B=64, S=8192, N=4, K=1, H=64, U=1),
@@ -125,6 +143,58 @@ def test_large_caches(name, dtype, implementation):
     run(implementation, dataclasses.replace(LARGE[name], dtype=dtype))
 
 
+@implementations
+@pytest.mark.parametrize("name,dtype", list(zip(CHUNKS, itertools.cycle(DTYPES), strict=False)))
+def test_chunks_of_prompts(name, dtype, implementation):
+    case = dataclasses.replace(CHUNKS[name], dtype=dtype)
+    operands = Draw(case).operands
+    assert prefill_plan.suits(case.spec, shapes_of(operands), _device.current())
+    run(implementation, case, operands)
+
+
+@pytest.fixture
+def by_the_forward_kernel(monkeypatch):
+    """It runs all calls without pages and packed queries, however few queries they have."""
+
+    def suits(spec, shapes, device):
+        return shapes.page_table is None and shapes.query_offsets is None
+
+    monkeypatch.setattr(prefill_plan, "suits", suits)
+    jax.clear_caches()  # of what was traced with other plans
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", (*EMULATED_PREFILL.CASES, *EMULATED.CONTIGUOUS), ids=str)
+def test_forward_kernel_on_caches(case, dtype, by_the_forward_kernel):
+    run("cuda", dataclasses.replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("index", range(40))
+def test_drawn_cases_by_the_forward_kernel(index, by_the_forward_kernel):
+    run("cuda", EMULATED_PREFILL.drawn(index))
+
+
+@pytest.mark.parametrize("layer", (-1, 2))
+def test_a_chunk_and_a_layer_that_is_not_there(layer, by_the_forward_kernel):
+    case = CacheCase(T=70, U=2, S=144, layers=2)
+    out, lse, *_ = run("cuda", case, Draw(case).operands.replace(layer=np.int32(layer)))
+    assert not out.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("left", (60, 200))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+def test_hidden_keys_do_not_matter_to_chunks(head_dim, left, by_the_forward_kernel):
+    case = CacheCase(130, 480, 130, 3, 2, 1, head_dim, left=left, right=0, left_padding=True)
+    operands = Draw(case).operands
+    clean = run("cuda", case, operands)
+    EMULATED_PREFILL.spoil_hidden_keys(case, operands)
+    poisoned = program("cuda", case, operands)()
+    for x, y in zip(clean[:2], poisoned[:2], strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
 def long_and_short(case) -> Draw:
     """One sequence fills the cache but for what is appended, all others have few keys."""
     draw = Draw(case)
@@ -149,6 +219,7 @@ def test_a_long_sequence_beside_many_short_ones(name, implementation):
         CacheCase(B=40, S=1000, N=8, K=1, H=64, page=16, U=1),
         CacheCase(B=2, S=3000, N=4, K=2, H=64, page=3),
         CacheCase(B=8, S=2048, N=8, K=2, H=128, T=400, page=128, packed=True, right=0),
+        CacheCase(B=4, S=2000, N=8, K=2, H=128, T=512, U=512, right=0, rotary=128),
     ],
     ids=str,
 )

@@ -5,14 +5,20 @@ A family of kernels is a package with the names in `__all__`; `jax_flash.cuda.fa
 
 import jax
 
-from jax_flash._cache_spec import CacheOperands, cache_sizes
+from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod
-from jax_flash.cuda.launch_plan import Kernel
-from jax_flash.cuda.sm90 import backward_plan, backward_tiles, decode_tiles, forward_plan
+from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
+from jax_flash.cuda.sm90 import (
+    backward_plan,
+    backward_tiles,
+    decode_plan,
+    decode_tiles,
+    forward_plan,
+    prefill_plan,
+)
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
-from jax_flash.cuda.sm90.decode_plan import UNITS_LIMIT, max_units, plan_decode
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
@@ -88,15 +94,24 @@ def unsupported_decode(shapes: CacheShapes) -> str | None:
         return "the call has an empty array"
     if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:
         return f"queries, keys and heads are limited to {_LIMIT}"
-    if max_units(shapes) >= UNITS_LIMIT:
+    if decode_plan.max_units(shapes) >= decode_plan.UNITS_LIMIT:
         return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
     if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
         return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"
     return None
 
 
-def describe_decode(shapes: CacheShapes) -> str:
-    """The decode kernel's tile shape for a call that `unsupported_decode` accepts."""
+def plan_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> LaunchPlan:
+    """How `device` runs a call on a cache: by the forward kernel, or by the decode kernel."""
+    if prefill_plan.suits(spec, shapes, device):
+        return prefill_plan.plan_prefill(spec, shapes, device)
+    return decode_plan.plan_decode(spec, shapes, device)
+
+
+def describe_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> str:
+    """The kernel's name and tile shape for a call that `unsupported_decode` accepts."""
+    if prefill_plan.suits(spec, shapes, device):
+        return prefill_plan.describe(spec, shapes)
     n = cache_sizes(shapes)
     tile = decode_tiles.choose_tile(n)
     loaded = "by TMA" if tile.box else "row by row"

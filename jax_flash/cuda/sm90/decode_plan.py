@@ -1,6 +1,7 @@
 """Launch plans of attention on a key-value cache (cuda/kernels/sm90/decode)."""
 
 import math
+from collections.abc import Iterable
 
 import jax
 
@@ -26,7 +27,7 @@ from jax_flash.cuda.sm90.tensor_maps import PANEL
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
-_SHAPE = struct(
+SHAPE = struct(
     "Shape",
     batch="int32_t",  # B
     queries="int32_t",  # T
@@ -54,7 +55,7 @@ _SHAPE = struct(
     left_padding="const int*",
     query_offsets="const int*",
 )
-_ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
+ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
 
 _TMA_CACHE = struct("Cache", key="TensorMap", value="TensorMap")
 _GATHERED_CACHE = struct("Cache", key="const ELEMENT*", value="const ELEMENT*")
@@ -67,8 +68,8 @@ def _parameters(box: int):
         query="const ELEMENT*",  # (B, T, N, H)
         out="ELEMENT*",  # (B, T, N, V)
         lse="float*",  # (B, N, T)
-        shape=_SHAPE,
-        rotary=_ROTARY,
+        shape=SHAPE,
+        rotary=ROTARY,
         scale="float",  # see ConsumerCall
         soft_cap="float",
         slopes="const float*",
@@ -90,8 +91,8 @@ _PREPROCESS_PARAMETERS = struct(
     value="ELEMENT*",
     out="ELEMENT*",
     lse="float*",
-    shape=_SHAPE,
-    rotary=_ROTARY,
+    shape=SHAPE,
+    rotary=ROTARY,
 )
 
 _COMBINE_PARAMETERS = struct(
@@ -99,7 +100,7 @@ _COMBINE_PARAMETERS = struct(
     out="ELEMENT*",
     lse="float*",
     sinks="const float*",
-    shape=_SHAPE,
+    shape=SHAPE,
     max_parts="int32_t",
     partial_out="float*",
     partial_statistics="float2*",
@@ -132,23 +133,12 @@ def max_units(shapes: Shapes) -> int:
 
 
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
-    """How `device` runs a call that `decoding.supports` accepts.
-
-    Operands are those of `CacheOperands` that the call has, in their order. Results are out and lse. If
-    something is appended, the caches follow, as `key_after` and `value_after`; then comes scratch memory.
-    """
+    """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
     n, tile = cache_sizes(shapes), choose_tile(cache_sizes(shapes))
     packed = shapes.query_offsets is not None
     shares = math.ceil(max_units(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
-    operands = tuple(Buffer(name, x.shape, x.dtype.name) for name, x in shapes.present().items())
-    caches = [b for b in operands if b.name in ("key", "value")] if n.U else []
-    aliases = tuple(Alias(b.name, f"{b.name}_after") for b in caches)
-    after = tuple(Buffer(f"{b.name}_after", b.shape, b.dtype) for b in caches)
-    B, T, N, _ = shapes.query.shape
-    out = Buffer("out", (B, T, N, n.V), shapes.query.dtype.name)
-    lse = Buffer("lse", (B, N, T), "float32")
     scratch = ()
     if split:
         scratch = (
@@ -158,9 +148,25 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
         )
     launches = [_decode(spec, shapes, device, tile, ctas, split)]
     if n.U or packed:
-        launches.insert(0, _preprocess(spec, shapes, device))
+        launches.insert(0, preprocess(spec, shapes, device))
     if split:
         launches.append(_combine(spec, shapes, device, tile, ctas))
+    return plan_of(shapes, launches, scratch)
+
+
+def plan_of(shapes: Shapes, launches: Iterable[Launch], scratch: Iterable[Buffer]) -> LaunchPlan:
+    """The launches of a call on a cache as a plan.
+
+    Operands are those of `CacheOperands` that the call has, in their order. Results are out and lse. If
+    something is appended, the caches follow, as `key_after` and `value_after`; then comes scratch memory.
+    """
+    n, (B, T, N, _) = cache_sizes(shapes), shapes.query.shape
+    operands = tuple(Buffer(name, x.shape, x.dtype.name) for name, x in shapes.present().items())
+    caches = [b for b in operands if b.name in ("key", "value")] if n.U else []
+    aliases = tuple(Alias(b.name, f"{b.name}_after") for b in caches)
+    after = tuple(Buffer(f"{b.name}_after", b.shape, b.dtype) for b in caches)
+    out = Buffer("out", (B, T, N, n.V), shapes.query.dtype.name)
+    lse = Buffer("lse", (B, N, T), "float32")
     return LaunchPlan(operands, (out, lse, *after, *scratch), tuple(launches), aliases)
 
 
@@ -190,7 +196,7 @@ def _decode(
             ("SPLIT", int(split)),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
-            ("ROTARY", _rotary_pairs(spec, shapes)),
+            ("ROTARY", rotary_pairs(spec, shapes)),
             ("SHARED_BYTES", tile.shared_bytes),
         ),
         parameters=_parameters(tile.box),
@@ -207,8 +213,8 @@ def _decode(
             "query": Pointer("query"),
             "out": Pointer("out"),
             "lse": Pointer("lse"),
-            "shape": _shape_arguments(spec, shapes),
-            "rotary": _rotary_arguments(shapes),
+            "shape": shape_arguments(spec, shapes),
+            "rotary": rotary_arguments(shapes),
             "scale": scale,
             "soft_cap": cap or 0.0,
             "slopes": _pointer(shapes, "alibi_slopes"),
@@ -246,14 +252,14 @@ def _combine(spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, 
             "out": Pointer("out"),
             "lse": Pointer("lse"),
             "sinks": _pointer(shapes, "sinks"),
-            "shape": _shape_arguments(spec, shapes),
+            "shape": shape_arguments(spec, shapes),
             "max_parts": spec.num_splits or _ANY_PARTS,
             **{name: Pointer(name) for name in _PARTIALS},
         },
     )
 
 
-def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
+def preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
     """Appends what the call appends."""
     n = cache_sizes(shapes)
     packed = shapes.query_offsets is not None
@@ -262,7 +268,7 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
         source="sm90/decode/preprocess.cu",
         entry="decode_preprocess",
         arch=device.arch,
-        defines=(("ELEMENT", shapes.query.dtype.name), ("ROTARY", _rotary_pairs(spec, shapes) if n.U else 0)),
+        defines=(("ELEMENT", shapes.query.dtype.name), ("ROTARY", rotary_pairs(spec, shapes) if n.U else 0)),
         parameters=_PREPROCESS_PARAMETERS,
     )
     return launch(
@@ -273,17 +279,17 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
         arguments={
             "new_key": _pointer(shapes, "new_key"),
             "new_value": _pointer(shapes, "new_value"),
-            "key": Pointer(_cache(shapes, "key")) if n.U else None,
-            "value": Pointer(_cache(shapes, "value")) if n.U else None,
+            "key": Pointer(cache_buffer(shapes, "key")) if n.U else None,
+            "value": Pointer(cache_buffer(shapes, "value")) if n.U else None,
             "out": Pointer("out"),
             "lse": Pointer("lse"),
-            "shape": _shape_arguments(spec, shapes),
-            "rotary": _rotary_arguments(shapes),
+            "shape": shape_arguments(spec, shapes),
+            "rotary": rotary_arguments(shapes),
         },
     )
 
 
-def _rotary_pairs(spec: CacheSpec, shapes: Shapes) -> int:
+def rotary_pairs(spec: CacheSpec, shapes: Shapes) -> int:
     if shapes.rotary_cos is None:
         return 0
     return _ROTARY_NEIGHBOURS if spec.rotary_interleaved else _ROTARY_HALVES
@@ -293,13 +299,13 @@ def _pointer(shapes: Shapes, name: str) -> Argument:
     return None if getattr(shapes, name) is None else Pointer(name)
 
 
-def _rotary_arguments(shapes: Shapes) -> Arguments:
+def rotary_arguments(shapes: Shapes) -> Arguments:
     positions, half = (0, 0) if shapes.rotary_cos is None else shapes.rotary_cos.shape
     cos, sin = (_pointer(shapes, name) for name in ("rotary_cos", "rotary_sin"))
     return {"cos": cos, "sin": sin, "positions": positions, "half": half}
 
 
-def _shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
+def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
     n, window = cache_sizes(shapes), window_of(spec, cache_sizes(shapes))
     table, layer = shapes.page_table, shapes.layer
     data = ("lengths", "layer", "page_table", "batch_index", "left_padding", "query_offsets")
@@ -320,7 +326,7 @@ def _shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
     }
 
 
-def _cache(shapes: Shapes, name: str) -> str:
+def cache_buffer(shapes: Shapes, name: str) -> str:
     """The buffer of the cache of keys, or of values."""
     name = "key" if shapes.value is None else name
     return name if shapes.new_key is None else f"{name}_after"
@@ -329,8 +335,8 @@ def _cache(shapes: Shapes, name: str) -> str:
 def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
     arrays = {"key": shapes.key, "value": shapes.key if shapes.value is None else shapes.value}
     if not tile.box:
-        return {name: Pointer(_cache(shapes, name)) for name in arrays}
-    return {name: _cache_map(_cache(shapes, name), x, tile.box) for name, x in arrays.items()}
+        return {name: Pointer(cache_buffer(shapes, name)) for name in arrays}
+    return {name: _cache_map(cache_buffer(shapes, name), x, tile.box) for name, x in arrays.items()}
 
 
 def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:

@@ -1,0 +1,98 @@
+// Runs before the forward kernel if that attends to a key-value cache. Computes the mask metadata from the lengths, finds
+// where each sequence's keys are, rotates the queries, and sets to 0 what the forward kernel counts in.
+//
+// Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key.
+//
+// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; BLOCK_KEYS and PACK_GQA, the forward kernel's.
+#include "parameters.cuh"
+#include "ptx/global.cuh"
+#include "ptx/warpgroup.cuh"
+#include "common/mask_metadata.cuh"
+#include "sm90/decode/rotary.cuh"
+#include "sm90/decode/sequences.cuh"
+
+using Element = ELEMENT;
+constexpr int threads = 128;
+constexpr int group_rows = 64;
+constexpr int chunk_elements = 16 / sizeof(Element);
+
+// The key that block 0 starts at.
+__device__ __forceinline__ int first_key_of(const Sequence& sequence) {
+    return sequence.length - ceil_div(sequence.length, BLOCK_KEYS) * BLOCK_KEYS;
+}
+
+// Mask metadata of a group of rows, by a warp. See FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py.
+__device__ __forceinline__ void write_group(const Parameters& parameters, int64_t index) {
+    const Shape& shape = parameters.shape;
+    const int batch = static_cast<int>(index / parameters.groups), group = static_cast<int>(index % parameters.groups);
+    const Sequence sequence = sequence_at(shape, batch);
+    const int first_key = first_key_of(sequence), lane = threadIdx.x % 32;
+    IntervalExtent extent;
+#pragma unroll
+    for (int row = lane; row < group_rows; row += 32) {
+        const int query = (group * group_rows + row) / PACK_GQA;
+        Interval keys{0, 0};  // for rows beyond the last query; they count neither as seeing keys nor as not seeing them
+        if (query < shape.queries) {
+            keys = keys_of(shape, sequence, query);
+            keys = {keys.begin - first_key, keys.end - first_key};
+            const bool sees = sequence.is_there && keys.begin < keys.end;
+            extent.add(sees ? keys : empty_interval);
+            // `begin` is kept: that of a tile's first row says where the tile's keys begin (hidden_values.cuh).
+            if (!sees) keys.end = 0;
+            // All rows of a query write the same value.
+            if (parameters.diagonals != nullptr) {
+                const int64_t token = static_cast<int64_t>(batch) * shape.queries + query;
+                parameters.diagonals[token] = diagonal_of(sequence, query) - first_key;
+            }
+        }
+        parameters.row_keys[index * group_rows + row] = keys;
+    }
+    extent.reduce();
+    const Interval visited = extent.visited_blocks(BLOCK_KEYS), full = extent.full_blocks(BLOCK_KEYS);
+    if (lane == 0) parameters.group_blocks[index] = {visited.begin, visited.end, full.begin, full.end};
+}
+
+// Where query t is rotated: at shape.query_base (QueryBase in sm90/decode/consumer.cuh) plus t times shape.query_step.
+__device__ __forceinline__ int position_of(const Shape& shape, int batch, int query) {
+    const int before = shape.query_base ? shape.lengths[batch] : sequence_at(shape, batch).length - shape.queries;
+    return before + query * shape.query_step;
+}
+
+// Chunk `index` of all queries (B, T, N, H), rotated.
+__device__ __forceinline__ void rotate(const Parameters& parameters, int64_t index) {
+    const Shape& shape = parameters.shape;
+    const int chunks = shape.head_dim / chunk_elements;
+    const int64_t row = index / chunks, token = row / shape.query_heads;
+    const int batch = static_cast<int>(token / shape.queries), query = static_cast<int>(token % shape.queries);
+    const Element* source = parameters.query + row * shape.head_dim;
+    Element* to = parameters.rotated_query + row * shape.head_dim;
+    const int chunk = static_cast<int>(index % chunks);
+    reinterpret_cast<uint4*>(to)[chunk] =
+        rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position_of(shape, batch, query));
+}
+
+extern "C" __global__ void __launch_bounds__(threads)
+    prefill_preprocess(const __grid_constant__ Parameters parameters) {
+    const Shape& shape = parameters.shape;
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x;
+    const int64_t stride = static_cast<int64_t>(gridDim.x) * threads;
+    wait_for_previous_kernel();
+    allow_next_kernel();
+    if (first == 0 && parameters.next_tile != nullptr) *parameters.next_tile = 0;
+#pragma unroll 1
+    for (int64_t batch = first; batch < shape.batch; batch += stride) {
+        const Sequence sequence = sequence_at(shape, static_cast<int>(batch));
+        const int row = sequence.is_there ? layer_of(shape) * shape.cache_rows + sequence.cache_row : 0;
+        parameters.key_places[batch] = {row, first_key_of(sequence)};
+    }
+    const int64_t groups = static_cast<int64_t>(shape.batch) * parameters.groups;
+#pragma unroll 1
+    for (int64_t group = first / 32; group < groups; group += stride / 32) write_group(parameters, group);
+    if constexpr (ROTARY) {
+        const int64_t rows = static_cast<int64_t>(shape.batch) * shape.queries * shape.query_heads;
+        const int64_t chunks = rows * (shape.head_dim / chunk_elements);
+#pragma unroll 1
+        for (int64_t i = first; i < chunks; i += stride) rotate(parameters, i);
+    }
+    global::fence_proxy_async();  // the forward kernel reads queries by TMA, and metadata by bulk copies
+}
