@@ -6,6 +6,7 @@ machine that has none.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import threading
@@ -96,8 +97,8 @@ def in_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
-def load_vector(ref: Any, layout: Any) -> jax.Array:
-    """A vector from shared memory, in the layout of the rows or columns of a product."""
+def load(ref: Any, layout: Any) -> jax.Array:
+    """An array from shared memory, in the layout of a product, or a vector in that of its rows or columns."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     index = inspect.signature(plgpu.load).parameters.get("idx")
@@ -166,39 +167,58 @@ def mosaic_call(
     out_shape: Sequence[jax.ShapeDtypeStruct],
     name: str,
     sums: Any = None,
+    changes: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """A Mosaic GPU kernel over axes `block` and `warpgroup`, or in its interpreter within `interpret()`.
 
     Args:
       sums: what the kernel adds to, by `add_to`, a tree: zeros at first. It gets them behind its operands.
+      changes: or what the last of its operands are, a tree of shapes: the kernel changes them in place.
 
     Returns:
-      a function that gives results of `out_shape`, and the sums.
+      a function that gives results of `out_shape`, and the sums, or what was changed.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     named = _traced(kernel)
     named.__name__ = name
-    call = plgpu.kernel(
-        named,
+    mesh = dict(grid=(blocks,), grid_names=("block",), num_threads=warpgroups, thread_name="warpgroup")
+    options: dict[str, Any] = dict(
         out_type=out_shape,
-        scratch_types=scratch,
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=_interpreter() if interpreting() else None,
     )
+    if changes is None or adds_to_arrays():
+        call = plgpu.kernel(named, scratch_types=scratch, **mesh, **options)
+    else:  # what `plgpu.kernel` does around it, in 0.10 alone, takes no references
+
+        def scoped(*refs: Any) -> None:
+            pl.run_scoped(functools.partial(named, *refs), *scratch, collective_axes="warpgroup")
+
+        call = pl.kernel(scoped, mesh=plgpu.Mesh(**mesh), name=name, **options)
+
+    def change(operands: Sequence[Any], references: Any) -> None:
+        call(*operands, references)
 
     def run(*operands):
-        references = jax.tree.map(lambda x: jax.new_ref(_zeros(x)), sums)
-        results = call(*operands, *(() if sums is None else (references,)))
+        # References made in the open have an effect, which JAX takes in no function with rules of its own for
+        # derivatives. The interpreter knows no others.
+        if changes is not None and not interpreting():
+            *operands, changed = operands
+            return [], pl.run_state(functools.partial(change, operands))(changed)
+        if sums is None and changes is None:
+            return call(*operands), None
+        if sums is not None:
+            operands = (*operands, jax.tree.map(_zeros, sums))
+        *operands, changed = operands
+        references = jax.tree.map(jax.new_ref, changed)
+        results = call(*operands, references)
         return results, jax.tree.map(jax.freeze, references)
 
-    return _without_effects(run, (list(out_shape), sums)) if interpreting() else run
+    changed = changes if sums is None else sums
+    return _without_effects(run, (list(out_shape), changed)) if interpreting() else run
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:

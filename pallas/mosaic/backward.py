@@ -25,9 +25,12 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .. import compat
 from ..scores import LOG2_E
+from . import tiles as mosaic_tiles
+from .backward_again import flash_backward_again
 from .backward_kernel import Barriers, Shared, flash_backward
 from .backward_problem import KERNELS, BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
+from .nonfinite import isolates, marks_of, marks_of_rows
 from .tiles import ROWS, BackwardConfig, BackwardConfigs
 
 
@@ -53,9 +56,15 @@ def prepare(
     return Prepared(Pair(key, value), Pair(query, d_out), lse_and_delta)
 
 
-def _scratch(problem: BackwardProblem, rows: Pair, lse_and_delta: LseAndDelta) -> tuple[Shared, Barriers]:
-    """A block's shared memory and barriers; `rows` and `lse_and_delta` hold what the kernel reads,
-    or None."""
+def _scratch(
+    problem: BackwardProblem, rows: Pair, lse_and_delta: LseAndDelta, hands_over: bool = False
+) -> tuple[Shared, Barriers]:
+    """A block's shared memory and barriers.
+
+    Args:
+      rows, lse_and_delta: hold what the kernel reads, or None.
+      hands_over: whether the loading warpgroup says that columns are there, and not their copies.
+    """
     config, dtype = problem.config, rows.key_or_query.dtype
     H, V = problem.size.H, problem.size.V
     places = config.row_stages * config.warpgroups
@@ -82,6 +91,8 @@ def _scratch(problem: BackwardProblem, rows: Pair, lse_and_delta: LseAndDelta) -
         ),
     )
     copies = [1 if x is None or not problem.rows_are_keys else 2 for x in lse_and_delta]
+    if hands_over:
+        copies = [1, 1]
     copies_of_rows = len(jax.tree.leaves(rows if problem.rows_are_keys else (rows, lse_and_delta)))
     barriers = Barriers(
         rows_full=barrier(places, copies_of_rows),
@@ -92,6 +103,35 @@ def _scratch(problem: BackwardProblem, rows: Pair, lse_and_delta: LseAndDelta) -
     return shared, barriers
 
 
+class _Call(NamedTuple):
+    """What one of the kernels reads, and how."""
+
+    problem: BackwardProblem
+    scale: float
+    rows: Pair
+    columns: Pair
+    lse_and_delta: LseAndDelta
+
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        spec: AttentionSpec,
+        size: Sizes,
+        prepared: Prepared,
+        config: BackwardConfig,
+        multiprocessors: int,
+    ) -> "_Call":
+        keys, queries, lse_and_delta = prepared
+        rows, columns, mask = queries, keys, keys_of_queries(spec, size)
+        if KERNELS[kernel].rows_are_keys:
+            rows, columns, mask = keys, queries, mask.transposed()
+        problem = BackwardProblem(size, mask, config, KERNELS[kernel], multiprocessors)
+        if not problem.owns.key_or_query:  # and so needs neither dP nor delta
+            rows, lse_and_delta = rows._replace(value_or_d_out=None), lse_and_delta._replace(delta=None)
+        return cls(problem, spec.scale, rows, columns, lse_and_delta)
+
+
 def gradients(
     kernel: str,
     spec: AttentionSpec,
@@ -100,35 +140,59 @@ def gradients(
     config: BackwardConfig,
     multiprocessors: int,
 ) -> tuple[Pair, jax.Array | None]:
-    """Runs the kernel of this name in `KERNELS`.
+    """Runs the kernel of this name in `KERNELS`, and the one that computes tiles of it again, if the call
+    keeps apart what isn't finite.
 
     Returns:
       the gradients of its rows, with lengths in whole tiles of 8; and the float32 sum of dQ that it adds to,
       yet to be scaled, or None.
     """
-    keys, queries, lse_and_delta = prepared
-    rows, columns, mask = queries, keys, keys_of_queries(spec, size)
-    if KERNELS[kernel].rows_are_keys:
-        rows, columns, mask = keys, queries, mask.transposed()
-    problem = BackwardProblem(size, mask, config, KERNELS[kernel], multiprocessors)
-    out = Pair(*(x if own else None for x, own in zip(rows, problem.owns, strict=True)))
-    if not problem.owns.key_or_query:  # and so needs neither dP nor delta
-        rows, lse_and_delta = rows._replace(value_or_d_out=None), lse_and_delta._replace(delta=None)
+    call = _Call.of(kernel, spec, size, prepared, config, multiprocessors)
+    problem, rows, columns = call.problem, call.rows, call.columns
+    of_rows = prepared.keys if problem.rows_are_keys else prepared.queries
+    out = Pair(*(x if own else None for x, own in zip(of_rows, problem.owns, strict=True)))
     summed = None
     if problem.kernel.adds_d_query:
         B, length, heads, H = columns.key_or_query.shape
         shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
         summed = compat.result(shape, jnp.float32, like=columns.key_or_query)
-    (of_rows,), of_columns = compat.mosaic_call(
+    is_isolated = isolates(problem.mask)
+    scheduler = problem.scheduler
+    marked_rows = scheduler.tiles * problem.rows_of_tile
+    marks = marks_of(size.B, scheduler.heads, marked_rows, like=columns.key_or_query) if is_isolated else None
+    (found, marks), of_columns = compat.mosaic_call(
         functools.partial(flash_backward, scale=spec.scale, problem=problem),
-        blocks=problem.scheduler.grid,
+        blocks=scheduler.grid,
         warpgroups=config.warpgroups + 1,
-        scratch=_scratch(problem, rows, lse_and_delta),
-        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out)],
+        scratch=_scratch(problem, rows, call.lse_and_delta),
+        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out), marks],
         name=f"jax_flash_mosaic_backward_{kernel}",
         sums=summed,
-    )(rows, columns, lse_and_delta)
-    return of_rows, of_columns
+    )(rows, columns, call.lse_and_delta)
+    if is_isolated:
+        found = _again(call, marks, found, f"jax_flash_mosaic_backward_{kernel}_again")
+    return found, of_columns
+
+
+def _again(call: _Call, marks: jax.Array, found: Pair, name: str) -> Pair:
+    """The gradients of rows, with the tiles computed again that have marks."""
+    problem = call.problem.again()
+    config, rows, lse_and_delta = problem.config, call.rows, call.lse_and_delta
+    copies = 2 + problem.rows_are_keys * len(jax.tree.leaves(lse_and_delta))
+    _, found = compat.mosaic_call(
+        functools.partial(flash_backward_again, scale=call.scale, problem=problem),
+        blocks=problem.scheduler.grid,
+        warpgroups=config.warpgroups + 1,
+        scratch=(
+            *_scratch(problem, rows, lse_and_delta, hands_over=True),
+            plgpu.Barrier(num_barriers=1, num_arrivals=copies),
+            plgpu.Barrier(num_barriers=config.warpgroups),
+        ),
+        out_shape=[],
+        changes=jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), found),
+        name=name,
+    )(rows, call.columns, lse_and_delta, marks, found)
+    return found
 
 
 def backward(
@@ -152,6 +216,14 @@ def backward(
         (d_key, d_value), d_query = run("all", configs.keys)
         assert d_query is not None
         d_query = (d_query * spec.scale).astype(operands.query.dtype)
+        if isolates(keys_of_queries(spec, size)):
+            # No tile of the sum has an owner who could mark it, or compute it again.
+            config = mosaic_tiles.backward(size, together=False).queries
+            assert config is not None
+            call = _Call.of("queries", spec, size, prepared, config, multiprocessors)
+            marks = marks_of_rows(d_query, call.problem.rows_of_tile)
+            found = Pair(d_query, None)
+            d_query, _ = _again(call, marks, found, "jax_flash_mosaic_backward_queries_again")
     else:
         (d_query, _), _ = run("queries", configs.queries)
         if configs.values is None:

@@ -18,10 +18,11 @@ from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
+from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_accumulate, issue_product, wait_product
 from .registers import ACCUMULATOR, ROW, where_between
 from .roles import divide, drain
-from .tile_scheduler import int32, rem
+from .tile_scheduler import div, int32, rem
 from .tiles import ROWS, BackwardConfig
 
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -48,15 +49,14 @@ class Barriers(NamedTuple):
 def flash_backward(rows, columns, lse_and_delta, *refs, scale: float, problem: BackwardProblem) -> None:
     """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T).
 
-    `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`; shared memory;
-    and barriers.
+    `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`; marks of them or
+    None; shared memory; and barriers.
     """
-    *d_query_accum, out, shared, barriers = refs
+    *d_query_accum, out, marks, shared, barriers = refs
+    results = Results(out, marks, d_query_accum)
     divide(
         problem.config.warpgroups,
-        compute=lambda warpgroup: _Consumer(
-            warpgroup, d_query_accum, out, shared, barriers, scale, problem
-        ).run(),
+        compute=lambda warpgroup: Consumer(warpgroup, results, shared, barriers, scale, problem).run(),
         load=lambda: _load(rows, columns, lse_and_delta, shared, barriers, problem=problem),
     )
 
@@ -69,19 +69,7 @@ def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardPr
     def tile(tile, head, batch, carry):
         tiles_done, done = carry
         first = tile * problem.rows_of_tile
-        for w in range(config.warpgroups):
-            place = rem(tiles_done, config.row_stages) * config.warpgroups + w
-            if config.persistent:
-                freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
-                pl.when(tiles_done >= config.row_stages)(freed)
-            own = pl.ds(first + w * ROWS, ROWS)
-            full = barriers.rows_full.at[place]
-            for source, target in zip(rows, shared.rows, strict=True):
-                if source is not None:
-                    plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[place], full)
-            if not problem.rows_are_keys:
-                for source, target in zip(lse_and_delta, shared.lse_and_delta, strict=True):
-                    plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[place], full)
+        load_rows(rows, lse_and_delta, shared, barriers, tiles_done, (batch, head, first), problem)
 
         def one_pass(of_pass, done):
             column_head = problem.column_head(head, of_pass)
@@ -110,22 +98,53 @@ def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardPr
     for stages, free in zip(config.rings, barriers.free, strict=True):
         drain(done, stages, free)
     if config.persistent:
-        for place in range(config.row_stages * config.warpgroups):
-            freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[place])
-            pl.when(tiles_done > place // config.warpgroups)(freed)
+        drain_rows(tiles_done, barriers, config)
+
+
+def load_rows(rows, lse_and_delta, shared, barriers, tiles_done, place, problem: BackwardProblem) -> None:
+    """Fills the rows of the tile that is number `tiles_done`, from `place`: batch row, head, first row."""
+    config, (batch, head, first) = problem.config, place
+    for w in range(config.warpgroups):
+        slot = rem(tiles_done, config.row_stages) * config.warpgroups + w
+        if config.persistent:
+            freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[slot])
+            pl.when(tiles_done >= config.row_stages)(freed)
+        own = pl.ds(first + w * ROWS, ROWS)
+        full = barriers.rows_full.at[slot]
+        for source, target in zip(rows, shared.rows, strict=True):
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[batch, own, head], target.at[slot], full)
+        if not problem.rows_are_keys:
+            for source, target in zip(lse_and_delta, shared.lse_and_delta, strict=True):
+                plgpu.copy_gmem_to_smem(source.at[batch, head, own], target.at[slot], full)
+
+
+def drain_rows(tiles_done, barriers: Barriers, config: BackwardConfig) -> None:
+    """Waits until the places of the rows loaded last are free."""
+    for slot in range(config.row_stages * config.warpgroups):
+        freed = functools.partial(plgpu.barrier_wait, barriers.rows_free.at[slot])
+        pl.when(tiles_done > slot // config.warpgroups)(freed)
+
+
+class Results(NamedTuple):
+    """What a kernel writes."""
+
+    gradients: Pair  # of the rows
+    marks: Any = None  # of them; see `nonfinite.py`
+    d_query_accum: Any = ()  # the one sum of dQ, or none
 
 
 @dataclasses.dataclass(frozen=True)
-class _Consumer:
+class Consumer:
     """One computing warpgroup: it owns 64 rows of each tile, and their gradients, and adds to dQ's sum."""
 
     warpgroup: Any  # its index
-    d_query_accum: Any  # a list of the one sum of dQ, or of none
-    out: Pair
+    results: Results
     shared: Shared
     barriers: Barriers
     scale: float
     problem: BackwardProblem
+    spoiled: SpoiledTiles | None = None  # of the second kernel, the tiles that it computes again
 
     @property
     def config(self) -> BackwardConfig:
@@ -137,7 +156,8 @@ class _Consumer:
 
     def run(self) -> None:
         """Computes the rows of all tiles of this block of the grid."""
-        self.problem.scheduler.over(self._tile, (jnp.int32(0), jnp.int32(0)))
+        over = self.problem.scheduler.over if self.spoiled is None else self.spoiled.over
+        over(self._tile, (jnp.int32(0), jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
     def _tile(self, tile, head, batch, carry):
@@ -158,7 +178,7 @@ class _Consumer:
                 """Where in dQ's sum this warpgroup's share of block `i` is added."""
                 share = problem.size.H // config.warpgroups
                 own, width = pl.ds(i * config.columns, config.columns), pl.ds(self.warpgroup * share, share)
-                return self.d_query_accum[0].at[batch, own, problem.column_head(head, of_pass), width]
+                return self.results.d_query_accum[0].at[batch, own, problem.column_head(head, of_pass), width]
 
             sums, done = carry
             done = over_blocks(visited.first, own.first, self._skip, done)
@@ -200,7 +220,10 @@ class _Consumer:
             delta = self._per_score(self.shared.lse_and_delta.delta, slots.value_or_d_out, row_slot)
             if not owns.value_or_d_out:
                 plgpu.barrier_arrive(free.value_or_d_out)
-            d_scores = self._convert(p * (d_p - delta))
+            d_scores = p * (d_p - delta)
+            if self.spoiled is not None and partial:  # 0 times NaN
+                d_scores = self._masked(d_scores, first_row, i)
+            d_scores = self._convert(d_scores)
             d_key_or_query = issue_accumulate(d_key_or_query, d_scores, columns.key_or_query)
             if d_query is not None:
                 d_query.put(d_scores, self.warpgroup, first=done == begun)
@@ -239,8 +262,12 @@ class _Consumer:
         config, problem = self.config, self.problem
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
         first_column = i * config.columns
-        # Queries beyond the last have lse +inf, so that only keys need a comparison with their number.
-        has_tail = not problem.rows_are_keys and problem.size.S % config.columns != 0
+        # Queries beyond the last have lse +inf, so that only keys need a comparison with their number. But
+        # scores of a key that isn't finite are NaN there, too.
+        if problem.rows_are_keys:
+            has_tail = self.spoiled is not None and problem.size.T % config.columns != 0
+        else:
+            has_tail = problem.size.S % config.columns != 0
         visible = problem.mask.visible_columns(rows, has_tail)
         begin, end = (None if x is None else x - first_column for x in visible)
         if problem.masks_rows:
@@ -251,8 +278,8 @@ class _Consumer:
         """lse or delta for each score of a block: of queries, which are the columns or the rows."""
         shape = (ROWS, self.config.columns)
         if self.problem.rows_are_keys:
-            return lax.broadcast_in_dim(compat.load_vector(ref.at[slot], COLUMN), shape, [1])
-        return lax.broadcast_in_dim(compat.load_vector(ref.at[row_slot], ROW), shape, [0])
+            return lax.broadcast_in_dim(compat.load(ref.at[slot], COLUMN), shape, [1])
+        return lax.broadcast_in_dim(compat.load(ref.at[row_slot], ROW), shape, [0])
 
     def _skip(self, _, done):
         """A block that other warpgroups visit."""
@@ -270,11 +297,17 @@ class _Consumer:
         if rooms.value_or_d_out is None:
             rooms = Pair(rooms.key_or_query, rooms.key_or_query)
         results = Pair(d_key_or_query, sums.value_or_d_out)
-        for values, room, target in zip(results, rooms, self.out, strict=True):
+        if self.results.marks is not None:
+            own = pl.ds(div(first_row, MARKED_ROWS), ROWS // MARKED_ROWS)
+            mark(self.results.marks.at[batch, head, own], [x for x in results if x is not None])
+        for values, room, target in zip(results, rooms, self.results.gradients, strict=True):
             if values is not None:
+                target = target.at[batch, pl.ds(first_row, ROWS), head]
+                if self.spoiled is not None:
+                    values = self.spoiled.unless_finite(target, room.at[slot], self.warpgroup, values)
                 room[slot, :, :] = values.astype(self.shared.rows.key_or_query.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(room.at[slot], target.at[batch, pl.ds(first_row, ROWS), head])
+                plgpu.copy_smem_to_gmem(room.at[slot], target)
         if self.config.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.barriers.rows_free.at[slot])

@@ -59,6 +59,16 @@ class BackwardProblem:
     kernel: Kernel
     multiprocessors: int
 
+    def again(self) -> "BackwardProblem":
+        """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes
+        through all its tiles, and passes over those that need nothing. It adds nothing to dQ.
+
+        It loads nothing ahead, which leaves it shared memory for its reductions.
+        """
+        config = dataclasses.replace(self.config, stages=1, second_stages=1, persistent=True, row_stages=1)
+        kernel = self.kernel._replace(adds_d_query=False)
+        return dataclasses.replace(self, config=config, kernel=kernel)
+
     @property
     def rows_are_keys(self) -> bool:
         return self.kernel.rows_are_keys

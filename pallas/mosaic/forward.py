@@ -20,7 +20,9 @@ from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
 from .. import compat
+from .forward_again import flash_forward_again
 from .forward_kernel import Barriers, ForwardProblem, Shared, flash_forward
+from .nonfinite import isolates, marks_of
 from .tiles import ROWS, ForwardConfig
 
 
@@ -32,6 +34,40 @@ def forward(
     problem = ForwardProblem(size, keys_of_queries(spec, size), config, multiprocessors)
     dtype = operands.query.dtype
     rows = problem.scheduler.tiles * config.queries  # TMA wants strides of 16 bytes: whole tiles, then cut
+    query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
+    is_isolated = isolates(problem.mask)
+    (out, lse, marks), _ = compat.mosaic_call(
+        functools.partial(flash_forward, scale=spec.scale, problem=problem),
+        blocks=problem.scheduler.grid,
+        warpgroups=config.warpgroups + 1,
+        scratch=_scratch(problem, dtype),
+        out_shape=[
+            compat.result((*query.shape[:-1], size.V), dtype, like=query),
+            compat.result((size.B, size.N, rows), jnp.float32, like=query),
+            marks_of(size.B, size.N, rows, like=query) if is_isolated else None,
+        ],
+        name="jax_flash_mosaic_forward",
+    )(query, key, value)
+    if is_isolated:
+        problem = problem.again()
+        config = problem.config
+        landed = plgpu.Barrier(num_barriers=1, num_arrivals=2)  # keys and values
+        first_full = plgpu.Barrier(num_barriers=config.warpgroups)
+        _, out = compat.mosaic_call(
+            functools.partial(flash_forward_again, scale=spec.scale, problem=problem),
+            blocks=problem.scheduler.grid,
+            warpgroups=config.warpgroups + 1,
+            scratch=(*_scratch(problem, dtype), landed, first_full),
+            out_shape=[],
+            changes=compat.result(out.shape, out.dtype, like=out),
+            name="jax_flash_mosaic_forward_again",
+        )(query, key, value, marks, out)
+    return out[:, : size.T], lse[:, :, : size.T]
+
+
+def _scratch(problem: ForwardProblem, dtype: jnp.dtype) -> tuple[Shared, Barriers]:
+    """A block's shared memory and barriers."""
+    size, config = problem.size, problem.config
 
     def tiles(count: int, tile_rows: int, width: int):
         return compat.tiled_shared_memory((count, tile_rows, width), dtype)
@@ -47,17 +83,4 @@ def forward(
     of_queries = plgpu.Barrier(num_barriers=config.query_stages * config.warpgroups)
     full = plgpu.Barrier(num_barriers=config.stages)
     free = plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups)
-    barriers = Barriers(of_queries, of_queries, full, free, full, free, of_warpgroups)
-    query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
-    (out, lse), _ = compat.mosaic_call(
-        functools.partial(flash_forward, scale=spec.scale, problem=problem),
-        blocks=problem.scheduler.grid,
-        warpgroups=config.warpgroups + 1,
-        scratch=(shared, barriers),
-        out_shape=[
-            compat.result((*query.shape[:-1], size.V), dtype, like=query),
-            compat.result((size.B, size.N, rows), jnp.float32, like=query),
-        ],
-        name="jax_flash_mosaic_forward",
-    )(query, key, value)
-    return out[:, : size.T], lse[:, :, : size.T]
+    return shared, Barriers(of_queries, of_queries, full, free, full, free, of_warpgroups)

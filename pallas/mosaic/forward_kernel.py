@@ -19,6 +19,7 @@ from jax_flash._spec import Sizes
 from .. import compat
 from ..loop import over_block_range
 from ..scores import LN_2, LOG2_E
+from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_product, wait_product
 from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
 from .roles import divide, drain
@@ -54,6 +55,13 @@ class ForwardProblem:
             lengths=tile_lengths(self.mask, config.queries, config.keys),
             blocks=self.multiprocessors if config.persistent else None,
             bytes_of_head=2 * size.S * (size.H + size.V) // size.group,
+        )
+
+    def again(self) -> "ForwardProblem":
+        """The same for the kernel that computes tiles again (`forward_again.py`): a block of the grid goes
+        through all its tiles, and passes over those that need nothing."""
+        return dataclasses.replace(
+            self, config=dataclasses.replace(self.config, persistent=True, query_stages=1)
         )
 
     def keys_of_tile(self, first) -> BlockRange:
@@ -100,12 +108,14 @@ class Barriers(NamedTuple):
 
 
 def flash_forward(
-    query, key, value, out, lse, shared, barriers, *, scale: float, problem: ForwardProblem
+    query, key, value, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
 ) -> None:
-    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V) -> out (B,T,N,V), lse (B,N,T, in whole tiles)."""
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V) -> out (B,T,N,V), lse (B,N,T, in whole tiles),
+    and marks of out or None."""
+    results = Results(out, lse, marks)
     divide(
         problem.config.warpgroups,
-        compute=lambda warpgroup: _Consumer(warpgroup, out, lse, shared, barriers, scale, problem).run(),
+        compute=lambda warpgroup: Consumer(warpgroup, results, shared, barriers, scale, problem).run(),
         load=lambda: _load(query, key, value, shared, barriers, problem=problem),
     )
 
@@ -168,17 +178,25 @@ def _load(query, key, value, shared, barriers, *, problem: ForwardProblem) -> No
                 pl.when(tiles_done > place)(functools.partial(plgpu.barrier_wait, free))
 
 
+class Results(NamedTuple):
+    """What the kernel writes."""
+
+    out: Any
+    lse: Any = None
+    marks: Any = None  # see `nonfinite.py`
+
+
 @dataclasses.dataclass(frozen=True)
-class _Consumer:
+class Consumer:
     """One computing warpgroup: it owns 64 rows of each tile."""
 
     warpgroup: Any  # its index
-    out: Any
-    lse: Any
+    results: Results
     shared: Shared
     barriers: Barriers
     scale: float
     problem: ForwardProblem
+    spoiled: SpoiledTiles | None = None  # of the second kernel, the tiles that it computes again
 
     @property
     def config(self) -> ForwardConfig:
@@ -212,7 +230,8 @@ class _Consumer:
         config, turn = self.config, self.barriers.turn
         if config.pingpong:
             pl.when(self.warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
-        tiles_done, _ = self.problem.scheduler.over(self._tile, (jnp.int32(0), jnp.int32(0)))
+        over = self.problem.scheduler.over if self.spoiled is None else self.spoiled.over
+        tiles_done, _ = over(self._tile, (jnp.int32(0), jnp.int32(0)))
         if self.releases_later:
             self._release_query(tiles_done - 1)
         if config.pingpong:
@@ -296,16 +315,25 @@ class _Consumer:
         """Stages the rows of a tile in shared memory, and copies them to `place`: batch row, head, first
         row."""
         batch, head, first_row = place
+        own = pl.ds(first_row, ROWS)
+        out = self.results.out.at[batch, own, head]
         if not self.stages_over_query:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's output
         staged = query if self.stages_over_query else self.shared.out.at[self.warpgroup]
         staged_lse = self.shared.lse.at[self.warpgroup]
-        staged_lse[...] = lse
-        staged[...] = _rescaled(acc, normaliser).astype(self.shared.query.dtype)
+        if self.results.lse is not None:
+            staged_lse[...] = lse
+        values = _rescaled(acc, normaliser)
+        if self.results.marks is not None:
+            marks = pl.ds(div(first_row, MARKED_ROWS), ROWS // MARKED_ROWS)
+            mark(self.results.marks.at[batch, head, marks], [values])
+        if self.spoiled is not None:
+            values = self.spoiled.unless_finite(out, staged, self.warpgroup, values)
+        staged[...] = values.astype(self.shared.query.dtype)
         plgpu.commit_smem()
-        own = pl.ds(first_row, ROWS)
-        plgpu.copy_smem_to_gmem(staged, self.out.at[batch, own, head])
-        plgpu.copy_smem_to_gmem(staged_lse, self.lse.at[batch, head, own])
+        plgpu.copy_smem_to_gmem(staged, out)
+        if self.results.lse is not None:
+            plgpu.copy_smem_to_gmem(staged_lse, self.results.lse.at[batch, head, own])
 
     def _softmax(self, scores, rows: Rows, partial: bool, first_row, block):
         """A block's probabilities, and what is known of the rows with it."""
