@@ -48,6 +48,54 @@ class TestPallasNonFiniteOfManyTilesByTriton(TestPallasNonFiniteByTriton):
     sizes = dict(T=300, S=410, N=4, K=2, H=128)  # noqa: RUF012
 
 
+class TestPallasNonFiniteByMosaic(NonFiniteSuite):
+    """On Hopper. In float16, whose rounding hides less of a difference in float32."""
+
+    implementation = "pallas"
+    dtype = "float16"
+    sizes = dict(T=300, S=410, N=4, K=2, H=64)  # noqa: RUF012
+    situations = ("causal", "window")
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def by_mosaic(cls):
+        with lowering.only(lowering.MOSAIC):
+            yield
+
+
+class TestPallasNonFiniteOfHeadDim128ByMosaic(TestPallasNonFiniteByMosaic):
+    """With more queries than keys, so that some see none."""
+
+    sizes = dict(T=700, S=650, N=4, K=2, H=128)  # noqa: RUF012
+
+
+class TestPallasNonFiniteOfOddHeadDimsByMosaic(TestPallasNonFiniteByMosaic):
+    dtype = "bfloat16"
+    sizes = dict(T=300, S=410, N=4, K=1, H=80, V=48)  # noqa: RUF012
+
+
+class TestPallasNonFiniteOfWideHeadsByMosaic(TestPallasNonFiniteByMosaic):
+    """With kernels of their own for dK and dV."""
+
+    dtype = "bfloat16"
+    sizes = dict(T=300, S=410, N=4, K=2, H=256)  # noqa: RUF012
+
+
+class TestPallasNonFiniteOfNarrowValuesByMosaic(TestPallasNonFiniteByMosaic):
+    sizes = dict(T=300, S=410, N=4, K=2, H=192, V=128)  # noqa: RUF012
+
+
+class TestPallasNonFiniteTogetherByMosaic(TestPallasNonFiniteByMosaic):
+    """With one kernel for all gradients. That of dQ alone computes dQ again."""
+
+    sizes = dict(T=300, S=410, N=4, K=2, H=128)  # noqa: RUF012
+    sums_in_any_order = ("d_query",)
+
+    @pytest.fixture(autouse=True)
+    def together(self, monkeypatch):
+        monkeypatch.setattr(mosaic_tiles, "KEYS_TO_SUM_TOGETHER", 0)
+
+
 class TestPallasTogether(TestPallas):
     """With one kernel for all gradients however few keys there are, on Hopper."""
 

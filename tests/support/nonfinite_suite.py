@@ -19,6 +19,7 @@ from jax_flash._spec import sizes
 
 SITUATIONS = {
     "lengths": dict(features=("seq_lengths",)),
+    "causal": dict(is_causal=True),
     "window": dict(local_window_size=(9, 3)),
     "mask": dict(features=("mask:B11S", "bias", "logits_soft_cap"), is_causal=True),
     "segments": dict(features=("segment_ids", "alibi_slopes"), is_causal=True),
@@ -50,6 +51,8 @@ class NonFiniteSuite(Implementation):
 
     dtype: str = "bfloat16"
     sizes: dict[str, int] = dict(T=70, S=90, N=4, K=2, H=16)  # noqa: RUF012
+    situations: tuple[str, ...] = tuple(SITUATIONS)
+    sums_in_any_order: tuple[str, ...] = ()  # gradients whose last bits may differ from run to run
 
     @pytest.fixture(autouse=True)
     def isolates(self, monkeypatch):
@@ -59,7 +62,10 @@ class NonFiniteSuite(Implementation):
         yield
         jax.clear_caches()
 
-    @pytest.mark.parametrize("situation", SITUATIONS)
+    def pytest_generate_tests(self, metafunc):
+        if "situation" in metafunc.fixturenames:
+            metafunc.parametrize("situation", self.situations)
+
     def test_what_is_not_finite_reaches_no_further_than_by_definition(self, situation):
         case = Case("not finite", self.dtype, **self.sizes, **SITUATIONS[situation])
         arguments, spec, operands, d_out, d_lse = draw(case)
@@ -67,7 +73,8 @@ class NonFiniteSuite(Implementation):
         run = self.program(arguments, d_out, d_lse)
         clean = run()
         reached = Reached.by(queries, keys, spec, operands)
-        assert queries.any() and keys.any() and not reached.queries.all() and not reached.keys.all()
+        assert queries.any() and keys.any() and not reached.queries.all()
+        assert reached.keys.all() == (situation == "causal")  # as the last query sees all
         assert reached.queries.any() == reached.keys.any() == (situation != "lengths")
         for value in (np.nan, np.inf):
             put = functools.partial(with_value, value)
@@ -82,7 +89,7 @@ class NonFiniteSuite(Implementation):
                 d_out=put(d_out, queries),
                 d_lse=put(d_lse, queries),
             )
-            check(got, clean, reached, are_hidden=not np.isnan(value))
+            check(got, clean, reached, not np.isnan(value), self.sums_in_any_order)
 
 
 def with_value(value, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -90,7 +97,7 @@ def with_value(value, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.where(positions.reshape(*positions.shape, *(1,) * (x.ndim - 2)), x.dtype.type(value), x)
 
 
-def check(got, clean, reached: Reached, are_hidden: bool):
+def check(got, clean, reached: Reached, are_hidden: bool, in_any_order: tuple[str, ...] = ()):
     """Compare a run with the clean one. Infinities may be hidden: all queries that they reach are finite."""
     (out, lse, gradients), (clean_out, clean_lse, clean_gradients) = got, clean
     of_queries = {"out": (out, clean_out), "lse": (lse, clean_lse)}
@@ -101,7 +108,11 @@ def check(got, clean, reached: Reached, are_hidden: bool):
     for results, is_reached in ((of_queries, reached.queries), (of_keys, reached.keys)):
         for name, (x, expected) in results.items():
             assert np.isfinite(expected[~is_reached]).all() or name == "lse"
-            np.testing.assert_array_equal(x[~is_reached], expected[~is_reached], name)
+            pair = x[~is_reached], expected[~is_reached]
+            if name in in_any_order:
+                np.testing.assert_allclose(*(x.astype(np.float32) for x in pair), 0.02, 1e-3, err_msg=name)
+            else:
+                np.testing.assert_array_equal(*pair, name)
             if not are_hidden and name != "d_value":  # of a key that dropout leaves no query that is reached
                 x = x[is_reached]
                 assert np.isnan(x.reshape(len(x), np.prod(x.shape[1:], dtype=int))).any(-1).all(), (
@@ -125,4 +136,6 @@ def spoiled(situation, case, operands):
             return (starts <= i) & (i < ends), (key_starts <= j) & (j < key_ends)
         case "mask":
             return np.repeat(i == 33, case.B, 0), ~operands.mask[:, 0, 0]
+        case "causal":
+            return np.repeat(i == case.T - 9, case.B, 0), np.repeat(j == case.S - 5, case.B, 0)
     return np.repeat(i == 33, case.B, 0), np.repeat(j == 47, case.B, 0)
