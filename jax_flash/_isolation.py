@@ -1,9 +1,9 @@
 """Whether kernels keep what isn't finite from queries and keys that don't see it.
 
 In products of blocks the zeros of pairs that don't see each other meet whatever the operands hold, and 0
-times NaN is NaN. Plain JAX always guards against that. The CUDA kernels, and those by Triton, can in calls
-that hide pairs; those by Mosaic GPU can't. They don't by default: those of CUDA have done so in an emulator
-alone, and by Triton short calls take up to 5% longer (docs/tuning/).
+times NaN is NaN. Plain JAX always guards against that. The kernels can in calls that hide pairs. They don't
+by default: those of CUDA have done so in an emulator alone, those by Mosaic GPU in JAX's interpreter alone,
+and by Triton short calls take up to 5% longer (docs/tuning/).
 """
 
 KERNELS = False

@@ -15,6 +15,9 @@ key that scores or their gradients are computed from. Both are set to 0 in hidde
 | forward | V | K |
 | dQ | K | V |
 | dK, dV | Q, dO | lse |
+
+That NaN is in all columns of a result, also of one that sees NaN in one column alone. Where nothing hidden
+had spoiled the others, they are finite in the first kernel, and so stay.
 """
 
 import dataclasses
@@ -37,7 +40,7 @@ from jax_flash import _isolation
 from jax_flash._mask import BlockRange, PositionMask
 
 from .. import compat
-from .registers import ACCUMULATOR, ROW, element, folded
+from .registers import ACCUMULATOR, ROW, element, folded, integer
 from .tile_scheduler import TileScheduler
 from .tiles import ROWS
 
@@ -88,10 +91,10 @@ def mark(marks: Any, results: Iterable[jax.Array]) -> None:
         for one in spoiled[1:]:
             some = arith.ori(some, one)
         boolean = ir.IntegerType.get_signless(1)
-        some = nvvm.vote_sync(_integer(-1), some, nvvm.VoteSyncKind.any, results=[boolean])
+        some = nvvm.vote_sync(integer(-1), some, nvvm.VoteSyncKind.any, results=[boolean])
         thread = mgpu.thread_idx()
-        warp = arith.remui(arith.divui(thread, _integer(_WARP)), _integer(ROWS // MARKED_ROWS))
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, _integer(_WARP)), _integer(0))
+        warp = arith.remui(arith.divui(thread, integer(_WARP)), integer(ROWS // MARKED_ROWS))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, integer(_WARP)), integer(0))
         branch = scf.IfOp(is_first)
         with ir.InsertionPoint(branch.then_block):
             llvm.store(arith.extui(ir.IntegerType.get_signless(8), some), _address(marks, warp))
@@ -119,13 +122,13 @@ def some_marked(marks: Any, warpgroups: int | None = None) -> jax.Array:
     def read(_, marks) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         loads, threads = count // words, 1 if warpgroups is None else 128 * warpgroups
-        first = _integer(0) if warpgroups is None else mgpu.thread_idx()
-        loop = scf.ForOp(_integer(0), _integer(pl.cdiv(loads, threads)), _integer(1), [_integer(0)])
+        first = integer(0) if warpgroups is None else mgpu.thread_idx()
+        loop = scf.ForOp(integer(0), integer(pl.cdiv(loads, threads)), integer(1), [integer(0)])
         with ir.InsertionPoint(loop.body):
             # The last ones are read again where threads outnumber what is left.
-            index = arith.addi(first, arith.muli(loop.induction_variable, _integer(threads)))
-            index = arith.minui(index, _integer(loads - 1))
-            address = _address(marks, arith.muli(index, _integer(4 * words)))
+            index = arith.addi(first, arith.muli(loop.induction_variable, integer(threads)))
+            index = arith.minui(index, integer(loads - 1))
+            address = _address(marks, arith.muli(index, integer(4 * words)))
             loaded = llvm.load(ir.VectorType.get((words,), i32), address, alignment=4 * words)
             found = loop.inner_iter_args[0]
             for i in range(words):
@@ -225,8 +228,3 @@ def _address(ref: ir.Value, offset: ir.Value) -> ir.Value:
     i64, pointer = ir.IntegerType.get_signless(64), utils.memref_ptr(ref)
     address = arith.addi(llvm.ptrtoint(i64, pointer), arith.extui(i64, offset))
     return llvm.inttoptr(pointer.type, address)
-
-
-def _integer(value: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value))

@@ -49,7 +49,7 @@ def scaled_unless_one(x: jax.Array, factors: jax.Array) -> jax.Array:
         differs = [
             arith.cmpf(arith.CmpFPredicate.UNE, _scalar(factor), one) for factor in factors.registers.flat
         ]
-        warp, boolean = _integer(-1), ir.IntegerType.get_signless(1)
+        warp, boolean = integer(-1), ir.IntegerType.get_signless(1)
         some = nvvm.vote_sync(warp, arith.ori(*differs), nvvm.VoteSyncKind.any, results=[boolean])
         registers = list(x.registers.flat)
         branch = scf.IfOp(some, [register.type for register in registers], has_else=True)
@@ -85,7 +85,7 @@ def where_between(
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, ACCUMULATOR),
     )
     def select(_, x, *bounds) -> Any:
-        of_thread = arith.muli(arith.remui(mgpu.thread_idx(), _integer(4)), _integer(2))
+        of_thread = arith.muli(arith.remui(mgpu.thread_idx(), integer(4)), integer(2))
         of_halves = [
             [arith.subi(_scalar(row), of_thread) for row in bound.registers.flat] for bound in bounds
         ]
@@ -93,7 +93,7 @@ def where_between(
 
         def selected(value, column: int, half: int):
             for test, of_half in zip(tests, of_halves, strict=True):
-                value = arith.select(arith.cmpi(test, _integer(column), of_half[half]), value, other)
+                value = arith.select(arith.cmpi(test, integer(column), of_half[half]), value, other)
             return value
 
         registers = []
@@ -124,7 +124,7 @@ def _scalar(register: ir.Value) -> Any:
     return element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
-def _integer(value: int) -> ir.Value:
+def integer(value: int) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
