@@ -58,8 +58,8 @@ def set_to(changes: dict[str, int]) -> Iterator[None]:
 
 
 def _tile_of(ctas: int):
-    def choose(n):
-        tile = decode_tiles.choose_tile(n)
+    def choose(shapes):
+        tile = decode_tiles.choose_tile(shapes)
         return dataclasses.replace(tile, ctas_of_sm=ctas).fitted()
 
     return choose

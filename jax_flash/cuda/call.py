@@ -100,7 +100,14 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
             ],
             [
                 _launcher.TensorMap(
-                    slot.offset, number[x.buffer], x.dtype, x.sizes, x.strides, x.box, x.swizzle
+                    slot.offset,
+                    number[x.buffer],
+                    x.dtype,
+                    x.sizes,
+                    x.strides,
+                    x.box,
+                    x.swizzle,
+                    x.l2_fetch,
                 )
                 for slot, x in fields
                 if isinstance(x, TensorMap)

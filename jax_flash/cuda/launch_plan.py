@@ -65,6 +65,7 @@ class TensorMap:
     strides: tuple[int, ...]  # bytes, of axes 1…
     box: tuple[int, ...]  # elements
     swizzle: int = 128  # bytes: 0, 32, 64 or 128
+    l2_fetch: int = 128  # bytes that L2 fetches where it lacks some of them: 64, 128 or 256
 
 
 Argument = Pointer | TensorMap | int | float | None
@@ -211,15 +212,24 @@ _TYPES = {
 }
 
 
+_USUAL: dict[str, Any] = {"LaunchPlan": (), "TensorMap": TensorMap.l2_fetch}
+"""By class, what its last field mostly is."""
+
+
 def dump(plan: LaunchPlan) -> str:
-    """`plan` as compact JSON; equal plans give equal text. A plan without aliases doesn't mention them."""
+    """`plan` as compact JSON; equal plans give equal text.
+
+    It doesn't mention that a plan has no aliases, or a tensor map the usual `l2_fetch`: plans of programs that
+    were exported before there were others have neither.
+    """
 
     def encode(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             fields = [encode(getattr(value, f.name)) for f in dataclasses.fields(value)]
-            if isinstance(value, LaunchPlan) and not value.aliases:
+            name = type(value).__name__
+            if name in _USUAL and fields[-1] == encode(_USUAL[name]):
                 fields.pop()
-            return {type(value).__name__: fields}
+            return {name: fields}
         return list(map(encode, value)) if isinstance(value, tuple) else value
 
     return json.dumps(encode(plan), separators=(",", ":"))
@@ -248,8 +258,8 @@ def _decode(value: Any) -> Any:
         raise ValueError(f"not a launch plan: it has a part {', '.join(value) or 'without a name'}")
     fields = _decode(value[name])
     hints = _hints(_TYPES[name])
-    if name == LaunchPlan.__name__ and isinstance(fields, tuple) and len(fields) == len(hints) - 1:
-        fields = (*fields, ())  # no aliases
+    if name in _USUAL and isinstance(fields, tuple) and len(fields) == len(hints) - 1:
+        fields = (*fields, _USUAL[name])
     if not isinstance(fields, tuple) or len(fields) != len(hints):
         raise ValueError(f"not a launch plan: a {name} has the fields {', '.join(hints)}")
     for (field, hint), given in zip(hints.items(), fields, strict=True):

@@ -13,7 +13,7 @@ from decode_schedule import Work, parts
 from exhaustive import thinned
 from seeds import seed_of
 
-from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
+from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device, assume
 from jax_flash._spec import AttentionSpec, shapes_of
 from jax_flash.cuda import decoding, launch_plan, plan_check
@@ -188,8 +188,7 @@ def test_few_blocks_take_few_ctas():
 def test_tiles_fit(page):
     for H in range(8, 257, 8):
         for V in {H, 64, 128, 256}:
-            n = cache_sizes(call(H=H, V=V, page=page, S=page * 3 if page else 1000)[1])
-            tile = choose_tile(n)
+            tile = choose_tile(call(H=H, V=V, page=page, S=page * 3 if page else 1000)[1])
             assert tile.stages >= 2 and tile.shared_bytes <= 227 << 10
             in_flight = tile.ctas_of_sm * tile.stages * tile.keys * (H + V) * 2
             assert in_flight >= min(64 << 10, 6 * tile.keys * (H + V) * 2)
@@ -287,7 +286,7 @@ def test_kernel_has_this_schedule(num_splits, emulator):
     split_tiles = emulator.run(made, arrays, seed_of(case), 3)["split_tiles"]
     work = Work(
         *(x.tolist() for x in (operands.lengths, np.ones(case.B, int), operands.left_padding)),
-        *(case.K, case.N // case.K, choose_tile(cache_sizes(operands)).keys),
+        *(case.K, case.N // case.K, choose_tile(shapes_of(operands)).keys),
         right=0,
     )
     expected = {}

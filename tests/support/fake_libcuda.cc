@@ -142,7 +142,7 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute attribute, int valu
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t* element_strides, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+                                CUtensorMapL2promotion l2_promotion, CUtensorMapFloatOOBfill) {
     std::lock_guard<std::mutex> lock(mutex);
     *map = CUtensorMap{};
     map->opaque[0] = ++count;
@@ -152,7 +152,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
            << ", \"type\": " << type << ", \"address\": " << reinterpret_cast<size_t>(address)
            << ", \"sizes\": " << List(sizes, rank) << ", \"strides\": " << List(strides, rank - 1)
            << ", \"box\": " << List(box, rank) << ", \"element_strides\": " << List(element_strides, rank)
-           << ", \"swizzle\": " << swizzle;
+           << ", \"swizzle\": " << swizzle << ", \"l2_promotion\": " << l2_promotion;
     return Record("cuTensorMapEncodeTiled", fields.str());
 }
 

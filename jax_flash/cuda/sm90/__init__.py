@@ -113,7 +113,7 @@ def describe_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> str
     if prefill_plan.suits(spec, shapes, device):
         return prefill_plan.describe(spec, shapes)
     n = cache_sizes(shapes)
-    tile = decode_tiles.choose_tile(n)
+    tile = decode_tiles.choose_tile(shapes)
     loaded = "by TMA" if tile.box else "row by row"
     pages = "" if n.page is None else f", pages of {n.page} keys loaded {loaded}"
     dims = f"head dim {n.H}" if n.H == n.V else f"head dims {n.H} of keys and {n.V} of values"

@@ -129,12 +129,12 @@ def max_units(shapes: Shapes) -> int:
     n = cache_sizes(shapes)
     tiles = math.ceil(n.T * n.group / ROWS)
     tiles = tiles * n.B if shapes.query_offsets is None else tiles + n.B
-    return tiles * n.K * math.ceil(n.S / choose_tile(n).keys)
+    return tiles * n.K * math.ceil(n.S / choose_tile(shapes).keys)
 
 
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
-    n, tile = cache_sizes(shapes), choose_tile(cache_sizes(shapes))
+    n, tile = cache_sizes(shapes), choose_tile(shapes)
     packed = shapes.query_offsets is not None
     shares = math.ceil(max_units(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
@@ -340,9 +340,14 @@ def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
 
 
 def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
-    """A tensor map over a cache. Its box is a panel of one head of `box` keys."""
+    """A tensor map over a cache. Its box is a panel of one head of `box` keys.
+
+    The panels of a row are loaded one by one, and are neighbours in memory: L2 fetches two for one.
+    """
     C, S, K, H = array.shape[-4:]
     layers = math.prod(array.shape[:-4])
     element = ELEMENT_BYTES[array.dtype.name]
     strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
-    return TensorMap(buffer, array.dtype.name, (H, K, S, C, layers), strides, (PANEL, 1, box, 1, 1))
+    sizes, box_of_panel = (H, K, S, C, layers), (PANEL, 1, box, 1, 1)
+    l2_fetch = 256 if H > PANEL else 128
+    return TensorMap(buffer, array.dtype.name, sizes, strides, box_of_panel, l2_fetch=l2_fetch)

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from jax_flash._cache_spec import CacheSizes
+import jax
+
+from jax_flash._cache_spec import CacheOperands, cache_sizes
 from jax_flash.cuda.sm90.tensor_maps import (
     MAX_SHARED_BYTES,
     PANEL_BYTES,
@@ -30,6 +32,7 @@ class DecodeTile:
     keys: int  # in a block
     box: int  # keys that one TMA copy loads; 0: threads gather the rows
     paged: bool
+    rotary: bool  # Q is rotated
     ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
@@ -46,8 +49,12 @@ class DecodeTile:
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
-        tiles = _TILE_STAGES * (TILE_BYTES + 2 * 8)
-        return self.query_rows * key_row + self.stages * stage + tiles
+        query = self.query_rows * key_row
+        if self.rotary:
+            query += _TILE_STAGES * self.query_rows * self.head_dim * _ELEMENT_BYTES  # as it is, before
+        else:
+            query *= _TILE_STAGES
+        return query + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
 
     def fitted(self) -> "DecodeTile":
         """With as many stages as there is room for."""
@@ -60,16 +67,18 @@ LEAST_SHARE = 2
 """Blocks of a CTA, at least, unless there are fewer. With fewer, more partials would be combined."""
 
 
-def choose_tile(n: CacheSizes) -> DecodeTile:
+def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     """The tile of a call.
 
     Two CTAs on a multiprocessor hide each other's waits, if shared memory has room for three stages of each.
     A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages.
     """
+    n = cache_sizes(shapes)
     dims = padded_head_dim(n.H), padded_head_dim(n.V)
     rows = min(ROWS, -(-n.T * n.group // 8) * 8)
     keys = 128 if sum(dims) <= 128 and (_box(n.page, 128) or not _box(n.page, 64)) else 64
-    tile = DecodeTile(*dims, rows, keys, _box(n.page, keys), n.page is not None)
+    rotary = shapes.rotary_cos is not None
+    tile = DecodeTile(*dims, rows, keys, _box(n.page, keys), n.page is not None, rotary)
     options = (dataclasses.replace(tile, ctas_of_sm=ctas).fitted() for ctas in (2, 1))
     return max(options, key=lambda tile: min(tile.stages, 3))
 

@@ -24,7 +24,6 @@ struct ConsumerCall {
     const SharedMemory& shared;
     const Shape& shape;
     const Rotary& rotary;
-    const Traits::Element* const query;  // (B, T, N, H)
     const Results results;
     const TilePartials partials;
     const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
@@ -44,26 +43,19 @@ __device__ __forceinline__ int position_of(const Shape& shape, const Tile& tile,
     return before + query * shape.query_step;
 }
 
-// Copies a tile's rows of Q to shared memory, rotated. All consumer threads have read the one before it, and come together
-// when this one is there. Rows and columns beyond the last are 0. Of rows beyond QUERY_ROWS there is no Q: wgmma reads other
-// memory for them, and nobody reads what it makes of that.
-__device__ __forceinline__ void load_query(const ConsumerCall& call, const Tile& tile) {
+// Rotates a tile's rows of Q, on their way to where wgmma reads them. All consumers have read the tile before it. Of rows
+// beyond the tile's last there is no Q: wgmma reads other memory for them, and nobody reads what it makes of that.
+__device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Tile& tile, int tile_stage) {
     constexpr int row_chunks = Traits::head_dim / 8;
     sync_consumers();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < Traits::query_rows * row_chunks; i += Traits::consumer_threads) {
+    for (int i = threadIdx.x; i < tile.rows * row_chunks; i += Traits::consumer_threads) {
         const int index = i / row_chunks, chunk = i % row_chunks;
-        uint4 words = {0, 0, 0, 0};
-        if (index < tile.rows && 8 * chunk < call.shape.head_dim) {
-            const Row row(call.shape, tile, index);
-            const int64_t first = static_cast<int64_t>(row.token) * call.shape.query_heads + row.head;
-            const int position = Traits::rotary ? position_of(call.shape, tile, row.query) : 0;
-            words = rotated_chunk<Traits::Element, ROTARY>(call.query + first * call.shape.head_dim, chunk, call.rotary,
-                                                           position);
-        }
+        const int position = position_of(call.shape, tile, Row(call.shape, tile, index).query);
         const int panel = chunk / 8 * descriptor::panel_bytes(Traits::query_rows);
         const int offset = SharedMemory::query + panel + descriptor::swizzled_offset(index, chunk % 8);
-        *reinterpret_cast<uint4*>(call.shared.data + offset) = words;
+        *reinterpret_cast<uint4*>(call.shared.data + offset) = rotated_chunk<Traits::Element, ROTARY>(
+            call.shared.plain_row(tile_stage, index), chunk, call.rotary, position);
     }
     fence_proxy_async();
     sync_consumers();
@@ -196,13 +188,17 @@ __device__ __forceinline__ void multiply_values(float (&out)[out_count], const f
 }
 
 // Attends to the blocks of a part of a tile.
-__device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, const Tile& tile, float (&out)[out_count],
-                                       OnlineSoftmax& softmax) {
+__device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, const Tile& tile, int tile_stage,
+                                       float (&out)[out_count], OnlineSoftmax& softmax) {
     const SharedMemory& shared = call.shared;
-    load_query(call, tile);
+    if constexpr (Traits::rotary) {
+        rotate_query(call, tile, tile_stage);
+    } else {
+        fence_proxy_async();  // Q has come by asynchronous copies, and wgmma reads it
+    }
     const ThreadRows rows(call, tile);
     const Interval seen_by_all = keys_of_all_rows(call.shape, tile);
-    const uint32_t query = descriptor::k_major_low(shared.query_tile());
+    const uint32_t query = descriptor::k_major_low(shared.query_tile(tile_stage));
     const uint32_t first_key_block = descriptor::k_major_low(shared.key_block(0));
     const uint32_t first_value_block = descriptor::mn_major_low(shared.value_block(0), Traits::keys);
 #pragma unroll 1
@@ -241,16 +237,17 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     TileRing tile_ring;
 #pragma unroll 1
     while (true) {
-        mbarrier::wait(shared.tile_full(tile_ring.stage), tile_ring.parity);
-        const Tile tile = shared.tile(tile_ring.stage);
-        __syncwarp();
-        if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(tile_ring.stage));
-        tile_ring.advance();
+        const int stage = tile_ring.stage;
+        mbarrier::wait(shared.tile_full(stage), tile_ring.parity);
+        const Tile tile = shared.tile(stage);
         if (!tile.exists()) break;
 
         float out[out_count] = {};
         OnlineSoftmax softmax;
-        if (tile.first < tile.last) attend(call, ring, tile, out, softmax);
+        if (tile.first < tile.last) attend(call, ring, tile, stage, out, softmax);
+        __syncwarp();
+        if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));
+        tile_ring.advance();
         if (!Traits::split || tile.is_whole()) {
             write_row<0>(out, softmax, call.results, call.shape, tile);
             write_row<1>(out, softmax, call.results, call.shape, tile);

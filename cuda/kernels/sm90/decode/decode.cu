@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
             mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
         }
         for (int stage = 0; stage < Traits::tile_stages; ++stage) {
-            mbarrier::init(shared.tile_full(stage), 1);
+            mbarrier::init(shared.tile_full(stage), Traits::tile_arrivals);
             mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
         }
         mbarrier::fence_init();
@@ -39,12 +39,12 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
     if (!has_preprocess) wait_for_previous_kernel();
 
     if (warp_index() >= Traits::consumer_threads / 32) {
-        produce({parameters.cache, shared, shape, reinterpret_cast<Tile*>(parameters.split_tiles)}, parameters.max_parts, parameters.least_share);
+        produce({parameters.cache, shared, shape, parameters.query, reinterpret_cast<Tile*>(parameters.split_tiles)},
+                parameters.max_parts, parameters.least_share);
     } else {
         consume({shared,
                  shape,
                  parameters.rotary,
-                 parameters.query,
                  {parameters.out, parameters.lse, parameters.sinks},
                  {parameters.partial_out, parameters.partial_statistics},
                  parameters.scale,

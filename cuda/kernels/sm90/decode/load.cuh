@@ -1,6 +1,7 @@
 // The producer role of the decode kernel: tells the consumers of tiles, and loads their blocks of keys and values through
 // a ring of stages. TMA copies them (load_tma.cuh), or, from pages whose size doesn't suit it, threads do (load_gather.cuh).
 #pragma once
+#include "ptx/async_copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/schedule.cuh"
@@ -9,7 +10,8 @@ struct LoadCall {
     const Cache& cache;
     const SharedMemory& shared;
     const Shape& shape;
-    Tile* const split_tiles;  // see Partials
+    const Traits::Element* const query;  // (B, T, N, H)
+    Tile* const split_tiles;             // see Partials
 };
 
 // Waits for the preprocess, before the first block is loaded that may have keys which the preprocess appends. Where two
@@ -46,11 +48,28 @@ __device__ __forceinline__ void sync_producer() {
 #include "sm90/decode/load_gather.cuh"
 #endif
 
-__device__ __forceinline__ void hand_out(const SharedMemory& shared, TileRing& ring, const Tile& tile) {
-    if (threadIdx.x == Traits::consumer_threads) {
-        mbarrier::wait(shared.tile_empty(ring.stage), ring.parity ^ 1);
-        shared.tile(ring.stage) = tile;
-        mbarrier::arrive(shared.tile_full(ring.stage));
+// Tells the consumers of a tile, and begins to copy its rows of Q. Columns beyond the last become 0; rows beyond it stay what
+// they were. Q is asked for before the tile's keys, behind which it would wait for long.
+__device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile) {
+    constexpr int row_chunks = Traits::head_dim / 8;
+    const SharedMemory& shared = call.shared;
+    const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;
+    mbarrier::wait(shared.tile_empty(stage), ring.parity ^ 1);
+    if (tile.exists() && tile.first < tile.last) {
+#pragma unroll 1
+        for (int i = thread; i < tile.rows * row_chunks; i += Traits::producer_threads) {
+            const int index = i / row_chunks, chunk = i % row_chunks;
+            const Row row(call.shape, tile, index);
+            const int64_t first = static_cast<int64_t>(row.token) * call.shape.query_heads + row.head;
+            const bool is_there = 8 * chunk < call.shape.head_dim;
+            async_copy::load(shared.query_chunk(stage, index, chunk),
+                             call.query + first * call.shape.head_dim + (is_there ? 8 * chunk : 0), is_there);
+        }
+    }
+    async_copy::arrive_when_done(shared.tile_full(stage));
+    if (thread == 0) {
+        shared.tile(stage) = tile;
+        mbarrier::arrive(shared.tile_full(stage));
     }
     ring.advance();
 }
@@ -64,11 +83,11 @@ __device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int
     split_tile.batch = Tile::no_more;
 #pragma unroll 1
     while (schedule.next(tile)) {
-        hand_out(call.shared, tile_ring, tile);
+        hand_out(call, tile_ring, tile);
         if (Traits::split && tile.part_begin == 0 && !tile.is_whole()) split_tile = tile;
         load_blocks(call, ring, tile, appended);
     }
     tile.batch = Tile::no_more;
-    hand_out(call.shared, tile_ring, tile);
+    hand_out(call, tile_ring, tile);
     if (Traits::split && threadIdx.x == Traits::consumer_threads) call.split_tiles[blockIdx.x] = split_tile;
 }

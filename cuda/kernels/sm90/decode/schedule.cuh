@@ -55,13 +55,27 @@ struct Schedule {
 
     __device__ __forceinline__ Schedule(const Shape& shape, int max_parts, int least_share)
         : shape(shape), max_parts(max_parts) {
-        int last_units;
-        const int total = total_units(last_units);
+        // Each lane has the units of as many sequences, and of all those before them.
+        const int lane_sequences = ceil_div(shape.batch, 32), lane = threadIdx.x % 32;
+        int own = 0;
+#pragma unroll 4
+        for (int i = 0; i < lane_sequences; ++i) own += units_of_sequence(lane * lane_sequences + i);
+        int end = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int before = __shfl_up_sync(all_lanes, end, distance);
+            if (lane >= distance) end += before;
+        }
+        const int total = __shfl_sync(all_lanes, end, 31);
         share = max(ceil_div(total, static_cast<int>(gridDim.x)), least_share);
-        const int begin = min(static_cast<int64_t>(blockIdx.x) * share, static_cast<int64_t>(total));
+        int position = static_cast<int>(min(static_cast<int64_t>(blockIdx.x) * share, static_cast<int64_t>(total)));
         start = 0;
         batch = shape.batch, head = 0, tile = 0;
-        if (begin < total) find(begin, last_units);
+        if (position == total) return;
+
+        const int owner = __reduce_min_sync(all_lanes, position < end ? lane : 31);
+        position -= __shfl_sync(all_lanes, end - own, owner);
+        find(owner * lane_sequences, position);
     }
 
     // The next part of a tile in this CTA's share; false where there is none.
@@ -85,38 +99,16 @@ private:
         return head_units(shape, sequence_at(shape, index)) * shape.key_heads;
     }
 
-    // Also gives the units of the last sequence that the lane looked at.
-    __device__ __forceinline__ int total_units(int& last) const {
-        int total = last = 0;
+    // Finds the tile that has unit `position`, counted from the first one of sequence `index`.
+    __device__ __forceinline__ void find(int index, int position) {
+        int units;
 #pragma unroll 1
-        for (int index = threadIdx.x % 32; index < shape.batch; index += 32) total += last = units_of_sequence(index);
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) total += __shfl_xor_sync(all_lanes, total, distance);
-        return total;
-    }
-
-    // Finds the tile that has unit `position` of all. If there are few sequences, each lane knows its own's units.
-    __device__ __forceinline__ void find(int position, int known) {
-        const int lane = threadIdx.x % 32;
-#pragma unroll 1
-        for (int first = 0; first < shape.batch; first += 32) {
-            const int own = shape.batch <= 32 ? known : units_of_sequence(first + lane);
-            int end = own;
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const int before = __shfl_up_sync(all_lanes, end, distance);
-                if (lane >= distance) end += before;
-            }
-            const int end_of_all = __shfl_sync(all_lanes, end, 31);
-            if (position < end_of_all) {
-                const int owner = __reduce_min_sync(all_lanes, position < end ? lane : 31);
-                position -= __shfl_sync(all_lanes, end - own, owner);
-                enter(first + owner);
-                break;
-            }
-            position -= end_of_all;
+        for (;; ++index) {
+            enter(index);
+            units = head_units(shape, sequence);
+            if (position < units * shape.key_heads) break;
+            position -= units * shape.key_heads;
         }
-        const int units = head_units(shape, sequence);
         head = position / units;
         position -= head * units;
 #pragma unroll 1

@@ -45,6 +45,7 @@ struct Traits {
     static constexpr int producer_threads = gathers ? keys : 32;
     static constexpr int threads = consumer_threads + producer_threads;
     static constexpr int full_arrivals = gathers ? producer_threads : boxes;  // at a stage's barriers, from the producer
+    static constexpr int tile_arrivals = producer_threads + 1;                // … and at a tile's
 
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
@@ -52,6 +53,9 @@ struct Traits {
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
     static constexpr int tile_stages = 2;
+    // Q comes to its place for each tile ahead of time, or, to be rotated, to another first, of plain rows.
+    static constexpr int query_tiles = rotary ? 1 : tile_stages;
+    static constexpr int plain_query_bytes = rotary ? query_rows * head_dim * 2 : 0;
 
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "N of PV is at most 256");
@@ -67,17 +71,33 @@ struct SharedMemory {
     uint32_t base;  // the address of `data`
 
     static constexpr int query = 0;
-    static constexpr int key = query + Traits::query_bytes;
+    static constexpr int key = query + Traits::query_tiles * Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int rows = value + Traits::stages * Traits::value_bytes;
-    static constexpr int tiles = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
+    static constexpr int plain_query = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
+    static constexpr int tiles = plain_query + Traits::tile_stages * Traits::plain_query_bytes;
     static constexpr int missing = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
     static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
-    __device__ uint32_t query_tile() const { return base + query; }
+    __device__ uint32_t query_tile(int tile_stage) const {
+        return base + query + (Traits::rotary ? 0 : tile_stage * Traits::query_bytes);
+    }
+    // Where the producer puts 16-byte chunk `chunk` of row `row` of Q.
+    __device__ uint32_t query_chunk(int tile_stage, int row, int chunk) const {
+        if constexpr (Traits::rotary) {
+            return base + plain_query + tile_stage * Traits::plain_query_bytes + row * Traits::head_dim * 2 + 16 * chunk;
+        } else {
+            const int panel = chunk / 8 * descriptor::panel_bytes(Traits::query_rows);
+            return query_tile(tile_stage) + panel + descriptor::swizzled_offset(row, chunk % 8);
+        }
+    }
+    __device__ const Traits::Element* plain_row(int tile_stage, int row) const {
+        const unsigned char* rows = data + plain_query + tile_stage * Traits::plain_query_bytes;
+        return reinterpret_cast<const Traits::Element*>(rows) + row * Traits::head_dim;
+    }
     __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::key_bytes; }
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::value_bytes; }
     // Of gathered blocks: which row of the cache each key is; -1: none.
