@@ -14,8 +14,8 @@ kernel reads half as many bytes and writes them: its time is that of the call at
   paged        pages of several sizes, anywhere in their pool, beside the same keys without pages
   speculative  four and eight queries of each sequence beside one
   append       a new key of each sequence, and rotary embeddings, beside attention alone
-  prefill      chunks of prompts, 256 to 2048 queries, beside `flash_attention` to the same keys; with TFLOP/s.
-               JAX has no cuDNN for them: its causal attention there is aligned to the first key
+  prefill      chunks of prompts, 256 to 2048 queries, beside `flash_attention` to the same keys, in TFLOP/s
+               JAX has no cuDNN for them: its causal attention is aligned to the first key
 
 Ratios are of rates by kernel time: `to_best_peer`, `to_cudnn`, `to_copy`, and `to_base`, the case's first
 variant; `step_to_best_peer` is of steps. `beyond_base_us` and `step_beyond_base_us` are how much longer than

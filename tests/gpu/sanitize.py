@@ -110,8 +110,14 @@ CACHE_GROUPS = {
         CacheCase(page=16, T=40, packed=True, interleaved=True, right=0, B=4, S=320, soft_cap=3.0),
         CacheCase(page=5, T=20, packed=True, interleaved=True, right=0, B=4, S=130, N=2, K=1),
     ),
+    "chunks of prompts": (
+        CacheCase(B=17, S=200, N=8, K=1, H=128, T=70, U=70, right=0, rotary=128),
+        CacheCase(B=20, S=200, N=4, K=2, H=64, T=128, U=20, right=0, left=60, left_padding=True, alibi="BN"),
+        CacheCase(B=20, S=200, N=4, K=2, H=256, T=128, U=128, right=0, left=60, layers=2, sinks=True),
+    ),
 }
-"""Calls on key-value caches: every way to load keys, every way to append, one split and several."""
+"""Calls on key-value caches: every way to load keys, every way to append, one split and several; and those of
+many queries, which the forward kernel runs."""
 
 
 def run_on_cache(case: CacheCase, implementation: str = "cuda"):

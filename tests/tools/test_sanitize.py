@@ -9,10 +9,11 @@ from cache_case import Draw
 from implementation_suite import FEATURES
 
 from jax_flash import cuda
-from jax_flash._cache_spec import CacheOperands, cache_sizes
+from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import decoding
+from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.cuda.sm90.decode_plan import plan_decode
 from jax_flash.cuda.sm90.decode_tiles import choose_tile
 from jax_flash.cuda.sm90.forward_plan import plan_forward
@@ -65,15 +66,23 @@ def test_run_forward_and_backward(capsys, monkeypatch):
 
 
 def test_calls_on_caches_load_keys_in_every_way():
-    cases = [case for cases in sanitize.CACHE_GROUPS.values() for case in cases]
+    cases = [case for group in ("decoding", "decoding pages") for case in sanitize.CACHE_GROUPS[group]]
     tiles, splits, options = set(), set(), set()
     for case in cases:
         operands = shapes_of(Draw(case).operands)
         assert decoding.supports(case.spec, operands, H100) is None
-        tile = choose_tile(cache_sizes(operands))
+        tile = choose_tile(operands)
         tiles.add("rows" if tile.box == 0 else "block" if tile.box == tile.keys else "pages")
-        plan = plan_decode(case.spec, operands, H100)
-        splits.add(dict(plan.launches[-1].kernel.defines)["SPLIT"])
+        assert not prefill_plan.suits(case.spec, operands, H100)
+        kernels = [launch.kernel for launch in plan_decode(case.spec, operands, H100).launches]
+        splits |= {dict(kernel.defines)["SPLIT"] for kernel in kernels if kernel.entry == "decode"}
         options |= set(operands.present())
     assert tiles == {"rows", "block", "pages"} and splits == {0, 1}
     assert options == {field.name for field in dataclasses.fields(CacheOperands)}
+
+
+@pytest.mark.parametrize("case", sanitize.CACHE_GROUPS["chunks of prompts"], ids=str)
+def test_chunks_of_prompts_run_in_the_forward_kernel(case):
+    operands = shapes_of(Draw(case).operands)
+    assert decoding.supports(case.spec, operands, H100) is None
+    assert prefill_plan.suits(case.spec, operands, H100)
