@@ -9,8 +9,10 @@ time of both, and their ratio: 1.00 is no cost. The lowering of `pallas` is what
 
 import argparse
 import functools
+import os
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -38,8 +40,8 @@ CASES = [
 WITHOUT, WITH = "without", "with"
 
 
-def programs(case: Case, implementation: str, isolates: bool):
-    """Forward, and the backward pass alone, with their arguments."""
+def programs(case: Case, implementation: str) -> dict[str, tuple]:
+    """By pass, forward and the backward pass alone, compiled, with its arguments."""
     inputs = case.inputs()
     d_out = jax.random.normal(jax.random.key(3), inputs[0].shape, inputs[0].dtype)
     window = None if case.window is None else (case.window - 1, 0)
@@ -49,28 +51,50 @@ def programs(case: Case, implementation: str, isolates: bool):
         local_window_size=window,
         implementation=implementation,
     )
-    jax.clear_caches()  # of what was traced under the other setting
-    with mock.patch.object(_isolation, "KERNELS", isolates):
-        forward = jax.jit(attend).lower(*inputs).compile()
-        _, vjp = jax.vjp(attend, *inputs)
-        backward = jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile()
+    forward = jax.jit(attend).lower(*inputs).compile()
+    _, vjp = jax.vjp(attend, *inputs)
+    backward = jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile()
     return {"forward": (forward, *inputs), "backward": (backward, vjp, d_out)}
 
 
-def measure(case: Case, implementation: str, of_rounds: int) -> list[dict]:
-    row = {"case": str(case), "implementation": implementation}
-    try:
-        runs = {name: programs(case, implementation, name == WITH) for name in (WITHOUT, WITH)}
-    except Exception as error:  # the other calls are measured nevertheless
-        return [row | {"error": record.error(error)}]
+Key = tuple[str, Case]  # the implementation
+
+
+def compile_all(implementations: Sequence[str]) -> dict[str, dict[Key, dict[str, tuple] | Exception]]:
+    """The programs of all calls, without and with it; or what compiling them raised."""
+
+    def attempt(key: Key) -> dict[str, tuple] | Exception:
+        try:
+            return programs(key[1], key[0])
+        except Exception as error:  # the other calls are measured nevertheless
+            return error
+
+    keys = [(name, case) for name in implementations for case in CASES]
+    found = {}
+    for name in (WITHOUT, WITH):
+        jax.clear_caches()  # of what was traced under the other setting
+        with (
+            mock.patch.object(_isolation, "KERNELS", name == WITH),
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            found[name] = dict(zip(keys, pool.map(attempt, keys), strict=True))
+    return found
+
+
+def measure(runs: dict[str, dict[str, tuple] | Exception], of_rounds: int) -> list[dict]:
+    of_both: dict[str, dict[str, tuple]] = {}
+    for name, run in runs.items():
+        if isinstance(run, Exception):
+            return [{"error": record.error(run)}]
+        of_both[name] = run
     rows = []
     for direction in ("forward", "backward"):
         times: dict[str, list[float]] = {WITHOUT: [], WITH: []}
         for order in rounds.orders(list(times), of_rounds):
             for name in order:
-                times[name].append(timing.milliseconds(*runs[name][direction]))
+                times[name].append(timing.milliseconds(*of_both[name][direction]))
         medians = {name: statistics.median(found) for name, found in times.items()}
-        rows.append(row | {"pass": direction} | medians | {"ratio": medians[WITH] / medians[WITHOUT]})
+        rows.append({"pass": direction} | medians | {"ratio": medians[WITH] / medians[WITHOUT]})
     return rows
 
 
@@ -83,14 +107,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result = record.environment() | {"rows": []}
     print(record.heading(result))
-    for implementation in options.implementations.split(","):
-        for case in CASES:
-            for row in measure(case, implementation, options.rounds):
-                result["rows"].append(row)
-                told = f"{row['ratio']:.3f}" if "ratio" in row else row["error"][:160]
-                print(f"{row['case']:36} {implementation:7} {row.get('pass', ''):9} {told}", flush=True)
-            if options.out:
-                record.write(result, options.out)
+    compiled = compile_all(options.implementations.split(","))
+    for key in compiled[WITHOUT]:
+        implementation, case = key
+        for row in measure({name: compiled[name][key] for name in compiled}, options.rounds):
+            row = {"case": str(case), "implementation": implementation} | row
+            result["rows"].append(row)
+            told = f"{row['ratio']:.3f}" if "ratio" in row else row["error"][:160]
+            print(f"{row['case']:36} {implementation:7} {row.get('pass', ''):9} {told}", flush=True)
+        if options.out:
+            record.write(result, options.out)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 In products of blocks the zeros of pairs that don't see each other meet whatever the operands hold, and 0
 times NaN is NaN. Plain JAX always guards against that. The kernels can in calls that hide pairs. They don't
-by default: those of CUDA have done so in an emulator alone, those by Mosaic GPU in JAX's interpreter alone,
-and by Triton short calls take up to 5% longer (docs/tuning/).
+by default, as it isn't measured what that costs, but by Triton, where short calls take up to 5% longer
+(docs/tuning/).
 """
 
 KERNELS = False

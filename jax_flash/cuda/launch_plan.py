@@ -219,8 +219,8 @@ _USUAL: dict[str, Any] = {"LaunchPlan": (), "TensorMap": TensorMap.l2_fetch}
 def dump(plan: LaunchPlan) -> str:
     """`plan` as compact JSON; equal plans give equal text.
 
-    It doesn't mention that a plan has no aliases, or a tensor map the usual `l2_fetch`: plans of programs that
-    were exported before there were others have neither.
+    It doesn't mention that a plan has no aliases, or that a tensor map has the usual `l2_fetch`: programs
+    that were exported before there were others don't either.
     """
 
     def encode(value: Any) -> Any:

@@ -17,7 +17,7 @@ from jax_flash.cuda.parameters import HEADER_NAME, header, layout, pack
 
 EMULATOR = Path(__file__).parent / "emulator"
 # Quick to compile rather than quick: most kernels run for a fraction of a second.
-COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-fPIC")
+COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-fno-gnu-unique")  # each has shared memory of its own
 STANDARD = "standard.h"  # the standard library's headers
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,

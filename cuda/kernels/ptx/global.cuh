@@ -28,21 +28,6 @@ __device__ __forceinline__ bool has_reached(const int* address, int value) {
     return x >= value;
 }
 
-// Loads what another CTA wrote while this kernel runs, and this one acquired.
-__device__ __forceinline__ float4 shared_among_ctas(const float4* address) {
-    float4 x;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(address)
-                 : "memory");
-    return x;
-}
-__device__ __forceinline__ float2 shared_among_ctas(const float2* address) {
-    float2 x;
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(address) : "memory");
-    return x;
-}
-
 // Orders this thread's ordinary accesses to global memory before its later accesses by TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -101,7 +101,13 @@ __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
-// A reduction over all lanes of a warp.
+// Reductions over all lanes of a warp.
+__device__ __forceinline__ float warp_max(float x) {
+    x = quad_max(x);
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+    return x;
+}
 __device__ __forceinline__ float warp_sum(float x) {
     x = quad_sum(x);
 #pragma unroll

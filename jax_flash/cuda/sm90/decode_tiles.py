@@ -28,7 +28,7 @@ class DecodeTile:
 
     head_dim: int  # padded, of queries and keys
     value_dim: int  # padded
-    query_rows: int  # of a tile, at most; a multiple of 8
+    query_rows: int  # of a tile, at most: 8, 16, 32 or 64
     keys: int  # in a block
     box: int  # keys that one TMA copy loads; 0: threads gather the rows
     paged: bool
@@ -75,7 +75,7 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     """
     n = cache_sizes(shapes)
     dims = padded_head_dim(n.H), padded_head_dim(n.V)
-    rows = min(ROWS, -(-n.T * n.group // 8) * 8)
+    rows = next((rows for rows in (8, 16, 32) if n.T * n.group <= rows), ROWS)  # few kernels to compile
     keys = 128 if sum(dims) <= 128 and (_box(n.page, 128) or not _box(n.page, 64)) else 64
     rotary = shapes.rotary_cos is not None
     tile = DecodeTile(*dims, rows, keys, _box(n.page, keys), n.page is not None, rotary)

@@ -23,11 +23,16 @@ __device__ __forceinline__ int tile_count(const Shape& shape, const Sequence& se
 
 // The keys that some row of a tile sees.
 __device__ __forceinline__ Interval tile_keys(const Shape& shape, const Sequence& sequence, int tile) {
+    const Interval none{0, 0};
+    if (shape.tiles_alike) {
+        const Interval all{sequence.first_key, sequence.length};
+        return sequence.is_there && all.begin < all.end ? all : none;
+    }
     const int first_row = tile * Traits::rows;
     const int last_row = min(first_row + Traits::rows, row_count(shape, sequence)) - 1;
     const int begin = keys_of(shape, sequence, first_row / shape.group).begin;
     const int end = keys_of(shape, sequence, last_row / shape.group).end;
-    return sequence.is_there && begin < end ? Interval{begin, end} : Interval{0, 0};
+    return sequence.is_there && begin < end ? Interval{begin, end} : none;
 }
 __device__ __forceinline__ int units_of(Interval keys) {
     return max(ceil_div(keys.end, Traits::keys) - keys.begin / Traits::keys, 1);

@@ -8,10 +8,6 @@ template <class T>
 T read_only(const T* address) {
     return *address;
 }
-template <class T>
-T shared_among_ctas(const T* address) {
-    return *address;
-}
 inline void prefetch(const void*) {}
 inline void count(int* address) {
     ++*address;
