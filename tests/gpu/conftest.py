@@ -2,12 +2,14 @@
 
     pytest tests/gpu [-n 8] [--gpu-summary FILE]
 
-Without a CUDA device each file is skipped as a whole, and says so.
+Without a CUDA device each file is skipped as a whole, and says so. Time on a GPU can be short: a failure is
+shown at once, and a run that SIGTERM ends leaves a summary too, if it was asked for one.
 """
 
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -54,15 +56,28 @@ def _devices_needed(path):
     return 2 if "two_gpus" in path.name else 1
 
 
+def pytest_configure(config):
+    if _is_controller():
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+
 def pytest_runtest_logreport(report):
-    if "tests/gpu" in report.nodeid:
-        _reports.append(report)
+    if "tests/gpu" not in report.nodeid:
+        return
+    _reports.append(report)
+    if report.failed and _is_controller():
+        print(f"\nfailed: {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}", flush=True)
 
 
-def pytest_sessionfinish(session):
+def _is_controller() -> bool:
+    """Whether this process sees the reports of all: it is no worker of xdist."""
+    return "PYTEST_XDIST_WORKER" not in os.environ
+
+
+def pytest_sessionfinish(session, exitstatus):
     """Writes the summary, from the process that sees all reports, if a GPU test ran."""
     calls = [r for r in _reports if r.when == "call" or (r.when == "setup" and not r.passed)]
-    if hasattr(session.config, "workerinput") or not any(r.when == "call" for r in calls):
+    if not _is_controller() or not any(r.when == "call" for r in calls):
         return
     on = environment(cuda_devices()[0])
     summary = {
@@ -70,10 +85,12 @@ def pytest_sessionfinish(session):
         "devices": len(cuda_devices()),
         **summarise(calls),
         "seconds": round(time.time() - _started),
+        "complete": exitstatus != pytest.ExitCode.INTERRUPTED,
     }
     kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
     # A run of some tests must not pass for the suite: it is written only where it is asked to be.
-    partial = session.config.option.keyword or session.config.option.markexpr or len(calls) < 20
+    options = session.config.option
+    partial = options.keyword or options.markexpr or len(calls) < 20 or not summary["complete"]
     path = session.config.getoption("--gpu-summary", None)
     if path is None and partial:
         return
