@@ -1,0 +1,162 @@
+"""The derivative of a user's function of a score, by JAX's own differentiation.
+
+JAX's `jvp` of the function gives a program that is linear in tangents of the score and of captured arrays,
+in which custom derivative rules have been applied. Read as a graph, it looks up single elements of the
+arrays' tangents. JAX's `vjp` of that graph of scalars gives a factor for each: the derivative by that
+element.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_flash.cuda.functions import reading
+from jax_flash.cuda.functions.errors import UnsupportedPrimitiveError, user_line
+from jax_flash.cuda.functions.function import ScalarFunction, argument_shapes, inputs, operands
+from jax_flash.cuda.functions.graph import CONSTANT, FLOAT32, FLOATS, INPUT, LOAD, Graph, Node, reachable
+from jax_flash.cuda.functions.lazy import constant, operand, scalar
+from jax_flash.cuda.functions.stages import Stage, stage
+
+_TANGENT = "tangent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """An element of a captured array that the function's value depends on.
+
+    Attributes:
+      operand: the array's number among those captured.
+      index: the element's place in the dense array.
+      d_value: d value / d element, float32.
+    """
+
+    operand: int
+    index: Node
+    d_value: Node
+
+    @property
+    def stage(self) -> Stage:
+        """That of the index. In a row, one of stage `TILE` or `ROW` is the same for all keys."""
+        return stage(self.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """A function's value, its derivative by the score, and those by what it looks up in captured float
+    arrays."""
+
+    graph: Graph
+    value: Node
+    d_score: Node
+    gathers: tuple[Gather, ...]
+
+
+def differentiate(function: ScalarFunction) -> Derivative:
+    """The derivative of a function that `trace_score_mod` returned.
+
+    Raises UnsupportedPrimitiveError, also for what has a `jax.custom_vjp`, as JAX gives no tangents there.
+    """
+    _refuse_custom_vjp(function.jaxpr.jaxpr, ())
+    graph = Graph()
+    value, tangent = _value_and_tangent(graph, function)
+    nodes = reachable([tangent])
+    leaves = [node for node in nodes if _is_tangent(node)]
+    factors = _factors(graph, tangent, nodes, leaves)
+    d_score, gathers = graph.constant(0, FLOAT32), []
+    for leaf, factor in zip(leaves, factors, strict=True):
+        if leaf.operation != LOAD:
+            d_score = factor
+        elif not (factor.operation == CONSTANT and factor.value == 0):
+            assert isinstance(leaf.detail, tuple)
+            gathers.append(Gather(leaf.detail[1], leaf.arguments[0], factor))
+    return Derivative(graph, value, d_score, tuple(gathers))
+
+
+def _is_tangent(node: Node) -> bool:
+    """Whether a node is a tangent that the program is given."""
+    if node.operation == LOAD:
+        return isinstance(node.detail, tuple)
+    return node.operation == INPUT and node.detail == _TANGENT
+
+
+def _value_and_tangent(graph: Graph, function: ScalarFunction) -> tuple[Node, Node]:
+    """The function's value, and its tangent by those of the score and of captured arrays of floats."""
+    shapes = function.shapes
+    of_floats = [number for number, x in enumerate(shapes) if np.dtype(x.dtype) in FLOATS]
+
+    def program(arguments, captured, d_score, d_captured):
+        score, *indices = arguments
+
+        def value(score, floats):
+            own = [*captured]
+            for number, x in zip(of_floats, floats, strict=True):
+                own[number] = x
+            (result,) = jaxpr_as_fun(ClosedJaxpr(function.jaxpr.jaxpr, own))(score, *indices)
+            return result.astype(FLOAT32)
+
+        primals = score, [captured[number] for number in of_floats]
+        return jax.jvp(value, primals, (d_score, d_captured))
+
+    tangent_shapes = [shapes[number] for number in of_floats]
+    d_score = jax.ShapeDtypeStruct((), FLOAT32)
+    closed = jax.make_jaxpr(program)(argument_shapes(function.arguments), shapes, d_score, tangent_shapes)
+    values = [
+        *inputs(graph, function.arguments),
+        *operands(graph, shapes),
+        scalar(graph.input(_TANGENT, FLOAT32)),
+        *(operand(graph, (_TANGENT, n), shapes[n].shape, np.dtype(shapes[n].dtype)) for n in of_floats),
+    ]
+    constants = [constant(graph, x) for x in closed.consts]
+    value, tangent = reading.read(graph, closed, constants, values)
+    return value.at(()), tangent.at(())
+
+
+def _factors(graph: Graph, tangent: Node, nodes: list[Node], leaves: list[Node]) -> list[Node]:
+    """What the leaves are multiplied by in `tangent`, which is linear in them and computed by `nodes`."""
+    if not leaves:
+        return []
+    linear = set(leaves)
+    for node in nodes:
+        if not linear.isdisjoint(node.arguments):
+            linear.add(node)
+    steps = [node for node in nodes if node in linear and not _is_tangent(node)]
+    others = list(dict.fromkeys(x for node in steps for x in node.arguments if x not in linear))
+
+    def program(tangents, others_):
+        def evaluate(*tangents):
+            values = dict(zip((*leaves, *others), (*tangents, *others_), strict=True))
+            for node in steps:
+                assert node.bind is not None
+                values[node] = node.bind(*(values[argument] for argument in node.arguments))
+            return values[tangent]
+
+        return jax.vjp(evaluate, *tangents)[1](jax.numpy.ones((), tangent.dtype))
+
+    def shapes_of(some):
+        return [jax.ShapeDtypeStruct((), node.dtype) for node in some]
+
+    closed = jax.make_jaxpr(program)(shapes_of(leaves), shapes_of(others))
+    values = [scalar(node) for node in (*leaves, *others)]
+    constants = [constant(graph, x) for x in closed.consts]
+    found = [factor.at(()) for factor in reading.read(graph, closed, constants, values)]
+    return [_float32(graph, factor) for factor in found]
+
+
+def _float32(graph: Graph, factor: Node) -> Node:
+    """A factor in float32. That of a 16-bit element is rounded at its end, which is left out here."""
+    if factor.operation == "convert_element_type" and factor.arguments[0].dtype == FLOAT32:
+        return factor.arguments[0]
+    return graph.convert(factor, FLOAT32)
+
+
+def _refuse_custom_vjp(jaxpr, callers) -> None:
+    for equation in jaxpr.eqns:
+        chain = (*callers, equation)
+        if equation.primitive.name == "custom_vjp_call":
+            reason = "a function with a custom_vjp has no tangents; a custom_jvp has"
+            raise UnsupportedPrimitiveError(equation.primitive.name, user_line(chain), reason)
+        inner = reading.called(equation)
+        if inner is not None:
+            _refuse_custom_vjp(inner[0], chain)

@@ -1,0 +1,101 @@
+"""A user's function of scalars, traced."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jax_flash.cuda.functions import lazy, reading
+from jax_flash.cuda.functions.graph import BOOL, DTYPES, FLOAT32, INT32, Graph, Node
+
+INDICES = ("batch", "head", "query", "key")
+"""Arguments of every function, int32. A function of a score has `score`, float32, ahead of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarFunction:
+    """A function of a score, or of indices alone, as JAX traced it and as a graph of scalars.
+
+    Attributes:
+      jaxpr: with a constant for each captured array.
+      captured: the arrays that it captures, in the order of the jaxpr's constants. They may be tracers. Code
+        that is written for the function reads them as operands of these numbers.
+      graph: what `output` is a node of.
+    """
+
+    jaxpr: ClosedJaxpr
+    captured: tuple[Any, ...]
+    arguments: tuple[str, ...]
+    graph: Graph
+    output: Node
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the captured arrays."""
+        return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, self.captured))
+
+
+def trace_score_mod(function: Callable[..., Any]) -> ScalarFunction:
+    """Traces `function(score, batch, head, query_index, key_index) -> score`.
+
+    Raises:
+      UnsupportedPrimitiveError: it has a primitive that code can't be written for.
+      ValueError, TypeError: its result isn't a scalar, or isn't a float.
+    """
+    return _trace(function, ("score", *INDICES), FLOAT32)
+
+
+def trace_mask_mod(function: Callable[..., Any]) -> ScalarFunction:
+    """Traces `function(batch, head, query_index, key_index) -> bool`. Raises as `trace_score_mod`."""
+    return _trace(function, INDICES, BOOL)
+
+
+def argument_shapes(arguments: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((), FLOAT32 if name == "score" else INT32) for name in arguments]
+
+
+def inputs(graph: Graph, arguments: Sequence[str]) -> list[lazy.Lazy]:
+    return [
+        lazy.scalar(graph.input(name, shape.dtype))
+        for name, shape in zip(arguments, argument_shapes(arguments), strict=True)
+    ]
+
+
+def operands(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[lazy.Lazy]:
+    """Arrays that code reads as operands 0, 1, …"""
+    return [lazy.operand(graph, number, x.shape, np.dtype(x.dtype)) for number, x in enumerate(shapes)]
+
+
+def _trace(function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype) -> ScalarFunction:
+    # An inner `jit` would keep arrays that it captures to itself. Without it they are constants of the
+    # whole. Loops of a static length are written out too.
+    with jax.disable_jit():
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*argument_shapes(arguments))
+    name = getattr(function, "__name__", repr(function))
+    if not isinstance(shape, jax.ShapeDtypeStruct) or shape.shape != ():
+        raise ValueError(f"{name} returns {shape}; it must return a scalar")
+    given = np.dtype(shape.dtype)
+    if given != result and (result == BOOL or not jax.numpy.issubdtype(given, jax.numpy.floating)):
+        raise TypeError(f"{name} returns {given.name}; it must return {result.name}")
+    for x in map(jax.typeof, closed.consts):
+        # Indices of elements are int32.
+        if x.size >= 2**31:
+            raise ValueError(
+                f"{name} captures an array of shape {x.shape}; it may have 2**31 - 1 elements at most"
+            )
+    graph = Graph()
+    traced = ScalarFunction(closed, tuple(closed.consts), arguments, graph, graph.constant(0, result))
+    captured = operands(graph, [_loadable(shape) for shape in traced.shapes])
+    (output,) = reading.read(graph, closed, captured, inputs(graph, arguments))
+    return dataclasses.replace(traced, output=graph.convert(output.at(()), result))
+
+
+def _loadable(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if np.dtype(shape.dtype) not in DTYPES:
+        raise TypeError(
+            f"the function captures an array of {shape.dtype}; it may be {', '.join(x.name for x in DTYPES)}"
+        )
+    return shape

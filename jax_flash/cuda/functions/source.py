@@ -1,0 +1,171 @@
+"""CUDA C++ of a function, and of its derivative: the text of a header.
+
+The text depends on what the function computes and on shapes and dtypes of what it captures, not on names or
+on what
+captured arrays hold, so functions that are alike share a kernel. In a namespace it has:
+
+    struct Tile, Row, Column, Element      values by stage (stages.py)
+    Tile make_tile(operands, batch)
+    Row make_row(operands, tile, batch, head, query)
+    Column make_column(operands, tile, batch, key)
+    Element make_element(operands, tile, row, column, score, batch, head, query, key)
+
+and for a derivative `add_gradients`. `Element` has `value`, what the function returns. Where an index is
+beyond the array's last, as of rows beyond the last query, all functions may be called: loads stay within
+arrays.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jax_flash.cuda.functions import cpp
+from jax_flash.cuda.functions.derivative import Derivative
+from jax_flash.cuda.functions.function import ScalarFunction
+from jax_flash.cuda.functions.graph import BOOL, CONSTANT, INPUT, LOAD, Node
+from jax_flash.cuda.functions.stages import Stage, by_stage, stage
+from jax_flash.cuda.parameters import Struct, struct
+
+_QUALIFIERS = "__device__ __forceinline__"
+_INDEX_ARGUMENTS = {
+    Stage.TILE: ("batch",),
+    Stage.ROW: ("batch", "head", "query"),
+    Stage.COLUMN: ("batch", "key"),
+    Stage.ELEMENT: ("batch", "head", "query", "key"),
+}
+_NAMES = {stage: stage.name.lower() for stage in Stage}
+
+
+def operand_struct(function: ScalarFunction, name: str) -> Struct:
+    """The part of a kernel's parameters that points to the captured arrays: `operand0`, `operand1`, …"""
+    elements = [cpp.ELEMENTS[np.dtype(x.dtype)] for x in function.shapes]
+    fields = {f"operand{number}": f"const {element}*" for number, element in enumerate(elements)}
+    return _struct(name, fields)
+
+
+def gradient_struct(derivative: Derivative, name: str) -> Struct:
+    """The part of a kernel's parameters that points to float32 sums, shaped as the captured arrays, which
+    `add_gradients` adds to: `d_operand0`, …, for those that have a gradient."""
+    numbers = sorted({gather.operand for gather in derivative.gathers})
+    return _struct(name, {f"d_operand{number}": "float*" for number in numbers})
+
+
+def function_text(function: ScalarFunction, namespace: str, operands: str) -> str:
+    """The C++ of a function.
+
+    Args:
+      operands: the name of `operand_struct`.
+    """
+    has_score = "score" in function.arguments
+    result = [("bool" if function.output.dtype == BOOL else "float", "value", function.output)]
+    return _text(namespace, operands, has_score, result, "")
+
+
+def derivative_text(derivative: Derivative, namespace: str, operands: str, gradients: str) -> str:
+    """The C++ of a function and its derivative.
+
+    `Element` has `value`, `d_score` and for each gather i `d_value<i>` and `index<i>`. `add_gradients` adds
+    to sums of gradients, by atomic additions.
+
+    Args:
+      operands: the name of `operand_struct`.
+      gradients: the name of `gradient_struct`.
+    """
+    results = [("float", "value", derivative.value), ("float", "d_score", derivative.d_score)]
+    lines = []
+    for number, gather in enumerate(derivative.gathers):
+        results += [
+            ("float", f"d_value{number}", gather.d_value),
+            ("int", f"index{number}", gather.index),
+        ]
+        place = f"gradients.d_operand{gather.operand} + element.index{number}"
+        lines.append(f"    atomicAdd({place}, d_value * element.d_value{number});")
+    add = "\n".join(
+        [
+            "// Adds to the gradients of captured arrays, where `d_value` is that of the element's value.",
+            f"{_QUALIFIERS} void add_gradients("
+            f"const {gradients}& gradients, const Element& element, float d_value) {{",
+            *lines,
+            "}",
+        ]
+    )
+    return _text(namespace, operands, True, results, add)
+
+
+def _struct(name: str, fields: dict[str, str]) -> Struct:
+    return struct(name, **(fields or {"none": "int32_t"}))  # a struct has a field
+
+
+def _text(
+    namespace: str, operands: str, has_score: bool, results: Sequence[tuple[str, str, Node]], last: str
+) -> str:
+    writer = _Writer(operands, has_score, results)
+    parts = [writer.function(stage) for stage in Stage]
+    body = "\n\n".join([*parts, *([last] if last else [])])
+    return (
+        '#pragma once\n#include "parameters.cuh"\n#include "common/scalar_functions.cuh"\n\n'
+        f"namespace {namespace} {{\n\n{body}\n\n}}  // namespace {namespace}\n"
+    )
+
+
+class _Writer:
+    """Writes the functions of the stages, in order, and keeps which name each value has."""
+
+    def __init__(self, operands: str, has_score: bool, results: Sequence[tuple[str, str, Node]]):
+        self.operands, self.has_score, self.results = operands, has_score, results
+        self.stages = by_stage(node for _, _, node in results)
+        nodes = [node for each in Stage for node in self.stages[each]]
+        self.names = {node: f"v{number}" for number, node in enumerate(nodes)}
+        used = {argument for node in nodes for argument in node.arguments if stage(argument) < stage(node)}
+        used |= {node for _, _, node in results}
+        self.kept = {each: [node for node in self.stages[each] if node in used] for each in Stage}
+
+    def function(self, own: Stage) -> str:
+        """A stage's struct, and the function that makes it."""
+        name, type = f"make_{_NAMES[own]}", own.name.capitalize()
+        if own == Stage.ELEMENT:
+            fields = [(type_of, field, self.name(node, own)) for type_of, field, node in self.results]
+        else:
+            fields = [(cpp.type_of(node), self.names[node], self.names[node]) for node in self.kept[own]]
+        lines = [f"struct {type} {{", *(f"    {type_of} {field};" for type_of, field, _ in fields), "};"]
+        lines.append(f"{_QUALIFIERS} {type} {name}({', '.join(self.parameters(own))}) {{")
+        lines += [
+            f"    const {cpp.type_of(node)} {self.names[node]} = {self.expression(node, own)};"
+            for node in self.stages[own]
+        ]
+        lines += [f"    return {{{', '.join(value for _, _, value in fields)}}};", "}"]
+        return "\n".join(lines)
+
+    def parameters(self, own: Stage) -> list[str]:
+        earlier = [each for each in Stage if each == Stage.TILE or own == Stage.ELEMENT]
+        parameters = [f"const {self.operands}& operands"]
+        parameters += [f"const {each.name.capitalize()}& {_NAMES[each]}" for each in earlier if each < own]
+        if own == Stage.ELEMENT and self.has_score:
+            parameters.append("float score")
+        return parameters + [f"int {name}" for name in _INDEX_ARGUMENTS[own]]
+
+    def expression(self, node: Node, own: Stage) -> str:
+        arguments = [self.name(argument, own) for argument in node.arguments]
+        if node.operation != LOAD:
+            return cpp.expression(node, arguments)
+        load = f"scalar::load(operands.operand{node.detail} + {arguments[0]})"
+        return f"{load} != 0" if node.dtype == BOOL else load
+
+    def name(self, node: Node, own: Stage) -> str:
+        """How the function of a stage names a value, which may be of an earlier stage."""
+        if node.operation == CONSTANT:
+            return cpp.literal(node)
+        if node.operation == INPUT:
+            return str(node.detail)
+        of = stage(node)
+        return self.names[node] if of == own else f"{_NAMES[of]}.{self.names[node]}"
+
+
+def shapes_of_gradients(function: ScalarFunction, derivative: Derivative) -> dict[str, jax.ShapeDtypeStruct]:
+    """What fields of `gradient_struct` point to: float32 sums, zero ahead of the kernel."""
+    numbers = sorted({gather.operand for gather in derivative.gathers})
+    return {
+        f"d_operand{number}": jax.ShapeDtypeStruct(function.shapes[number].shape, np.float32)
+        for number in numbers
+    }

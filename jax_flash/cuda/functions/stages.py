@@ -1,0 +1,36 @@
+"""When a kernel computes each value of a function: once a tile, a row, a column, or for each element."""
+
+import enum
+from collections.abc import Iterable
+
+from jax_flash.cuda.functions.graph import CONSTANT, INPUT, Node, reachable
+
+
+class Stage(enum.IntEnum):
+    """What a value depends on."""
+
+    TILE = 0  # on the batch, which is one for all of a tile, or on captured arrays alone
+    ROW = 1  # on the head or query
+    COLUMN = 2  # on the key, and maybe the batch
+    ELEMENT = 3  # on the score, or on the key and the head or query
+
+
+def stage(node: Node) -> Stage:
+    if node.inputs <= {"batch"}:
+        return Stage.TILE
+    if "score" not in node.inputs:
+        if "key" not in node.inputs:
+            return Stage.ROW
+        if node.inputs <= {"batch", "key"}:
+            return Stage.COLUMN
+    return Stage.ELEMENT
+
+
+def by_stage(outputs: Iterable[Node]) -> dict[Stage, list[Node]]:
+    """What `outputs` are computed from, and these, by stage, arguments first. Arguments of the function and
+    constants aren't computed."""
+    found: dict[Stage, list[Node]] = {each: [] for each in Stage}
+    for node in reachable(outputs):
+        if node.operation not in (INPUT, CONSTANT):
+            found[stage(node)].append(node)
+    return found

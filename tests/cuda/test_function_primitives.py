@@ -1,0 +1,204 @@
+"""Each primitive that users' functions may have, as C++, against JAX, over edge values."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from function_harness import Compiled, compile_by_nvrtc, mask_mod, reference, score_mod
+from jax import lax, nn
+
+FLOATS = np.array(
+    [
+        *(0.0, -0.0, 1, -1, 0.5, -0.5, 1.5, 2.5, -2.5, 3, -7.25, 1e-3, 0.999, 20, -20, 88, -88, 1e10, -1e10),
+        *(2.0**31, -(2.0**31), 2.0**32, 2.0**31 - 128, 3e38, -3e38, np.inf, -np.inf, np.nan),
+    ],
+    np.float32,
+)
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+INTEGERS = np.array(
+    [0, 1, -1, 2, -2, 3, 7, -7, 31, 32, 33, -31, 1000, 65536, INT_MAX, INT_MIN, INT_MIN + 1], np.int32
+)
+
+
+def as_float(x):
+    """The bits of an integer: as a float's value it may be rounded."""
+    return lax.bitcast_convert_type(x, jnp.float32)
+
+
+def as_unsigned(x):
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+# How closely C's functions agree with XLA's on a CPU.
+CLOSE = 2e-5
+EXACT = {
+    "neg": lax.neg,
+    "abs": lax.abs,
+    "sign": lax.sign,
+    "floor": lax.floor,
+    "ceil": lax.ceil,
+    "round_even": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
+    "round_away": lambda x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
+    "square": lax.square,
+    "is_finite": lambda x: lax.convert_element_type(lax.is_finite(x), jnp.float32),
+    "cube": lambda x: lax.integer_pow(x, 3),
+    "power_0": lambda x: lax.integer_pow(x, 0),
+    "relu": nn.relu,
+    "to_int": lambda x: as_float(lax.convert_element_type(x, jnp.int32)),
+    "to_uint": lambda x: as_float(lax.convert_element_type(x, jnp.uint32)),
+    "to_bool": lambda x: jnp.where(lax.convert_element_type(x, jnp.bool_), 1.0, 2.0),
+    "to_bfloat16": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "to_float16": lambda x: x.astype(jnp.float16).astype(jnp.float32),
+    "in_bfloat16": lambda x: (x.astype(jnp.bfloat16) * 3 + 1).astype(jnp.float32),
+    "in_float16": lambda x: (x.astype(jnp.float16) * 3 + 1).astype(jnp.float32),
+    "clip": lambda x: jnp.clip(x, -1.0, 2.0),
+    "isnan": lambda x: jnp.where(jnp.isnan(x), 1.0, x),
+    "nan_to_num": jnp.nan_to_num,
+    "bits": lambda x: as_float(lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF),
+    "constants": lambda x: x * jnp.log(jnp.float32(8.0)) + 2.0**-3,
+}
+TRANSCENDENTAL = {
+    name: getattr(lax, name)
+    for name in (
+        "exp exp2 log log1p expm1 tanh sqrt rsqrt cbrt logistic erf erfc atan asinh acosh atanh sinh cosh"
+    ).split()
+} | {
+    "asin": lax.asin,
+    "acos": lax.acos,
+    "power_-2": lambda x: lax.integer_pow(x, -2),
+    "softplus": nn.softplus,
+    "gelu": nn.gelu,
+    "silu": nn.silu,
+    "log2": jnp.log2,
+    "reciprocal": lambda x: 1 / x,
+}
+TRIGONOMETRIC = {"sin": lax.sin, "cos": lax.cos, "tan": lax.tan, "lgamma": lax.lgamma}
+BINARY = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "rem": lax.rem,
+    "max": lax.max,
+    "min": lax.min,
+    "clamp": lambda a, b: lax.clamp(jnp.float32(-2), a, b),
+    "nextafter": lambda a, b: lax.nextafter(jnp.where(a == 0, 1.0, a), b),
+    "compared": lambda a, b: (
+        (a < b) + 2.0 * (a <= b) + 4.0 * (a > b) + 8.0 * (a >= b) + 16.0 * (a == b) + 32.0 * (a != b)
+    ),
+    "select": lambda a, b: jnp.where((a < b) & ~(a == -1) | (b == 3) ^ (a > 0), a, b),
+}
+CLOSE_BINARY = {"pow": lax.pow, "atan2": lax.atan2, "logaddexp": jnp.logaddexp}
+INTEGER = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "rem": lax.rem,
+    "floor_divide": jnp.floor_divide,
+    "remainder": jnp.remainder,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+    "not": lambda a, b: lax.bitwise_not(a),
+    "shift_left": lax.shift_left,
+    "shift_right_logical": lax.shift_right_logical,
+    "shift_right_arithmetic": lax.shift_right_arithmetic,
+    "population_count": lambda a, b: lax.population_count(a),
+    "clz": lambda a, b: lax.clz(a),
+    "sign": lambda a, b: lax.sign(a),
+    "cube": lambda a, b: lax.integer_pow(a, 3),
+    "select_n": lambda a, b: lax.select_n(lax.min((b & 3).astype(jnp.int32), 2), a, b, a + b),
+    "compared": lambda a, b: jnp.where(a < b, a, b) + jnp.where(a >= b, b, a) * 3,
+}
+SIGNED = {
+    "neg": lambda a, b: lax.neg(a),
+    "abs": lambda a, b: lax.abs(a),
+    "to_float": lambda a, b: a.astype(jnp.float32),
+    "to_int8": lambda a, b: (a.astype(jnp.int8) + b.astype(jnp.int8)).astype(jnp.int32),
+    "to_uint16": lambda a, b: (a.astype(jnp.uint16) * b.astype(jnp.uint16)).astype(jnp.int32),
+    "unsigned_to_float": lambda a, b: as_unsigned(a).astype(jnp.float32),
+}
+
+
+def _bits(x):
+    return x if x.dtype == jnp.float32 else as_float(x)
+
+
+def _unary(f):
+    return lambda score, b, h, q, k: f(score)
+
+
+def _binary(f):
+    return lambda score, b, h, q, k: f(score, as_float(k))
+
+
+def _integer(f):
+    return lambda score, b, h, q, k: _bits(f(q, k))
+
+
+def _unsigned(f):
+    return lambda score, b, h, q, k: as_float(f(as_unsigned(q), as_unsigned(k)))
+
+
+SMALL = FLOATS[np.abs(FLOATS) < 1e4]
+CASES = {}
+for make, group, values, tolerance in (
+    (_unary, EXACT, FLOATS, 0),
+    (_unary, TRANSCENDENTAL, FLOATS, CLOSE),
+    (_unary, TRIGONOMETRIC, SMALL, 1e-4),
+    (_binary, BINARY, FLOATS, 0),
+    (_binary, CLOSE_BINARY, FLOATS, CLOSE),
+    (_integer, INTEGER | SIGNED, INTEGERS, 0),
+    (_unsigned, INTEGER, INTEGERS, 0),
+):
+    for name, f in group.items():
+        CASES[f"{make.__name__[1:]}-{name}"] = (make(f), values, tolerance)
+
+
+def arguments_of(name):
+    _, values, _ = CASES[name]
+    a, b = (x.ravel() for x in np.meshgrid(values, values))
+    none = np.zeros(a.shape, np.int32)
+    if values.dtype == np.float32:
+        return a, none, none, none, b.view(np.int32)
+    return none.astype(np.float32), none, none, a, b
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    cases = [score_mod(f) for f, _, _ in CASES.values()]
+    return Compiled(tmp_path_factory.mktemp("primitives"), cases)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_jax(compiled, name):
+    function, _, tolerance = CASES[name]
+    arguments = arguments_of(name)
+    value, _, _ = compiled.run(list(CASES).index(name), arguments)
+    expected = reference(function, arguments)
+    if tolerance:
+        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
+        return
+    # Bit by bit, but for NaN, and for which of two zeros is the larger.
+    same = (value.view(np.int32) == expected.view(np.int32)) | (np.isnan(value) & np.isnan(expected))
+    if name.startswith("binary"):
+        # XLA's CPU code flushes subnormal quotients.
+        same |= (np.abs(value) < np.finfo(np.float32).tiny) & (expected == 0)
+    wrong = [(a[~same][:5]) for a in (*arguments, value, expected)]
+    assert same.all(), wrong
+
+
+def test_mask_functions_return_bool(tmp_path):
+    def prefix(b, h, q, k):
+        return (k <= q) | (k < 3 * h)
+
+    compiled = Compiled(tmp_path, [mask_mod(prefix)])
+    q, k = (x.ravel().astype(np.int32) for x in np.meshgrid(np.arange(8), np.arange(8)))
+    value, _, _ = compiled.run(0, (q, q * 0, q % 3, q, k))
+    np.testing.assert_array_equal(value != 0, (k <= q) | (k < 3 * (q % 3)))
+
+
+def test_compiles_by_nvrtc():
+    compile_by_nvrtc([score_mod(f) for f, _, _ in CASES.values()] + [mask_mod(lambda b, h, q, k: q >= k)])
