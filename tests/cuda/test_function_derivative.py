@@ -129,7 +129,7 @@ def test_agrees_with_jax_grad(compiled, name):
 
 
 def test_value_is_that_of_the_function_itself(compiled, tmp_path):
-    """Both passes compute a score alike, to the bit."""
+    """Both passes compute a score by the same operations."""
     names = list(CASES)
     forward = Compiled(tmp_path, [functions_alone(case) for case in compiled.cases])
     for n in range(len(names)):

@@ -39,6 +39,7 @@ EXACT = {
     "round_even": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
     "round_away": lambda x: lax.round(x, lax.RoundingMethod.AWAY_FROM_ZERO),
     "square": lax.square,
+    "divided_by_8": lambda x: x / -8,
     "is_finite": lambda x: lax.convert_element_type(lax.is_finite(x), jnp.float32),
     "cube": lambda x: lax.integer_pow(x, 3),
     "power_0": lambda x: lax.integer_pow(x, 0),
@@ -70,6 +71,7 @@ TRANSCENDENTAL = {
     "silu": nn.silu,
     "log2": jnp.log2,
     "reciprocal": lambda x: 1 / x,
+    "divided_by_3": lambda x: x / 3,
 }
 TRIGONOMETRIC = {"sin": lax.sin, "cos": lax.cos, "tan": lax.tan, "lgamma": lax.lgamma}
 BINARY = {

@@ -87,18 +87,35 @@ def test_captured_arrays_are_operands():
     )
 
 
-def test_captured_tracers():
-    """Within jit and grad, captured arrays are tracers."""
+TRANSFORMS = {
+    "jit_of_grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
+    "vmap": lambda f: jax.vmap(lambda x: f(jnp.full(4, x))),
+    "checkpoint": lambda f: jax.grad(lambda x: jax.checkpoint(f)(x).sum()),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda y, _: (f(y), None), x, length=2)[0],
+    "shard_map": lambda f: jax.shard_map(
+        lambda x: f(jnp.concatenate([x, x])),
+        mesh=jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=jax.sharding.PartitionSpec("x"),
+        out_specs=jax.sharding.PartitionSpec("x"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_captured_tracers(name):
+    """Within transformations captured arrays are tracers, and what is written is the same."""
     found = []
 
-    def call(slopes):
-        traced = functions.trace_score_mod(alibi_of(slopes * 2, 20.0))
-        functions.differentiate(traced)
-        found.append(functions.function_text(traced, "score_mod", "ScoreModOperands"))
-        return traced.captured[0].sum()
+    def texts(slopes):
+        case = differentiated(alibi_of(slopes, 20.0))
+        return case.text(0), type(case)(case.traced).text(0)
 
-    jax.jit(jax.grad(call))(jnp.ones(4))
-    assert found == [text_of(alibi_of(jnp.ones(4), 20.0))]
+    def call(slopes):
+        found.append(texts(slopes * 2))
+        return slopes
+
+    TRANSFORMS[name](call)(jnp.ones(4))
+    assert found and set(found) == {texts(jnp.ones(4))}
 
 
 def test_64_bits_enabled():
@@ -174,6 +191,23 @@ def test_what_is_not_used_is_not_refused():
     text_of(lambda score, b, h, q, k: (jax.scipy.special.erfinv(score), score)[1])
 
 
+def test_loops_of_a_static_length_are_written_out():
+    def function(score, b, h, q, k):
+        x = jax.lax.fori_loop(0, 3, lambda i, x: x * (i + 1), score)
+        return jax.lax.scan(lambda x, y: (x + y, None), x, jnp.arange(4.0))[0]
+
+    assert operations(function)[Stage.ELEMENT] == ["mul", "mul", "add", "add", "add", "add"]
+
+
+def test_a_custom_vjp_is_inlined_forward():
+    @jax.custom_vjp
+    def doubled(x):
+        return x * 2
+
+    doubled.defvjp(lambda x: (x * 2, None), lambda _, d: (d,))
+    assert operations(lambda score, b, h, q, k: doubled(score))[Stage.ELEMENT] == ["mul"]
+
+
 def test_results_that_are_no_score():
     with pytest.raises(ValueError, match="must return a scalar"):
         functions.trace_score_mod(lambda score, b, h, q, k: jnp.stack([score, score]))
@@ -242,7 +276,7 @@ def random_function(seed):
     return function
 
 
-SEEDS = range(24)
+SEEDS = range(14)
 
 
 def test_random_functions(tmp_path):
@@ -255,6 +289,18 @@ def test_random_functions(tmp_path):
         value, _, _ = compiled.run(seed, (score, *indices))
         expected = reference(function, (score, *indices))
         np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-30, err_msg=f"seed {seed}")
+
+
+def test_derivatives_of_random_functions(tmp_path):
+    made = [random_function(seed) for seed in SEEDS]
+    compiled = Compiled(tmp_path, [differentiated(f) for f in made])
+    random = np.random.default_rng(3)
+    indices = [random.integers(0, size, 500).astype(np.int32) for size in (2, 4, 8, 8)]
+    score = random.standard_normal(500).astype(np.float32) * 3
+    for seed, function in zip(SEEDS, made, strict=True):
+        _, d_score, _ = compiled.run(seed, (score, *indices))
+        expected = reference(jax.grad(function), (score, *indices))
+        np.testing.assert_allclose(d_score, expected, rtol=1e-5, atol=1e-5, err_msg=f"seed {seed}")
 
 
 def test_random_functions_and_derivatives_compile_by_nvrtc():

@@ -1,9 +1,10 @@
-// Scalar operations with the results that JAX gives: what code that is generated from users' functions is written with
-// (jax_flash/cuda/functions). C++ leaves some of these undefined, as overflow of signed integers, or defines them otherwise,
-// as the maximum of NaN.
+// Scalar operations with the results that JAX gives. Code that is generated from users' functions calls them
+// (jax_flash/cuda/functions). C++ leaves some of these undefined, as overflow of signed integers, or defines them
+// otherwise, as the maximum of NaN and a number.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
+#include "common/tanh.cuh"
 
 namespace scalar {
 
@@ -46,7 +47,9 @@ __device__ __forceinline__ uint32_t divide(uint32_t a, uint32_t b) { return b ==
 __device__ __forceinline__ uint32_t remainder(uint32_t a, uint32_t b) { return b == 0 ? a : a % b; }
 
 // Shifts by the width and beyond leave zeros or copies of the sign. A negative distance is beyond.
-__device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t distance) { return distance < 32 ? x << distance : 0; }
+__device__ __forceinline__ uint32_t shift_left(uint32_t x, uint32_t distance) {
+    return distance < 32 ? x << distance : 0;
+}
 __device__ __forceinline__ int shift_left(int x, int distance) {
     return static_cast<int>(shift_left(bits(x), bits(distance)));
 }

@@ -4,6 +4,7 @@
 wrapped.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax_flash.cuda.functions.graph import (
     BFLOAT16,
     BOOL,
+    CONSTANT,
     FLOAT16,
     FLOAT32,
     FLOATS,
@@ -107,6 +109,20 @@ def _infix(sign: str, functions_of_integers: str | None = None) -> Write:
     return write
 
 
+def _divide(node: Node, a: str, b: str) -> str:
+    if node.dtype not in FLOATS:
+        return f"scalar::divide({a}, {b})"
+    divisor = node.arguments[1]
+    if divisor.operation == CONSTANT and _has_exact_reciprocal(float(divisor.value)):
+        return f"{a} * {(1 / float(divisor.value)).hex()}f"
+    return f"{a} / {b}"
+
+
+def _has_exact_reciprocal(x: float) -> bool:
+    """Whether x is a power of two with a reciprocal in float32. A product is cheaper than a quotient."""
+    return abs(math.frexp(x)[0]) == 0.5 and 2.0**-100 < abs(x) < 2.0**100
+
+
 def _bitwise(sign: str) -> Write:
     def write(node: Node, a: str, b: str) -> str:
         # Of bool, C++ makes int.
@@ -197,7 +213,7 @@ _SHIFTS = ("shift_left", "shift_right_logical", "shift_right_arithmetic")
 _OF_FLOATS = {
     name: f"{name}f"
     for name in (
-        "floor ceil exp exp2 log log2 log1p expm1 tanh sin cos tan asin acos atan atan2 sinh cosh "
+        "floor ceil exp exp2 log log2 log1p expm1 sin cos tan asin acos atan atan2 sinh cosh "
         "asinh acosh atanh sqrt cbrt erf erfc lgamma"
     ).split()
 }
@@ -208,7 +224,7 @@ _WRITERS: dict[str, tuple[tuple[np.dtype, ...], Write]] = {
     "add_any": (_NUMBERS, _infix("+", "add")),
     "sub": (_NUMBERS, _infix("-", "subtract")),
     "mul": (_NUMBERS, _infix("*", "multiply")),
-    "div": ((*FLOATS, *_INTEGERS), _infix("/", "divide")),
+    "div": ((*FLOATS, *_INTEGERS), _divide),
     "rem": ((*FLOATS, *_INTEGERS), _by_type("fmodf", "scalar::remainder")),
     "neg": (_NUMBERS, _negate),
     "abs": (_NUMBERS, _by_type("fabsf", "scalar::absolute")),
@@ -230,6 +246,7 @@ _WRITERS: dict[str, tuple[tuple[np.dtype, ...], Write]] = {
     **{name: (FLOATS, _function(function)) for name, function in _OF_FLOATS.items()},
     "round": (FLOATS, _round),
     "rsqrt": (FLOATS, lambda node, x: f"1.0f / sqrtf({x})"),
+    "tanh": (FLOATS, _function("tanh_of")),
     "logistic": (FLOATS, _function("scalar::logistic")),
     "pow": (FLOATS, lambda node, x, y: f"powf({x}, static_cast<float>({y}))"),
     "integer_pow": ((*FLOATS, *_INTEGERS), _integer_power),
@@ -239,7 +256,7 @@ _WRITERS: dict[str, tuple[tuple[np.dtype, ...], Write]] = {
     "nextafter": ((FLOAT32,), _function("nextafterf")),
     "is_finite": (FLOATS, _function("scalar::is_finite")),
     **dict.fromkeys(
-        ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "name"),
+        ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "name", "reshard"),
         (_ALL, lambda node, x: x),
     ),
 }

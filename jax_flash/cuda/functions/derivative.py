@@ -99,9 +99,11 @@ def _value_and_tangent(graph: Graph, function: ScalarFunction) -> tuple[Node, No
         primals = score, [captured[number] for number in of_floats]
         return jax.jvp(value, primals, (d_score, d_captured))
 
-    tangent_shapes = [shapes[number] for number in of_floats]
+    # Types of tracers within `shard_map` also say along which axes of the mesh they vary.
+    types = [jax.typeof(x) for x in function.captured]
     d_score = jax.ShapeDtypeStruct((), FLOAT32)
-    closed = jax.make_jaxpr(program)(argument_shapes(function.arguments), shapes, d_score, tangent_shapes)
+    tangent_types = [types[number] for number in of_floats]
+    closed = jax.make_jaxpr(program)(argument_shapes(function.arguments), types, d_score, tangent_types)
     values = [
         *inputs(graph, function.arguments),
         *operands(graph, shapes),

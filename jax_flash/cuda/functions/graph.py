@@ -4,6 +4,8 @@ A node is made by a `Graph`, which returns the node it has if an equal one is as
 all arguments are. Nodes are numbered as they are made, arguments ahead of what is computed from them.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -52,7 +54,7 @@ _PARAMETERS = {
     "round": ("rounding_method",),
 }
 
-_SAME_ARGUMENT = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "name")
+_SAME_ARGUMENT = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "name", "reshard")
 
 
 class Graph:
@@ -214,5 +216,19 @@ def _evaluated(name: str, bind: Callable[..., Any], arguments: tuple[Node, ...])
     if name in _QUICK and all(value.dtype in (INT32, BOOL) for value in values):
         with np.errstate(over="ignore"):
             return _QUICK[name](*values)
-    with jax.ensure_compile_time_eval():
-        return np.asarray(bind(*(jax.numpy.asarray(value) for value in values)))
+
+    def evaluate() -> np.ndarray:
+        with _on_the_cpu():
+            return np.asarray(bind(*(jax.numpy.asarray(value) for value in values)))
+
+    # Transformations that the caller is within, as `shard_map`, belong to its thread, and would trace this.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(evaluate).result()
+
+
+def _on_the_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Where there is a GPU, a number isn't worth a kernel on it."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX was told to use other platforms alone
+        return contextlib.nullcontext()
