@@ -1,7 +1,8 @@
 """CUDA C++ of a function, and of its derivative: the text of a header.
 
-The text depends on what the function computes and on shapes and dtypes of what it captures. It depends neither on
-names nor on what captured arrays hold, so functions that are alike share a kernel. In a namespace it has:
+The text depends on what the function computes and on shapes and dtypes of what it captures. It depends
+neither on names nor on what captured arrays hold, so functions that are alike share a kernel. In a namespace
+it has:
 
     struct Tile, Row, Column, Element      values by stage (stages.py)
     Tile make_tile(operands, batch)
@@ -9,9 +10,9 @@ names nor on what captured arrays hold, so functions that are alike share a kern
     Column make_column(operands, tile, batch, key)
     Element make_element(operands, tile, row, column, score, batch, head, query, key)
 
-`Element` has `value`, what the function returns; a function without a score has no such argument. The header of a
-derivative also has `add_gradients(gradients, element, d_value)`. A kernel may call these for rows and keys beyond
-the last: all loads stay within arrays.
+`Element` has `value`, what the function returns; a function without a score has no such argument. The header
+of a derivative also has `add_gradients(gradients, element, d_value)`. A kernel may call these for rows and
+keys beyond the last: all loads stay within arrays.
 """
 
 from collections.abc import Sequence
