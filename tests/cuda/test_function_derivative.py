@@ -7,7 +7,7 @@ import pytest
 from function_harness import Compiled, compile_by_nvrtc, differentiated
 
 from jax_flash.cuda import functions
-from jax_flash.cuda.functions import Stage
+from jax_flash.cuda.functions import Scope
 
 RANDOM = np.random.default_rng(1)
 BATCH, HEADS, LENGTH = 2, 3, 7
@@ -141,27 +141,27 @@ def functions_alone(case):
     return type(case)(case.traced)
 
 
-def stages(function):
+def scopes(function):
     derivative = functions.differentiate(functions.trace_score_mod(function))
-    return [(gather.operand, gather.stage) for gather in derivative.gathers]
+    return [(gather.operand, gather.scope) for gather in derivative.gathers]
 
 
-def test_stages_of_gathers():
+def test_scopes_of_gathers():
     slopes, table = normal(HEADS), normal(LENGTH)
-    assert stages(soft_cap(jnp.float32(2.0))) == [(0, Stage.TILE)]
-    assert stages(alibi(slopes)) == [(0, Stage.ROW)]
-    assert stages(relative_position(normal(HEADS, 7))) == [(0, Stage.ELEMENT)]
-    assert stages(lambda score, b, h, q, k: score + table[k]) == [(0, Stage.COLUMN)]
+    assert scopes(soft_cap(jnp.float32(2.0))) == [(0, Scope.TILE)]
+    assert scopes(alibi(slopes)) == [(0, Scope.ROW)]
+    assert scopes(relative_position(normal(HEADS, 7))) == [(0, Scope.ELEMENT)]
+    assert scopes(lambda score, b, h, q, k: score + table[k]) == [(0, Scope.COLUMN)]
 
 
 def test_one_gather_of_an_element_looked_up_twice():
     table = normal(HEADS)
-    assert stages(lambda score, b, h, q, k: score * table[h] + jnp.sin(table[h])) == [(0, Stage.ROW)]
+    assert scopes(lambda score, b, h, q, k: score * table[h] + jnp.sin(table[h])) == [(0, Scope.ROW)]
 
 
 def test_no_gather_of_integers_or_of_what_does_not_count():
     ids, table = jnp.arange(4), normal(4)
-    assert stages(lambda score, b, h, q, k: jnp.where(ids[q] == ids[k], score, table[h] * 0 < 1)) == []
+    assert scopes(lambda score, b, h, q, k: jnp.where(ids[q] == ids[k], score, table[h] * 0 < 1)) == []
 
 
 def test_derivative_of_a_function_without_score():

@@ -10,8 +10,8 @@ import pytest
 from function_harness import Compiled, compile_by_nvrtc, differentiated, reference, score_mod
 
 from jax_flash.cuda import functions
-from jax_flash.cuda.functions import Stage, UnsupportedPrimitiveError
-from jax_flash.cuda.functions.stages import by_stage
+from jax_flash.cuda.functions import Scope, UnsupportedPrimitiveError
+from jax_flash.cuda.functions.scopes import by_scope
 
 
 def text_of(function):
@@ -20,12 +20,12 @@ def text_of(function):
 
 
 def operations(function):
-    """Names of the primitives of each stage."""
+    """Names of the primitives of each scope."""
     traced = functions.trace_score_mod(function)
-    return {stage: [node.operation for node in nodes] for stage, nodes in by_stage([traced.output]).items()}
+    return {scope: [node.operation for node in nodes] for scope, nodes in by_scope([traced.output]).items()}
 
 
-def test_stages():
+def test_scopes():
     table, documents, scale = jnp.ones(4), jnp.zeros((2, 9), jnp.int32), jnp.float32(2.0)
 
     def function(score, b, h, q, k):
@@ -34,16 +34,16 @@ def test_stages():
         return jnp.tanh(score) * jnp.sqrt(scale) + of_row * of_column + jnp.log1p(jnp.float32(3.0))
 
     found = operations(function)
-    assert {"sqrt", "load"} <= set(found[Stage.TILE])
-    assert {"exp", "sin", "load"} <= set(found[Stage.ROW])
-    assert {"cos", "load", "select_n"} <= set(found[Stage.COLUMN])
-    assert found[Stage.ELEMENT] == ["tanh", "mul", "mul", "add", "add"]
+    assert {"sqrt", "load"} <= set(found[Scope.TILE])
+    assert {"exp", "sin", "load"} <= set(found[Scope.ROW])
+    assert {"cos", "load", "select_n"} <= set(found[Scope.COLUMN])
+    assert found[Scope.ELEMENT] == ["tanh", "mul", "mul", "add", "add"]
 
 
 def test_index_of_a_row_is_computed_once_a_row():
     bias = jnp.ones((2, 3, 16, 16))
     found = operations(lambda score, b, h, q, k: score + bias[b, h, q, k])
-    assert found[Stage.ELEMENT] == ["add", "load", "add"], "the place, the load and the sum"
+    assert found[Scope.ELEMENT] == ["add", "load", "add"], "the place, the load and the sum"
 
 
 def test_constants_fold_and_common_subexpressions_merge():
@@ -52,8 +52,8 @@ def test_constants_fold_and_common_subexpressions_merge():
         return score * slope + jnp.sin(score) * jnp.sin(score) + jnp.arange(5)[3] * 0.5 + 0 * q
 
     found = operations(function)
-    assert found[Stage.ELEMENT].count("sin") == 1
-    assert sorted(found[Stage.ELEMENT]) == ["add", "add", "add", "mul", "mul", "sin"]
+    assert found[Scope.ELEMENT].count("sin") == 1
+    assert sorted(found[Scope.ELEMENT]) == ["add", "add", "add", "mul", "mul", "sin"]
     assert "0x1.0000000000000p-2f" in text_of(function), "2^-2"
 
 
@@ -196,7 +196,7 @@ def test_loops_of_a_static_length_are_written_out():
         x = jax.lax.fori_loop(0, 3, lambda i, x: x * (i + 1), score)
         return jax.lax.scan(lambda x, y: (x + y, None), x, jnp.arange(4.0))[0]
 
-    assert operations(function)[Stage.ELEMENT] == ["mul", "mul", "add", "add", "add", "add"]
+    assert operations(function)[Scope.ELEMENT] == ["mul", "mul", "add", "add", "add", "add"]
 
 
 def test_a_custom_vjp_is_inlined_forward():
@@ -205,7 +205,7 @@ def test_a_custom_vjp_is_inlined_forward():
         return x * 2
 
     doubled.defvjp(lambda x: (x * 2, None), lambda _, d: (d,))
-    assert operations(lambda score, b, h, q, k: doubled(score))[Stage.ELEMENT] == ["mul"]
+    assert operations(lambda score, b, h, q, k: doubled(score))[Scope.ELEMENT] == ["mul"]
 
 
 def test_results_that_are_no_score():

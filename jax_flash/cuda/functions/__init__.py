@@ -12,6 +12,7 @@ user's code.
 from jax_flash.cuda.functions.derivative import Derivative, Gather, differentiate
 from jax_flash.cuda.functions.errors import UnsupportedPrimitiveError
 from jax_flash.cuda.functions.function import ScalarFunction, trace_mask_mod, trace_score_mod
+from jax_flash.cuda.functions.scopes import Scope, scope
 from jax_flash.cuda.functions.source import (
     derivative_text,
     function_text,
@@ -19,21 +20,20 @@ from jax_flash.cuda.functions.source import (
     operand_struct,
     shapes_of_gradients,
 )
-from jax_flash.cuda.functions.stages import Stage, stage
 
 __all__ = [
     "Derivative",
     "Gather",
     "ScalarFunction",
-    "Stage",
+    "Scope",
     "UnsupportedPrimitiveError",
     "derivative_text",
     "differentiate",
     "function_text",
     "gradient_struct",
     "operand_struct",
+    "scope",
     "shapes_of_gradients",
-    "stage",
     "trace_mask_mod",
     "trace_score_mod",
 ]

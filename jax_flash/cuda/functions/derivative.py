@@ -17,7 +17,7 @@ from jax_flash.cuda.functions.errors import UnsupportedPrimitiveError, user_line
 from jax_flash.cuda.functions.function import ScalarFunction, argument_shapes, inputs, operands
 from jax_flash.cuda.functions.graph import CONSTANT, FLOAT32, FLOATS, INPUT, LOAD, Graph, Node, reachable
 from jax_flash.cuda.functions.lazy import constant, operand, scalar
-from jax_flash.cuda.functions.stages import Stage, stage
+from jax_flash.cuda.functions.scopes import Scope, scope
 
 _TANGENT = "tangent"
 
@@ -37,9 +37,9 @@ class Gather:
     d_value: Node
 
     @property
-    def stage(self) -> Stage:
-        """That of the index. In a row, one of stage `TILE` or `ROW` is the same for all keys."""
-        return stage(self.index)
+    def scope(self) -> Scope:
+        """That of the index. In a row, one of scope `TILE` or `ROW` is the same for all keys."""
+        return scope(self.index)
 
 
 @dataclasses.dataclass(frozen=True)

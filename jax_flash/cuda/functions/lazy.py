@@ -71,12 +71,12 @@ def flat_index(graph: Graph, shape: tuple[int, ...], index: Index) -> Node:
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     parts = [(part, step) for part, step, size in zip(index, steps, shape, strict=True) if size > 1]
     place = graph.integer(0)
-    for part, step in sorted(parts, key=lambda x: (_stage_of_inputs(x[0].inputs), -x[1])):
+    for part, step in sorted(parts, key=lambda x: (_scope_of_inputs(x[0].inputs), -x[1])):
         place = graph.add(place, graph.multiply(part, step))
     return place
 
 
-def _stage_of_inputs(inputs: frozenset[str]) -> int:
+def _scope_of_inputs(inputs: frozenset[str]) -> int:
     return 0 if inputs <= {"batch"} else 1 if not inputs & {"score", "key"} else 2
 
 

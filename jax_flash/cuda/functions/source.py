@@ -4,7 +4,7 @@ The text depends on what the function computes and on shapes and dtypes of what 
 neither on names nor on what captured arrays hold, so functions that are alike share a kernel. In a namespace
 it has:
 
-    struct Tile, Row, Column, Element      values by stage (stages.py)
+    struct Tile, Row, Column, Element      values by scope (scopes.py)
     Tile make_tile(operands, batch)
     Row make_row(operands, tile, batch, head, query)
     Column make_column(operands, tile, batch, key)
@@ -24,17 +24,17 @@ from jax_flash.cuda.functions import cpp
 from jax_flash.cuda.functions.derivative import Derivative
 from jax_flash.cuda.functions.function import ScalarFunction
 from jax_flash.cuda.functions.graph import BOOL, CONSTANT, INPUT, LOAD, Node
-from jax_flash.cuda.functions.stages import Stage, by_stage, stage
+from jax_flash.cuda.functions.scopes import Scope, by_scope, scope
 from jax_flash.cuda.parameters import Struct, struct
 
 _QUALIFIERS = "__device__ __forceinline__"
 _INDEX_ARGUMENTS = {
-    Stage.TILE: ("batch",),
-    Stage.ROW: ("batch", "head", "query"),
-    Stage.COLUMN: ("batch", "key"),
-    Stage.ELEMENT: ("batch", "head", "query", "key"),
+    Scope.TILE: ("batch",),
+    Scope.ROW: ("batch", "head", "query"),
+    Scope.COLUMN: ("batch", "key"),
+    Scope.ELEMENT: ("batch", "head", "query", "key"),
 }
-_NAMES = {stage: stage.name.lower() for stage in Stage}
+_NAMES = {each: each.name.lower() for each in Scope}
 
 
 def operand_struct(function: ScalarFunction, name: str) -> Struct:
@@ -101,7 +101,7 @@ def _text(
     namespace: str, operands: str, has_score: bool, results: Sequence[tuple[str, str, Node]], last: str
 ) -> str:
     writer = _Writer(operands, has_score, results)
-    parts = [writer.function(stage) for stage in Stage]
+    parts = [writer.function(each) for each in Scope]
     body = "\n\n".join([*parts, *([last] if last else [])])
     return (
         '#pragma once\n#include "parameters.cuh"\n#include "common/scalar_functions.cuh"\n\n'
@@ -110,21 +110,21 @@ def _text(
 
 
 class _Writer:
-    """Writes the functions of the stages, in order, and keeps which name each value has."""
+    """Writes the functions of the scopes, in order, and keeps which name each value has."""
 
     def __init__(self, operands: str, has_score: bool, results: Sequence[tuple[str, str, Node]]):
         self.operands, self.has_score, self.results = operands, has_score, results
-        self.stages = by_stage(node for _, _, node in results)
-        nodes = [node for each in Stage for node in self.stages[each]]
+        self.scopes = by_scope(node for _, _, node in results)
+        nodes = [node for each in Scope for node in self.scopes[each]]
         self.names = {node: f"v{number}" for number, node in enumerate(nodes)}
-        used = {argument for node in nodes for argument in node.arguments if stage(argument) < stage(node)}
+        used = {argument for node in nodes for argument in node.arguments if scope(argument) < scope(node)}
         used |= {node for _, _, node in results}
-        self.kept = {each: [node for node in self.stages[each] if node in used] for each in Stage}
+        self.kept = {each: [node for node in self.scopes[each] if node in used] for each in Scope}
 
-    def function(self, own: Stage) -> str:
-        """A stage's struct, and the function that makes it."""
+    def function(self, own: Scope) -> str:
+        """A scope's struct, and the function that makes it."""
         name, type = f"make_{_NAMES[own]}", own.name.capitalize()
-        if own == Stage.ELEMENT:
+        if own == Scope.ELEMENT:
             fields = [(type_of, field, self.name(node, own)) for type_of, field, node in self.results]
         else:
             fields = [(cpp.type_of(node), self.names[node], self.names[node]) for node in self.kept[own]]
@@ -132,33 +132,33 @@ class _Writer:
         lines.append(f"{_QUALIFIERS} {type} {name}({', '.join(self.parameters(own))}) {{")
         lines += [
             f"    const {cpp.type_of(node)} {self.names[node]} = {self.expression(node, own)};"
-            for node in self.stages[own]
+            for node in self.scopes[own]
         ]
         lines += [f"    return {{{', '.join(value for _, _, value in fields)}}};", "}"]
         return "\n".join(lines)
 
-    def parameters(self, own: Stage) -> list[str]:
-        earlier = [each for each in Stage if each == Stage.TILE or own == Stage.ELEMENT]
+    def parameters(self, own: Scope) -> list[str]:
+        earlier = [each for each in Scope if each == Scope.TILE or own == Scope.ELEMENT]
         parameters = [f"const {self.operands}& operands"]
         parameters += [f"const {each.name.capitalize()}& {_NAMES[each]}" for each in earlier if each < own]
-        if own == Stage.ELEMENT and self.has_score:
+        if own == Scope.ELEMENT and self.has_score:
             parameters.append("float score")
         return parameters + [f"int {name}" for name in _INDEX_ARGUMENTS[own]]
 
-    def expression(self, node: Node, own: Stage) -> str:
+    def expression(self, node: Node, own: Scope) -> str:
         arguments = [self.name(argument, own) for argument in node.arguments]
         if node.operation != LOAD:
             return cpp.expression(node, arguments)
         load = f"scalar::load(operands.operand{node.detail} + {arguments[0]})"
         return f"{load} != 0" if node.dtype == BOOL else load
 
-    def name(self, node: Node, own: Stage) -> str:
-        """How the function of a stage names a value, which may be of an earlier stage."""
+    def name(self, node: Node, own: Scope) -> str:
+        """How the function of a scope names a value, which may be of an earlier scope."""
         if node.operation == CONSTANT:
             return cpp.literal(node)
         if node.operation == INPUT:
             return str(node.detail)
-        of = stage(node)
+        of = scope(node)
         return self.names[node] if of == own else f"{_NAMES[of]}.{self.names[node]}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from jax_flash.cuda.functions.graph import CONSTANT, INPUT, Node, reachable
 
 
-class Stage(enum.IntEnum):
+class Scope(enum.IntEnum):
     """What a value depends on."""
 
     TILE = 0  # on the batch, which is one for all of a tile, or on captured arrays alone
@@ -15,22 +15,22 @@ class Stage(enum.IntEnum):
     ELEMENT = 3  # on the score, or on the key and the head or query
 
 
-def stage(node: Node) -> Stage:
+def scope(node: Node) -> Scope:
     if node.inputs <= {"batch"}:
-        return Stage.TILE
+        return Scope.TILE
     if "score" not in node.inputs:
         if "key" not in node.inputs:
-            return Stage.ROW
+            return Scope.ROW
         if node.inputs <= {"batch", "key"}:
-            return Stage.COLUMN
-    return Stage.ELEMENT
+            return Scope.COLUMN
+    return Scope.ELEMENT
 
 
-def by_stage(outputs: Iterable[Node]) -> dict[Stage, list[Node]]:
-    """What `outputs` are computed from, and these, by stage, arguments first. Arguments of the function and
+def by_scope(outputs: Iterable[Node]) -> dict[Scope, list[Node]]:
+    """What `outputs` are computed from, and these, by scope, arguments first. Arguments of the function and
     constants aren't computed."""
-    found: dict[Stage, list[Node]] = {each: [] for each in Stage}
+    found: dict[Scope, list[Node]] = {each: [] for each in Scope}
     for node in reachable(outputs):
         if node.operation not in (INPUT, CONSTANT):
-            found[stage(node)].append(node)
+            found[scope(node)].append(node)
     return found
