@@ -1,9 +1,10 @@
 """Launch plans of the forward kernel on key-value caches: chunks of prompts, many queries of each sequence.
 
-The decode kernel's tiles have 64 rows, and each reads the cache again. With many queries that is bound by L2,
-and by how few products a block takes part in. The forward kernel has larger tiles, whose steps overlap. It
-reads the cache where it lies: lengths and window become mask metadata, and `key_places` says which row of the
-cache a batch row attends to. The kernel before it computes both (cuda/kernels/sm90/prefill/preprocess.cu).
+The decode kernel's tiles have up to 64 rows, and each reads the cache again. With many queries that is bound
+by L2, and by how few products a block takes part in. The forward kernel has larger tiles, whose steps
+overlap. It reads the cache where it lies: lengths and window become mask metadata, and `key_places` says
+which row of the cache a batch row attends to. The kernel before it computes both
+(cuda/kernels/sm90/prefill/preprocess.cu).
 """
 
 import math
@@ -47,7 +48,7 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     It takes calls of many queries, if more than half of what the device computes in its tiles are rows of the
     call. Rows may be missing in tiles that are not full, and in multiprocessors that have no tile: the kernel
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
-    half as fast. None of this was measured.
+    half as fast. Where this rule should draw the line was not measured.
 
     It takes no pages, of which any may be missing, and no packed queries, whose tiles would have keys of
     several sequences.

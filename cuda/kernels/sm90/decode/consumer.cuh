@@ -35,14 +35,6 @@ struct ConsumerCall {
 
 // ---------------------------------------------------------------------------------------- Q
 
-// From where the positions count at which queries are rotated (`QueryPositions` in jax_flash/_cache_spec.py).
-enum QueryBase { own_position = 0, length_before = 1 };
-
-__device__ __forceinline__ int position_of(const Shape& shape, const Tile& tile, int query) {
-    const int before = shape.query_base == own_position ? tile.length - tile.queries : shape.lengths[tile.batch];
-    return before + query * shape.query_step;
-}
-
 // Rotates a tile's rows of Q, on their way to where wgmma reads them. All consumers have read the tile before it. Of rows
 // beyond the tile's last there is no Q: wgmma reads other memory for them, and nobody reads what it makes of that.
 __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Tile& tile, int tile_stage) {
@@ -51,7 +43,8 @@ __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Til
 #pragma unroll 1
     for (int i = threadIdx.x; i < tile.rows * row_chunks; i += Traits::consumer_threads) {
         const int index = i / row_chunks, chunk = i % row_chunks;
-        const int position = position_of(call.shape, tile, Row(call.shape, tile, index).query);
+        const int query = Row(call.shape, tile, index).query;
+        const int position = query_position(call.shape, tile.batch, tile.length, tile.queries, query);
         const int panel = chunk / 8 * descriptor::panel_bytes(Traits::query_rows);
         const int offset = SharedMemory::query + panel + descriptor::swizzled_offset(index, chunk % 8);
         *reinterpret_cast<uint4*>(call.shared.data + offset) = rotated_chunk<Traits::Element, ROTARY>(

@@ -14,8 +14,8 @@ struct LoadCall {
     Tile* const split_tiles;             // see Partials
 };
 
-// Waits for the preprocess, before the first block is loaded that may have keys which the preprocess appends. Where two
-// sequences may have the same memory, any block may.
+// Makes the producer wait for the preprocess before it loads the first block that may have keys which the preprocess
+// appends. Where sequences may share memory (`is_shared`), each block may have such keys.
 struct AppendedKeys {
     bool waits;
     const bool is_shared;

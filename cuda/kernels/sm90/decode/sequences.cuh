@@ -61,6 +61,16 @@ __device__ __forceinline__ int value_head_of(const Shape& shape, int head) {
 __device__ __forceinline__ int diagonal_of(const Sequence& sequence, int query) {
     return query + sequence.length - sequence.queries;
 }
+
+// From where the positions count at which queries are rotated (`QueryPositions` in jax_flash/_cache_spec.py).
+enum QueryBase { own_position = 0, length_before = 1 };
+
+// The position at which query `query` of a sequence is rotated. The sequence has `length` keys and `queries` queries.
+__device__ __forceinline__ int query_position(const Shape& shape, int batch, int length, int queries, int query) {
+    const int before = shape.query_base == own_position ? length - queries : shape.lengths[batch];
+    return before + query * shape.query_step;
+}
+
 // The keys that a query sees. Where there are none, `begin` may be beyond `end`.
 __device__ __forceinline__ Interval keys_of(const Shape& shape, const Sequence& sequence, int query) {
     const int diagonal = diagonal_of(sequence, query);

@@ -6,7 +6,7 @@
 //   VALUE_DIM      head dim of values and of the output, likewise
 //   KEYS           keys in a block
 //   STAGES         blocks of keys and values in flight
-//   QUERY_ROWS     rows that tiles have at most, rounded up to a multiple of 8
+//   QUERY_ROWS     rows that tiles have at most: 8, 16, 32 or 64
 //   CTAS_OF_SM     CTAs that share a multiprocessor
 //   PAGED          1: the cache consists of pages
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
@@ -53,7 +53,8 @@ struct Traits {
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
     static constexpr int tile_stages = 2;
-    // Q comes to its place for each tile ahead of time, or, to be rotated, to another first, of plain rows.
+    // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers rotate
+    // it on its way to its one place.
     static constexpr int query_tiles = rotary ? 1 : tile_stages;
     static constexpr int plain_query_bytes = rotary ? query_rows * head_dim * 2 : 0;
 

@@ -52,12 +52,6 @@ __device__ __forceinline__ void write_group(const Parameters& parameters, int64_
     if (lane == 0) parameters.group_blocks[index] = {visited.begin, visited.end, full.begin, full.end};
 }
 
-// Where query t is rotated: at shape.query_base (QueryBase in sm90/decode/consumer.cuh) plus t times shape.query_step.
-__device__ __forceinline__ int position_of(const Shape& shape, int batch, int query) {
-    const int before = shape.query_base ? shape.lengths[batch] : sequence_at(shape, batch).length - shape.queries;
-    return before + query * shape.query_step;
-}
-
 // Chunk `index` of all queries (B, T, N, H), rotated.
 __device__ __forceinline__ void rotate(const Parameters& parameters, int64_t index) {
     const Shape& shape = parameters.shape;
@@ -66,9 +60,10 @@ __device__ __forceinline__ void rotate(const Parameters& parameters, int64_t ind
     const int batch = static_cast<int>(token / shape.queries), query = static_cast<int>(token % shape.queries);
     const Element* source = parameters.query + row * shape.head_dim;
     Element* to = parameters.rotated_query + row * shape.head_dim;
-    const int chunk = static_cast<int>(index % chunks);
+    const int chunk = static_cast<int>(index % chunks), length = sequence_at(shape, batch).length;
     reinterpret_cast<uint4*>(to)[chunk] =
-        rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position_of(shape, batch, query));
+        rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary,
+                                       query_position(shape, batch, length, shape.queries, query));
 }
 
 extern "C" __global__ void __launch_bounds__(threads)
