@@ -5,14 +5,16 @@
 Causal and windowed calls of finite inputs, forward and backward, with and without it
 (jax_flash/_isolation.py), in shuffled rounds. Each row has a call, a pass and an implementation, the kernel
 time of both, and their ratio: 1.00 is no cost. The lowering of `pallas` is what `JAX_FLASH_PALLAS` allows.
+Processes compile side by side and measure one after another.
 """
 
 import argparse
 import functools
+import multiprocessing
 import os
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -60,25 +62,48 @@ def programs(case: Case, implementation: str) -> dict[str, tuple]:
 Key = tuple[str, Case]  # the implementation
 
 
-def compile_all(implementations: Sequence[str]) -> dict[str, dict[Key, dict[str, tuple] | Exception]]:
-    """The programs of all calls, without and with it; or what compiling them raised."""
-
-    def attempt(key: Key) -> dict[str, tuple] | Exception:
-        try:
-            return programs(key[1], key[0])
-        except Exception as error:  # the other calls are measured nevertheless
-            return error
-
-    keys = [(name, case) for name in implementations for case in CASES]
+def compile_both(key: Key) -> dict[str, dict[str, tuple] | Exception]:
+    """The programs of a call, without and with it; or what compiling them raised."""
+    implementation, case = key
     found = {}
     for name in (WITHOUT, WITH):
         jax.clear_caches()  # of what was traced under the other setting
-        with (
-            mock.patch.object(_isolation, "KERNELS", name == WITH),
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-        ):
-            found[name] = dict(zip(keys, pool.map(attempt, keys), strict=True))
+        with mock.patch.object(_isolation, "KERNELS", name == WITH):
+            try:
+                found[name] = programs(case, implementation)
+            except Exception as error:  # the other calls are measured nevertheless
+                found[name] = error
     return found
+
+
+def serve(keys: Sequence[Key], of_rounds: int, connection: Connection) -> None:
+    """Compiles the programs of all keys and says so, then measures a key each time that it is asked."""
+    compiled = {key: compile_both(key) for key in keys}
+    connection.send("compiled")
+    while (key := connection.recv()) is not None:
+        connection.send(measure(compiled[key], of_rounds))
+
+
+class Worker:
+    """A process that compiles while others do, and measures while no other does."""
+
+    def __init__(self, keys: Sequence[Key], of_rounds: int):
+        self.keys = keys
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        context.Process(target=serve, args=(keys, of_rounds, theirs), daemon=True).start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Until all is compiled. Raises EOFError if the process died."""
+        self._connection.recv()
+
+    def rows(self, key: Key) -> list[dict]:
+        self._connection.send(key)
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.send(None)
 
 
 def measure(runs: dict[str, dict[str, tuple] | Exception], of_rounds: int) -> list[dict]:
@@ -107,16 +132,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result = record.environment() | {"rows": []}
     print(record.heading(result))
-    compiled = compile_all(options.implementations.split(","))
-    for key in compiled[WITHOUT]:
-        implementation, case = key
-        for row in measure({name: compiled[name][key] for name in compiled}, options.rounds):
+    keys = [(name, case) for name in options.implementations.split(",") for case in CASES]
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the GPU's memory
+    count = min(len(keys), os.cpu_count() or 1)
+    workers = [Worker(keys[i::count], options.rounds) for i in range(count)]
+    for worker in workers:
+        worker.wait()
+    for implementation, case in keys:
+        worker = next(worker for worker in workers if (implementation, case) in worker.keys)
+        for row in worker.rows((implementation, case)):
             row = {"case": str(case), "implementation": implementation} | row
             result["rows"].append(row)
             told = f"{row['ratio']:.3f}" if "ratio" in row else row["error"][:160]
             print(f"{row['case']:36} {implementation:7} {row.get('pass', ''):9} {told}", flush=True)
         if options.out:
             record.write(result, options.out)
+    for worker in workers:
+        worker.close()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,29 @@ def _wide(x):
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def without_cache(spec: CacheSpec, operands: CacheOperands) -> Operands:
+    """What the call attends to, in float64: the keys of each sequence after the append, one after another."""
+    with jax.enable_x64(True):
+        return _attended(spec, jax.tree.map(_wide, operands), np.float64)[0]
+
+
+def packed_like(operands: CacheOperands, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Results of `without_cache`, packed if the queries are."""
+    return _packed(operands, out, lse, _queries(operands, cache_sizes(operands))[1])
+
+
 def _results(spec: CacheSpec, operands: Any, dtype) -> Results:
+    attention, cache, counts = _attended(spec, operands, dtype)
+    if dtype == np.float64:
+        out, lse = _reference.reference(spec.attention, attention, jnp.float64)
+    else:
+        out, lse = _reference.plain_attention(spec.attention, attention)
+    out, lse = _packed(operands, np.asarray(out), np.asarray(lse), counts)
+    return Results(out, lse, cache.key, cache.value)
+
+
+def _attended(spec: CacheSpec, operands: Any, dtype) -> tuple[Operands, "Cache", np.ndarray]:
+    """What the call attends to, the cache after the append, and how many queries each sequence has."""
     n = cache_sizes(operands)
     cache = Cache(operands)
     for b in range(n.B):
@@ -80,12 +102,7 @@ def _results(spec: CacheSpec, operands: Any, dtype) -> Results:
         query_seq_lengths=jnp.asarray(counts, jnp.int32),
         key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
     )
-    if dtype == np.float64:
-        out, lse = _reference.reference(spec.attention, attention, jnp.float64)
-    else:
-        out, lse = _reference.plain_attention(spec.attention, attention)
-    out, lse = _packed(operands, np.asarray(out), np.asarray(lse), counts)
-    return Results(out, lse, cache.key, cache.value)
+    return attention, cache, counts
 
 
 class Cache:

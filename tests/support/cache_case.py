@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import rounding
 from seeds import seed_of
 
-from jax_flash import _reference_cache
+from jax_flash import _reference, _reference_cache
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._spec import AttentionSpec
 
@@ -184,6 +185,8 @@ def check(case: CacheCase, operands: CacheOperands, got) -> None:
         # Plain attention in float64 is the definition itself.
         units = 8 if case.dtype == "float64" else 1 if right.size < FEW else 0.25
         floor = units * float(unit) * np.linalg.norm(right)
+        if name == "lse" and operands.query.dtype.itemsize == 2:
+            floor += np.linalg.norm(_cut_off(case.spec, operands, reference.lse))
         error, bound = np.linalg.norm(ours - right), 2 * np.linalg.norm(theirs - right) + floor
         assert error <= bound, (
             f"{name}: error {error:.3g} over {bound:.3g} (of norm {np.linalg.norm(right):.3g})"
@@ -194,6 +197,18 @@ def check(case: CacheCase, operands: CacheOperands, got) -> None:
         bounds = np.maximum(bounds, 2 * rows(theirs - right))
         assert (errors <= bounds).all(), f"{name}: a row is off by {np.max(errors / bounds):.3g} bounds"
     _check_cache(operands, plain, key, value)
+
+
+def _cut_off(spec: CacheSpec, operands: CacheOperands, lse: np.ndarray) -> np.ndarray:
+    """What tensor cores, which cut sums off, may take from log-sum-exp: the mean of what scores lose."""
+    attention = _reference_cache.without_cache(spec, operands)
+    with jax.enable_x64(True):
+        out, lse_of_sequences = _reference.reference(spec.attention, attention, jnp.float64)
+    references = {"out": out, "lse": np.asarray(lse_of_sequences).transpose(0, 2, 1)}
+    terms = rounding.terms_of(operands.query.dtype.name, spec.attention, attention, references, out, None)
+    lost = np.sum(terms.p * rounding.cut_off(terms), -1)
+    _, packed = _reference_cache.packed_like(operands, np.asarray(out), lost)
+    return np.where(np.isneginf(lse), 0, packed)
 
 
 def _check_cache(operands: CacheOperands, plain, key: np.ndarray, value: np.ndarray | None) -> None:

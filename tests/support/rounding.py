@@ -182,13 +182,17 @@ def of_rounded_result(name, terms, reference):
 
 def of_p(terms):
     """Relative, `(B, N, T, S)`: of the exponential, and of what it is taken of: logits and lse in float32."""
-    products = np.sqrt(terms.query**2 @ _t(terms.key**2))
-    if terms.dtype != "float32":  # half a unit in the last place each time, of sums that grow to the last
-        times = terms.query.shape[-1] / TENSOR_CORE_DEPTH
-        products = products + times / 2 * np.abs(terms.query @ _t(terms.key))
-    products = np.abs(terms.spec.scale) * products
+    products = np.abs(terms.spec.scale) * np.sqrt(terms.query**2 @ _t(terms.key**2))
     exponent = FLOAT32 * (np.abs(terms.logits) + np.abs(terms.lse) + products)
-    return terms.arithmetic**2 + exponent**2
+    return terms.arithmetic**2 + (exponent + cut_off(terms)) ** 2
+
+
+def cut_off(terms):
+    """Of scores, `(B, N, T, S)`: tensor cores cut off half a unit in the last place each time, as sums grow."""
+    if terms.dtype == "float32":
+        return np.zeros(())
+    times = terms.query.shape[-1] / TENSOR_CORE_DEPTH
+    return FLOAT32 * np.abs(terms.spec.scale) * times / 2 * np.abs(terms.query @ _t(terms.key))
 
 
 def of_out(terms):
