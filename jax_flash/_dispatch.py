@@ -30,16 +30,6 @@ IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 PORTABLE = "xla"
 """The one that runs on every platform."""
 
-BY_NAME_ALONE = {"decoding": ("cuda", "pallas")}
-"""For an operation, the implementations that run it only if they are named. Their kernels for key-value
-caches, as they are, haven't passed all tests on a GPU yet."""
-
-
-def automatic(operation: str) -> tuple[str, ...]:
-    """The implementations that the automatic choice tries, in order."""
-    return tuple(name for name in IMPLEMENTATIONS if name not in BY_NAME_ALONE.get(operation, ()))
-
-
 Spec = AttentionSpec | CacheSpec
 Shapes = Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]
 
@@ -92,7 +82,7 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
     Raises:
       NotImplementedError: none of them supports the call; with the reason of each.
     """
-    candidates = automatic(spec.operation) if names is None else tuple(names)
+    candidates = IMPLEMENTATIONS if names is None else tuple(names)
     refused: dict[str, Refusal] = {}
     for position, name in enumerate(candidates):
         refusal = _refusal(name, spec, shapes, device)

@@ -163,7 +163,7 @@ def _explanation(function: str, call: Call | CacheCall, requested: tuple[str, ..
         return Explanation(function, call.spec, call.shapes, device, (), None, requested, None)
     choices = tuple(_choice(name, call, device) for name in _dispatch.IMPLEMENTATIONS)
     runs = [choice.name for choice in choices if choice.runs]
-    automatic = next((name for name in _dispatch.automatic(call.spec.operation) if name in runs), None)
+    automatic = next(iter(runs), None)
     return Explanation(
         function=function,
         spec=call.spec,

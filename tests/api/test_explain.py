@@ -158,15 +158,15 @@ def test_calls_on_caches():
         jax_flash.explain(half(3, 1, 4, 64), cache)
 
 
-def test_kernels_for_caches_run_if_they_are_named():
+def test_kernels_run_calls_on_caches():
     rows = half(2, 128, 2, 64)
     cache = jax_flash.KVCache(rows, rows, integers(2))
     with _device.assume(_device.H100):
         found = jax_flash.explain(half(2, 1, 4, 64), cache)
-        assert (found.automatic, found.picked) == ("xla", "xla")
+        assert (found.automatic, found.picked) == ("cuda", "cuda")
         assert [choice.name for choice in found.choices if choice.runs] == ["cuda", "pallas", "xla"]
-        named = jax_flash.explain(half(2, 1, 4, 64), cache, implementation=("cuda", "xla"))
-        assert named.picked == "cuda"
+        odd = jax_flash.explain(half(2, 1, 4, 60), jax_flash.KVCache(*[half(2, 128, 2, 60)] * 2, integers(2)))
+        assert odd.automatic == "pallas"
 
 
 def test_ragged_paged_attention():

@@ -12,7 +12,7 @@ from emulated_case import Case, arrays_of, draw, tile
 from exhaustive import thinned
 from nonfinite_suite import Reached, with_value
 
-from jax_flash import _isolation, _reference
+from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import score_mod
@@ -62,12 +62,6 @@ def traits(case_and_order):
     """Tile shapes, with how each knows what is hidden; and what else changes probabilities or dS."""
     case, _ = case_and_order
     return {(*tile(case), hides_by(case)), bool(case.soft_cap), ("dropout", bool(case.dropout)), case.bias}
-
-
-@pytest.fixture(autouse=True)
-def isolates(monkeypatch):
-    """Kernels keep what isn't finite apart, which they don't by default."""
-    monkeypatch.setattr(_isolation, "KERNELS", True)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import _isolation
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
@@ -78,9 +77,8 @@ def test_survives_the_attribute():
     assert launch_plan.load(launch_plan.dump(plan)) == plan
 
 
-def test_kernels_depend_on_head_dim_dtype_and_whether_pairs_may_be_hidden(monkeypatch):
+def test_kernels_depend_on_head_dim_dtype_and_whether_pairs_may_be_hidden():
     """And on the schedule, which depends on lengths and heads."""
-    monkeypatch.setattr(_isolation, "KERNELS", True)
 
     def kernels_of(spec, **sizes):
         return kernels(spec, shapes(**sizes), H100)
@@ -93,8 +91,7 @@ def test_kernels_depend_on_head_dim_dtype_and_whether_pairs_may_be_hidden(monkey
     assert [dict(kernel.defines)["ISOLATES"] for kernel in (full[1], windowed[1])] == [0, 1]
 
 
-def test_rows_that_are_not_finite_are_looked_for_only_where_pairs_may_be_hidden(monkeypatch):
-    monkeypatch.setattr(_isolation, "KERNELS", True)
+def test_rows_that_are_not_finite_are_looked_for_only_where_pairs_may_be_hidden():
     mask = jax.ShapeDtypeStruct((2, 1, 1, 777), jnp.bool_)
     bias = jax.ShapeDtypeStruct((2, 8, 1000, 777), jnp.float32)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import pytest
 from exhaustive import thinned
 
-from jax_flash import _isolation
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import plan_check, supports
@@ -121,12 +120,9 @@ def all_plans(**call) -> list[LaunchPlan]:
     return [*plans(**call), *(plan for plan in metadata if plan is not None)]
 
 
-def launches(schedule: Schedule | None = None, isolates: bool = False, **call) -> list[Launch]:
+def launches(schedule: Schedule | None = None, **call) -> list[Launch]:
     """Of all plans. The backward pass's follow a schedule, where one is given."""
-    with (
-        mock.patch.object(backward_plan, "BackwardCall", functools.partial(BackwardCall, chosen=schedule)),
-        mock.patch.object(_isolation, "KERNELS", isolates),
-    ):
+    with mock.patch.object(backward_plan, "BackwardCall", functools.partial(BackwardCall, chosen=schedule)):
         return [launch for plan in all_plans(**call) for launch in plan.launches]
 
 

@@ -13,7 +13,7 @@ from emulated_case import DEVICE, Case, arrays_of, draw, tile, traits
 from exhaustive import thinned
 from nonfinite_suite import Reached, with_value
 
-from jax_flash import _isolation, _reference
+from jax_flash import _reference
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import dropout
@@ -71,12 +71,6 @@ SPLIT = (
     (Case(H=192, V=128, T=100, S=700, N=3, mask="B11S", soft_cap=3.0), 2, 2),
 )
 VALUES = (np.nan, np.inf, -np.inf)
-
-
-@pytest.fixture(autouse=True)
-def isolates(monkeypatch):
-    """Kernels keep what isn't finite apart, which they don't by default."""
-    monkeypatch.setattr(_isolation, "KERNELS", True)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, traits), ids=str)

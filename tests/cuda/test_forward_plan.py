@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import _isolation
 from jax_flash._device import H100
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands, sizes
@@ -273,9 +272,8 @@ def test_cut_tiles_have_places_for_all_pieces():
         assert defines(plan)["SPLIT_KV"] == 0
 
 
-def test_tiles_that_may_be_repeated_have_an_element_each(monkeypatch):
+def test_tiles_that_may_be_repeated_have_an_element_each():
     """Where a row may see some keys of a block and not others: a window, mask metadata, a mask."""
-    monkeypatch.setattr(_isolation, "KERNELS", True)
     lengths = dict(key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32))
     mask = dict(mask=jax.ShapeDtypeStruct((2, 1, 1000, 777), jnp.bool_))
     bias = dict(bias=jax.ShapeDtypeStruct((2, 1, 1000, 777), jnp.float32))

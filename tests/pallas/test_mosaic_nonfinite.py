@@ -11,7 +11,7 @@ from exhaustive import thorough
 from nonfinite_suite import NonFiniteSuite
 
 import jax_flash
-from jax_flash import _device, _isolation, pallas
+from jax_flash import _device, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, lowering
 from jax_flash.pallas.mosaic import nonfinite
@@ -75,14 +75,6 @@ def test_marks_of_rows():
     }
 
 
-@pytest.fixture
-def isolates(monkeypatch):
-    monkeypatch.setattr(_isolation, "KERNELS", True)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def shapes(B=1, T=257, S=300, N=4, K=2, H=64, V=None, dtype="bfloat16") -> Operands:
     query, key, value = ((B, T, N, H), (B, S, K, H), (B, S, K, H if V is None else V))
     return Operands(*(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in (query, key, value)))
@@ -103,7 +95,6 @@ def kernels(spec: AttentionSpec, operands: Operands) -> int:
     return lowered_for_hopper(forward_and_backward, operands).count(MOSAIC_CALL)
 
 
-@pytest.mark.usefixtures("isolates")
 @pytest.mark.parametrize("window", [(None, 0), (9, None), (100, 20)], ids=str)
 @pytest.mark.parametrize("head_dims", [(64, 64), (192, 128), *thorough((16, 16), (64, 256))], ids=str)
 def test_each_kernel_has_a_second_one_where_pairs_are_hidden(head_dims, window):
@@ -114,7 +105,6 @@ def test_each_kernel_has_a_second_one_where_pairs_are_hidden(head_dims, window):
     assert kernels(AttentionSpec(0.1), operands) == expected
 
 
-@pytest.mark.usefixtures("isolates")
 @pytest.mark.parametrize("head_dim", [80, 256, *thorough(*range(16, 80, 16), *range(96, 256, 16))])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_second_kernels_lower_at_every_head_dim(head_dim, dtype):
@@ -122,20 +112,17 @@ def test_second_kernels_lower_at_every_head_dim(head_dim, dtype):
     assert kernels(AttentionSpec(0.1, None, 0), operands) == (6 if head_dim <= 128 else 8)
 
 
-@pytest.mark.usefixtures("isolates")
 @pytest.mark.skipif(not compat.adds_to_arrays(), reason="kernels of this JAX add to no array")
 def test_the_sum_of_all_gradients_is_repeated_by_two_kernels():
     assert kernels(AttentionSpec(0.1, None, 0), shapes(T=2048, S=2048, H=128)) == 5
     assert kernels(AttentionSpec(0.1), shapes(T=2048, S=2048, H=128)) == 2
 
 
-@pytest.mark.usefixtures("isolates")
 def test_second_kernels_lower_with_64_bit_types():
     with jax.enable_x64(True):
         assert kernels(AttentionSpec(0.125, 5, 3), shapes()) == 6
 
 
-@pytest.mark.usefixtures("isolates")
 def test_second_kernels_lower_within_shard_map_and_its_replication_check():
     operands = shapes(B=2)
     device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")

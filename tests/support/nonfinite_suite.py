@@ -8,13 +8,11 @@ backward; and results that do must not hide them.
 import dataclasses
 import functools
 
-import jax
 import numpy as np
-import pytest
 from attention_case import Case, draw
 from implementation_suite import Implementation
 
-from jax_flash import _isolation, _reference
+from jax_flash import _reference
 from jax_flash._spec import sizes
 
 SITUATIONS = {
@@ -53,14 +51,6 @@ class NonFiniteSuite(Implementation):
     sizes: dict[str, int] = dict(T=70, S=90, N=4, K=2, H=16)  # noqa: RUF012
     situations: tuple[str, ...] = tuple(SITUATIONS)
     sums_in_any_order: tuple[str, ...] = ()  # gradients whose last bits may differ from run to run
-
-    @pytest.fixture(autouse=True)
-    def isolates(self, monkeypatch):
-        """Kernels keep what isn't finite apart, which they don't by default."""
-        monkeypatch.setattr(_isolation, "KERNELS", True)
-        jax.clear_caches()
-        yield
-        jax.clear_caches()
 
     def pytest_generate_tests(self, metafunc):
         if "situation" in metafunc.fixturenames:

@@ -188,7 +188,7 @@ def of_p(terms):
 
 
 def cut_off(terms):
-    """Of scores, `(B, N, T, S)`: tensor cores cut off half a unit in the last place each time, as sums grow."""
+    """Of scores, `(B, N, T, S)`. Tensor cores cut sums off, by half a unit in the last place each time."""
     if terms.dtype == "float32":
         return np.zeros(())
     times = terms.query.shape[-1] / TENSOR_CORE_DEPTH

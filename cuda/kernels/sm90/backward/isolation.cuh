@@ -8,12 +8,13 @@
 //   K       of a key that isn't finite no score is finite. The consumer of the first block's scores looks at one of each
 //           key, and then at K itself, and makes it finite. Queries that see NaN there have a lse of NaN.
 //   V       no product contracts over its rows.
-//   dS      is set to zero where P is, in blocks in which pairs may be masked: dP or delta may be NaN.
+//   dS      is set to zero where P is, of keys whose V isn't finite, as dP isn't.
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
+#include "common/finite.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
 
@@ -53,10 +54,8 @@ __device__ __forceinline__ void clean_block(const SharedMemory& shared, int stag
     mbarrier::arrive(full);
 }
 
-// Bit patterns of infinity, and of what becomes of it: a number so large that a score which was -inf still has no
-// probability, but, where the element type has room for that, so small that sums of its products don't overflow.
-template <class Element>
-constexpr uint32_t infinity_bits = is_same<Element, bfloat16> ? 0x7f80 : 0x7c00;
+// What becomes of infinity: a number so large that a score which was -inf still has no probability, but, where the
+// element type has room for that, so small that sums of its products don't overflow.
 template <class Element>
 constexpr uint32_t large_bits = is_same<Element, bfloat16> ? 0x7180 /* 2^100 */ : 0x7bff /* 65504 */;
 
@@ -72,20 +71,13 @@ __device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
     return pair;
 }
 
-// Has a sign bit set if the half's exponent is the largest, as that of NaN and infinities is.
-template <class Element>
-__device__ __forceinline__ uint32_t marks_of_not_finite(uint32_t pair) {
-    constexpr uint32_t exponent = infinity_bits<Element> | infinity_bits<Element> << 16;
-    constexpr uint32_t lowest = is_same<Element, bfloat16> ? 0x00800080 : 0x04000400;
-    return (pair & exponent) + lowest;
-}
-
 // Makes 16 bytes of K finite. Says whether they were not.
 __device__ __forceinline__ bool make_finite(uint4& chunk) {
     using Element = Traits::Element;
-    const uint32_t marks = marks_of_not_finite<Element>(chunk.x) | marks_of_not_finite<Element>(chunk.y) |
-                           marks_of_not_finite<Element>(chunk.z) | marks_of_not_finite<Element>(chunk.w);
-    if ((marks & 0x80008000u) == 0) return false;
+    if ((finite_halves<Element>(chunk.x) & finite_halves<Element>(chunk.y) & finite_halves<Element>(chunk.z) &
+         finite_halves<Element>(chunk.w)) == all_finite) {
+        return false;
+    }
     chunk = {finite_pair<Element>(chunk.x), finite_pair<Element>(chunk.y), finite_pair<Element>(chunk.z),
              finite_pair<Element>(chunk.w)};
     return true;
@@ -124,12 +116,14 @@ __device__ __forceinline__ void isolate_peer_keys(const SharedMemory& shared) {
     if (found) fence_proxy_async();
 }
 
-// Sets dSᵀ to zero where Pᵀ is. `probabilities` are operands, negative or −0 where dropout drops them.
+// Sets dSᵀ to zero where Pᵀ is, if V of one of a warp's keys isn't finite: then no dP of that key is, nor dS, of which a
+// thread has the first of two keys. `probabilities` are operands, negative or −0 where dropout drops them. Queries that
+// see such a value have a P of NaN.
 __device__ __forceinline__ void zero_where_hidden(float (&d_scores)[score_count],
                                                   const uint32_t (&probabilities)[query_steps][4]) {
+    if (!__any_sync(0xffffffff, !(fabsf(d_scores[0]) + fabsf(d_scores[2]) < infinity))) return;
 #pragma unroll
     for (int i = 0; i < score_count; i += 2) {
-        // Bits, not floats, which would be kept in registers from where dS was computed.
         const uint32_t pair = probabilities[i / 8][i / 2 % 4];
         if ((pair & 0x7fff) == 0) d_scores[i] = 0;
         if ((pair & 0x7fff0000) == 0) d_scores[i + 1] = 0;

@@ -17,16 +17,11 @@ struct KeyConsumer {
     BlockSlot slot;  // of the block whose dP comes next
     DScoresSlot d_scores_slot;
     BlockVisit now;
-    Interval full;  // the blocks that see all of the CTA's keys, where that is data
     float d_key[d_key_count] = {};
     float d_scores[score_count];  // dP, then dS
 
     __device__ __forceinline__ explicit KeyConsumer(const Call& call)
-        : work(call.work(call.own_tile_uniform())), now(work.first_visit()) {
-        if constexpr (Traits::isolates && Traits::mask_metadata) {
-            full = full_blocks(work.tile.batch, cta_first_key(work.tile), call.shape);
-        }
-    }
+        : work(call.work(call.own_tile_uniform())), now(work.first_visit()) {}
 
     // Issues dPᵀ = V dOᵀ, or its first half, once dO is there.
     __device__ __forceinline__ void issue_d_probabilities(const Call& call) {
@@ -53,13 +48,6 @@ struct KeyConsumer {
             __syncwarp();
             if (arrives(lane)) mbarrier::arrive(shared.probabilities_read());
         }
-    }
-
-    // Whether queries of block `now` may not see all of the CTA's keys.
-    __device__ __forceinline__ bool is_block_partial(const Call& call) const {
-        if constexpr (ScoreTraits::mask) return true;
-        if constexpr (Traits::mask_metadata) return now.block < full.begin || now.block >= full.end;
-        return is_partial(cta_first_key(work.tile), now.block, call.shape);
     }
 
     // Adds dS, which is yet without the soft cap's derivative, to the gradients of bias and slopes.
@@ -92,7 +80,7 @@ struct KeyConsumer {
         const SharedMemory& shared = call.shared;
         read_probabilities(call, operand);
         differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return operand_floats(operand, i); });
-        if (Traits::isolates && is_block_partial(call)) zero_where_hidden(d_scores, operand);
+        if constexpr (Traits::isolates) zero_where_hidden(d_scores, operand);
         if constexpr (ScoreTraits::bias || ScoreTraits::alibi) add_score_gradients(call);
         if constexpr (Traits::hands_softcap_grad) multiply_by_softcap_grad(call);
         __syncwarp();  // its P, which dS overwrites, is read as well

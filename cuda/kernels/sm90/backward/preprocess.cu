@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
     for (int first_row = pass_row; first_row < Traits::queries; first_row += passes * pass_rows) {
         const int first_query = block * Traits::queries + first_row;
         float sums[passes];
-        uint32_t attending = 0;  // passes in which the thread's part of O isn't zero
+        uint32_t attending = 0, idle = 0;  // passes in which the thread's part of O isn't zero, or has nothing of it
 #pragma unroll
         for (int pass = 0; pass < passes; ++pass) {
             const int query = first_query + pass * pass_rows;
@@ -114,12 +114,15 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
                 const uint4 out = global::read_only(parameters.out + element / 8 + lane);
                 sums[pass] = dot(out, global::read_only(parameters.d_out + element / 8 + lane));
                 if (((out.x | out.y | out.z | out.w) & 0x7fff7fff) != 0) attending |= 1u << pass;
+            } else {
+                idle |= 1u << pass;
             }
         }
         // A query that sees keys has a lse that tells whether it is finite. One that sees none, or that is infinite and
         // has no score above -inf, has a lse of -inf or that of a sink, and O = 0.
         uint32_t spoiled_passes = 0;
-        if (parameters.spoiled != nullptr) {
+        constexpr uint32_t every_pass = (1u << passes) - 1;
+        if (parameters.spoiled != nullptr && __any_sync(0xffffffff, (attending | idle) != every_pass)) {
             // Of the row: bits of its lanes, which are neighbours.
 #pragma unroll
             for (int distance = row_lanes / 2; distance > 0; distance /= 2) {

@@ -54,11 +54,6 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             mbarrier::wait(shared.query_full(slot.stage), slot.parity);
             issue_scores<0, key_steps>(scores, key_rows, shared.query_block(slot.stage));
         };
-        // Whether queries of block `now` may not see all of the warpgroup's keys.
-        auto is_block_partial = [&]() __attribute__((always_inline)) {
-            if constexpr (Traits::mask_metadata) return !key_mask.sees_all_of(now.block);
-            return is_partial(first_key, now.block, call.shape);
-        };
         auto compute_probabilities = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
             wgmma::pin(scores);
@@ -111,7 +106,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::pin(d_value);
             if (last && !in_value_place && arrives(lane)) mbarrier::arrive(shared.value_empty());
             differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
-            if (Traits::isolates && is_block_partial()) zero_where_hidden(scores, probabilities);
+            if constexpr (Traits::isolates) zero_where_hidden(scores, probabilities);
             convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
             if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
