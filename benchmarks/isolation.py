@@ -127,12 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--implementations", default="cuda,pallas")
+    parser.add_argument("--match", default="", help="cases that have one of these texts, by commas")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     result = record.environment() | {"rows": []}
     print(record.heading(result))
-    keys = [(name, case) for name in options.implementations.split(",") for case in CASES]
+    cases = [case for case in CASES if any(text in str(case) for text in options.match.split(","))]
+    keys = [(name, case) for name in options.implementations.split(",") for case in cases]
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # processes share the GPU's memory
     count = min(len(keys), os.cpu_count() or 1)
     workers = [Worker(keys[i::count], options.rounds) for i in range(count)]

@@ -195,12 +195,12 @@ def test_tiles_fit_shared_memory(score_mods, loaded_operand, dropout, mask_metad
 def test_unequal_tiles_are_counted_out_where_there_are_more_than_ctas():
     def results(spec, **sizes):
         plan = plan_forward(spec, shapes(**sizes), H100)
-        return [b.name for b in plan.results], [type(step) for step in plan.steps]
+        return "next_tile" in [b.name for b in plan.results], [type(step) for step in plan.steps]
 
     causal, full = AttentionSpec(0.1, None, 0), AttentionSpec(0.1)
-    assert results(causal, B=8) == (["out", "lse", "next_tile"], [Zero, Launch])
-    assert results(causal, B=1, T=128) == (["out", "lse"], [Launch])
-    assert results(full, B=8) == (["out", "lse"], [Launch])
+    assert results(causal, B=8) == (True, [Zero, Launch])
+    assert results(causal, B=1, T=128) == (False, [Launch])
+    assert results(full, B=8) == (False, [Launch])
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def case(H: int = 128, *features: str, **fields) -> Case:
     return Case("sanitizer", dtype, **{"H": H, "features": features, **sizes, **fields})
 
 
+NOT_FINITE = "not finite"
 GROUPS = {
     "plain": (
         *(case(H, is_causal=H != 192, K=1) for H in HEAD_DIMS),
@@ -91,6 +92,16 @@ GROUPS = {
         case(128, "dropout", S=3000),
         case(128, T=3, S=3000, N=8),
     ),
+    # A query, a key and its value are NaN, so that tiles are repeated and blocks cleaned.
+    NOT_FINITE: (
+        *(case(H, is_causal=H != 192, local_window_size=None if H != 192 else (50, 0)) for H in HEAD_DIMS),
+        case(192, V=128, is_causal=True, K=1),
+        case(64, "mask", "bias", "logits_soft_cap", is_causal=True),
+        case(128, "packed", "dropout", T=300, is_causal=True),
+        case(256, "seq_lengths", B=2),
+        case(128, "segment_ids", "deterministic", B=2),
+        case(128, is_causal=True, S=3000),
+    ),
 }
 
 CACHE_GROUPS = {
@@ -128,15 +139,18 @@ def run_on_cache(case: CacheCase, implementation: str = "cuda"):
         raise RuntimeError(f"the output of {case} is not finite")
 
 
-def run(case: Case, implementation: str = "cuda"):
-    """Raises where the call fails, or its results aren't finite."""
+def run(case: Case, implementation: str = "cuda", spoils: bool = False):
+    """Raises where the call fails, or its results aren't finite though its inputs are."""
     runner = Implementation()
     runner.implementation = implementation
     arguments, _, _, d_out, d_lse = draw(case)
+    for name in ("query", "key", "value") if spoils else ():
+        arguments[name] = arguments[name].copy()
+        arguments[name][:, arguments[name].shape[1] // 2] = np.nan
     out, lse, gradients = runner.program(arguments, d_out, d_lse if case.residual == "used" else None)()
     lse = None if lse is None else np.where(np.isneginf(lse), 0, lse)  # of rows that see nothing
     for x in jax.tree.leaves((out, lse, gradients)):
-        if not np.all(np.isfinite(x.astype(np.float32))):
+        if not (spoils or np.all(np.isfinite(x.astype(np.float32)))):
             raise RuntimeError(f"results of {case} are not finite")
 
 
@@ -153,7 +167,7 @@ def main(arguments: list[str]) -> None:
     for group in options.groups:
         for case in GROUPS.get(group, ()):
             print(case, flush=True)
-            run(case, options.implementation)
+            run(case, options.implementation, spoils=group == NOT_FINITE)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
             run_on_cache(case, options.implementation)

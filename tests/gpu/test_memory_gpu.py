@@ -42,11 +42,15 @@ class Shapes:
 
     @property
     def backward_bytes(self) -> int:
-        """dQ in float32 and two rows of statistics, with T in whole blocks and H a multiple of 16; and
-        counters of 4 bytes for each head and each four blocks."""
+        """dQ in float32 and two rows of statistics, with T in whole blocks and H a multiple of 16.
+
+        And 4 bytes for each head and each four blocks, which count, and for each block of a call that hides
+        pairs.
+        """
         rows = self.B * self.N * math.ceil(self.T / 128) * 128
         counters = self.B * self.N * (math.ceil(self.T / 256) + 1)
-        return rows * math.ceil(self.H / 16) * 16 * 4 + 2 * rows * 4 + counters * 4
+        flags = rows // 64 * self.is_causal
+        return rows * math.ceil(self.H / 16) * 16 * 4 + 2 * rows * 4 + (counters + flags) * 4
 
     @property
     def residual_bytes(self) -> int:

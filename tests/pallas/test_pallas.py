@@ -194,7 +194,7 @@ def test_lowers_within_shard_map_and_its_replication_check():
     with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
         traced = jax.jit(gradients).trace(operands.query, operands.key, operands.value)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count(TRITON_CALL) == 3
+    assert lowered.as_text().count(TRITON_CALL) == 6  # with those that keep apart what isn't finite
 
 
 def test_a_sharded_jit_stays_sharded():

@@ -11,11 +11,6 @@ __device__ __forceinline__ T read_only(const T* address) {
     return __ldg(address);
 }
 
-// Brings the line of an address to L1, ahead of a load.
-__device__ __forceinline__ void prefetch(const void* address) {
-    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-
 // Adds one, with release semantics: a thread that acquires the new value sees all earlier writes of this thread.
 __device__ __forceinline__ void count(int* address) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(address) : "memory");

@@ -159,10 +159,6 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         tma::prefetch_descriptor(call.maps.d_value);
         init_barriers(call.shared);
     }
-    // Earlier than the loading thread, which has nothing to wait for before its first block.
-    if (!Traits::persistent && !Traits::deterministic && threadIdx.x == 32) {
-        prefetch_spoiled(call, call.work(call.own_tile()));
-    }
     sync_ctas();
     if constexpr (!Traits::persistent && Traits::deterministic) take_tile(call);
 

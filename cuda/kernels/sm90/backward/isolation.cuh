@@ -8,7 +8,7 @@
 //   K       of a key that isn't finite no score is finite. The consumer of the first block's scores looks at one of each
 //           key, and then at K itself, and makes it finite. Queries that see NaN there have a lse of NaN.
 //   V       no product contracts over its rows.
-//   dS      is set to zero where P is, of keys whose V isn't finite, as dP isn't.
+//   dS      is P times dP less delta, and dP isn't finite of keys whose V isn't: there dP is set to zero where P is.
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/global.cuh"
@@ -18,19 +18,31 @@
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
 
-// Whether preprocess found rows of the block that aren't finite.
-__device__ __forceinline__ bool is_spoiled(const Call& call, const KeyTile& tile, int query_head, int block) {
-    if constexpr (!Traits::isolates) return false;
-    return global::read_only(call.spoiled + call.block_index(call.head_index(tile, query_head), block)) != 0;
-}
+// Which blocks of a tile have rows that aren't finite, as preprocess found, in the order in which the tile visits them. Each
+// is read while the block before is loaded: it comes from L2, as the acquire loads of other warps empty L1. One thread.
+class SpoiledBlocks {
+public:
+    __device__ __forceinline__ SpoiledBlocks(const Call& call, const Work& work) : next(work.first_visit()) {
+        if (Traits::isolates && work.iterations(call.shape) > 0) read(call, work);
+    }
+    // Of the tile's block number `iteration`.
+    __device__ __forceinline__ bool take(const Call& call, const Work& work, int iteration) {
+        if constexpr (!Traits::isolates) return false;
+        const bool spoiled = next_spoiled != 0;
+        next.advance(work.blocks, work.order);
+        if (iteration + 1 < work.iterations(call.shape)) read(call, work);
+        return spoiled;
+    }
 
-// Brings what `is_spoiled` reads of the tile's first block, and of those after it, to L1.
-__device__ __forceinline__ void prefetch_spoiled(const Call& call, const Work& work) {
-    if constexpr (!Traits::isolates) return;
-    const BlockVisit first = work.first_visit();
-    const int head_index = call.head_index(work.tile, first.head(work.tile, call.shape));
-    global::prefetch(call.spoiled + call.block_index(head_index, first.block));
-}
+private:
+    BlockVisit next;
+    int next_spoiled = 0;
+
+    __device__ __forceinline__ void read(const Call& call, const Work& work) {
+        const int head_index = call.head_index(work.tile, next.head(work.tile, call.shape));
+        next_spoiled = global::read_only(call.spoiled + call.block_index(head_index, next.block));
+    }
+};
 
 // Sets rows of Q or dO to zero whose lse is NaN, once TMA has brought them, and the lse, and completed `landed`. Then
 // completes `full`, for which the consumers wait. One thread.
@@ -116,16 +128,18 @@ __device__ __forceinline__ void isolate_peer_keys(const SharedMemory& shared) {
     if (found) fence_proxy_async();
 }
 
-// Sets dSᵀ to zero where Pᵀ is, if V of one of a warp's keys isn't finite: then no dP of that key is, nor dS, of which a
-// thread has the first of two keys. `probabilities` are operands, negative or −0 where dropout drops them. Queries that
-// see such a value have a P of NaN.
-__device__ __forceinline__ void zero_where_hidden(float (&d_scores)[score_count],
+// Sets dPᵀ to zero where Pᵀ is, if V of one of a warp's keys isn't finite: then no dP of that key is, of which a thread has
+// the first of two keys. `probabilities` are operands, negative or −0 where dropout drops them. Queries that see such a
+// value have a P of NaN. Called where a product has just been waited for: elsewhere the branch would part what is scheduled
+// as one, or take registers.
+__device__ __forceinline__ void zero_where_hidden(float (&d_probabilities)[score_count],
                                                   const uint32_t (&probabilities)[query_steps][4]) {
-    if (!__any_sync(0xffffffff, !(fabsf(d_scores[0]) + fabsf(d_scores[2]) < infinity))) return;
+    const bool spoiled = !(fabsf(d_probabilities[0]) + fabsf(d_probabilities[2]) < infinity);
+    if (!__any_sync(0xffffffff, spoiled)) return;
 #pragma unroll
     for (int i = 0; i < score_count; i += 2) {
         const uint32_t pair = probabilities[i / 8][i / 2 % 4];
-        if ((pair & 0x7fff) == 0) d_scores[i] = 0;
-        if ((pair & 0x7fff0000) == 0) d_scores[i + 1] = 0;
+        if ((pair & 0x7fff) == 0) d_probabilities[i] = 0;
+        if ((pair & 0x7fff0000) == 0) d_probabilities[i + 1] = 0;
     }
 }

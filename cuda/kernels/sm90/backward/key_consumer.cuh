@@ -79,8 +79,8 @@ struct KeyConsumer {
     __device__ __forceinline__ void hand_over_d_scores(const Call& call, uint32_t (&operand)[query_steps][4]) {
         const SharedMemory& shared = call.shared;
         read_probabilities(call, operand);
-        differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return operand_floats(operand, i); });
         if constexpr (Traits::isolates) zero_where_hidden(d_scores, operand);
+        differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return operand_floats(operand, i); });
         if constexpr (ScoreTraits::bias || ScoreTraits::alibi) add_score_gradients(call);
         if constexpr (Traits::hands_softcap_grad) multiply_by_softcap_grad(call);
         __syncwarp();  // its P, which dS overwrites, is read as well

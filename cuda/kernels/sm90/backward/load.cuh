@@ -48,12 +48,11 @@ __device__ __forceinline__ void load_value(const Call& call, const KeyTile& tile
     }
 }
 
-// Loads Q of a block, and lse and the dropout hashes of its queries. Says whether the block was to be cleaned, as its dO is.
-__device__ __forceinline__ bool load_query(const Call& call, const KeyTile& tile, int head, int block,
-                                           const BlockSlot& slot) {
+// Loads Q of a block, and lse and the dropout hashes of its queries, and cleans Q of a spoiled block.
+__device__ __forceinline__ void load_query(const Call& call, const KeyTile& tile, int head, int block,
+                                           const BlockSlot& slot, bool spoiled) {
     const SharedMemory& shared = call.shared;
     const int stage = slot.stage;
-    const bool spoiled = is_spoiled(call, tile, head, block);  // arrives beside the wait
     mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
     const uint32_t landed = spoiled ? shared.query_landed(stage) : shared.query_full(stage);
     mbarrier::arrive_expect(landed, Traits::query_bytes + Traits::per_query_bytes + Traits::dropout_hash_bytes);
@@ -65,10 +64,9 @@ __device__ __forceinline__ bool load_query(const Call& call, const KeyTile& tile
         clean_block(shared, stage, SharedMemory::query + stage * Traits::query_bytes, Traits::key_panels, landed,
                     shared.query_full(stage));
     }
-    return spoiled;
 }
 
-// Loads dO of a block, and delta of its queries.
+// Loads dO of a block, and delta of its queries, and cleans dO of a spoiled block.
 __device__ __forceinline__ void load_d_out(const Call& call, const KeyTile& tile, int head, int block,
                                            const BlockSlot& slot, bool spoiled) {
     const SharedMemory& shared = call.shared;
@@ -110,7 +108,7 @@ __device__ __forceinline__ void produce(const Call& call) {
         // Read while the tile before is at work.
         const Work work = call.work(min(index, units - 1));
         const KeyTile& tile = work.tile;
-        prefetch_spoiled(call, work);
+        SpoiledBlocks spoiled_blocks(call, work);
         Interval full[Traits::consumers];
         if constexpr (Traits::tells_work && Traits::mask_metadata) {
 #pragma unroll
@@ -138,7 +136,8 @@ __device__ __forceinline__ void produce(const Call& call) {
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value(call, tile, key_slot.parity);
         work.for_each_block(call.shape, [&](int head, int block, int iteration) {
             if (block == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));
-            const bool spoiled = load_query(call, tile, head, block, slot);
+            const bool spoiled = spoiled_blocks.take(call, work, iteration);
+            load_query(call, tile, head, block, slot, spoiled);
             if (iteration == 0) load_value(call, tile, key_slot.parity);  // after what S needs
             load_d_out(call, tile, head, block, slot, spoiled);
             slot.advance();

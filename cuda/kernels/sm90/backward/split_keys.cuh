@@ -105,8 +105,8 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::pin(scores);
             wgmma::pin(d_value);
             if (last && !in_value_place && arrives(lane)) mbarrier::arrive(shared.value_empty());
-            differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
             if constexpr (Traits::isolates) zero_where_hidden(scores, probabilities);
+            differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
             convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
             if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
