@@ -183,7 +183,6 @@ def variants() -> dict[Kernel, Launch]:
     calls += [{"head_dim": 128, "T": 16, "N": 16, "features": (x,)} for x in ("lengths", "segments")]
     found = {launch.kernel: launch for call in calls for launch in launches(UNDIVIDED, **call)}
     found |= {launch.kernel: launch for call in calls[::4] for launch in launches(SHARED, **call)}
-    found |= {launch.kernel: launch for call in calls[1::4] for launch in launches(UNDIVIDED, True, **call)}
     # Kernels of the forward pass at other lengths, and with PackGQA; a launch differs in nothing else.
     calls = [{"head_dim": head_dim, "dtype": dtype, "K": 8} for head_dim in HEAD_DIMS for dtype in DTYPES]
     calls += [{"head_dim": head_dim, "window": window} for head_dim in (64, 128) for window in WINDOWS]

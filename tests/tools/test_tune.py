@@ -253,7 +253,8 @@ def test_refuses_what_does_not_fit_and_what_the_compiler_warns_of():
     assert "alternate" in refusal(consumers=1, pingpong=True)
     assert refusal(consumers=3, query_stages=1) is None  # 160 of 160
     assert "needs 208 registers a thread of 160" in refusal(consumers=3, keys=192, query_stages=1)
-    shared = dataclasses.replace(START, keys=192).shared_bytes(NEEDS)
+    windowed = dataclasses.replace(NEEDS, window=Window(None, 0))
+    shared = dataclasses.replace(START, keys=192).shared_bytes(windowed)
     assert refusal(keys=192) == f"needs {shared} bytes of shared memory of {SHARED_BYTES_PER_CTA}"
     compiled.clear()
     assert refusal() is None
