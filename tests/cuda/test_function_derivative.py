@@ -7,7 +7,7 @@ import pytest
 from function_harness import Compiled, compile_by_nvrtc, differentiated
 
 from jax_flash.cuda import functions
-from jax_flash.cuda.functions import Scope
+from jax_flash.functions import Scope, UnsupportedPrimitiveError, differentiate
 
 RANDOM = np.random.default_rng(1)
 BATCH, HEADS, LENGTH = 2, 3, 7
@@ -142,7 +142,7 @@ def functions_alone(case):
 
 
 def scopes(function):
-    derivative = functions.differentiate(functions.trace_score_mod(function))
+    derivative = differentiate(functions.trace_score_mod(function))
     return [(gather.operand, gather.scope) for gather in derivative.gathers]
 
 
@@ -166,14 +166,14 @@ def test_no_gather_of_integers_or_of_what_does_not_count():
 
 def test_derivative_of_a_function_without_score():
     table = normal(HEADS)
-    derivative = functions.differentiate(functions.trace_score_mod(lambda score, b, h, q, k: table[h]))
+    derivative = differentiate(functions.trace_score_mod(lambda score, b, h, q, k: table[h]))
     assert derivative.d_score.value == 0
     assert [gather.d_value.value for gather in derivative.gathers] == [1]
 
 
 def test_sums_have_the_shapes_of_arrays():
     traced = functions.trace_score_mod(make("documents"))
-    derivative = functions.differentiate(traced)
+    derivative = differentiate(traced)
     fields = dict(functions.gradient_struct(derivative, "Sums").fields)
     shapes = functions.shapes_of_gradients(traced, derivative)
     assert list(fields) == list(shapes) and set(fields.values()) == {"float*"}
@@ -187,10 +187,8 @@ def test_custom_vjp_is_refused():
 
     doubled.defvjp(lambda x: (x * 2, None), lambda _, d: (d,))
     traced = functions.trace_score_mod(lambda score, b, h, q, k: doubled(score))
-    with pytest.raises(
-        functions.UnsupportedPrimitiveError, match=r"custom_vjp_call, at .*test_function_derivative"
-    ):
-        functions.differentiate(traced)
+    with pytest.raises(UnsupportedPrimitiveError, match=r"custom_vjp_call, at .*test_function_derivative"):
+        differentiate(traced)
 
 
 def test_compiles_by_nvrtc():

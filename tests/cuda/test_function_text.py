@@ -10,8 +10,8 @@ import pytest
 from function_harness import Compiled, compile_by_nvrtc, differentiated, reference, score_mod
 
 from jax_flash.cuda import functions
-from jax_flash.cuda.functions import Scope, UnsupportedPrimitiveError
-from jax_flash.cuda.functions.scopes import by_scope
+from jax_flash.functions import Scope, UnsupportedPrimitiveError
+from jax_flash.functions.scopes import by_scope
 
 
 def text_of(function):

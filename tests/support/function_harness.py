@@ -15,6 +15,7 @@ import numpy as np
 from jax_flash.cuda import functions
 from jax_flash.cuda.compile import kernels_folder
 from jax_flash.cuda.parameters import HEADER_NAME, header
+from jax_flash.functions import Derivative, ScalarFunction, differentiate
 
 EMULATOR = Path(__file__).parent / "emulator"
 COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-include", "standard.h")
@@ -41,8 +42,8 @@ _DERIVATIVE = "d_score[i] = element.d_score; f{n}::add_gradients(gradients, elem
 class Case:
     """A function, traced, and its derivative if the case is about that."""
 
-    traced: functions.ScalarFunction
-    derivative: functions.Derivative | None = None
+    traced: ScalarFunction
+    derivative: Derivative | None = None
 
     def text(self, n: int) -> str:
         if self.derivative is not None:
@@ -50,7 +51,7 @@ class Case:
         return functions.function_text(self.traced, f"f{n}", f"Operands{n}")
 
     def parameters(self, n: int) -> str:
-        gradients = self.derivative or functions.Derivative(
+        gradients = self.derivative or Derivative(
             self.traced.graph, self.traced.output, self.traced.output, ()
         )
         structs = (
@@ -75,7 +76,7 @@ def mask_mod(function: Callable[..., Any]) -> Case:
 
 def differentiated(function: Callable[..., Any]) -> Case:
     traced = functions.trace_score_mod(function)
-    return Case(traced, functions.differentiate(traced))
+    return Case(traced, differentiate(traced))
 
 
 class Compiled:

@@ -1,18 +1,17 @@
-"""Functions of scalars that users write in JAX, as CUDA C++: score_mod and mask_mod, as FlexAttention has
-them (Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels", 2024).
+"""Functions of scalars that users write in JAX, as CUDA C++.
 
-    traced = trace_score_mod(score_mod)            function.py: one trace by JAX, read into a graph of scalars
-    derivative = differentiate(traced)             derivative.py: by JAX's jvp and vjp
+    traced = trace_score_mod(score_mod)            jax_flash/functions: a graph of scalars
     function_text(traced, ...), derivative_text(derivative, ...)      source.py: headers that kernels include
 
 A primitive that can't be written raises `UnsupportedPrimitiveError`, with its name and the line of the
 user's code.
 """
 
-from jax_flash.cuda.functions.derivative import Derivative, Gather, differentiate
-from jax_flash.cuda.functions.errors import UnsupportedPrimitiveError
-from jax_flash.cuda.functions.function import ScalarFunction, trace_mask_mod, trace_score_mod
-from jax_flash.cuda.functions.scopes import Scope, scope
+from collections.abc import Callable
+from typing import Any
+
+from jax_flash import functions
+from jax_flash.cuda.functions import cpp
 from jax_flash.cuda.functions.source import (
     derivative_text,
     function_text,
@@ -22,18 +21,21 @@ from jax_flash.cuda.functions.source import (
 )
 
 __all__ = [
-    "Derivative",
-    "Gather",
-    "ScalarFunction",
-    "Scope",
-    "UnsupportedPrimitiveError",
     "derivative_text",
-    "differentiate",
     "function_text",
     "gradient_struct",
     "operand_struct",
-    "scope",
     "shapes_of_gradients",
     "trace_mask_mod",
     "trace_score_mod",
 ]
+
+
+def trace_score_mod(function: Callable[..., Any]) -> functions.ScalarFunction:
+    """As `jax_flash.functions.trace_score_mod`, of what can be written."""
+    return functions.trace_score_mod(function, cpp.unsupported)
+
+
+def trace_mask_mod(function: Callable[..., Any]) -> functions.ScalarFunction:
+    """As `jax_flash.functions.trace_mask_mod`, of what can be written."""
+    return functions.trace_mask_mod(function, cpp.unsupported)

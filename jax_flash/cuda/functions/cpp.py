@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jax_flash.cuda.functions.graph import (
+from jax_flash.functions.graph import (
     BFLOAT16,
     BOOL,
     CONSTANT,

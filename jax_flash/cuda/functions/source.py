@@ -21,11 +21,11 @@ import jax
 import numpy as np
 
 from jax_flash.cuda.functions import cpp
-from jax_flash.cuda.functions.derivative import Derivative
-from jax_flash.cuda.functions.function import ScalarFunction
-from jax_flash.cuda.functions.graph import BOOL, CONSTANT, INPUT, LOAD, Node
-from jax_flash.cuda.functions.scopes import Scope, by_scope, scope
 from jax_flash.cuda.parameters import Struct, struct
+from jax_flash.functions.derivative import Derivative
+from jax_flash.functions.function import ScalarFunction
+from jax_flash.functions.graph import BOOL, CONSTANT, INPUT, LOAD, Node
+from jax_flash.functions.scopes import Scope, by_scope, scope
 
 _QUALIFIERS = "__device__ __forceinline__"
 _INDEX_ARGUMENTS = {

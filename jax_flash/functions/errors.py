@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-_PACKAGE = f"{Path(__file__).parents[2]}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class UnsupportedPrimitiveError(NotImplementedError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_flash.cuda.functions.graph import CONSTANT, Graph, Node
+from jax_flash.functions.graph import CONSTANT, Graph, Node
 
 Index = tuple[Node, ...]
 

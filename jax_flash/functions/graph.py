@@ -8,7 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,8 +57,23 @@ _PARAMETERS = {
 _SAME_ARGUMENT = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "name", "reshard")
 
 
+Unsupported = Callable[[str, Sequence[np.dtype], np.dtype], str | None]
+"""Why a primitive of that name, with arguments and a result of these types, can't be in a graph; or None."""
+
+
+def nothing(name: str, arguments: Sequence[np.dtype], result: np.dtype) -> str | None:
+    """Every primitive may be in a graph."""
+    return None
+
+
 class Graph:
-    def __init__(self):
+    """
+    Attributes:
+      unsupported: which primitives the graph's user has no use for.
+    """
+
+    def __init__(self, unsupported: Unsupported = nothing):
+        self.unsupported = unsupported
         self._nodes: dict[Hashable, Node] = {}
 
     def input(self, name: str, dtype: np.dtype) -> Node:

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jax_flash.cuda.functions import arrays, lazy
-from jax_flash.cuda.functions.cpp import unsupported
-from jax_flash.cuda.functions.errors import UnsupportedPrimitiveError, user_line
-from jax_flash.cuda.functions.graph import DTYPES, INT32, Graph, Node
-from jax_flash.cuda.functions.lazy import Lazy
+from jax_flash.functions import arrays, lazy
+from jax_flash.functions.errors import UnsupportedPrimitiveError, user_line
+from jax_flash.functions.graph import DTYPES, INT32, Graph, Node
+from jax_flash.functions.lazy import Lazy
 
 _CALLS = {
     "jit": "jaxpr",
@@ -124,7 +123,9 @@ class _Reader:
         # A scalar stands beside arrays in `select_n` and `clamp`.
         arguments = [operand.at(index if operand.shape else ()) for operand in operands]
         dtype = np.dtype(arrays.result_of(equation).dtype)
-        reason = unsupported(equation.primitive.name, [argument.dtype for argument in arguments], dtype)
+        reason = self.graph.unsupported(
+            equation.primitive.name, [argument.dtype for argument in arguments], dtype
+        )
         if reason is not None:
             raise _CantWriteError(reason)
         bind = functools.partial(equation.primitive.bind, **equation.params)

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_flash.cuda.functions import reading
-from jax_flash.cuda.functions.errors import UnsupportedPrimitiveError, user_line
-from jax_flash.cuda.functions.function import ScalarFunction, argument_shapes, inputs, operands
-from jax_flash.cuda.functions.graph import CONSTANT, FLOAT32, FLOATS, INPUT, LOAD, Graph, Node, reachable
-from jax_flash.cuda.functions.lazy import constant, operand, scalar
-from jax_flash.cuda.functions.scopes import Scope, scope
+from jax_flash.functions import reading
+from jax_flash.functions.errors import UnsupportedPrimitiveError, user_line
+from jax_flash.functions.function import ScalarFunction, argument_shapes, inputs, operands
+from jax_flash.functions.graph import CONSTANT, FLOAT32, FLOATS, INPUT, LOAD, Graph, Node, reachable
+from jax_flash.functions.lazy import constant, operand, scalar
+from jax_flash.functions.scopes import Scope, scope
 
 _TANGENT = "tangent"
 
@@ -59,7 +59,7 @@ def differentiate(function: ScalarFunction) -> Derivative:
     Raises UnsupportedPrimitiveError, also for what has a `jax.custom_vjp`, as JAX gives no tangents there.
     """
     _refuse_custom_vjp(function.jaxpr.jaxpr, ())
-    graph = Graph()
+    graph = Graph(function.graph.unsupported)
     value, tangent = _value_and_tangent(graph, function)
     nodes = reachable([tangent])
     leaves = [node for node in nodes if _is_tangent(node)]

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable
 
-from jax_flash.cuda.functions.graph import CONSTANT, INPUT, Node, reachable
+from jax_flash.functions.graph import CONSTANT, INPUT, Node, reachable
 
 
 class Scope(enum.IntEnum):

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jax_flash.cuda.functions import lazy, reading
-from jax_flash.cuda.functions.graph import BOOL, DTYPES, FLOAT32, INT32, Graph, Node
+from jax_flash.functions import lazy, reading
+from jax_flash.functions.graph import BOOL, DTYPES, FLOAT32, INT32, Graph, Node, Unsupported, nothing
 
 INDICES = ("batch", "head", "query", "key")
 """Arguments of every function, int32. A function of a score has `score`, float32, ahead of them."""
@@ -38,19 +38,19 @@ class ScalarFunction:
         return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, self.captured))
 
 
-def trace_score_mod(function: Callable[..., Any]) -> ScalarFunction:
+def trace_score_mod(function: Callable[..., Any], unsupported: Unsupported = nothing) -> ScalarFunction:
     """Traces `function(score, batch, head, query_index, key_index) -> score`.
 
     Raises:
-      UnsupportedPrimitiveError: it has a primitive that code can't be written for.
+      UnsupportedPrimitiveError: it has a primitive that is no scalar's, or that `unsupported` refuses.
       ValueError, TypeError: its result isn't a scalar, or isn't a float.
     """
-    return _trace(function, ("score", *INDICES), FLOAT32)
+    return _trace(function, ("score", *INDICES), FLOAT32, unsupported)
 
 
-def trace_mask_mod(function: Callable[..., Any]) -> ScalarFunction:
+def trace_mask_mod(function: Callable[..., Any], unsupported: Unsupported = nothing) -> ScalarFunction:
     """Traces `function(batch, head, query_index, key_index) -> bool`. Raises as `trace_score_mod`."""
-    return _trace(function, INDICES, BOOL)
+    return _trace(function, INDICES, BOOL, unsupported)
 
 
 def argument_shapes(arguments: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
@@ -69,7 +69,9 @@ def operands(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[lazy.
     return [lazy.operand(graph, number, x.shape, np.dtype(x.dtype)) for number, x in enumerate(shapes)]
 
 
-def _trace(function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype) -> ScalarFunction:
+def _trace(
+    function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype, unsupported: Unsupported
+) -> ScalarFunction:
     # An inner `jit` would keep arrays that it captures to itself. Without it they are constants of the
     # whole. Loops of a static length are written out too.
     with jax.disable_jit():
@@ -86,7 +88,7 @@ def _trace(function: Callable[..., Any], arguments: tuple[str, ...], result: np.
             raise ValueError(
                 f"{name} captures an array of shape {x.shape}; it may have 2**31 - 1 elements at most"
             )
-    graph = Graph()
+    graph = Graph(unsupported)
     traced = ScalarFunction(closed, tuple(closed.consts), arguments, graph, graph.constant(0, result))
     captured = operands(graph, [_loadable(shape) for shape in traced.shapes])
     (output,) = reading.read(graph, closed, captured, inputs(graph, arguments))

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jax_flash.cuda.functions import lazy
-from jax_flash.cuda.functions.graph import BFLOAT16, CONSTANT, FLOAT16, FLOAT32, INT32, UINT32, Graph, Node
-from jax_flash.cuda.functions.lazy import Index, Lazy
+from jax_flash.functions import lazy
+from jax_flash.functions.graph import BFLOAT16, CONSTANT, FLOAT16, FLOAT32, INT32, UINT32, Graph, Node
+from jax_flash.functions.lazy import Index, Lazy
 
 LONGEST_SUM = 256
 """Terms of a sum, or of another reduction, that code is written out for."""
