@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits
 from gpu_memory import poison
 from implementation_suite import Case, ImplementationSuite, compare, draw
 from nonfinite_suite import NonFiniteSuite
@@ -75,14 +76,15 @@ class TestCuda(ImplementationSuite):
     def test_tiles_are_shared_out(self, category, sizes, head_dim, dtype, record_property):
         """More tiles than the GPU has room for at once, so that CTAs take several, or far fewer.
 
-        Two batch rows and key heads are compared with the definition, the rest would take too long.
+        Two batch rows and key heads are compared with the definition, of wide heads one. The rest would take
+        too long.
         """
         H, V = head_dim if isinstance(head_dim, tuple) else (head_dim, None)
         case = Case(category, dtype, H=H, V=V, **sizes)
         arguments, spec, operands, d_out, d_lse = draw(case)
         out, lse, gradients = self.run(arguments, d_out, d_lse)
         group = case.N // case.K
-        for b, k in ((0, 0), (case.B - 1, case.K - 1)):
+        for b, k in ((0, 0), (case.B - 1, case.K - 1))[H > 128 :]:
             queries, keys = np.s_[b : b + 1, :, k * group : (k + 1) * group], np.s_[b : b + 1, :, k : k + 1]
             part = dataclasses.replace(case, B=1, N=group, K=1)
             got = (
@@ -124,7 +126,7 @@ class TestCuda(ImplementationSuite):
         program = self.program(arguments, d_out, d_lse)
         first = program()
         for _ in range(19):
-            jax.tree.map(np.testing.assert_array_equal, first, program())
+            assert_same_bits(first, program())
 
     @pytest.mark.parametrize("head_dim", (64, 128, 192, 256))
     @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ class TestCuda(ImplementationSuite):
         program = self.program(arguments, d_out, d_lse)
         first = program()
         for _ in range(9):
-            jax.tree.map(np.testing.assert_array_equal, first, program())
+            assert_same_bits(first, program())
 
     @pytest.mark.parametrize("others", (("bias",), ("alibi_slopes",), ("bias", "alibi_slopes", "mask")))
     @pytest.mark.parametrize("head_dim", (192, 200, 256))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import bits
 from cache_case import CacheCase, Draw, as_jax, check
 from gpu_memory import poison
 
@@ -230,10 +231,6 @@ def test_runs_give_the_same_bits(case, num_splits, implementation):
     for _ in range(9):
         for x, y in zip(first, repeat(), strict=True):
             np.testing.assert_array_equal(x, bits(y))
-
-
-def bits(x: np.ndarray) -> np.ndarray:
-    return x.view(f"u{x.dtype.itemsize}")
 
 
 @implementations

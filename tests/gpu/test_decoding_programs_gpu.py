@@ -13,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import assert_same_bits
 from cache_programs import copied, step
 
 import jax_flash
@@ -65,14 +66,9 @@ def rows_of(cache):
 def assert_same(got, want):
     """Caches are the same bits, outputs equal but for rounding."""
     (cache, out), (right_cache, right_out) = got, want
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(as_bits, x) for x in (cache, right_cache)))
+    assert_same_bits(cache, right_cache)
     out, right_out = (np.asarray(x, np.float64) for x in (out, right_out))
     assert np.linalg.norm(out - right_out) <= 0.01 * np.linalg.norm(right_out)
-
-
-def as_bits(x):
-    x = np.asarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
 
 
 @implementations
@@ -98,7 +94,7 @@ def test_a_donated_cache_is_changed_in_place(form, make, implementation):
 def test_a_cache_that_is_not_donated_stays_as_it_was(implementation):
     cache, untouched = contiguous(), contiguous()
     got = jax.jit(functools.partial(step, implementation=implementation))(cache, *arguments())
-    jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(as_bits, x) for x in (cache, untouched)))
+    assert_same_bits(cache, untouched)
     assert_same(got, jax.jit(functools.partial(step, implementation="xla"))(untouched, *arguments()))
 
 
@@ -120,7 +116,7 @@ def test_cuda_graphs(make, implementation):
             run(dataclasses.replace(make(), lengths=jnp.roll(lengths(None), shift)), *arguments())
             for run in (in_graphs, one_by_one)
         )
-        jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(as_bits, x) for x in (got, right)))
+        assert_same_bits(got, right)
         kept.append(got)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import rounding
+from bits import bits
 from seeds import seed_of
 
 from jax_flash import _reference, _reference_cache
@@ -214,19 +215,15 @@ def _cut_off(spec: CacheSpec, operands: CacheOperands, lse: np.ndarray) -> np.nd
 def _check_cache(operands: CacheOperands, plain, key: np.ndarray, value: np.ndarray | None) -> None:
     """All rows keep their bits but the appended ones; rotated keys may be off by a rounding."""
     if value is not None:
-        np.testing.assert_array_equal(_bits(value), _bits(plain.value))
-    is_new = _bits(plain.key) != _bits(operands.key)
-    np.testing.assert_array_equal(_bits(key)[~is_new], _bits(operands.key)[~is_new])
+        np.testing.assert_array_equal(bits(value), bits(plain.value))
+    is_new = bits(plain.key) != bits(operands.key)
+    np.testing.assert_array_equal(bits(key)[~is_new], bits(operands.key)[~is_new])
     new, right = (x[is_new].astype(np.float64) for x in (key, plain.key))
     if operands.rotary_cos is None:
         np.testing.assert_array_equal(new, right)
     else:
         unit = float(jnp.finfo(operands.query.dtype).eps)
         np.testing.assert_allclose(new, right, rtol=2 * unit, atol=2 * unit)
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    return x.view(f"u{x.dtype.itemsize}")
 
 
 def as_jax(operands: CacheOperands) -> CacheOperands:
