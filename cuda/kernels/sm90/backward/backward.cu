@@ -75,7 +75,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
         mbarrier::init(shared.d_scores_full(buffer), Traits::split_products ? 4 : 4 * Traits::consumers);
         // With split products consumers say so, and the other CTA once it has dS.
         mbarrier::init(shared.d_scores_empty(buffer),
-                       Traits::split_products ? 4 * Traits::consumers + Traits::cluster - 1 : 4);
+                       Traits::split_products ? 4 * Traits::consumers * warp_arrivals + Traits::cluster - 1
+                                              : 4 * warp_arrivals);
     }
     mbarrier::init(shared.peer_d_scores_empty(), 4 * Traits::consumers);
     mbarrier::init(shared.probabilities_read(), 4 * warp_arrivals);

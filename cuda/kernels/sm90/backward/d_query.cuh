@@ -68,7 +68,7 @@ __device__ __forceinline__ void compute_d_query(const Call& call) {
                 wgmma::wait<0>();
                 wgmma::pin(d_query);
                 if (tile == DqBlock::tiles - 1 && arrives(lane)) {
-                    if (lane == 0) mbarrier::arrive(shared.d_scores_empty(slot.stage));
+                    mbarrier::arrive(shared.d_scores_empty(slot.stage));
                     if (iteration == iterations - 1) mbarrier::arrive(shared.key_empty(key_slot.stage));
                 }
                 mbarrier::wait(shared.dq_empty(dq_slot.stage), dq_slot.parity ^ 1);

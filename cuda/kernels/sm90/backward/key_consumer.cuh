@@ -115,7 +115,7 @@ struct KeyConsumer {
         wgmma::pin(d_query);
         if (arrives(lane)) {
             release(shared.query_empty(block.stage));
-            if (lane == 0) mbarrier::arrive(shared.d_scores_empty(0));
+            mbarrier::arrive(shared.d_scores_empty(0));
         }
     }
     // dQ over the other CTA's keys, beside which the rest of the next dP starts.

@@ -131,17 +131,16 @@ struct ValueConsumer {
         part.issue(d_query, shared);
         if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
         wgmma::wait<1>();  // the next S
-        if (Traits::cluster > 1 && lane() == 0) mbarrier::arrive(shared.d_scores_empty(0));
+        if (Traits::cluster > 1 && arrives(lane())) mbarrier::arrive(shared.d_scores_empty(0));
     }
     __device__ __forceinline__ void wait_for_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
         const SharedMemory& shared = call.shared;
         wgmma::wait<0>();
         wgmma::pin(d_query);
-        if (lane() != 0) return;
         if constexpr (Traits::cluster > 1) {
-            mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
+            if (lane() == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
         } else {
-            mbarrier::arrive(shared.d_scores_empty(0));
+            if (arrives(lane())) mbarrier::arrive(shared.d_scores_empty(0));
         }
     }
 
