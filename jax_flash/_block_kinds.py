@@ -123,7 +123,7 @@ def _bounds(
 def _settled(
     mask_mod: MaskMod, kinds: jax.Array, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> jax.Array:
-    """The same, where partial blocks may yet be any."""
+    """Kinds as they are, from those in which PARTIAL stands for what bounds leave open."""
     shape, flat = kinds.shape, kinds.reshape(-1)
     at_once = min(flat.size, max(1, _PAIRS_AT_ONCE // (block_size[0] * block_size[1])))
     open_blocks = jnp.nonzero(flat == Kind.PARTIAL, size=flat.size, fill_value=flat.size)[0]

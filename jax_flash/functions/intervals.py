@@ -255,6 +255,7 @@ def _may_be_nan(*intervals: Interval) -> jax.Array:
 
 
 def _known(always: jax.Array, ever: jax.Array, a: Interval, b: Interval) -> Interval:
+    """Of a comparison of `a` and `b`, which NaN makes false."""
     unknown = _may_be_nan(a, b)
     return Interval(always & ~unknown, ever | unknown)
 
