@@ -82,7 +82,7 @@ def _lists(kinds: jax.Array) -> Lists:
     is_visited = kinds != Kind.HIDDEN
     columns = kinds.shape[-1]
     # A row of the grid is sorted, with what isn't visited behind all columns.
-    entries = 2 * jnp.arange(columns, dtype=jnp.int32) + (kinds == Kind.PARTIAL)
+    entries = 2 * jnp.arange(columns, dtype=jnp.int32).reshape(1, 1, 1, -1) + (kinds == Kind.PARTIAL)
     ordered = jnp.sort(jnp.where(is_visited, entries, 2 * columns), axis=-1)
     counts = jnp.sum(is_visited, axis=-1, dtype=jnp.int32)
     return Lists(counts, jnp.where(ordered < 2 * columns, ordered, 0))
@@ -156,7 +156,7 @@ def _kind_by_pairs(
         first.astype(jnp.int32) * block + jnp.arange(block, dtype=jnp.int32)
         for first, block in zip((row, column), block_size, strict=True)
     )
-    is_there = (query < lengths[0])[:, None] & (key < lengths[1])
+    is_there = (query < lengths[0])[:, None] & (key < lengths[1])[None]
     # What isn't there is not asked for.
     query, key = jnp.minimum(query, lengths[0] - 1), jnp.minimum(key, lengths[1] - 1)
     of_keys = jax.vmap(mask_mod, (None, None, None, 0))

@@ -159,6 +159,15 @@ def test_lists(name):
             assert not blocks[count:].any()
 
 
+@pytest.mark.parametrize("name", ("causal", "documents", "table", "half floats", "sorted"))
+def test_under_strict_settings(name):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        kinds = block_kinds(MASKS[name], B, N, T, S, BLOCK)
+        found = lists(kinds)
+    np.testing.assert_array_equal(kinds, expected_kinds(dense(MASKS[name])))
+    assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(found))
+
+
 def test_no_blocks():
     assert block_kinds(MASKS["causal"], 1, 1, 0, S).shape == (1, 1, 0, 3)
     assert block_kinds(MASKS["causal"], 1, 1, T, 0).shape == (1, 1, 3, 0)
