@@ -287,15 +287,12 @@ def _allocated(registers: int) -> int:
 
 
 # One of each tile shape: the sides of a window and the dtype don't change it.
-SPECIALISED = [
-    kernel
-    for kernel in dict.fromkeys(
-        launch.kernel
-        for head_dim, window, deterministic in itertools.product(HEAD_DIMS, WINDOWS[::3], (False, True))
-        for launch in launches(UNDIVIDED, head_dim=head_dim, window=window, deterministic=deterministic)
-    )
-    if kernel.entry in ("forward", "backward")
-]
+SPECIALISED = {
+    launch.kernel: launch
+    for head_dim, window, deterministic in itertools.product(HEAD_DIMS, WINDOWS[::3], (False, True))
+    for launch in launches(UNDIVIDED, head_dim=head_dim, window=window, deterministic=deterministic)
+    if launch.kernel.entry in ("forward", "backward")
+}
 
 
 @pytest.mark.parametrize("kernel", thinned(SPECIALISED, of_source), ids=kernel_id)
@@ -304,7 +301,7 @@ def test_register_pool_covers_what_warpgroups_ask_for(kernel):
     ptx = compile_to_ptx(kernel)
     released = [int(n) for n in re.findall(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+(\d+)", ptx)]
     taken = [int(n) for n in re.findall(r"setmaxnreg\.inc\.sync\.aligned\.u32\s+(\d+)", ptx)]
-    threads = VARIANTS[kernel].block
+    threads = SPECIALISED[kernel].block
     at_launch = _allocated(read_report(compile_kernel(kernel).log, kernel.entry).registers)
     if not released and not taken:
         return
