@@ -5,6 +5,7 @@ import jax_flash.cuda.call  # noqa: F401
 from jax_flash import flash_attn as flash_attn
 from jax_flash import flax as flax  # `import *` leaves it out: it would hide Flax itself
 from jax_flash._attention import flash_attention
+from jax_flash._block_mask import BlockMask, create_block_mask
 from jax_flash._cache import KVCache, PagedKVCache
 from jax_flash._dot_product_attention import dot_product_attention
 from jax_flash._dropout import dropout_mask
@@ -19,9 +20,11 @@ from jax_flash._with_cache import flash_attention_with_cache
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "KVCache",
     "PagedKVCache",
     "apply_rotary",
+    "create_block_mask",
     "dot_product_attention",
     "dropout_mask",
     "explain",

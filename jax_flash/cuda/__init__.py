@@ -27,7 +27,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = device_limit(device) or score_mod.unsupported(shapes) or dropout.unsupported(spec)
+    limit = device_limit(device) or score_mod.unsupported(spec, shapes) or dropout.unsupported(spec)
     limit = limit or family(device).unsupported(spec, shapes)
     if limit is None:
         require_nvrtc()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from jax_flash import _gradients
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, functions_of
 from jax_flash.cuda import dropout, fixed_point, mask_metadata
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import struct
@@ -39,8 +39,10 @@ PARAMETERS = struct(
 )
 
 
-def unsupported(shapes: Shapes) -> str | None:
+def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
+    if functions := functions_of(spec):
+        return f"its kernels take no {functions} yet"
     if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
         return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
     return None
