@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_flash import _block_kinds, _settings, _validate
 from jax_flash._block_kinds import Kind, Lists
-from jax_flash.functions.static import StaticFunction, static_mask_mod
+from jax_flash.functions.static import StaticFunction, flat, static_mask_mod
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -27,7 +27,7 @@ class BlockMask:
         see each other (0), some (1) or all (2).
       key_blocks: for each block of queries the blocks of keys that it visits.
       query_blocks: for each block of keys the blocks of queries that visit it.
-      captured: arrays that `mask_mod` reads.
+      captured: arrays that `mask_mod` reads, `(1, elements)` each.
       mask_mod: which pairs of a block of kind 1 see each other; None where there is no such block.
       lengths: T and S.
       block_size: of queries and of keys.
@@ -140,8 +140,8 @@ def create_block_mask(
                 f"{given} must be the number of them for which mask_mod differs, as it depends on {index}; "
                 "got 1, or None"
             )
-    kinds = _block_kinds.block_kinds(mask_mod, B, N, *lengths, size)
-    arrays = tuple(jnp.asarray(x) for x in captured)
+    arrays = tuple(flat(x) for x in captured)
+    kinds = _block_kinds.kinds_of(function, (B, N), lengths, size, arrays)
     return BlockMask(kinds, *_block_kinds.lists(kinds), arrays, function, lengths, size)
 
 

@@ -31,8 +31,11 @@ def operands(
     }
 
     def captured(name: str, arrays: Any) -> dict[str, jax.Array]:
-        rows = {captured_name(name, number): flat(x) for number, x in enumerate(arrays)}
-        return {name: x.reshape((1,) * axes + x.shape[1:]) for name, x in rows.items()}
+        """Of flat arrays."""
+        return {
+            captured_name(name, number): x.reshape((1,) * axes + x.shape[1:])
+            for number, x in enumerate(arrays)
+        }
 
     function = block_mask_spec = None
     if score_mod is not None:
@@ -42,7 +45,7 @@ def operands(
                 f"got {_validate.short(score_mod)}"
             )
         function, arrays = static_score_mod(score_mod)
-        found |= captured("score_mod", arrays)
+        found |= captured("score_mod", map(flat, arrays))
     if block_mask is not None:
         kinds = _kinds(block_mask, batch, lengths_and_heads)
         block_mask_spec = BlockMaskSpec(

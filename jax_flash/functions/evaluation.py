@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.functions.graph import CONSTANT, INPUT, LOAD, Node, reachable
+from jax_flash.transforms.varying import vary_alike, vary_over, varying_axes
 
 Load = Callable[[Hashable, jax.Array], jax.Array]
 """The elements of an operand at flat indices."""
@@ -18,12 +19,14 @@ def evaluate(outputs: Sequence[Node], inputs: Mapping[str, jax.Array], load: Loa
     """What `outputs` are for these inputs, whose shapes broadcast. A result's shape may have 1 for an axis
     that it doesn't depend on."""
     rank = max(x.ndim for x in inputs.values())
+    inputs = vary_alike(dict(inputs))
+    axes = varying_axes(inputs)
     values: dict[Node, jax.Array] = {}
     for node in reachable(outputs):
         if node.operation == INPUT:
             values[node] = inputs[str(node.detail)]
         elif node.operation == CONSTANT:
-            values[node] = jnp.full((1,) * rank, node.value, node.dtype)
+            values[node] = vary_over(jnp.full((1,) * rank, node.value, node.dtype), axes)
         elif node.operation == LOAD:
             values[node] = load(node.detail, values[node.arguments[0]])
         else:
