@@ -35,7 +35,7 @@ class ScalarFunction:
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the captured arrays."""
-        return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, self.captured))
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.captured)
 
 
 @dataclasses.dataclass(frozen=True)

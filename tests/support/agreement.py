@@ -43,7 +43,9 @@ class Result:
 
     def rows(self, x: np.ndarray) -> np.ndarray:
         """The norm of each row of an array like this: along its last axis, or each number alone."""
-        return np.abs(x) if self.name in WITHOUT_ROWS else np.linalg.norm(x, axis=-1)
+        return (
+            np.abs(x) if self.name in WITHOUT_ROWS or _is_captured(self.name) else np.linalg.norm(x, axis=-1)
+        )
 
     def complaint_of_rows(self, plain: np.ndarray | None = None) -> str | None:
         """Says which row is off by more than rounding makes, and than twice plain attention's error."""
@@ -184,11 +186,20 @@ def deviations_of_the_whole(name: str, case: Case, roundings: int) -> float:
       be alike, and their roundings too.
     """
     few = roundings < MANY
-    if few and (case.is_drawn or name in SUMS_OVER_ROWS):
+    if few and (case.is_drawn or is_sum_over_rows(name)):
         return 4
-    if case.is_drawn and name in ("d_query", "d_key", *SUMS_OVER_ROWS):
+    if case.is_drawn and (name in ("d_query", "d_key") or is_sum_over_rows(name)):
         return 3
     return 0.8
+
+
+def is_sum_over_rows(name: str) -> bool:
+    return name in SUMS_OVER_ROWS or _is_captured(name)
+
+
+def _is_captured(name: str) -> bool:
+    """Whether a result is the gradient of an array that score_mod captures."""
+    return name.startswith("d_score_mod_")
 
 
 def by_name(gradients: Gradients) -> dict[str, np.ndarray]:
