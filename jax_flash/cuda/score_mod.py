@@ -64,9 +64,18 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
     return count(spec, shapes) > 0
 
 
-def loaded_operand(shapes: Shapes) -> str | None:
-    """The array that a score is looked up in: "bias" (with a mask or without), "mask" alone, or None."""
-    return "bias" if shapes.bias is not None else "mask" if shapes.mask is not None else None
+def loaded_operand(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """The array that a score is looked up in: "bias" (with a mask or without), "mask" alone, or None.
+
+    One that a user's function looks up counts as a bias.
+    """
+    return (
+        "bias"
+        if shapes.bias is not None or user_score_mod.looks_scores_up(spec)
+        else "mask"
+        if shapes.mask is not None
+        else None
+    )
 
 
 def needs_score_grad(spec: AttentionSpec, shapes: Shapes) -> bool:

@@ -16,7 +16,7 @@ from jax_flash._spec import AttentionSpec, Operands, captured_name
 from jax_flash.cuda.functions import cpp, derivative_text, operand_fields, value_text
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
-from jax_flash.functions import UnsupportedPrimitiveError
+from jax_flash.functions import Scope, UnsupportedPrimitiveError, scope
 from jax_flash.functions.derivative import Derivative
 from jax_flash.functions.function import Traced, as_graph
 from jax_flash.functions.graph import CONSTANT, INPUT, LOAD, reachable
@@ -87,6 +87,14 @@ def has_score_grad(spec: AttentionSpec) -> bool:
 def has_gradients(spec: AttentionSpec) -> bool:
     """Whether arrays that the function captures have gradients."""
     return spec.score_mod is not None and bool(_derivative(spec.score_mod).gathers)
+
+
+def looks_scores_up(spec: AttentionSpec) -> bool:
+    """Whether the function looks an array up for each score."""
+    if spec.score_mod is None or spec.score_mod.value is None:
+        return False
+    nodes = reachable([spec.score_mod.value])
+    return any(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
 
 
 def headers(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, str], ...]:

@@ -100,7 +100,7 @@ def requirements_of(spec: AttentionSpec, shapes: Shapes) -> TileRequirements:
         *padded_head_dims(n),
         window_of(spec, n),
         score_mods=score_mod.count(spec, shapes),
-        loaded_operand=score_mod.loaded_operand(shapes),
+        loaded_operand=score_mod.loaded_operand(spec, shapes),
         mask_metadata=mask_metadata.is_needed(shapes),
         segments=mask_metadata.has_segments(shapes),
         mask=shapes.mask is not None,
