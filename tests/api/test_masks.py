@@ -42,7 +42,7 @@ def test_values(name):
 def test_kinds_under_strict_settings(name):
     case = CASES[name]
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
-        kinds = block_kinds(case.mask, B, N, case.T, case.S, BLOCK)
+        kinds = jax.jit(lambda: block_kinds(case.mask, B, N, case.T, case.S, BLOCK))()
     np.testing.assert_array_equal(kinds, kinds_of(case.expected(), BLOCK))
 
 
@@ -84,7 +84,7 @@ OPEN = {
 def test_bounds_decide_most_blocks(name):
     mask, most = OPEN[name]
     size, block = (MILLION, MILLION), (LARGE_BLOCK, LARGE_BLOCK)
-    low, high = _block_kinds._bounds(mask, (1, 1, ROWS, ROWS), size, block)
+    low, high = jax.jit(lambda: _block_kinds._bounds(mask, (1, 1, ROWS, ROWS), size, block))()
     is_open = np.broadcast_to(~low & high, (1, 1, ROWS, ROWS))
     assert is_open.sum() <= most
     assert high.any(), "something is seen"
