@@ -70,6 +70,10 @@ class Mask(abc.ABC):
         compared = (x for x in dataclasses.fields(self) if x.compare)  # pyright: ignore[reportArgumentType]
         return type(self), *(_hashable(getattr(self, x.name)) for x in compared)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies have arrays of their own."""
+        return {name: value for name, value in vars(self).items() if name != "_key"}
+
     def __repr__(self) -> str:
         shown = (x.name for x in dataclasses.fields(self) if x.repr)  # pyright: ignore[reportArgumentType]
         fields = ", ".join(f"{name}={_described(getattr(self, name))}" for name in shown)

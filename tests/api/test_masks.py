@@ -1,5 +1,6 @@
 """Mask functions against their definitions, and what bounds know of them."""
 
+import copy
 import dataclasses
 
 import jax
@@ -214,6 +215,10 @@ def test_equality():
     for number, one in enumerate(equal):
         assert one() == one() and hash(one()) == hash(one())
         assert all(one() != other() for other in equal[number + 1 :])
+        if one != equal[3]:  # of a JAX array, which copies don't share
+            assert copy.deepcopy(one()) == one()
+    of_jax = equal[3]()
+    assert hash(of_jax) != hash(copy.deepcopy(of_jax)) and of_jax != copy.deepcopy(of_jax)
     assert masks.CausalMask(1) != masks.CausalMask(2) and masks.FullMask() != 3
     assert masks.DocumentMask(IDS) != masks.DocumentMask(IDS + 1)
     assert masks.BigBirdMask(90, block_size=8) != masks.BigBirdMask(90, block_size=8, seed=1)
