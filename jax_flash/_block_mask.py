@@ -1,17 +1,15 @@
 """`BlockMask`: which blocks of queries and keys are visited, found once and used by many calls."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import _block_kinds, _settings, _validate
-from jax_flash._block_kinds import Kind, Lists
+from jax_flash._block_kinds import Kind, Lists, MaskMod
 from jax_flash.functions.static import StaticFunction, flat, static_mask_mod
-
-MaskMod = Callable[[Any, Any, Any, Any], Any]
+from jax_flash.masks.mask import check_sizes
 
 
 @jax.tree_util.register_dataclass
@@ -133,6 +131,7 @@ def create_block_mask(
     if min(B, N) < 1:
         raise ValueError(f"B and N must be None or at least 1; got {B} and {N}")
     lengths = _lengths((T, S))
+    check_sizes(mask_mod, B, N, *lengths)
     function, captured = static_mask_mod(mask_mod)
     for index, given, count in (("batch", "B", B), ("head", "N", N)):
         if count == 1 and function.value is not None and index in function.value.inputs:

@@ -99,9 +99,12 @@ def backward(
     results = _call("jax_flash_backward", plan, arrays)
     others = score_mod.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
-    return Gradients(
-        _without_padding(d_query, n.H), _without_padding(d_key, n.H), _without_padding(d_value, n.V), **others
-    )
+    of_rows = {
+        "query": _without_padding(d_query, n.H),
+        "key": _without_padding(d_key, n.H),
+        "value": _without_padding(d_value, n.V),
+    }
+    return Gradients.of(of_rows | others)
 
 
 def forward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:

@@ -136,10 +136,72 @@ def test_explained():
     assert "score_mod=<lambda>:" in str(explanation) and "block_kinds" in str(explanation)
 
 
-@pytest.mark.parametrize("implementation", ("cuda", "pallas"))
-def test_refused_by_kernels(implementation):
+SLOPES, BYTES = jnp.ones(4), jnp.ones(4, jnp.int8)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, d: (2 * d,))
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "options", "said"),
+    (
+        (
+            lambda s, b, h, q, k: jnp.sort(jnp.stack([s, 0 * s]))[1],
+            {},
+            "score_mod has sort, at .*test_.*.py",
+        ),
+        (lambda s, b, h, q, k: jax.lax.erf_inv(s), {}, r"score_mod has erf_inv, at .*test_functions.py"),
+        (lambda s, b, h, q, k: doubled(s), {}, "score_mod has custom_vjp_call, at .*test_functions.py"),
+        (
+            lambda s, b, h, q, k: s * SLOPES[h],
+            {},
+            "gradient of an array that score_mod captures depends",
+        ),
+        (
+            lambda s, b, h, q, k: s + SLOPES[h],
+            {"deterministic": True},
+            "summed in no fixed order",
+        ),
+        (lambda s, b, h, q, k: jnp.where(BYTES[h] > 0, s, 0), {}, "captures an array of int8; it may be"),
+        (None, {"block_mask": BlockMask.from_dense(np.ones((1, 1, 6, 5), bool))}, "take no block_mask yet"),
+    ),
+)
+def test_refused_by_cuda(score_mod, options, said):
+    """With the reason, and the line of the code where the function has what can't be written."""
+    query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
+    with jax_flash.planned_for("sm_90a"), pytest.raises(NotImplementedError, match=said):
+        jax_flash.flash_attention(query, key, key, score_mod=score_mod, **options, implementation="cuda")
+
+
+def test_lowered_for_cuda():
+    """Equal functions from two closures are one kernel; captured arrays are operands of the custom call."""
+    query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
+
+    def loss(table, query):
+        mod = lambda score, b, h, q, k: score + table[h, q - k]  # noqa: E731
+        out = jax_flash.flash_attention(query, key, key, score_mod=mod, implementation="cuda")
+        return jnp.sum(out.astype(jnp.float32))
+
+    def step(tables, query):
+        return [jax.grad(loss)(table, query) for table in tables]
+
+    tables = [jnp.ones((4, 12)), jnp.zeros((4, 12))]
+    with jax_flash.planned_for("sm_90a"):
+        lowered = jax.jit(step).trace(tables, query).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count(" call @jax_flash_backward(") == 2
+    assert lowered.count("custom_call @jax_flash_backward(") == 1
+    assert "user_score_mod.cuh" in lowered
+
+
+def test_refused_by_pallas():
     with (
         jax_flash.planned_for("sm_90a"),
-        pytest.raises(NotImplementedError, match="its kernels take no score_mod yet"),
+        pytest.raises(NotImplementedError, match="its kernels take no score_mod and block_mask yet"),
     ):
-        attend(score_mod=lambda s, b, h, q, k: s * 2, implementation=implementation)
+        mask = create_block_mask(causal, None, None, 6, 5)
+        attend(score_mod=lambda s, b, h, q, k: s * 2, block_mask=mask, implementation="pallas")
