@@ -110,7 +110,7 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
             "    return nullptr;",
             "}",
             "",
-            "// Calls add(gather, sums, index, term) for each gather; `d_value` is the gradient of the value.",
+            "// Calls add(gather, sums, index, term) for each gather. `d_value` is that of the value.",
             "template <class Add>",
             f"{_QUALIFIERS} void add_gradients("
             f"const {gradients}& gradients, const Element& element, float d_value, Add add) {{",
