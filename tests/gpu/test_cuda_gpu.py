@@ -32,6 +32,7 @@ class TestCuda(ImplementationSuite):
         "value_head_dim",
         "dropout",
         "deterministic",
+        "score_mod",
     )
     thorough = True
 

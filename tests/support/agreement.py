@@ -10,7 +10,7 @@ import functools
 import jax
 import numpy as np
 import rounding
-from attention_case import Case
+from attention_case import OPERAND_OF, Case
 
 from jax_flash import _reference
 from jax_flash._spec import AttentionSpec, Gradients, Operands
@@ -142,7 +142,8 @@ class Yardsticks:
 
     def _results(self, out, lse, gradients) -> tuple[list[Result], list[str]]:
         """The results whose numbers can be compared, and what is wrong with the others."""
-        arrays = {"out": out, **{f"d_{name}": x for name, x in gradients.items()}}
+        of_operands = {f"d_{OPERAND_OF.get(name, name)}": x for name, x in gradients.items()}
+        arrays = {"out": out, **of_operands}
         assert out.dtype == self.operands.query.dtype
         if lse is not None:
             assert lse.dtype == np.float32

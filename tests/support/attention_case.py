@@ -11,10 +11,26 @@ from seeds import seed_of
 
 from jax_flash import _dropout
 from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.functions.static import StaticFunction, static_score_mod
 
 CANONICAL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "sinks": 2}  # where arguments may have less
-OPERAND_OF = {"cu_seqlens_q": "query_offsets", "cu_seqlens_kv": "key_value_offsets"}  # named otherwise there
+OPERAND_OF = {  # named otherwise there
+    "cu_seqlens_q": "query_offsets",
+    "cu_seqlens_kv": "key_value_offsets",
+    "score_table": "score_mod_0",
+}
+FARTHEST = 4  # keys from a query, beyond which a score_table has one number
 PACKED = 5  # sequences in each batch row of a call with packed ones
+
+
+def score_mod_of(table):
+    """The score_mod of cases that have one, which captures a table `(N, 2 * FARTHEST + 1)`."""
+
+    def score_mod(score, batch, head, query, key):
+        place = jnp.clip(query - key, -FARTHEST, FARTHEST) + FARTHEST
+        return 0.75 * score + table[head, place].astype(score.dtype)
+
+    return score_mod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +114,7 @@ class Case:
         sizes = {
             "1": 1,
             "O": PACKED + 1,
+            "R": 2 * FARTHEST + 1,
             **{letter: getattr(self, letter) for letter in "BTSNKH"},
             "V": self.V or self.H,
         }
@@ -127,7 +144,9 @@ class Case:
                     arrays["query_segment_ids"] = "BT", np.int32
                     arrays["key_value_segment_ids"] = "BS", np.int32
                 case "packed":
-                    arrays |= dict.fromkeys(OPERAND_OF, ("BO", np.int32))
+                    arrays |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ("BO", np.int32))
+                case "score_mod":
+                    arrays["score_table"] = "NR", np.float32
         return {
             name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), jnp.dtype(dtype))
             for name, (axes, dtype) in arrays.items()
@@ -142,7 +161,10 @@ class Case:
         if "dropout" in self.features:
             shapes["dropout_rows"] = jax.ShapeDtypeStruct((self.B, self.N, self.T), np.dtype("uint32"))
             shapes["dropout_columns"] = jax.ShapeDtypeStruct((self.B, self.S), np.dtype("uint32"))
-        return Operands(**shapes)
+        if "score_mod" in self.features:
+            shapes["batch_indices"] = jax.ShapeDtypeStruct((self.B,), np.dtype("int32"))
+            shapes["head_indices"] = jax.ShapeDtypeStruct((1, self.N), np.dtype("int32"))
+        return Operands.of(shapes)
 
     def spec(self) -> AttentionSpec:
         """The call as a spec, worked out apart from what the package does."""
@@ -161,7 +183,12 @@ class Case:
             return_residual=self.residual != "absent",
             max_query_length=self.packed and self.packed["max_seqlen_q"],
             max_key_value_length=self.packed and self.packed["max_seqlen_kv"],
+            score_mod=self._score_mod() if "score_mod" in self.features else None,
         )
+
+    def _score_mod(self) -> StaticFunction:
+        function, _ = static_score_mod(score_mod_of(jnp.zeros((self.N, 2 * FARTHEST + 1))))
+        return function
 
 
 def draw(case: Case):
@@ -184,7 +211,7 @@ def draw(case: Case):
         match name:
             case "query" | "key" | "value":
                 arguments[name] = normal(x.shape, magnitude=case.magnitude)
-            case "bias" | "sinks":
+            case "bias" | "sinks" | "score_table":
                 arguments[name] = normal(x.shape, x.dtype)
             case "mask":
                 mask = generator.random(x.shape) < 0.7
@@ -204,6 +231,9 @@ def draw(case: Case):
     operands = {
         OPERAND_OF.get(name, name): x.reshape(_canonical(name, x.shape)) for name, x in arguments.items()
     }
+    if "score_mod" in case.features:
+        operands["batch_indices"] = np.arange(case.B, dtype=np.int32)
+        operands["head_indices"] = np.arange(case.N, dtype=np.int32)[None]
     if "dropout" in case.features:
         arguments["dropout_key"] = key = jax.random.key(int(generator.integers(2**31)))
         # Batch rows of one call have hashes of their own; a call made again with the same key has the same.
@@ -223,7 +253,7 @@ def draw(case: Case):
     }
     rows = case.B, case.T, case.N
     d_out, d_lse = normal((*rows, case.V or case.H)), normal(rows, np.float32)
-    return arguments, spec, Operands(**operands), d_out, d_lse
+    return arguments, spec, Operands.of(operands), d_out, d_lse
 
 
 def _offsets(generator, x, tokens):
@@ -238,4 +268,6 @@ def _offsets(generator, x, tokens):
 
 
 def _canonical(name, shape):
+    if name == "score_table":
+        return 1, math.prod(shape)
     return (1,) * (CANONICAL_RANK.get(name, 0) - len(shape)) + shape
