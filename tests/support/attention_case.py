@@ -26,6 +26,8 @@ PACKED = 5  # sequences in each batch row of a call with packed ones
 def score_mod_of(table):
     """The score_mod of cases that have one, which captures a table `(N, 2 * FARTHEST + 1)`."""
 
+    table = jnp.asarray(table)
+
     def score_mod(score, batch, head, query, key):
         place = jnp.clip(query - key, -FARTHEST, FARTHEST) + FARTHEST
         return 0.75 * score + table[head, place].astype(score.dtype)
