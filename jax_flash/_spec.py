@@ -55,6 +55,10 @@ class Operands(Generic[Leaf]):
     `query_offsets[p + 1]`, and keys likewise, the offsets ascending from 0 at least to T and S at most. It
     attends to itself alone, with its own lengths in every alignment. All other tokens are padding, which
     attends to nothing. Both offsets are there or none, and then no bias, mask, lengths or segment ids.
+
+    A `diagonal` moves what causality, the window and ALiBi are relative to: query `i` is aligned with key
+    `i + S - T + diagonal`. So queries and keys may be parts of longer sequences, from any place on. Causal
+    attention and windows then hide keys that the shapes alone don't say.
     """
 
     query: Leaf  # (B, T, N, H)
@@ -72,6 +76,7 @@ class Operands(Generic[Leaf]):
     key_value_offsets: Leaf | None = None  # (B, P + 1) int32
     dropout_rows: Leaf | None = None  # (B, N, T) uint32, see `_dropout.py`
     dropout_columns: Leaf | None = None  # (B, S) uint32
+    diagonal: Leaf | None = None  # (B|1,) int32, by how many keys every diagonal lies further to the right
 
     def present(self) -> dict[str, Leaf]:
         """The operands that are there, by name, in field order."""
@@ -82,7 +87,7 @@ class Operands(Generic[Leaf]):
         return dataclasses.replace(self, **changes)
 
 
-BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks")
+BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks", "diagonal")
 DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 
 

@@ -42,6 +42,11 @@ def _call_reason(shapes: Operands) -> str | None:
         return why_not
     if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
+    if shapes.diagonal is not None:
+        return (
+            "the diagonal of causality, window and ALiBi is an operand, as in a step of "
+            "context_parallel_attention"
+        )
     if shapes.mask is not None and 1 << 31 <= shapes.mask.size <= 1 << 32:
         return "the Triton lowering of Pallas can't address a mask of 2 to 4 GiB"
     return None

@@ -28,6 +28,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
     limit = device_limit(device) or score_mod.unsupported(shapes) or dropout.unsupported(spec)
+    limit = limit or diagonal_limit(shapes)
     limit = limit or family(device).unsupported(spec, shapes)
     if limit is None:
         require_nvrtc()
@@ -43,6 +44,13 @@ def device_limit(device: Device) -> str | None:
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
     return None
+
+
+def diagonal_limit(shapes: Operands[jax.ShapeDtypeStruct]) -> str | None:
+    """Why these kernels can't run a call whose diagonal is an operand, or None without one."""
+    if shapes.diagonal is None:
+        return None
+    return "the diagonal of causality, window and ALiBi is an operand, as in a step of context_parallel_attention"
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:

@@ -40,6 +40,7 @@ AXES = {
     "key_value_offsets": "O",
     "dropout_rows": "NT",
     "dropout_columns": "S",
+    "diagonal": "",
     "out": "TNV",
     "lse": "NT",
 }
