@@ -15,6 +15,7 @@ from jax_flash._ragged_paged_attention import ragged_paged_attention
 from jax_flash._rotary import apply_rotary
 from jax_flash._varlen import flash_attention_varlen
 from jax_flash._with_cache import flash_attention_with_cache
+from jax_flash.context_parallel import context_parallel_attention, reorder_for_load_balance, restore_order
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "KVCache",
     "PagedKVCache",
     "apply_rotary",
+    "context_parallel_attention",
     "dot_product_attention",
     "dropout_mask",
     "explain",
@@ -32,4 +34,6 @@ __all__ = [
     "planned_for",
     "precompile",
     "ragged_paged_attention",
+    "reorder_for_load_balance",
+    "restore_order",
 ]
