@@ -268,9 +268,7 @@ class PositionMask:
         return 0 if self.high is None else clip(-self.high, 0, self.rows)
 
 
-def position_mask(
-    window: Window, queries: Index, keys: Index, shift: Index | None = None
-) -> PositionMask:
+def position_mask(window: Window, queries: Index, keys: Index, shift: Index | None = None) -> PositionMask:
     """The keys that each query sees: queries are rows, keys are columns.
 
     Args:

@@ -161,7 +161,10 @@ def _kept(spec, operands):
 
 
 def _distance(spec, operands):
-    """Key column minus the column on the diagonal of each row: `j - (i + S - T + diagonal)`, `(B|1, 1, T, S)`."""
+    """Key column minus the column on the diagonal of each row, `(B|1, 1, T, S)`.
+
+    It is `j - (i + S - T + diagonal)`, without the operand `j - (i + S - T)`.
+    """
     size = sizes(operands)
     if operands.diagonal is not None:
         distance = _distance(spec, operands.replace(diagonal=None))

@@ -1,7 +1,7 @@
 """From what a caller passed, for shards of the sequences, to a checked call.
 
-`_call.prepare` checks what is the same on shards. The rest speaks of whole sequences: window, lengths, the keys
-of bias and mask, and dropout, whose hashes are those of the tokens' positions.
+`_call.prepare` checks what is the same on shards. The rest speaks of whole sequences: window, lengths, the
+keys of bias and mask, and dropout, whose hashes are those of the tokens' positions.
 """
 
 import dataclasses
@@ -83,8 +83,8 @@ def _kind(load_balance: Any) -> LoadBalance | None:
 def _shards(axis_name: Any) -> int:
     if isinstance(axis_name, tuple | list):
         raise NotImplementedError(
-            f"axis_name must be one mesh axis; got {_validate.short(axis_name)}. A sequence that is sharded over "
-            "several axes needs a mesh on which they are one"
+            f"axis_name must be one mesh axis; got {_validate.short(axis_name)}. "
+            "A sequence that is sharded over several axes needs a mesh on which they are one"
         )
     try:
         return jax.lax.axis_size(axis_name)

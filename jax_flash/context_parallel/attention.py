@@ -10,10 +10,11 @@ from jax.typing import ArrayLike
 from jax_flash import _arguments, _call, _device, _dispatch, _settings
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._call import Arguments, Call
-from jax_flash._spec import Operands
-from jax_flash.context_parallel import arguments, gather, ring, strategy, ulysses
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.context_parallel import arguments, gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
 from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.strategy import AUTO, Strategy, choose
 from jax_flash.transforms import lowering
 from jax_flash.transforms.varying import vary_alike
 
@@ -27,10 +28,24 @@ def context_parallel_attention(
     mask: ArrayLike | None = ...,
     *,
     axis_name: str,
-    strategy: Literal["auto"] | strategy.Strategy = ...,
+    strategy: Literal["auto"] | Strategy = ...,
     load_balance: LoadBalance | None = ...,
+    scale: float | jax.Array | None = ...,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    query_segment_ids: ArrayLike | None = ...,
+    key_value_segment_ids: ArrayLike | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    deterministic: bool = ...,
     return_residual: Literal[False] = ...,
-    **options: Any,
+    implementation: str | Sequence[str] | None = ...,
+    alignment: Alignment = ...,
 ) -> jax.Array: ...
 
 
@@ -43,10 +58,24 @@ def context_parallel_attention(
     mask: ArrayLike | None = ...,
     *,
     axis_name: str,
-    strategy: Literal["auto"] | strategy.Strategy = ...,
+    strategy: Literal["auto"] | Strategy = ...,
     load_balance: LoadBalance | None = ...,
+    scale: float | jax.Array | None = ...,
+    is_causal: bool = ...,
+    local_window_size: int | tuple[int | None, int | None] | None = ...,
+    query_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    key_value_seq_lengths: ArrayLike | Sequence[int] | None = ...,
+    query_segment_ids: ArrayLike | None = ...,
+    key_value_segment_ids: ArrayLike | None = ...,
+    logits_soft_cap: float | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    deterministic: bool = ...,
     return_residual: Literal[True],
-    **options: Any,
+    implementation: str | Sequence[str] | None = ...,
+    alignment: Alignment = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -58,7 +87,7 @@ def context_parallel_attention(
     mask: ArrayLike | None = None,
     *,
     axis_name: str,
-    strategy: Literal["auto"] | strategy.Strategy = strategy.AUTO,
+    strategy: Literal["auto"] | Strategy = AUTO,
     load_balance: LoadBalance | None = None,
     scale: float | jax.Array | None = None,
     is_causal: bool = False,
@@ -155,24 +184,27 @@ def context_parallel_attention(
 
 @_settings.as_written
 def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
-    chosen = strategy.choose(of, call.operands, named)
+    chosen = choose(of, call.operands, named)
     if call.is_empty:
         return _call.attend(call, implementation)
     names = _arguments.implementations(implementation)
     # Sums over the mesh of shared operands' gradients are transposes of these casts.
     operands, _ = vary_alike((call.operands, of.device()))
 
-    def selected(operands: Operands) -> tuple[str, ...]:
-        shapes = Call(of.local_spec, operands, call.batch_shape).shapes
-        return _dispatch.select(of.local_spec, shapes, names, _device.current())
+    def selected(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
+        shapes = Call(spec, operands, call.batch_shape).shapes
+        return _dispatch.select(spec, shapes, names, _device.current())
 
     if chosen == "ring":
-        first = selected(ring.step_operands(of, operands))
-        results = ring.attend(ring.Ring(of, lowering.Call(of.local_spec, first, _device.current())), operands)
+        step = lowering.Call(
+            of.local_spec, selected(of.local_spec, ring.step_operands(of, operands)), _device.current()
+        )
+        results = ring.attend(ring.Ring(of, step), operands)
     elif chosen == "all_gather":
-        results = gather.attend(of, selected(gather.chunk_operands(of, operands)[0]), operands)
+        chunk = gather.chunk_operands(of, operands)[0]
+        results = gather.attend(of, selected(of.local_spec, chunk), operands)
     else:
-        results = ulysses.attend(of, selected(ulysses.by_heads(of, operands)), operands)
+        results = ulysses.attend(of, selected(of.spec, ulysses.by_heads(of, operands)), operands)
     if of.spec.return_residual:
         out, lse = results
         results = out, jnp.swapaxes(lse, -1, -2)

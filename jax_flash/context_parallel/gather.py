@@ -1,8 +1,8 @@
 """All-gather of keys and values: each device attends with its queries to all keys.
 
 One collective, and one ordinary call for each chunk of queries. Grouped heads make it cheap: keys and values
-are small beside queries. The gathered ones are not kept for the backward pass, which gathers them again; out and
-lse are kept, so attention runs once. The gradients of keys and values are added up in float32, by a
+are small beside queries. The gathered ones are not kept for the backward pass, which gathers them again; out
+and lse are kept, so attention runs once. The gradients of keys and values are added up in float32, by a
 reduce-scatter.
 
 It is how Llama 3 was trained on long contexts (https://arxiv.org/abs/2407.21783, section 3.3.2).
@@ -65,17 +65,19 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
 
 def gathered(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
     """The shards of all devices, one behind the other along `axis`."""
-    gather = _gathered if jnp.issubdtype(x.dtype, jnp.floating) else _gathered.__wrapped__
+    gather = _gathered if jnp.issubdtype(x.dtype, jnp.floating) else _all_gather
     return gather(axis_name, axis, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
+def _all_gather(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
+_gathered = jax.custom_vjp(_all_gather, nondiff_argnums=(0, 1))
+
+
 def _gathered_forward(axis_name: str, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
-    return _gathered(axis_name, axis, x), None
+    return _all_gather(axis_name, axis, x), None
 
 
 def _gathered_backward(axis_name: str, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:

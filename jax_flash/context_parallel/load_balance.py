@@ -1,15 +1,15 @@
 """Which tokens of a sharded sequence each device has.
 
-Under a causal mask the last queries see the most keys. With consecutive tokens on each device, the last device
-has nearly twice the mean work and the first one nearly none. Two other orders even that out. Of 8 chunks, or
-of 16 tokens, on 4 devices:
+Under a causal mask the last queries see the most keys. With consecutive tokens on each device, the last
+device has nearly twice the mean work and the first one nearly none. Two other orders even that out. Of 8
+chunks, or of 16 tokens, on 4 devices:
 
     None       device 0: 0 1   device 1: 2 3   device 2: 4 5   device 3: 6 7      chunks in order
-    zigzag     device 0: 0 7   device 1: 1 6   device 2: 2 5   device 3: 3 4      an early chunk and a late one
+    zigzag     device 0: 0 7   device 1: 1 6   device 2: 2 5   device 3: 3 4      an early and a late chunk
     striped    device 0: 0 4 8 12   device 1: 1 5 9 13   …                        every fourth token
 
-Zigzag is the order of Llama 3's training (https://arxiv.org/abs/2407.21783), striped that of Striped Attention
-(https://arxiv.org/abs/2311.09431).
+Zigzag is the order of Llama 3's training (https://arxiv.org/abs/2407.21783), striped that of Striped
+Attention (https://arxiv.org/abs/2311.09431).
 """
 
 import dataclasses
@@ -57,11 +57,12 @@ class Order:
     def chunks_per_device(self) -> int:
         return 2 if self.kind == ZIGZAG else 1
 
-    def chunk(self, device: Index, index: int, length: int) -> Chunk:
+    def chunk(self, device: Index, index: Index, length: int) -> Chunk:
         """Chunk `index` of a device, of `length` tokens."""
         if self.kind == STRIPED:
             return Chunk(device, self.shards, length)
-        place = device if index == 0 else 2 * self.shards - 1 - device
+        # The second one of zigzag is as far from the end as the first is from the beginning.
+        place = device + index * (2 * self.shards - 1 - 2 * device)
         return Chunk(place * length, 1, length)
 
     def positions(self, device: Index, tokens: int) -> jax.Array:
@@ -111,10 +112,10 @@ def local_mask(
 def reorder_for_load_balance(x: Any, axis: int, shards: int, kind: LoadBalance) -> jax.Array:
     """Tokens in the order in which `context_parallel_attention` with `load_balance=kind` has them.
 
-    Sharded evenly over `shards` devices along `axis`, the result gives each device its tokens. Everything that
-    has an axis of tokens is reordered alike: tokens, positions (which embeddings need), segment ids, labels; a
-    bias or mask along its queries and along its keys. Lengths stay as they are, as they count tokens of the
-    sequence in its own order.
+    Sharded evenly over `shards` devices along `axis`, the result gives each device its tokens. Everything
+    that has an axis of tokens is reordered alike: tokens, positions (which embeddings need), segment ids,
+    labels; a bias or mask along its queries and along its keys. Lengths stay as they are, as they count
+    tokens of the sequence in its own order.
 
     Args:
       x: an array of any dtype.
@@ -157,9 +158,10 @@ def check_divides(what: str, tokens: int, order: Order) -> None:
     if tokens % count:
         chunks = f"{count} chunks, two for each of {order.shards} devices"
         parts = chunks if order.kind == ZIGZAG else f"{order.shards} devices"
+        padded = -(-tokens // count) * count
         raise ValueError(
-            f"{what} must be divisible by {parts}; got {tokens} tokens: pad them to {-(-tokens // count) * count} "
-            "(key_value_seq_lengths or segment ids hide padding)"
+            f"{what} must be divisible by {parts}; got {tokens} tokens: pad them to {padded} (lengths or "
+            "segment ids hide padding)"
         )
 
 

@@ -20,14 +20,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _gradients
-from jax_flash._mask import PositionMask
+from jax_flash._mask import Index, PositionMask
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.partial import Partial
@@ -37,6 +37,7 @@ from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 Arrays = dict[str, jax.Array]
+State = TypeVar("State")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Ring:
     def passed_on(self, x: Any, places: int = 1) -> Any:
         """Arrays as the device so many places before this one has them."""
         n = self.sharded.order.shards
-        places = [(i, (i + places) % n) for i in range(n)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.sharded.axis_name, places), x)
+        ring = [(i, (i + places) % n) for i in range(n)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.sharded.axis_name, ring), x)
 
 
 def steps(of: Sharded) -> int:
@@ -70,21 +71,17 @@ def steps(of: Sharded) -> int:
 class Pair:
     """A chunk of this device's queries and one of the keys that it has in a step."""
 
-    operands: Operands  # of an ordinary call
+    operands: Operands  # of an ordinary call; without sinks, which are left to the last step
     mask: PositionMask
     own: Spans  # the pair's part of this device's operands
     of_keys: Spans  # and of those that go with the keys
 
 
-def _pairs(of: Sharded, operands: Operands, keys: Arrays, source: jax.Array) -> list[Pair]:
-    """The pairs of chunks of a step with the keys of device `source`, those of a query chunk together."""
-    chunks = range(of.chunks)
-    return [_pair(of, operands, keys, q, (source, k)) for q in chunks for k in chunks]
-
-
-def _pair(of: Sharded, operands: Operands, keys: Arrays, q: int, key_chunk: tuple[jax.Array, int]) -> Pair:
-    """Chunk `q` of this device's queries with a chunk of a device's keys. Sinks are left to the last step."""
-    t, s, (source, k) = of.queries_per_chunk, of.keys_per_chunk, key_chunk
+def _pair(
+    of: Sharded, operands: Operands, keys: Arrays, source: jax.Array, q: Index = 0, k: Index = 0
+) -> Pair:
+    """Chunk `q` of this device's queries, and chunk `k` of the keys of device `source`."""
+    t, s = of.queries_per_chunk, of.keys_per_chunk
     own: Spans = {"T": (q * t, t), "S": ((source * of.chunks + k) * s, s)}
     of_keys: Spans = {"S": (k * s, s)}
     parts = {
@@ -97,22 +94,31 @@ def _pair(of: Sharded, operands: Operands, keys: Arrays, q: int, key_chunk: tupl
     return Pair(placed, mask, own, of_keys)
 
 
-def _where_visible(of: Sharded, pair: Pair, run: Callable[[Any], Any], state: Any) -> Any:
-    """`run(state)`, or `state` if no query of the pair sees a key."""
-    if not of.may_be_skipped():
-        return run(state)
-    visited = pair.mask.block_range(0, pair.mask.rows, of.keys_per_chunk)
-    return jax.lax.cond(jnp.any(visited.first < visited.last), run, lambda state: state, state)
+def _over_pairs(
+    of: Sharded,
+    operands: Operands,
+    keys: Arrays,
+    step: Index,
+    visit: Callable[[Pair, State], State],
+    state: State,
+) -> State:
+    """`state` after `visit(pair, state)` for the pairs of a step in which a query may see a key."""
+    source = (of.device() - step) % of.order.shards
 
+    def one(index: Index, state: State) -> State:
+        pair = _pair(of, operands, keys, source, index // of.chunks, index % of.chunks)
+        if not of.may_be_skipped():
+            return visit(pair, state)
+        visited = pair.mask.block_range(0, pair.mask.rows, of.keys_per_chunk)
+        is_visible = jnp.any(visited.first < visited.last)
+        return jax.lax.cond(is_visible, lambda state: visit(pair, state), lambda state: state, state)
 
-def _source(of: Sharded, step: jax.Array | int) -> jax.Array:
-    """The device whose keys this one has in a step."""
-    return (of.device() - step) % of.order.shards
+    return one(0, state) if of.chunks == 1 else jax.lax.fori_loop(0, of.chunks**2, one, state)
 
 
 def step_operands(of: Sharded, operands: Operands) -> Operands:
     """The operands of the first step, as implementations are asked about them."""
-    return _pair(of, operands, sharded.key_side(operands), 0, (of.device(), 0)).operands
+    return _pair(of, operands, sharded.key_side(operands), of.device()).operands
 
 
 def attend(ring: Ring, operands: Operands) -> Any:
@@ -149,35 +155,23 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    of = ring.sharded
-    t = of.queries_per_chunk
+    def attended(pair: Pair, partial: Partial) -> Partial:
+        out, lse = autodiff.jax_flash_forward(ring.call, pair.operands)
+        return partial.put(partial.take(pair.own).merged(out, lse), pair.own)
 
-    def step(index: jax.Array | int, keys: Arrays, partials: list[Partial]) -> list[Partial]:
-        partials = list(partials)
-        for i, pair in enumerate(_pairs(of, operands, keys, _source(of, index))):
-            q = i // of.chunks
+    def step(index: Index, keys: Arrays, partial: Partial) -> Partial:
+        return _over_pairs(ring.sharded, operands, keys, index, attended, partial)
 
-            def attended(partial: Partial, pair: Pair = pair) -> Partial:
-                return partial.merged(*autodiff.jax_flash_forward(ring.call, pair.operands))
-
-            partials[q] = _where_visible(of, pair, attended, partials[q])
-        return partials
-
-    def step_and_send(carry: Any, index: jax.Array) -> Any:
-        keys, partials = carry
+    def step_and_send(carry: tuple[Arrays, Partial], index: jax.Array) -> Any:
+        keys, partial = carry
         sent = ring.passed_on(keys)  # issued before the step's computation
-        return (sent, step(index, keys, partials)), None
+        return (sent, step(index, keys, partial)), None
 
-    V = operands.value.shape[-1]
-    parts = (sharded.take("query", operands.query, {"T": (q * t, t)}) for q in range(of.chunks))
-    carry = sharded.key_side(operands), [Partial.of_no_keys(part, V) for part in parts]
+    carry = sharded.key_side(operands), Partial.of_no_keys(operands.query, operands.value.shape[-1])
     if ring.steps > 1:
         carry, _ = jax.lax.scan(step_and_send, carry, jnp.arange(ring.steps - 1, dtype=jnp.int32))
-    partials = step(ring.steps - 1, *carry)
-    if operands.sinks is not None:
-        partials = [partial.with_sinks(operands.sinks) for partial in partials]
-    out = jnp.concatenate([partial.out for partial in partials], axis=-3)
-    return out.astype(operands.query.dtype), jnp.concatenate([partial.lse for partial in partials], axis=-1)
+    out, lse = step(ring.steps - 1, *carry).results(operands.sinks)
+    return out.astype(operands.query.dtype), lse
 
 
 # A second derivative would differentiate a step as if lse were that of its own keys.
@@ -191,26 +185,23 @@ def _backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of this device's operands. Those of operands that devices share are its own queries' part."""
-    of = ring.sharded
     of_rows = {"out": out, "lse": lse, "d_out": d_out} | ({} if d_lse is None else {"d_lse": d_lse})
-    letters = {"out": "out", "lse": "lse", "d_out": "out", "d_lse": "lse"}
 
-    def step(index: jax.Array | int, keys: Arrays, d_own: Arrays, d_keys: Arrays) -> tuple[Arrays, Arrays]:
-        for pair in _pairs(of, operands, keys, _source(of, index)):
+    def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
+        results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
+        gradients = vars(autodiff.jax_flash_backward(ring.call, pair.operands, *results))
 
-            def added(state: tuple[Arrays, Arrays], pair: Pair = pair) -> tuple[Arrays, Arrays]:
-                rows = {name: sharded.take(letters[name], x, pair.own) for name, x in of_rows.items()}
-                results = (rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse"))
-                gradients = vars(autodiff.jax_flash_backward(ring.call, pair.operands, *results))
-                return tuple(
-                    {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}
-                    for sums, spans in zip(state, (pair.own, pair.of_keys), strict=True)
-                )  # pyright: ignore[reportReturnType]
+        def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
+            return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}
 
-            d_own, d_keys = _where_visible(of, pair, added, (d_own, d_keys))
-        return d_own, d_keys
+        d_own, d_keys = sums
+        return with_its_part(d_own, pair.own), with_its_part(d_keys, pair.of_keys)
 
-    def sent_and_step(carry: Any, index: jax.Array | int, *, is_last: bool) -> Any:
+    def step(index: Index, keys: Arrays, d_own: Arrays, d_keys: Arrays) -> tuple[Arrays, Arrays]:
+        return _over_pairs(ring.sharded, operands, keys, index, added, (d_own, d_keys))
+
+    def sent_and_step(carry: Any, index: Index, *, is_last: bool) -> Any:
         keys, d_own, d_keys = carry
         # Both issued before the step's computation. What the step adds to the sums is added afterwards.
         sent = keys if is_last else ring.passed_on(keys)
@@ -256,7 +247,7 @@ def _of_sinks(
 ) -> jax.Array:
     """The gradient of the sinks, from this device's rows."""
     out, d_out = (x.reshape(-1, *x.shape[-3:]) for x in (out, d_out))
-    lse, d_lse = (None if x is None else x.reshape(-1, *x.shape[-2:]) for x in (lse, d_lse))
-    assert lse is not None
+    lse = lse.reshape(-1, *lse.shape[-2:])
+    d_lse = None if d_lse is None else d_lse.reshape(lse.shape)
     lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse, lse.dtype)
     return _gradients.of_sinks(sinks.reshape(1, -1), lse, delta).reshape(sinks.shape)

@@ -67,9 +67,7 @@ class Sharded:
         """This device's place on the mesh axis, int32."""
         return jax.lax.axis_index(self.axis_name)
 
-    def placed(
-        self, operands: Operands, queries: Chunk, keys: Chunk
-    ) -> tuple[Operands, PositionMask]:
+    def placed(self, operands: Operands, queries: Chunk, keys: Chunk) -> tuple[Operands, PositionMask]:
         """The operands of a call on chunks, with lengths and a diagonal of their own; and what is visible.
 
         Args:
@@ -115,12 +113,19 @@ def take(name: str, x: jax.Array, spans: Spans) -> jax.Array:
     return x
 
 
+def put(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
+    """`x` with `part` where `take` would take it from."""
+    if part.shape == x.shape:
+        return part
+    starts = [jnp.int32(0)] * x.ndim
+    for axis, start, _ in _axes(name, x, spans):
+        starts[axis] = jnp.asarray(start, jnp.int32)
+    return jax.lax.dynamic_update_slice(x, part, starts)
+
+
 def add(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
     """`x` with `part` added where `take` would take it from."""
-    starts: list[jax.Array | int] = [0] * x.ndim
-    for axis, start, _ in _axes(name, x, spans):
-        starts[axis] = start
-    return jax.lax.dynamic_update_slice(x, take(name, x, spans) + part.astype(x.dtype), starts)
+    return put(name, x, take(name, x, spans) + part.astype(x.dtype), spans)
 
 
 def _axes(name: str, x: jax.Array, spans: Spans) -> Iterator[tuple[int, jax.Array | int, int]]:

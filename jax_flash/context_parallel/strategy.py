@@ -14,7 +14,7 @@ from jax_flash.context_parallel.sharded import Sharded
 Strategy = Literal["ring", "all_gather", "ulysses"]
 STRATEGIES: tuple[Strategy, ...] = ("ring", "ulysses", "all_gather")
 """In order of preference among those of equal cost."""
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 
 FLOPS_PER_BYTE = 1500
 """What a device computes while it sends a byte to its neighbour: an H100's 600 TFLOP/s of attention in
