@@ -101,11 +101,11 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     if strategy == "all_gather":
         return 'load_balance "striped" under a causal mask, window or ALiBi goes with "ring" and "ulysses"'
     if of.has_alibi:
-        return 'alibi_slopes with load_balance "striped" goes with "ulysses"; every strategy has it with "zigzag"'
+        return 'alibi_slopes with load_balance "striped" goes with "ulysses"; with "zigzag" each has it'
     if None not in of.window:
         return (
             'a window with two sides (local_window_size, with is_causal too) and load_balance "striped" goes '
-            'with "ulysses"; every strategy has it with "zigzag"'
+            'with "ulysses"; with "zigzag" each strategy has it'
         )
     return None
 

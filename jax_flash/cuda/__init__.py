@@ -50,7 +50,7 @@ def diagonal_limit(shapes: Operands[jax.ShapeDtypeStruct]) -> str | None:
     """Why these kernels can't run a call whose diagonal is an operand, or None without one."""
     if shapes.diagonal is None:
         return None
-    return "the diagonal of causality, window and ALiBi is an operand, as in a step of context_parallel_attention"
+    return "the diagonal is an operand, as in steps of context_parallel_attention with a mask or ALiBi"
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:

@@ -1,0 +1,450 @@
+"""Sharded sequences on 2, 4 and 8 devices: what they give against one device, and what moves between them."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sharded_calls
+import transform_cases as cases
+from attention_case import Case, draw
+from exhaustive import thorough
+from jax.sharding import PartitionSpec as P
+from sharded_calls import AXIS, ShardedCalls, sequence_mesh
+
+import jax_flash
+from jax_flash import _dispatch
+from jax_flash._mask import Window
+from jax_flash._spec import AttentionSpec, Operands, Sizes
+from jax_flash.context_parallel import load_balance, ring, strategy
+from jax_flash.context_parallel.load_balance import Order
+from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.strategy import STRATEGIES, Work
+
+LAYOUTS = [(s, kind) for s in STRATEGIES for kind in (None, "zigzag", "striped")]
+LAYOUTS.remove(("all_gather", "striped"))
+EVERYTHING = (
+    "logits_soft_cap alibi_slopes sinks dropout segment_ids seq_lengths bias mask:BNTS deterministic".split()
+)
+
+
+def make_case(layout, dtype="float32", T=48, S=48, N=8, K=2, H=8, features=(), **options):
+    """A case that the layout takes: a ring of stripes has no ALiBi and no window with two sides."""
+    if layout == ("ring", "striped"):
+        features = [feature for feature in features if feature != "alibi_slopes"]
+        if options.get("is_causal"):
+            options.pop("local_window_size", None)
+    return Case("sharded", dtype, T=T, S=S, N=N, K=K, H=H, features=tuple(features), **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shards", "dtype"),
+    [
+        (LAYOUTS[0], 4, "float32"),
+        (LAYOUTS[1], 4, "bfloat16"),
+        (LAYOUTS[2], 8, "float32"),
+        (LAYOUTS[3], 8, "float32"),
+        (LAYOUTS[4], 2, "float32"),
+        (LAYOUTS[5], 4, "bfloat16"),
+        (LAYOUTS[6], 2, "float32"),
+        (LAYOUTS[7], 4, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_every_option_at_once(layout, shards, dtype):
+    case = make_case(layout, dtype, features=EVERYTHING, is_causal=True, local_window_size=(20, None))
+    ShardedCalls(shards, *layout).check(case)
+
+
+# Each once with each strategy, in the exhaustive tests; orders, devices and dtypes take turns.
+OPTIONS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window": dict(local_window_size=(7, 3)),
+    "causal_window": dict(is_causal=True, local_window_size=(9, 0)),
+    "left": dict(local_window_size=(5, None)),
+    "right": dict(local_window_size=(None, 9)),
+    "longer_keys": dict(is_causal=True, S=96),
+    "longer_queries": dict(is_causal=True, T=96),
+    "lengths": dict(features=["seq_lengths"]),
+    "causal_lengths": dict(is_causal=True, features=["seq_lengths"]),
+    "alibi": dict(features=["alibi_slopes"]),
+    "segments": dict(is_causal=True, features=["segment_ids"]),
+    "dropout": dict(features=["dropout"]),
+    "sinks": dict(is_causal=True, features=["sinks", "logits_soft_cap"]),
+    "bias": dict(is_causal=True, features=["bias:N1S", "mask:BNTS"]),
+    "rows": dict(is_causal=True, features=["bias:BNT1", "mask:B11S"]),
+    "heads": dict(is_causal=True, K=8, H=16, V=8),
+    "one_key_head": dict(is_causal=True, K=1, residual="absent"),
+    "three_key_heads": dict(is_causal=True, N=24, K=3, residual="unused"),
+}
+TURNS = itertools.cycle(itertools.product((2, 4, 8), ("float32", "bfloat16")))
+ORDERS = {name: itertools.cycle(k for s, k in LAYOUTS if s == name) for name in STRATEGIES}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("option", "layout", "shards", "dtype"),
+    [(option, (name, next(ORDERS[name])), *next(TURNS)) for option in OPTIONS for name in STRATEGIES],
+)
+def test_each_option(option, layout, shards, dtype):
+    options = OPTIONS[option]
+    if layout == ("ring", "striped") and option in ("window", "causal_window", "alibi"):
+        layout = ("ring", None)
+    ShardedCalls(shards, *layout).check(make_case(layout, dtype, **options))
+
+
+def arrays(T=32, B=2, N=4, K=2, H=8):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K)]
+
+
+def sharded_call(shards, check_vma=True, **options):
+    """A function of whole query, key and value, in the order of `load_balance`."""
+    return jax.shard_map(
+        functools.partial(jax_flash.context_parallel_attention, axis_name=AXIS, **options),
+        mesh=sequence_mesh(shards),
+        in_specs=P(None, AXIS),
+        out_specs=P(None, AXIS),
+        check_vma=check_vma,
+    )
+
+
+def gradients(function, *args):
+    return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), argnums=(0, 1, 2)))(*args)
+
+
+def program(function, *args):
+    return (
+        jax.jit(lambda *args: (function(*args), gradients(function, *args))).lower(*args).compile().as_text()
+    )
+
+
+def count(text, operation):
+    return len(re.findall(rf" {operation}(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize(
+    ("name", "moves"),
+    [
+        ("ring", {"collective-permute"}),
+        ("all_gather", {"all-gather", "reduce-scatter"}),
+        ("ulysses", {"all-to-all"}),
+    ],
+)
+def test_moves_what_it_says_and_nothing_else(name, moves):
+    text = program(sharded_call(4, strategy=name, is_causal=True), *arrays())
+    known = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+    assert {operation for operation in known if count(text, operation)} == moves
+
+
+def test_a_ring_sends_before_it_computes():
+    """In each loop, and in each step beside them: the transfer doesn't wait for the step's results."""
+    call = sharded_call(4, strategy="ring", is_causal=True)
+    for function in (call, lambda *args: gradients(call, *args)):
+        for body in bodies_with_ppermute(jax.make_jaxpr(function)(*arrays()).jaxpr):
+            names = [equation.primitive.name for equation in body.eqns]
+            assert names.index("ppermute") < names.index("cond")
+
+
+def bodies_with_ppermute(jaxpr):
+    """The bodies of loops that send something."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                if equation.primitive.name == "scan" and "ppermute" in [e.primitive.name for e in inner.eqns]:
+                    yield inner
+                yield from bodies_with_ppermute(inner)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_keeps_its_shards_alone_for_the_backward_pass(name):
+    """Outputs, operands and lse of a device, and neither others' keys nor anything of T × S."""
+    query, key, value = arrays(T=256)
+    call = sharded_call(4, strategy=name, is_causal=True)
+    _, vjp = jax.vjp(call, query, key, value)
+    kept = sum(x.nbytes for x in jax.tree.leaves(vjp) if isinstance(x, jax.Array))
+    keys = 2 * key.nbytes * (2 if name == "ulysses" else 1)  # 2 key heads become 4
+    assert kept <= 1.1 * (2 * query.nbytes + keys + query.nbytes // 8)
+
+
+def of_window(left, right=0, T=64, shards=4, kind=None, has_lengths=False):
+    spec = AttentionSpec(1.0, left, right)
+    return Sharded(spec, AXIS, Order(kind, shards), T, T, has_alibi=False, has_lengths=has_lengths)
+
+
+def test_a_causal_window_needs_the_steps_that_it_reaches():
+    assert [ring.steps(of_window(left)) for left in (0, 1, 16, 17, 40, None)] == [1, 2, 2, 3, 4, 4]
+    assert ring.steps(of_window(1, right=1)) == 4
+    assert ring.steps(of_window(1, kind="zigzag")) == 4
+    assert ring.steps(of_window(1, has_lengths=True)) == 4
+
+
+@pytest.mark.parametrize("left", [0, 9, *thorough(5, 8, 16)])
+def test_a_ring_for_a_window_is_exact(left):
+    call = sharded_call(4, strategy="ring", is_causal=True, local_window_size=(left, 0))
+    whole = functools.partial(jax_flash.flash_attention, is_causal=True, local_window_size=(left, 0))
+    compiled = jax.jit(with_gradients(call)).lower(*arrays()).compile()
+    cases.assert_close(compiled(*arrays()), with_gradients(whole)(*arrays()))
+    assert bool(count(compiled.as_text(), "collective-permute")) == (left > 0)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_inside_pmap(name):
+    query, key, value = arrays()
+    call = functools.partial(jax_flash.context_parallel_attention, strategy=name, is_causal=True)
+
+    def mapped(*args):
+        shards = [jnp.stack(jnp.split(x, 4, axis=1)) for x in args]
+        return jnp.concatenate(
+            list(jax.pmap(functools.partial(call, axis_name="i"), axis_name="i")(*shards)), 1
+        )
+
+    whole = functools.partial(jax_flash.flash_attention, is_causal=True)
+    cases.assert_close(mapped(query, key, value), whole(query, key, value))
+    actual = jax.grad(lambda *args: jnp.sum(jnp.sin(mapped(*args))), argnums=(0, 1, 2))(query, key, value)
+    cases.assert_close(actual, gradients(whole, query, key, value))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_the_check_of_types(name):
+    """Gradients of operands that devices share are summed over them either way."""
+    arguments, *_ = draw(make_case((name, "zigzag"), is_causal=True, features=["sinks", "bias:N1S"]))
+    arguments = {k: x for k, x in arguments.items() if x is not None}
+    inputs = {k: arguments.pop(k) for k in ("query", "key", "value", "sinks", "bias")}
+
+    def loss(attend, inputs):
+        return jnp.sum(jnp.sin(attend(inputs | arguments)))
+
+    def sharded(arguments):
+        return sharded_calls.attend(arguments, 2, name, "zigzag", check_vma=False)
+
+    actual = jax.jit(jax.grad(functools.partial(loss, sharded)))(inputs)
+    whole = functools.partial(loss, lambda arguments: jax_flash.flash_attention(**arguments))
+    cases.assert_close(actual, jax.jit(jax.grad(whole))(inputs))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_scan_over_rematerialised_layers_on_a_mesh_of_three_axes(name):
+    """Batch, sequence and heads sharded; the sequence's collectives stay within its axis."""
+    query, key, value = arrays(N=8, K=4)
+    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    spec = P("data", AXIS, "model")
+
+    def layers(attend, query, key, value):
+        def layer(x, weight):
+            return x + attend(x * weight, key, value), None
+
+        return jax.lax.scan(jax.checkpoint(layer), query, jnp.linspace(0.5, 1, 3))[0]
+
+    attend = functools.partial(
+        jax_flash.context_parallel_attention, axis_name=AXIS, is_causal=True, strategy=name
+    )
+    local = functools.partial(layers, attend)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    whole = functools.partial(layers, functools.partial(jax_flash.flash_attention, is_causal=True))
+    cases.assert_close(jax.jit(mapped)(query, key, value), whole(query, key, value))
+    cases.assert_close(gradients(mapped, query, key, value), gradients(whole, query, key, value), 1e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("axes", [0, 2])
+def test_batch_axes_and_vmap(name, axes):
+    query, key, value = arrays(B=4)
+    whole = jax_flash.flash_attention(query, key, value, is_causal=True, return_residual=True)
+    options = dict(axis_name=AXIS, strategy=name, is_causal=True, return_residual=True)
+    call = functools.partial(jax_flash.context_parallel_attention, **options)
+    if axes:
+        args = [x.reshape(2, 2, *x.shape[1:]) for x in (query, key, value)]
+    else:  # `vmap` maps the only batch axis
+        args, call = [query, key, value], jax.vmap(call)
+    spec = P(*[None] * (len(args[0].shape) - 3), AXIS)
+    mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=spec, out_specs=spec)
+    results = jax.jit(mapped)(*args)
+    cases.assert_close(tuple(x.reshape(y.shape) for x, y in zip(results, whole, strict=True)), whole)
+
+
+def second_derivative(function, *args):
+    def norm_of_gradient(query, key, value):
+        first = jax.grad(lambda key: jnp.sum(jnp.sin(function(query, key, value))))(key)
+        return jnp.sum(first**2)
+
+    return jax.jit(jax.grad(norm_of_gradient))(*args)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "ulysses"])
+def test_second_derivative(name):
+    whole = functools.partial(jax_flash.flash_attention, is_causal=True)
+    actual = second_derivative(sharded_call(2, strategy=name, is_causal=True), *arrays())
+    cases.assert_close(actual, second_derivative(whole, *arrays()), 1e-4)
+
+
+def test_a_ring_has_no_second_derivative():
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        second_derivative(sharded_call(2, strategy="ring", is_causal=True), *arrays())
+
+
+@pytest.mark.parametrize("kind", load_balance.KINDS)
+@pytest.mark.parametrize("shards", [1, 3, 4])
+def test_orders(kind, shards):
+    tokens = 4 * shards
+    x = jnp.arange(2 * tokens).reshape(2, tokens)
+    for axis, array in ((1, x), (0, x.T), (-1, x)):
+        there = jax_flash.reorder_for_load_balance(array, axis, shards, kind)
+        np.testing.assert_array_equal(jax_flash.restore_order(there, axis, shards, kind), array)
+    order = Order(kind, shards)
+    expected = [order.positions(device, 4) for device in range(shards)]
+    np.testing.assert_array_equal(there[0], np.concatenate(expected))
+    for device, positions in enumerate(expected):
+        late = 2 * shards - 1 - device
+        of_zigzag = [2 * device, 2 * device + 1, 2 * late, 2 * late + 1]
+        of_stripes = [device + shards * i for i in range(4)]
+        np.testing.assert_array_equal(positions, of_zigzag if kind == "zigzag" else of_stripes)
+
+
+def test_orders_of_arrays_without_elements():
+    assert jax_flash.reorder_for_load_balance(jnp.zeros((0, 8, 3)), 1, 2, "zigzag").shape == (0, 8, 3)
+
+
+@pytest.mark.parametrize("function", [jax_flash.reorder_for_load_balance, jax_flash.restore_order])
+def test_malformed_orders(function):
+    x = jnp.arange(12)
+    with pytest.raises(ValueError, match="divisible by 16 chunks, two for each of 8 devices; got 12 "):
+        function(x, 0, 8, "zigzag")
+    with pytest.raises(ValueError, match="divisible by 5 devices; got 12 tokens: pad them to 15"):
+        function(x, 0, 5, "striped")
+    with pytest.raises(ValueError, match='kind must be "zigzag" or "striped"'):
+        function(x, 0, 4, "zig")
+    with pytest.raises(ValueError, match="axis must be one of x, int32"):
+        function(x, 1, 4, "zigzag")
+    with pytest.raises(ValueError, match="shards must be at least 1"):
+        function(x, 0, 0, "zigzag")
+    with pytest.raises(TypeError, match="x must be an array"):
+        function([1, 2], 0, 1, "zigzag")
+
+
+MALFORMED = {
+    "axis": (ValueError, "axis_name must be an axis of the surrounding", dict(axis_name="rows")),
+    "axes": (NotImplementedError, "axis_name must be one mesh axis", dict(axis_name=("a", AXIS))),
+    "strategy": (ValueError, 'strategy must be "auto" or "ring" or', dict(strategy="star")),
+    "load_balance": (ValueError, 'load_balance must be "zigzag" or', dict(load_balance="none")),
+    "odd": (ValueError, "queries of all devices .* 12 tokens: pad them to 16", dict(load_balance="zigzag")),
+    "heads": (NotImplementedError, "4 query heads must be divisible by the 8 devices", dict(shards=8)),
+    "stripes": (
+        NotImplementedError,
+        '"all_gather" can\'t run this call: load_balance "striped"',
+        dict(strategy="all_gather", load_balance="striped", is_causal=True),
+    ),
+    "striped_window": (
+        NotImplementedError,
+        'strategy "ring" can.t run .* a window with two sides',
+        dict(strategy="ring", load_balance="striped", is_causal=True, local_window_size=3),
+    ),
+    "striped_alibi": (
+        NotImplementedError,
+        "no strategy can run this call: ring: alibi_slopes .* ulysses: the 4 query heads .* all_gather: ",
+        dict(strategy="auto", load_balance="striped", shards=8, alibi_slopes=jnp.ones(4)),
+    ),
+    "bias": (
+        ValueError,
+        r"bias must be broadcastable to \(\*B, N, T / 4, S\), .* = \(2, 4, 3, 12\); got float32",
+        dict(bias=jnp.zeros((1, 4, 12, 12))),
+    ),
+    "bias_of_all_heads": (
+        NotImplementedError,
+        "bias must have an axis of 4 heads, or one row for all queries",
+        dict(bias=jnp.zeros((2, 1, 3, 12))),
+    ),
+    "lengths": (ValueError, r"key_value_seq_lengths must have shape", dict(key_value_seq_lengths=[1, 2, 3])),
+    "alignment": (
+        NotImplementedError,
+        'alignment must be "bottom_right"',
+        dict(alignment="top_left", key_value_seq_lengths=[1, 2]),
+    ),
+    "dropout": (ValueError, "dropout_key must be a key", dict(dropout_rate=0.5)),
+    "implementation": (NotImplementedError, '"cuda" can.t run', dict(implementation="cuda")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_calls(what):
+    error, message, options = MALFORMED[what]
+    options = dict(strategy="ulysses", axis_name=AXIS, shards=4) | options
+    shards = options.pop("shards")
+    call = functools.partial(jax_flash.context_parallel_attention, **options)
+    mapped = jax.shard_map(call, mesh=sequence_mesh(shards), in_specs=P(None, AXIS), out_specs=P(None, AXIS))
+    with pytest.raises(error, match=message):
+        jax.eval_shape(mapped, *arrays(T=12 if shards == 4 else 16))
+
+
+def test_outside_of_a_mesh():
+    with pytest.raises(ValueError, match="axis_name must be an axis of the surrounding"):
+        jax_flash.context_parallel_attention(*arrays(), axis_name=AXIS)
+
+
+def test_kernels_refuse_a_diagonal_by_name():
+    query, key, value = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(H=64))
+    shapes = Operands(query, key, value, diagonal=jax.ShapeDtypeStruct((1,), jnp.int32))
+    with jax_flash.planned_for("sm_90a"):
+        device = jax_flash._device.current()
+        for name in ("cuda", "pallas"):
+            assert "the diagonal is an operand" in _dispatch.reason(name, AttentionSpec(1.0), shapes, device)
+            if name == "cuda":
+                assert (
+                    _dispatch.reason(name, AttentionSpec(1.0), shapes.replace(diagonal=None), device) is None
+                )
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4, 8), (2, 0, 4, 8)])
+def test_nothing_to_compute(shape):
+    x = jnp.zeros(shape)
+    assert sharded_call(4, is_causal=True, load_balance="zigzag")(x, x, x).shape == shape
+
+
+class TestAuto:
+    def work(self, tokens=1024, shards=8, N=32, K=8, H=128, steps=None, visible=0.5):
+        local = Sizes(1, tokens, tokens, N, K, H, H)
+        return Work(local, shards, steps or shards, itemsize=2, visible=visible)
+
+    def test_bytes_of_each_strategy(self):
+        work = self.work(tokens=1, shards=4, N=8, K=2, H=10)
+        keys = 2 * 20  # elements
+        assert strategy.exposed_bytes("all_gather", work) == 3 * (2 * 2 + 4) * keys
+        assert strategy.exposed_bytes("ulysses", work) == 0.75 * 2 * 2 * (8 * 20 + 4 * 20)
+        # Nearly all of it, as a step of one token has nothing to hide it behind.
+        assert 0.9 < strategy.exposed_bytes("ring", work) / (3 * (2 * 2 + 4) * keys) < 1
+
+    def test_long_sequences_hide_a_ring(self):
+        assert strategy.cheapest(self.work(tokens=65536)) == "ring"
+
+    def test_short_ones_with_many_key_heads_exchange_heads(self):
+        assert strategy.cheapest(self.work(tokens=128, K=32)) == "ulysses"
+
+    def test_few_key_heads_are_gathered_or_passed_on(self):
+        work = self.work(tokens=16, shards=2, N=32, K=1)
+        assert strategy.cheapest(work) != "ulysses"
+        assert strategy.cheapest(work, ("ulysses", "all_gather")) == "all_gather"
+
+    def test_a_window_shortens_a_ring(self):
+        long, short = self.work(tokens=256, K=32), self.work(tokens=256, K=32, steps=2)
+        assert strategy.cheapest(long) == "ulysses"
+        assert strategy.cheapest(short) == "ring"
+
+    def test_one_device_moves_nothing(self):
+        assert all(strategy.exposed_bytes(name, self.work(shards=1)) == 0 for name in STRATEGIES)
+
+    @pytest.mark.parametrize(("heads", "expected"), [(4, "all-to-all"), (3, "collective-permute")])
+    def test_takes_a_strategy_that_can(self, heads, expected):
+        text = program(sharded_call(4, is_causal=True), *arrays(T=8, N=heads, K=heads))
+        assert count(text, expected)
+
+
+def test_a_window_of_stripes_is_that_of_one_side():
+    order = Order("striped", 4)
+    assert order.local_window(Window(None, 5)) == Window(None, 0)
+    assert order.local_window(Window(3, None)) == Window(0, None)
+    assert Order("zigzag", 4).local_window(Window(3, 5)) == Window(3, 5)
