@@ -117,10 +117,12 @@ def gradients(function, *args):
     return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), argnums=(0, 1, 2)))(*args)
 
 
+def with_gradients(function):
+    return lambda *args: (function(*args), gradients(function, *args))
+
+
 def program(function, *args):
-    return (
-        jax.jit(lambda *args: (function(*args), gradients(function, *args))).lower(*args).compile().as_text()
-    )
+    return jax.jit(with_gradients(function)).lower(*args).compile().as_text()
 
 
 def count(text, operation):
