@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import call, compile, dropout, fixed_point, score_mod, sm90
+from jax_flash.cuda import call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
@@ -28,7 +28,6 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
     limit = device_limit(device) or score_mod.unsupported(shapes) or dropout.unsupported(spec)
-    limit = limit or diagonal_limit(shapes)
     limit = limit or family(device).unsupported(spec, shapes)
     if limit is None:
         require_nvrtc()
@@ -44,13 +43,6 @@ def device_limit(device: Device) -> str | None:
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
     return None
-
-
-def diagonal_limit(shapes: Operands[jax.ShapeDtypeStruct]) -> str | None:
-    """Why these kernels can't run a call whose diagonal is an operand, or None without one."""
-    if shapes.diagonal is None:
-        return None
-    return "the diagonal is an operand, as in steps of context_parallel_attention with a mask or ALiBi"
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
@@ -125,8 +117,14 @@ def backward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.
 
 
 def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Array]:
+    if plan is None:
+        return {}
+    arrays = operands.present()
+    if operands.diagonal is not None:
+        shifts = jnp.broadcast_to(operands.diagonal, operands.query.shape[:1])
+        arrays["diagonal"] = jnp.clip(shifts, -mask_metadata.MAX_SHIFT, mask_metadata.MAX_SHIFT)
     # The target keeps its first name, as exported programs have it.
-    return {} if plan is None else _call("jax_flash_bounds", plan, operands.present())
+    return _call("jax_flash_bounds", plan, arrays)
 
 
 def _padded(operands: Operands) -> Operands:

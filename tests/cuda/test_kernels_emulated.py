@@ -62,6 +62,10 @@ MASK_METADATA = (
     Case(H=192, T=100, S=200, N=4, K=1, B=3, lengths="qk"),
     Case(H=128, T=10, S=300, N=8, K=2, B=4, lengths="k", right=0),  # whose heads share a tile
     Case(H=96, T=129, S=200, N=2, B=3, lengths="qk", alibi="BN", mask="B11S", right=0),
+    # Parts of longer sequences: nothing visible, a diagonal in the middle, everything visible.
+    Case(H=64, T=200, S=200, N=2, B=3, right=0, diagonal=(-200, -70, 200), return_residual=True),
+    Case(H=128, T=300, S=200, N=4, K=2, B=2, left=150, right=0, diagonal=(250, 40), alibi="1N"),
+    Case(H=256, T=100, S=130, B=3, right=0, lengths="qk", diagonal=(-60, 30, 90)),
     Case(H=128, T=400, S=400, N=2, segments="sorted", right=0, B=2),
     Case(H=64, T=300, S=700, N=2, segments="sorted", return_residual=True),
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),

@@ -17,6 +17,7 @@ from sharded_calls import AXIS, ShardedCalls, sequence_mesh
 
 import jax_flash
 from jax_flash import _dispatch
+from jax_flash._device import H100
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands, Sizes
 from jax_flash.context_parallel import load_balance, ring, strategy
@@ -388,17 +389,14 @@ def test_outside_of_a_mesh():
         jax_flash.context_parallel_attention(*arrays(), axis_name=AXIS)
 
 
-def test_kernels_refuse_a_diagonal_by_name():
+def test_which_kernels_take_a_diagonal():
     query, key, value = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(H=64))
     shapes = Operands(query, key, value, diagonal=jax.ShapeDtypeStruct((1,), jnp.int32))
-    with jax_flash.planned_for("sm_90a"):
-        device = jax_flash._device.current()
-        for name in ("cuda", "pallas"):
-            assert "the diagonal is an operand" in _dispatch.reason(name, AttentionSpec(1.0), shapes, device)
-            if name == "cuda":
-                assert (
-                    _dispatch.reason(name, AttentionSpec(1.0), shapes.replace(diagonal=None), device) is None
-                )
+    reasons = _dispatch.reasons(AttentionSpec(1.0, right=0), shapes, H100)
+    assert reasons["cuda"] is None and reasons["xla"] is None
+    assert "the diagonal is an operand" in reasons["pallas"]
+    far = _dispatch.reason("cuda", AttentionSpec(1.0, left=2**29), shapes, H100)
+    assert "a window's sides are limited" in far
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4, 8), (2, 0, 4, 8)])
