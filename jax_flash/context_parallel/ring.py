@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import _gradients
+from jax_flash import _gradients, _settings
 from jax_flash._mask import Index, PositionMask
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 from jax_flash.context_parallel import sharded
@@ -154,6 +154,7 @@ def _attend_backward(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Opera
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@_settings.as_written
 def _forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def attended(pair: Pair, partial: Partial) -> Partial:
         out, lse = autodiff.jax_flash_forward(ring.call, pair.operands)
@@ -176,6 +177,7 @@ def _forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 # A second derivative would differentiate a step as if lse were that of its own keys.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@_settings.as_written
 def _backward(
     ring: Ring,
     operands: Operands,

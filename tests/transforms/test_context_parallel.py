@@ -12,8 +12,10 @@ import sharded_calls
 import transform_cases as cases
 from attention_case import Case, draw
 from exhaustive import thorough
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import AXIS, ShardedCalls, sequence_mesh
+from strict_settings import SETTINGS, setting
 
 import jax_flash
 from jax_flash import _dispatch
@@ -269,6 +271,26 @@ def test_batch_axes_and_vmap(name, axes):
     mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=spec, out_specs=spec)
     results = jax.jit(mapped)(*args)
     cases.assert_close(tuple(x.reshape(y.shape) for x, y in zip(results, whole, strict=True)), whole)
+
+
+STRICT = {option for option in SETTINGS if option != "disable jit"}
+MIXED = {"rank promotion raise", "dtype promotion strict", "x64"}
+
+
+@pytest.mark.parametrize("name", ["ring", *thorough("all_gather", "ulysses")])
+@pytest.mark.parametrize("option", [*sorted(MIXED), *thorough(*sorted(STRICT - MIXED))])
+def test_strict_settings(name, option):
+    features = ["sinks", "alibi_slopes", "dropout", "segment_ids", "bias:BNTS"]
+    arguments, *_ = draw(make_case((name, "zigzag"), T=16, S=16, is_causal=True, features=features))
+    on_mesh = functools.partial(jax.device_put, device=NamedSharding(sequence_mesh(2), P()))
+    inputs = {k: on_mesh(arguments.pop(k)) for k in ("query", "key", "value", "bias", "sinks")}
+    arguments = {k: on_mesh(x) if hasattr(x, "shape") else x for k, x in arguments.items()}
+
+    def loss(inputs):
+        return jnp.sum(sharded_calls.attend(inputs | arguments, 2, name, "zigzag"))
+
+    with setting(option):
+        jax.block_until_ready(jax.jit(jax.grad(loss))(inputs))
 
 
 def second_derivative(function, *args):
