@@ -31,7 +31,8 @@ OF_WHOLE_SEQUENCES: dict[str, Any] = {
 @_settings.as_written
 def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sharded, Call]:
     """Check the arguments. The call's operands are this device's; lengths are those of whole sequences."""
-    order = Order(_kind(load_balance), _shards(axis_name))
+    kind, shards = _kind(load_balance), _shards(axis_name)
+    order = Order(kind if shards > 1 else None, shards)  # on one device all orders are alike
     whole = {name: getattr(arguments, name) for name in OF_WHOLE_SEQUENCES}
     alignment = _validate.one_of(
         "alignment", arguments.alignment, (_alignment.BOTTOM_RIGHT, _alignment.TOP_LEFT)

@@ -1,5 +1,6 @@
 """`context_parallel_attention`, for sequences that are sharded over the devices of a mesh axis."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -10,7 +11,6 @@ from jax.typing import ArrayLike
 from jax_flash import _arguments, _call, _device, _dispatch, _settings
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._call import Arguments, Call
-from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.context_parallel import arguments, gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
 from jax_flash.context_parallel.sharded import Sharded
@@ -187,24 +187,18 @@ def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
     chosen = choose(of, call.operands, named)
     if call.is_empty:
         return _call.attend(call, implementation)
-    names = _arguments.implementations(implementation)
     # Sums over the mesh of shared operands' gradients are transposes of these casts.
     operands, _ = vary_alike((call.operands, of.device()))
-
-    def selected(spec: AttentionSpec, operands: Operands) -> tuple[str, ...]:
-        shapes = Call(spec, operands, call.batch_shape).shapes
-        return _dispatch.select(spec, shapes, names, _device.current())
-
+    spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
+    part = {"ring": ring.step_operands, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
+    shapes = Call(spec, jax.eval_shape(functools.partial(part, of), operands), call.batch_shape).shapes
+    names, device = _arguments.implementations(implementation), _device.current()
+    selected = _dispatch.select(spec, shapes, names, device)
     if chosen == "ring":
-        step = lowering.Call(
-            of.local_spec, selected(of.local_spec, ring.step_operands(of, operands)), _device.current()
-        )
-        results = ring.attend(ring.Ring(of, step), operands)
-    elif chosen == "all_gather":
-        chunk = gather.chunk_operands(of, operands)[0]
-        results = gather.attend(of, selected(of.local_spec, chunk), operands)
+        results = ring.attend(ring.Ring(of, lowering.Call(spec, selected, device)), operands)
     else:
-        results = ulysses.attend(of, selected(of.spec, ulysses.by_heads(of, operands)), operands)
+        attend = gather.attend if chosen == "all_gather" else ulysses.attend
+        results = attend(of, selected, operands)
     if of.spec.return_residual:
         out, lse = results
         results = out, jnp.swapaxes(lse, -1, -2)

@@ -63,6 +63,11 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
     return [of_chunk(q) for q in range(of.chunks)]
 
 
+def first_chunk(of: Sharded, operands: Operands) -> Operands:
+    """The operands of the first call, as implementations are asked about them."""
+    return chunk_operands(of, operands)[0]
+
+
 def gathered(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
     """The shards of all devices, one behind the other along `axis`."""
     gather = _gathered if jnp.issubdtype(x.dtype, jnp.floating) else _all_gather

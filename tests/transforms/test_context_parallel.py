@@ -259,18 +259,32 @@ def test_scan_over_rematerialised_layers_on_a_mesh_of_three_axes(name):
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("axes", [0, 2])
 def test_batch_axes_and_vmap(name, axes):
-    query, key, value = arrays(B=4)
-    whole = jax_flash.flash_attention(query, key, value, is_causal=True, return_residual=True)
-    options = dict(axis_name=AXIS, strategy=name, is_causal=True, return_residual=True)
-    call = functools.partial(jax_flash.context_parallel_attention, **options)
+    args, lengths = arrays(B=4), jnp.array([32, 20, 5, 31])
+    options = dict(is_causal=True, return_residual=True)
+    whole = jax_flash.flash_attention(*args, key_value_seq_lengths=lengths, **options)
+
+    def call(*args):
+        *args, lengths = args
+        options_of_shards = options | dict(axis_name=AXIS, strategy=name, key_value_seq_lengths=lengths)
+        return jax_flash.context_parallel_attention(*args, **options_of_shards)
+
     if axes:
-        args = [x.reshape(2, 2, *x.shape[1:]) for x in (query, key, value)]
+        args, lengths = [x.reshape(2, 2, *x.shape[1:]) for x in args], lengths.reshape(2, 2)
     else:  # `vmap` maps the only batch axis
-        args, call = [query, key, value], jax.vmap(call)
-    spec = P(*[None] * (len(args[0].shape) - 3), AXIS)
-    mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=spec, out_specs=spec)
-    results = jax.jit(mapped)(*args)
+        call = jax.vmap(call)
+    spec = P(*[None] * (args[0].ndim - 3), AXIS)
+    mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=(spec, spec, spec, P()), out_specs=spec)
+    results = jax.jit(mapped)(*args, lengths)
     cases.assert_close(tuple(x.reshape(y.shape) for x, y in zip(results, whole, strict=True)), whole)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_one_device(layout):
+    """All orders are alike, and nothing is refused."""
+    name, kind = layout
+    options = dict(is_causal=True, local_window_size=(9, None), alibi_slopes=jnp.array([0.1, 0.2, 0.3, 0.4]))
+    actual = sharded_call(1, strategy=name, load_balance=kind, **options)(*arrays(T=15))
+    cases.assert_close(actual, jax_flash.flash_attention(*arrays(T=15), **options))
 
 
 STRICT = {option for option in SETTINGS if option != "disable jit"}
