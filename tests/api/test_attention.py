@@ -336,6 +336,7 @@ def test_the_public_names():
         "KVCache",
         "PagedKVCache",
         "apply_rotary",
+        "context_parallel_attention",
         "dot_product_attention",
         "dropout_mask",
         "explain",
@@ -346,6 +347,8 @@ def test_the_public_names():
         "planned_for",
         "precompile",
         "ragged_paged_attention",
+        "reorder_for_load_balance",
+        "restore_order",
     ]
     assert all(hasattr(jax_flash, name) for name in jax_flash.__all__)
 

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_case import OPERAND_OF
+from attention_case import OPERAND_OF, Case
 from implementation_suite import Implementation
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -75,6 +75,49 @@ def attend(arguments, shards, strategy, kind, return_residual=False, check_vma=T
     )(arrays)
     axis = arrays["query"].ndim - 3
     return jax.tree.map(lambda x: restore(x, axis, shards, kind), results)
+
+
+def drawn_call(seed):
+    """A call drawn at random: its case, and `ShardedCalls` to check it by."""
+    random = np.random.default_rng(seed)
+
+    def choose(*values):
+        return values[random.integers(len(values))]
+
+    def axes(name):
+        return f"{name}:" + "".join(axis if random.random() < 0.7 else "1" for axis in "BNTS")
+
+    lengths = choose("seq_lengths", "seq_lengths:query", "seq_lengths:key_value")
+    features = (
+        "logits_soft_cap",
+        "alibi_slopes",
+        "sinks",
+        "dropout",
+        "segment_ids",
+        "deterministic",
+        lengths,
+    )
+    features = [x for x in (*features, axes("bias"), axes("mask")) if random.random() < 0.3]
+    K = choose(1, 2, 3, 4, 8)
+    T, S = (16 * choose(1, 2, 3, 5) for _ in range(2))
+    case = Case(
+        "fuzz",
+        choose("float32", "bfloat16", "float16"),
+        T=T,
+        S=choose(T, S),
+        B=choose(1, 2, 3),
+        N=K * choose(1, 2, 4),
+        K=K,
+        H=choose(4, 8, 24),
+        V=choose(None, 12),
+        is_causal=choose(False, True),
+        local_window_size=choose(None, tuple(choose(None, 0, 1, 3, 20) for _ in range(2))),
+        features=tuple(features),
+        residual=choose("used", "unused", "absent"),
+        seed=seed,
+    )
+    strategy, kind = choose("ring", "all_gather", "ulysses", "auto"), choose(None, "zigzag", "striped")
+    return case, ShardedCalls(choose(2, 4, 8), strategy, kind)
 
 
 @dataclasses.dataclass

@@ -100,6 +100,16 @@ def test_each_option(option, layout, shards, dtype):
     ShardedCalls(shards, *layout).check(make_case(layout, dtype, **options))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_calls(seed):
+    case, calls = sharded_calls.drawn_call(seed)
+    try:
+        calls.check(case)
+    except NotImplementedError as refusal:
+        assert "run this call" in str(refusal)
+
+
 def arrays(T=32, B=2, N=4, K=2, H=8):
     draw = np.random.default_rng(0)
     return [jnp.asarray(draw.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K)]
