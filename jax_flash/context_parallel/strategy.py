@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
+
 from jax_flash import _validate
 from jax_flash._spec import Operands, Sizes
 from jax_flash.context_parallel import ring, ulysses
@@ -96,6 +98,8 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     """Why a strategy can't run the call, or None."""
     if strategy == "ulysses":
         return _refusal_of_ulysses(of, operands)
+    if explicit := jax.typeof(operands.query).sharding.mesh.explicit_axes:
+        return f"the surrounding shard_map leaves the Explicit axes {explicit}; it must map over them too"
     if of.order.kind != STRIPED or not of.is_positional:
         return None
     if strategy == "all_gather":

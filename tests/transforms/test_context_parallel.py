@@ -12,7 +12,7 @@ import sharded_calls
 import transform_cases as cases
 from attention_case import Case, draw
 from exhaustive import thorough
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import AXIS, ShardedCalls, sequence_mesh
 from strict_settings import SETTINGS, setting
@@ -264,6 +264,30 @@ def test_scan_over_rematerialised_layers_on_a_mesh_of_three_axes(name):
     whole = functools.partial(layers, functools.partial(jax_flash.flash_attention, is_causal=True))
     cases.assert_close(jax.jit(mapped)(query, key, value), whole(query, key, value))
     cases.assert_close(gradients(mapped, query, key, value), gradients(whole, query, key, value), 1e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_shard_map_that_leaves_other_axes(name, kind):
+    """They partition batch and heads; Explicit ones are refused where types would not fit."""
+    args, options = arrays(N=8, K=4), dict(is_causal=True, key_value_seq_lengths=jnp.array([32, 7]))
+    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "model"), axis_types=(kind,) * 3)
+    call = functools.partial(
+        jax_flash.context_parallel_attention, axis_name=AXIS, strategy=name, load_balance="zigzag", **options
+    )
+    shards = P(None, AXIS)
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(call, in_specs=shards, out_specs=shards, axis_names={AXIS})
+        zigzag = [sharded_calls.reorder(x, 1, 2, "zigzag") for x in args]
+        zigzag = [jax.device_put(x, NamedSharding(mesh, P("data", AXIS, "model"))) for x in zigzag]
+        if kind == AxisType.Explicit and name != "ulysses":
+            with pytest.raises(NotImplementedError, match="leaves the Explicit axes"):
+                jax.eval_shape(mapped, *zigzag)
+            return
+        results = jax.device_get(jax.jit(with_gradients(mapped))(*zigzag))
+    actual = jax.tree.map(lambda x: sharded_calls.restore(x, 1, 2, "zigzag"), results)
+    whole = functools.partial(jax_flash.flash_attention, **options)
+    cases.assert_close(actual, with_gradients(whole)(*args))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
