@@ -181,7 +181,7 @@ def test_keeps_its_shards_alone_for_the_backward_pass(name):
     """Outputs, operands and lse of a device, and neither others' keys nor anything of T × S."""
     query, key, value = arrays(T=256)
     call = sharded_call(4, strategy=name, is_causal=True)
-    _, vjp = jax.vjp(call, query, key, value)
+    _, vjp = jax.vjp(jax.jit(call), query, key, value)
     kept = sum(x.nbytes for x in jax.tree.leaves(vjp) if isinstance(x, jax.Array))
     keys = 2 * key.nbytes * (2 if name == "ulysses" else 1)  # 2 key heads become 4
     assert kept <= 1.1 * (2 * query.nbytes + keys + query.nbytes // 8)
@@ -199,7 +199,7 @@ def test_a_causal_window_needs_the_steps_that_it_reaches():
     assert ring.steps(of_window(1, has_lengths=True)) == 4
 
 
-@pytest.mark.parametrize("left", [0, 9, *thorough(5, 8, 16)])
+@pytest.mark.parametrize("left", [9, *thorough(0, 5, 8, 16)])
 def test_a_ring_for_a_window_is_exact(left):
     call = sharded_call(4, strategy="ring", is_causal=True, local_window_size=(left, 0))
     whole = functools.partial(jax_flash.flash_attention, is_causal=True, local_window_size=(left, 0))
@@ -312,17 +312,16 @@ def test_batch_axes_and_vmap(name, axes):
     cases.assert_close(tuple(x.reshape(y.shape) for x, y in zip(results, whole, strict=True)), whole)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_one_device(layout):
+@pytest.mark.parametrize(("name", "kind"), zip(STRATEGIES, ("striped", "zigzag", "striped"), strict=True))
+def test_on_one_device(name, kind):
     """All orders are alike, and nothing is refused."""
-    name, kind = layout
     options = dict(is_causal=True, local_window_size=(9, None), alibi_slopes=jnp.array([0.1, 0.2, 0.3, 0.4]))
-    actual = sharded_call(1, strategy=name, load_balance=kind, **options)(*arrays(T=15))
+    actual = jax.jit(sharded_call(1, strategy=name, load_balance=kind, **options))(*arrays(T=15))
     cases.assert_close(actual, jax_flash.flash_attention(*arrays(T=15), **options))
 
 
 STRICT = {option for option in SETTINGS if option != "disable jit"}
-MIXED = {"rank promotion raise", "dtype promotion strict", "x64"}
+MIXED = {"rank promotion raise", "dtype promotion strict"}
 
 
 @pytest.mark.parametrize("name", ["ring", *thorough("all_gather", "ulysses")])
