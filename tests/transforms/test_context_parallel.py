@@ -312,7 +312,9 @@ def test_batch_axes_and_vmap(name, axes):
     cases.assert_close(tuple(x.reshape(y.shape) for x, y in zip(results, whole, strict=True)), whole)
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(STRATEGIES, ("striped", "zigzag", "striped"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ring", "striped"), ("all_gather", "striped"), ("ulysses", "zigzag")]
+)
 def test_on_one_device(name, kind):
     """All orders are alike, and nothing is refused."""
     options = dict(is_causal=True, local_window_size=(9, None), alibi_slopes=jnp.array([0.1, 0.2, 0.3, 0.4]))
