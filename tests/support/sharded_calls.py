@@ -4,6 +4,8 @@ Arguments and results are whole and in the sequence's own order, so both kinds o
 """
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -134,3 +136,35 @@ class ShardedCalls(Implementation):
     def attend(self, arguments, **options):
         options = options | self.options
         return attend(arguments, self.shards, self.strategy, self.kind, **options)
+
+
+def arrays(T=32, B=2, N=4, K=2, H=8):
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K)]
+
+
+def sharded_call(shards, check_vma=True, **options):
+    """A function of whole query, key and value, in the order of `load_balance`."""
+    return jax.shard_map(
+        functools.partial(jax_flash.context_parallel_attention, axis_name=AXIS, **options),
+        mesh=sequence_mesh(shards),
+        in_specs=P(None, AXIS),
+        out_specs=P(None, AXIS),
+        check_vma=check_vma,
+    )
+
+
+def gradients(function, *args):
+    return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), argnums=(0, 1, 2)))(*args)
+
+
+def with_gradients(function):
+    return lambda *args: (function(*args), gradients(function, *args))
+
+
+def program(function, *args):
+    return jax.jit(with_gradients(function)).lower(*args).compile().as_text()
+
+
+def count(text, operation):
+    return len(re.findall(rf" {operation}(?:-start)?\(", text))
