@@ -10,8 +10,9 @@ The backward pass goes round likewise. Each step computes what its pairs of quer
 gradients, from lse and delta of the whole rows. dQ stays where the queries are. dK and dV are float32 sums
 that follow their keys one step behind, so they also travel while a step computes; at last they go home.
 
-A device keeps its own keys and values alone for the backward pass. Steps without a visible pair compute
-nothing, and a causal window needs no more steps than it reaches back.
+A device keeps its own keys and values alone for the backward pass. Steps in which causality, the window,
+lengths or segment ids leave no visible pair compute nothing, and a causal window needs no more steps than it
+reaches back.
 
 Ring Attention: https://arxiv.org/abs/2310.01889.
 """
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _gradients, _settings
-from jax_flash._mask import Index, PositionMask
+from jax_flash._mask import Index, PositionMask, both
 from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.partial import Partial
@@ -102,18 +103,33 @@ def _over_pairs(
     visit: Callable[[Pair, State], State],
     state: State,
 ) -> State:
-    """`state` after `visit(pair, state)` for the pairs of a step in which a query may see a key."""
+    """`state` after `visit(pair, state)` for the pairs of a step of which a query may see a key."""
     source = (of.device() - step) % of.order.shards
 
     def one(index: Index, state: State) -> State:
         pair = _pair(of, operands, keys, source, index // of.chunks, index % of.chunks)
-        if not of.may_be_skipped():
+        may_see = _may_see(of, pair)
+        if may_see is None:
             return visit(pair, state)
-        visited = pair.mask.block_range(0, pair.mask.rows, of.keys_per_chunk)
-        is_visible = jnp.any(visited.first < visited.last)
-        return jax.lax.cond(is_visible, lambda state: visit(pair, state), lambda state: state, state)
+        return jax.lax.cond(jnp.any(may_see), lambda state: visit(pair, state), lambda state: state, state)
 
     return one(0, state) if of.chunks == 1 else jax.lax.fori_loop(0, of.chunks**2, one, state)
+
+
+def _may_see(of: Sharded, pair: Pair) -> jax.Array | None:
+    """Whether any query of the pair may see a key, for each batch row or all; None if all may.
+
+    Segments are compared by their least and greatest ids. A mask is not looked at.
+    """
+    may_see = None
+    if of.may_be_skipped():
+        visited = pair.mask.block_range(0, pair.mask.rows, of.keys_per_chunk)
+        may_see = visited.first < visited.last
+    queries, keys = pair.operands.query_segment_ids, pair.operands.key_value_segment_ids
+    if queries is not None and keys is not None:
+        share = (queries.min(-1) <= keys.max(-1)) & (keys.min(-1) <= queries.max(-1))
+        may_see = both(may_see, share)
+    return may_see
 
 
 def step_operands(of: Sharded, operands: Operands) -> Operands:

@@ -87,7 +87,7 @@ class Sharded:
         return operands, mask
 
     def may_be_skipped(self) -> bool:
-        """Whether there may be chunks of which no query sees a key."""
+        """Whether there may be chunks of which no query sees a key, by their positions."""
         return self.has_lengths or not self.window.unbounded
 
 

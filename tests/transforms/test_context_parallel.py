@@ -134,6 +134,31 @@ def test_a_ring_sends_before_it_computes():
             assert names.index("ppermute") < names.index("cond")
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, "segments", "lengths"], ids=str)
+def test_steps_in_which_nothing_is_visible_are_skipped(options):
+    """The program has a condition where there may be such steps, and none elsewhere."""
+    query, key, value = arrays()
+    ids = jnp.repeat(jnp.arange(4), 8)[None].repeat(2, 0)
+    if options == "segments":
+        options = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+    elif options == "lengths":
+        options = dict(key_value_seq_lengths=jnp.array([8, 7]))
+    specs = {name: P() if "lengths" in name else P(None, AXIS) for name in options if name != "is_causal"}
+    static = {name: x for name, x in options.items() if name not in specs}
+    call = functools.partial(jax_flash.context_parallel_attention, axis_name=AXIS, strategy="ring", **static)
+    mapped = jax.shard_map(
+        lambda query, key, value, others: call(query, key, value, **others),
+        mesh=sequence_mesh(4),
+        in_specs=(P(None, AXIS),) * 3 + (specs,),
+        out_specs=P(None, AXIS),
+    )
+    others = {name: options[name] for name in specs}
+    text = str(jax.make_jaxpr(mapped)(query, key, value, others))
+    assert ("cond[" in text) == bool(options)
+    actual = jax.jit(mapped)(query, key, value, others)
+    cases.assert_close(actual, jax_flash.flash_attention(query, key, value, **options))
+
+
 def bodies_with_ppermute(jaxpr):
     """The bodies of loops that send something."""
     for equation in jaxpr.eqns:
