@@ -42,8 +42,8 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
 
     - all_gather: keys and values go to each other device, forward and again backward, and come back as
       float32 gradients.
-    - ring: the same bytes, one device at a time; a window needs fewer steps. Each step's transfer runs beside
-      its computation, so only what takes longer than that counts.
+    - ring: the same bytes, one device at a time, and the gradients once more, to go home. A window needs
+      fewer steps. Transfers run beside the steps' computation; only what takes longer than that counts.
     - ulysses: all but one part in n of queries, keys, values and output, there or back, forward and backward.
       Key heads count as often as they are repeated.
     """
@@ -53,10 +53,10 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
         key_elements *= ulysses.key_heads_sent(n.K, shards) // n.K
         elements = n.B * n.T * n.N * (n.H + n.V) + key_elements
         return 2 * elements * work.itemsize * (shards - 1) / shards
-    others = shards - 1 if strategy == "all_gather" else work.steps - 1
-    sent = others * key_elements * (2 * work.itemsize + 4)
     if strategy == "all_gather":
-        return sent
+        return (shards - 1) * key_elements * (2 * work.itemsize + 4)
+    sends = work.steps - 1
+    sent = key_elements * (2 * sends * work.itemsize + 4 * (sends + 1 if sends else 0))
     flops = (1 + BACKWARD_FLOPS) * 2 * n.B * n.N * n.T * n.S * (n.H + n.V) * work.steps * work.visible
     return max(0.0, sent - flops / FLOPS_PER_BYTE)
 

@@ -151,7 +151,7 @@ class TestAuto:
         assert strategy.exposed_bytes("all_gather", work) == 3 * (2 * 2 + 4) * keys
         assert strategy.exposed_bytes("ulysses", work) == 0.75 * 2 * 2 * (8 * 20 + 4 * 20)
         # Nearly all of it, as a step of one token has nothing to hide it behind.
-        assert 0.9 < strategy.exposed_bytes("ring", work) / (3 * (2 * 2 + 4) * keys) < 1
+        assert 0.9 < strategy.exposed_bytes("ring", work) / ((3 * 2 * 2 + 4 * 4) * keys) < 1
 
     def test_long_sequences_hide_a_ring(self):
         assert strategy.cheapest(self.work(tokens=65536)) == "ring"
@@ -165,14 +165,14 @@ class TestAuto:
         assert strategy.cheapest(work, ("ulysses", "all_gather")) == "all_gather"
 
     def test_a_window_shortens_a_ring(self):
-        long, short = self.work(tokens=256, K=32), self.work(tokens=256, K=32, steps=2)
+        long, short = self.work(tokens=2048, K=32), self.work(tokens=2048, K=32, steps=2)
         assert strategy.cheapest(long) == "ulysses"
         assert strategy.cheapest(short) == "ring"
 
     def test_one_device_moves_nothing(self):
         assert all(strategy.exposed_bytes(name, self.work(shards=1)) == 0 for name in STRATEGIES)
 
-    @pytest.mark.parametrize(("heads", "expected"), [(4, "all-to-all"), (3, "collective-permute")])
+    @pytest.mark.parametrize(("heads", "expected"), [(4, "all-to-all"), (3, "all-gather")])
     def test_takes_a_strategy_that_can(self, heads, expected):
         text = program(sharded_call(4, is_causal=True), *arrays(T=8, N=heads, K=heads))
         assert count(text, expected)
