@@ -191,6 +191,19 @@ def test_a_ring_for_a_window_is_exact(left):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+def test_rematerialisation_by_names(name):
+    """With the policy of `transforms/autodiff.py`, attention does not run a second time."""
+
+    def forward_passes(*names):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        call = jax.checkpoint(sharded_call(2, strategy=name, is_causal=True), policy=policy)
+        text = jax.jit(functools.partial(gradients, call)).lower(*arrays()).as_text()
+        return text.count("call @jax_flash_forward")
+
+    assert 2 * forward_passes("jax_flash_out", "jax_flash_lse") == forward_passes("jax_flash_out")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_inside_pmap(name):
     query, key, value = arrays()
     call = functools.partial(jax_flash.context_parallel_attention, strategy=name, is_causal=True)
