@@ -4,7 +4,9 @@
 import jax_flash.cuda.call  # noqa: F401
 from jax_flash import flash_attn as flash_attn
 from jax_flash import flax as flax  # `import *` leaves it out: it would hide Flax itself
+from jax_flash import masks as masks
 from jax_flash._attention import flash_attention
+from jax_flash._block_mask import BlockMask, create_block_mask
 from jax_flash._cache import KVCache, PagedKVCache
 from jax_flash._dot_product_attention import dot_product_attention
 from jax_flash._dropout import dropout_mask
@@ -16,14 +18,18 @@ from jax_flash._rotary import apply_rotary
 from jax_flash._varlen import flash_attention_varlen
 from jax_flash._with_cache import flash_attention_with_cache
 from jax_flash.context_parallel import context_parallel_attention, reorder_for_load_balance, restore_order
+from jax_flash.masks import and_masks, or_masks
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "KVCache",
     "PagedKVCache",
+    "and_masks",
     "apply_rotary",
     "context_parallel_attention",
+    "create_block_mask",
     "dot_product_attention",
     "dropout_mask",
     "explain",
@@ -31,6 +37,8 @@ __all__ = [
     "flash_attention_varlen",
     "flash_attention_with_cache",
     "flash_attn",
+    "masks",
+    "or_masks",
     "planned_for",
     "precompile",
     "ragged_paged_attention",

@@ -1,14 +1,17 @@
 """`flash_attention`, the function that the others come down to."""
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _validate
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
+from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, attend, prepare
+
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 @overload
@@ -33,6 +36,8 @@ def flash_attention(
     dropout_key: ArrayLike | None = ...,
     deterministic: bool = ...,
     return_residual: Literal[False] = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
 ) -> jax.Array: ...
@@ -60,6 +65,8 @@ def flash_attention(
     dropout_key: ArrayLike | None = ...,
     deterministic: bool = ...,
     return_residual: Literal[True],
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -86,6 +93,8 @@ def flash_attention(
     dropout_key: ArrayLike | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     implementation: str | Sequence[str] | None = None,
     alignment: Alignment = BOTTOM_RIGHT,
     broadcast_dropout: None = None,
@@ -97,17 +106,19 @@ def flash_attention(
 
     .. math::
 
-        x_{ij} &= \mathrm{cap}(\mathrm{scale} \cdot q_i \cdot k_j) + \mathrm{bias}_{ij}
-                  - \mathrm{slope} \, |i + S - T - j| \\
+        x_{ij} &= \mathrm{mod}_{ij}(\mathrm{cap}(\mathrm{scale} \cdot q_i \cdot k_j))
+                  + \mathrm{bias}_{ij} - \mathrm{slope} \, |i + S - T - j| \\
         \mathrm{lse}_i &= \log\Big(\sum_{j \in A_i} e^{x_{ij}} + e^{\mathrm{sink}}\Big) \\
         p_{ij} &= e^{x_{ij} - \mathrm{lse}_i} \cdot \mathrm{keep}_{ij} / (1 - \mathrm{rate}) \\
         \mathrm{out}_i &= \sum_{j \in A_i} p_{ij} v_j
 
-    :math:`\mathrm{cap}(x) = c \tanh(x / c)` with a soft cap :math:`c`. :math:`A_i` holds the keys that
-    row :math:`i` may attend to: those that the mask, causality, the window, the lengths and the segment
-    ids all allow. A row with none gives out 0, lse :math:`-\infty` and gradients 0.
+    :math:`\mathrm{cap}(x) = c \tanh(x / c)` with a soft cap :math:`c`. :math:`\mathrm{mod}` is score_mod, or
+    leaves a score as it is. :math:`A_i` holds the keys that
+    row :math:`i` may attend to: those that the mask, the block mask, causality, the window, the lengths and
+    the segment ids all allow. A row with none gives out 0, lse :math:`-\infty` and gradients 0.
 
-    Differentiable in query, key, value, bias, alibi_slopes and sinks, through both results. Memory is
+    Differentiable in query, key, value, bias, alibi_slopes, sinks and the floating arrays that score_mod
+    captures, through both results. Memory is
     linear in T and S, forward and backward.
 
     Letters: `*B` any leading batch axes (none too), `T` queries, `S` keys, `N` query heads, `K` key heads
@@ -142,6 +153,12 @@ def flash_attention(
         function of (key, batch, head, i, j): `jax_flash.dropout_mask` returns it.
       deterministic: make gradients bitwise equal from run to run.
       return_residual: return lse beside the output.
+      score_mod: `(score, batch, head, query_index, key_index) -> score` of scalars, traced once as JAX: the
+        score is float32, after scale and soft cap and before bias and ALiBi; the others are int32. Indices
+        count from 0 in each sequence, batch rows from 0 over all of `*B`; head is the query head. It may
+        read arrays that it captures, and gradients flow to these. A score of -inf hides a key.
+      block_mask: which queries see which keys, by blocks, as `jax_flash.create_block_mask` makes it. Blocks
+        in which nothing is seen cost nothing. Allows what mask and the others allow too.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the
         fastest that supports the call on this device (`jax_flash.explain` tells which, and why).
       alignment: "bottom_right" as above, or "top_left": query i is at key i, also where T ≠ S or lengths are
@@ -165,7 +182,8 @@ def flash_attention(
       and FlashAttention-3 (https://arxiv.org/abs/2407.08608); the online softmax
       (https://arxiv.org/abs/1805.02867); ALiBi (https://arxiv.org/abs/2108.12409); grouped queries
       (https://arxiv.org/abs/2305.13245); the soft cap of Gemma 2 (https://arxiv.org/abs/2408.00118);
-      attention sinks (https://arxiv.org/abs/2309.17453).
+      attention sinks (https://arxiv.org/abs/2309.17453); score and mask functions
+      (https://arxiv.org/abs/2412.05496).
     """
     if broadcast_dropout is not None:
         raise TypeError(
@@ -192,6 +210,8 @@ def flash_attention(
         dropout_key=dropout_key,
         deterministic=deterministic,
         return_residual=return_residual,
+        score_mod=score_mod,
+        block_mask=block_mask,
         alignment=alignment,
     )
     return attend(prepare(arguments), implementation)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import functions
 from jax_flash.functions import intervals
 from jax_flash.functions.intervals import Interval
+from jax_flash.functions.static import Arrays, StaticFunction, flat, static_mask_mod
 
 MaskMod = Callable[..., Any]
 """`(batch, head, query_index, key_index) -> bool`, of int32 scalars; True attends."""
@@ -63,16 +63,32 @@ def block_kinds(
     Returns:
       int8 `(B, N, ceil(T / block_size[0]), ceil(S / block_size[1]))`.
     """
-    queries, keys = _starts(T, block_size[0]), _starts(S, block_size[1])
+    function, captured = static_mask_mod(mask_mod)
+    return kinds_of(function, (B, N), (T, S), block_size, [flat(x) for x in captured])
+
+
+# One program, in which numbers are constants: sent to the device one by one, a transfer guard refuses them.
+@functools.partial(jax.jit, static_argnums=range(4))
+def kinds_of(
+    mask_mod: StaticFunction,
+    rows_and_heads: tuple[int, int],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    captured: Arrays,
+) -> jax.Array:
+    """`block_kinds` of a traced function, and the arrays that it captures, flat."""
+    queries, keys = (_starts(*sizes) for sizes in zip(lengths, block_size, strict=True))
+    B, N = rows_and_heads
     shape = B, N, len(queries), len(keys)
-    low, high = _bounds(mask_mod, shape, (T, S), block_size)
+    low, high = _bounds(mask_mod, captured, shape, lengths, block_size)
     kinds = jnp.where(low, Kind.FULL, jnp.where(high, Kind.PARTIAL, Kind.HIDDEN)).astype(jnp.int8)
     kinds = jnp.broadcast_to(kinds, shape)
     if kinds.size == 0:
         return kinds
-    return _settled(mask_mod, kinds, (T, S), block_size)
+    return _settled(mask_mod, captured, kinds, lengths, block_size)
 
 
+@jax.jit
 def lists(kinds: jax.Array) -> tuple[Lists, Lists]:
     """Key blocks of each block of queries, and query blocks of each block of keys."""
     return _lists(kinds), _lists(jnp.swapaxes(kinds, -1, -2))
@@ -93,12 +109,14 @@ def _starts(length: int, block: int) -> np.ndarray:
 
 
 def _bounds(
-    mask_mod: MaskMod, shape: tuple[int, ...], lengths: tuple[int, int], block_size: tuple[int, int]
+    mask_mod: StaticFunction,
+    captured: Arrays,
+    shape: tuple[int, ...],
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
 ) -> Interval:
-    """Of the function over each block; unknown where it can't be read as scalars."""
-    try:
-        traced = functions.trace_mask_mod(mask_mod)
-    except functions.UnsupportedPrimitiveError:
+    """Of the function over each block; unknown where it has no graph."""
+    if mask_mod.value is None:
         return Interval(jnp.asarray(False), jnp.asarray(True))
     B, N, *_ = shape
     batch, head = np.arange(B, dtype=np.int32), np.arange(N, dtype=np.int32)
@@ -117,11 +135,15 @@ def _bounds(
         "query": along(2, first_query, last_query),
         "key": along(3, first_key, last_key),
     }
-    return intervals.bounds(traced.output, inputs, traced.captured)
+    return intervals.bounds(mask_mod.value, inputs, captured)
 
 
 def _settled(
-    mask_mod: MaskMod, kinds: jax.Array, lengths: tuple[int, int], block_size: tuple[int, int]
+    mask_mod: StaticFunction,
+    captured: Arrays,
+    kinds: jax.Array,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
 ) -> jax.Array:
     """Kinds as they are, from those in which PARTIAL stands for what bounds leave open."""
     shape, flat = kinds.shape, kinds.reshape(-1)
@@ -130,7 +152,7 @@ def _settled(
     # So that the last step has as many.
     open_blocks = jnp.concatenate([open_blocks, jnp.full(at_once, flat.size, open_blocks.dtype)])
     count = jnp.sum(flat == Kind.PARTIAL)
-    kind_of = jax.vmap(functools.partial(_kind_by_pairs, mask_mod, shape, lengths, block_size))
+    kind_of = jax.vmap(functools.partial(_kind_by_pairs, mask_mod, captured, shape, lengths, block_size))
 
     def step(state):
         done, flat = state
@@ -144,7 +166,8 @@ def _settled(
 
 
 def _kind_by_pairs(
-    mask_mod: MaskMod,
+    mask_mod: StaticFunction,
+    captured: Arrays,
     shape: tuple[int, ...],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
@@ -159,8 +182,8 @@ def _kind_by_pairs(
     is_there = (query < lengths[0])[:, None] & (key < lengths[1])[None]
     # What isn't there is not asked for.
     query, key = jnp.minimum(query, lengths[0] - 1), jnp.minimum(key, lengths[1] - 1)
-    of_keys = jax.vmap(mask_mod, (None, None, None, 0))
-    of_pairs = jax.vmap(of_keys, (None, None, 0, None))
-    sees = of_pairs(batch.astype(jnp.int32), head.astype(jnp.int32), query, key)
+    inputs = {"batch": batch, "head": head, "query": query[:, None], "key": key}
+    inputs = {name: x.reshape((1,) * (2 - x.ndim) + x.shape) for name, x in inputs.items()}
+    sees = mask_mod(inputs, captured)
     is_full, is_hidden = jnp.all(sees | ~is_there), ~jnp.any(sees & is_there)
     return jnp.where(is_full, Kind.FULL, jnp.where(is_hidden, Kind.HIDDEN, Kind.PARTIAL)).astype(jnp.int8)

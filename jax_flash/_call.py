@@ -12,10 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _alignment, _arguments, _device, _dispatch, _dropout, _sequences, _settings, _validate
+from jax_flash import (
+    _alignment,
+    _arguments,
+    _device,
+    _dispatch,
+    _dropout,
+    _functions,
+    _sequences,
+    _settings,
+    _validate,
+)
 from jax_flash._arguments import OWN_NAMES, Names
 from jax_flash._mask import UNBOUNDED, Window
-from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands, batch_axis_may_be_one, sizes
 from jax_flash.transforms import autodiff
 
 
@@ -56,6 +66,8 @@ class Arguments:
     dropout_key: Any = None
     deterministic: Any = False
     return_residual: Any = False
+    score_mod: Any = None
+    block_mask: Any = None
     packing: Packing | None = None
     alignment: Any = _alignment.BOTTOM_RIGHT
     names: Names = OWN_NAMES
@@ -80,10 +92,10 @@ class Call:
         batch = math.prod(self.batch_shape)
 
         def merged(name: str, x: jax.Array) -> jax.ShapeDtypeStruct:
-            is_shared = name in BATCH_AXIS_MAY_BE_ONE and math.prod(x.shape[:axes]) == 1
+            is_shared = batch_axis_may_be_one(name) and math.prod(x.shape[:axes]) == 1
             return jax.ShapeDtypeStruct((1 if is_shared else batch, *x.shape[axes:]), np.dtype(x.dtype))
 
-        return Operands(**{name: merged(name, x) for name, x in self.operands.present().items()})
+        return Operands.of({name: merged(name, x) for name, x in self.operands.present().items()})
 
     @property
     def is_empty(self) -> bool:
@@ -126,7 +138,11 @@ def prepare(arguments: Arguments) -> Call:
     shape = _Shape(tuple(batch), T, key.shape[-3], N)
     rate, dropout_key = _arguments.dropout(arguments.dropout_rate, arguments.dropout_key, arguments.names)
     scale, query = _arguments.scale(arguments.names["scale"], arguments.scale, 1 / math.sqrt(H), query)
+    score_mod, block_mask, of_functions = _functions.operands(
+        arguments.score_mod, arguments.block_mask, shape.batch, (T, shape.S, N)
+    )
     spec = _spec(arguments, shape, scale, rate)
+    spec = dataclasses.replace(spec, score_mod=score_mod, block_mask=block_mask)
     operands = Operands(
         query=shape.with_batch(query),
         key=shape.with_batch(key),
@@ -137,7 +153,7 @@ def prepare(arguments: Arguments) -> Call:
         **_per_sequence(arguments, shape),
         **_dropout_hashes(dropout_key, shape),
     )
-    return Call(spec, operands, shape.batch)
+    return Call(spec, operands.replace(**of_functions), shape.batch)
 
 
 def _check_symbolic(arguments: Arguments) -> None:

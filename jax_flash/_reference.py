@@ -15,9 +15,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from jax_flash import _dropout
-from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands, sizes
+from jax_flash._block_kinds import Kind
+from jax_flash._spec import AttentionSpec, Gradients, Operands, captured_name, sizes
 
 
 def reference(spec: AttentionSpec, operands: Operands, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
@@ -88,11 +90,11 @@ def _with_gradients(attention, spec, operands, d_out, d_lse):
 
 
 def _forward_and_backward(attention, spec, operands, d_out, d_lse):
-    differentiable = {name: x for name, x in operands.present().items() if name in DIFFERENTIABLE}
+    differentiable = operands.differentiable()
     (out, lse), vjp = jax.vjp(lambda inputs: attention(spec, operands.replace(**inputs)), differentiable)
     d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse.astype(lse.dtype)
     (gradients,) = vjp((d_out.astype(out.dtype), d_lse))
-    return out, lse, Gradients(**gradients)
+    return out, lse, Gradients.of(gradients)
 
 
 _compiled = jax.jit(_forward_and_backward, static_argnums=(0, 1))
@@ -123,6 +125,8 @@ def _attention(spec, operands, dtype, rounding):
     x = x * spec.scale
     if spec.logits_soft_cap is not None:
         x = spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)
+    if spec.score_mod is not None:
+        x = _of_function(spec.score_mod, "score_mod", operands, dtype, x)
     if operands.bias is not None:
         x = x + operands.bias.astype(dtype)
     if operands.alibi_slopes is not None:
@@ -185,6 +189,17 @@ def _allowed(spec, operands):
     allowed = jnp.ones((size.B, size.N, size.T, size.S), bool)
     if operands.mask is not None:
         allowed &= operands.mask
+    if spec.block_mask is not None:
+        query_size, key_size = spec.block_mask.block_size
+        kinds = jnp.repeat(operands.block_kinds, query_size, axis=2)[:, :, : size.T]
+        kinds = jnp.repeat(kinds, key_size, axis=3)[..., : size.S]
+        sees = kinds == Kind.FULL
+        if spec.block_mask.mask_mod is not None:
+            differs = spec.block_mask.differs_by_batch, spec.block_mask.differs_by_head
+            sees |= (kinds == Kind.PARTIAL) & _of_function(
+                spec.block_mask.mask_mod, "mask_mod", operands, differs=differs
+            )
+        allowed &= sees
     distance = _distance(spec, operands)
     if spec.left is not None:
         allowed &= distance >= -spec.left
@@ -203,6 +218,59 @@ def _allowed(spec, operands):
         keys, _, _ = _sequences(operands.key_value_offsets, spec.max_key_value_length, size.S)
         allowed &= jnp.any(queries[:, :, :, None] & keys[:, :, None, :], axis=1)[:, None]
     return allowed
+
+
+def _of_function(function, name, operands, dtype=jnp.float32, *score, differs=(True, True)):
+    """What a user's function returns for all pairs, `(B, N, T, S)`. Everything floating in it is `dtype`."""
+    size = sizes(operands)
+    captured = [operands.captured[captured_name(name, i)] for i in range(len(function.shapes))]
+    captured = [_in_dtype(jnp.broadcast_to(x, (size.B, x.shape[1])), dtype) for x in captured]
+
+    def of_pair(consts, *scalars):
+        consts = [x.reshape(shape.shape) for x, shape in zip(consts, function.shapes, strict=True)]
+        (result,) = _evaluated(function.jaxpr, consts, scalars, dtype)
+        return result
+
+    for axis in ("key", "query", "head", "batch"):  # in the order of the arguments, from the last
+        of_index = [axis == name for name in ("batch", "head", "query", "key")]
+        in_axes = (
+            0 if axis == "batch" else None,
+            *[0] * len(score),
+            *(0 if own else None for own in of_index),
+        )
+        of_pair = jax.vmap(of_pair, in_axes)
+    heads = jnp.broadcast_to(operands.head_indices, (size.B, size.N))[0]
+    positions = (jnp.arange(n, dtype=jnp.int32) for n in (size.T, size.S))
+    return of_pair(captured, *score, operands.batch_indices * differs[0], heads * differs[1], *positions)
+
+
+def _evaluated(jaxpr, consts, args, dtype):
+    """A jaxpr's results, with everything floating in `dtype`."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def value_of(variable):
+        return _in_dtype(variable.val, dtype) if isinstance(variable, Literal) else values[variable]
+
+    for equation in jaxpr.eqns:
+        operands = [value_of(variable) for variable in equation.invars]
+        params = dict(equation.params)
+        inner = params.get("jaxpr", params.get("call_jaxpr"))
+        if inner is not None and equation.primitive.name in ("jit", "pjit", "custom_jvp_call", "closed_call"):
+            constants = [_in_dtype(x, dtype) for x in inner.consts]
+            results = _evaluated(inner.jaxpr, constants, operands, dtype)
+        else:
+            for name in ("new_dtype", "dtype", "preferred_element_type"):
+                if name in params and jnp.issubdtype(params[name], jnp.floating):
+                    params[name] = np.dtype(dtype)
+            results = equation.primitive.bind(*operands, **params)
+            results = results if equation.primitive.multiple_results else [results]
+        values |= zip(equation.outvars, results, strict=True)
+    return [value_of(variable) for variable in jaxpr.outvars]
+
+
+def _in_dtype(x, dtype):
+    x = jnp.asarray(x)
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _distance_within_sequences(spec, operands):

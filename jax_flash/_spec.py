@@ -8,10 +8,14 @@ Letters, here and everywhere: `B` batch, `T` queries, `S` keys, `N` query heads,
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from jax_flash.functions.static import StaticFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,31 @@ class AttentionSpec:
     return_residual: bool = False
     max_query_length: int | None = None
     max_key_value_length: int | None = None
+    score_mod: StaticFunction | None = None
+    block_mask: "BlockMaskSpec | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMaskSpec:
+    """What is static about a block mask; `Operands.block_kinds` has a kind for each of its blocks.
+
+    Attributes:
+      block_size: of queries and keys.
+      mask_mod: says which pairs of a partial block see each other; None where no block is partial.
+      differs_by_batch: whether batch rows have masks of their own. If not, mask_mod takes 0 for each row.
+      differs_by_head: likewise for heads.
+    """
+
+    block_size: tuple[int, int]
+    mask_mod: StaticFunction | None
+    differs_by_batch: bool = False
+    differs_by_head: bool = False
+
+
+def functions_of(spec: AttentionSpec) -> str | None:
+    """The arguments of a call that are functions of users, as text; None where it has none."""
+    given = [name for name in ("score_mod", "block_mask") if getattr(spec, name) is not None]
+    return " and ".join(given) or None
 
 
 Leaf = TypeVar("Leaf")
@@ -48,8 +77,7 @@ Leaf = TypeVar("Leaf")
 class Operands(Generic[Leaf]):
     """The arrays of a call in canonical form: one leading batch axis, ranks fixed, absent ones None.
 
-    `BATCH_AXIS_MAY_BE_ONE` lists the fields whose leading axis may be 1 to mean "the same for every
-    batch row".
+    Where `batch_axis_may_be_one`, a leading axis of 1 means "the same for every batch row".
 
     With offsets, a batch row holds P packed sequences: sequence p the queries from `query_offsets[p]` up to
     `query_offsets[p + 1]`, and keys likewise, the offsets ascending from 0 at least to T and S at most. It
@@ -59,6 +87,11 @@ class Operands(Generic[Leaf]):
     A `diagonal` moves what causality, the window and ALiBi are relative to: query `i` is aligned with key
     `i + S - T + diagonal`. So queries and keys may be parts of longer sequences, from any place on. Causal
     attention and windows then hide keys that the shapes alone don't say.
+
+    Functions of users (`AttentionSpec.score_mod`, `BlockMaskSpec.mask_mod`) take indices of the whole call.
+    So where there is a function, each row and head brings its own index, which stays with it when the call
+    is partitioned. The arrays that functions capture are in `captured`, by the names that `captured_name`
+    gives, flat: their shapes are the function's own (`StaticFunction.shapes`).
     """
 
     query: Leaf  # (B, T, N, H)
@@ -77,18 +110,64 @@ class Operands(Generic[Leaf]):
     dropout_rows: Leaf | None = None  # (B, N, T) uint32, see `_dropout.py`
     dropout_columns: Leaf | None = None  # (B, S) uint32
     diagonal: Leaf | None = None  # (B|1,) int32, by how many keys every diagonal lies further to the right
+    batch_indices: Leaf | None = None  # (B,) int32
+    head_indices: Leaf | None = None  # (B|1, N) int32
+    block_kinds: Leaf | None = None  # (B|1, N|1, blocks of T, blocks of S) int8, see `_block_kinds.py`
+    captured: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)  # (B|1, elements) each
+
+    @staticmethod
+    def of(arrays: Mapping[str, Any]) -> "Operands":
+        """From operands by name, as `present` gives them."""
+        return Operands(**_with_captured(arrays))
 
     def present(self) -> dict[str, Leaf]:
-        """The operands that are there, by name, in field order."""
-        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {name: leaf for name, leaf in fields if leaf is not None}
+        """The operands that are there, by name, in field order, and behind them those captured."""
+        return _present(self)
+
+    def differentiable(self) -> dict[str, Leaf]:
+        """The operands that have a gradient, by name."""
+        return {name: x for name, x in self.present().items() if self._is_differentiable(name, x)}
+
+    def _is_differentiable(self, name: str, x: Any) -> bool:
+        if name in self.captured:
+            return is_captured(name, "score_mod") and jnp.issubdtype(x.dtype, jnp.floating)
+        return name in DIFFERENTIABLE
 
     def replace(self, **changes: Any) -> "Operands":
-        return dataclasses.replace(self, **changes)
+        """Other operands by name, captured ones among them."""
+        return Operands.of(self.present() | changes)
 
 
-BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks", "diagonal")
 DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+"""Fields that have a gradient. Arrays that a score_mod captures have one if they are floating."""
+
+_BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks", "diagonal", "head_indices", "block_kinds")
+
+
+def batch_axis_may_be_one(name: str) -> bool:
+    """Whether an operand's leading axis may be 1 to mean "the same for every batch row"."""
+    return name in _BATCH_AXIS_MAY_BE_ONE or is_captured(name)
+
+
+def captured_name(function: str, number: int) -> str:
+    """The operand that is an array which a function captures; the function is "score_mod" or "mask_mod"."""
+    return f"{function}_{number}"
+
+
+def is_captured(name: str, *functions: str) -> bool:
+    """Whether an operand is captured by one of these functions; by any, where none is named."""
+    return name.startswith(tuple(f"{function}_" for function in functions or ("score_mod", "mask_mod")))
+
+
+def _present(arrays: Any) -> dict[str, Any]:
+    fields = ((f.name, getattr(arrays, f.name)) for f in dataclasses.fields(arrays) if f.name != "captured")
+    return {name: leaf for name, leaf in fields if leaf is not None} | dict(arrays.captured)
+
+
+def _with_captured(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """By fields: those captured in one."""
+    captured = {name: x for name, x in arrays.items() if is_captured(name)}
+    return {name: x for name, x in arrays.items() if name not in captured} | {"captured": captured}
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +175,7 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 class Gradients(Generic[Leaf]):
     """Cotangents of the differentiable operands, each with its operand's shape and dtype.
 
-    None exactly where the operand is None.
+    None exactly where the operand is None. `captured` has those of differentiable captured arrays.
     """
 
     query: Leaf
@@ -105,6 +184,16 @@ class Gradients(Generic[Leaf]):
     bias: Leaf | None = None
     alibi_slopes: Leaf | None = None
     sinks: Leaf | None = None
+    captured: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(arrays: Mapping[str, Any]) -> "Gradients":
+        """From gradients by their operands' names, as `present` gives them."""
+        return Gradients(**_with_captured(arrays))
+
+    def present(self) -> dict[str, Leaf]:
+        """The gradients that are there, by their operands' names."""
+        return _present(self)
 
 
 @dataclasses.dataclass(frozen=True)

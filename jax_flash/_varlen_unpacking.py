@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands, sizes
-from jax_flash.transforms.lowering import AXES
+from jax_flash._spec import AttentionSpec, Gradients, Operands, batch_axis_may_be_one, sizes
+from jax_flash.transforms.lowering import axes_of
 
 OFFSETS = ("query_offsets", "key_value_offsets")
 
@@ -83,9 +83,9 @@ def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Oper
 
     def unpack_one(name: str, x: jax.Array) -> jax.Array:
         for letter, tokens in (("T", queries), ("S", keys)):
-            if letter in AXES[name]:
-                return tokens.unpack(x, AXES[name].index(letter))
-        if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1:
+            if letter in axes_of(name):
+                return tokens.unpack(x, axes_of(name).index(letter))
+        if batch_axis_may_be_one(name) and x.shape[0] == 1:
             return x
         return jnp.repeat(x, count, axis=0, total_repeat_length=batch * count)
 
@@ -108,7 +108,9 @@ def forward(run: Callable[..., Any], spec: AttentionSpec, operands: Operands) ->
     """Runs `run`, an implementation's forward pass, on unpacked sequences, and packs its results."""
     queries, _ = token_axes(spec, operands)
     out, lse = run(*unpack(spec, operands))
-    return queries.pack(out, AXES["out"].index("T")), queries.pack(lse, AXES["lse"].index("T"), -jnp.inf)
+    return queries.pack(out, axes_of("out").index("T")), queries.pack(
+        lse, axes_of("lse").index("T"), -jnp.inf
+    )
 
 
 def backward(
@@ -122,7 +124,7 @@ def backward(
 ) -> Gradients:
     """Runs `run`, an implementation's backward pass, on unpacked sequences, and packs its gradients."""
     queries, keys = token_axes(spec, operands)
-    t_of_out, t_of_lse = AXES["out"].index("T"), AXES["lse"].index("T")
+    t_of_out, t_of_lse = axes_of("out").index("T"), axes_of("lse").index("T")
     gradients = run(
         *unpack(spec, operands),
         queries.unpack(out, t_of_out),
@@ -137,9 +139,9 @@ def backward(
         return gradient.reshape(operand.shape[0], -1, *gradient.shape[1:]).sum(1)
 
     return Gradients(
-        query=queries.pack(gradients.query, AXES["query"].index("T")),
-        key=keys.pack(gradients.key, AXES["key"].index("S")),
-        value=keys.pack(gradients.value, AXES["value"].index("S")),
+        query=queries.pack(gradients.query, axes_of("query").index("T")),
+        key=keys.pack(gradients.key, axes_of("key").index("S")),
+        value=keys.pack(gradients.value, axes_of("value").index("S")),
         alibi_slopes=of_all_sequences(gradients.alibi_slopes, operands.alibi_slopes),
         sinks=of_all_sequences(gradients.sinks, operands.sinks),
     )

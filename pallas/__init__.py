@@ -8,7 +8,7 @@ import jax
 from jax_flash import _device, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
-from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, functions_of, sizes
 
 from . import compat, features, limits, lowering
 from .mosaic import tiles as mosaic_tiles
@@ -25,7 +25,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
-    why_not = limits.device_reason(device) or _call_reason(shapes)
+    why_not = limits.device_reason(device) or _call_reason(spec, shapes)
     if why_not is not None:
         return why_not
     if not lowering.allowed(lowering.TRITON):
@@ -35,7 +35,9 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     return None
 
 
-def _call_reason(shapes: Operands) -> str | None:
+def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
+    if functions := functions_of(spec):
+        return f"its kernels take no {functions} yet"
     size = sizes(shapes)
     arrays = (shapes.query, shapes.key, shapes.value)
     if why_not := limits.operand_reason(arrays, (size.H, size.V), (size.T, size.S)):

@@ -28,7 +28,7 @@ from jax_flash._mask import (
     window_of,
 )
 from jax_flash._spec import AttentionSpec, Operands, Sizes
-from jax_flash.transforms.lowering import AXES
+from jax_flash.transforms.lowering import axes_of
 
 from .features import OPERANDS
 from .triton.memory import indices
@@ -39,7 +39,7 @@ LN_2 = math.log(2)
 
 SEGMENT_BLOCKS = ("first_block", "last_block")
 _AXES = {
-    **{name: "B" + AXES[name] for name in (*OPERANDS, "sinks")},
+    **{name: "B" + "".join(axes_of(name)) for name in (*OPERANDS, "sinks")},
     **dict.fromkeys(SEGMENT_BLOCKS, "BR"),  # R blocks of the tiles' rows
 }
 

@@ -19,7 +19,7 @@ from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import Chunk, restored
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms import autodiff
-from jax_flash.transforms.lowering import AXES
+from jax_flash.transforms.lowering import axes_of
 
 
 def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
@@ -47,7 +47,7 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
     """The operands of the call for each chunk of this device's queries, on all keys in their own order."""
     whole: dict[str, jax.Array] = {}
     for name, x in operands.present().items():
-        if "S" in AXES[name]:
+        if "S" in axes_of(name):
             axis = sharded.axis_of(name, x, "S")
             if sharded.goes_with_keys(name):
                 x = gathered(of.axis_name, axis, x)

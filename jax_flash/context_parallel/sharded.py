@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax_flash._mask import PositionMask, Window
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
-from jax_flash.transforms.lowering import AXES, batch_shape
+from jax_flash.transforms.lowering import axes_of, batch_shape
 
 Spans = dict[str, tuple[jax.Array | int, int]]
-"""A part of an array, by letters of its axes (`lowering.AXES`): where it starts and how long it is."""
+"""A part of an array, by letters of its axes (`lowering.axes_of`): where it starts and how long it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Sharded:
 
 def goes_with_keys(name: str) -> bool:
     """Whether the operand goes with the keys: sharded along them, and along nothing else."""
-    return "S" in AXES[name] and "T" not in AXES[name]
+    return "S" in axes_of(name) and "T" not in axes_of(name)
 
 
 def key_side(operands: Operands) -> dict[str, jax.Array]:
@@ -103,7 +103,7 @@ def key_side(operands: Operands) -> dict[str, jax.Array]:
 
 def axis_of(name: str, x: jax.Array, letter: str) -> int:
     """Which axis of the array has that letter."""
-    return x.ndim - len(AXES[name]) + AXES[name].index(letter)
+    return x.ndim - len(axes_of(name)) + axes_of(name).index(letter)
 
 
 def take(name: str, x: jax.Array, spans: Spans) -> jax.Array:
@@ -130,5 +130,5 @@ def add(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
 
 def _axes(name: str, x: jax.Array, spans: Spans) -> Iterator[tuple[int, jax.Array | int, int]]:
     for letter, (start, length) in spans.items():
-        if letter in AXES[name] and x.shape[axis_of(name, x, letter)] not in (1, length):
+        if letter in axes_of(name) and x.shape[axis_of(name, x, letter)] not in (1, length):
             yield axis_of(name, x, letter), start, length

@@ -21,7 +21,7 @@ from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import reordered, restored
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms import autodiff
-from jax_flash.transforms.lowering import AXES
+from jax_flash.transforms.lowering import axes_of
 
 
 def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
@@ -53,7 +53,7 @@ def by_heads(of: Sharded, operands: Operands) -> Operands:
 
 def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """An operand of this device's tokens and all heads, as that of all tokens and this device's heads."""
-    letters, n = AXES[name], of.order.shards
+    letters, n = axes_of(name), of.order.shards
     # A bias or mask has all keys already: it is sharded along its queries.
     along = "T" if "T" in letters else "S"
     tokens = sharded.axis_of(name, x, along) if along in letters else None

@@ -27,7 +27,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = device_limit(device) or score_mod.unsupported(shapes) or dropout.unsupported(spec)
+    limit = device_limit(device) or score_mod.unsupported(spec, shapes) or dropout.unsupported(spec)
     limit = limit or family(device).unsupported(spec, shapes)
     if limit is None:
         require_nvrtc()
@@ -99,9 +99,12 @@ def backward(
     results = _call("jax_flash_backward", plan, arrays)
     others = score_mod.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
-    return Gradients(
-        _without_padding(d_query, n.H), _without_padding(d_key, n.H), _without_padding(d_value, n.V), **others
-    )
+    of_rows = {
+        "query": _without_padding(d_query, n.H),
+        "key": _without_padding(d_key, n.H),
+        "value": _without_padding(d_value, n.V),
+    }
+    return Gradients.of(of_rows | others)
 
 
 def forward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.Array]:

@@ -103,6 +103,11 @@ def _renew_locks() -> None:
 os.register_at_fork(after_in_child=_renew_locks)
 
 
+def generated_headers(kernel: Kernel) -> dict[str, str]:
+    """Headers that a kernel includes and no file has, by the names by which it does."""
+    return {HEADER_NAME: header(kernel.parameters), **dict(kernel.headers)}
+
+
 def describe(kernel: Kernel) -> str:
     """`kernel` on one line, for errors and reports."""
     defines = " ".join(f"{name}={value}" for name, value in kernel.defines)
@@ -133,7 +138,7 @@ def _cache_key(kernel: Kernel, folder: Path) -> str:
     digest = hashlib.sha256()
     identity = [
         dataclasses.astuple(kernel),
-        header(kernel.parameters),
+        generated_headers(kernel),
         OPTIONS,
         nvrtc_version(),
         _nvrtc_build(),
@@ -177,8 +182,10 @@ def _compile(kernel: Kernel, folder: Path) -> Compiled:
         return log.rstrip(b"\0").decode(errors="replace").strip()
 
     # The log names the file by its path under `folder`, which is the same on every machine.
-    headers, names = [header(kernel.parameters).encode()], [HEADER_NAME.encode()]
-    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), kernel.source.encode(), 1, headers, names)
+    generated = generated_headers(kernel)
+    names, headers = ([x.encode() for x in column] for column in zip(*generated.items(), strict=True))
+    source = path.read_bytes(), kernel.source.encode()
+    _, program = nvrtc.nvrtcCreateProgram(*source, len(names), headers, names)
     try:
         encoded = [option.encode() for option in options]
         check(nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0], "nvrtcCompileProgram")

@@ -42,6 +42,7 @@ class Kernel:
     arch: str  # "sm_90a"
     defines: tuple[tuple[str, int | float | str], ...]
     parameters: Struct  # what the entry point takes
+    headers: tuple[tuple[str, str], ...] = ()  # generated ones that it includes: names and texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,15 +213,15 @@ _TYPES = {
 }
 
 
-_USUAL: dict[str, Any] = {"LaunchPlan": (), "TensorMap": TensorMap.l2_fetch}
+_USUAL: dict[str, Any] = {"LaunchPlan": (), "TensorMap": TensorMap.l2_fetch, "Kernel": ()}
 """By class, what its last field mostly is."""
 
 
 def dump(plan: LaunchPlan) -> str:
     """`plan` as compact JSON; equal plans give equal text.
 
-    It doesn't mention that a plan has no aliases, or that a tensor map has the usual `l2_fetch`: programs
-    that were exported before there were others don't either.
+    It doesn't mention that a plan has no aliases, or a kernel no generated headers, or that a tensor map has
+    the usual `l2_fetch`: programs that were exported before there were others don't either.
     """
 
     def encode(value: Any) -> Any:

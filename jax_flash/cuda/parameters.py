@@ -40,6 +40,10 @@ class Struct:
     name: str
     fields: tuple[tuple[str, "str | Struct"], ...]
 
+    def replace(self, **types: "str | Struct") -> "Struct":
+        """The same struct with other types of some fields, and with further fields behind them."""
+        return Struct(self.name, tuple((dict(self.fields) | types).items()))
+
     def __post_init__(self):
         for name in (self.name, *(name for name, _ in self.fields)):
             if not _IDENTIFIER.fullmatch(name):

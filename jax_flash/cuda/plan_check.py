@@ -2,7 +2,8 @@
 
 A program exported by `jax.export`, or taken from a compilation cache, carries its plans as text. Nothing says
 that this package wrote them. So before its kernels are compiled a plan is checked: it compiles only this
-package's sources, with defines that are names and numbers, and its tensor maps stay within their buffers.
+package's sources, with defines that are names and numbers and the header of a user's function, and its tensor
+maps stay within their buffers.
 What kernels do with other addresses and sizes can't be checked. An exported program is code: run those that
 you would run as code.
 """
@@ -23,6 +24,7 @@ from jax_flash.cuda.launch_plan import (
     Zero,
 )
 from jax_flash.cuda.parameters import layout
+from jax_flash.cuda.user_score_mod import HEADER_NAME as SCORE_MOD_HEADER
 
 MAX_PARAMETER_BYTES = 4096
 MAX_THREADS = 1024
@@ -74,6 +76,8 @@ def _check_kernel(kernel: Kernel) -> None:
         bool(_SOURCE.fullmatch(kernel.source)) and (compile.kernels_folder() / kernel.source).is_file(),
         f"{kernel.source!r} is no source among jax_flash's kernels",
     )
+    for name, _ in kernel.headers:
+        _require(name == SCORE_MOD_HEADER, f"{name!r} is no header that is written for a kernel")
     for name, value in kernel.defines:
         is_plain = _IDENTIFIER.fullmatch(value) if isinstance(value, str) else math.isfinite(value)
         _require(

@@ -7,9 +7,9 @@ import jax
 
 from jax_flash import _gradients
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import dropout, fixed_point, mask_metadata
+from jax_flash.cuda import dropout, fixed_point, mask_metadata, user_score_mod
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
-from jax_flash.cuda.parameters import struct
+from jax_flash.cuda.parameters import Struct, struct
 
 OPERANDS = ("bias", "mask", "alibi_slopes")
 _C_TYPES = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float"}
@@ -39,17 +39,24 @@ PARAMETERS = struct(
 )
 
 
-def unsupported(shapes: Shapes) -> str | None:
+def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
+    if spec.block_mask is not None:
+        return "its kernels take no block_mask yet"
+    if spec.score_mod is not None:
+        if shapes.query_offsets is not None:
+            return "its kernels take no score_mod with packed sequences yet"
+        if (reason := user_score_mod.unsupported(spec.score_mod, spec.deterministic)) is not None:
+            return reason
     if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
         return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
     return None
 
 
 def count(spec: AttentionSpec, shapes: Shapes) -> int:
-    """How many of soft cap, bias, mask and ALiBi the call has."""
+    """How many of soft cap, score_mod, bias, mask and ALiBi the call has."""
     operands = [name for name in OPERANDS if getattr(shapes, name) is not None]
-    return len(operands) + (spec.logits_soft_cap is not None)
+    return len(operands) + (spec.logits_soft_cap is not None) + (spec.score_mod is not None)
 
 
 def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
@@ -57,21 +64,39 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
     return count(spec, shapes) > 0
 
 
-def loaded_operand(shapes: Shapes) -> str | None:
-    """The array that a score is looked up in: "bias" (with a mask or without), "mask" alone, or None."""
-    return "bias" if shapes.bias is not None else "mask" if shapes.mask is not None else None
+def loaded_operand(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """The array that a score is looked up in: "bias" (with a mask or without), "mask" alone, or None.
 
-
-def needs_softcap_grad(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether the backward kernel keeps the soft cap's derivative beside P.
-
-    Bias and ALiBi are added after the cap, so their gradients don't have that factor.
+    One that a user's function looks up counts as a bias.
     """
-    return spec.logits_soft_cap is not None and not (shapes.bias is None and shapes.alibi_slopes is None)
-
-
-def defines(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, int | str], ...]:
     return (
+        "bias"
+        if shapes.bias is not None or user_score_mod.looks_scores_up(spec)
+        else "mask"
+        if shapes.mask is not None
+        else None
+    )
+
+
+def needs_score_grad(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether the backward kernel keeps the derivative of logits by scores beside P.
+
+    Bias and ALiBi are added after the cap and the user's function, and arrays that this captures have
+    gradients of its value, so their gradients don't have that factor.
+    """
+    is_factor = spec.logits_soft_cap is not None or user_score_mod.has_score_grad(spec)
+    others = shapes.bias is not None or shapes.alibi_slopes is not None or user_score_mod.has_gradients(spec)
+    return is_factor and others
+
+
+def parameters(spec: AttentionSpec) -> Struct:
+    """The struct of operands: `PARAMETERS`, and what the user's function reads."""
+    return user_score_mod.parameters(spec, PARAMETERS)
+
+
+def defines(spec: AttentionSpec, shapes: Shapes, backward: bool = False) -> tuple[tuple[str, int | str], ...]:
+    return (
+        *user_score_mod.defines(spec, backward),
         ("SOFT_CAP", int(spec.logits_soft_cap is not None)),
         ("BIAS", "void" if shapes.bias is None else _C_TYPES[shapes.bias.dtype.name]),
         ("ALIBI", int(shapes.alibi_slopes is not None)),
@@ -79,7 +104,7 @@ def defines(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, int | str],
     )
 
 
-NO_DEFINES = (("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0))
+NO_DEFINES = (*user_score_mod.NO_DEFINES, ("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0))
 """Defines of kernels that compute no scores."""
 
 
@@ -102,6 +127,7 @@ def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
         "slopes": pointer("alibi_slopes", slopes),
         "slopes_stride": batch_stride(slopes),
         "diagonals": pointer("diagonals", slopes if mask_metadata.is_needed(shapes) else None),
+        **user_score_mod.arguments(spec, shapes),
     }
 
 
@@ -132,14 +158,14 @@ def gradients(
     results: Mapping[str, jax.Array],
     bias_factor: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """The gradients of bias, alibi_slopes and sinks, of those that the call has, by name.
+    """The gradients of bias, alibi_slopes, sinks and captured arrays, of those that the call has, by name.
 
     Args:
       results: the backward plan's results, by name.
       bias_factor: the operand of that name that the backward plan was given, if any (fixed_point.py).
     """
-    found = {}
     factor = dropout.factor(spec)  # dS and delta come from the kernels without it
+    found = user_score_mod.gradients(operands, results, factor)
     if operands.bias is not None:
         d_bias = results["d_bias"]
         if bias_factor is not None:

@@ -35,7 +35,35 @@ class ScalarFunction:
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the captured arrays."""
-        return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, self.captured))
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.captured)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function as JAX traced it, with a constant for each captured array.
+
+    Attributes:
+      name: of the user's function, for errors.
+      result: the dtype that its graph has.
+    """
+
+    jaxpr: ClosedJaxpr
+    arguments: tuple[str, ...]
+    name: str
+    result: np.dtype
+
+
+def traced_score_mod(function: Callable[..., Any]) -> Traced:
+    """Traces `function(score, batch, head, query_index, key_index) -> score`.
+
+    Raises ValueError or TypeError if its result isn't a scalar, or isn't a float.
+    """
+    return _traced(function, ("score", *INDICES), FLOAT32)
+
+
+def traced_mask_mod(function: Callable[..., Any]) -> Traced:
+    """Traces `function(batch, head, query_index, key_index) -> bool`. Raises as `traced_score_mod`."""
+    return _traced(function, INDICES, BOOL)
 
 
 def trace_score_mod(function: Callable[..., Any], unsupported: Unsupported = nothing) -> ScalarFunction:
@@ -45,12 +73,12 @@ def trace_score_mod(function: Callable[..., Any], unsupported: Unsupported = not
       UnsupportedPrimitiveError: it has a primitive that is no scalar's, or that `unsupported` refuses.
       ValueError, TypeError: its result isn't a scalar, or isn't a float.
     """
-    return _trace(function, ("score", *INDICES), FLOAT32, unsupported)
+    return as_graph(traced_score_mod(function), unsupported)
 
 
 def trace_mask_mod(function: Callable[..., Any], unsupported: Unsupported = nothing) -> ScalarFunction:
     """Traces `function(batch, head, query_index, key_index) -> bool`. Raises as `trace_score_mod`."""
-    return _trace(function, INDICES, BOOL, unsupported)
+    return as_graph(traced_mask_mod(function), unsupported)
 
 
 def argument_shapes(arguments: Sequence[str]) -> list[jax.ShapeDtypeStruct]:
@@ -69,9 +97,7 @@ def operands(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[lazy.
     return [lazy.operand(graph, number, x.shape, np.dtype(x.dtype)) for number, x in enumerate(shapes)]
 
 
-def _trace(
-    function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype, unsupported: Unsupported
-) -> ScalarFunction:
+def _traced(function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype) -> Traced:
     # An inner `jit` would keep arrays that it captures to itself. Without it they are constants of the
     # whole. Loops of a static length are written out too.
     with jax.disable_jit():
@@ -88,11 +114,23 @@ def _trace(
             raise ValueError(
                 f"{name} captures an array of shape {x.shape}; it may have 2**31 - 1 elements at most"
             )
-    graph = Graph(unsupported)
-    traced = ScalarFunction(closed, tuple(closed.consts), arguments, graph, graph.constant(0, result))
-    captured = operands(graph, [_loadable(shape) for shape in traced.shapes])
+    return Traced(closed, arguments, name, result)
+
+
+def as_graph(traced: Traced, unsupported: Unsupported = nothing) -> ScalarFunction:
+    """The function as a graph of scalars.
+
+    Raises:
+      UnsupportedPrimitiveError: it has a primitive that is no scalar's, or that `unsupported` refuses.
+      TypeError: it captures an array of a dtype that no graph has.
+    """
+    graph, closed, arguments = Graph(unsupported), traced.jaxpr, traced.arguments
+    function = ScalarFunction(
+        closed, tuple(closed.consts), arguments, graph, graph.constant(0, traced.result)
+    )
+    captured = operands(graph, [_loadable(shape) for shape in function.shapes])
     (output,) = reading.read(graph, closed, captured, inputs(graph, arguments))
-    return dataclasses.replace(traced, output=graph.convert(output.at(()), result))
+    return dataclasses.replace(function, output=graph.convert(output.at(()), traced.result))
 
 
 def _loadable(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -34,7 +34,7 @@ class Node:
     number: int
     operation: str  # a primitive's name, or one of the above
     dtype: np.dtype
-    arguments: tuple["Node", ...]
+    arguments: tuple["Node", ...] = dataclasses.field(repr=False)
     detail: (
         Hashable  # the name of an input, the bytes of a constant, which operand, or a primitive's parameters
     )
@@ -48,14 +48,29 @@ class Node:
         return np.frombuffer(self.detail, self.dtype)[0]
 
 
-# Parameters of primitives that decide what a scalar is.
+# Parameters of primitives that decide what a scalar is, where code is written for these.
 _PARAMETERS = {
     "integer_pow": ("y",),
     "round": ("rounding_method",),
 }
+# Parameters that don't decide, or that the result's dtype says.
+_WITHOUT_MEANING = ("accuracy", "new_dtype", "weak_type", "sharding", "out_sharding", "axes", "name")
 
 _SAME_ARGUMENT = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary", "name", "reshard")
 
+
+ELEMENTWISE = frozenset(
+    (
+        *_SAME_ARGUMENT,
+        *"add add_any sub mul div rem neg abs sign max min clamp square integer_pow pow sqrt rsqrt".split(),
+        *"exp exp2 expm1 log log2 log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh".split(),
+        *"asinh acosh atanh erf erfc erf_inv lgamma digamma floor ceil round nextafter is_finite".split(),
+        *"lt le gt ge eq ne and or xor not shift_left shift_right_logical shift_right_arithmetic".split(),
+        *"population_count clz select_n convert_element_type bitcast_convert_type reduce_precision".split(),
+        *"one_minus_square polynomial cbrt".split(),
+    )
+)
+"""Primitives that may be in a graph."""
 
 Unsupported = Callable[[str, Sequence[np.dtype], np.dtype], str | None]
 """Why a primitive of that name, with arguments and a result of these types, can't be in a graph; or None."""
@@ -112,7 +127,7 @@ class Graph:
             return same
         if all(argument.operation == CONSTANT for argument in arguments):
             return self.constant(_evaluated(name, bind, arguments), dtype)
-        detail = tuple(int((params or {})[key]) for key in _PARAMETERS.get(name, ()))
+        detail = _detail(name, params or {})
         inputs = frozenset().union(*(argument.inputs for argument in arguments))
         return self._node(name, dtype, arguments, detail, inputs, bind)
 
@@ -176,6 +191,14 @@ def reachable(outputs: Iterable[Node]) -> list[Node]:
             found[node.number] = node
             pending += node.arguments
     return [found[number] for number in sorted(found)]
+
+
+def _detail(name: str, params: Mapping[str, Any]) -> Hashable:
+    """The parameters that tell one primitive from another of that name."""
+    if name in _PARAMETERS:
+        return tuple(int(params[key]) for key in _PARAMETERS[name])
+    given = (key for key in sorted(params) if key not in _WITHOUT_MEANING and params[key] is not None)
+    return tuple((key, repr(params[key])) for key in given)
 
 
 def _simplified(name: str, arguments: tuple[Node, ...], dtype: np.dtype) -> Node | None:

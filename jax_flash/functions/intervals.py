@@ -210,7 +210,8 @@ def _remainder(node: Node, a: Interval, b: Interval) -> Interval | None:
     by = jnp.where(b.low == 0, jnp.ones((), node.dtype), b.low)
     is_known = (b.low == b.high) & (b.low > 0)
     first, last = (jax.lax.rem(*jnp.broadcast_arrays(x, by)) for x in a)
-    is_one_run = (a.low >= 0) & (a.high - a.low < by) & (first <= last)
+    # The remainder has the sign of the number.
+    is_one_run = ((a.low >= 0) | (a.high < 0)) & (a.high - a.low < by) & (first <= last)
     widest = jnp.where(a.low >= 0, 0, 1 - by), jnp.where(a.high <= 0, 0, by - 1)
     low, high = (jnp.where(is_one_run, x, y) for x, y in zip((first, last), widest, strict=True))
     return _unless(~is_known, node.dtype, Interval(low, high))

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jax_flash.functions import arrays, lazy
 from jax_flash.functions.errors import UnsupportedPrimitiveError, user_line
-from jax_flash.functions.graph import DTYPES, INT32, Graph, Node
+from jax_flash.functions.graph import DTYPES, ELEMENTWISE, INT32, Graph, Node
 from jax_flash.functions.lazy import Lazy
 
 _CALLS = {
@@ -126,6 +126,8 @@ class _Reader:
         reason = self.graph.unsupported(
             equation.primitive.name, [argument.dtype for argument in arguments], dtype
         )
+        if reason is None and equation.primitive.name not in ELEMENTWISE:
+            reason = "it isn't known to compute each element from those of its arguments at the same place"
         if reason is not None:
             raise _CantWriteError(reason)
         bind = functools.partial(equation.primitive.bind, **equation.params)

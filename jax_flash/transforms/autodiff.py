@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _device, _settings
-from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_flash._spec import AttentionSpec, Gradients, Operands
 from jax_flash.transforms import batching
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
@@ -85,7 +85,8 @@ def _backward_jvp(call: Call[AttentionSpec], primals: Any, tangents: Any) -> Any
 
 def _differentiable(operands: Operands, of: Operands) -> dict[str, jax.Array]:
     """The fields of `of` for the differentiable operands."""
-    return {name: getattr(of, name) for name in operands.present() if name in DIFFERENTIABLE}
+    present = of.present()
+    return {name: present[name] for name in operands.differentiable()}
 
 
 def _of_differentiable(
@@ -115,7 +116,7 @@ def _backward_tangent(
         return vjp(cotangents)[0]
 
     values = _differentiable(operands, operands)
-    return Gradients(**jax.jvp(gradients, (values, cotangents), (d_operands, d_cotangents))[1])
+    return Gradients.of(jax.jvp(gradients, (values, cotangents), (d_operands, d_cotangents))[1])
 
 
 def _looks_for_nans_or_infinities() -> bool:
@@ -163,9 +164,8 @@ def _attend_backward(call: Call[AttentionSpec], residuals: Any, cotangents: Any)
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
     gradients = _backward(call, operands, out, lse, d_out, d_lse)
     # None stands for the absent cotangent of an operand that is not differentiable.
-    given = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
-    rest = {name: None for name in operands.present() if name not in DIFFERENTIABLE}
-    return (Operands(**given, **rest),)
+    none = dict.fromkeys(operands.present())
+    return (Operands.of(none | gradients.present()),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
+from jax_flash._spec import Gradients, Operands
 from jax_flash.transforms import partitioning
 from jax_flash.transforms.lowering import Call
 
@@ -56,19 +56,21 @@ def backward(
     @mappable.def_vmap
     def rule(size: int, in_batched: Any, operands: Operands, *rest: jax.Array | None) -> Any:
         operands_mapped, *rest_mapped = in_batched
+        is_mapped = operands_mapped.present()
+        differentiable = operands.differentiable()
         spread = _spread_over(size, (operands, *rest), in_batched)
 
         def expand(x: jax.Array, mapped: bool) -> jax.Array:
             return x if mapped else spread(x)
 
         expanded = {
-            name: expand(x, getattr(operands_mapped, name))
-            if name in DIFFERENTIABLE
-            else (x if getattr(operands_mapped, name) else x[None])
+            name: expand(x, is_mapped[name])
+            if name in differentiable
+            else (x if is_mapped[name] else x[None])
             for name, x in operands.present().items()
         }
         rest = jax.tree.map(expand, rest, tuple(rest_mapped))
-        gradients = backward(call, Operands(**expanded), *rest)
+        gradients = backward(call, Operands.of(expanded), *rest)
         return gradients, jax.tree.map(lambda _: True, gradients)
 
     return mappable(operands, out, lse, d_out, d_lse)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_flash.transforms.lowering import AXES
+from jax_flash.transforms.lowering import axes_of
 
 MeshAxes = tuple[str, ...]
 Shape = tuple[int, ...]
@@ -34,15 +34,16 @@ Arrays = dict[str, Any]
 Letters = dict[str, tuple[str, ...]]
 """The letters of all axes of each array, of inputs and results: batch axes are `b0`, `b1`, …"""
 
-_AFTER_BATCH = AXES | {"d_out": AXES["out"], "d_lse": AXES["lse"]}
+
+_COTANGENTS = {"d_out": "out", "d_lse": "lse"}
 
 
 def letters_of(shapes: Shapes) -> Letters:
     """Those of the arrays of `flash_attention`."""
 
     def letters(name: str, shape: Shape) -> tuple[str, ...]:
-        batch_axes = len(shape) - len(_AFTER_BATCH[name])
-        return (*(f"b{i}" for i in range(batch_axes)), *_AFTER_BATCH[name])
+        own = axes_of(_COTANGENTS.get(name, name))
+        return (*(f"b{i}" for i in range(len(shape) - len(own))), *own)
 
     return {name: letters(name, shape) for name, shape in shapes.items()}
 

@@ -12,7 +12,7 @@ on a machine with a GPU, and an export for several platforms.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 
 from jax_flash import _device, _dispatch, _gradients, _settings
 from jax_flash._cache_spec import CacheSpec
-from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, AttentionSpec, Gradients, Operands
+from jax_flash._spec import AttentionSpec, Gradients, Operands, batch_axis_may_be_one, is_captured
 from jax_flash.transforms import off_gpu
 from jax_flash.transforms.varying import vary_over, varying_axes
 
-AXES = {
+_AXES = {
     "query": "TNH",
     "key": "SKH",
     "value": "SKV",
@@ -41,11 +41,21 @@ AXES = {
     "dropout_rows": "NT",
     "dropout_columns": "S",
     "diagonal": "",
+    "batch_indices": "",
+    "head_indices": "N",
+    "block_kinds": "NIJ",
     "out": "TNV",
     "lse": "NT",
 }
-"""The axes of every array after its batch axes, in the letters of `_spec.py`; `O` is the offsets of packed
-sequences."""
+
+
+def axes_of(name: str) -> Sequence[str]:
+    """The axes of an array after its batch axes, in the letters of `_spec.py`.
+
+    `O` is the offsets of packed sequences, `I` and `J` the blocks of a block mask. The elements of a captured
+    array have the array's name.
+    """
+    return (name,) if is_captured(name) else _AXES[name]
 
 
 Spec = TypeVar("Spec", bound=AttentionSpec | CacheSpec)
@@ -89,18 +99,13 @@ def backward(
             return gradient.reshape(operand.shape)
         return _gradients.sum_to(_unfold(gradient, batch), operand.shape)
 
-    return Gradients(
-        **{
-            field.name: None if gradient is None else restore(gradient, getattr(operands, field.name))
-            for field in dataclasses.fields(gradients)
-            for gradient in [getattr(gradients, field.name)]
-        }
-    )
+    present = operands.present()
+    return Gradients.of({name: restore(x, present[name]) for name, x in gradients.present().items()})
 
 
 def batch_shape(operands: Operands) -> tuple[Any, ...]:
     """The batch axes of the call as a whole; in any one operand each may be 1."""
-    leading = (x.shape[: x.ndim - len(AXES[name])] for name, x in operands.present().items())
+    leading = (x.shape[: x.ndim - len(axes_of(name))] for name, x in operands.present().items())
     return jnp.broadcast_shapes(*leading)  # NumPy's takes no symbolic shapes
 
 
@@ -110,13 +115,13 @@ def fold(operands: Operands, batch: tuple[int, ...]) -> Operands:
     def fold_one(name: str, x: jax.Array) -> jax.Array:
         core = x.shape[len(batch) :]
         leading = x.shape[: len(batch)]
-        if name in BATCH_AXIS_MAY_BE_ONE and math.prod(leading) == 1:
+        if batch_axis_may_be_one(name) and math.prod(leading) == 1:
             return x.reshape(1, *core)
         if leading != batch:
             x = jnp.broadcast_to(x, (*batch, *core))
         return x.reshape(-1, *core)
 
-    return Operands(**{name: fold_one(name, x) for name, x in operands.present().items()})
+    return Operands.of({name: fold_one(name, x) for name, x in operands.present().items()})
 
 
 def _unfold(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:

@@ -25,7 +25,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_flash
-from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
+from jax_flash._spec import Gradients, Operands
 from jax_flash.transforms import lowering, serialising
 from jax_flash.transforms.layout import (
     Arrays,
@@ -49,7 +49,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse`; see `lowering.forward`."""
 
     def local(inputs: Arrays) -> Arrays:
-        out, lse = lowering.forward(call, Operands(**inputs))
+        out, lse = lowering.forward(call, Operands.of(inputs))
         return {"out": out, "lse": lse}
 
     *_, T, N, _ = operands.query.shape
@@ -75,12 +75,11 @@ def backward(
     # The program keeps it. So it has no array of this function, or `jax_check_tracer_leaks` would report it.
     def local(inputs: Arrays) -> Arrays:
         rest = ("out", "lse", "d_out", "d_lse")
-        operands = Operands(**{name: x for name, x in inputs.items() if name not in rest})
-        gradients = lowering.backward(call, operands, *map(inputs.get, rest))
-        return {name: x for name, x in vars(gradients).items() if x is not None}
+        operands = Operands.of({name: x for name, x in inputs.items() if name not in rest})
+        return lowering.backward(call, operands, *map(inputs.get, rest)).present()
 
-    results = {name: x.shape for name, x in operands.present().items() if name in DIFFERENTIABLE}
-    return Gradients(**_partitioned_attention(local, call, operands.present() | rest, results))
+    results = {name: x.shape for name, x in operands.differentiable().items()}
+    return Gradients.of(_partitioned_attention(local, call, operands.present() | rest, results))
 
 
 def _partitioned_attention(

@@ -3,13 +3,15 @@
 The gradient of a logit is `p * (d_out · v - delta)`, with lse and delta as `_gradients.py` has them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jax_flash import _device, _dropout, _gradients, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
-from jax_flash.xla import blocks, logits, loops, symbolic
+from jax_flash.xla import blocks, functions, logits, loops, symbolic
 
 
 def backward(
@@ -65,7 +67,7 @@ def backward(
     if operands.sinks is not None:
         sinks = _gradients.of_sinks(operands.sinks.astype(dtype), lse, delta)
         gradients["sinks"] = sinks.astype(operands.sinks.dtype)
-    return Gradients(**gradients)
+    return Gradients.of(gradients)
 
 
 def _of_products(gradients):
@@ -92,12 +94,16 @@ def _isolate(arrays):
 
 
 def _zero_sums(operands, dtype):
-    """Where the gradients of bias and alibi_slopes gather, by name, with heads grouped."""
+    """Where the gradients of bias, alibi_slopes and captured arrays gather, by name, with heads grouped."""
     K = sizes(operands).K
     return {
         name: loops.full(logits.by_group(x, K).shape, 0, dtype, like=operands.query)
         for name, x in operands.present().items()
         if name in ("bias", "alibi_slopes")
+    } | {
+        name: loops.full(x.shape, 0, dtype, like=operands.query)
+        for name, x in operands.differentiable().items()
+        if name in operands.captured
     }
 
 
@@ -124,6 +130,10 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
         delta_block = cut.queries.take(delta, index, 3)
 
         def key_block(key_index, state):
+            step = functools.partial(visited_block, key_index)
+            return blocks.unless_hidden(spec, operands, cut, index, key_index, step, state)
+
+        def visited_block(key_index, state):
             d_query, d_key, d_value, sums = state
             key = cut.keys.take(grouped.key, key_index, 2)
             value = cut.keys.take(grouped.value, key_index, 2)
@@ -137,7 +147,17 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
                 p_kept = jnp.where(block.kept, p / keep_probability, 0)
                 dp = jnp.where(block.kept, dp / keep_probability, 0)
             dx = p * (dp - delta_block[..., None])
-            sums = {name: _add_sum(name, x, dx, block, cut, index, key_index) for name, x in sums.items()}
+            shares = {}
+            of_logits = dx
+            if block.score is not None:
+                masked = functools.partial(block.masked, fill=0)
+                dx, shares = functions.score_mod_gradients(spec, grouped, block.score, dx, masked)
+            sums = {
+                name: x + shares[name]
+                if name in shares
+                else _add_sum(name, x, of_logits, block, cut, index, key_index)
+                for name, x in sums.items()
+            }
             if block.capped is not None:
                 dx *= 1 - jnp.square(block.capped)
             dx = logits.for_product(dx, key.dtype)

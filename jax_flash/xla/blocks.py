@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jax_flash._block_kinds import Kind
 from jax_flash._device import Device
 from jax_flash._mask import (
     PositionMask,
@@ -14,7 +15,7 @@ from jax_flash._mask import (
     segment_id_ranges,
     window_of,
 )
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, sizes
 from jax_flash.xla import symbolic
 
 QUERIES_PER_BLOCK = 256
@@ -112,7 +113,8 @@ def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     data = *lengths, operands.query_segment_ids
     window = window_of(spec, sizes(operands), is_shifted=operands.diagonal is not None)
-    return not window.unbounded or any(x is not None for x in data)
+    hides = not window.unbounded or spec.block_mask is not None
+    return hides or any(x is not None for x in data)
 
 
 def hides_keys(spec: AttentionSpec, operands: Operands) -> bool:
@@ -141,7 +143,8 @@ def position_mask(spec: AttentionSpec, operands: Operands) -> PositionMask:
 def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) -> tuple:
     """The key blocks `[first, last)` that `query_block` visits in any batch row.
 
-    Python integers where nothing rules a block out, traced ones otherwise. Masks are not looked at.
+    Python integers where nothing rules a block out, traced ones otherwise. Masks are not looked at, but
+    block masks are.
     """
     if not _may_skip(spec, operands):
         return 0, cut.keys.count
@@ -152,4 +155,34 @@ def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) 
         key_ranges = segment_id_ranges(operands.key_value_segment_ids, cut.keys.size)
         visited = visited.within(*blocks_sharing_segments(ids.min(1), ids.max(1), *key_ranges))
     first, last = visited.union()
+    if spec.block_mask is not None:
+        seen = _seen_by(spec.block_mask, operands, cut, query_block)
+        first = jnp.maximum(first, jnp.argmax(seen))
+        last = jnp.where(jnp.any(seen), jnp.minimum(last, len(seen) - jnp.argmax(seen[::-1])), first)
     return jnp.asarray(first, jnp.int32), jnp.asarray(last, jnp.int32)  # alike where JAX counts in int64 too
+
+
+def unless_hidden(spec: AttentionSpec, operands: Operands, cut: Plan, query_block, key_block, step, state):
+    """`step(state)`, or `state` where a block mask hides the block from all batch rows and heads."""
+    if spec.block_mask is None:
+        return step(state)
+    is_seen = _seen_by(spec.block_mask, operands, cut, query_block)[key_block]
+    return jax.lax.cond(is_seen, step, lambda state: state, state)
+
+
+def _seen_by(block_mask: BlockMaskSpec, operands: Operands, cut: Plan, query_block) -> jax.Array:
+    """Which key blocks of ours the block mask lets any query of a block see, in any batch row or head."""
+    kinds = operands.block_kinds
+    assert kinds is not None
+    query_size, key_size = block_mask.block_size
+    start = cut.queries.start(query_block)
+    rows = jnp.arange(kinds.shape[-2], dtype=jnp.int32) * query_size
+    is_of_block = (rows < start + cut.queries.size) & (rows + query_size > start)
+    is_seen = (kinds != Kind.HIDDEN) & is_of_block[:, None]
+    columns = jnp.any(is_seen, axis=range(kinds.ndim - 1))
+    # A block of ours has those of the mask that begin in it, and that in which it begins.
+    edges = jnp.arange(cut.keys.count, dtype=jnp.int32) * cut.keys.size
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(columns, dtype=jnp.int32)])
+    first = edges // key_size
+    last = jnp.minimum(edges + cut.keys.size, cut.keys.length) - 1
+    return before[last // key_size + 1] > before[first]

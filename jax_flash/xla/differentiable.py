@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _dropout, _varlen_unpacking
-from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms import lowering
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, symbolic
@@ -33,7 +33,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     batch = lowering.batch_shape(operands)
     dtype = operands.query.dtype
     accumulator = logits.accumulator(operands)
-    wide = {name: x.astype(accumulator) for name, x in operands.present().items() if name in DIFFERENTIABLE}
+    wide = {name: x.astype(accumulator) for name, x in operands.differentiable().items()}
     out, lse = _forward(spec, lowering.fold(operands.replace(**wide), batch))
     return out.reshape(*batch, *out.shape[1:]).astype(dtype), lse.reshape(*batch, *lse.shape[1:])
 
@@ -67,7 +67,7 @@ def _query_block(spec, operands, mask, cut, index):
     """out `(B, K, G, block of T, V)` and lse `(B, K, G, block of T)` of block `index`."""
     query = cut.queries.take(operands.query, index, 3)
     dtype = query.dtype
-    block = logits.block(spec, operands, mask, cut, query, operands.key, index, jnp.int32(0))
+    block = logits.block(spec, operands, mask, cut, query, operands.key, index, jnp.int32(0), by_jax=True)
 
     # The maximum cancels, so no derivative flows through it. It is finite, so that no -inf meets a -inf.
     top = jax.lax.stop_gradient(block.masked(block.x, -jnp.inf).max(-1, keepdims=True))

@@ -1,5 +1,7 @@
 """The forward pass: for each block of queries, an online softmax over the blocks of keys."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -59,6 +61,10 @@ def _forward(spec, operands, cut):
         query = cut.queries.take(grouped.query, index, 3)
 
         def key_block(key_index, state):
+            step = functools.partial(visited_block, key_index)
+            return blocks.unless_hidden(spec, operands, cut, index, key_index, step, state)
+
+        def visited_block(key_index, state):
             top, total, accumulated = state
             key = cut.keys.take(grouped.key, key_index, 2)
             value = cut.keys.take(grouped.value, key_index, 2)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax_flash import _dropout
 from jax_flash._mask import PositionMask, both
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.xla import blocks
+from jax_flash.xla import blocks, functions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Block:
     """Logits of one block of queries and keys, `(B, K, G, T, S)`."""
 
     x: jax.Array
+    score: dict[str, jax.Array] | None  # what score_mod took: the score and its indices; None without one
     visible: jax.Array | None  # bool, broadcasts to x; None where every query sees every key
     capped: jax.Array | None  # tanh of the soft cap, in (−1, 1); None without one
     distance: jax.Array | None  # |j − i − diagonal|, which ALiBi multiplies by −slope, float
@@ -64,6 +65,8 @@ def heads_first(operands: Operands) -> Operands:
         mask=group(operands.mask),
         alibi_slopes=group(operands.alibi_slopes),
         dropout_rows=group(operands.dropout_rows),
+        head_indices=group(operands.head_indices),
+        block_kinds=group(operands.block_kinds),
     )
 
 
@@ -104,6 +107,7 @@ def block(
     key: jax.Array,
     query_block,
     key_block,
+    by_jax: bool = False,
 ) -> Block:
     """The logits of `query` (block `query_block`) on `key` (block `key_block`).
 
@@ -112,6 +116,7 @@ def block(
       mask: from `blocks.position_mask`.
       query: `(B, K, G, block of T, H)`.
       key: `(B, K, block of S, H)`.
+      by_jax: whether score_mod is to be what JAX differentiates.
     """
     dtype = accumulator(operands)
 
@@ -128,12 +133,17 @@ def block(
     if spec.logits_soft_cap is not None:
         capped = jnp.tanh(x / spec.logits_soft_cap)
         x = spec.logits_soft_cap * capped
+    rows = cut.queries.positions(query_block).reshape(1, 1, 1, -1, 1)
+    columns = cut.keys.positions(key_block).reshape(1, 1, 1, 1, -1)
+    indices = functions.indices(operands, rows, columns)
+    score = None
+    if spec.score_mod is not None:
+        score = indices | {"score": x}
+        x = jnp.broadcast_to(functions.score_mod(spec, operands, score, by_jax).astype(dtype), x.shape)
     if operands.bias is not None:
         x += tile(operands.bias).astype(dtype)
 
     mask = mask.with_axes(4)  # a number for each batch row meets logits
-    rows = cut.queries.positions(query_block).reshape(1, 1, 1, -1, 1)
-    columns = cut.keys.positions(key_block).reshape(1, 1, 1, 1, -1)
     distance = None
     if operands.alibi_slopes is not None:
         distance = jnp.abs(columns - rows - mask.diagonal).astype(dtype)
@@ -146,6 +156,8 @@ def block(
         queries = cut.queries.take(operands.query_segment_ids, query_block, -1)
         keys = cut.keys.take(operands.key_value_segment_ids, key_block, -1)
         visible = both(visible, (queries[:, :, None] == keys[:, None, :])[:, None, None])
+    if spec.block_mask is not None:
+        visible = both(visible, functions.visible(spec.block_mask, operands, indices))
     fresh = cut.keys.fresh(key_block)
     if fresh is not None:
         visible = both(visible, fresh.reshape(1, 1, 1, 1, -1))
@@ -155,4 +167,4 @@ def block(
         row_hashes = cut.queries.take(operands.dropout_rows, query_block, -1)
         column_hashes = cut.keys.take(operands.dropout_columns, key_block, -1)
         kept = _dropout.keep(row_hashes, column_hashes[:, None, None], spec.dropout_rate)
-    return Block(x, visible, capped, distance, kept)
+    return Block(x, score, visible, capped, distance, kept)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_flash._spec import BATCH_AXIS_MAY_BE_ONE, Operands
+from jax_flash._spec import Operands, batch_axis_may_be_one
 from jax_flash.transforms.varying import vary_over, varying_axes
 from jax_flash.xla import blocks
 
@@ -84,5 +84,5 @@ def _all_finite(arrays):
 def shared_operands(operands: Operands) -> dict[str, jax.Array]:
     """The operands with a leading axis of 1 that stands for every batch row, by name."""
     return {
-        name: x for name, x in operands.present().items() if name in BATCH_AXIS_MAY_BE_ONE and x.shape[0] == 1
+        name: x for name, x in operands.present().items() if batch_axis_may_be_one(name) and x.shape[0] == 1
     }

@@ -4,14 +4,14 @@ A loop over blocks needs blocks of a known size. So sequences whose length is sy
 blocks of `BLOCK` positions, and lengths keep the padding out of the result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
-from jax_flash.transforms.lowering import AXES
+from jax_flash.transforms.lowering import axes_of
 
 BLOCK = 256
 
@@ -43,17 +43,16 @@ def backward(
     gradients = run(
         spec,
         _padded(operands),
-        _pad(out, AXES["out"], lengths),
-        _pad(lse, AXES["lse"], lengths, fill=-jnp.inf),  # of a row that sees no key
-        _pad(d_out, AXES["out"], lengths),
-        None if d_lse is None else _pad(d_lse, AXES["lse"], lengths),
+        _pad(out, axes_of("out"), lengths),
+        _pad(lse, axes_of("lse"), lengths, fill=-jnp.inf),  # of a row that sees no key
+        _pad(d_out, axes_of("out"), lengths),
+        None if d_lse is None else _pad(d_lse, axes_of("lse"), lengths),
     )
     present = operands.present()
-    return Gradients(
-        **{
+    return Gradients.of(
+        {
             name: jax.lax.slice(x, (0,) * x.ndim, present[name].shape)
-            for name, x in vars(gradients).items()
-            if x is not None
+            for name, x in gradients.present().items()
         }
     )
 
@@ -68,14 +67,14 @@ def _padding(length: Any) -> Any:
 def _padded(operands: Operands) -> Operands:
     size = sizes(operands)
     lengths = {"T": size.T, "S": size.S}
-    arrays = {name: _pad(x, AXES[name], lengths) for name, x in operands.present().items()}
+    arrays = {name: _pad(x, axes_of(name), lengths) for name, x in operands.present().items()}
     for name, length in (("query_seq_lengths", size.T), ("key_value_seq_lengths", size.S)):
         if _padding(length) != 0 and name not in arrays:
             arrays[name] = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (size.B,))
-    return Operands(**arrays)
+    return Operands.of(arrays)
 
 
-def _pad(x: jax.Array, letters: str, lengths: dict[str, Any], fill: float = 0) -> jax.Array:
+def _pad(x: jax.Array, letters: Sequence[str], lengths: dict[str, Any], fill: float = 0) -> jax.Array:
     """`x` with each axis of symbolic length padded. `letters` are those of its axes behind the batch."""
     for axis, letter in enumerate(letters, start=x.ndim - len(letters)):
         missing = _padding(lengths.get(letter, 0))

@@ -26,6 +26,9 @@ FUNCTIONS = {
     "by zero": lambda s, q, k: lax.div(k, q),
     "of floats by floats": lambda s, q, k: s / (k + 0.5) + k / s,
     "remainder": lambda s, q, k: lax.rem(q, jnp.int32(9)) + lax.rem(k, jnp.int32(64)),
+    "remainder of a run": lambda s, q, k: lax.rem(q - 80, jnp.int32(200)),
+    "remainder of runs": lambda s, q, k: lax.rem(q - 80, jnp.int32(64)) - lax.rem(k - 70, jnp.int32(60)),
+    "remainder of the least": lambda s, q, k: lax.rem(jnp.minimum(q * 100_000_000, 0), jnp.int32(7)),
     "floor": lambda s, q, k: q // 8 + q % 8,
     "exp": lambda s, q, k: jnp.exp(s) + jnp.exp2(s) + jnp.exp(30.0 * k),
     "log": lambda s, q, k: jnp.log(s) + jnp.log1p(jnp.abs(s)),
@@ -84,7 +87,14 @@ def test_bounds_hold(name):
 
 @pytest.mark.parametrize(
     "name,low,high",
-    [("sum", -18, 127), ("product", -1200, 4200), ("least", -21, 110), ("select", -20, 70), ("logic", 0, 1)],
+    [
+        ("sum", -18, 127),
+        ("product", -1200, 4200),
+        ("least", -21, 110),
+        ("remainder of a run", -100, -10),
+        ("select", -20, 70),
+        ("logic", 0, 1),
+    ],
 )
 def test_bounds_are_as_narrow_as_can_be(name, low, high):
     """As interval arithmetic has it."""

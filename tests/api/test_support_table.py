@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax_flash import _dispatch
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
+from jax_flash.functions.static import static_score_mod
 
 README = Path(__file__).parents[2] / "README.md"
 MARKED = re.compile(r"(<!-- support-table -->\n).*?(<!-- /support-table -->)", re.DOTALL)
@@ -45,6 +46,8 @@ def calls() -> dict[str, Call]:
         return dataclasses.replace(AttentionSpec(scale=0.1), **spec or {}), shapes
 
     words = {"dropout_rows": ((B, N, T), jnp.uint32), "dropout_columns": ((B, S), jnp.uint32)}
+    indices = {"batch_indices": ((B,), jnp.int32), "head_indices": ((1, N), jnp.int32)}
+    score_mod, _ = static_score_mod(lambda score, b, h, q, k: jnp.where(q < k, score, 2 * score))
     lengths, segments = ((B,), jnp.int32), (((B, T), jnp.int32), ((B, S), jnp.int32))
     return {
         "bfloat16, any lengths": call(),
@@ -73,6 +76,12 @@ def calls() -> dict[str, Call]:
         ),
         "segment ids": call(query_segment_ids=segments[0], key_value_segment_ids=segments[1]),
         "`deterministic`": call(spec={"deterministic": True}),
+        "`score_mod`": call(spec={"score_mod": score_mod}, **indices),
+        "`block_mask`": call(
+            spec={"block_mask": BlockMaskSpec((128, 128), None)},
+            **indices,
+            block_kinds=((1, 1, 8, 7), jnp.int8),
+        ),
         **calls_on_caches(),
     }
 

@@ -16,20 +16,20 @@ import pytest
 from exhaustive import thinned
 
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, captured_name
 from jax_flash.cuda import plan_check, supports
-from jax_flash.cuda.compile import compile_kernel, kernels_folder
+from jax_flash.cuda.compile import compile_kernel, generated_headers, kernels_folder
 from jax_flash.cuda.launch_plan import (
     Kernel,
     Launch,
     LaunchPlan,
 )
-from jax_flash.cuda.parameters import HEADER_NAME, header
 from jax_flash.cuda.sm90 import backward_plan, backward_tiles, forward_plan
 from jax_flash.cuda.sm90.backward_call import BackwardCall, Schedule
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.backward_units import Units
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
+from jax_flash.functions.static import static_score_mod
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
 
@@ -45,6 +45,13 @@ OF_FEATURES = {
     "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
     "segments": ("query_segment_ids", "key_value_segment_ids"),
     "packed": ("query_offsets", "key_value_offsets"),
+}
+
+_TABLE, _SLOPES = jnp.zeros((8, 33)), jnp.zeros(8)
+# Functions of users: one that looks a score up, and one whose derivative is a factor beside gradients.
+SCORE_MODS = {
+    "score_table": lambda score, b, h, q, k: score + _TABLE[h, jnp.clip(q - k, -16, 16) + 16],
+    "score_cap": lambda score, b, h, q, k: 30 * jnp.tanh(score / 30) - _SLOPES[h] * abs(q - k),
 }
 
 # Compute capability 9.0, from the tables of the CUDA programming guide.
@@ -103,6 +110,17 @@ def spec_and_operands(
         "key_value_offsets": jax.ShapeDtypeStruct((B, 17), jnp.int32),
     }
     operands = Operands(query, key, value, **{name: x for name, x in others.items() if name in features})
+    for name in SCORE_MODS.keys() & set(features):
+        score_mod, captured = static_score_mod(SCORE_MODS[name])
+        spec = dataclasses.replace(spec, score_mod=score_mod)
+        operands = operands.replace(
+            batch_indices=jax.ShapeDtypeStruct((B,), jnp.int32),
+            head_indices=jax.ShapeDtypeStruct((1, N), jnp.int32),
+            **{
+                captured_name("score_mod", i): jax.ShapeDtypeStruct((1, x.size), x.dtype)
+                for i, x in enumerate(captured)
+            },
+        )
     assert supports(spec, operands, H100) is None
     return spec, operands
 
@@ -158,6 +176,11 @@ def variants() -> dict[Kernel, Launch]:
         calls += [{"head_dim": head_dim, "features": features} | few]
     calls += [{"head_dim": head_dim, "features": features} for head_dim in (16, 32, 80, 96, 160, 208)]
     calls += [{"features": features, "dtype": "float16", "K": 8}]
+    for i, (head_dim, name) in enumerate(itertools.product((64, 128, 192, 256), SCORE_MODS)):
+        function = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
+        calls += [function | {"features": (name,), "window": window} for window in ((None, None), (None, 0))]
+        calls += [function | {"features": (name, *features[1:], "dropout"), "window": (100, 0)}]
+        calls += [function | {"features": (name, "lengths")}]
     for i, (head_dim, value_dim) in enumerate(HEAD_DIM_PAIRS):
         pair = {"head_dim": head_dim, "value_dim": value_dim, "dtype": DTYPES[i % 2]}
         calls += [{**pair, "window": window} for window in ((None, None), (None, 0), (100, 30))]
@@ -261,6 +284,9 @@ def test_compiles_without_spills_or_warnings(kernel):
     ahead = 240 + 192 * defines.get("DROPOUT", 0)
     spilled += defines.get("SEGMENTS", 0) * (ahead if kernel.entry == "forward" else 96)
     spilled += (0, 64, 320, 320, 320)[sum(score_mods)]  # what operands are read by
+    # A user's function takes what it takes: these two little alone, and much beside all other options.
+    if defines.get("SCORE_MOD"):
+        spilled += 1340 if any(score_mods) else 352
     assert report.spill_bytes <= spilled, log
     assert report.stack_bytes <= spilled, log
     launch = VARIANTS[kernel]
@@ -334,8 +360,10 @@ def compile_to_ptx(kernel: Kernel) -> str:
         f"--include-path={folder}",
         *(f"-D{name}={value}" for name, value in kernel.defines),
     ]
-    headers, names = [header(kernel.parameters).encode()], [HEADER_NAME.encode()]
-    _, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), kernel.source.encode(), 1, headers, names)
+    generated = generated_headers(kernel)
+    names, headers = ([x.encode() for x in column] for column in zip(*generated.items(), strict=True))
+    source = path.read_bytes(), kernel.source.encode()
+    _, program = nvrtc.nvrtcCreateProgram(*source, len(names), headers, names)
     try:
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [x.encode() for x in options])
         assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS

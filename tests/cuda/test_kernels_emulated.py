@@ -55,6 +55,20 @@ SCORES = (
     Case(H=256, T=150, S=200, N=2, right=0, soft_cap=2.0, bias="BN1S", return_residual=True),
     Case(H=200, T=65, S=140, N=2, soft_cap=1.0, alibi="1N", dtype="float16"),
 )
+# Functions of users, alone and with all else; rows and keys that aren't there.
+FUNCTIONS = (
+    Case(H=64, T=70, S=130, N=2, B=2, score_mod="relative_position", right=0),
+    Case(H=128, T=130, S=70, N=2, score_mod="capped", return_residual=True),
+    Case(H=256, T=65, S=100, N=2, B=2, score_mod="hides", right=0),
+    Case(H=192, T=70, S=90, N=2, K=1, B=2, score_mod="scaled", dtype="float16"),
+    Case(
+        H=128, T=70, S=140, N=2, B=2, score_mod="scaled", soft_cap=2.0, bias="1N1S", alibi="1N", mask="B11S"
+    ),
+    Case(H=64, T=100, S=140, N=4, K=2, B=2, score_mod="hides", lengths="qk", sinks="1N", dropout=0.2),
+    Case(H=128, T=9, S=200, N=8, K=2, B=2, score_mod="relative_position", left=70, right=3),
+    Case(H=256, T=70, S=70, N=2, score_mod="scaled", return_residual=True, right=0),
+    Case(H=96, T=130, S=140, score_mod="capped", deterministic=True, segments="sorted"),
+)
 # Mask metadata: batch rows shorter than the arrays, or with nothing at all; segments; packed sequences.
 MASK_METADATA = (
     Case(H=64, T=200, S=300, N=2, B=3, lengths="qk", return_residual=True),
@@ -118,6 +132,7 @@ DROPOUT = (
 # A case for each variant of the kernels, and between them for whatever runs through it.
 BACKWARD = (
     *SCORES,
+    *FUNCTIONS,
     *MASK_METADATA,
     *VALUE_DIMS,
     *DROPOUT,
@@ -179,6 +194,7 @@ IN_ORDER = (
 )
 FORWARD = (
     *SCORES,
+    *FUNCTIONS,
     *MASK_METADATA,
     *VALUE_DIMS,
     *DROPOUT,

@@ -13,7 +13,7 @@ class TestPallas(StrictSettingsSuite):
     dtype = "bfloat16"
 
     def takes(self, call):
-        return call.takes_implementation
+        return call.takes_implementation and super().takes(call)
 
 
 class TestXla(StrictSettingsSuite):
@@ -21,4 +21,4 @@ class TestXla(StrictSettingsSuite):
     dtype = "float32"
 
     def takes(self, call):
-        return call.takes_implementation
+        return call.takes_implementation and super().takes(call)

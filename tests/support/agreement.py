@@ -43,7 +43,9 @@ class Result:
 
     def rows(self, x: np.ndarray) -> np.ndarray:
         """The norm of each row of an array like this: along its last axis, or each number alone."""
-        return np.abs(x) if self.name in WITHOUT_ROWS else np.linalg.norm(x, axis=-1)
+        return (
+            np.abs(x) if self.name in WITHOUT_ROWS or _is_captured(self.name) else np.linalg.norm(x, axis=-1)
+        )
 
     def complaint_of_rows(self, plain: np.ndarray | None = None) -> str | None:
         """Says which row is off by more than rounding makes, and than twice plain attention's error."""
@@ -150,7 +152,7 @@ class Yardsticks:
         for name, x in arrays.items():
             reference, deviation = references[name], self.deviations[name]
             if name.startswith("d_"):
-                assert x.dtype == getattr(self.operands, name.removeprefix("d_")).dtype, name
+                assert x.dtype == self.operands.present()[name.removeprefix("d_")].dtype, name
                 # Without the axes that a broadcast operand has in canonical form.
                 reference, deviation = reference.reshape(x.shape), deviation.reshape(x.shape)
             assert x.shape == reference.shape, name
@@ -184,16 +186,24 @@ def deviations_of_the_whole(name: str, case: Case, roundings: int) -> float:
       be alike, and their roundings too.
     """
     few = roundings < MANY
-    if few and (case.is_drawn or name in SUMS_OVER_ROWS):
+    if few and (case.is_drawn or is_sum_over_rows(name)):
         return 4
-    if case.is_drawn and name in ("d_query", "d_key", *SUMS_OVER_ROWS):
+    if case.is_drawn and (name in ("d_query", "d_key") or is_sum_over_rows(name)):
         return 3
     return 0.8
 
 
+def is_sum_over_rows(name: str) -> bool:
+    return name in SUMS_OVER_ROWS or _is_captured(name)
+
+
+def _is_captured(name: str) -> bool:
+    """Whether a result is the gradient of an array that score_mod captures."""
+    return name.startswith("d_score_mod_")
+
+
 def by_name(gradients: Gradients) -> dict[str, np.ndarray]:
-    fields = ((field.name, getattr(gradients, field.name)) for field in dataclasses.fields(gradients))
-    return {f"d_{name}": x for name, x in fields if x is not None}
+    return {f"d_{name}": x for name, x in gradients.present().items()}
 
 
 def finite(x: np.ndarray) -> np.ndarray:

@@ -11,9 +11,10 @@ from seeds import seed_of
 
 from jax_flash import _dropout, _reference
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands, shapes_of
+from jax_flash._spec import AttentionSpec, Operands, captured_name, shapes_of
 from jax_flash.cuda import dropout, fixed_point, score_mod
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.functions.static import flat, static_score_mod
 
 # So few multiprocessors that a persistent CTA has several tiles.
 DEVICE = dataclasses.replace(H100, sm_count=2)
@@ -44,11 +45,50 @@ class Case:
     V: int | None = None  # where values have a head dim of their own
     dropout: float = 0.0
     diagonal: tuple[int, ...] | None = None  # for each batch row
+    score_mod: str | None = None  # of FUNCTIONS
 
     def __str__(self):
         return "-".join(
             f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default
         )
+
+
+def relative_position(random, case):
+    """A bias of a head and a distance, learned."""
+    table = jax.numpy.asarray(random.standard_normal((case.N, 33), np.float32))
+    return lambda score, b, h, q, k: score + table[h, jax.numpy.clip(q - k, -16, 16) + 16]
+
+
+def capped(random, case):
+    """A function of the score alone."""
+    return lambda score, b, h, q, k: 2 * jax.numpy.tanh(score / 2) + 0.25 * score
+
+
+def hides(random, case):
+    """Keys of the other parity, for odd heads; a slope for each batch row and head."""
+    slopes = jax.numpy.asarray(random.uniform(0, 0.1, (case.B, case.N)), "bfloat16")
+
+    def function(score, b, h, q, k):
+        near = score - slopes[b, h].astype("float32") * abs(q - k)
+        return jax.numpy.where((h % 2 == 1) & ((q + k) % 2 == 1), -jax.numpy.inf, near)
+
+    return function
+
+
+def scaled(random, case):
+    """By what the row is, and an embedding that is added: its gradient doesn't depend on the score."""
+    scales = jax.numpy.asarray(random.integers(0, 3, (case.B, case.T)), "int32")
+    embedding = jax.numpy.asarray(random.standard_normal((4, 3), np.float32))
+
+    def function(score, b, h, q, k):
+        own = embedding[q % 4] @ embedding[k % 4]
+        return score * jax.numpy.exp2(scales[b, q].astype("float32") - 1) + 0.3 * own
+
+    return function
+
+
+FUNCTIONS = {"relative_position": relative_position, "capped": capped, "hides": hides, "scaled": scaled}
+"""What makes each, from a random generator and the case."""
 
 
 def traits(case: Case | tuple) -> set:
@@ -137,7 +177,7 @@ def check_results(case, got, references, deviations):
             name, agreement.finite(x), agreement.finite(reference), deviations[name], reference.size
         )
         # With a few keys dS is a difference of equals, and what is left of it is noise.
-        is_noisy = (few_keys and name in ("d_query", "d_key")) or name in agreement.SUMS_OVER_ROWS
+        is_noisy = (few_keys and name in ("d_query", "d_key")) or agreement.is_sum_over_rows(name)
         noise = (4 if is_noisy else 0) * np.linalg.norm(result.deviation)
         assert result.error <= max(roundoff(case) * np.linalg.norm(result.reference), noise), name
         complaint = result.complaint_of_rows()
@@ -188,6 +228,14 @@ def draw(case):
             ends = np.sort(random.integers(length, size=(case.B, case.packed + 1), endpoint=True))
             others[f"{name}_offsets"] = ends.astype(np.int32)
     # Shorter than some sequences may be.
+    score_mod = None
+    if case.score_mod is not None:
+        score_mod, captured = static_score_mod(FUNCTIONS[case.score_mod](random, case))
+        others |= {
+            "batch_indices": np.arange(case.B, dtype=np.int32),
+            "head_indices": np.arange(case.N, dtype=np.int32)[None],
+            "captured": {captured_name("score_mod", i): flat(x) for i, x in enumerate(captured)},
+        }
     longest = (case.T - case.T // 3, case.S - case.S // 3) if case.packed is not None else (None, None)
     d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
     spec = AttentionSpec(
@@ -200,6 +248,7 @@ def draw(case):
         deterministic=case.deterministic,
         max_query_length=longest[0],
         max_key_value_length=longest[1],
+        score_mod=score_mod,
     )
     if case.dropout:
         dropout_key = jax.random.key(int(random.integers(2**31)))

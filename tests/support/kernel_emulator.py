@@ -11,9 +11,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_flash.cuda.compile import describe, kernels_folder
+from jax_flash.cuda.compile import describe, generated_headers, kernels_folder
 from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, TensorMap, Zero
-from jax_flash.cuda.parameters import HEADER_NAME, header, layout, pack
+from jax_flash.cuda.parameters import layout, pack
 
 EMULATOR = Path(__file__).parent / "emulator"
 # Quick to compile rather than quick: most kernels run for a fraction of a second.
@@ -84,20 +84,21 @@ class KernelEmulator:
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:
-            parameters = header(kernel.parameters)
-            meaning = f"{describe(kernel)} {parameters} {self.defines}"
+            headers = generated_headers(kernel)
+            meaning = f"{describe(kernel)} {headers} {self.defines}"
             name = hashlib.sha256(meaning.encode()).hexdigest()[:16]
             library = self.built / f"{name}.so"
             if not library.exists():
-                self._build(kernel, parameters, name, library)
+                self._build(kernel, headers, name, library)
             self.libraries[kernel] = ctypes.CDLL(str(library))
         return self.libraries[kernel]
 
-    def _build(self, kernel: Kernel, parameters: str, name: str, library: Path):
+    def _build(self, kernel: Kernel, headers: dict[str, str], name: str, library: Path):
         sources = self._sources()
         generated = self.folder / name
         generated.mkdir()
-        (generated / HEADER_NAME).write_text(parameters)
+        for header_name, text in headers.items():
+            (generated / header_name).write_text(text)
         named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
         defines = {**dict(kernel.defines), **self.defines, **named}
         command = [*COMPILE, "-shared", "-include", STANDARD, "-I.", f"-I{generated}"]

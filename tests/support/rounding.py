@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,10 +51,11 @@ class Terms:
     out: np.ndarray  # (B, N, T, V)
     lse: np.ndarray  # (B, N, T, 1); 0 in rows that see nothing
     delta: np.ndarray  # (B, N, T, 1); less the cotangent of lse
+    scores: np.ndarray  # (B, N, T, S): what score_mod takes
     logits: np.ndarray  # (B, N, T, S)
     p: np.ndarray  # (B, N, T, S)
     kept: np.ndarray  # what dropout multiplies p by
-    softcap_grad: np.ndarray
+    score_grad: np.ndarray  # of logits by scores
     sink_p: np.ndarray  # (B, N, T, 1)
 
     @functools.cached_property
@@ -93,10 +95,14 @@ def terms_of(
     )
     key, value = (np.repeat(x, size.group, axis=1) for x in (key, value))
     logits = spec.scale * (query @ _t(key))
-    softcap_grad = np.ones(())
+    score_grad = np.ones(())
     if spec.logits_soft_cap is not None:
         logits = spec.logits_soft_cap * np.tanh(logits / spec.logits_soft_cap)
-        softcap_grad = 1 - (logits / spec.logits_soft_cap) ** 2
+        score_grad = 1 - (logits / spec.logits_soft_cap) ** 2
+    scores = logits
+    if spec.score_mod is not None:
+        logits, derivative = _of_score_mod(spec, operands, scores)
+        score_grad = score_grad * derivative
     if operands.bias is not None:
         logits = logits + np.asarray(operands.bias).astype(np.float64)
     if operands.alibi_slopes is not None:
@@ -116,7 +122,7 @@ def terms_of(
     delta = np.sum(d_out * out, -1, keepdims=True)
     if d_lse is not None:
         delta = delta - np.asarray(d_lse, np.float64).transpose(0, 2, 1)[..., None]
-    arrays = query, key, value, d_out, out, lse, delta, logits, p, kept, softcap_grad, sink_p
+    arrays = query, key, value, d_out, out, lse, delta, scores, logits, p, kept, score_grad, sink_p
     return Terms(spec, operands, dtype, p_is_converted, rows_of_a_step, *arrays)
 
 
@@ -139,6 +145,7 @@ def deviations(terms: Terms, references: dict[str, np.ndarray]) -> dict[str, np.
         squares["d_alibi_slopes"] = of_d_alibi_slopes(terms)
     if operands.sinks is not None:
         squares["d_sinks"] = of_d_sinks(terms)
+    squares |= of_d_captured(terms)
     return {
         name: np.sqrt(x.reshape(references[name].shape) + of_rounded_result(name, terms, references[name]))
         for name, x in squares.items()
@@ -161,6 +168,8 @@ def with_delta_of(out: np.ndarray, terms: Terms, results: dict[str, np.ndarray])
             x = results[name]
             shape = x.shape if name == "d_bias" else (*x.shape, 1, 1)
             shifted[name] = x + _sum_to(shift, shape).reshape(x.shape)
+    of_captured = {f"d_{name}": x for name, x in _of_captured(terms, d_logits).items()}
+    shifted |= {name: results[name] + x for name, x in of_captured.items() if name in results}
     return results | shifted
 
 
@@ -175,8 +184,9 @@ def of_rounding(dtype, x):
 def of_rounded_result(name, terms, reference):
     float32 = ("lse", "d_alibi_slopes", "d_sinks")
     dtype = "float32" if name in float32 else terms.dtype
-    if name == "d_bias":
-        dtype = np.dtype(terms.operands.bias.dtype).name
+    operand = name.removeprefix("d_")
+    if name == "d_bias" or operand in terms.operands.captured:
+        dtype = np.dtype(terms.operands.present()[operand].dtype).name
     return of_rounding(dtype, np.where(np.isfinite(reference), reference, 0))
 
 
@@ -240,21 +250,21 @@ def of_d_scores(terms):
     """Before the soft cap, and as operands of a product. The derivative of a soft cap, 1 - tanh², is small
     where it is the difference of numbers near 1, and may be rounded as well."""
     rounded = of_rounding(terms.dtype, terms.d_logits) + of_converted_p(terms)
-    capped = terms.softcap_grad**2 * (of_d_logits(terms) + rounded)
+    capped = terms.score_grad**2 * (of_d_logits(terms) + rounded)
     if terms.spec.logits_soft_cap is None:
         return capped
-    derivative = of_rounding(terms.dtype, terms.softcap_grad) + (2 * TANH) ** 2
-    with_p = of_rounding(terms.dtype, terms.p * terms.softcap_grad)  # for kernels that multiply P by it first
+    derivative = of_rounding(terms.dtype, terms.score_grad) + (2 * TANH) ** 2
+    with_p = of_rounding(terms.dtype, terms.p * terms.score_grad)  # for kernels that multiply P by it first
     return capped + derivative * terms.d_logits**2 + with_p * (terms.d_p - terms.delta) ** 2
 
 
 def of_d_query(terms):
-    shared = of_delta(terms) * ((terms.p * terms.softcap_grad) @ terms.key) ** 2
+    shared = of_delta(terms) * ((terms.p * terms.score_grad) @ terms.key) ** 2
     return terms.spec.scale**2 * (of_d_scores(terms) @ terms.key**2 + shared)
 
 
 def of_d_key(terms):
-    off = of_d_scores(terms) + of_delta(terms) * (terms.p * terms.softcap_grad) ** 2
+    off = of_d_scores(terms) + of_delta(terms) * (terms.p * terms.score_grad) ** 2
     return terms.spec.scale**2 * (_t(off) @ terms.query**2)
 
 
@@ -319,6 +329,56 @@ def of_d_sinks(terms):
     own = terms.arithmetic**2 + (FLOAT32 * np.abs(terms.lse)) ** 2
     shape = (*terms.operands.sinks.shape, 1, 1)
     return _sum_to(terms.sink_p**2 * (of_sum_of_delta(terms) + own * terms.delta**2), shape)
+
+
+def of_d_captured(terms):
+    """From sums whose terms have random signs: each term its own, and delta one for its row."""
+    generator = np.random.default_rng(0)
+    own, shared = np.sqrt(of_d_logits_in_sums(terms)), terms.p * np.sqrt(of_sum_of_delta(terms))
+    squares: dict[str, np.ndarray] = {}
+    if terms.spec.score_mod is None:
+        return squares
+    draws = 16
+    for _ in range(draws):
+        signs = generator.choice([-1.0, 1.0], own.shape)
+        of_rows = generator.choice([-1.0, 1.0], (*own.shape[:-1], 1))
+        for name, x in _of_captured(terms, own * signs + shared * of_rows).items():
+            squares[f"d_{name}"] = squares.get(f"d_{name}", 0) + x**2 / draws
+    return squares
+
+
+def _of_score_mod(spec, operands, scores):
+    """The values of score_mod, and their derivative by the score. 0 where that isn't finite, as of -inf."""
+    with jax.enable_x64(True):
+
+        def values(scores):
+            return _reference._of_function(spec.score_mod, "score_mod", operands, jnp.float64, scores)
+
+        logits, vjp = jax.vjp(values, jnp.asarray(scores))
+        (derivative,) = vjp(jnp.ones_like(logits))
+    logits, derivative = np.asarray(logits), np.asarray(derivative)
+    hidden = np.isneginf(logits)
+    return logits, np.where(hidden, 0, derivative)
+
+
+def _of_captured(terms, d_logits):
+    """The gradients of what score_mod captures, by name, for gradients of its values."""
+    if terms.spec.score_mod is None:
+        return {}
+    floats = {
+        name: x for name, x in terms.operands.differentiable().items() if name in terms.operands.captured
+    }
+    with jax.enable_x64(True):
+
+        def values(floats):
+            operands = terms.operands.replace(**floats)
+            scores = jnp.asarray(terms.scores)
+            return _reference._of_function(terms.spec.score_mod, "score_mod", operands, jnp.float64, scores)
+
+        wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in floats.items()}
+        _, vjp = jax.vjp(values, wide)
+        (gradients,) = vjp(jnp.asarray(d_logits))
+        return {name: np.asarray(x) for name, x in gradients.items()}
 
 
 def _distance(terms):

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash.transforms.lowering import AXES
+from jax_flash.transforms.lowering import axes_of
 
 AXIS = "sequence"
 
@@ -30,7 +30,7 @@ def token_axes(name, x):
 
     A bias or mask is sharded along its queries alone. An axis of size 1 stands for all tokens.
     """
-    letters = AXES.get(OPERAND_OF.get(name, name), "")
+    letters = "" if name == "dropout_key" else axes_of(OPERAND_OF.get(name, name))
     axes = {letter: letters.index(letter) - len(letters) for letter in "TS" if letter in letters}
     axes = {letter: axis for letter, axis in axes.items() if x.ndim >= -axis and x.shape[axis] != 1}
     return {axis: letter == "T" or "T" not in letters for letter, axis in axes.items()}

@@ -66,6 +66,7 @@ class StrictCall:
     inputs: dict[str, jax.Array]
     others: dict[str, jax.Array]
     returns_infinities: bool = False  # as the lse of rows without keys
+    by_kernels: bool = True  # whether these take it; plain JAX takes all
     takes_implementation: bool = True  # as `jax_flash.flash_attn`, as the official package, doesn't
 
     def replace(self, inputs: dict[str, jax.Array], others: dict[str, jax.Array]) -> "StrictCall":
@@ -206,6 +207,9 @@ def calls(dtype: str) -> dict[str, StrictCall]:
             takes_implementation=False,
         ),
         **_on_caches(normal, integers),
+        "functions": StrictCall(
+            _of_functions, tensors(B) | {"table": normal(N, 5)}, {"bound": integers(3, 9)}, by_kernels=False
+        ),
         "pad and unpad": padded(normal(B, T, N, H), jnp.asarray(rng.random((B, T)) < 0.7)),
         "flax": of(
             jax_flash.flax.dot_product_attention,
@@ -227,6 +231,22 @@ def calls(dtype: str) -> dict[str, StrictCall]:
             dtype=jnp.dtype(dtype),
         ),
     }
+
+
+def _of_functions(inputs, others, implementation):
+    """A score_mod and a mask function, which capture arrays."""
+    table, bound = inputs["table"], others["bound"]
+    tensors = {name: inputs[name] for name in ("query", "key", "value")}
+    B, T, N, _ = tensors["query"].shape
+    mask = jax_flash.create_block_mask(
+        lambda b, h, q, k: k <= q + bound[b], B, N, T, tensors["key"].shape[1], block_size=8
+    )
+    return jax_flash.flash_attention(
+        **tensors,
+        score_mod=lambda score, b, h, q, k: score + table[h, (q + k) % 5].astype(jnp.float32),
+        block_mask=mask,
+        implementation=implementation,
+    )
 
 
 def padded(x: jax.Array, is_token: jax.Array) -> StrictCall:
@@ -334,7 +354,7 @@ class StrictSettingsSuite:
             metafunc.parametrize("option,call", pairs, indirect=["call"])
 
     def takes(self, call: StrictCall) -> bool:
-        return True
+        return call.by_kernels or self.implementation == "xla"
 
     @pytest.fixture
     def call(self, request) -> StrictCall:

@@ -101,6 +101,24 @@ def test_a_sharded_sequence():
     np.testing.assert_allclose(found.out, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_functions():
+    arrays = run("")
+    relative, local, by_blocks = (
+        run(code)
+        for heading in ("A score function", "A mask function")
+        for code in examples("docs/functions.md", heading)
+    )
+    assert relative.d_table.shape == (arrays.N, 65) and jnp.abs(relative.d_table).max() > 0
+    tokens = np.arange(arrays.T)
+    distance = tokens[:, None] - tokens
+    sees = (distance >= 0) & (distance <= 5) | (tokens < 4) | (tokens < 4)[:, None]
+    qkv = arrays.query, arrays.key, arrays.value
+    expected = jax_flash.flash_attention(*qkv, mask=sees)
+    np.testing.assert_allclose(local.out, expected, rtol=1e-4, atol=1e-5)
+    expected = jax_flash.flash_attention(*qkv, mask=tokens[:, None] // 8 >= tokens // 8)
+    np.testing.assert_allclose(by_blocks.out, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_rematerialisation():
     (code,) = examples("README.md", "Rematerialisation")
     code = "from jax_flash import flash_attention\n" + code

@@ -1,4 +1,4 @@
-// Score modifications: soft cap, bias, ALiBi and the boolean mask, in this order. Both passes use this code, so that they
+// Score modifications: soft cap, the user's function, bias, ALiBi and the boolean mask, in this order. Both passes use this code, so that they
 // compute the same logits. ScoreOperands, a part of the kernel's parameters, is described in jax_flash/cuda/score_mod.py.
 #pragma once
 #include "parameters.cuh"
@@ -7,6 +7,9 @@
 #include "common/constants.cuh"
 #include "common/score_traits.cuh"
 #include "common/tanh.cuh"
+#if SCORE_MOD
+#include "user_score_mod.cuh"
+#endif
 
 __device__ __forceinline__ float load_float(const float* element) { return global::read_only(element); }
 template <class Element>
@@ -18,6 +21,39 @@ __device__ __forceinline__ float bias_at(const void* bias, int64_t index) {
     return load_float(static_cast<const Element*>(bias) + index);
 }
 
+// The derivative of the soft cap. Zero for NaN, as masked pairs may have: P is NaN itself where that is to be seen.
+__device__ __forceinline__ float softcap_grad_of(float tanh) {
+    const float derivative = 1 - tanh * tanh;
+    return ISOLATES ? fmaxf(derivative, 0) : derivative;
+}
+
+// The user's score_mod for one query of a head. The header is written for the call (jax_flash/cuda/user_score_mod.py).
+#if SCORE_MOD
+struct UserRow {
+    const UserScoreMod operands;  // of the batch row
+    const int batch, head, query;  // indices in the whole call
+    const user_score_mod::Tile tile;
+    const user_score_mod::Row row;
+
+    __device__ __forceinline__ UserRow(const UserScoreMod& all, int own_batch, int own_head, int query)
+        : operands(user_score_mod::of_batch_row(all, own_batch)),
+          batch(global::read_only(all.batch_indices + own_batch)),
+          head(global::read_only(all.head_indices + own_batch * all.head_stride + own_head)),
+          query(query),
+          tile(user_score_mod::make_tile(operands, batch)),
+          row(user_score_mod::make_row(operands, tile, batch, head, query)) {}
+
+    __device__ __forceinline__ user_score_mod::Element element(float score, int key) const {
+        const user_score_mod::Column column = user_score_mod::make_column(operands, tile, batch, key);
+        return user_score_mod::make_element(operands, tile, row, column, score, batch, head, query, key);
+    }
+};
+#else
+struct UserRow {
+    __device__ __forceinline__ UserRow(int, int, int, int) {}
+};
+#endif
+
 // A row of scores: one query of a head. Queries and keys beyond the last use the operands of the last.
 struct ScoreRow {
     const ScoreOperands& operands;
@@ -25,10 +61,16 @@ struct ScoreRow {
     float slope;
     int diagonal;  // the key on the query's diagonal
     int last_key;
+    UserRow user;
 
     __device__ __forceinline__ ScoreRow(const ScoreOperands& operands, int batch, int head, int query, int queries,
                                         int keys)
-        : operands(operands), bias(0), mask(0), slope(0), diagonal(query + keys - queries), last_key(keys - 1) {
+        : operands(operands), bias(0), mask(0), slope(0), diagonal(query + keys - queries), last_key(keys - 1),
+#if SCORE_MOD
+          user(operands.user, batch, head, min(query, queries - 1)) {
+#else
+          user(0, 0, 0, 0) {
+#endif
         const int own_query = min(query, queries - 1);
         auto start = [&](const Strides& strides) {
             return batch * strides.batch + head * strides.head + own_query * strides.query;
@@ -43,16 +85,26 @@ struct ScoreRow {
 
     __device__ __forceinline__ float distance(int key) const { return static_cast<float>(abs(diagonal - key)); }
 
-    // The logit of a score. With a soft cap, sets `tanh` to the tangent that it computes.
-    __device__ __forceinline__ float logit(float score, int key, float& tanh) const {
+    // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
+    __device__ __forceinline__ float logit(float score, int key, float& derivative) const {
         const int own_key = min(key, last_key);
         float x = score * operands.scale;
+        derivative = 1;
         if constexpr (ScoreTraits::soft_cap) {
-            x = operands.soft_cap * (tanh = tanh_of(x));
+            const float tanh = tanh_of(x);
+            x = operands.soft_cap * tanh;
+            derivative = softcap_grad_of(tanh);
             // Of an infinite score the tangent is finite. Its logit is NaN, so that the log-sum-exp tells which queries
             // see what isn't finite.
             if constexpr (ISOLATES) x += 0.0f * score;
         }
+#if SCORE_MOD
+        const user_score_mod::Element element = user.element(x, own_key);
+        x = element.value;
+#if SCORE_MOD == 2
+        derivative *= element.d_score;
+#endif
+#endif
         if constexpr (ScoreTraits::bias) {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);
         }

@@ -2,6 +2,9 @@
 //
 // Defines, all set by jax_flash/cuda/score_mod.py:
 //   SOFT_CAP, ALIBI, MASK   1: the call has it
+//   SCORE_MOD               a user's function: 0 for none; 1 for one; 2 in the backward pass, where its derivative by the
+//                           score is a factor of dS
+//   SCORE_MOD_GRADIENTS     1: arrays that it captures have gradients
 //   BIAS                    the bias's element type; void: there is none
 // and MASK_METADATA: the queries' diagonals are known only at run time.
 #pragma once
@@ -9,9 +12,13 @@
 
 struct ScoreTraits {
     using Bias = BIAS;
-    static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI, mask = MASK;
+    static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI, mask = MASK, user = SCORE_MOD > 0;
     static constexpr bool bias = !is_same<Bias, void>;
     // Without any, the softmax applies the scale.
-    static constexpr bool has_score_mod = soft_cap || bias || alibi || mask;
+    static constexpr bool has_score_mod = soft_cap || user || bias || alibi || mask;
+    // Whether dS has the derivative of logits by scores as a factor, and whether gradients are made of dS without it.
+    static constexpr bool score_grad = soft_cap || SCORE_MOD == 2;
+    static constexpr bool user_gradients = SCORE_MOD_GRADIENTS;
+    static constexpr bool has_gradients = bias || alibi || user_gradients;
     static constexpr bool diagonals = alibi && MASK_METADATA;
 };

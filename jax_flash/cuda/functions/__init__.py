@@ -16,18 +16,22 @@ from jax_flash.cuda.functions.source import (
     derivative_text,
     function_text,
     gradient_struct,
+    operand_fields,
     operand_struct,
     shapes_of_gradients,
+    value_text,
 )
 
 __all__ = [
     "derivative_text",
     "function_text",
     "gradient_struct",
+    "operand_fields",
     "operand_struct",
     "shapes_of_gradients",
     "trace_mask_mod",
     "trace_score_mod",
+    "value_text",
 ]
 
 

@@ -16,6 +16,7 @@ keys beyond the last: all loads stay within arrays.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -37,11 +38,24 @@ _INDEX_ARGUMENTS = {
 _NAMES = {each: each.name.lower() for each in Scope}
 
 
-def operand_struct(function: ScalarFunction, name: str) -> Struct:
+class Function(Protocol):
+    """What is written of a function: a ScalarFunction, or a StaticFunction that has a graph."""
+
+    @property
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
+    @property
+    def arguments(self) -> tuple[str, ...]: ...
+
+
+def operand_struct(function: Function, name: str) -> Struct:
     """The part of a kernel's parameters that points to the captured arrays: `operand0`, `operand1`, …"""
+    return _struct(name, operand_fields(function))
+
+
+def operand_fields(function: Function) -> dict[str, str]:
+    """The fields of `operand_struct`, and their types."""
     elements = [cpp.ELEMENTS[np.dtype(x.dtype)] for x in function.shapes]
-    fields = {f"operand{number}": f"const {element}*" for number, element in enumerate(elements)}
-    return _struct(name, fields)
+    return {f"operand{number}": f"const {element}*" for number, element in enumerate(elements)}
 
 
 def gradient_struct(derivative: Derivative, name: str) -> Struct:
@@ -57,12 +71,16 @@ def function_text(function: ScalarFunction, namespace: str, operands: str) -> st
     Args:
       operands: the name of `operand_struct`.
     """
-    has_score = "score" in function.arguments
-    result = [("bool" if function.output.dtype == BOOL else "float", "value", function.output)]
+    return value_text(function.output, "score" in function.arguments, namespace, operands)
+
+
+def value_text(output: Node, has_score: bool, namespace: str, operands: str) -> str:
+    """The C++ of a function that has, or has not, an argument `score`."""
+    result = [("bool" if output.dtype == BOOL else "float", "value", output)]
     return _text(namespace, operands, has_score, result, "")
 
 
-def derivative_text(derivative: Derivative, namespace: str, operands: str, gradients: str) -> str:
+def derivative_text(derivative: Derivative, namespace: str, operands: str, gradients: str | None) -> str:
     """The C++ of a function and its derivative.
 
     `Element` has `value`, `d_score` and for each gather i `d_value<i>` and `index<i>`. `add_gradients` adds
@@ -70,7 +88,7 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
 
     Args:
       operands: the name of `operand_struct`.
-      gradients: the name of `gradient_struct`.
+      gradients: the name of `gradient_struct`; None for no `add_gradients`.
     """
     results = [("float", "value", derivative.value), ("float", "d_score", derivative.d_score)]
     lines = []
@@ -90,7 +108,7 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
             "}",
         ]
     )
-    return _text(namespace, operands, True, results, add)
+    return _text(namespace, operands, True, results, "" if gradients is None else add)
 
 
 def _struct(name: str, fields: dict[str, str]) -> Struct:
@@ -162,7 +180,7 @@ class _Writer:
         return self.names[node] if of == own else f"{_NAMES[of]}.{self.names[node]}"
 
 
-def shapes_of_gradients(function: ScalarFunction, derivative: Derivative) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes_of_gradients(function: Function, derivative: Derivative) -> dict[str, jax.ShapeDtypeStruct]:
     """What fields of `gradient_struct` point to: float32 sums, zero ahead of the kernel."""
     numbers = sorted({gather.operand for gather in derivative.gathers})
     return {

@@ -10,7 +10,7 @@ from jax_flash import _isolation
 from jax_flash._device import Device
 from jax_flash._mask import PositionMask, Window, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
-from jax_flash.cuda import dropout, fixed_point, mask_metadata, score_mod
+from jax_flash.cuda import dropout, fixed_point, mask_metadata, score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Argument, Buffer, Pointer
 from jax_flash.cuda.sm90 import backward_scheduler, backward_tiles, backward_units, l2
 from jax_flash.cuda.sm90.backward_tiles import SPAN, BackwardTile
@@ -56,8 +56,8 @@ class BackwardCall:
 
     @functools.cached_property
     def main_tile(self) -> BackwardTile:
-        softcap_grad = score_mod.needs_softcap_grad(self.spec, self.shapes)
-        softcap_grad &= max(self.head_dims) <= backward_tiles.MAX_SOFTCAP_GRAD_HEAD_DIM
+        score_grad = score_mod.needs_score_grad(self.spec, self.shapes)
+        score_grad &= max(self.head_dims) <= backward_tiles.MAX_SCORE_GRAD_HEAD_DIM
         tile = self.tile
         if self.spec.deterministic:
             tile = tile.deterministic()
@@ -66,7 +66,7 @@ class BackwardCall:
         return dataclasses.replace(
             tile,
             mask_metadata=self.has_metadata,
-            softcap_grad=softcap_grad,
+            score_grad=score_grad,
             isolates=self.isolates,
         )
 
@@ -237,6 +237,7 @@ class BackwardCall:
             Buffer("key", shapes.key.shape, self.dtype),
             Buffer("value", shapes.value.shape, self.dtype),
             *score_mod.buffers(shapes),
+            *user_score_mod.buffers(self.spec, shapes),
             *dropout.buffers(self.spec, lse_shape, (n.B, n.S)),
             *self.metadata,
             Buffer("out", out_shape, self.dtype),
@@ -253,7 +254,7 @@ class BackwardCall:
 
     @functools.cached_property
     def score_gradients(self) -> tuple[Buffer, ...]:
-        """Gradients of bias and slopes that the call has. The kernel adds to them."""
+        """Gradients of bias, slopes and captured arrays that the call has. The kernel adds to them."""
         n, bias, found = self.n, self.shapes.bias, []
         if bias is not None and self.has_fixed_point_bias:
             found.append(Buffer("d_bias", (*bias.shape, 2), "uint32"))
@@ -262,7 +263,7 @@ class BackwardCall:
         if self.shapes.alibi_slopes is not None:
             # A share for each warp of each CTA, so that the sum doesn't depend on who comes first.
             found.append(Buffer("d_slopes", (n.B, n.N, self.key_tiles * self.tile.cluster, 4), "float32"))
-        return tuple(found)
+        return (*found, *user_score_mod.gradient_buffers(self.spec, self.shapes))
 
     @functools.cached_property
     def scratch(self) -> tuple[Buffer, ...]:

@@ -12,7 +12,7 @@ from jax_flash._device import Device
 from jax_flash._dropout import keep_probability
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
+from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Kernel, Launch, LaunchPlan, Pointer, Zero, launch
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90 import backward_units
@@ -135,11 +135,12 @@ def plan_backward_metadata(
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """The plan that computes the gradients of query, key and value, for calls that the kernels support.
 
-    Operands are query, key, value; of bias, mask, alibi_slopes, dropout_rows and dropout_columns those that
-    the call has; the mask metadata; out, lse, d_out; d_lse if the spec returns the residual; and bias_factor
-    if fixed_point.py is asked for one. Results are d_query, d_key, d_value; with a bias d_bias, in float32 or
-    as fixed_point.py has it; with slopes d_slopes, in shares along further axes; and scratch memory. d_bias
-    and d_slopes are yet to be multiplied by dropout's factor.
+    Operands are query, key, value; of bias, mask, alibi_slopes, what score_mod reads, dropout_rows and
+    dropout_columns those that the call has; the mask metadata; out, lse, d_out; d_lse if the spec returns the
+    residual; and bias_factor if fixed_point.py is asked for one. Results are d_query, d_key, d_value; with a
+    bias d_bias, in float32 or as fixed_point.py has it; with slopes d_slopes, in shares along further axes;
+    gradients of what score_mod captures, in float32; and scratch memory. Those of scores are yet to be
+    multiplied by dropout's factor.
     """
     call = BackwardCall(spec, shapes, device)
     return LaunchPlan(
@@ -198,13 +199,14 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
         ("KEY_SUMS", int(is_main and call.units.count > 1)),
         ("DQ_SUMS", 1 if entry == "backward_postprocess_keys" else call.dq_sums),
         *(mask_metadata.defines(call.shapes) if is_main else mask_metadata.NO_DEFINES),
-        *(score_mod.defines(call.spec, call.shapes) if is_main else score_mod.NO_DEFINES),
+        *(score_mod.defines(call.spec, call.shapes, backward=True) if is_main else score_mod.NO_DEFINES),
         ("BIAS_SUM", "uint64_t" if is_main and call.has_fixed_point_bias else "float"),
         *dropout.defines(call.spec),
         ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim, ELEMENT_BYTES[call.dtype])),
     )
     source = entry.removeprefix("backward_")  # as "preprocess"
-    return Kernel(f"sm90/backward/{source}.cu", entry, call.device.arch, defines, parameters)
+    headers = user_score_mod.headers(call.spec, backward=True) if is_main else ()
+    return Kernel(f"sm90/backward/{source}.cu", entry, call.device.arch, defines, parameters, headers)
 
 
 def _preprocess(call: BackwardCall) -> Launch:
@@ -242,6 +244,8 @@ def _main(call: BackwardCall) -> Launch:
     # Others are persistent.
     ctas = units if tile.split_products else min(units, call.device.sm_count)
     buffers = {buffer.name: buffer for buffer in (*call.operands, *call.gradients)}
+    of_function = user_score_mod.gradient_parameters(spec)
+    parameters = _MAIN.replace(score=score_mod.parameters(spec), **of_function)
     rows = {
         # Each CTA loads a part of the block for all that share it.
         **{"query": tile.queries // tile.cluster, "d_out": tile.queries // tile.cluster},
@@ -249,7 +253,7 @@ def _main(call: BackwardCall) -> Launch:
         **{"d_key": 64, "d_value": 64},
     }
     return launch(
-        kernel=_kernel(call, "backward", _MAIN),
+        kernel=_kernel(call, "backward", parameters),
         grid=(ctas * tile.cluster, 1, 1),
         block=tile.threads,
         shared_bytes=tile.shared_bytes(*call.head_dims, ELEMENT_BYTES[call.dtype]),
@@ -268,6 +272,7 @@ def _main(call: BackwardCall) -> Launch:
             **call.pointers("d_bias", "d_slopes", "bias_factor"),
             "mask_metadata": mask_metadata.backward_arguments(call.metadata),
             "dropout": dropout.arguments(spec),
+            **user_score_mod.gradient_arguments(spec, call.shapes),
         },
     )
 

@@ -4,8 +4,8 @@ import dataclasses
 
 from jax_flash.cuda.sm90.tensor_maps import PANEL, tile_row_bytes
 
-MAX_SOFTCAP_GRAD_HEAD_DIM = 192
-"""Up to this head dim the soft cap's derivative has shared memory of its own. Beyond, it takes P's place."""
+MAX_SCORE_GRAD_HEAD_DIM = 192
+"""Up to this head dim the derivative by scores has shared memory of its own. Beyond, it takes P's place."""
 
 SPAN = 4
 """Key tiles count this many blocks of queries together as done: each count waits for additions."""
@@ -33,7 +33,7 @@ class BackwardTile:
     writer_stages: int = 0  # pieces of finished sums on their way to each of two warps that write dQ
     semaphore_stages: int = 0  # blocks whose semaphores are acquired ahead, in deterministic kernels
     mask_metadata: bool = False
-    softcap_grad: bool = False  # one consumer hands the soft cap's derivative to the other, beside P
+    score_grad: bool = False  # one consumer hands the derivative by scores to the other, beside P
     dropout: bool = False
     isolates: bool = False  # blocks may be cleaned of what isn't finite between their load and their use
 
@@ -96,7 +96,7 @@ class BackwardTile:
         blocks = self.stages * self.queries * (key_row + value_row)
         d_scores_buffers = 1 if self.split_products else 2
         d_scores = d_scores_buffers * self.queries * self.cta_keys * element_bytes
-        softcap_grad = d_scores if self.softcap_grad else 0
+        score_grad = d_scores if self.score_grad else 0
         peer = (self.queries + 2 * PANEL) * self.cta_keys * element_bytes if self.cluster > 1 else 0
         if self.split_products:
             dq_columns = head_dim // self.cluster if larger_dim <= 192 else 0
@@ -111,7 +111,7 @@ class BackwardTile:
         # The loading thread tells what a tile's work is, or the tile's index alone.
         tells_work = in_value_place or (self.mask_metadata and not self.split_products)
         work = key_stages * (3 + 2 * self.mask_metadata) * 8 if tells_work else 8
-        tiles = keys + values + blocks + d_scores + softcap_grad + peer + dq + gradients
+        tiles = keys + values + blocks + d_scores + score_grad + peer + dq + gradients
         return tiles + lse_delta + barriers * _BARRIER_BYTES + work
 
 

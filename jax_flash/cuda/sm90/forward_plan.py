@@ -8,7 +8,7 @@ import jax
 from jax_flash._device import Device
 from jax_flash._mask import UNBOUNDED, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod
+from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
     Arguments,
@@ -100,7 +100,7 @@ def requirements_of(spec: AttentionSpec, shapes: Shapes) -> TileRequirements:
         *padded_head_dims(n),
         window_of(spec, n),
         score_mods=score_mod.count(spec, shapes),
-        loaded_operand=score_mod.loaded_operand(shapes),
+        loaded_operand=score_mod.loaded_operand(spec, shapes),
         mask_metadata=mask_metadata.is_needed(shapes),
         segments=mask_metadata.has_segments(shapes),
         mask=shapes.mask is not None,
@@ -173,7 +173,8 @@ def _kernel(
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
-        parameters=_PARAMETERS,
+        parameters=_PARAMETERS.replace(score=score_mod.parameters(spec)),
+        headers=user_score_mod.headers(spec, backward=False),
     )
 
 
@@ -219,14 +220,15 @@ def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Confi
 def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
-    Operands are query, key and value; then those of bias, mask, alibi_slopes, sinks, dropout_rows and
-    dropout_columns that the call has, the last as `dropout.arranged` gives it; then the results of
-    `plan_forward_metadata`.
+    Operands are query, key and value; then those of bias, mask, alibi_slopes, sinks, what score_mod reads,
+    dropout_rows and dropout_columns that the call has, the last as `dropout.arranged` gives it; then the
+    results of `plan_forward_metadata`.
     """
     n, loaded, tile = sizes(shapes), loaded_of(shapes), configure(spec, shapes).tile
     operands = (
         *(loaded.query, loaded.key, loaded.value),
         *score_mod.buffers(shapes, (*score_mod.OPERANDS, "sinks")),
+        *user_score_mod.buffers(spec, shapes),
         *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / tile.keys), tile.keys)),
         *metadata_buffers(spec, shapes),
     )

@@ -149,7 +149,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     parameters.d_bias,
                     parameters.d_slopes,
                     parameters.bias_factor,
-                    parameters.dropout};
+                    parameters.dropout,
+#if SCORE_MOD_GRADIENTS
+                    parameters.user_gradients,
+#endif
+    };
     if (threadIdx.x == 0) {
         if (call.shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
         tma::prefetch_descriptor(call.maps.query);

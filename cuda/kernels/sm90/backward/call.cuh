@@ -15,7 +15,7 @@ enum Barrier {
     probabilities_full,
     ping_pong,            // and the next: one a consumer
     own = ping_pong + 2,  // and the next two: one a consumer, one for dQ
-    softcap_grad_full = own + 3,
+    score_grad_full = own + 3,
 };
 
 // Loads panels of 64 columns that lie `rows` rows apart. One thread.
@@ -93,6 +93,9 @@ struct Call {
     float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
     const float* bias_factor;  // of terms that are added up as integers
     const Dropout dropout;
+#if SCORE_MOD_GRADIENTS
+    const UserScoreModGradients user_gradients;  // of arrays that the user's function captures
+#endif
 
     __device__ int unit_count() const { return units_of_heads(shape.head_shares * shape.batch, shape); }
     __device__ Work work(int unit_index) const {

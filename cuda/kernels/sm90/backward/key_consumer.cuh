@@ -44,13 +44,13 @@ struct KeyConsumer {
             const uint4 four = shared.probability_rows(warp)[i * 32 + lane];
             operand[i][0] = four.x, operand[i][1] = four.y, operand[i][2] = four.z, operand[i][3] = four.w;
         }
-        if constexpr (Traits::hands_softcap_grad_later) {
+        if constexpr (Traits::hands_score_grad_later) {
             __syncwarp();
             if (arrives(lane)) mbarrier::arrive(shared.probabilities_read());
         }
     }
 
-    // Adds dS, which is yet without the soft cap's derivative, to the gradients of bias and slopes.
+    // Adds dS, which is yet without the derivative by scores, to the gradients of bias, slopes and captured arrays.
     __device__ __forceinline__ void add_score_gradients(const Call& call) {
         const int first_key = cta_first_key(work.tile), key = first_key + warp * 16 + lane / 4;
         const int head = now.head(work.tile, call.shape);
@@ -58,19 +58,24 @@ struct KeyConsumer {
         if constexpr (ScoreTraits::alibi) {
             add_slope_gradient(d_scores, call, work.tile, first_key, head, now.block, key);
         }
+#if SCORE_MOD_GRADIENTS
+        add_user_gradients(d_scores, call, work.tile.batch, head, now.block, key);
+#endif
     }
-    __device__ __forceinline__ void multiply_by_softcap_grad(const Call& call) {
+    __device__ __forceinline__ void multiply_by_score_grad(const Call& call) {
         const SharedMemory& shared = call.shared;
-        if constexpr (Traits::hands_softcap_grad_later) named_barrier_sync(softcap_grad_full, 256);
+        if constexpr (Traits::hands_score_grad_later) named_barrier_sync(score_grad_full, 256);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            const uint4 four = shared.softcap_grad_rows(warp)[i * 32 + lane];
+            const uint4 four = shared.score_grad_rows(warp)[i * 32 + lane];
             const uint32_t pairs[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float2 factor = to_floats<Traits::Element>(pairs[j]);
-                d_scores[8 * i + 2 * j] *= factor.x;
-                d_scores[8 * i + 2 * j + 1] *= factor.y;
+                float& first = d_scores[8 * i + 2 * j];
+                float& second = d_scores[8 * i + 2 * j + 1];
+                first = times_score_grad(first, factor.x);
+                second = times_score_grad(second, factor.y);
             }
         }
     }
@@ -81,8 +86,8 @@ struct KeyConsumer {
         read_probabilities(call, operand);
         if constexpr (Traits::isolates) zero_where_hidden(d_scores, operand);
         differentiate(d_scores, shared.delta(slot.stage), [&](int i) { return operand_floats(operand, i); });
-        if constexpr (ScoreTraits::bias || ScoreTraits::alibi) add_score_gradients(call);
-        if constexpr (Traits::hands_softcap_grad) multiply_by_softcap_grad(call);
+        if constexpr (ScoreTraits::has_gradients) add_score_gradients(call);
+        if constexpr (Traits::hands_score_grad) multiply_by_score_grad(call);
         __syncwarp();  // its P, which dS overwrites, is read as well
         if (arrives(lane)) release(shared.d_out_empty(slot.stage));
         convert_operand(operand, d_scores);

@@ -1,5 +1,5 @@
 // Scores that become logits by more than the scale (score_mod.cuh), in the backward pass's orientation, keys down and
-// queries across; and the gradients of bias and slopes.
+// queries across; and the gradients of bias, slopes and arrays that the user's function captures.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/score_mod.cuh"
@@ -10,46 +10,45 @@
 __device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2; }
 __device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
 
-// The derivative of the soft cap. Zero for NaN, as masked pairs may have: P is NaN itself where that is to be seen.
-__device__ __forceinline__ float softcap_grad_of(float tanh) {
-    const float derivative = 1 - tanh * tanh;
-    return Traits::isolates ? fmaxf(derivative, 0) : derivative;
-}
-
 // Whether the call's boolean mask lets the row's query see a key.
 __device__ __forceinline__ bool lets_see(const ScoreRow& row, int key) {
     const int own_key = min(key, row.last_key);
     return global::read_only(row.operands.mask + row.mask + own_key * row.operands.mask_strides.key) != 0;
 }
 
-// Sᵀ becomes Pᵀ. With a soft cap `softcap_grad` becomes its derivative, converted as P will be. `key` is the thread's first.
-__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&softcap_grad)[query_steps][4],
+// Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's first.
+__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&score_grad)[query_steps][4],
                                                     const Call& call, int batch, int head, int block, int key,
                                                     const float4* lse) {
     const Shape& shape = call.shape;
 #pragma unroll
     for (int i = 0; i < score_count; i += 8) {
         const float4 queries = lse[i / 2 + threadIdx.x % 4];
-        float tanh[8];
+        float derivative[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const int query = block * Traits::queries + query_of(i + j);
             const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
-            const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), tanh[j]);
+            const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), derivative[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
             // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
             if constexpr (Traits::isolates && ScoreTraits::mask) {
                 if (!lets_see(row, key + 8 * key_row_of(j))) scores[i + j] = 0;
             }
         }
-        if constexpr (ScoreTraits::soft_cap) {
+        if constexpr (ScoreTraits::score_grad) {
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
-                softcap_grad[i / 8][j / 2] =
-                    convert<Traits::Element>(softcap_grad_of(tanh[j]), softcap_grad_of(tanh[j + 1]));
+                score_grad[i / 8][j / 2] = convert<Traits::Element>(derivative[j], derivative[j + 1]);
             }
         }
     }
+}
+
+// P or dS times the derivative of logits by scores. Those of pairs that don't see each other are 0, and stay so: what a user's
+// function has for a derivative there may not be finite.
+__device__ __forceinline__ float times_score_grad(float x, float derivative) {
+    return SCORE_MOD == 2 && x == 0 ? 0 : x * derivative;
 }
 
 // Adds to a sum of many CTAs, of floats or of terms times `factor` as integers, whose order doesn't matter.
@@ -117,3 +116,20 @@ __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score
     const int64_t share = call.head_index(tile, head) * shares + first_key / Traits::cta_keys;
     if (threadIdx.x % 32 == 0) atomicAdd(call.d_slopes + share * 4 + threadIdx.x / 32 % 4, sum);
 }
+
+// Adds dS of the thread's keys and the block's queries to the gradients of what the user's function captures. A pair that
+// doesn't see each other has dS = 0, whatever the function makes of it.
+#if SCORE_MOD_GRADIENTS
+__device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score_count], const Call& call, int batch,
+                                                   int head, int block, int key) {
+    const Shape& shape = call.shape;
+    const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
+#pragma unroll
+    for (int i = 0; i < score_count; ++i) {
+        const int query = block * Traits::queries + query_of(i);
+        const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
+        const int own_key = min(key + 8 * key_row_of(i), row.last_key);
+        if (d_scores[i] != 0) user_score_mod::add_gradients(sums, row.user.element(0, own_key), d_scores[i]);
+    }
+}
+#endif

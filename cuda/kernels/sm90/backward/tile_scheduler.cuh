@@ -115,7 +115,7 @@ __device__ __forceinline__ void mask(float (&probabilities)[count], int key, int
         first_query[r] = key + 8 * r < shape.keys ? aligned - shape.right : never;
         last_query[r] = aligned + shape.left;
         // Of rows that are not there P is zero, unless what is added to their scores is NaN.
-        if constexpr (Traits::isolates && ScoreTraits::bias) last_query[r] = min(last_query[r], shape.queries - 1 - first_column);
+        if constexpr (Traits::isolates && (ScoreTraits::bias || ScoreTraits::user)) last_query[r] = min(last_query[r], shape.queries - 1 - first_column);
     }
 #pragma unroll
     for (int i = 0; i < count; ++i) {

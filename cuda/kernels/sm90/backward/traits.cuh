@@ -118,11 +118,11 @@ struct Traits {
     // warps that add.
     static constexpr int dq_adders = d_query_warpgroup ? 1 : d_query_bytes > 0 ? consumers : 4 * consumers;
 
-    // The soft cap's derivative on its way to the consumer of dP, where it needs P by itself too.
-    static constexpr bool hands_softcap_grad = ScoreTraits::soft_cap && (ScoreTraits::bias || ScoreTraits::alibi);
+    // The derivative of logits by scores on its way to the consumer of dP, where it needs P by itself too.
+    static constexpr bool hands_score_grad = ScoreTraits::score_grad && ScoreTraits::has_gradients;
     // Without room for it beside P, it goes where P lay, once that is read.
-    static constexpr bool hands_softcap_grad_later = hands_softcap_grad && larger_dim > 192;
-    static constexpr int softcap_grad_bytes = hands_softcap_grad && !hands_softcap_grad_later ? d_scores_bytes : 0;
+    static constexpr bool hands_score_grad_later = hands_score_grad && larger_dim > 192;
+    static constexpr int score_grad_bytes = hands_score_grad && !hands_score_grad_later ? d_scores_bytes : 0;
 
     static_assert(dq_sums >= 1 && (dq_sums & (dq_sums - 1)) == 0, "tiles find their sum with few instructions");
     static_assert(head_dim % 16 == 0 && value_dim % 16 == 0, "wgmma contracts 16 columns at a time");
@@ -173,8 +173,8 @@ struct SharedMemory {
     static constexpr int d_query = peer_key + Traits::peer_key_bytes;
     static constexpr int writer = d_query + Traits::dq_stages * Traits::d_query_bytes;
     static constexpr int gradients = writer + Traits::writers * Traits::writer_stages * Traits::writer_bytes;
-    static constexpr int softcap_grad = gradients + Traits::gradients_bytes;
-    static constexpr int lse_delta = softcap_grad + Traits::softcap_grad_bytes;
+    static constexpr int score_grad = gradients + Traits::gradients_bytes;
+    static constexpr int lse_delta = score_grad + Traits::score_grad_bytes;
     static constexpr int lse_delta_stage_bytes = 2 * Traits::per_query_bytes + Traits::dropout_hash_bytes;
     static constexpr int barriers = lse_delta + Traits::stages * lse_delta_stage_bytes;
     static constexpr int d_scores_barriers = 2 * Traits::key_stages + Traits::value_parts + 3;
@@ -223,9 +223,9 @@ struct SharedMemory {
         return reinterpret_cast<uint4*>(data + d_scores + warp * 16 * descriptor::row_bytes);
     }
 
-    // The soft cap's derivatives that belong to them.
-    __device__ uint4* softcap_grad_rows(int warp) const {
-        constexpr int start = Traits::hands_softcap_grad_later ? d_scores : softcap_grad;
+    // The derivatives by scores that belong to them.
+    __device__ uint4* score_grad_rows(int warp) const {
+        constexpr int start = Traits::hands_score_grad_later ? d_scores : score_grad;
         return reinterpret_cast<uint4*>(data + start + warp * 16 * descriptor::row_bytes);
     }
 

@@ -20,7 +20,7 @@ struct ValueConsumer {
     float d_value[d_value_count] = {};
     float scores[score_count];
     uint32_t probabilities[query_steps][4];  // of the block at hand
-    uint32_t softcap_grad[query_steps][4];   // the soft cap's derivative there
+    uint32_t score_grad[query_steps][4];   // the derivative of logits by scores there
 
     __device__ __forceinline__ explicit ValueConsumer(const Call& call)
         : work(call.work(call.own_tile_uniform())),
@@ -48,7 +48,7 @@ struct ValueConsumer {
         const SharedMemory& shared = call.shared;
         wgmma::pin(scores);
         if constexpr (ScoreTraits::has_score_mod) {
-            exponentiate_logits(scores, softcap_grad, call, work.tile.batch, now.head(work.tile, call.shape), now.block, key(),
+            exponentiate_logits(scores, score_grad, call, work.tile.batch, now.head(work.tile, call.shape), now.block, key(),
                                 shared.lse(slot.stage));
         } else {
             exponentiate(scores, shared.lse(slot.stage), call.scale * log2_e);
@@ -71,38 +71,38 @@ struct ValueConsumer {
         if (arrives(lane())) release(shared.query_empty(slot.stage));
     }
 
-    // Gives P to consumer 1: times the soft cap's derivative, or beside it.
+    // Gives P to consumer 1: times the derivative by scores, or beside it.
     __device__ __forceinline__ void hand_over_probabilities(const Call& call) {
         const SharedMemory& shared = call.shared;
         mbarrier::wait(shared.d_scores_empty(0), d_scores_slot.parity ^ 1);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
-            const uint32_t(&p)[4] = probabilities[i], (&factor)[4] = softcap_grad[i];
+            const uint32_t(&p)[4] = probabilities[i], (&factor)[4] = score_grad[i];
             uint4& there = shared.probability_rows(warp)[i * 32 + lane()];
-            if constexpr (ScoreTraits::soft_cap && !Traits::hands_softcap_grad) {
+            if constexpr (ScoreTraits::score_grad && !Traits::hands_score_grad) {
                 auto capped = [&](int j) {
                     const float2 x = to_floats<Traits::Element>(p[j]), y = to_floats<Traits::Element>(factor[j]);
-                    return convert<Traits::Element>(x.x * y.x, x.y * y.y);
+                    return convert<Traits::Element>(times_score_grad(x.x, y.x), times_score_grad(x.y, y.y));
                 };
                 there = {capped(0), capped(1), capped(2), capped(3)};
             } else {
                 there = {p[0], p[1], p[2], p[3]};
             }
-            if constexpr (Traits::hands_softcap_grad && !Traits::hands_softcap_grad_later) write_softcap_grad(call, i);
+            if constexpr (Traits::hands_score_grad && !Traits::hands_score_grad_later) write_score_grad(call, i);
         }
         named_barrier_arrive(probabilities_full, 256);
         if constexpr (Traits::dropout) take_kept(probabilities, probabilities);
     }
-    __device__ __forceinline__ void hand_over_softcap_grad(const Call& call) {
+    __device__ __forceinline__ void hand_over_score_grad(const Call& call) {
         mbarrier::wait(call.shared.probabilities_read(), d_scores_slot.parity);
 #pragma unroll
-        for (int i = 0; i < query_steps; ++i) write_softcap_grad(call, i);
-        named_barrier_arrive(softcap_grad_full, 256);
+        for (int i = 0; i < query_steps; ++i) write_score_grad(call, i);
+        named_barrier_arrive(score_grad_full, 256);
     }
-    __device__ __forceinline__ void write_softcap_grad(const Call& call, int i) {
+    __device__ __forceinline__ void write_score_grad(const Call& call, int i) {
         const SharedMemory& shared = call.shared;
-        const uint32_t(&factor)[4] = softcap_grad[i];
-        shared.softcap_grad_rows(warp)[i * 32 + lane()] = {factor[0], factor[1], factor[2], factor[3]};
+        const uint32_t(&factor)[4] = score_grad[i];
+        shared.score_grad_rows(warp)[i * 32 + lane()] = {factor[0], factor[1], factor[2], factor[3]};
     }
 
     // dV += Pᵀ dO, and S of the next block, while consumer 1 computes dS. The latter is still under way after it.
@@ -115,7 +115,7 @@ struct ValueConsumer {
         slot.advance();
         now.advance(work.blocks, work.order);
         if (!last) issue_block_scores(call);
-        if constexpr (Traits::hands_softcap_grad_later) hand_over_softcap_grad(call);
+        if constexpr (Traits::hands_score_grad_later) hand_over_score_grad(call);
         if (last) {
             wgmma::wait<0>();
         } else {
@@ -153,7 +153,7 @@ struct ValueConsumer {
         add_to_d_value<last>(call);
         part.tell_added_before(call, block);
         issue_d_query(call, d_query);
-        if constexpr (Traits::hands_softcap_grad_later) {  // registers hold the soft cap's derivative, but not dQ as well
+        if constexpr (Traits::hands_score_grad_later) {  // registers hold the derivative by scores, but not dQ as well
             wait_for_d_query(call, d_query);
             part.add(call, d_query, sum, block);
             if (!last) compute_probabilities(call);

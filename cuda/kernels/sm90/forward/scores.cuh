@@ -6,7 +6,7 @@
 #include "sm90/forward/softmax.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
-// Soft cap, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
+// Soft cap, the user's function, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
 template <int count>
 __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const ScoreOperands& operands,
                                                 const Tile& tile, int row, int first_key, const Shape& shape) {
@@ -16,10 +16,10 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
         for (int r = 0; r < 2; ++r) {
             const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, shape.keys);
-            float tanh;
+            float derivative;  // which no one reads
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                if (row_of(i) == r) scores[i] = score_row.logit(scores[i], column + column_of(i), tanh);
+                if (row_of(i) == r) scores[i] = score_row.logit(scores[i], column + column_of(i), derivative);
             }
         }
     } else if constexpr (Traits::score_sign != 1) {

@@ -1,0 +1,231 @@
+"""A user's score_mod in the kernels: a header that is written for it, and the parameters that it reads.
+
+ScoreRow (cuda/kernels/common/score_mod.cuh) calls it for each score. The header's text depends on what the
+function computes alone, so calls with equal functions share kernels.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jax_flash._spec import AttentionSpec, Operands, captured_name
+from jax_flash.cuda.functions import cpp, derivative_text, operand_fields, value_text
+from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Arguments, Buffer, Pointer
+from jax_flash.cuda.parameters import Struct, struct
+from jax_flash.functions import Scope, UnsupportedPrimitiveError, scope
+from jax_flash.functions.derivative import Derivative
+from jax_flash.functions.function import Traced, as_graph
+from jax_flash.functions.graph import CONSTANT, INPUT, LOAD, reachable
+from jax_flash.functions.static import StaticFunction
+
+Shapes = Operands[jax.ShapeDtypeStruct]
+
+HEADER_NAME = "user_score_mod.cuh"
+_NAMESPACE, _OPERANDS, _GRADIENTS = "user_score_mod", "UserScoreMod", "UserScoreModGradients"
+_INDICES = ("batch_indices", "head_indices")
+
+
+@functools.cache
+def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
+    """Why the kernels can't run a score_mod, or None."""
+    if function.refusal is not None:
+        return f"score_mod has {function.refusal}"
+    try:
+        traced = Traced(
+            ClosedJaxpr(function.jaxpr, function.shapes), function.arguments, function.name, function.result
+        )
+        as_graph(traced, cpp.unsupported)
+    except UnsupportedPrimitiveError as error:
+        return f"score_mod has {error}"
+    derivative = _derivative(function)
+    for node in reachable(
+        [derivative.d_score, *(node for g in derivative.gathers for node in (g.index, g.d_value))]
+    ):
+        if node.operation not in (CONSTANT, INPUT, LOAD):
+            reason = cpp.unsupported(node.operation, [x.dtype for x in node.arguments], node.dtype)
+            if reason is not None:
+                return f"score_mod's derivative has {node.operation}: {reason}"
+    for x in function.shapes:
+        if x.dtype.name not in ELEMENT_BYTES:
+            return f"score_mod captures an array of {x.dtype.name}; it may be {', '.join(ELEMENT_BYTES)}"
+    if any(
+        "score" in node.inputs for gather in derivative.gathers for node in (gather.index, gather.d_value)
+    ):
+        return "the gradient of an array that score_mod captures depends on the score"
+    if derivative.gathers and deterministic:
+        return "gradients of arrays that score_mod captures are summed in no fixed order (deterministic=True)"
+    return None
+
+
+def defines(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, int | str], ...]:
+    """SCORE_MOD: 0 without a function, 1 with one, 2 with its derivative by the score, which is not 1;
+    SCORE_MOD_GRADIENTS: whether captured arrays have gradients."""
+    if spec.score_mod is None:
+        return NO_DEFINES
+    derivative = _derivative(spec.score_mod)
+    return (
+        ("SCORE_MOD", 2 if backward and has_score_grad(spec) else 1),
+        ("SCORE_MOD_GRADIENTS", int(backward and bool(derivative.gathers))),
+    )
+
+
+NO_DEFINES = (("SCORE_MOD", 0), ("SCORE_MOD_GRADIENTS", 0))
+
+
+def has_score_grad(spec: AttentionSpec) -> bool:
+    """Whether the function's derivative by the score is a factor of dS."""
+    if spec.score_mod is None:
+        return False
+    d_score = _derivative(spec.score_mod).d_score
+    return not (d_score.operation == CONSTANT and d_score.value == 1)
+
+
+def has_gradients(spec: AttentionSpec) -> bool:
+    """Whether arrays that the function captures have gradients."""
+    return spec.score_mod is not None and bool(_derivative(spec.score_mod).gathers)
+
+
+def looks_scores_up(spec: AttentionSpec) -> bool:
+    """Whether the function looks an array up for each score."""
+    if spec.score_mod is None or spec.score_mod.value is None:
+        return False
+    nodes = reachable([spec.score_mod.value])
+    return any(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
+
+
+def headers(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, str], ...]:
+    """What a kernel that calls the function includes, as `Kernel.headers`."""
+    if spec.score_mod is None:
+        return ()
+    return ((HEADER_NAME, _text(spec.score_mod, backward)),)
+
+
+@functools.cache
+def _text(function: StaticFunction, backward: bool) -> str:
+    numbers = range(len(function.shapes))
+    of_rows = [_of_batch_row(_OPERANDS, {f"operand{n}": f"stride{n}" for n in numbers})]
+    if backward:
+        derivative, with_gradients = _derivative(function), _with_gradients(function)
+        gradients = _GRADIENTS if with_gradients else None
+        text = derivative_text(derivative, _NAMESPACE, _OPERANDS, gradients)
+        if with_gradients:
+            strides = {f"d_operand{n}": f"stride{n}" for n in with_gradients}
+            of_rows.append(_of_batch_row(_GRADIENTS, strides))
+    else:
+        assert function.value is not None
+        text = value_text(function.value, True, _NAMESPACE, _OPERANDS)
+    return "\n".join([text, f"namespace {_NAMESPACE} {{\n", *of_rows, f"}}  // namespace {_NAMESPACE}\n"])
+
+
+def _of_batch_row(name: str, strides: Mapping[str, str]) -> str:
+    """A function that gives the operands of a batch row."""
+    lines = [f"    operands.{pointer} += batch * operands.{stride};" for pointer, stride in strides.items()]
+    head = f"__device__ __forceinline__ {name} of_batch_row({name} operands, int batch) {{"
+    return "\n".join([head, *lines, "    return operands;", "}\n"])
+
+
+def parameters(spec: AttentionSpec, score_operands: Struct) -> Struct:
+    """`score_operands`, and a part for the function, if there is one."""
+    if spec.score_mod is None:
+        return score_operands
+    part = struct(
+        _OPERANDS,
+        **operand_fields(spec.score_mod),
+        **{f"stride{n}": "int64_t" for n in range(len(spec.score_mod.shapes))},  # from batch row to batch row
+        batch_indices="const int*",  # (B,)
+        head_indices="const int*",  # (B | 1, N)
+        head_stride="int64_t",
+    )
+    return Struct(score_operands.name, (*score_operands.fields, ("user", part)))
+
+
+def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
+    """Arguments of the part that `parameters` adds."""
+    if spec.score_mod is None:
+        return {}
+    heads = shapes.head_indices
+    assert heads is not None
+    names = _captured(spec.score_mod)
+    return {
+        "user": {
+            **{f"operand{n}": Pointer(name) for n, name in enumerate(names)},
+            **{f"stride{n}": _stride(shapes.captured[name]) for n, name in enumerate(names)},
+            **{name: Pointer(name) for name in _INDICES},
+            "head_stride": _stride(heads),
+        }
+    }
+
+
+def gradient_parameters(spec: AttentionSpec) -> dict[str, Struct]:
+    """A further field of the backward kernel's parameters, if captured arrays have gradients."""
+    if not has_gradients(spec):
+        return {}
+    assert spec.score_mod is not None
+    numbers = _with_gradients(spec.score_mod)
+    fields = {f"d_operand{n}": "float*" for n in numbers} | {f"stride{n}": "int64_t" for n in numbers}
+    return {"user_gradients": struct(_GRADIENTS, **fields)}
+
+
+def gradient_arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
+    """Arguments of that field."""
+    if not has_gradients(spec):
+        return {}
+    assert spec.score_mod is not None
+    names, numbers = _captured(spec.score_mod), _with_gradients(spec.score_mod)
+    return {
+        "user_gradients": {
+            **{f"d_operand{n}": Pointer(f"d_{names[n]}") for n in numbers},
+            **{f"stride{n}": _stride(shapes.captured[names[n]]) for n in numbers},
+        }
+    }
+
+
+def buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
+    """The operands that the function reads."""
+    if spec.score_mod is None:
+        return ()
+    present = shapes.present()
+    names = (*_INDICES, *_captured(spec.score_mod))
+    return tuple(Buffer(name, present[name].shape, present[name].dtype.name) for name in names)
+
+
+def gradient_buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
+    """Sums that the backward kernel adds to: zeros at first, float32."""
+    if not has_gradients(spec):
+        return ()
+    assert spec.score_mod is not None
+    names = _captured(spec.score_mod)
+    found = (names[n] for n in _with_gradients(spec.score_mod))
+    return tuple(Buffer(f"d_{name}", shapes.captured[name].shape, "float32") for name in found)
+
+
+def gradients(operands: Operands, results: Mapping[str, jax.Array], factor: float) -> dict[str, jax.Array]:
+    """The gradients of captured arrays by name, from the backward plan's results, times `factor`."""
+    found = {}
+    for name, x in operands.differentiable().items():
+        if name in operands.captured:
+            sums = results.get(f"d_{name}", jnp.zeros(x.shape, jnp.float32))
+            found[name] = (sums * factor).astype(x.dtype)
+    return found
+
+
+def _derivative(function: StaticFunction) -> Derivative:
+    assert function.derivative is not None, "`unsupported` was asked"
+    return function.derivative
+
+
+def _captured(function: StaticFunction) -> list[str]:
+    return [captured_name("score_mod", number) for number in range(len(function.shapes))]
+
+
+def _with_gradients(function: StaticFunction) -> list[int]:
+    return sorted({gather.operand for gather in _derivative(function).gathers})
+
+
+def _stride(x: jax.ShapeDtypeStruct) -> int:
+    """From batch row to batch row of a (B | 1, …) operand."""
+    return 0 if x.shape[0] == 1 else math.prod(x.shape[1:])

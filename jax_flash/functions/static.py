@@ -1,0 +1,209 @@
+"""A user's function as what is static about a call: without the arrays that it captures, and hashable.
+
+Two functions are equal if they compute the same from arrays of the same shapes, whatever they are named and
+wherever they were defined. So a closure that is made anew for each call is compiled once.
+
+Portable code computes them here: from their graphs where they have one, else from the jaxpr, which may hold
+anything that JAX runs.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_flash.functions import function as tracing
+from jax_flash.functions.derivative import Derivative, differentiate
+from jax_flash.functions.errors import UnsupportedPrimitiveError
+from jax_flash.functions.evaluation import evaluate, text
+from jax_flash.functions.function import Traced
+from jax_flash.functions.graph import FLOAT32, Node
+
+Arrays = Sequence[jax.Array]
+"""What a function captures, flat: `(B|1, elements)` each, with a row for each batch row or one for all."""
+
+Inputs = Mapping[str, jax.Array]
+"""The function's arguments by name, of shapes that broadcast, with the batch as their first axis."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StaticFunction:
+    """A `score_mod` or a `mask_mod`.
+
+    Attributes:
+      name: the user's name of it.
+      key: equal for functions that compute the same.
+      jaxpr: with captured arrays as `constvars`.
+      shapes: of the captured arrays.
+      arguments: their names, in order.
+      result: float32, or bool.
+      value: what it returns, as a graph; None where it has none.
+      derivative: likewise.
+      refusal: why it has no graph, or none of its derivative.
+    """
+
+    name: str
+    key: Hashable
+    jaxpr: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    arguments: tuple[str, ...]
+    result: np.dtype
+    value: Node | None
+    derivative: Derivative | None
+    refusal: UnsupportedPrimitiveError | TypeError | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticFunction) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.key}"
+
+    def __call__(self, inputs: Inputs, captured: Arrays) -> jax.Array:
+        """Its values: an array that broadcasts to the shape of all inputs."""
+        if self.value is None:
+            return self.by_jax(inputs, captured)
+        (value,) = evaluate([self.value], self._converted(inputs), lambda *at: _load(captured, *at))
+        return value
+
+    def by_jax(self, inputs: Inputs, captured: Arrays) -> jax.Array:
+        """The same values by JAX's own evaluation, which has each derivative that JAX knows."""
+        inputs = self._converted(inputs)
+        arguments = jnp.broadcast_arrays(*(inputs[name] for name in self.arguments))
+        is_own = [x.shape[0] != 1 for x in captured]
+
+        def of_row(arguments: list[jax.Array], captured: list[jax.Array]) -> jax.Array:
+            consts = [x.reshape(shape.shape) for x, shape in zip(captured, self.shapes, strict=True)]
+            run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, consts))
+            values = jax.vmap(lambda *scalars: run(*scalars)[0])(*(x.reshape(-1) for x in arguments))
+            return values.reshape(arguments[0].shape).astype(self.result)
+
+        own = [x if mapped else x[0] for x, mapped in zip(captured, is_own, strict=True)]
+        return jax.vmap(of_row, (0, [0 if mapped else None for mapped in is_own]))(list(arguments), own)
+
+    def pullback(
+        self, inputs: Inputs, captured: Arrays, d_value: jax.Array, masked: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, dict[int, jax.Array]]:
+        """The gradient of the score, and those of captured floats by their number, in their flat shapes.
+
+        Args:
+          d_value: of the shape of all inputs.
+          masked: its argument, with 0 where gradients are 0 whatever the function's derivative is.
+        """
+        if self.derivative is None:
+            return self._pullback_by_jax(inputs, captured, d_value, masked)
+        gathers = self.derivative.gathers
+        outputs = [self.derivative.d_score]
+        outputs += [node for gather in gathers for node in (gather.index, gather.d_value)]
+        d_score, *rest = evaluate(outputs, self._converted(inputs), lambda *at: _load(captured, *at))
+        sums = {
+            number: jnp.zeros(captured[number].shape, d_value.dtype)
+            for number in sorted({gather.operand for gather in gathers})
+        }
+        for gather, index, factor in zip(gathers, rest[::2], rest[1::2], strict=True):
+            share = masked(d_value * factor.astype(d_value.dtype))
+            sums[gather.operand] = _add_at(sums[gather.operand], index, share)
+        return masked(d_value * d_score.astype(d_value.dtype)), sums
+
+    def _pullback_by_jax(self, inputs, captured, d_value, masked):
+        floats = [i for i, x in enumerate(captured) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def value(score, own):
+            arrays = [own.get(i, x) for i, x in enumerate(captured)]
+            return masked(self.by_jax({**inputs, "score": score}, arrays).astype(d_value.dtype))
+
+        # Where gradients are 0, the score is 0 too, as 0 times a derivative that isn't finite is NaN.
+        _, vjp = jax.vjp(value, masked(inputs["score"]), {i: captured[i] for i in floats})
+        d_score, sums = vjp(d_value)
+        return masked(d_score), {i: x.astype(d_value.dtype) for i, x in sums.items()}
+
+    def _converted(self, inputs: Inputs) -> dict[str, jax.Array]:
+        dtypes = {x: FLOAT32 if x == "score" else jnp.int32 for x in self.arguments}
+        return {name: inputs[name].astype(dtype) for name, dtype in dtypes.items()}
+
+
+def static_score_mod(function: Callable[..., Any]) -> tuple[StaticFunction, tuple[Any, ...]]:
+    """A score_mod and the arrays that it captures. Raises as `functions.traced_score_mod`."""
+    return _static(tracing.traced_score_mod(function))
+
+
+def static_mask_mod(function: Callable[..., Any]) -> tuple[StaticFunction, tuple[Any, ...]]:
+    """A mask_mod and the arrays that it captures. Raises as `functions.traced_mask_mod`."""
+    return _static(tracing.traced_mask_mod(function))
+
+
+def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
+    value = derivative = refusal = None
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, traced.jaxpr.consts))
+    # A function without a graph is equal to none but itself: what its jaxpr calls can't be compared.
+    key: Hashable = _Itself()
+    try:
+        scalar = tracing.as_graph(traced)
+        value = scalar.output
+        described = [repr((traced.arguments, [(x.shape, x.dtype.name) for x in shapes])), text([value])]
+        if "score" in traced.arguments:
+            derivative = differentiate(scalar)
+            nodes = [node for gather in derivative.gathers for node in (gather.index, gather.d_value)]
+            described += [text([derivative.d_score, *nodes])]
+            described += [repr([gather.operand for gather in derivative.gathers])]
+        key = hashlib.sha256("\n".join(described).encode()).hexdigest()[:32]
+    except (UnsupportedPrimitiveError, TypeError) as error:
+        refusal = error
+    found = StaticFunction(
+        traced.name,
+        key,
+        traced.jaxpr.jaxpr,
+        shapes,
+        traced.arguments,
+        traced.result,
+        value,
+        derivative,
+        refusal,
+    )
+    return found, tuple(traced.jaxpr.consts)
+
+
+class _Itself:
+    """Equal to itself alone."""
+
+
+def flat(x: Any) -> jax.Array:
+    """A captured array as operands hold it."""
+    x = jnp.asarray(x)
+    return x.reshape(1, math.prod(x.shape))
+
+
+def _load(captured: Arrays, operand: Hashable, index: jax.Array) -> jax.Array:
+    assert isinstance(operand, int)
+    x = captured[operand]
+    if x.shape[0] == 1:
+        return x[0].at[index].get(mode="promise_in_bounds")
+    return x.at[_rows(x, index), index].get(mode="promise_in_bounds")
+
+
+def _add_at(sums: jax.Array, index: jax.Array, share: jax.Array) -> jax.Array:
+    """`sums (B|1, elements)` with each share added at its index."""
+    if sums.shape[0] == 1:
+        share = _summed_to(share, index.shape)
+        return sums.at[0, index].add(share, mode="promise_in_bounds")
+    rows = _rows(sums, index)
+    share = _summed_to(share, np.broadcast_shapes(rows.shape, index.shape))
+    return sums.at[rows, index].add(share, mode="promise_in_bounds")
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """The batch row of each index."""
+    return jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *(1,) * (index.ndim - 1))
+
+
+def _summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    axes = [axis for axis, (size, own) in enumerate(zip(x.shape, shape, strict=True)) if size != own]
+    return jnp.sum(x, axes, keepdims=True) if axes else x

@@ -1,0 +1,207 @@
+"""score_mod and block_mask as arguments: what they may be, and what is said of others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import BlockMask, create_block_mask
+from jax_flash._block_kinds import Kind
+
+QUERY = jnp.ones((2, 6, 4, 8))
+KEY = jnp.ones((2, 5, 2, 8))
+
+
+def attend(**options):
+    return jax_flash.flash_attention(QUERY, KEY, KEY, **options)
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    (
+        ({"score_mod": 3}, TypeError, "score_mod must be None or a function of score, batch"),
+        ({"score_mod": lambda s, b, h, q, k: q}, TypeError, "returns int32; it must return float32"),
+        ({"score_mod": lambda s, b, h, q, k: s > 0}, TypeError, "returns bool; it must return float32"),
+        ({"score_mod": lambda s, b, h, q, k: s[None]}, ValueError, r"shape=\(1,\).*must return a scalar"),
+        ({"score_mod": lambda s, b, h, q, k: (s, s)}, ValueError, "must return a scalar"),
+        ({"score_mod": lambda s, b, h, q: s}, TypeError, "positional argument"),
+        ({"block_mask": causal}, TypeError, "jax_flash.create_block_mask makes one of a mask function"),
+        (
+            {"block_mask": np.ones((6, 5), bool)},
+            TypeError,
+            "block_mask must be None or a jax_flash.BlockMask",
+        ),
+        (
+            {"block_mask": create_block_mask(causal, None, None, 5, 6)},
+            ValueError,
+            r"T = 6 queries and S = 5 keys.*T, S = \(5, 6\)",
+        ),
+        (
+            {"block_mask": BlockMask.from_dense(np.ones((3, 1, 6, 5), bool))},
+            ValueError,
+            "1 or 2 batch rows and 1 or 4 heads; got one of 3 batch rows and 1 heads",
+        ),
+        (
+            {"block_mask": BlockMask.from_dense(np.ones((1, 2, 6, 5), bool))},
+            ValueError,
+            "got one of 1 batch rows and 2 heads",
+        ),
+    ),
+)
+def test_malformed_arguments(options, error, said):
+    with pytest.raises(error, match=said):
+        attend(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    (
+        (lambda: create_block_mask(3, 1, 1, 4, 4), TypeError, "mask_mod must be a function of batch, head"),
+        (lambda: create_block_mask(causal, 0, 1, 4, 4), ValueError, "B and N must be None or at least 1"),
+        (lambda: create_block_mask(causal, 1.0, 1, 4, 4), TypeError, "B must be a Python integer"),
+        (
+            lambda: create_block_mask(causal, 1, 1, 0, 4),
+            ValueError,
+            "T and S must be at least 1; got 0 and 4",
+        ),
+        (
+            lambda: create_block_mask(causal, 1, 1, 4, 4, block_size=0),
+            ValueError,
+            "block_size must be at least",
+        ),
+        (lambda: create_block_mask(causal, 1, 1, 4, 4, block_size=(1, 2, 3)), ValueError, "an int or a pair"),
+        (lambda: create_block_mask(lambda b, h, q, k: q, 1, 1, 4, 4), TypeError, "must return bool"),
+        (
+            lambda: create_block_mask(lambda b, h, q, k: q > b, None, 1, 4, 4),
+            ValueError,
+            "B must be the number of them for which mask_mod differs, as it depends on batch",
+        ),
+        (
+            lambda: create_block_mask(lambda b, h, q, k: q > h, 2, 1, 4, 4),
+            ValueError,
+            "N must be the number of them for which mask_mod differs, as it depends on head",
+        ),
+        (lambda: BlockMask.from_dense(np.ones((4, 4))), TypeError, "mask must have a bool dtype"),
+        (lambda: BlockMask.from_dense(np.ones((4, 4), bool)), ValueError, r"\(B\|1, N\|1, T, S\)"),
+        (lambda: BlockMask.from_blocks(np.ones((4, 4), bool)), ValueError, "blocks must have shape"),
+        (
+            lambda: BlockMask.from_blocks(np.ones((1, 1, 2, 2), bool), lengths=(256, 257)),
+            ValueError,
+            r"lengths must have \(2, 2\) blocks of \(128, 128\)",
+        ),
+    ),
+)
+def test_malformed_masks(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_a_mask_by_blocks():
+    layout = np.array([[1, 0, 0], [0, 1, 1]], bool)[None, None]
+    mask = BlockMask.from_blocks(layout, lengths=(6, 5), block_size=(4, 2))
+    assert mask.lengths == (6, 5) and mask.block_size == (4, 2)
+    np.testing.assert_array_equal(mask.kinds, layout * int(Kind.FULL))
+    np.testing.assert_array_equal(mask.key_blocks.counts, [[[1, 2]]])
+    np.testing.assert_array_equal(mask.query_blocks.counts, [[[1, 1, 1]]])
+    dense = np.repeat(np.repeat(layout, 4, axis=2), 2, axis=3)[:, :, :6, :5]
+    value = jnp.asarray(np.random.default_rng(0).normal(size=KEY.shape), jnp.float32)
+    got = jax_flash.flash_attention(QUERY, KEY, value, block_mask=mask)
+    np.testing.assert_allclose(got, jax_flash.flash_attention(QUERY, KEY, value, mask=dense), rtol=1e-6)
+    of_dense = jax_flash.flash_attention(QUERY, KEY, value, block_mask=BlockMask.from_dense(dense))
+    np.testing.assert_allclose(got, of_dense, rtol=1e-6)
+
+
+def test_long_sequences_without_an_array_of_pairs():
+    """All pairs would take 2**36 bytes. (`test_block_kinds.py` has more tokens.)"""
+    T = 2**18
+
+    def window(b, h, q, k):
+        return (q >= k) & (q - k < 512)
+
+    mask = jax.jit(lambda: create_block_mask(window, None, None, T, T, block_size=256))()
+    assert mask.kinds.shape == (1, 1, 1024, 1024)
+    counts = np.asarray(mask.key_blocks.counts).reshape(-1)
+    np.testing.assert_array_equal(counts, np.minimum(np.arange(1024) + 1, 3))
+
+
+def test_explained():
+    mask = create_block_mask(causal, None, None, 6, 5)
+    explanation = jax_flash.explain(QUERY, KEY, KEY, score_mod=lambda s, b, h, q, k: s * 2, block_mask=mask)
+    assert explanation.automatic == "xla"
+    assert "score_mod=<lambda>:" in str(explanation) and "block_kinds" in str(explanation)
+
+
+SLOPES, BYTES = jnp.ones(4), jnp.ones(4, jnp.int8)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, d: (2 * d,))
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "options", "said"),
+    (
+        (
+            lambda s, b, h, q, k: jnp.sort(jnp.stack([s, 0 * s]))[1],
+            {},
+            "score_mod has sort, at .*test_.*.py",
+        ),
+        (lambda s, b, h, q, k: jax.lax.erf_inv(s), {}, r"score_mod has erf_inv, at .*test_functions.py"),
+        (lambda s, b, h, q, k: doubled(s), {}, "score_mod has custom_vjp_call, at .*test_functions.py"),
+        (
+            lambda s, b, h, q, k: s * SLOPES[h],
+            {},
+            "gradient of an array that score_mod captures depends",
+        ),
+        (
+            lambda s, b, h, q, k: s + SLOPES[h],
+            {"deterministic": True},
+            "summed in no fixed order",
+        ),
+        (lambda s, b, h, q, k: jnp.where(BYTES[h] > 0, s, 0), {}, "captures an array of int8; it may be"),
+        (None, {"block_mask": BlockMask.from_dense(np.ones((1, 1, 6, 5), bool))}, "take no block_mask yet"),
+    ),
+)
+def test_refused_by_cuda(score_mod, options, said):
+    """With the reason, and the line of the code where the function has what can't be written."""
+    query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
+    with jax_flash.planned_for("sm_90a"), pytest.raises(NotImplementedError, match=said):
+        jax_flash.flash_attention(query, key, key, score_mod=score_mod, **options, implementation="cuda")
+
+
+def test_lowered_for_cuda():
+    """Equal functions from two closures are one kernel; captured arrays are operands of the custom call."""
+    query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
+
+    def loss(table, query):
+        mod = lambda score, b, h, q, k: score + table[h, q - k]  # noqa: E731
+        out = jax_flash.flash_attention(query, key, key, score_mod=mod, implementation="cuda")
+        return jnp.sum(out.astype(jnp.float32))
+
+    def step(tables, query):
+        return [jax.grad(loss)(table, query) for table in tables]
+
+    tables = [jnp.ones((4, 12)), jnp.zeros((4, 12))]
+    with jax_flash.planned_for("sm_90a"):
+        lowered = jax.jit(step).trace(tables, query).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count(" call @jax_flash_backward(") == 2
+    assert lowered.count("custom_call @jax_flash_backward(") == 1
+    assert "user_score_mod.cuh" in lowered
+
+
+def test_refused_by_pallas():
+    with (
+        jax_flash.planned_for("sm_90a"),
+        pytest.raises(NotImplementedError, match="its kernels take no score_mod and block_mask yet"),
+    ):
+        mask = create_block_mask(causal, None, None, 6, 5)
+        attend(score_mod=lambda s, b, h, q, k: s * 2, block_mask=mask, implementation="pallas")
