@@ -22,7 +22,7 @@ def soft_cap(cap):
 
 
 def alibi(slopes):
-    return lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k) * 0.05
+    return lambda score, b, h, q, k: score - slopes[h].astype(score.dtype) * jnp.abs(q - k) * 0.05
 
 
 def relative_position(table):

@@ -35,7 +35,10 @@ extern "C" void run{n}(const Operands{n}& operands, int count, const float* scor
     }}
 }}
 """
-_DERIVATIVE = "d_score[i] = element.d_score; f{n}::add_gradients(gradients, element, d_value[i]);"
+_DERIVATIVE = """d_score[i] = element.d_score;
+        f{n}::add_gradients(gradients, element, d_value[i], [](int, float* sums, int index, float term) {{
+            atomicAdd(sums + index, term);
+        }});"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ it has:
     Element make_element(operands, tile, row, column, score, batch, head, query, key)
 
 `Element` has `value`, what the function returns; a function without a score has no such argument. The header
-of a derivative also has `add_gradients(gradients, element, d_value)`. A kernel may call these for rows and
-keys beyond the last: all loads stay within arrays.
+of a derivative also has `add_gradients(gradients, element, d_value, add)`. A kernel may call these for rows
+and keys beyond the last: all loads stay within arrays.
 """
 
 from collections.abc import Sequence
@@ -83,28 +83,38 @@ def value_text(output: Node, has_score: bool, namespace: str, operands: str) -> 
 def derivative_text(derivative: Derivative, namespace: str, operands: str, gradients: str | None) -> str:
     """The C++ of a function and its derivative.
 
-    `Element` has `value`, `d_score` and for each gather i `d_value<i>` and `index<i>`. `add_gradients` adds
-    to sums of gradients, by atomic additions.
+    `Element` has `value`, `d_score` and for each gather i `d_value<i>` and `index<i>`. `add_gradients` hands
+    the terms of sums of gradients to a function that adds them.
 
     Args:
       operands: the name of `operand_struct`.
       gradients: the name of `gradient_struct`; None for no `add_gradients`.
     """
     results = [("float", "value", derivative.value), ("float", "d_score", derivative.d_score)]
-    lines = []
+    terms, arrays = [], []
     for number, gather in enumerate(derivative.gathers):
         results += [
             ("float", f"d_value{number}", gather.d_value),
             ("int", f"index{number}", gather.index),
         ]
-        place = f"gradients.d_operand{gather.operand} + element.index{number}"
-        lines.append(f"    atomicAdd({place}, d_value * element.d_value{number});")
+        term = f"element.index{number}, d_value * element.d_value{number}"
+        terms.append(f"    add({number}, gradients.d_operand{gather.operand}, {term});")
+        arrays.append(f"    if (gather == {number}) return gradients.d_operand{gather.operand};")
     add = "\n".join(
         [
-            "// Adds to the gradients of captured arrays, where `d_value` is that of the element's value.",
+            f"constexpr int gathers = {len(derivative.gathers)};",
+            "",
+            "// The sums that the terms of a gather are added to.",
+            f"{_QUALIFIERS} float* sums_of(const {gradients}& gradients, int gather) {{",
+            *arrays,
+            "    return nullptr;",
+            "}",
+            "",
+            "// Calls add(gather, sums, index, term) for each gather. `d_value` is that of the value.",
+            "template <class Add>",
             f"{_QUALIFIERS} void add_gradients("
-            f"const {gradients}& gradients, const Element& element, float d_value) {{",
-            *lines,
+            f"const {gradients}& gradients, const Element& element, float d_value, Add add) {{",
+            *terms,
             "}",
         ]
     )

@@ -117,6 +117,32 @@ __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score
     if (threadIdx.x % 32 == 0) atomicAdd(call.d_slopes + share * 4 + threadIdx.x / 32 % 4, sum);
 }
 
+// Terms that a thread adds to the same element of an array, one after another. Many do: those of a head's slope, and of
+// pairs farther apart than a table goes. Atomic additions to one address take turns.
+struct GradientRun {
+    static constexpr int none = -1;
+    int index = none;
+    float sum = 0;
+
+    __device__ __forceinline__ void add(float* sums, int at, float term) {
+        if (at != index) {
+            if (index != none) atomicAdd(sums + index, sum);
+            index = at, sum = 0;
+        }
+        sum += term;
+    }
+    // By all lanes of a warp.
+    __device__ __forceinline__ void finish(float* sums) {
+        const int common = __reduce_max_sync(0xffffffff, index);
+        if (__any_sync(0xffffffff, index != none && index != common)) {
+            if (index != none) atomicAdd(sums + index, sum);
+        } else {
+            const float of_warp = warp_sum(sum);
+            if (threadIdx.x % 32 == 0 && common != none) atomicAdd(sums + common, of_warp);
+        }
+    }
+};
+
 // Adds dS of the thread's keys and the block's queries to the gradients of what the user's function captures. A pair that
 // doesn't see each other has dS = 0, whatever the function makes of it.
 #if SCORE_MOD_GRADIENTS
@@ -124,12 +150,20 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
                                                    int head, int block, int key) {
     const Shape& shape = call.shape;
     const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
+    GradientRun runs[user_score_mod::gathers];
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
         const int query = block * Traits::queries + query_of(i);
         const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
         const int own_key = min(key + 8 * key_row_of(i), row.last_key);
-        if (d_scores[i] != 0) user_score_mod::add_gradients(sums, row.user.element(0, own_key), d_scores[i]);
+        if (d_scores[i] == 0) continue;
+        user_score_mod::add_gradients(
+            sums, row.user.element(0, own_key), d_scores[i],
+            [&](int gather, float* sum, int index, float term) { runs[gather].add(sum, index, term); });
+    }
+#pragma unroll
+    for (int gather = 0; gather < user_score_mod::gathers; ++gather) {
+        runs[gather].finish(user_score_mod::sums_of(sums, gather));
     }
 }
 #endif

@@ -1,0 +1,51 @@
+"""benchmarks/mods.py: that both forms of a variant compute the same, and its command line on the CPU."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def mods(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import mods
+
+    return mods
+
+
+@pytest.mark.parametrize("variant", ("plain", "soft cap", "ALiBi", "relative bias"))
+def test_both_forms_compute_the_same(mods, variant):
+    case = mods.Case(2, 40, 40, 4, 2, 16, causal=True, dtype="float32")
+    learned = jax.random.normal(jax.random.key(0), (4, 2 * mods.FURTHEST + 1))
+
+    def results(form):
+        out, vjp = jax.vjp(mods.attend(variant, form, case, "xla"), learned, *case.inputs())
+        return out, vjp(out)
+
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+        results(mods.OPTION),
+        results(mods.FUNCTION),
+    )
+
+
+def test_command_line(mods, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(mods, "CASES", [mods.Case(1, 16, 16, 2, 2, 16)])
+    monkeypatch.setattr(mods, "VARIANTS", {name: mods.VARIANTS[name] for name in ("soft cap", "ALiBi")})
+    out = tmp_path / "mods.json"
+    mods.main(["--implementation", "xla", "--rounds", "1", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert [(row["variant"], row["pass"]) for row in found["rows"]] == [
+        (variant, way) for variant in ("soft cap", "ALiBi") for way in ("forward", "backward")
+    ]
+    assert all(row["ratio"] > 0 for row in found["rows"])
+    assert "soft cap" in capsys.readouterr().out
+
+
+def test_what_cant_run_is_recorded(mods):
+    case = mods.Case(1, 16, 16, 2, 2, 16)
+    (row,) = mods.rows("plain", case, 1, "cuda")
+    assert "NVIDIA" in row["error"] or "CUDA GPU" in row["error"]
