@@ -49,9 +49,26 @@ _LAST_SHIFT = 15
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def hashes(key: jax.Array, batch: int, heads: int, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
     """The hashes of rows, uint32 `(batch, heads, queries)`, and of columns, `(batch, keys)`."""
+    return hashes_at(key, batch, jnp.arange(heads), heads, jnp.arange(queries), jnp.arange(keys))
+
+
+def hashes_at(
+    key: jax.Array, batch: int, heads: jax.Array, all_heads: int, rows: jax.Array, columns: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The hashes of some rows of some heads, and of some columns, whatever there are besides.
+
+    Args:
+      heads: int32 `(N,)`, each less than `all_heads`.
+      rows: int32 `(T,)`.
+      columns: int32 `(S,)`.
+
+    Returns:
+      uint32 `(batch, N, T)` and `(batch, S)`.
+    """
     row_key, column_key = jax.random.split(key)
-    rows = _hash_lines(row_key, batch * heads, queries)
-    return rows.reshape(batch, heads, queries), _hash_lines(column_key, batch, keys)
+    batch_rows = jnp.arange(batch)
+    lines = batch_rows[:, None] * all_heads + heads[None]
+    return _hash_lines(row_key, lines, rows), _hash_lines(column_key, batch_rows, columns)
 
 
 def threshold(rate: float) -> int:
@@ -89,12 +106,12 @@ def keep_each(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
     return product << 1 >= jnp.uint32(threshold(rate) << 17)
 
 
-def _hash_lines(key: jax.Array, lines: int, length: int) -> jax.Array:
-    """The hashes of `lines` heads or batch rows, `(lines, length)`."""
-    line = jnp.arange(lines, dtype=jnp.uint32)[:, None]
-    index = jnp.arange(length, dtype=jnp.uint32)[None, :]
+def _hash_lines(key: jax.Array, lines: jax.Array, indices: jax.Array) -> jax.Array:
+    """The hashes of those indices of those heads or batch rows, `(*lines.shape, length)`."""
+    lines = lines[..., None].astype(jnp.uint32)
+    indices = jnp.expand_dims(indices.astype(jnp.uint32), range(lines.ndim - 1))
     round_keys = jax.random.bits(key, (len(_ROUNDS),), jnp.uint32)
-    return _permute(_position(line, index), round_keys) << 1 | 1
+    return _permute(_position(lines, indices), round_keys) << 1 | 1
 
 
 def _position(line: jax.Array, index: jax.Array) -> jax.Array:

@@ -11,7 +11,9 @@ many columns on either side of its diagonal:
     r + low <= c <= r + high,   low = columns - rows - left,   high = columns - rows + right
 
 Causal attention is `right = 0`. With lengths, `rows` and `columns` are the lengths of the batch row, so the
-alignment follows them, and rows and columns beyond them are padding that sees and is seen by nothing.
+alignment follows them, and rows and columns beyond them are padding that sees and is seen by nothing. An
+operand `diagonal` adds to the diagonal of every row, as `shift` here: rows and columns are parts of longer
+sequences.
 
 **One form for one meaning.** A side of the window that hides nothing is None, and one that hides everything
 is clipped (`Window.normalised`), so that loops and kernels have no code for sides that don't bind, and
@@ -101,9 +103,10 @@ class Window(NamedTuple):
 UNBOUNDED = Window()
 
 
-def window_of(spec: AttentionSpec, size: Sizes) -> Window:
-    """The call's window, normalised."""
-    return Window(spec.left, spec.right).normalised(size.T, size.S)
+def window_of(spec: AttentionSpec, size: Sizes, *, is_shifted: bool = False) -> Window:
+    """The call's window, normalised; as it is if an operand shifts the diagonal by what shapes don't say."""
+    window = Window(spec.left, spec.right)
+    return window if is_shifted else window.normalised(size.T, size.S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +158,7 @@ class PositionMask:
     low: Index | None
     high: Index | None
     has_negative_side: bool = False  # of the window, so that a row in the middle may see nothing
+    shift: Index = 0  # by how many columns every diagonal lies further to the right
 
     @property
     def unbounded(self) -> bool:
@@ -164,13 +168,13 @@ class PositionMask:
     @property
     def diagonal(self) -> Index:
         """The column on the diagonal of row 0."""
-        return self.columns - self.rows
+        return self.columns - self.rows + self.shift
 
     def transposed(self) -> "PositionMask":
         """Which rows see each column, with columns as rows."""
         low = None if self.high is None else -self.high
         high = None if self.low is None else -self.low
-        return PositionMask(self.columns, self.rows, low, high, self.has_negative_side)
+        return PositionMask(self.columns, self.rows, low, high, self.has_negative_side, -self.shift)
 
     def with_axes(self, count: int) -> "PositionMask":
         """The mask whose numbers for each batch row, `(B,)`, have `count` more axes of 1, to meet scores."""
@@ -179,7 +183,7 @@ class PositionMask:
             return x if x is None or np.ndim(x) == 0 else x.reshape(x.shape + (1,) * count)
 
         numbers = map(expanded, (self.rows, self.columns, self.low, self.high))
-        return PositionMask(*numbers, has_negative_side=self.has_negative_side)
+        return PositionMask(*numbers, self.has_negative_side, expanded(self.shift))
 
     def block_range(self, first_row: Index, row_count: Index, block: int) -> BlockRange:
         """The blocks of `block` columns that the rows `[first_row, first_row + row_count)` see."""
@@ -264,29 +268,40 @@ class PositionMask:
         return 0 if self.high is None else clip(-self.high, 0, self.rows)
 
 
-def position_mask(window: Window, queries: Index, keys: Index) -> PositionMask:
-    """The keys that each query sees: queries are rows, keys are columns."""
+def position_mask(window: Window, queries: Index, keys: Index, shift: Index | None = None) -> PositionMask:
+    """The keys that each query sees: queries are rows, keys are columns.
+
+    Args:
+      shift: of every diagonal. A row may then see nothing, wherever it is.
+    """
+    diagonal = keys - queries if shift is None else keys - queries + shift
     return PositionMask(
         queries,
         keys,
-        low=None if window.left is None else keys - queries - window.left,
-        high=None if window.right is None else keys - queries + window.right,
-        has_negative_side=min(window.left or 0, window.right or 0) < 0,
+        low=None if window.left is None else diagonal - window.left,
+        high=None if window.right is None else diagonal + window.right,
+        has_negative_side=shift is not None or min(window.left or 0, window.right or 0) < 0,
+        shift=0 if shift is None else shift,
     )
 
 
 def keys_of_queries(
-    spec: AttentionSpec, size: Sizes, query_lengths: Index | None = None, key_lengths: Index | None = None
+    spec: AttentionSpec,
+    size: Sizes,
+    query_lengths: Index | None = None,
+    key_lengths: Index | None = None,
+    shift: Index | None = None,
 ) -> PositionMask:
     """`position_mask` of a call.
 
     Args:
       query_lengths: how many of the T queries there are, where that is data: a scalar or `(B,)`.
       key_lengths: how many of the S keys there are.
+      shift: the operand `diagonal`.
     """
     queries = size.T if query_lengths is None else query_lengths
     keys = size.S if key_lengths is None else key_lengths
-    return position_mask(window_of(spec, size), queries, keys)
+    return position_mask(window_of(spec, size, is_shifted=shift is not None), queries, keys, shift)
 
 
 def segment_id_ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

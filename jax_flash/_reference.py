@@ -165,8 +165,14 @@ def _kept(spec, operands):
 
 
 def _distance(spec, operands):
-    """Key column minus the column on the diagonal of each row: `j - (i + S - T)`, `(B|1, 1, T, S)`."""
+    """Key column minus the column on the diagonal of each row, `(B|1, 1, T, S)`.
+
+    It is `j - (i + S - T + diagonal)`, without the operand `j - (i + S - T)`.
+    """
     size = sizes(operands)
+    if operands.diagonal is not None:
+        distance = _distance(spec, operands.replace(diagonal=None))
+        return distance - operands.diagonal[:, None, None, None]
     if operands.query_offsets is not None:
         return _distance_within_sequences(spec, operands)
     queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths

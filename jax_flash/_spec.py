@@ -84,6 +84,10 @@ class Operands(Generic[Leaf]):
     attends to itself alone, with its own lengths in every alignment. All other tokens are padding, which
     attends to nothing. Both offsets are there or none, and then no bias, mask, lengths or segment ids.
 
+    A `diagonal` moves what causality, the window and ALiBi are relative to: query `i` is aligned with key
+    `i + S - T + diagonal`. So queries and keys may be parts of longer sequences, from any place on. Causal
+    attention and windows then hide keys that the shapes alone don't say.
+
     Functions of users (`AttentionSpec.score_mod`, `BlockMaskSpec.mask_mod`) take indices of the whole call.
     So where there is a function, each row and head brings its own index, which stays with it when the call
     is partitioned. The arrays that functions capture are in `captured`, by the names that `captured_name`
@@ -105,6 +109,7 @@ class Operands(Generic[Leaf]):
     key_value_offsets: Leaf | None = None  # (B, P + 1) int32
     dropout_rows: Leaf | None = None  # (B, N, T) uint32, see `_dropout.py`
     dropout_columns: Leaf | None = None  # (B, S) uint32
+    diagonal: Leaf | None = None  # (B|1,) int32, by how many keys every diagonal lies further to the right
     batch_indices: Leaf | None = None  # (B,) int32
     head_indices: Leaf | None = None  # (B|1, N) int32
     block_kinds: Leaf | None = None  # (B|1, N|1, blocks of T, blocks of S) int8, see `_block_kinds.py`
@@ -136,7 +141,7 @@ class Operands(Generic[Leaf]):
 DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 """Fields that have a gradient. Arrays that a score_mod captures have one if they are floating."""
 
-_BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks", "head_indices", "block_kinds")
+_BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks", "diagonal", "head_indices", "block_kinds")
 
 
 def batch_axis_may_be_one(name: str) -> bool:

@@ -44,6 +44,8 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
         return why_not
     if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
+    if shapes.diagonal is not None:
+        return "the diagonal is an operand, as in steps of context_parallel_attention with a mask or ALiBi"
     if shapes.mask is not None and 1 << 31 <= shapes.mask.size <= 1 << 32:
         return "the Triton lowering of Pallas can't address a mask of 2 to 4 GiB"
     return None

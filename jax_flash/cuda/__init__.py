@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import call, compile, dropout, fixed_point, score_mod, sm90
+from jax_flash.cuda import call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
@@ -120,8 +120,14 @@ def backward_metadata(spec: AttentionSpec, operands: Operands) -> dict[str, jax.
 
 
 def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Array]:
+    if plan is None:
+        return {}
+    arrays = operands.present()
+    if operands.diagonal is not None:
+        shifts = jnp.broadcast_to(operands.diagonal, operands.query.shape[:1])
+        arrays["diagonal"] = jnp.clip(shifts, -mask_metadata.MAX_SHIFT, mask_metadata.MAX_SHIFT)
     # The target keeps its first name, as exported programs have it.
-    return {} if plan is None else _call("jax_flash_bounds", plan, operands.present())
+    return _call("jax_flash_bounds", plan, arrays)
 
 
 def _padded(operands: Operands) -> Operands:

@@ -1,10 +1,10 @@
 """Mask metadata: which keys each query sees, and which blocks each tile visits, computed at run time.
 
-Lengths, offsets of packed sequences and segment ids are data, so the mask of a call that has them is not
-known when the call is planned. Together with the window, lengths and offsets let each query see an interval
-of keys, and each key be seen by an interval of queries. The kernels mask by these intervals, and compare
-segment ids besides. They skip blocks outside of a tile's `BlockRange`, and apply the mask only in blocks that
-are not full.
+Lengths, offsets of packed sequences, segment ids and a diagonal are data, so the mask of a call that has them
+is not known when the call is planned. Together with the window, all but the ids let each query see an
+interval of keys, and each key be seen by an interval of queries. The kernels mask by these intervals, and
+compare segment ids besides. They skip blocks outside of a tile's `BlockRange`, and apply the mask only in
+blocks that are not full.
 
 Small kernels compute the metadata before attention starts (mask_metadata_plan.py). They run in a custom call
 of their own, so that XLA runs it once for all layers with the same lengths.
@@ -21,6 +21,9 @@ from jax_flash.cuda.parameters import struct
 
 LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 SEGMENTS = ("query_segment_ids", "key_value_segment_ids")
+
+MAX_SHIFT = 2**29
+"""A diagonal that lies farther away is moved to there, so that positions stay within 32 bits."""
 
 _SEQUENCES = 4
 """Sequences that a batch row with offsets or segments is assumed to hold; the data alone has their number."""
@@ -50,10 +53,9 @@ BACKWARD_PARAMETERS = struct(
 
 
 def is_needed(shapes: Shapes) -> bool:
-    """Whether the mask depends on lengths, segments or offsets, which are known only at run time."""
-    return any(
-        getattr(shapes, name) is not None for name in (*LENGTHS, *SEGMENTS, *_varlen_unpacking.OFFSETS)
-    )
+    """Whether the mask depends on arrays, which are known only at run time."""
+    names = *LENGTHS, *SEGMENTS, *_varlen_unpacking.OFFSETS, "diagonal"
+    return any(getattr(shapes, name) is not None for name in names)
 
 
 def has_segments(shapes: Shapes) -> bool:
@@ -126,6 +128,7 @@ _BUFFERS = {
     "key_lengths": LENGTHS[1],
     "query_segments": SEGMENTS[0],
     "key_segments": SEGMENTS[1],
+    "shifts": "diagonal",
 }
 """Names of buffers, where the fields that point to them have other names."""
 

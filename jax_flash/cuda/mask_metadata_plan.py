@@ -24,12 +24,13 @@ _SEQUENCES = struct(
     key_offsets="const int*",
     query_lengths="const int*",  # (B); null: all of T or S
     key_lengths="const int*",
+    shifts="const int*",  # (B): the operand `diagonal`, clipped; null without
     count="int32_t",  # sequences in a batch row
     longest_query="int32_t",  # tokens of a packed sequence beyond are padding
     longest_key="int32_t",
     queries="int32_t",  # T
     keys="int32_t",  # S
-    left="int32_t",  # the window; S and T on sides that hide nothing
+    left="int32_t",  # the window; as far as any key on sides that hide nothing
     right="int32_t",
 )
 
@@ -161,6 +162,8 @@ def _buffers(shapes: Shapes, wanted: tuple[Buffer, ...]) -> tuple[tuple[Buffer, 
     names = (*_varlen_unpacking.OFFSETS, *mask_metadata.LENGTHS, *mask_metadata.SEGMENTS)
     found = ((name, getattr(shapes, name)) for name in names)
     operands = tuple(Buffer(name, x.shape, "int32") for name, x in found if x is not None)
+    if shapes.diagonal is not None:
+        operands += (Buffer("diagonal", (sizes(shapes).B,), "int32"),)
     return operands, tuple(buffer for buffer in wanted if buffer.name not in names)
 
 
@@ -191,11 +194,14 @@ def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]
     if shapes.query_offsets is not None:
         count = shapes.query_offsets.shape[1] - 1
         longest = spec.max_query_length, spec.max_key_value_length
-    window = window_of(spec, n)
-    left = n.S if window.left is None else window.left  # as far as any key
-    right = n.T if window.right is None else window.right
+    is_shifted = shapes.diagonal is not None
+    window = window_of(spec, n, is_shifted=is_shifted)
+    farthest = mask_metadata.MAX_SHIFT if is_shifted else 0
+    left = n.S + farthest if window.left is None else window.left
+    right = n.T + farthest if window.right is None else window.right
+    lengths = "query_lengths", "key_lengths"
     return {
-        **mask_metadata.pointers(operands, "query_offsets", "key_offsets", "query_lengths", "key_lengths"),
+        **mask_metadata.pointers(operands, "query_offsets", "key_offsets", *lengths, "shifts"),
         "count": count,
         **{"longest_query": min(longest[0], n.T), "longest_key": min(longest[1], n.S)},
         **{"queries": n.T, "keys": n.S, "left": left, "right": right},

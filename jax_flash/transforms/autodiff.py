@@ -1,4 +1,4 @@
-"""A call and its derivative: the only `custom_vjp` of the package.
+"""A call and its derivative: a `custom_vjp`.
 
 The backward pass computes the attention weights again, so the forward pass saves the operands, the output and
 the log-sum-exp, nothing of size T×S. The last two have names for `jax.checkpoint`. With the policy

@@ -40,6 +40,7 @@ _AXES = {
     "key_value_offsets": "O",
     "dropout_rows": "NT",
     "dropout_columns": "S",
+    "diagonal": "",
     "batch_indices": "",
     "head_indices": "N",
     "block_kinds": "NIJ",

@@ -112,8 +112,9 @@ def _may_skip(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether anything that `key_blocks` looks at may rule a block out."""
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     data = *lengths, operands.query_segment_ids
-    is_windowed = not window_of(spec, sizes(operands)).unbounded
-    return is_windowed or spec.block_mask is not None or any(x is not None for x in data)
+    window = window_of(spec, sizes(operands), is_shifted=operands.diagonal is not None)
+    hides = not window.unbounded or spec.block_mask is not None
+    return hides or any(x is not None for x in data)
 
 
 def hides_keys(spec: AttentionSpec, operands: Operands) -> bool:
@@ -136,7 +137,7 @@ def _even_blocks(length: int, most: int) -> Axis:
 def position_mask(spec: AttentionSpec, operands: Operands) -> PositionMask:
     """What causality, the window and the lengths of each batch row leave visible, with queries as rows."""
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
-    return keys_of_queries(spec, sizes(operands), *lengths)
+    return keys_of_queries(spec, sizes(operands), *lengths, shift=operands.diagonal)
 
 
 def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) -> tuple:

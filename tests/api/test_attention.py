@@ -333,9 +333,13 @@ def test_sharded_leading_axes_stay_as_they_are(axis_type, spec):
 
 def test_the_public_names():
     assert sorted(jax_flash.__all__) == [
+        "BlockMask",
         "KVCache",
         "PagedKVCache",
+        "and_masks",
         "apply_rotary",
+        "context_parallel_attention",
+        "create_block_mask",
         "dot_product_attention",
         "dropout_mask",
         "explain",
@@ -343,9 +347,13 @@ def test_the_public_names():
         "flash_attention_varlen",
         "flash_attention_with_cache",
         "flash_attn",
+        "masks",
+        "or_masks",
         "planned_for",
         "precompile",
         "ragged_paged_attention",
+        "reorder_for_load_balance",
+        "restore_order",
     ]
     assert all(hasattr(jax_flash, name) for name in jax_flash.__all__)
 

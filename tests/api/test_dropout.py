@@ -246,6 +246,10 @@ def test_hashes_are_evenly_distributed():
 def test_a_block_is_the_same_alone_as_in_the_whole():
     rows, columns = _dropout.hashes(jax.random.key(0), 2, 3, 256, 512)
     whole = _dropout.keep(rows, columns[:, None], 0.3)
+    some = jnp.array([2, 0]), 3, jnp.array([5, 255, 7]), jnp.array([500, 3])
+    of_some = _dropout.hashes_at(jax.random.key(0), 2, *some)
+    np.testing.assert_array_equal(of_some[0], rows[:, some[0]][:, :, some[2]])
+    np.testing.assert_array_equal(of_some[1], columns[:, some[3]])
     block = _dropout.keep(rows[1:, :, 64:96], columns[1:, None, 500:], 0.3)
     np.testing.assert_array_equal(block, whole[1:, :, 64:96, 500:512])
     np.testing.assert_array_equal(whole, mask(rate=0.3))

@@ -75,6 +75,28 @@ def test_a_normalised_window_means_the_same_for_shorter_sequences(left, right):
         )
 
 
+@pytest.mark.parametrize("left", (None, -1, 0, 3))
+@pytest.mark.parametrize("right", (None, -2, 0, 2))
+@pytest.mark.parametrize("shift", (-20, -3, 0, 2, 20))
+def test_a_shifted_diagonal_as_data(shift, left, right):
+    """The shapes alone neither normalise the window nor say which rows see something."""
+    T, S, queries, keys = 9, 11, 7, 10
+    data = (jnp.int32(x) for x in (queries, keys, shift))
+    of_queries = _mask.keys_of_queries(AttentionSpec(1.0, left, right), size_of(T, S), *data)
+    moved = (None if left is None else left - shift, None if right is None else right + shift)
+    seen = defined(T, S, *moved, queries, keys)
+    for mask, wanted in ((of_queries, seen), (of_queries.transposed(), seen.T)):
+        rows, columns = np.ix_(*map(np.arange, wanted.shape))
+        np.testing.assert_array_equal(np.broadcast_to(mask.visible(rows, columns), wanted.shape), wanted)
+        for first_row in range(0, wanted.shape[0], TILE):
+            found = mask.block_range(jnp.int32(first_row), TILE, BLOCK)
+            check_block_range(found, wanted[first_row : first_row + TILE], wanted.shape[1])
+    assert int(of_queries.diagonal) == keys - queries + shift == -int(of_queries.transposed().diagonal)
+    visited = of_queries.block_range(0, of_queries.rows, S)
+    if not Window(left, right).hides_all:
+        assert bool(visited.first < visited.last) == seen.any()
+
+
 def test_causal_hides_keys_behind_the_diagonal_and_shows_no_more():
     assert Window(3, None).causal() == Window(3, 0)
     assert Window(None, 5).causal() == Window(None, 0)

@@ -40,6 +40,7 @@ def all_operands(draw):
         key_value_segment_ids=draw.integers(0, 2, (B, S), np.int32),
         dropout_rows=rows,
         dropout_columns=columns,
+        diagonal=np.array([1, -2], np.int32),
     )
 
 
@@ -78,6 +79,8 @@ def by_hand(spec, operands):
             if "bias" in per_row:
                 x += per_row["bias"][b, n, i, j]
             diagonal = k_start + i - q_start + k_length - q_length
+            if operands.diagonal is not None:
+                diagonal += operands.diagonal[b % len(operands.diagonal)]
             if operands.alibi_slopes is not None:
                 x -= operands.alibi_slopes[0, n] * abs(diagonal - j)
             attends = i < q_start + q_length and k_start <= j < k_start + k_length
@@ -124,6 +127,11 @@ ONE_AT_A_TIME = {
     "alibi": (AttentionSpec(0.5), ("alibi_slopes",)),
     "sinks": (AttentionSpec(0.5), ("sinks",)),
     "segments": (AttentionSpec(0.5), ("query_segment_ids", "key_value_segment_ids")),
+    "diagonal": (AttentionSpec(0.5, left=1, right=0), ("diagonal", "alibi_slopes")),
+    "diagonal and lengths": (
+        AttentionSpec(0.5, left=2, right=0),
+        ("diagonal", "query_seq_lengths", "key_value_seq_lengths"),
+    ),
     "everything": (EVERYTHING, tuple(all_operands(np.random.default_rng(0)).present())),
 }
 

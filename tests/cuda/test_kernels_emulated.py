@@ -14,11 +14,13 @@ import pytest
 from emulated_case import (
     DEVICE,
     Case,
+    arrays_of,
     check_backward,
     check_forward,
     check_results,
     draw,
     expected,
+    roundoff,
     tile,
     traits,
 )
@@ -27,8 +29,9 @@ from kernel_emulator import KernelEmulator
 
 from jax_flash import _reference, cuda
 from jax_flash._device import H100
+from jax_flash._spec import Operands, shapes_of
 from jax_flash.cuda.launch_plan import TensorMap
-from jax_flash.cuda.sm90 import backward_scheduler, backward_tiles, forward_plan
+from jax_flash.cuda.sm90 import backward_plan, backward_scheduler, backward_tiles, forward_plan
 
 # Score modifications and sinks, one by one and together.
 SCORES = (
@@ -76,6 +79,10 @@ MASK_METADATA = (
     Case(H=192, T=100, S=200, N=4, K=1, B=3, lengths="qk"),
     Case(H=128, T=10, S=300, N=8, K=2, B=4, lengths="k", right=0),  # whose heads share a tile
     Case(H=96, T=129, S=200, N=2, B=3, lengths="qk", alibi="BN", mask="B11S", right=0),
+    # Parts of longer sequences: nothing visible, a diagonal in the middle, everything visible.
+    Case(H=64, T=200, S=200, N=2, B=3, right=0, diagonal=(-200, -70, 200), return_residual=True),
+    Case(H=128, T=300, S=200, N=4, K=2, B=2, left=150, right=0, diagonal=(250, 40), alibi="1N"),
+    Case(H=256, T=100, S=130, B=3, right=0, lengths="qk", diagonal=(-60, 30, 90)),
     Case(H=128, T=400, S=400, N=2, segments="sorted", right=0, B=2),
     Case(H=64, T=300, S=700, N=2, segments="sorted", return_residual=True),
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
@@ -368,6 +375,31 @@ def test_head_dims_that_are_no_multiples_of_8(case, emulator, monkeypatch):
     got = {"out": out, "lse": lse, **agreement.by_name(gradients)}
     references = {"out": right_out, "lse": right_lse, **agreement.by_name(right)}
     check_results(case, got, *expected(case, spec, operands, d_out, d_lse, references, np.asarray(out)))
+
+
+def test_backward_passes_of_chunks_add_up(emulator):
+    """As in a ring: with lse and output of whole rows, also where these see no key of the chunk."""
+    case, rows, keys = Case(H=64, T=192, S=192, N=2, right=0), 96, 64
+    spec, operands, d_out, _, seed = draw(case)
+    out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out)
+    sums = {name: np.zeros(x.shape) for name, x in agreement.by_name(gradients).items()}
+    for i, j in itertools.product(range(0, case.T, rows), range(0, case.S, keys)):
+        own, of_keys = slice(i, i + rows), slice(j, j + keys)
+        chunks = Operands(
+            operands.query[:, own],
+            operands.key[:, of_keys],
+            operands.value[:, of_keys],
+            diagonal=np.array([i - j - (keys - rows)], np.int32),
+        )
+        metadata = backward_plan.plan_backward_metadata(spec, shapes_of(chunks), DEVICE)
+        arrays = arrays_of(chunks, metadata, emulator, seed)
+        arrays |= dict(out=out[:, own], lse=lse[:, :, own], d_out=d_out[:, own])
+        results = emulator.run(backward_plan.plan_backward(spec, shapes_of(chunks), DEVICE), arrays, seed)
+        for name, tokens in (("d_query", own), ("d_key", of_keys), ("d_value", of_keys)):
+            sums[name][:, tokens] += results[name].astype(np.float64)
+    for name, expected_sum in agreement.by_name(gradients).items():
+        error = np.linalg.norm(sums[name] - expected_sum)
+        assert error <= 2 * roundoff(case) * np.linalg.norm(expected_sum), name
 
 
 def _tensor_maps(plan):

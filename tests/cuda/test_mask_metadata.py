@@ -67,12 +67,16 @@ def draw(random, form, B=None, T=None, S=None, count=None) -> Case:
         for name, size in (("query", T), ("key_value", S)):
             ids = random.integers(-most, most, size=(B, size), endpoint=True).astype(np.int32)
             others[f"{name}_segment_ids"] = np.sort(ids) if random.integers(4) else ids
+    if "diagonal" in form:
+        shifts = random.integers(-S, T, size=B, endpoint=True)
+        others["diagonal"] = np.where(random.integers(8), shifts, random.choice((-(2**29), 2**29))).astype(
+            np.int32
+        )
     if random.integers(2):
         others["alibi_slopes"] = np.ones((1, 2), np.float32)
-    left, right = (
-        None if random.integers(2) else int(random.choice((0, 1, -3, 50, 2**40, -(2**40), 200, -70)))
-        for _ in range(2)
-    )
+    # A diagonal's call has the window as it is.
+    sides = (0, 1, -3, 50, 200, -70, *((2**29 - 1, 1 - 2**29) if "diagonal" in form else (2**40, -(2**40))))
+    left, right = (None if random.integers(2) else int(random.choice(sides)) for _ in range(2))
     spec = AttentionSpec(1.0, left, right, max_query_length=longest[0], max_key_value_length=longest[1])
     query, key = np.zeros((B, T, 2, 8), np.float16), np.zeros((B, S, 1, 8), np.float16)
     operands = Operands(query, key, key, **others)
@@ -95,6 +99,9 @@ FORMS = (
     "packed",
     "segments",
     "segments query_lengths key_lengths",
+    "diagonal",
+    "diagonal packed",
+    "diagonal segments key_lengths query_lengths",
 )
 ROUNDS = 20
 

@@ -44,6 +44,7 @@ class Case:
     packed: int | None = None  # so many sequences to a batch row
     V: int | None = None  # where values have a head dim of their own
     dropout: float = 0.0
+    diagonal: tuple[int, ...] | None = None  # for each batch row
     score_mod: str | None = None  # of FUNCTIONS
 
     def __str__(self):
@@ -253,6 +254,8 @@ def draw(case):
         dropout_key = jax.random.key(int(random.integers(2**31)))
         rows, columns = _dropout.hashes(dropout_key, case.B, case.N, case.T, case.S)
         others |= {"dropout_rows": rows, "dropout_columns": columns}
+    if case.diagonal is not None:
+        others["diagonal"] = np.array(case.diagonal, np.int32)
     operands = Operands(
         *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)
     )

@@ -99,7 +99,12 @@ def diagonals(spec: AttentionSpec, operands: Operands) -> tuple[np.ndarray, np.n
     """The key on each query's diagonal, and whether the query is no padding, `(B, T)`."""
     n = sizes(operands)
     of, _ = _sequences(spec, operands, n)
-    return np.arange(n.T) - of.first_query + of.first_key + of.keys - of.queries, of.there
+    return np.arange(n.T) - of.first_query + of.first_key + of.keys - of.queries + _shifts(operands), of.there
+
+
+def _shifts(operands: Operands) -> np.ndarray:
+    """By how much diagonals lie further to the right, `(B, 1)`."""
+    return np.int64(0) if operands.diagonal is None else np.asarray(operands.diagonal, np.int64)[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +135,7 @@ def _key_queries(spec: AttentionSpec, operands: Operands) -> Interval:
     """The interval of queries that see each key."""
     n = sizes(operands)
     _, of = _sequences(spec, operands, n)
-    aligned = np.arange(n.S) - of.first_key + of.first_query + of.queries - of.keys
+    aligned = np.arange(n.S) - of.first_key + of.first_query + of.queries - of.keys - _shifts(operands)
     begin = np.broadcast_to(of.first_query, aligned.shape)
     end = np.broadcast_to(of.first_query + of.queries, aligned.shape)
     if spec.right is not None:

@@ -94,6 +94,13 @@ def test_attention_to_several_caches():
     np.testing.assert_allclose(found.merged_attention(found.query, halves), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_sharded_sequence():
+    (code,) = examples("docs/scale-out.md", "An example")
+    found = run(code)
+    expected = jax_flash.flash_attention(found.query, found.key, found.value, is_causal=True)
+    np.testing.assert_allclose(found.out, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_functions():
     arrays = run("")
     relative, local, by_blocks = (

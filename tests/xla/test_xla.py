@@ -320,6 +320,19 @@ def with_segments(operands, how):
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("diagonal", [(0, 64), (-130, 40), (31,)])
+@pytest.mark.parametrize("window", [(None, 0), (5, 20), (40, None)])
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_a_diagonal_of_each_batch_row(draw, diagonal, window, has_lengths):
+    operands = qkv(draw, T=97, S=130).replace(diagonal=np.array(diagonal, np.int32))
+    operands = operands.replace(alibi_slopes=draw.uniform(0.01, 0.5, (1, 4)).astype(np.float32))
+    if has_lengths:
+        lengths = {name: np.array(x, np.int32) for name, x in (("query", (97, 60)), ("key_value", (90, 130)))}
+        operands = operands.replace(**{f"{name}_seq_lengths": x for name, x in lengths.items()})
+    check(AttentionSpec(0.3, *window, return_residual=True), operands, *cotangents(draw, operands))
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("window", [(None, 0), (20, 0), (0, 30), (None, None)])
 @pytest.mark.parametrize("lengths", [None, ((70, 100), (90, 90)), ((10, 0), (0, 33)), *SEGMENTS])
 @pytest.mark.parametrize(("T", "S"), [(97, 130), (130, 97)])

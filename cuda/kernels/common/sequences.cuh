@@ -6,10 +6,11 @@
 // A sequence of a batch row. Tokens of padding belong to an empty one.
 struct Sequence {
     int first_query, queries, first_key, keys;
+    int shift;  // by how many keys every diagonal lies further to the right
 
     // Alignment is to the bottom right: the key on a query's diagonal, and the query on whose diagonal a key is.
-    __device__ int diagonal(int query) const { return query - first_query + first_key + keys - queries; }
-    __device__ int aligned_query(int key) const { return key - first_key + first_query + queries - keys; }
+    __device__ int diagonal(int query) const { return query - first_query + first_key + keys - queries + shift; }
+    __device__ int aligned_query(int key) const { return key - first_key + first_query + queries - keys - shift; }
 };
 
 // The fields are described in jax_flash/cuda/mask_metadata_plan.py.
@@ -37,8 +38,9 @@ private:
 
     // The sequence of a token. `offsets` are those of queries or those of keys.
     __device__ Sequence of_token(const int* offsets, int batch, int token) const {
+        const int shift = shifts ? shifts[batch] : 0;
         if (offsets == nullptr) {
-            return {0, query_lengths ? query_lengths[batch] : queries, 0, key_lengths ? key_lengths[batch] : keys};
+            return {0, query_lengths ? query_lengths[batch] : queries, 0, key_lengths ? key_lengths[batch] : keys, shift};
         }
         const int64_t row = static_cast<int64_t>(batch) * (count + 1);
         // Binary search: the first offset beyond the token. The sequence that ends there is not empty.
@@ -51,9 +53,9 @@ private:
                 end = middle;
             }
         }
-        if (next == 0 || next > count) return {0, 0, 0, 0};
+        if (next == 0 || next > count) return {0, 0, 0, 0, shift};
         const int *query = query_offsets + row + next - 1, *key = key_offsets + row + next - 1;
         return {query[0], min(max(query[1] - query[0], 0), longest_query), key[0],
-                min(max(key[1] - key[0], 0), longest_key)};
+                min(max(key[1] - key[0], 0), longest_key), shift};
     }
 };

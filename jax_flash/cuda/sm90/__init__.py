@@ -62,6 +62,8 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
             return f"{operand}'s head dim is {head_dim}; it may be up to {MAX_HEAD_DIM}"
     if max(n.T, n.S) >= _LIMIT or n.B * n.N >= _LIMIT:
         return f"query and key sequences and batch times heads are limited to {_LIMIT}"
+    if shapes.diagonal is not None and max(abs(spec.left or 0), abs(spec.right or 0)) >= _LIMIT:
+        return f"with a diagonal as an operand, a window's sides are limited to {_LIMIT}"
     return None
 
 

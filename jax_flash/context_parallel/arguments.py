@@ -1,0 +1,110 @@
+"""From what a caller passed, for shards of the sequences, to a checked call.
+
+`_call.prepare` checks what is the same on shards. The rest speaks of whole sequences: window, lengths, the
+keys of bias and mask, and dropout, whose hashes are those of the tokens' positions.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _alignment, _arguments, _call, _dropout, _sequences, _settings, _validate
+from jax_flash._call import Arguments, Call
+from jax_flash._mask import Window
+from jax_flash.context_parallel.load_balance import KINDS, LoadBalance, Order, check_divides
+from jax_flash.context_parallel.sharded import Sharded
+
+OF_WHOLE_SEQUENCES: dict[str, Any] = {
+    "bias": None,
+    "mask": None,
+    "query_seq_lengths": None,
+    "key_value_seq_lengths": None,
+    "dropout_rate": 0.0,
+    "dropout_key": None,
+}
+"""The arguments that `_call.prepare` doesn't see, beside the window."""
+
+
+@_settings.as_written
+def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sharded, Call]:
+    """Check the arguments. The call's operands are this device's; lengths are those of whole sequences."""
+    kind, shards = _kind(load_balance), _shards(axis_name)
+    order = Order(kind if shards > 1 else None, shards)  # on one device all orders are alike
+    whole = {name: getattr(arguments, name) for name in OF_WHOLE_SEQUENCES}
+    alignment = _validate.one_of(
+        "alignment", arguments.alignment, (_alignment.BOTTOM_RIGHT, _alignment.TOP_LEFT)
+    )
+    call = _call.prepare(
+        dataclasses.replace(
+            arguments, **OF_WHOLE_SEQUENCES, window=Window(), alignment=_alignment.BOTTOM_RIGHT
+        )
+    )
+    operands, batch = call.operands, call.batch_shape
+    t, N, s = operands.query.shape[-3], operands.query.shape[-2], operands.key.shape[-3]
+    T, S = t * order.shards, s * order.shards
+    check_divides("the queries of all devices", T, order)
+    check_divides("the keys of all devices", S, order)
+
+    given: dict[str, jax.Array] = {}
+    for name, kind in (("bias", "floating"), ("mask", "mask")):
+        if whole[name] is not None:
+            letters = f"(*B, N, T / {order.shards}, S), a device's queries and all keys,"
+            given[name] = _validate.broadcastable(name, whole[name], (*batch, N, t, S), letters, kind)
+    for name, most in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+        if whole[name] is not None:
+            given[name] = _sequences.lengths(name, whole[name], {"(*B,)": batch}, most)
+    if not batch:
+        given = {name: x[None] for name, x in given.items()}
+    has_lengths = not given.keys().isdisjoint(("query_seq_lengths", "key_value_seq_lengths"))
+    if alignment == _alignment.TOP_LEFT and (T != S or has_lengths):
+        raise NotImplementedError(
+            'alignment must be "bottom_right" where there are lengths or not as many keys as queries; '
+            f'got "{alignment}"'
+        )
+    rate, key = _arguments.dropout(whole["dropout_rate"], whole["dropout_key"], arguments.names)
+    if key is not None:
+        given |= _dropout_hashes(key, axis_name, order, (*(batch or (1,)), N, t, s))
+
+    left, right = arguments.window.normalised(T, S)
+    spec = dataclasses.replace(call.spec, left=left, right=right, dropout_rate=rate)
+    of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, has_lengths)
+    return of, Call(spec, operands.replace(**given), batch)
+
+
+def _kind(load_balance: Any) -> LoadBalance | None:
+    if load_balance is None:
+        return None
+    _validate.one_of("load_balance", load_balance, KINDS)
+    return load_balance
+
+
+def _shards(axis_name: Any) -> int:
+    if isinstance(axis_name, tuple | list):
+        raise NotImplementedError(
+            f"axis_name must be one mesh axis; got {_validate.short(axis_name)}. "
+            "A sequence that is sharded over several axes needs a mesh on which they are one"
+        )
+    try:
+        return jax.lax.axis_size(axis_name)
+    except (NameError, TypeError):
+        raise ValueError(
+            "axis_name must be an axis of the surrounding jax.shard_map or jax.pmap; "
+            f"got {_validate.short(axis_name)}"
+        ) from None
+
+
+def _dropout_hashes(
+    key: jax.Array, axis_name: str, order: Order, shape: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """Those of one device's tokens; `shape` is `(*B, N, T / n, S / n)`."""
+    *batch, heads, queries, keys = shape
+    device = jax.lax.axis_index(axis_name)
+    rows, columns = (order.positions(device, tokens) for tokens in (queries, keys))
+    rows, columns = _dropout.hashes_at(key, math.prod(batch), jnp.arange(heads), heads, rows, columns)
+    return {
+        "dropout_rows": rows.reshape(*batch, heads, queries),
+        "dropout_columns": columns.reshape(*batch, keys),
+    }

@@ -1,0 +1,94 @@
+"""All-gather of keys and values: each device attends with its queries to all keys.
+
+One collective, and one ordinary call for each chunk of queries. Grouped heads make it cheap: keys and values
+are small beside queries. The gathered ones are not kept for the backward pass, which gathers them again; out
+and lse are kept, so attention runs once. The gradients of keys and values are added up in float32, by a
+reduce-scatter.
+
+It is how Llama 3 was trained on long contexts (https://arxiv.org/abs/2407.21783, section 3.3.2).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import Operands
+from jax_flash.context_parallel import sharded
+from jax_flash.context_parallel.load_balance import Chunk, restored
+from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.transforms import autodiff
+from jax_flash.transforms.lowering import axes_of
+
+
+def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
+    """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
+
+    The operands are typed alike (`varying.py`).
+    """
+
+    @functools.partial(
+        jax.checkpoint,  # pyright: ignore[reportPrivateImportUsage]
+        policy=jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse"),
+    )
+    def run(operands: Operands) -> Any:
+        calls = chunk_operands(of, operands)
+        results = [autodiff.attend(of.local_spec, implementation, call) for call in calls]
+        if not of.spec.return_residual:
+            return jnp.concatenate(results, axis=-3)
+        out, lse = zip(*results, strict=True)
+        return jnp.concatenate(out, axis=-3), jnp.concatenate(lse, axis=-1)
+
+    return run(operands)
+
+
+def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
+    """The operands of the call for each chunk of this device's queries, on all keys in their own order."""
+    whole: dict[str, jax.Array] = {}
+    for name, x in operands.present().items():
+        if "S" in axes_of(name):
+            axis = sharded.axis_of(name, x, "S")
+            if sharded.goes_with_keys(name):
+                x = gathered(of.axis_name, axis, x)
+            if x.shape[axis] != 1 and of.chunks > 1:
+                x = restored(x, axis, of.order)
+        whole[name] = x
+    keys, t, device = Chunk(0, 1, of.keys), of.queries_per_chunk, of.device()
+
+    def of_chunk(q: int) -> Operands:
+        parts = {name: sharded.take(name, x, {"T": (q * t, t)}) for name, x in whole.items()}
+        return of.placed(Operands(**parts), of.order.chunk(device, q, t), keys)[0]
+
+    return [of_chunk(q) for q in range(of.chunks)]
+
+
+def first_chunk(of: Sharded, operands: Operands) -> Operands:
+    """The operands of the first call, as implementations are asked about them."""
+    return chunk_operands(of, operands)[0]
+
+
+def gathered(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
+    """The shards of all devices, one behind the other along `axis`."""
+    gather = _gathered if jnp.issubdtype(x.dtype, jnp.floating) else _all_gather
+    return gather(axis_name, axis, x)
+
+
+def _all_gather(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+
+_gathered = jax.custom_vjp(_all_gather, nondiff_argnums=(0, 1))
+
+
+def _gathered_forward(axis_name: str, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
+    return _all_gather(axis_name, axis, x), None
+
+
+def _gathered_backward(axis_name: str, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    summed = jax.lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
+    return (summed.astype(cotangent.dtype),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)

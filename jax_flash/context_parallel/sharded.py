@@ -1,0 +1,134 @@
+"""A call whose sequences are sharded, and how parts of it become ordinary calls.
+
+A device has a shard of the queries and one of the keys, in one chunk or two (`load_balance.py`). An ordinary
+call takes a chunk of queries and some keys, and gets told where they lie in the whole sequences: the operand
+`diagonal` holds how they are aligned, and lengths become those of the chunks.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._mask import PositionMask, Window
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
+from jax_flash.transforms.lowering import axes_of, batch_shape
+
+Spans = dict[str, tuple[jax.Array | int, int]]
+"""A part of an array, by letters of its axes (`lowering.axes_of`): where it starts and how long it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """Everything static about a call on shards.
+
+    The window is in the spec, normalised for the whole sequences.
+    """
+
+    spec: AttentionSpec
+    axis_name: str
+    order: Order
+    queries: int  # of the whole sequence
+    keys: int
+    has_alibi: bool
+    has_lengths: bool
+
+    @property
+    def window(self) -> Window:
+        return Window(self.spec.left, self.spec.right)
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether attention depends on where queries and keys lie."""
+        return self.has_alibi or not self.window.unbounded
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks a shard is taken in. One where tokens in any order give the same."""
+        return self.order.chunks_per_device if self.is_positional or self.has_lengths else 1
+
+    @property
+    def queries_per_chunk(self) -> int:
+        return self.queries // (self.order.shards * self.chunks)
+
+    @property
+    def keys_per_chunk(self) -> int:
+        return self.keys // (self.order.shards * self.chunks)
+
+    @property
+    def local_spec(self) -> AttentionSpec:
+        """The spec of a call on chunks."""
+        left, right = self.order.local_window(self.window)
+        return dataclasses.replace(self.spec, left=left, right=right)
+
+    def device(self) -> jax.Array:
+        """This device's place on the mesh axis, int32."""
+        return jax.lax.axis_index(self.axis_name)
+
+    def placed(self, operands: Operands, queries: Chunk, keys: Chunk) -> tuple[Operands, PositionMask]:
+        """The operands of a call on chunks, with lengths and a diagonal of their own; and what is visible.
+
+        Args:
+          operands: of the chunks, but with the lengths of the whole sequences.
+        """
+        given = operands.query_seq_lengths, operands.key_value_seq_lengths
+        lengths = (n if x is None else x for n, x in zip((self.queries, self.keys), given, strict=True))
+        mask = local_mask(self.window, queries, keys, *lengths)
+        if given[0] is not None:
+            operands = operands.replace(query_seq_lengths=mask.rows)
+        if given[1] is not None:
+            operands = operands.replace(key_value_seq_lengths=mask.columns)
+        if self.is_positional:
+            diagonal = jnp.asarray(mask.shift, jnp.int32)
+            one = (1,) * len(batch_shape(operands))
+            operands = operands.replace(diagonal=diagonal if diagonal.ndim else diagonal.reshape(one))
+        return operands, mask
+
+    def may_be_skipped(self) -> bool:
+        """Whether there may be chunks of which no query sees a key, by their positions."""
+        return self.has_lengths or not self.window.unbounded
+
+
+def goes_with_keys(name: str) -> bool:
+    """Whether the operand goes with the keys: sharded along them, and along nothing else."""
+    return "S" in axes_of(name) and "T" not in axes_of(name)
+
+
+def key_side(operands: Operands) -> dict[str, jax.Array]:
+    """The operands that go with the keys: key, value, segment ids, dropout's hashes."""
+    return {name: x for name, x in operands.present().items() if goes_with_keys(name)}
+
+
+def axis_of(name: str, x: jax.Array, letter: str) -> int:
+    """Which axis of the array has that letter."""
+    return x.ndim - len(axes_of(name)) + axes_of(name).index(letter)
+
+
+def take(name: str, x: jax.Array, spans: Spans) -> jax.Array:
+    """A part of an array. An axis of size 1, which stands for all positions, stays."""
+    for axis, start, length in _axes(name, x, spans):
+        x = jax.lax.dynamic_slice_in_dim(x, start, length, axis)
+    return x
+
+
+def put(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
+    """`x` with `part` where `take` would take it from."""
+    if part.shape == x.shape:
+        return part
+    starts = [jnp.int32(0)] * x.ndim
+    for axis, start, _ in _axes(name, x, spans):
+        starts[axis] = jnp.asarray(start, jnp.int32)
+    return jax.lax.dynamic_update_slice(x, part, starts)
+
+
+def add(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
+    """`x` with `part` added where `take` would take it from."""
+    return put(name, x, take(name, x, spans) + part.astype(x.dtype), spans)
+
+
+def _axes(name: str, x: jax.Array, spans: Spans) -> Iterator[tuple[int, jax.Array | int, int]]:
+    for letter, (start, length) in spans.items():
+        if letter in axes_of(name) and x.shape[axis_of(name, x, letter)] not in (1, length):
+            yield axis_of(name, x, letter), start, length

@@ -1,0 +1,128 @@
+"""Which strategy runs a call, and why not the others."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+
+from jax_flash import _validate
+from jax_flash._spec import Operands, Sizes
+from jax_flash.context_parallel import ring, ulysses
+from jax_flash.context_parallel.load_balance import STRIPED
+from jax_flash.context_parallel.sharded import Sharded
+
+Strategy = Literal["ring", "all_gather", "ulysses"]
+STRATEGIES: tuple[Strategy, ...] = ("ring", "ulysses", "all_gather")
+"""In order of preference among those of equal cost."""
+AUTO: Literal["auto"] = "auto"
+
+FLOPS_PER_BYTE = 1500
+"""What a device computes while it sends a byte to its neighbour: an H100's 600 TFLOP/s of attention in
+bfloat16, over NVLink's 400 GB/s in one direction. Round numbers of the data sheet, not measured."""
+
+BACKWARD_FLOPS = 2.5
+"""Of the backward pass for each of the forward pass: five products to two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the cost of a call depends on."""
+
+    local: Sizes  # of one device's arrays, with one batch axis
+    shards: int
+    steps: int  # of a ring
+    itemsize: int
+    visible: float  # the share of pairs of a query and a key that attention computes
+
+
+def exposed_bytes(strategy: Strategy, work: Work) -> float:
+    """The bytes that a device sends, forward and backward, and that no computation hides.
+
+    - all_gather: keys and values go to each other device, forward and again backward, and come back as
+      float32 gradients.
+    - ring: the same bytes, one device at a time, and the gradients once more, to go home. A window needs
+      fewer steps. Transfers run beside the steps' computation; only what takes longer than that counts.
+    - ulysses: all but one part in n of queries, keys, values and output, there or back, forward and backward.
+      Key heads count as often as they are repeated.
+    """
+    n, shards = work.local, work.shards
+    key_elements = n.B * n.S * n.K * (n.H + n.V)
+    if strategy == "ulysses":
+        key_elements *= ulysses.key_heads_sent(n.K, shards) // n.K
+        elements = n.B * n.T * n.N * (n.H + n.V) + key_elements
+        return 2 * elements * work.itemsize * (shards - 1) / shards
+    if strategy == "all_gather":
+        return (shards - 1) * key_elements * (2 * work.itemsize + 4)
+    sends = work.steps - 1
+    sent = key_elements * (2 * sends * work.itemsize + 4 * (sends + 1 if sends else 0))
+    flops = (1 + BACKWARD_FLOPS) * 2 * n.B * n.N * n.T * n.S * (n.H + n.V) * work.steps * work.visible
+    return max(0.0, sent - flops / FLOPS_PER_BYTE)
+
+
+def cheapest(work: Work, strategies: Sequence[Strategy] = STRATEGIES) -> Strategy:
+    """The strategy of these that exposes the fewest bytes; the first of `STRATEGIES` among equals."""
+    return min((x for x in STRATEGIES if x in strategies), key=lambda strategy: exposed_bytes(strategy, work))
+
+
+def work_of(of: Sharded, operands: Operands) -> Work:
+    """Of a call on shards; its operands may have any number of batch axes."""
+    *batch, T, N, H = operands.query.shape
+    S, K, V = operands.value.shape[-3:]
+    local = Sizes(math.prod(batch), T, S, N, K, H, V)
+    visible = 1.0 if of.window.unbounded else 0.5  # as under a causal mask; narrow windows have fewer steps
+    return Work(local, of.order.shards, ring.steps(of), operands.query.dtype.itemsize, visible)
+
+
+def choose(of: Sharded, operands: Operands, named: str) -> Strategy:
+    """The strategy of that name, or for "auto" the cheapest that takes the call.
+
+    Raises:
+      NotImplementedError: it can't run the call, or none can.
+    """
+    _validate.one_of("strategy", named, (AUTO, *STRATEGIES))
+    refused = {strategy: refusal(strategy, of, operands) for strategy in STRATEGIES}
+    if named != AUTO:
+        if (reason := refused[named]) is not None:
+            raise NotImplementedError(f'strategy "{named}" can\'t run this call: {reason}')
+        return next(strategy for strategy in STRATEGIES if strategy == named)
+    able = [strategy for strategy in STRATEGIES if refused[strategy] is None]
+    if not able:
+        reasons = "; ".join(f"{strategy}: {reason}" for strategy, reason in refused.items())
+        raise NotImplementedError(f"no strategy can run this call: {reasons}")
+    return cheapest(work_of(of, operands), able)
+
+
+def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
+    """Why a strategy can't run the call, or None."""
+    if strategy == "ulysses":
+        return _refusal_of_ulysses(of, operands)
+    if explicit := jax.typeof(operands.query).sharding.mesh.explicit_axes:
+        return f"the surrounding shard_map leaves the Explicit axes {explicit}; it must map over them too"
+    if of.order.kind != STRIPED or not of.is_positional:
+        return None
+    if strategy == "all_gather":
+        return 'load_balance "striped" under a causal mask, window or ALiBi goes with "ring" and "ulysses"'
+    if of.has_alibi:
+        return 'alibi_slopes with load_balance "striped" goes with "ulysses"; with "zigzag" each has it'
+    if None not in of.window:
+        return (
+            'a window with two sides (local_window_size, with is_causal too) and load_balance "striped" goes '
+            'with "ulysses"; with "zigzag" each strategy has it'
+        )
+    return None
+
+
+def _refusal_of_ulysses(of: Sharded, operands: Operands) -> str | None:
+    n, heads = of.order.shards, operands.query.shape[-2]
+    if heads % n:
+        return f"the {heads} query heads must be divisible by the {n} devices of {of.axis_name!r}"
+    for name in ("bias", "mask"):
+        x = getattr(operands, name)
+        if x is not None and n > 1 and x.shape[-3] == 1 and x.shape[-2] != 1:
+            return (
+                f"{name} must have an axis of {heads} heads, or one row for all queries; each device would "
+                f"gather all of {_validate.described(x)}"
+            )
+    return None

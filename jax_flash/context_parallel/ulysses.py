@@ -1,0 +1,82 @@
+"""Ulysses: from shards of the sequence to shards of the heads, ordinary attention, and back.
+
+    before    device 0: tokens 0, all heads        device 1: tokens 1, all heads
+    between   device 0: all tokens, heads 0        device 1: all tokens, heads 1
+
+An all-to-all moves queries, keys and values there and the output back, 1 / n of each between any two devices.
+In between each device runs one call on whole sequences in their own order, so every option means what it
+means on one device, and work is even whatever the mask. Heads must divide. Key heads that don't are repeated.
+
+DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import Operands
+from jax_flash.context_parallel import sharded
+from jax_flash.context_parallel.load_balance import reordered, restored
+from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.transforms import autodiff
+from jax_flash.transforms.lowering import axes_of
+
+
+def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
+    """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
+
+    The operands are typed alike (`varying.py`).
+    """
+    results = autodiff.attend(of.spec, implementation, by_heads(of, operands))
+    if not of.spec.return_residual:
+        return _by_tokens(of, "out", results)
+    out, lse = results
+    return _by_tokens(of, "out", out), _by_tokens(of, "lse", lse)
+
+
+def key_heads_sent(key_heads: int, shards: int) -> int:
+    """How many key heads there are once they are repeated so that devices divide them."""
+    return math.lcm(key_heads, shards)
+
+
+def by_heads(of: Sharded, operands: Operands) -> Operands:
+    """The operands of all tokens, in their own order, for this device's heads."""
+    K = operands.key.shape[-2]
+    copies = key_heads_sent(K, of.order.shards) // K
+    if copies > 1:
+        repeated = {name: jnp.repeat(getattr(operands, name), copies, axis=-2) for name in ("key", "value")}
+        operands = operands.replace(**repeated)
+    return Operands(**{name: _of_heads(of, name, x) for name, x in operands.present().items()})
+
+
+def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
+    """An operand of this device's tokens and all heads, as that of all tokens and this device's heads."""
+    letters, n = axes_of(name), of.order.shards
+    # A bias or mask has all keys already: it is sharded along its queries.
+    along = "T" if "T" in letters else "S"
+    tokens = sharded.axis_of(name, x, along) if along in letters else None
+    if tokens is not None and x.shape[tokens] != (of.queries if along == "T" else of.keys) // n:
+        tokens = None
+    heads = next((sharded.axis_of(name, x, letter) for letter in "NK" if letter in letters), None)
+    if heads is not None and x.shape[heads] == 1:
+        heads = None
+    if tokens is None and heads is not None:
+        size = x.shape[heads] // n
+        x = jax.lax.dynamic_slice_in_dim(x, of.device() * size, size, heads)
+    elif tokens is not None and heads is None:
+        x = jax.lax.all_gather(x, of.axis_name, axis=tokens, tiled=True)
+    elif tokens is not None:
+        x = jax.lax.all_to_all(x, of.axis_name, split_axis=heads, concat_axis=tokens, tiled=True)
+    for letter in "TS":
+        if letter in letters and x.shape[axis := sharded.axis_of(name, x, letter)] != 1:
+            x = restored(x, axis, of.order)
+    return x
+
+
+def _by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:
+    """A result for this device's heads as that for its tokens."""
+    heads, tokens = (sharded.axis_of(name, x, letter) for letter in "NT")
+    x = reordered(x, tokens, of.order)
+    return jax.lax.all_to_all(x, of.axis_name, split_axis=tokens, concat_axis=heads, tiled=True)

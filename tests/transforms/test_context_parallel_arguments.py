@@ -1,0 +1,185 @@
+"""Arguments of `context_parallel_attention`, orders of tokens, and which strategy takes a call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from sharded_calls import AXIS, arrays, count, program, sequence_mesh, sharded_call
+
+import jax_flash
+from jax_flash import _dispatch
+from jax_flash._device import H100
+from jax_flash._mask import Window
+from jax_flash._spec import AttentionSpec, Operands, Sizes
+from jax_flash.context_parallel import load_balance, ring, strategy
+from jax_flash.context_parallel.load_balance import Order
+from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.strategy import STRATEGIES, Work
+
+
+def of_window(left, right=0, T=64, shards=4, kind=None, has_lengths=False):
+    spec = AttentionSpec(1.0, left, right)
+    return Sharded(spec, AXIS, Order(kind, shards), T, T, has_alibi=False, has_lengths=has_lengths)
+
+
+def test_a_causal_window_needs_the_steps_that_it_reaches():
+    assert [ring.steps(of_window(left)) for left in (0, 1, 16, 17, 40, None)] == [1, 2, 2, 3, 4, 4]
+    assert ring.steps(of_window(1, right=1)) == 4
+    assert ring.steps(of_window(1, kind="zigzag")) == 4
+    assert ring.steps(of_window(1, has_lengths=True)) == 4
+
+
+@pytest.mark.parametrize("kind", load_balance.KINDS)
+@pytest.mark.parametrize("shards", [1, 3, 4])
+def test_orders(kind, shards):
+    tokens = 4 * shards
+    x = jnp.arange(2 * tokens).reshape(2, tokens)
+    for axis, array in ((1, x), (0, x.T), (-1, x)):
+        there = jax_flash.reorder_for_load_balance(array, axis, shards, kind)
+        np.testing.assert_array_equal(jax_flash.restore_order(there, axis, shards, kind), array)
+    order = Order(kind, shards)
+    expected = [order.positions(device, 4) for device in range(shards)]
+    np.testing.assert_array_equal(there[0], np.concatenate(expected))
+    for device, positions in enumerate(expected):
+        late = 2 * shards - 1 - device
+        of_zigzag = [2 * device, 2 * device + 1, 2 * late, 2 * late + 1]
+        of_stripes = [device + shards * i for i in range(4)]
+        np.testing.assert_array_equal(positions, of_zigzag if kind == "zigzag" else of_stripes)
+
+
+def test_orders_of_arrays_without_elements():
+    assert jax_flash.reorder_for_load_balance(jnp.zeros((0, 8, 3)), 1, 2, "zigzag").shape == (0, 8, 3)
+
+
+@pytest.mark.parametrize("function", [jax_flash.reorder_for_load_balance, jax_flash.restore_order])
+def test_malformed_orders(function):
+    x = jnp.arange(12)
+    with pytest.raises(ValueError, match="divisible by 16 chunks, two for each of 8 devices; got 12 "):
+        function(x, 0, 8, "zigzag")
+    with pytest.raises(ValueError, match="divisible by 5 devices; got 12 tokens: pad them to 15"):
+        function(x, 0, 5, "striped")
+    with pytest.raises(ValueError, match='kind must be "zigzag" or "striped"'):
+        function(x, 0, 4, "zig")
+    with pytest.raises(ValueError, match="axis must be one of x, int32"):
+        function(x, 1, 4, "zigzag")
+    with pytest.raises(ValueError, match="shards must be at least 1"):
+        function(x, 0, 0, "zigzag")
+    with pytest.raises(TypeError, match="x must be an array"):
+        function([1, 2], 0, 1, "zigzag")
+
+
+MALFORMED = {
+    "axis": (ValueError, "axis_name must be an axis of the surrounding", dict(axis_name="rows")),
+    "axes": (NotImplementedError, "axis_name must be one mesh axis", dict(axis_name=("a", AXIS))),
+    "strategy": (ValueError, 'strategy must be "auto" or "ring" or', dict(strategy="star")),
+    "load_balance": (ValueError, 'load_balance must be "zigzag" or', dict(load_balance="none")),
+    "odd": (ValueError, "queries of all devices .* 12 tokens: pad them to 16", dict(load_balance="zigzag")),
+    "heads": (NotImplementedError, "4 query heads must be divisible by the 8 devices", dict(shards=8)),
+    "stripes": (
+        NotImplementedError,
+        '"all_gather" can\'t run this call: load_balance "striped"',
+        dict(strategy="all_gather", load_balance="striped", is_causal=True),
+    ),
+    "striped_window": (
+        NotImplementedError,
+        'strategy "ring" can.t run .* a window with two sides',
+        dict(strategy="ring", load_balance="striped", is_causal=True, local_window_size=3),
+    ),
+    "striped_alibi": (
+        NotImplementedError,
+        "no strategy can run this call: ring: alibi_slopes .* ulysses: the 4 query heads .* all_gather: ",
+        dict(strategy="auto", load_balance="striped", shards=8, alibi_slopes=jnp.ones(4)),
+    ),
+    "bias": (
+        ValueError,
+        r"bias must be broadcastable to \(\*B, N, T / 4, S\), .* = \(2, 4, 3, 12\); got float32",
+        dict(bias=jnp.zeros((1, 4, 12, 12))),
+    ),
+    "bias_of_all_heads": (
+        NotImplementedError,
+        "bias must have an axis of 4 heads, or one row for all queries",
+        dict(bias=jnp.zeros((2, 1, 3, 12))),
+    ),
+    "lengths": (ValueError, r"key_value_seq_lengths must have shape", dict(key_value_seq_lengths=[1, 2, 3])),
+    "alignment": (
+        NotImplementedError,
+        'alignment must be "bottom_right"',
+        dict(alignment="top_left", key_value_seq_lengths=[1, 2]),
+    ),
+    "dropout": (ValueError, "dropout_key must be a key", dict(dropout_rate=0.5)),
+    "implementation": (NotImplementedError, '"cuda" can.t run', dict(implementation="cuda")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_calls(what):
+    error, message, options = MALFORMED[what]
+    options = dict(strategy="ulysses", axis_name=AXIS, shards=4) | options
+    shards = options.pop("shards")
+    call = functools.partial(jax_flash.context_parallel_attention, **options)
+    mapped = jax.shard_map(call, mesh=sequence_mesh(shards), in_specs=P(None, AXIS), out_specs=P(None, AXIS))
+    with pytest.raises(error, match=message):
+        jax.eval_shape(mapped, *arrays(T=12 if shards == 4 else 16))
+
+
+def test_outside_of_a_mesh():
+    with pytest.raises(ValueError, match="axis_name must be an axis of the surrounding"):
+        jax_flash.context_parallel_attention(*arrays(), axis_name=AXIS)
+
+
+def test_which_kernels_take_a_diagonal():
+    query, key, value = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(H=64))
+    shapes = Operands(query, key, value, diagonal=jax.ShapeDtypeStruct((1,), jnp.int32))
+    reasons = _dispatch.reasons(AttentionSpec(1.0, right=0), shapes, H100)
+    assert reasons["cuda"] is None and reasons["xla"] is None
+    assert "the diagonal is an operand" in reasons["pallas"]
+    far = _dispatch.reason("cuda", AttentionSpec(1.0, left=2**29), shapes, H100)
+    assert "a window's sides are limited" in far
+
+
+class TestAuto:
+    def work(self, tokens=1024, shards=8, N=32, K=8, H=128, steps=None, visible=0.5):
+        local = Sizes(1, tokens, tokens, N, K, H, H)
+        return Work(local, shards, steps or shards, itemsize=2, visible=visible)
+
+    def test_bytes_of_each_strategy(self):
+        work = self.work(tokens=1, shards=4, N=8, K=2, H=10)
+        keys = 2 * 20  # elements
+        assert strategy.exposed_bytes("all_gather", work) == 3 * (2 * 2 + 4) * keys
+        assert strategy.exposed_bytes("ulysses", work) == 0.75 * 2 * 2 * (8 * 20 + 4 * 20)
+        # Nearly all of it, as a step of one token has nothing to hide it behind.
+        assert 0.9 < strategy.exposed_bytes("ring", work) / ((3 * 2 * 2 + 4 * 4) * keys) < 1
+
+    def test_long_sequences_hide_a_ring(self):
+        assert strategy.cheapest(self.work(tokens=65536)) == "ring"
+
+    def test_short_ones_with_many_key_heads_exchange_heads(self):
+        assert strategy.cheapest(self.work(tokens=128, K=32)) == "ulysses"
+
+    def test_few_key_heads_are_gathered_or_passed_on(self):
+        work = self.work(tokens=16, shards=2, N=32, K=1)
+        assert strategy.cheapest(work) != "ulysses"
+        assert strategy.cheapest(work, ("ulysses", "all_gather")) == "all_gather"
+
+    def test_a_window_shortens_a_ring(self):
+        long, short = self.work(tokens=2048, K=32), self.work(tokens=2048, K=32, steps=2)
+        assert strategy.cheapest(long) == "ulysses"
+        assert strategy.cheapest(short) == "ring"
+
+    def test_one_device_moves_nothing(self):
+        assert all(strategy.exposed_bytes(name, self.work(shards=1)) == 0 for name in STRATEGIES)
+
+    @pytest.mark.parametrize(("heads", "expected"), [(4, "all-to-all"), (3, "all-gather")])
+    def test_takes_a_strategy_that_can(self, heads, expected):
+        text = program(sharded_call(4, is_causal=True), *arrays(T=8, N=heads, K=heads))
+        assert count(text, expected)
+
+
+def test_a_window_of_stripes_is_that_of_one_side():
+    order = Order("striped", 4)
+    assert order.local_window(Window(None, 5)) == Window(None, 0)
+    assert order.local_window(Window(3, None)) == Window(0, None)
+    assert Order("zigzag", 4).local_window(Window(3, 5)) == Window(3, 5)
