@@ -65,6 +65,12 @@ GROUPS = {
         case(128, "sinks", local_window_size=(50, 0)),
         case(64, "alibi_slopes:BN", B=2),
     ),
+    "functions": (
+        *(case(H, "score_mod", is_causal=H != 192, K=1) for H in HEAD_DIMS),
+        case(128, "score_mod", *SCORES, "dropout", B=2),
+        case(64, "score_mod", "seq_lengths", B=2),
+        case(256, "score_mod", "segment_ids", local_window_size=(70, 0)),
+    ),
     "data": (
         *(case(H, "seq_lengths", B=3, is_causal=H != 64) for H in HEAD_DIMS),
         *(case(H, "segment_ids", B=2, is_causal=H != 128) for H in HEAD_DIMS),
