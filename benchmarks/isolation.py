@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -40,6 +41,8 @@ CASES = [
     Case(4, 4096, 4096, 8, 8, 256, causal=True),
 ]
 WITHOUT, WITH = "without", "with"
+COMPILING_SECONDS, MEASURING_SECONDS = 900.0, 120.0
+"""After which a process is taken to hang: while it compiles all its programs, and while it measures one call."""
 
 
 def programs(case: Case, implementation: str) -> dict[str, tuple]:
@@ -95,11 +98,16 @@ class Worker:
         theirs.close()
 
     def wait(self) -> None:
-        """Until all is compiled. Raises EOFError if the process died."""
-        self._connection.recv()
+        """Until all is compiled. Raises EOFError if the process died, TimeoutError if it hangs."""
+        self._answer(COMPILING_SECONDS)
 
     def rows(self, key: Key) -> list[dict]:
         self._connection.send(key)
+        return self._answer(MEASURING_SECONDS)
+
+    def _answer(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"a process gave no answer in {seconds} s")
         return self._connection.recv()
 
     def close(self) -> None:
