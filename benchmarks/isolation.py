@@ -42,7 +42,7 @@ CASES = [
 ]
 WITHOUT, WITH = "without", "with"
 COMPILING_SECONDS, MEASURING_SECONDS = 900.0, 120.0
-"""After which a process is taken to hang: while it compiles all its programs, and while it measures one call."""
+"""After which a process is taken to hang: when it compiles all its programs, when it measures a call."""
 
 
 def programs(case: Case, implementation: str) -> dict[str, tuple]:
