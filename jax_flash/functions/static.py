@@ -10,6 +10,7 @@ anything that JAX runs.
 import dataclasses
 import hashlib
 import math
+import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class StaticFunction:
 
     Attributes:
       name: the user's name of it.
-      key: equal for functions that compute the same.
+      key: equal for functions that compute the same, in every process.
       jaxpr: with captured arrays as `constvars`.
       shapes: of the captured arrays.
       arguments: their names, in order.
@@ -49,7 +50,7 @@ class StaticFunction:
     """
 
     name: str
-    key: Hashable
+    key: str
     jaxpr: Any
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     arguments: tuple[str, ...]
@@ -144,7 +145,7 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
     value = derivative = refusal = None
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, traced.jaxpr.consts))
     # A function without a graph is equal to none but itself: what its jaxpr calls can't be compared.
-    key: Hashable = _Itself()
+    key = uuid.uuid4().hex
     try:
         scalar = tracing.as_graph(traced)
         value = scalar.output
@@ -169,10 +170,6 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
         refusal,
     )
     return found, tuple(traced.jaxpr.consts)
-
-
-class _Itself:
-    """Equal to itself alone."""
 
 
 def flat(x: Any) -> jax.Array:
