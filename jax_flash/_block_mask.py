@@ -134,7 +134,7 @@ def create_block_mask(
     check_sizes(mask_mod, B, N, *lengths)
     function, captured = static_mask_mod(mask_mod)
     for index, given, count in (("batch", "B", B), ("head", "N", N)):
-        if count == 1 and function.value is not None and index in function.value.inputs:
+        if count == 1 and index in function.inputs:
             raise ValueError(
                 f"{given} must be the number of them for which mask_mod differs, as it depends on {index}; "
                 "got 1, or None"

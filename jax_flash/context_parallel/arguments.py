@@ -89,7 +89,7 @@ def _shards(axis_name: Any) -> int:
         )
     try:
         return jax.lax.axis_size(axis_name)
-    except (NameError, TypeError):
+    except (NameError, TypeError, ValueError):
         raise ValueError(
             "axis_name must be an axis of the surrounding jax.shard_map or jax.pmap; "
             f"got {_validate.short(axis_name)}"

@@ -51,7 +51,7 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
             axis = sharded.axis_of(name, x, "S")
             if sharded.goes_with_keys(name):
                 x = gathered(of.axis_name, axis, x)
-            if x.shape[axis] != 1 and of.chunks > 1:
+            if x.shape[axis] != 1 and (of.chunks > 1 or of.has_lengths):
                 x = restored(x, axis, of.order)
         whole[name] = x
     keys, t, device = Chunk(0, 1, of.keys), of.queries_per_chunk, of.device()

@@ -98,8 +98,13 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     """Why a strategy can't run the call, or None."""
     if strategy == "ulysses":
         return _refusal_of_ulysses(of, operands)
-    if explicit := jax.typeof(operands.query).sharding.mesh.explicit_axes:
+    mesh = jax.typeof(operands.query).sharding.mesh
+    if explicit := mesh.explicit_axes:
         return f"the surrounding shard_map leaves the Explicit axes {explicit}; it must map over them too"
+    # The compiler would communicate along them within a step, which some devices skip.
+    automatic = tuple(name for name in mesh.auto_axes if mesh.shape[name] > 1)
+    if strategy == "ring" and automatic:
+        return f"the surrounding shard_map leaves the Auto axes {automatic}; it must map over them too"
     if of.order.kind != STRIPED or not of.is_positional:
         return None
     if strategy == "all_gather":

@@ -22,6 +22,7 @@ from jax_flash.context_parallel.load_balance import reordered, restored
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms import autodiff
 from jax_flash.transforms.lowering import axes_of
+from jax_flash.transforms.varying import varying_axes
 
 
 def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
@@ -54,6 +55,9 @@ def by_heads(of: Sharded, operands: Operands) -> Operands:
 def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """An operand of this device's tokens and all heads, as that of all tokens and this device's heads."""
     letters, n = axes_of(name), of.order.shards
+    if name in ("bias", "mask") and x.shape[-2] == 1 and of.axis_name in varying_axes(x):
+        # A row for all queries of a device, which other devices may have another one of.
+        x = jnp.broadcast_to(x, (*x.shape[:-2], of.queries // n, x.shape[-1]))
     # A bias or mask has all keys already: it is sharded along its queries.
     along = "T" if "T" in letters else "S"
     tokens = sharded.axis_of(name, x, along) if along in letters else None

@@ -45,12 +45,17 @@ class Gather:
 @dataclasses.dataclass(frozen=True)
 class Derivative:
     """A function's value, its derivative by the score, and those by what it looks up in captured float
-    arrays."""
+    arrays.
+
+    Attributes:
+      program: the tangent as JAX has it, in which rules of custom derivatives show.
+    """
 
     graph: Graph
     value: Node
     d_score: Node
     gathers: tuple[Gather, ...]
+    program: str = ""
 
 
 def differentiate(function: ScalarFunction) -> Derivative:
@@ -60,7 +65,7 @@ def differentiate(function: ScalarFunction) -> Derivative:
     """
     _refuse_custom_vjp(function.jaxpr.jaxpr, ())
     graph = Graph(function.graph.unsupported)
-    value, tangent = _value_and_tangent(graph, function)
+    value, tangent, program = _value_and_tangent(graph, function)
     nodes = reachable([tangent])
     leaves = [node for node in nodes if _is_tangent(node)]
     factors = _factors(graph, tangent, nodes, leaves)
@@ -71,7 +76,7 @@ def differentiate(function: ScalarFunction) -> Derivative:
         elif not (factor.operation == CONSTANT and factor.value == 0):
             assert isinstance(leaf.detail, tuple)
             gathers.append(Gather(leaf.detail[1], leaf.arguments[0], factor))
-    return Derivative(graph, value, d_score, tuple(gathers))
+    return Derivative(graph, value, d_score, tuple(gathers), program)
 
 
 def _is_tangent(node: Node) -> bool:
@@ -81,8 +86,9 @@ def _is_tangent(node: Node) -> bool:
     return node.operation == INPUT and node.detail == _TANGENT
 
 
-def _value_and_tangent(graph: Graph, function: ScalarFunction) -> tuple[Node, Node]:
-    """The function's value, and its tangent by those of the score and of captured arrays of floats."""
+def _value_and_tangent(graph: Graph, function: ScalarFunction) -> tuple[Node, Node, str]:
+    """The function's value, its tangent by those of the score and of captured arrays of floats, and the
+    program of both."""
     shapes = function.shapes
     of_floats = [number for number, x in enumerate(shapes) if np.dtype(x.dtype) in FLOATS]
 
@@ -94,7 +100,7 @@ def _value_and_tangent(graph: Graph, function: ScalarFunction) -> tuple[Node, No
             for number, x in zip(of_floats, floats, strict=True):
                 own[number] = x
             (result,) = jaxpr_as_fun(ClosedJaxpr(function.jaxpr.jaxpr, own))(score, *indices)
-            return result.astype(FLOAT32)
+            return jax.numpy.asarray(result).astype(FLOAT32)
 
         primals = score, [captured[number] for number in of_floats]
         return jax.jvp(value, primals, (d_score, d_captured))
@@ -112,7 +118,7 @@ def _value_and_tangent(graph: Graph, function: ScalarFunction) -> tuple[Node, No
     ]
     constants = [constant(graph, x) for x in closed.consts]
     value, tangent = reading.read(graph, closed, constants, values)
-    return value.at(()), tangent.at(())
+    return value.at(()), tangent.at(()), str(closed.jaxpr)
 
 
 def _factors(graph: Graph, tangent: Node, nodes: list[Node], leaves: list[Node]) -> list[Node]:

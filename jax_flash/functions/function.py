@@ -58,12 +58,12 @@ def traced_score_mod(function: Callable[..., Any]) -> Traced:
 
     Raises ValueError or TypeError if its result isn't a scalar, or isn't a float.
     """
-    return _traced(function, ("score", *INDICES), FLOAT32)
+    return _traced("score_mod", function, ("score", *INDICES), FLOAT32)
 
 
 def traced_mask_mod(function: Callable[..., Any]) -> Traced:
     """Traces `function(batch, head, query_index, key_index) -> bool`. Raises as `traced_score_mod`."""
-    return _traced(function, INDICES, BOOL)
+    return _traced("mask_mod", function, INDICES, BOOL)
 
 
 def trace_score_mod(function: Callable[..., Any], unsupported: Unsupported = nothing) -> ScalarFunction:
@@ -97,24 +97,32 @@ def operands(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[lazy.
     return [lazy.operand(graph, number, x.shape, np.dtype(x.dtype)) for number, x in enumerate(shapes)]
 
 
-def _traced(function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype) -> Traced:
+def _traced(
+    argument: str, function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype
+) -> Traced:
     # An inner `jit` would keep arrays that it captures to itself. Without it they are constants of the
     # whole. Loops of a static length are written out too.
     with jax.disable_jit():
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*argument_shapes(arguments))
-    name = getattr(function, "__name__", repr(function))
+    name = f"{argument} ({getattr(function, '__name__', repr(function))})"
     if not isinstance(shape, jax.ShapeDtypeStruct) or shape.shape != ():
         raise ValueError(f"{name} returns {shape}; it must return a scalar")
     given = np.dtype(shape.dtype)
     if given != result and (result == BOOL or not jax.numpy.issubdtype(given, jax.numpy.floating)):
         raise TypeError(f"{name} returns {given.name}; it must return {result.name}")
     for x in map(jax.typeof, closed.consts):
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"{name} captures random keys; it may capture their jax.random.key_data")
+        if jax.numpy.issubdtype(x.dtype, jax.numpy.complexfloating):
+            raise TypeError(
+                f"{name} captures an array of {x.dtype}; it may capture its real and imaginary part"
+            )
         # Indices of elements are int32.
-        if x.size >= 2**31:
+        if isinstance(x.size, int) and x.size >= 2**31:
             raise ValueError(
                 f"{name} captures an array of shape {x.shape}; it may have 2**31 - 1 elements at most"
             )
-    return Traced(closed, arguments, name, result)
+    return Traced(closed, arguments, getattr(function, "__name__", argument), result)
 
 
 def as_graph(traced: Traced, unsupported: Unsupported = nothing) -> ScalarFunction:

@@ -255,8 +255,10 @@ def _evaluated(name: str, bind: Callable[..., Any], arguments: tuple[Node, ...])
         with np.errstate(over="ignore"):
             return _QUICK[name](*values)
 
+    is_wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
     def evaluate() -> np.ndarray:
-        with _on_the_cpu():
+        with _on_the_cpu(), jax.enable_x64(is_wide):  # a context belongs to a thread, too
             return np.asarray(bind(*(jax.numpy.asarray(value) for value in values)))
 
     # Transformations that the caller is within, as `shard_map`, belong to its thread, and would trace this.

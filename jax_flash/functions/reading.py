@@ -120,14 +120,16 @@ class _Reader:
         return results
 
     def elementwise(self, equation: JaxprEqn, operands: list[Lazy], index: lazy.Index) -> Node:
+        if equation.primitive.name not in ELEMENTWISE:
+            dtypes = [operand.dtype for operand in operands]
+            reason = self.graph.unsupported(equation.primitive.name, dtypes, np.dtype(bool))
+            raise _CantWriteError(reason or "it isn't known to be a function of scalars")
         # A scalar stands beside arrays in `select_n` and `clamp`.
         arguments = [operand.at(index if operand.shape else ()) for operand in operands]
         dtype = np.dtype(arrays.result_of(equation).dtype)
         reason = self.graph.unsupported(
             equation.primitive.name, [argument.dtype for argument in arguments], dtype
         )
-        if reason is None and equation.primitive.name not in ELEMENTWISE:
-            reason = "it isn't known to compute each element from those of its arguments at the same place"
         if reason is not None:
             raise _CantWriteError(reason)
         bind = functools.partial(equation.primitive.bind, **equation.params)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jax_flash.functions import function as tracing
 from jax_flash.functions.derivative import Derivative, differentiate
@@ -46,7 +46,7 @@ class StaticFunction:
       result: float32, or bool.
       value: what it returns, as a graph; None where it has none.
       derivative: likewise.
-      refusal: why it has no graph, or none of its derivative.
+      refusal: why it has no graph, or none of its derivative; None where it has both.
     """
 
     name: str
@@ -57,7 +57,7 @@ class StaticFunction:
     result: np.dtype
     value: Node | None
     derivative: Derivative | None
-    refusal: UnsupportedPrimitiveError | TypeError | None
+    refusal: str | None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StaticFunction) and self.key == other.key
@@ -67,6 +67,21 @@ class StaticFunction:
 
     def __repr__(self) -> str:
         return f"{self.name}:{self.key}"
+
+    def __deepcopy__(self, memo: Any) -> "StaticFunction":
+        return self
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The arguments that it depends on, or may."""
+        if self.value is not None:
+            return self.value.inputs
+        needed = set(self.jaxpr.outvars)
+        for equation in reversed(self.jaxpr.eqns):
+            if not needed.isdisjoint(equation.outvars):
+                needed.update(x for x in equation.invars if not isinstance(x, Literal))
+        names = zip(self.arguments, self.jaxpr.invars, strict=True)
+        return frozenset(name for name, variable in names if variable in needed)
 
     def __call__(self, inputs: Inputs, captured: Arrays) -> jax.Array:
         """Its values: an array that broadcasts to the shape of all inputs."""
@@ -78,7 +93,10 @@ class StaticFunction:
     def by_jax(self, inputs: Inputs, captured: Arrays) -> jax.Array:
         """The same values by JAX's own evaluation, which has each derivative that JAX knows."""
         inputs = self._converted(inputs)
-        arguments = jnp.broadcast_arrays(*(inputs[name] for name in self.arguments))
+        # A row for each that captured arrays have, too.
+        rows = [jnp.zeros((x.shape[0], *(1,) * (inputs["query"].ndim - 1)), bool) for x in captured]
+        arguments = jnp.broadcast_arrays(*(inputs[name] for name in self.arguments), *rows)
+        arguments = arguments[: len(self.arguments)]
         is_own = [x.shape[0] != 1 for x in captured]
 
         def of_row(arguments: list[jax.Array], captured: list[jax.Array]) -> jax.Array:
@@ -154,10 +172,10 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
             derivative = differentiate(scalar)
             nodes = [node for gather in derivative.gathers for node in (gather.index, gather.d_value)]
             described += [text([derivative.d_score, *nodes])]
-            described += [repr([gather.operand for gather in derivative.gathers])]
+            described += [repr([gather.operand for gather in derivative.gathers]), derivative.program]
         key = hashlib.sha256("\n".join(described).encode()).hexdigest()[:32]
     except (UnsupportedPrimitiveError, TypeError) as error:
-        refusal = error
+        refusal = str(error)  # which, unlike the error, keeps nothing alive
     found = StaticFunction(
         traced.name,
         key,

@@ -152,9 +152,10 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             if block.score is not None:
                 masked = functools.partial(block.masked, fill=0)
                 dx, shares = functions.score_mod_gradients(spec, grouped, block.score, dx, masked)
+            # An array that is captured and has no share has no gradient.
             sums = {
-                name: x + shares[name]
-                if name in shares
+                name: x + shares.get(name, 0)
+                if name in operands.captured
                 else _add_sum(name, x, of_logits, block, cut, index, key_index)
                 for name, x in sums.items()
             }

@@ -173,6 +173,7 @@ KEY = [
     jnp.zeros((1, 2), jnp.uint32),
     jax.ShapeDtypeStruct((), jnp.float32),
 ]
+NO_FUNCTIONS = [*(x for x in NO_ARGUMENT if x is not int), *NO_JAX_ARRAYS, True, 3, ones(B, T), HUGE]
 ALIGNMENT = [None, *NO_ARGUMENT, *NO_JAX_ARRAYS, "", "top left", ("top_left",)]
 IMPLEMENTATION = [
     *(x for x in NO_ARGUMENT if x != "text"),
@@ -209,6 +210,8 @@ ATTENTION = {
     "dropout_key": KEY,
     "deterministic": FLAG,
     "return_residual": FLAG,
+    "score_mod": [*NO_FUNCTIONS, lambda s, b, h, q, k: q, lambda s, b, h, q, k: s[None]],
+    "block_mask": [*NO_FUNCTIONS, int, lambda b, h, q, k: q >= k],
     "implementation": IMPLEMENTATION,
     "alignment": ALIGNMENT,
 }

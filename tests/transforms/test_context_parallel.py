@@ -264,7 +264,8 @@ def test_scan_over_rematerialised_layers_on_a_mesh_of_three_axes(name):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_shard_map_that_leaves_other_axes(name, kind):
-    """They partition batch and heads; Explicit ones are refused where types would not fit."""
+    """They partition batch and heads. Explicit ones are refused where types would not fit, and a ring refuses
+    both: it skips steps, in which the compiler may communicate."""
     args, options = arrays(N=8, K=4), dict(is_causal=True, key_value_seq_lengths=jnp.array([32, 7]))
     mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "model"), axis_types=(kind,) * 3)
     call = functools.partial(
@@ -275,14 +276,40 @@ def test_shard_map_that_leaves_other_axes(name, kind):
         mapped = jax.shard_map(call, in_specs=shards, out_specs=shards, axis_names={AXIS})
         zigzag = [sharded_calls.reorder(x, 1, 2, "zigzag") for x in args]
         zigzag = [jax.device_put(x, NamedSharding(mesh, P("data", AXIS, "model"))) for x in zigzag]
-        if kind == AxisType.Explicit and name != "ulysses":
-            with pytest.raises(NotImplementedError, match="leaves the Explicit axes"):
+        if name == "ring" or (kind == AxisType.Explicit and name != "ulysses"):
+            with pytest.raises(NotImplementedError, match=f"leaves the {kind.name} axes"):
                 jax.eval_shape(mapped, *zigzag)
             return
         results = jax.device_get(jax.jit(with_gradients(mapped))(*zigzag))
     actual = jax.tree.map(lambda x: sharded_calls.restore(x, 1, 2, "zigzag"), results)
     whole = functools.partial(jax_flash.flash_attention, **options)
     cases.assert_close(actual, with_gradients(whole)(*args))
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "auto"])
+def test_stripes_with_key_lengths(name):
+    """Which keys there are goes by their order in the sequence."""
+    args, options = arrays(N=6, K=2), dict(key_value_seq_lengths=jnp.array([5, 0]))
+    whole = jax_flash.flash_attention(*args, **options)
+    striped = [sharded_calls.reorder(x, 1, 2, "striped") for x in args]
+    call = sharded_call(2, strategy=name, load_balance="striped", **options)
+    cases.assert_close(sharded_calls.restore(call(*striped), 1, 2, "striped"), whole)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_row_of_bias_that_each_device_has_for_its_queries(name):
+    args = arrays(N=4, K=2)
+    rows = jax.random.normal(
+        jax.random.key(7), (2, 2, 4, 1, args[1].shape[1])
+    )  # device, batch, head, query, key
+
+    def call(rows, *args):
+        return jax_flash.context_parallel_attention(*args, rows[0], axis_name=AXIS, strategy=name)
+
+    spec = P(None, AXIS)
+    mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=(P(AXIS), spec, spec, spec), out_specs=spec)
+    bias = jnp.repeat(jnp.moveaxis(rows[:, :, :, 0], 0, 2), args[0].shape[1] // 2, axis=2)
+    cases.assert_close(jax.jit(mapped)(rows, *args), jax_flash.flash_attention(*args, bias))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

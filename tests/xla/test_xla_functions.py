@@ -1,6 +1,7 @@
 """score_mod and block_mask in plain JAX, against the functions' own values for all pairs."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -125,3 +126,112 @@ def test_time_falls_with_the_blocks():
     mask = jax_flash.BlockMask.from_blocks(blocks)
     text = str(jax.make_jaxpr(lambda q: jax_flash.flash_attention(q, q, q, block_mask=mask))(q))
     assert "cond" in text
+
+
+SMALL = {name: jnp.asarray(np.random.default_rng(3).normal(size=(2, 6, 4, 8)), jnp.float32) for name in "qkv"}
+
+
+def small(score_mod=None, query=None, **options):
+    query = SMALL["q"] if query is None else query
+    keys = SMALL["k"], SMALL["v"]
+    return jax_flash.flash_attention(query, *keys, score_mod=score_mod, implementation="xla", **options)
+
+
+def test_captured_arrays_without_a_gradient_of_their_own():
+    """Compared with, or behind stop_gradient: their gradients are 0, and those of others are there."""
+    weights = jnp.linspace(-1, 1, 4)
+
+    def loss(weights, query):
+        def mod(score, b, h, q, k):
+            return jnp.where(weights[h] > 0, score, jax.lax.stop_gradient(weights[h]) * 2)
+
+        return jnp.sum(small(mod, query) ** 2)
+
+    d_weights, d_query = jax.grad(loss, (0, 1))(weights, SMALL["q"])
+    assert not d_weights.any() and d_query[:, :, 2:].any() and not d_query[:, :, :2].any()
+
+
+@pytest.mark.parametrize(
+    ("mod", "same"),
+    (
+        (lambda s, b, h, q, k: s + jnp.argmax(jnp.arange(h + 1) * 0 + jnp.arange(4)[::-1]), None),
+        (lambda s, b, h, q, k: s + jnp.argmax(POSITIONS), lambda s, b, h, q, k: s + 3),
+        (lambda s, b, h, q, k: 0.0, lambda s, b, h, q, k: 0 * s),
+    ),
+)
+def test_functions_of_whole_arrays_and_of_nothing(mod, same):
+    if same is None:
+        with pytest.raises(TypeError):  # JAX's own: a shape that depends on an index
+            small(mod)
+    else:
+        np.testing.assert_allclose(small(mod), small(same), rtol=1e-6)
+
+
+POSITIONS = jnp.asarray([0, 1, 2, 5, 4])
+
+
+@pytest.mark.parametrize(
+    ("captured", "said"),
+    ((jnp.ones(4, jnp.complex64), "complex64"), (jax.random.split(jax.random.key(0), 4), "random keys")),
+    ids=("complex", "keys"),
+)
+def test_what_may_not_be_captured(captured, said):
+    def mod(score, b, h, q, k):
+        own = captured[h]
+        is_key = jnp.issubdtype(own.dtype, jax.dtypes.prng_key)
+        return score + (jax.random.uniform(own) if is_key else own.real)
+
+    with pytest.raises(TypeError, match=said):
+        small(mod)
+
+
+def test_nothing_of_a_function_without_a_graph_stays():
+    def run():
+        table = jnp.ones((4, 6)) * 3
+        return small(lambda s, b, h, q, k: s + jnp.cumsum(table[h])[k]).sum()
+
+    run()
+    gc.collect()
+    before = len(jax.live_arrays())
+    run()
+    run()
+    gc.collect()
+    assert len(jax.live_arrays()) <= before
+
+
+def test_rules_of_custom_derivatives_tell_functions_apart():
+    """Alike in value and first derivative, and not in the second."""
+
+    def squared(rule):
+        function = jax.custom_jvp(lambda s: s * s / 2)
+        function.defjvp(lambda primals, tangents: (function(*primals), rule(primals[0]) * tangents[0]))
+        return lambda s, b, h, q, k: function(s)
+
+    def second(mod):
+        return jax.grad(lambda q: jnp.sum(jax.grad(lambda q: small(mod, q).sum())(q) ** 2))(SMALL["q"])
+
+    plain = second(squared(lambda s: s))
+    stopped = second(squared(jax.lax.stop_gradient))
+    assert np.abs(plain - stopped).max() > 1e-2
+    np.testing.assert_allclose(plain, second(lambda s, b, h, q, k: s * s / 2), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_without_a_graph_under_vmap():
+    def attend(ends):
+        function = lambda b, h, q, k: jnp.sort(jnp.stack([q, k, ends[0]]))[0] == k  # noqa: E731
+        return small(block_mask=jax_flash.create_block_mask(function, None, None, 6, 6))
+
+    ends = jnp.asarray([[2], [5]])
+    got = jax.vmap(attend)(ends)
+    for number in range(2):
+        np.testing.assert_allclose(got[number], attend(ends[number]), rtol=1e-6)
+    table = jnp.ones((4, 6))
+    with pytest.raises(ValueError, match="depends on head"):
+        jax_flash.create_block_mask(lambda b, h, q, k: jnp.cumsum(table[h])[k] > 0, None, None, 6, 6)
+
+
+def test_constants_of_64_bits():
+    with jax.enable_x64(True):
+        large = np.float64(1e300)
+        got = small(lambda s, b, h, q, k: jnp.where(jnp.asarray(large) < jnp.asarray(2 * large), s, -s))
+    np.testing.assert_allclose(got, small(), rtol=1e-6)
