@@ -210,7 +210,7 @@ ATTENTION = {
     "dropout_key": KEY,
     "deterministic": FLAG,
     "return_residual": FLAG,
-    "score_mod": [*NO_FUNCTIONS, lambda s, b, h, q, k: q, lambda s, b, h, q, k: s[None]],
+    "score_mod": NO_FUNCTIONS,
     "block_mask": [*NO_FUNCTIONS, int, lambda b, h, q, k: q >= k],
     "implementation": IMPLEMENTATION,
     "alignment": ALIGNMENT,
