@@ -26,6 +26,7 @@ from mask_cases import (
 
 from jax_flash import _block_kinds, functions, masks
 from jax_flash._block_kinds import block_kinds
+from jax_flash.functions.static import static_mask_mod
 
 BLOCK = (16, 32)
 
@@ -85,7 +86,8 @@ OPEN = {
 def test_bounds_decide_most_blocks(name):
     mask, most = OPEN[name]
     size, block = (MILLION, MILLION), (LARGE_BLOCK, LARGE_BLOCK)
-    low, high = jax.jit(lambda: _block_kinds._bounds(mask, (1, 1, ROWS, ROWS), size, block))()
+    function, captured = static_mask_mod(mask)
+    low, high = jax.jit(lambda: _block_kinds._bounds(function, captured, (1, 1, ROWS, ROWS), size, block))()
     is_open = np.broadcast_to(~low & high, (1, 1, ROWS, ROWS))
     assert is_open.sum() <= most
     assert high.any(), "something is seen"

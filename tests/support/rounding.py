@@ -111,7 +111,7 @@ def terms_of(
     lse = np.asarray(lse, np.float64).transpose(0, 2, 1)[..., None]
     seen = np.isfinite(lse)
     lse = np.where(seen, lse, 0)
-    allowed = np.asarray(_reference._allowed(spec, operands)) & seen
+    allowed = np.asarray(_reference._allowed(spec, operands)) & seen & ~np.isneginf(logits)
     logits = np.where(allowed, logits, 0)
     p = np.where(allowed, np.exp(np.where(allowed, logits - lse, 0)), 0)
     kept = np.asarray(_reference._kept(spec, operands), np.float64)
