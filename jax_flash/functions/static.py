@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from jax_flash._gradients import sum_to
 from jax_flash.functions import function as tracing
 from jax_flash.functions.derivative import Derivative, differentiate
 from jax_flash.functions.errors import UnsupportedPrimitiveError
@@ -38,14 +39,14 @@ class StaticFunction:
     """A `score_mod` or a `mask_mod`.
 
     Attributes:
-      name: the user's name of it.
+      name: the name that the user gave it.
       key: equal for functions that compute the same, in every process.
-      jaxpr: with captured arrays as `constvars`.
-      shapes: of the captured arrays.
-      arguments: their names, in order.
-      result: float32, or bool.
-      value: what it returns, as a graph; None where it has none.
-      derivative: likewise.
+      jaxpr: the function as JAX traced it, with captured arrays as `constvars`.
+      shapes: shapes and dtypes of the captured arrays.
+      arguments: the names of its arguments, in order.
+      result: the dtype of its result, float32 or bool.
+      value: its result as a graph; None if it has no graph.
+      derivative: its derivative as graphs; None if that has no graph, or there is no score.
       refusal: why it has no graph, or none of its derivative; None where it has both.
     """
 
@@ -207,18 +208,13 @@ def _load(captured: Arrays, operand: Hashable, index: jax.Array) -> jax.Array:
 def _add_at(sums: jax.Array, index: jax.Array, share: jax.Array) -> jax.Array:
     """`sums (B|1, elements)` with each share added at its index."""
     if sums.shape[0] == 1:
-        share = _summed_to(share, index.shape)
+        share = sum_to(share, index.shape)
         return sums.at[0, index].add(share, mode="promise_in_bounds")
     rows = _rows(sums, index)
-    share = _summed_to(share, np.broadcast_shapes(rows.shape, index.shape))
+    share = sum_to(share, np.broadcast_shapes(rows.shape, index.shape))
     return sums.at[rows, index].add(share, mode="promise_in_bounds")
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """The batch row of each index."""
     return jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *(1,) * (index.ndim - 1))
-
-
-def _summed_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    axes = [axis for axis, (size, own) in enumerate(zip(x.shape, shape, strict=True)) if size != own]
-    return jnp.sum(x, axes, keepdims=True) if axes else x
