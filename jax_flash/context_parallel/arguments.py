@@ -16,6 +16,7 @@ from jax_flash._call import Arguments, Call
 from jax_flash._mask import Window
 from jax_flash.context_parallel.load_balance import KINDS, LoadBalance, Order, check_divides
 from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.transforms.varying import varying_axes
 
 OF_WHOLE_SEQUENCES: dict[str, Any] = {
     "bias": None,
@@ -70,7 +71,12 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
 
     left, right = arguments.window.normalised(T, S)
     spec = dataclasses.replace(call.spec, left=left, right=right, dropout_rate=rate)
-    of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, has_lengths)
+    own_rows = frozenset(
+        name
+        for name in ("bias", "mask")
+        if name in given and given[name].shape[-2] == 1 and axis_name in varying_axes(given[name])
+    )
+    of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, has_lengths, own_rows)
     return of, Call(spec, operands.replace(**given), batch)
 
 

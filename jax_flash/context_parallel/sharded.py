@@ -34,6 +34,8 @@ class Sharded:
     keys: int
     has_alibi: bool
     has_lengths: bool
+    own_rows: frozenset[str] = frozenset()
+    """Which of bias and mask have one row for all queries of a device, but may differ between devices."""
 
     @property
     def window(self) -> Window:

@@ -22,7 +22,6 @@ from jax_flash.context_parallel.load_balance import reordered, restored
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms import autodiff
 from jax_flash.transforms.lowering import axes_of
-from jax_flash.transforms.varying import varying_axes
 
 
 def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
@@ -55,9 +54,8 @@ def by_heads(of: Sharded, operands: Operands) -> Operands:
 def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """An operand of this device's tokens and all heads, as that of all tokens and this device's heads."""
     letters, n = axes_of(name), of.order.shards
-    if name in ("bias", "mask") and x.shape[-2] == 1 and of.axis_name in varying_axes(x):
-        # A row for all queries of a device, which other devices may have another one of.
-        x = jnp.broadcast_to(x, (*x.shape[:-2], of.queries // n, x.shape[-1]))
+    if name in of.own_rows:
+        x = _for_each_query(x, of.queries // n)
     # A bias or mask has all keys already: it is sharded along its queries.
     along = "T" if "T" in letters else "S"
     tokens = sharded.axis_of(name, x, along) if along in letters else None
@@ -77,6 +75,13 @@ def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
         if letter in letters and x.shape[axis := sharded.axis_of(name, x, letter)] != 1:
             x = restored(x, axis, of.order)
     return x
+
+
+def _for_each_query(x: jax.Array, queries: int) -> jax.Array:
+    """A bias or mask `(…, 1, S)` as `(…, T / n, S)`. The gradient's sum over queries is in float32."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
+    return jnp.broadcast_to(wide, (*x.shape[:-2], queries, x.shape[-1])).astype(x.dtype)
 
 
 def _by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ must all say so alike. Outside of `shard_map` nothing varies, and these function
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 Tree = TypeVar("Tree")
 
@@ -17,11 +18,18 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
-    """The same arrays, each typed as varying over `axes` at least."""
+    """The same arrays, each typed as varying over `axes` at least.
+
+    The transpose of the cast is a sum over devices. It is one in float32 for 16-bit arrays too.
+    """
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        if not missing:
+            return x
+        is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        wide = x.astype(jnp.float32) if is_narrow else x
+        return jax.lax.pcast(wide, missing, to="varying").astype(x.dtype)
 
     return jax.tree.map(cast, tree)
 
