@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
+from jax_flash.cuda import block_mask, call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"
@@ -73,6 +73,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     operands = _padded(operands)
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())
     arrays = operands.present() | forward_metadata(spec, operands)
+    arrays |= family(current()).forward_block_lists(spec, operands, arrays)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return _without_padding(results["out"], n.V), results["lse"]
 
@@ -90,6 +91,7 @@ def backward(
     operands = _padded(operands)
     plan = family(current()).plan_backward(spec, shapes_of(operands), current())
     arrays = operands.present() | backward_metadata(spec, operands)
+    arrays |= family(current()).backward_block_lists(spec, operands, arrays, current())
     arrays |= {"out": _padded_rows(out), "lse": lse, "d_out": _padded_rows(d_out)}
     if d_lse is not None:
         arrays["d_lse"] = d_lse

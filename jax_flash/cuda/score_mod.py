@@ -7,7 +7,7 @@ import jax
 
 from jax_flash import _gradients
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import dropout, fixed_point, mask_metadata, user_score_mod
+from jax_flash.cuda import block_mask, dropout, fixed_point, mask_metadata, user_score_mod
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
 
@@ -42,7 +42,10 @@ PARAMETERS = struct(
 def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
     if spec.block_mask is not None:
-        return "its kernels take no block_mask yet"
+        if shapes.query_offsets is not None:
+            return "its kernels take no block_mask with packed sequences yet"
+        if (reason := block_mask.unsupported(spec.block_mask)) is not None:
+            return reason
     if spec.score_mod is not None:
         if shapes.query_offsets is not None:
             return "its kernels take no score_mod with packed sequences yet"

@@ -5,16 +5,16 @@ function computes alone, so calls with equal functions share kernels.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jax_flash._spec import AttentionSpec, Operands, captured_name
-from jax_flash.cuda.functions import cpp, derivative_text, operand_fields, value_text
-from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Arguments, Buffer, Pointer
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import user_function
+from jax_flash.cuda.functions import cpp, derivative_text, value_text
+from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions import Scope, UnsupportedPrimitiveError, scope
 from jax_flash.functions.derivative import Derivative
@@ -26,7 +26,6 @@ Shapes = Operands[jax.ShapeDtypeStruct]
 
 HEADER_NAME = "user_score_mod.cuh"
 _NAMESPACE, _OPERANDS, _GRADIENTS = "user_score_mod", "UserScoreMod", "UserScoreModGradients"
-_INDICES = ("batch_indices", "head_indices")
 
 
 @functools.cache
@@ -49,9 +48,8 @@ def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
             reason = cpp.unsupported(node.operation, [x.dtype for x in node.arguments], node.dtype)
             if reason is not None:
                 return f"score_mod's derivative has {node.operation}: {reason}"
-    for x in function.shapes:
-        if x.dtype.name not in ELEMENT_BYTES:
-            return f"score_mod captures an array of {x.dtype.name}; it may be {', '.join(ELEMENT_BYTES)}"
+    if (reason := user_function.unsupported("score_mod", function)) is not None:
+        return reason
     if any(
         "score" in node.inputs for gather in derivative.gathers for node in (gather.index, gather.d_value)
     ):
@@ -106,40 +104,25 @@ def headers(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _text(function: StaticFunction, backward: bool) -> str:
-    numbers = range(len(function.shapes))
-    of_rows = [_of_batch_row(_OPERANDS, {f"operand{n}": f"stride{n}" for n in numbers})]
+    of_rows = [user_function.of_batch_row(_OPERANDS, user_function.operand_strides(function))]
     if backward:
         derivative, with_gradients = _derivative(function), _with_gradients(function)
         gradients = _GRADIENTS if with_gradients else None
         text = derivative_text(derivative, _NAMESPACE, _OPERANDS, gradients)
         if with_gradients:
             strides = {f"d_operand{n}": f"stride{n}" for n in with_gradients}
-            of_rows.append(_of_batch_row(_GRADIENTS, strides))
+            of_rows.append(user_function.of_batch_row(_GRADIENTS, strides))
     else:
         assert function.value is not None
         text = value_text(function.value, True, _NAMESPACE, _OPERANDS)
-    return "\n".join([text, f"namespace {_NAMESPACE} {{\n", *of_rows, f"}}  // namespace {_NAMESPACE}\n"])
-
-
-def _of_batch_row(name: str, strides: Mapping[str, str]) -> str:
-    """A function that gives the operands of a batch row."""
-    lines = [f"    operands.{pointer} += batch * operands.{stride};" for pointer, stride in strides.items()]
-    head = f"__device__ __forceinline__ {name} of_batch_row({name} operands, int batch) {{"
-    return "\n".join([head, *lines, "    return operands;", "}\n"])
+    return "\n".join([text, user_function.in_namespace(_NAMESPACE, *of_rows)])
 
 
 def parameters(spec: AttentionSpec, score_operands: Struct) -> Struct:
     """`score_operands`, and a part for the function, if there is one."""
     if spec.score_mod is None:
         return score_operands
-    part = struct(
-        _OPERANDS,
-        **operand_fields(spec.score_mod),
-        **{f"stride{n}": "int64_t" for n in range(len(spec.score_mod.shapes))},  # from batch row to batch row
-        batch_indices="const int*",  # (B,)
-        head_indices="const int*",  # (B | 1, N)
-        head_stride="int64_t",
-    )
+    part = user_function.parameters(_OPERANDS, spec.score_mod)
     return Struct(score_operands.name, (*score_operands.fields, ("user", part)))
 
 
@@ -147,17 +130,7 @@ def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
     """Arguments of the part that `parameters` adds."""
     if spec.score_mod is None:
         return {}
-    heads = shapes.head_indices
-    assert heads is not None
-    names = _captured(spec.score_mod)
-    return {
-        "user": {
-            **{f"operand{n}": Pointer(name) for n, name in enumerate(names)},
-            **{f"stride{n}": _stride(shapes.captured[name]) for n, name in enumerate(names)},
-            **{name: Pointer(name) for name in _INDICES},
-            "head_stride": _stride(heads),
-        }
-    }
+    return {"user": user_function.arguments(_captured(spec.score_mod), shapes)}
 
 
 def gradient_parameters(spec: AttentionSpec) -> dict[str, Struct]:
@@ -179,18 +152,16 @@ def gradient_arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:
     return {
         "user_gradients": {
             **{f"d_operand{n}": Pointer(f"d_{names[n]}") for n in numbers},
-            **{f"stride{n}": _stride(shapes.captured[names[n]]) for n in numbers},
+            **{f"stride{n}": user_function.stride(shapes.captured[names[n]]) for n in numbers},
         }
     }
 
 
 def buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
-    """The operands that the function reads."""
+    """The arrays that the function captures."""
     if spec.score_mod is None:
         return ()
-    present = shapes.present()
-    names = (*_INDICES, *_captured(spec.score_mod))
-    return tuple(Buffer(name, present[name].shape, present[name].dtype.name) for name in names)
+    return user_function.buffers(_captured(spec.score_mod), shapes)
 
 
 def gradient_buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
@@ -219,13 +190,8 @@ def _derivative(function: StaticFunction) -> Derivative:
 
 
 def _captured(function: StaticFunction) -> list[str]:
-    return [captured_name("score_mod", number) for number in range(len(function.shapes))]
+    return user_function.captured("score_mod", function)
 
 
 def _with_gradients(function: StaticFunction) -> list[int]:
     return sorted({gather.operand for gather in _derivative(function).gathers})
-
-
-def _stride(x: jax.ShapeDtypeStruct) -> int:
-    """From batch row to batch row of a (B | 1, …) operand."""
-    return 0 if x.shape[0] == 1 else math.prod(x.shape[1:])

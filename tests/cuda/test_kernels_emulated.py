@@ -69,6 +69,19 @@ FUNCTIONS = (
     Case(H=256, T=70, S=70, N=2, score_mod="scaled", return_residual=True, right=0),
     Case(H=96, T=130, S=140, score_mod="capped", deterministic=True, segments="sorted"),
 )
+# Block masks: of functions and of layouts, alike for all heads or not, with all that hides keys besides.
+BLOCK_MASKS = (
+    Case(H=64, T=200, S=300, N=2, B=2, block_mask="causal_and_sinks", return_residual=True),
+    Case(H=128, T=300, S=200, N=4, K=2, B=2, block_mask="of_own_heads"),
+    Case(H=128, T=150, S=270, N=4, K=2, block_mask="layout", right=0),
+    Case(H=256, T=150, S=200, N=2, B=2, block_mask="own_layouts", dtype="float16"),
+    Case(H=192, T=130, S=210, N=2, block_mask="causal_and_sinks", soft_cap=2.0, bias="1N1S", sinks="1N"),
+    Case(H=64, T=140, S=260, N=4, K=2, B=2, block_mask="of_own_heads", lengths="qk", dropout=0.2),
+    Case(H=128, T=9, S=200, N=8, K=2, block_mask="layout", left=120),  # whose heads share a tile
+    Case(H=128, T=200, S=200, N=2, block_mask="causal_and_sinks", segments="sorted", B=2),
+    Case(H=128, T=200, S=300, N=2, B=2, block_mask="of_own_heads", deterministic=True),
+    Case(H=96, T=130, S=140, N=2, block_mask="layout", score_mod="relative_position", mask="B11S"),
+)
 # Mask metadata: batch rows shorter than the arrays, or with nothing at all; segments; packed sequences.
 MASK_METADATA = (
     Case(H=64, T=200, S=300, N=2, B=3, lengths="qk", return_residual=True),
@@ -133,6 +146,7 @@ DROPOUT = (
 BACKWARD = (
     *SCORES,
     *FUNCTIONS,
+    *BLOCK_MASKS,
     *MASK_METADATA,
     *VALUE_DIMS,
     *DROPOUT,
@@ -195,6 +209,7 @@ IN_ORDER = (
 FORWARD = (
     *SCORES,
     *FUNCTIONS,
+    *BLOCK_MASKS,
     *MASK_METADATA,
     *VALUE_DIMS,
     *DROPOUT,

@@ -9,12 +9,12 @@ import rounding
 from kernel_emulator import DTYPES
 from seeds import seed_of
 
-from jax_flash import _dropout, _reference
+import jax_flash
+from jax_flash import _dropout, _functions, _reference
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands, captured_name, shapes_of
+from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import dropout, fixed_point, score_mod
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
-from jax_flash.functions.static import flat, static_score_mod
 
 # So few multiprocessors that a persistent CTA has several tiles.
 DEVICE = dataclasses.replace(H100, sm_count=2)
@@ -46,6 +46,7 @@ class Case:
     dropout: float = 0.0
     diagonal: tuple[int, ...] | None = None  # for each batch row
     score_mod: str | None = None  # of FUNCTIONS
+    block_mask: str | None = None  # of BLOCK_MASKS
 
     def __str__(self):
         return "-".join(
@@ -91,6 +92,44 @@ FUNCTIONS = {"relative_position": relative_position, "capped": capped, "hides": 
 """What makes each, from a random generator and the case."""
 
 
+def of_own_heads(random, case):
+    """Documents and a window for some heads, all keys for others, which differ by batch row too."""
+    documents = jax.numpy.asarray(np.sort(random.integers(0, 3, (case.B, max(case.T, case.S)))), "int32")
+
+    def function(b, h, q, k):
+        same = documents[b, q] == documents[b, k]
+        return jax.numpy.where(h % 2 == 0, same & (abs(q - k) < 90), k % 70 < 60 + b)
+
+    return jax_flash.create_block_mask(function, case.B, case.N, case.T, case.S, block_size=(48, 32))
+
+
+def causal_and_sinks(random, case):
+    """The same for all, in blocks of the size of the kernels' tiles."""
+    del random
+    shift = case.S - case.T
+
+    def function(b, h, q, k):
+        return (k <= q + shift) & ((q + shift - k < 40) | (k < 3))
+
+    return jax_flash.create_block_mask(function, None, None, case.T, case.S, block_size=64)
+
+
+def layout(random, case, rows=1, heads=1):
+    """A layout of blocks at random, in which a row of blocks sees nothing."""
+    blocks = random.random((rows, heads, -(-case.T // 40), -(-case.S // 24))) < 0.4
+    blocks[:, :, 0] = False
+    return jax_flash.BlockMask.from_blocks(blocks, lengths=(case.T, case.S), block_size=(40, 24))
+
+
+BLOCK_MASKS = {
+    "of_own_heads": of_own_heads,
+    "causal_and_sinks": causal_and_sinks,
+    "layout": layout,
+    "own_layouts": lambda random, case: layout(random, case, case.B, case.N),
+}
+"""What makes each, from a random generator and the case."""
+
+
 def traits(case: Case | tuple) -> set:
     """What `make test` has at least once of each test: every option, and every tile shape."""
     case = case[0] if isinstance(case, tuple) else case
@@ -113,6 +152,7 @@ def check_forward(case, device, emulator):
     arrays = arrays_of(
         operands, forward_plan.plan_forward_metadata(spec, shapes_of(operands), device), emulator, seed
     )
+    arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
     results = emulator.run(plan, dropout.arranged(plan, arrays), seed)
     d_out = np.zeros(results["out"].shape)
     out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out)
@@ -134,6 +174,7 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     bounds = backward_plan.plan_backward_metadata(spec, shapes_of(operands), device)
     arrays = arrays_of(operands, bounds, emulator, seed)
+    arrays |= backward_plan.backward_block_lists(spec, operands, arrays, device)
     arrays |= dict(out=out, lse=lse, d_out=d_out, d_lse=d_lse)
     bias_factor = None
     if fixed_point.adds_bias_up(spec, shapes_of(operands)):
@@ -228,14 +269,12 @@ def draw(case):
             ends = np.sort(random.integers(length, size=(case.B, case.packed + 1), endpoint=True))
             others[f"{name}_offsets"] = ends.astype(np.int32)
     # Shorter than some sequences may be.
-    score_mod = None
-    if case.score_mod is not None:
-        score_mod, captured = static_score_mod(FUNCTIONS[case.score_mod](random, case))
-        others |= {
-            "batch_indices": np.arange(case.B, dtype=np.int32),
-            "head_indices": np.arange(case.N, dtype=np.int32)[None],
-            "captured": {captured_name("score_mod", i): flat(x) for i, x in enumerate(captured)},
-        }
+    score_mod = FUNCTIONS[case.score_mod](random, case) if case.score_mod else None
+    block_mask = BLOCK_MASKS[case.block_mask](random, case) if case.block_mask else None
+    score_mod, block_mask, of_functions = _functions.operands(
+        score_mod, block_mask, (case.B,), (case.T, case.S, case.N)
+    )
+    others |= of_functions
     longest = (case.T - case.T // 3, case.S - case.S // 3) if case.packed is not None else (None, None)
     d_lse = random.standard_normal((case.B, case.N, case.T)).astype(np.float32)
     spec = AttentionSpec(
@@ -249,6 +288,7 @@ def draw(case):
         max_query_length=longest[0],
         max_key_value_length=longest[1],
         score_mod=score_mod,
+        block_mask=block_mask,
     )
     if case.dropout:
         dropout_key = jax.random.key(int(random.integers(2**31)))
@@ -256,9 +296,8 @@ def draw(case):
         others |= {"dropout_rows": rows, "dropout_columns": columns}
     if case.diagonal is not None:
         others["diagonal"] = np.array(case.diagonal, np.int32)
-    operands = Operands(
-        *map(jax.numpy.asarray, (query, key, value)), **jax.tree.map(jax.numpy.asarray, others)
-    )
+    arrays = {"query": query, "key": key, "value": value} | others
+    operands = Operands.of({name: jax.numpy.asarray(x) for name, x in arrays.items()})
     return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed
 
 

@@ -25,6 +25,7 @@ DTYPES = {
     "float32": np.float32,
     "int32": np.int32,
     "uint32": np.uint32,
+    "int8": np.int8,
     "uint8": np.uint8,
     "bool": np.bool_,
 }

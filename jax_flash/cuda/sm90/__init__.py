@@ -18,14 +18,16 @@ from jax_flash.cuda.sm90 import (
     forward_plan,
     prefill_plan,
 )
-from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
-from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
+from jax_flash.cuda.sm90.backward_plan import backward_block_lists, plan_backward, plan_backward_metadata
+from jax_flash.cuda.sm90.forward_plan import forward_block_lists, plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
     "COMPUTE_CAPABILITIES",
+    "backward_block_lists",
     "describe",
     "describe_decode",
+    "forward_block_lists",
     "kernels",
     "plan_backward",
     "plan_backward_metadata",

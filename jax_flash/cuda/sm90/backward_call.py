@@ -10,7 +10,15 @@ from jax_flash import _isolation
 from jax_flash._device import Device
 from jax_flash._mask import PositionMask, Window, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
-from jax_flash.cuda import dropout, fixed_point, mask_metadata, score_mod, user_score_mod
+from jax_flash.cuda import (
+    block_mask,
+    dropout,
+    fixed_point,
+    mask_metadata,
+    score_mod,
+    user_function,
+    user_score_mod,
+)
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Argument, Buffer, Pointer
 from jax_flash.cuda.sm90 import backward_scheduler, backward_tiles, backward_units, l2
 from jax_flash.cuda.sm90.backward_tiles import SPAN, BackwardTile
@@ -85,6 +93,7 @@ class BackwardCall:
         """Whether a query may not see a key, which is then kept apart from it if it isn't finite."""
         bounded = (self.spec.left, self.spec.right) != (None, None)  # at other lengths, if not at these
         hides_pairs = bounded or self.has_metadata or self.shapes.mask is not None
+        hides_pairs |= self.spec.block_mask is not None
         return _isolation.KERNELS and hides_pairs
 
     @functools.cached_property
@@ -164,8 +173,10 @@ class BackwardCall:
     def units(self) -> Units:
         if self.chosen is not None:
             return self.chosen.units
-        # In a fixed order parts of a tile could wait for parts that are handed out later.
-        most_parts = 1 if self.spec.deterministic else backward_units.MAX_PARTS
+        # In a fixed order parts of a tile could wait for parts that are handed out later. Lists of blocks have
+        # one part.
+        is_one = self.spec.deterministic or self.spec.block_mask is not None
+        most_parts = 1 if is_one else backward_units.MAX_PARTS
         return backward_units.choose(
             self.key_heads, self.most_heads_in_l2, self.sharing_costs, SPAN, most_parts
         )
@@ -228,6 +239,11 @@ class BackwardCall:
     def metadata(self) -> tuple[Buffer, ...]:
         return mask_metadata.backward_buffers(self.shapes, self.tile.queries, self.tile.keys, SPAN)
 
+    @property
+    def block_grid(self) -> block_mask.Grid:
+        """Tiles of keys and blocks of queries, as a block mask's lists have them."""
+        return block_mask.Grid(self.tile.queries, self.tile.keys, True, self.spec.deterministic)
+
     @functools.cached_property
     def operands(self) -> tuple[Buffer, ...]:
         n, shapes = self.n, self.shapes
@@ -237,7 +253,10 @@ class BackwardCall:
             Buffer("key", shapes.key.shape, self.dtype),
             Buffer("value", shapes.value.shape, self.dtype),
             *score_mod.buffers(shapes),
+            *user_function.index_buffers(self.spec, shapes),
             *user_score_mod.buffers(self.spec, shapes),
+            *block_mask.buffers(self.spec, shapes),
+            *block_mask.list_buffers(self.spec, shapes, self.block_grid, SPAN),
             *dropout.buffers(self.spec, lse_shape, (n.B, n.S)),
             *self.metadata,
             Buffer("out", out_shape, self.dtype),

@@ -5,14 +5,15 @@ of dQ, unless the main kernel writes it, and of dK and dV where units of work sh
 """
 
 import itertools
+from collections.abc import Mapping
 
 import jax
 
 from jax_flash._device import Device
 from jax_flash._dropout import keep_probability
 from jax_flash._mask import Window
-from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
+from jax_flash._spec import AttentionSpec, Operands, shapes_of
+from jax_flash.cuda import block_mask, dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Kernel, Launch, LaunchPlan, Pointer, Zero, launch
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90 import backward_units
@@ -132,6 +133,16 @@ def plan_backward_metadata(
     return mask_metadata_plan.plan_backward(spec, shapes, device.arch, tile.queries, tile.keys, SPAN)
 
 
+def backward_block_lists(
+    spec: AttentionSpec, operands: Operands, metadata: Mapping[str, jax.Array], device: Device
+) -> dict[str, jax.Array]:
+    """The lists of a block mask that the main kernel reads, by name; none without a block mask."""
+    if spec.block_mask is None:
+        return {}
+    grid = BackwardCall(spec, shapes_of(operands), device).block_grid
+    return block_mask.lists(spec, operands, metadata, grid, SPAN)
+
+
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """The plan that computes the gradients of query, key and value, for calls that the kernels support.
 
@@ -199,13 +210,17 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
         ("KEY_SUMS", int(is_main and call.units.count > 1)),
         ("DQ_SUMS", 1 if entry == "backward_postprocess_keys" else call.dq_sums),
         *(mask_metadata.defines(call.shapes) if is_main else mask_metadata.NO_DEFINES),
+        *(block_mask.defines(call.spec) if is_main else block_mask.NO_DEFINES),
         *(score_mod.defines(call.spec, call.shapes, backward=True) if is_main else score_mod.NO_DEFINES),
         ("BIAS_SUM", "uint64_t" if is_main and call.has_fixed_point_bias else "float"),
         *dropout.defines(call.spec),
         ("SHARED_BYTES", tile.shared_bytes(head_dim, value_dim, ELEMENT_BYTES[call.dtype])),
     )
     source = entry.removeprefix("backward_")  # as "preprocess"
-    headers = user_score_mod.headers(call.spec, backward=True) if is_main else ()
+    headers = ()
+    if is_main:
+        of_mask = block_mask.headers(call.spec, call.shapes)
+        headers = (*user_score_mod.headers(call.spec, backward=True), *of_mask)
     return Kernel(f"sm90/backward/{source}.cu", entry, call.device.arch, defines, parameters, headers)
 
 
@@ -245,7 +260,8 @@ def _main(call: BackwardCall) -> Launch:
     ctas = units if tile.split_products else min(units, call.device.sm_count)
     buffers = {buffer.name: buffer for buffer in (*call.operands, *call.gradients)}
     of_function = user_score_mod.gradient_parameters(spec)
-    parameters = _MAIN.replace(score=score_mod.parameters(spec), **of_function)
+    of_mask = block_mask.parameters(spec, call.shapes)
+    parameters = _MAIN.replace(score=score_mod.parameters(spec), **of_function, **of_mask)
     rows = {
         # Each CTA loads a part of the block for all that share it.
         **{"query": tile.queries // tile.cluster, "d_out": tile.queries // tile.cluster},
@@ -273,6 +289,7 @@ def _main(call: BackwardCall) -> Launch:
             "mask_metadata": mask_metadata.backward_arguments(call.metadata),
             "dropout": dropout.arguments(spec),
             **user_score_mod.gradient_arguments(spec, call.shapes),
+            **block_mask.arguments(spec, call.shapes, call.block_grid, SPAN),
         },
     )
 

@@ -2,13 +2,22 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 
 from jax_flash._device import Device
 from jax_flash._mask import UNBOUNDED, position_mask, window_of
-from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
+from jax_flash._spec import AttentionSpec, Operands, Sizes, shapes_of, sizes
+from jax_flash.cuda import (
+    block_mask,
+    dropout,
+    mask_metadata,
+    mask_metadata_plan,
+    score_mod,
+    user_function,
+    user_score_mod,
+)
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
     Arguments,
@@ -89,7 +98,9 @@ def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]
     return [
         _kernel(spec, shapes, device.arch, Configuration(option.tile, pack_gqa), split_kv, loaded)
         for option in tile_options(requirements)
-        for pack_gqa in pack_gqa_options(n.group, 64 if requirements.mask_metadata else option.tile.rows)
+        for pack_gqa in pack_gqa_options(
+            most_heads(spec, n), 64 if requirements.mask_metadata else option.tile.rows
+        )
         for split_kv in ((False, True) if can_split_kv(requirements) else (False,))
     ]
 
@@ -103,6 +114,7 @@ def requirements_of(spec: AttentionSpec, shapes: Shapes) -> TileRequirements:
         loaded_operand=score_mod.loaded_operand(spec, shapes),
         mask_metadata=mask_metadata.is_needed(shapes),
         segments=mask_metadata.has_segments(shapes),
+        block_mask=spec.block_mask is not None,
         mask=shapes.mask is not None,
         dropout=spec.dropout_rate > 0,
         element_bytes=ELEMENT_BYTES[shapes.query.dtype.name],
@@ -120,7 +132,20 @@ class Configuration:
 def configure(spec: AttentionSpec, shapes: Shapes) -> Configuration:
     n, requirements = sizes(shapes), requirements_of(spec, shapes)
     tile = choose_tile(requirements, n)
-    return Configuration(tile, choose_pack_gqa(n, tile.rows, requirements.mask_metadata))
+    return Configuration(
+        tile, choose_pack_gqa(n, tile.rows, requirements.mask_metadata, most_heads(spec, n))
+    )
+
+
+def most_heads(spec: AttentionSpec, n: Sizes) -> int:
+    """How many query heads of a key head may share a tile. Those with block masks of their own don't."""
+    return 1 if spec.block_mask is not None and spec.block_mask.differs_by_head else n.group
+
+
+def block_grid(spec: AttentionSpec, shapes: Shapes) -> block_mask.Grid:
+    """Tiles of queries and blocks of keys, as a block mask's lists have them."""
+    chosen = configure(spec, shapes)
+    return block_mask.Grid(chosen.tile.rows // chosen.pack_gqa, chosen.tile.keys)
 
 
 def plan_forward_metadata(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchPlan | None:
@@ -130,6 +155,15 @@ def plan_forward_metadata(spec: AttentionSpec, shapes: Shapes, device: Device) -
     chosen = configure(spec, shapes)
     tile, pack_gqa = chosen.tile, chosen.pack_gqa
     return mask_metadata_plan.plan_forward(spec, shapes, device.arch, tile.rows, tile.keys, pack_gqa)
+
+
+def forward_block_lists(
+    spec: AttentionSpec, operands: Operands, metadata: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """The lists of a block mask that the forward kernel reads, by name; none without a block mask."""
+    if spec.block_mask is None:
+        return {}
+    return block_mask.lists(spec, operands, metadata, block_grid(spec, shapes_of(operands)))
 
 
 def _kernel(
@@ -168,13 +202,16 @@ def _kernel(
             ("SINKS", int(shapes.sinks is not None)),
             *score_mod.defines(spec, shapes),
             *mask_metadata.defines(shapes),
+            *block_mask.defines(spec),
             ("CACHE", int(loaded.in_cache)),
             ("HIDDEN_VALUES", int(loaded.has_hidden_values)),
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
-        parameters=_PARAMETERS.replace(score=score_mod.parameters(spec)),
-        headers=user_score_mod.headers(spec, backward=False),
+        parameters=_PARAMETERS.replace(
+            score=score_mod.parameters(spec), **block_mask.parameters(spec, shapes)
+        ),
+        headers=(*user_score_mod.headers(spec, backward=False), *block_mask.headers(spec, shapes)),
     )
 
 
@@ -200,9 +237,10 @@ def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Confi
     tiles = math.ceil(n.T * pack_gqa / tile.rows) * head_packs
     mask = position_mask(requirements.window, n.T, n.S)
     # CTAs take tiles of unequal length from a counter. Its zeroing costs 2 µs.
-    alike = not requirements.mask_metadata
+    alike = not requirements.mask_metadata and not requirements.block_mask
     alike = alike and len(set(mask.block_counts(tile.rows // pack_gqa, tile.keys))) <= 1
-    skipped_rows = 0 if requirements.mask_metadata else mask.rows_before_first_column() * pack_gqa
+    unknown = requirements.mask_metadata or requirements.block_mask
+    skipped_rows = 0 if unknown else mask.rows_before_first_column() * pack_gqa
     whole_tiles = tiles - skipped_rows // tile.rows * head_packs
     split_ctas = 0
     if can_split_kv(requirements):
@@ -228,7 +266,10 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
     operands = (
         *(loaded.query, loaded.key, loaded.value),
         *score_mod.buffers(shapes, (*score_mod.OPERANDS, "sinks")),
+        *user_function.index_buffers(spec, shapes),
         *user_score_mod.buffers(spec, shapes),
+        *block_mask.buffers(spec, shapes),
+        *block_mask.list_buffers(spec, shapes, block_grid(spec, shapes)),
         *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / tile.keys), tile.keys)),
         *metadata_buffers(spec, shapes),
     )
@@ -302,6 +343,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
             "tile_blocks": math.ceil(n.S / tile.keys),
             **_arguments(spec, shapes, schedule),
             "mask_metadata": mask_metadata.forward_arguments(metadata_buffers(spec, shapes)),
+            **block_mask.arguments(spec, shapes, block_grid(spec, shapes)),
             "key_places": Pointer("key_places") if loaded.in_cache else None,
         },
     )
@@ -342,7 +384,7 @@ def _l2_head_group(spec: AttentionSpec, shapes: Shapes, pack_gqa: int, device: D
     known only at run time, concurrent tiles read about one sequence of each batch row.
     """
     n, sequences = sizes(shapes), mask_metadata.assumed_sequences(shapes)
-    if window_of(spec, n).unbounded and not sequences:
+    if window_of(spec, n).unbounded and not sequences and spec.block_mask is None:
         return 1
     head_packs = n.B * n.N // pack_gqa
     element_bytes = ELEMENT_BYTES[shapes.key.dtype.name]

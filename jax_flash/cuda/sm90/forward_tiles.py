@@ -23,6 +23,7 @@ class TileRequirements:
     loaded_operand: str | None = None  # the array among them that a score is looked up in, see score_mod.py
     mask_metadata: bool = False  # which keys rows see is known only at run time
     segments: bool = False  # and depends on segments
+    block_mask: bool = False  # visited blocks are in lists
     mask: bool = False  # a boolean mask is one of the score modifications
     dropout: bool = False
     element_bytes: int = 2  # of query, key, value and out
@@ -30,12 +31,12 @@ class TileRequirements:
     @property
     def tiles_alike(self) -> bool:
         """Whether all tiles take equally long."""
-        return self.window.unbounded and not self.mask_metadata
+        return self.window.unbounded and not self.mask_metadata and not self.block_mask
 
     @property
     def isolates(self) -> bool:
         """Whether rows that see some keys of a block and not others are kept apart from what isn't finite."""
-        hides_pairs = not self.window.unbounded or self.mask_metadata or self.mask
+        hides_pairs = not self.window.unbounded or self.mask_metadata or self.mask or self.block_mask
         return _isolation.KERNELS and hides_pairs
 
 
@@ -179,6 +180,8 @@ def tile_options(requirements: TileRequirements) -> tuple[TileOption, ...]:
     else:
         full, windowed = next(options for limit, options in TILES.items() if value_dim <= limit)
         row = full if requirements.tiles_alike else windowed
+        if requirements.block_mask:  # whose blocks have 128 queries by default
+            row = tuple(option for option in row if option.tile.rows == 128) or row
     fitted: dict[ForwardTile, TileOption] = {}
     for option in row:
         tile = option.tile.fitted(requirements)
@@ -201,18 +204,19 @@ def choose_tile(requirements: TileRequirements, n: Sizes) -> ForwardTile:
     return min(tile_options(requirements), key=cost).tile
 
 
-def choose_pack_gqa(n: Sizes, rows: int, mask_metadata: bool = False) -> int:
+def choose_pack_gqa(n: Sizes, rows: int, mask_metadata: bool = False, most: int | None = None) -> int:
     """How many query heads of a key head share a tile of `rows` rows (PackGQA).
 
     More heads a tile are chosen only if that makes fewer tiles. Mask metadata is kept for groups of 64 rows.
-    With it, each such group must hold all heads of its queries.
+    With it, each such group must hold all heads of its queries. `most` heads may share one; by default, a
+    group.
     """
 
     def tiles(heads: int) -> int:
         return math.ceil(n.T * heads / rows) * (n.N // heads)
 
     best = 1
-    for heads in pack_gqa_options(n.group, 64 if mask_metadata else rows):
+    for heads in pack_gqa_options(n.group if most is None else most, 64 if mask_metadata else rows):
         if tiles(heads) <= 0.95 * tiles(best):
             best = heads
     return best

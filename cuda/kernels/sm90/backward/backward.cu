@@ -132,7 +132,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     const Shape shape{parameters.queries,      parameters.keys, parameters.head_shares, parameters.group,
                       parameters.batch,        parameters.left, parameters.right,
                       {parameters.shares_of_head, parameters.parts_of_blocks},
-                      parameters.mask_metadata};
+                      parameters.mask_metadata,
+#if BLOCK_MASK
+                      parameters.block_mask,
+#endif
+    };
     const Call call{{shared_memory, shared_address(shared_memory)},
                     parameters.maps,
                     shape,

@@ -40,7 +40,7 @@ struct Work {
         return {0, Traits::deterministic && order == BlockOrder::backward ? blocks.last - 1 : blocks.first};
     }
 
-    // Calls visit(query_head, block, iteration) in the order that all roles share.
+    // Calls visit(query_head, place, iteration), with a block's place, in the order that all roles share.
     template <class Visit>
     __device__ __forceinline__ void for_each_block(const Shape& shape, Visit visit) const {
         int iteration = 0;
@@ -48,15 +48,15 @@ struct Work {
             BlockVisit now = first_visit();
 #pragma unroll 1
             for (const int end = iterations(shape); iteration < end; ++iteration) {
-                visit(now.head(tile, shape), now.block, iteration);
+                visit(now.head(tile, shape), now.place, iteration);
                 now.advance(blocks, order);
             }
         } else {
 #pragma unroll 1
             for (int member = 0; member < shape.group; ++member) {
 #pragma unroll 1
-                for (int block = blocks.first; block < blocks.last; ++block) {
-                    visit(tile.head * shape.group + member, block, iteration++);
+                for (int place = blocks.first; place < blocks.last; ++place) {
+                    visit(tile.head * shape.group + member, place, iteration++);
                 }
             }
         }
@@ -104,7 +104,11 @@ struct Call {
         const bool last_first = Traits::deterministic && order == BlockOrder::forward;
         const auto [tile, part] = unit_at(unit_index, shape, l2_head_group, last_first);
         QueryBlocks blocks;
-        if constexpr (Traits::mask_metadata) {
+        if constexpr (Traits::block_lists) {
+#if BLOCK_MASK
+            blocks = {0, block_list(tile, shape).count};
+#endif
+        } else if constexpr (Traits::mask_metadata) {
             blocks = query_blocks_from_metadata(tile, shape);
         } else {
             blocks = query_blocks(tile, shape);

@@ -55,11 +55,19 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
         const int lane = threadIdx.x % 32;
         if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
         if (lane != 0) return;
-        work.for_each_block(call.shape, [&](int head, int block, int) {
+        work.for_each_block(call.shape, [&](int head, int place, int) {
+            const int block = block_at(place, work.tile, call.shape);
             const int head_index = call.head_index(work.tile, head);
             add_staged_block(call, slot, call.dq_accum_block(head_index, block));
             ledger.settle<DqBlock::tiles>(call);
-            if (block % DqBlock::span == DqBlock::span - 1 || block == work.blocks.last - 1) {
+            bool ends_span = place == work.blocks.last - 1;
+            if constexpr (Traits::block_lists) {
+                ends_span = ends_span ||
+                            block / DqBlock::span != block_at(place + 1, work.tile, call.shape) / DqBlock::span;
+            } else {
+                ends_span = block % DqBlock::span == DqBlock::span - 1 || ends_span;
+            }
+            if (ends_span) {
                 ledger.pending = head_index * call.shape.spans() + block / DqBlock::span;
             }
         });
@@ -115,7 +123,15 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
             const int span = job.block / DqBlock::span;
             // None where no key sees the span, in any head: the sums stay zero, whichever head has the slot.
             int tiles;
-            if constexpr (Traits::mask_metadata) {
+            if constexpr (Traits::block_lists) {
+#if BLOCK_MASK
+                const BlockMask& mask = shape.block_mask;
+                const int batch = job.head_index / shape.query_heads();
+                const int head_share = (job.head_index - batch * shape.query_heads()) / shape.group;
+                tiles = mask.visitors[batch * mask.visitors_batch_stride +
+                                      shape.key_head(head_share) * mask.visitors_head_stride + span];
+#endif
+            } else if constexpr (Traits::mask_metadata) {
                 tiles = shape.mask_metadata.span_tiles[job.head_index / shape.query_heads() * shape.spans() + span];
             } else {
                 tiles = key_tile_count(span * DqBlock::span, DqBlock::span, shape);

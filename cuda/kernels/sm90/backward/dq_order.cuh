@@ -51,16 +51,16 @@ __device__ __forceinline__ int rank_of(const KeyTile& tile, BlockOrder order, in
     return (order == BlockOrder::backward ? number - tiles.begin : tiles.end - 1 - number) / Traits::dq_sums;
 }
 
-// One visit of a tile: a block, and a query head of the group.
+// One visit of a tile: a block, by its place in QueryBlocks, and a query head of the group.
 struct BlockVisit {
-    int member, block;
+    int member, place;
 
     __device__ int head(const KeyTile& tile, const Shape& shape) const { return tile.head * shape.group + member; }
     __device__ __forceinline__ void advance(const QueryBlocks& blocks, BlockOrder order) {
         if (Traits::deterministic && order == BlockOrder::backward) {
-            if (--block < blocks.first) block = blocks.last - 1, ++member;
+            if (--place < blocks.first) place = blocks.last - 1, ++member;
         } else {
-            if (++block == blocks.last) block = blocks.first, ++member;
+            if (++place == blocks.last) place = blocks.first, ++member;
         }
     }
 };

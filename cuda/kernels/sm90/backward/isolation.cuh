@@ -40,7 +40,8 @@ private:
 
     __device__ __forceinline__ void read(const Call& call, const Work& work) {
         const int head_index = call.head_index(work.tile, next.head(work.tile, call.shape));
-        next_spoiled = global::read_only(call.spoiled + call.block_index(head_index, next.block));
+        const int block = block_at(next.place, work.tile, call.shape);
+        next_spoiled = global::read_only(call.spoiled + call.block_index(head_index, block));
     }
 };
 

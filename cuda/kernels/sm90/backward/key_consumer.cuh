@@ -53,13 +53,13 @@ struct KeyConsumer {
     // Adds dS, which is yet without the derivative by scores, to the gradients of bias, slopes and captured arrays.
     __device__ __forceinline__ void add_score_gradients(const Call& call) {
         const int first_key = cta_first_key(work.tile), key = first_key + warp * 16 + lane / 4;
-        const int head = now.head(work.tile, call.shape);
-        if constexpr (ScoreTraits::bias) add_bias_gradient(d_scores, call, work.tile.batch, head, now.block, key);
+        const int head = now.head(work.tile, call.shape), block = block_at(now.place, work.tile, call.shape);
+        if constexpr (ScoreTraits::bias) add_bias_gradient(d_scores, call, work.tile.batch, head, block, key);
         if constexpr (ScoreTraits::alibi) {
-            add_slope_gradient(d_scores, call, work.tile, first_key, head, now.block, key);
+            add_slope_gradient(d_scores, call, work.tile, first_key, head, block, key);
         }
 #if SCORE_MOD_GRADIENTS
-        add_user_gradients(d_scores, call, work.tile.batch, head, now.block, key);
+        add_user_gradients(d_scores, call, work.tile.batch, head, block, key);
 #endif
     }
     __device__ __forceinline__ void multiply_by_score_grad(const Call& call) {
@@ -148,7 +148,8 @@ struct KeyConsumer {
         hand_over_d_scores(call, operand);
         add_to_d_key<last>(call, operand, d_query);
         if constexpr (Traits::cluster > 1) add_peer_to_d_query<last>(call, d_query);
-        part.add(call, d_query, call.dq_accum_block(work.tile, now.head(work.tile, call.shape), now.block), block);
+        const int query_block = block_at(now.place, work.tile, call.shape);
+        part.add(call, d_query, call.dq_accum_block(work.tile, now.head(work.tile, call.shape), query_block), block);
         if (!last) {
             wgmma::wait<0>();
             wgmma::pin(d_scores);

@@ -134,8 +134,9 @@ __device__ __forceinline__ void produce(const Call& call) {
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
         load_keys(call, shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels, tile);
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value(call, tile, key_slot.parity);
-        work.for_each_block(call.shape, [&](int head, int block, int iteration) {
-            if (block == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));
+        work.for_each_block(call.shape, [&](int head, int place, int iteration) {
+            const int block = block_at(place, tile, call.shape);
+            if (place == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));
             const bool spoiled = spoiled_blocks.take(call, work, iteration);
             load_query(call, tile, head, block, slot, spoiled);
             if (iteration == 0) load_value(call, tile, key_slot.parity);  // after what S needs

@@ -45,6 +45,21 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
     }
 }
 
+// Zeroes elements of Pᵀ of pairs that the block mask hides. `key` is the thread's first.
+template <int count>
+__device__ __forceinline__ void mask_by_function(float (&probabilities)[count], const Call& call, int batch, int head,
+                                                 int block, int key) {
+#if BLOCK_MASK
+    const Shape& shape = call.shape;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const int query = min(block * Traits::queries + query_of(i), shape.queries - 1);
+        const MaskRow row(shape.block_mask, batch, head, query);
+        if (!row.sees(min(key + 8 * key_row_of(i), shape.keys - 1))) probabilities[i] = 0;
+    }
+#endif
+}
+
 // P or dS times the derivative of logits by scores. Those of pairs that don't see each other are 0, and stay so: what a user's
 // function has for a derivative there may not be finite.
 __device__ __forceinline__ float times_score_grad(float x, float derivative) {

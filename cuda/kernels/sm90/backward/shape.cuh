@@ -24,6 +24,9 @@ struct Shape {
     int left, right;        // the window
     Units units;
     MaskMetadata mask_metadata;  // of a call with MASK_METADATA
+#if BLOCK_MASK
+    BlockMask block_mask;
+#endif
 
     __device__ int query_heads() const { return head_shares * group; }
     __device__ int key_heads() const { return head_shares / units.head_shares(); }

@@ -13,6 +13,7 @@
 #include "sm90/backward/isolation.cuh"
 #include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/products.cuh"
+#include "sm90/backward/scores.cuh"
 
 // Ping-pong: the consumers alternate on the tensor cores. Left alone they fall into step, and neither has products to
 // run while both compute exponentials.
@@ -58,10 +59,16 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::wait<0>();
             wgmma::pin(scores);
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
+            const int block = block_at(now.place, work.tile, call.shape);
             if constexpr (Traits::mask_metadata) {
-                key_mask.mask(scores, now.block, call.shape);
-            } else if (is_partial(first_key, now.block, call.shape)) {
-                mask(scores, key, now.block, call.shape);
+                key_mask.mask(scores, block, call.shape);
+            } else if (is_partial(first_key, block, call.shape)) {
+                mask(scores, key, block, call.shape);
+            }
+            if constexpr (Traits::block_mask) {
+                if (may_hide(now.place, work.tile, call.shape)) {
+                    mask_by_function(scores, call, work.tile.batch, now.head(work.tile, call.shape), block, key);
+                }
             }
             convert_operand(probabilities, scores);
             if constexpr (Traits::dropout) {

@@ -7,14 +7,37 @@ struct KeyTile {
     int head, batch;  // the head share, among those of its batch row (Units)
 };
 
-// The query blocks [first, last) in which some query sees some key of a tile.
+// The query blocks [first, last) in which some query sees some key of a tile. Where block masks have lists, these are
+// places in the tile's list.
 struct QueryBlocks {
     int first, last;
 
     __device__ int count() const { return max(last - first, 0); }
 };
 
+#if BLOCK_MASK
+__device__ __forceinline__ BlockList block_list(const KeyTile& tile, const Shape& shape) {
+    return block_list(shape.block_mask, tile.batch, shape.key_head(tile.head), tile.first_key / Traits::keys);
+}
+#endif
+
+// The block at a place of a tile's QueryBlocks.
+__device__ __forceinline__ int block_at(int place, const KeyTile& tile, const Shape& shape) {
+#if BLOCK_MASK
+    if constexpr (Traits::block_lists) return global::read_only(block_list(tile, shape).blocks + place) >> 1;
+#endif
+    return place;
+}
+// Whether a block mask may hide pairs of that block.
+__device__ __forceinline__ bool may_hide(int place, const KeyTile& tile, const Shape& shape) {
+#if BLOCK_MASK
+    if constexpr (Traits::block_lists) return global::read_only(block_list(tile, shape).blocks + place) & 1;
+#endif
+    return Traits::block_mask;
+}
+
 // One of `parts` equal parts of a tile's blocks. They are whole spans, as a tile counts each span that it visits once.
+// Where block masks have lists there is one part.
 __device__ __forceinline__ QueryBlocks part_of(const QueryBlocks& blocks, int part, int parts) {
     const int first_span = blocks.first / DqBlock::span;
     const int spans = ceil_div(blocks.last, DqBlock::span) - first_span;

@@ -21,10 +21,12 @@
 //   DQ_SUMS         float32 sums of a block's dQ, a power of two; more than one only where they have a fixed order
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
-// Only the main kernel has MASK_METADATA, SEGMENTS, ISOLATES and those of scores.cuh set; all have that of dropout.cuh.
+// Only the main kernel has MASK_METADATA, SEGMENTS, ISOLATES and those of scores.cuh and common/block_mask.cuh set; all have
+// that of dropout.cuh.
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
+#include "common/block_mask.cuh"
 #include "common/block_range.cuh"
 #include "common/constants.cuh"
 #include "common/dropout.cuh"
@@ -46,6 +48,9 @@ struct Traits {
     static constexpr bool key_sums = KEY_SUMS;
     static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
+    static constexpr bool block_mask = BLOCK_MASK > 0;
+    // Whether tiles visit the blocks of a list. In a fixed order they visit an interval, in which all may be hidden.
+    static constexpr bool block_lists = block_mask && !DETERMINISTIC;
     static constexpr bool isolates = ISOLATES;
     using BiasSum = BIAS_SUM;
     static constexpr bool dropout = has_dropout;

@@ -36,6 +36,8 @@ struct ValueConsumer {
     // The thread's first key; its other one is 8 below.
     __device__ __forceinline__ int key() const { return first_key() + warp * 16 + lane() / 4; }
 
+    __device__ __forceinline__ int block(const Call& call) const { return block_at(now.place, work.tile, call.shape); }
+
     // Issues Sᵀ of block `now`, once its Q is there.
     __device__ __forceinline__ void issue_block_scores(const Call& call) {
         const SharedMemory& shared = call.shared;
@@ -48,16 +50,21 @@ struct ValueConsumer {
         const SharedMemory& shared = call.shared;
         wgmma::pin(scores);
         if constexpr (ScoreTraits::has_score_mod) {
-            exponentiate_logits(scores, score_grad, call, work.tile.batch, now.head(work.tile, call.shape), now.block, key(),
-                                shared.lse(slot.stage));
+            exponentiate_logits(scores, score_grad, call, work.tile.batch, now.head(work.tile, call.shape), block(call),
+                                key(), shared.lse(slot.stage));
         } else {
             exponentiate(scores, shared.lse(slot.stage), call.scale * log2_e);
         }
         if constexpr (!Traits::dropout) release_query(call);
         if constexpr (Traits::mask_metadata) {
-            key_mask.mask(scores, now.block, call.shape);
-        } else if (is_partial(first_key(), now.block, call.shape)) {
-            mask(scores, key(), now.block, call.shape);
+            key_mask.mask(scores, block(call), call.shape);
+        } else if (is_partial(first_key(), block(call), call.shape)) {
+            mask(scores, key(), block(call), call.shape);
+        }
+        if constexpr (Traits::block_mask) {
+            if (may_hide(now.place, work.tile, call.shape)) {
+                mask_by_function(scores, call, work.tile.batch, now.head(work.tile, call.shape), block(call), key());
+            }
         }
         convert_operand(probabilities, scores);
         if constexpr (Traits::dropout) {
@@ -148,7 +155,7 @@ struct ValueConsumer {
     template <bool last>
     __device__ __forceinline__ void step(const Call& call) {
         const BlockSlot block = slot;
-        float* const sum = call.dq_accum_block(work.tile, now.head(work.tile, call.shape), now.block);
+        float* const sum = call.dq_accum_block(work.tile, now.head(work.tile, call.shape), this->block(call));
         float d_query[Part::columns / 2];
         add_to_d_value<last>(call);
         part.tell_added_before(call, block);

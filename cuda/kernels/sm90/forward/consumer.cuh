@@ -127,7 +127,7 @@ struct TileConsumer {
     BlockRange blocks;       // visited by the tile, and full for this warpgroup's 64 rows
     RowMask row_mask;        // with mask metadata
     uint32_t row_hashes[2];  // with dropout
-    int block;               // the block whose scores are computed
+    int block;               // the block whose scores are computed; with a block mask, its place in the tile's list
     float scores[score_count];
     Probabilities probabilities;
     bool rescales = false;  // whether a maximum of this thread's rows was raised, so that O has to be rescaled
@@ -147,6 +147,9 @@ struct TileConsumer {
         } else {
             full = full_blocks(tile.first_row + 64 * warpgroup, call.shape);
         }
+#if BLOCK_MASK
+        full = {0, block_list(tile, call.shape).full};
+#endif
         blocks = {tile.first, tile.last, full.begin, full.end};
         block = blocks.last - 1;
     }
@@ -154,13 +157,13 @@ struct TileConsumer {
     __device__ __forceinline__ void attend() {
         first_block();
         --block;
-        if constexpr (Traits::has_right) {
+        if constexpr (Traits::has_right || Traits::block_mask) {
 #pragma unroll 1
             for (; block >= max(blocks.first, blocks.full_end); --block) next_block<true>();
         }
 #pragma unroll 1
         for (; block >= max(blocks.first, blocks.full_begin); --block) next_block<false>();
-        if constexpr (Traits::has_left) {
+        if constexpr (Traits::has_left && !Traits::block_mask) {
 #pragma unroll 1
             for (; block >= blocks.first; --block) next_block<true>();
         }
@@ -225,12 +228,14 @@ struct TileConsumer {
         wgmma::pin(scores);
         if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(rings.key.stage));
         rings.key.advance();
-        const int first_key = block * Traits::keys;
+        const int first_key = block_at(block, tile, call.shape) * Traits::keys;
         apply_score_mod(scores, call.score_operands, tile, row, first_key, call.shape);
         if (partial) {
-            const bool right = Traits::segments || block >= blocks.full_end;
-            const bool left = Traits::segments || block < blocks.full_begin;
+            constexpr bool both = Traits::segments || Traits::block_mask;
+            const bool right = both || block >= blocks.full_end;
+            const bool left = both || block < blocks.full_begin;
             mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
+            if constexpr (Traits::block_mask) mask_by_function(scores, tile, row, first_key, call.shape);
         }
     }
 

@@ -18,7 +18,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
     const SharedMemory shared{shared_memory, shared_address(shared_memory)};
     const Shape shape{parameters.queries, parameters.keys,    parameters.query_heads, parameters.group,
                       parameters.batch,   parameters.columns, parameters.left,        parameters.right,
-                      parameters.mask_metadata};
+                      parameters.mask_metadata,
+#if BLOCK_MASK
+                      parameters.block_mask,
+#endif
+    };
     const SplitKV split_kv{parameters.whole_tiles, parameters.split_ctas, parameters.split_tiles,
                            parameters.tile_blocks};
     const ScoreOperands score_operands = parameters.score;

@@ -134,22 +134,24 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
     while (tile.exists()) {
         const int key_head = tile.head / shape.group;
 
-        auto load_next_key = [&](int block) {
-            load_key(call, rings, tile.batch, key_head, block, shared.key_full(rings.key.stage));
+        auto load_next_key = [&](int place) {
+            load_key(call, rings, tile.batch, key_head, block_at(place, tile, shape),
+                     shared.key_full(rings.key.stage));
             rings.key.advance();
             rings.hash.advance();
         };
-        auto load_next_value = [&](int block) {
-            load_value(call, rings, tile.batch, key_head, block, shared.value_full(rings.value.stage));
+        auto load_next_value = [&](int place) {
+            load_value(call, rings, tile.batch, key_head, block_at(place, tile, shape),
+                       shared.value_full(rings.value.stage));
             rings.value.advance();
         };
 
         if (tile.count() > 0) load_next_key(tile.last - 1);
         if (!loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1  // the producer has few registers
-        for (int block = tile.last - 2; block >= tile.first; --block) {
-            load_next_key(block);
-            load_next_value(block + 1);
+        for (int place = tile.last - 2; place >= tile.first; --place) {
+            load_next_key(place);
+            load_next_value(place + 1);
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
         // hold its next one while others run out (docs/tuning/cuda.md).

@@ -40,9 +40,9 @@ __device__ __forceinline__ void repeat_blocks(const LoadCall& call, int query_st
     Rings& rings = shared.rings_of_repeats();
     const Tile& tile = shared.tile(query_stage);
 #pragma unroll 1
-    for (int block = tile.last - 1; block >= tile.first; --block) {
+    for (int place = tile.last - 1; place >= tile.first; --place) {
         if (elect_one()) {
-            const int key_head = tile.head / call.shape.group;
+            const int key_head = tile.head / call.shape.group, block = block_at(place, tile, call.shape);
             load_key(call, rings, tile.batch, key_head, block, shared.block_landed());
             load_value(call, rings, tile.batch, key_head, block, shared.block_landed());
         }

@@ -61,6 +61,25 @@ __device__ __forceinline__ void mask_scores(float (&scores)[count], int row, int
     if constexpr (Traits::segments) row_mask.mask_segments(scores, column, shape);
 }
 
+// Sets the scores of keys that a row does not see by the block mask to -inf.
+template <int count>
+__device__ __forceinline__ void mask_by_function(float (&scores)[count], const Tile& tile, int row, int first_key,
+                                                 const Shape& shape) {
+#if BLOCK_MASK
+    const int column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int query = min(query_of(row + 8 * r), shape.queries - 1);
+        const MaskRow mask_row(shape.block_mask, tile.batch, head_of(row + 8 * r, tile), query);
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            if (row_of(i) != r) continue;
+            if (!mask_row.sees(min(column + column_of(i), shape.keys - 1))) scores[i] = -infinity;
+        }
+    }
+#endif
+}
+
 // Attention sinks: each head has a logit that takes part in the softmax and has no value.
 struct Sinks {
     const float* logits;  // (B | 1, N)

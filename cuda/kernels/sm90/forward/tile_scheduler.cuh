@@ -1,5 +1,6 @@
 // The tile scheduler: which tile comes when, which rows it has, and which key blocks they see.
 #pragma once
+#include "common/block_mask.cuh"
 #include "common/block_range.cuh"
 #include "sm90/forward/traits.cuh"
 
@@ -25,10 +26,10 @@ __device__ __forceinline__ int left_begin(int row, const Shape& shape) {
     return max(0, query_of(row) + shape.keys - shape.queries - shape.left);
 }
 
-// How many of the first row tiles are skipped, as the window's right side hides all keys from them. With mask metadata
-// none is: which rows see keys is not known here.
+// How many of the first row tiles are skipped, as the window's right side hides all keys from them. With mask metadata or
+// a block mask none is: which rows see keys is not known here.
 __device__ __forceinline__ int skipped_row_tiles(const Shape& shape) {
-    if constexpr (!Traits::has_right || Traits::mask_metadata) return 0;
+    if constexpr (!Traits::has_right || Traits::mask_metadata || Traits::block_mask) return 0;
     const int first_query = min(max(shape.queries - shape.keys - shape.right, 0), shape.queries);
     return first_query * Traits::pack_gqa / Traits::rows;
 }
@@ -57,8 +58,14 @@ __device__ __forceinline__ BlockRange group_blocks(int batch, int group, const S
     return read_only(shape.mask_metadata.group_blocks + first + group);
 }
 
-// The key blocks that a tile visits: those that any of its groups of rows sees.
-__device__ __forceinline__ Interval visited_blocks(int first_row, int batch, const Shape& shape) {
+// The key blocks that a tile visits: those that any of its groups of rows sees. With a block mask it has a list of them,
+// and this is an interval of places in the list. `pack` is the tile's head pack, among those of all batch rows.
+__device__ __forceinline__ Interval visited_blocks(int first_row, int pack, const Shape& shape) {
+    const int packs = head_packs(shape), batch = pack / packs;
+#if BLOCK_MASK
+    const int head = pack % packs * Traits::pack_gqa;
+    return {0, block_list(shape.block_mask, batch, head, first_row / Traits::rows).count};
+#endif
     if constexpr (!Traits::mask_metadata) return visited_blocks(first_row, shape);
     Interval visited = empty_interval;
 #pragma unroll
@@ -67,6 +74,22 @@ __device__ __forceinline__ Interval visited_blocks(int first_row, int batch, con
         if (group.first < group.last) visited = {min(visited.begin, group.first), max(visited.end, group.last)};
     }
     return visited.end == 0 ? Interval{0, 0} : visited;
+}
+
+// ---------------------------------------------------------------------------------------- block masks
+
+#if BLOCK_MASK
+__device__ __forceinline__ BlockList block_list(const Tile& tile, const Shape& shape) {
+    return block_list(shape.block_mask, tile.batch, tile.head, tile.first_row / Traits::rows);
+}
+#endif
+
+// The key block at a place of a tile's interval.
+__device__ __forceinline__ int block_at(int place, const Tile& tile, const Shape& shape) {
+#if BLOCK_MASK
+    return global::read_only(block_list(tile, shape).blocks + place);
+#endif
+    return place;
 }
 
 // ---------------------------------------------------------------------------------------- the order of tiles
@@ -83,7 +106,7 @@ __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int l2_he
     const int row_tile = index_in_group / group_packs;  // from the last
     const int pack = group * l2_head_group + index_in_group - row_tile * group_packs;
     const int first_row = (row_tiles(shape) - 1 - row_tile) * Traits::rows;
-    const Interval blocks = visited_blocks(first_row, pack / packs, shape);
+    const Interval blocks = visited_blocks(first_row, pack, shape);
     return {first_row, pack % packs * Traits::pack_gqa, pack / packs, blocks.begin, blocks.end, Tile::not_split};
 }
 
@@ -107,7 +130,7 @@ __device__ __forceinline__ Tile numbered_tile(int number, const Shape& shape) {
     const int packs = head_packs(shape);
     const int pack = number / row_tiles(shape);
     const int first_row = (number - pack * row_tiles(shape)) * Traits::rows;
-    const Interval blocks = visited_blocks(first_row, pack / packs, shape);
+    const Interval blocks = visited_blocks(first_row, pack, shape);
     return {first_row, pack % packs * Traits::pack_gqa, pack / packs, blocks.begin, blocks.end, Tile::not_split};
 }
 

@@ -21,11 +21,12 @@
 //   CACHE          1: K and V are a key-value cache, and KeyPlace says where a batch row's keys are
 //   HIDDEN_VALUES  1: in it, values of keys before those that rows see may be anything (hidden_values.cuh)
 //   SHARED_BYTES   dynamic shared memory of the launch
-// and those of common/score_mod.cuh and common/dropout.cuh.
+// and those of common/score_mod.cuh, common/block_mask.cuh and common/dropout.cuh.
 #pragma once
 #include "parameters.cuh"
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
+#include "common/block_mask.cuh"
 #include "common/block_range.cuh"
 #include "common/dropout.cuh"
 #include "common/pipeline.cuh"
@@ -46,6 +47,7 @@ struct Traits {
     static constexpr bool split_kv = SPLIT_KV;
     static constexpr bool mask_metadata = MASK_METADATA;
     static constexpr bool segments = SEGMENTS;
+    static constexpr bool block_mask = BLOCK_MASK > 0;
     static constexpr bool cache = CACHE;
     static constexpr bool hidden_values = HIDDEN_VALUES;
     static constexpr bool has_left = HAS_LEFT || mask_metadata;  // sides that may hide keys
@@ -224,4 +226,7 @@ struct Shape {
     int batch, columns;      // B, V
     int left, right;         // the window; read only if Traits has that side
     MaskMetadata mask_metadata;
+#if BLOCK_MASK
+    BlockMask block_mask;
+#endif
 };
