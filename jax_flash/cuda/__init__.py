@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
-from jax_flash.cuda import block_mask, call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
+from jax_flash.cuda import call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
 from jax_flash.cuda.launch_plan import LaunchPlan
 
 name = "cuda"

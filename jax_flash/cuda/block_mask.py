@@ -22,13 +22,11 @@ from jax import lax
 
 from jax_flash._block_kinds import Kind
 from jax_flash._mask import position_mask, window_of
-from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, Sizes, sizes
 from jax_flash.cuda import mask_metadata, user_function
-from jax_flash.cuda.functions import cpp, value_text
+from jax_flash.cuda.functions import value_text
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
-from jax_flash.functions import UnsupportedPrimitiveError
-from jax_flash.functions.function import Traced, as_graph
 from jax_flash.functions.graph import INT32, Graph, Node
 
 Shapes = Operands[jax.ShapeDtypeStruct]
@@ -45,9 +43,8 @@ class Grid(NamedTuple):
     by_columns: bool = False  # backward: a tile of keys has a list of blocks of queries
     is_visited_whole: bool = False  # lists are not read: every block that positions let be seen is visited
 
-    def counts(self, shapes: Shapes) -> tuple[int, int]:
+    def counts(self, n: Sizes) -> tuple[int, int]:
         """How many blocks of queries and of keys there are."""
-        n = sizes(shapes)
         return math.ceil(n.T / self.queries), math.ceil(n.S / self.keys)
 
 
@@ -55,16 +52,7 @@ class Grid(NamedTuple):
 def unsupported(block_mask: BlockMaskSpec) -> str | None:
     """Why the kernels can't run the mask, or None."""
     function = block_mask.mask_mod
-    if function is None:
-        return None
-    if function.value is None:
-        return f"mask_mod has {function.refusal}"
-    try:
-        closed = jax.extend.core.ClosedJaxpr(function.jaxpr, function.shapes)
-        as_graph(Traced(closed, function.arguments, function.name, function.result), cpp.unsupported)
-    except UnsupportedPrimitiveError as error:
-        return f"mask_mod has {error}"
-    return user_function.unsupported("mask_mod", function)
+    return None if function is None else user_function.unsupported("mask_mod", function)
 
 
 NO_DEFINES = (("BLOCK_MASK", 0),)
@@ -141,7 +129,7 @@ def list_buffers(spec: AttentionSpec, shapes: Shapes, grid: Grid, span: int = 1)
     n, (rows, heads) = sizes(shapes), shapes.block_kinds.shape[:2]
     if mask_metadata.is_needed(shapes):
         rows = n.B
-    tiles, blocks = grid.counts(shapes)
+    tiles, blocks = grid.counts(n)
     if grid.by_columns:
         tiles, blocks, heads = blocks, tiles, 1 if heads == 1 else n.K
     found = [
@@ -205,8 +193,17 @@ def lists(
     """
     if spec.block_mask is None or grid.is_visited_whole:
         return {}
-    n, kinds = sizes(operands), operands.block_kinds
-    assert kinds is not None
+    ranges = metadata.get("tile_blocks" if grid.by_columns else "group_blocks")
+    return _lists(spec, sizes(operands), grid, span, operands.block_kinds, ranges)
+
+
+# One program, so that its numbers are constants in it.
+@functools.partial(jax.jit, static_argnums=range(4))
+def _lists(
+    spec: AttentionSpec, n: Sizes, grid: Grid, span: int, kinds: jax.Array, ranges: jax.Array | None
+) -> dict[str, jax.Array]:
+    """`lists`, from mask metadata's ranges of blocks that tiles visit, if there is any."""
+    assert spec.block_mask is not None
     low, high = _pooled(kinds, spec.block_mask.block_size, (n.T, n.S), (grid.queries, grid.keys))
     if grid.by_columns and kinds.shape[1] > 1:  # the heads of a key head share lists
         low = low.reshape(low.shape[0], n.K, n.group, *low.shape[2:]).min(2)
@@ -214,9 +211,9 @@ def lists(
     is_full, is_visited = low == Kind.FULL, high != Kind.HIDDEN
     if grid.by_columns:
         is_full, is_visited = (jnp.swapaxes(x, -1, -2) for x in (is_full, is_visited))
-        visited = _visited_by_positions(spec, operands, metadata.get("tile_blocks"), grid)
+        visited = _visited_by_positions(spec, n, ranges, grid)
         return _ascending(is_full, is_visited & visited, span)
-    visited, full = _visited_and_full_by_positions(spec, operands, metadata.get("group_blocks"), grid)
+    visited, full = _visited_and_full_by_positions(spec, n, ranges, grid)
     return _full_first(is_full & full, is_visited & visited)
 
 
@@ -240,10 +237,10 @@ def _pooled(
 
 
 def _visited_and_full_by_positions(
-    spec: AttentionSpec, operands: Operands, group_blocks: jax.Array | None, grid: Grid
+    spec: AttentionSpec, n: Sizes, group_blocks: jax.Array | None, grid: Grid
 ) -> tuple[jax.Array, jax.Array]:
     """Forward: bool (B | 1, 1, tiles, blocks), by causality, the window, lengths and segments."""
-    n, (tiles, blocks) = sizes(operands), grid.counts(operands)
+    tiles, blocks = grid.counts(n)
     if group_blocks is None:
         starts = np.arange(0, n.T, grid.queries)
         counts = np.minimum(grid.queries, n.T - starts)
@@ -265,10 +262,10 @@ def _visited_and_full_by_positions(
 
 
 def _visited_by_positions(
-    spec: AttentionSpec, operands: Operands, tile_blocks: jax.Array | None, grid: Grid
+    spec: AttentionSpec, n: Sizes, tile_blocks: jax.Array | None, grid: Grid
 ) -> jax.Array:
     """Backward: bool (B | 1, 1, tiles of keys, blocks of queries). Kernels find partial blocks themselves."""
-    n, (blocks, tiles) = sizes(operands), grid.counts(operands)
+    blocks, tiles = grid.counts(n)
     if tile_blocks is None:
         starts = np.arange(0, n.S, grid.keys)
         counts = np.minimum(grid.keys, n.S - starts)

@@ -9,16 +9,14 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import user_function
 from jax_flash.cuda.functions import cpp, derivative_text, value_text
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
-from jax_flash.functions import Scope, UnsupportedPrimitiveError, scope
+from jax_flash.functions import Scope, scope
 from jax_flash.functions.derivative import Derivative
-from jax_flash.functions.function import Traced, as_graph
 from jax_flash.functions.graph import CONSTANT, INPUT, LOAD, reachable
 from jax_flash.functions.static import StaticFunction
 
@@ -31,15 +29,8 @@ _NAMESPACE, _OPERANDS, _GRADIENTS = "user_score_mod", "UserScoreMod", "UserScore
 @functools.cache
 def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
     """Why the kernels can't run a score_mod, or None."""
-    if function.refusal is not None:
-        return f"score_mod has {function.refusal}"
-    try:
-        traced = Traced(
-            ClosedJaxpr(function.jaxpr, function.shapes), function.arguments, function.name, function.result
-        )
-        as_graph(traced, cpp.unsupported)
-    except UnsupportedPrimitiveError as error:
-        return f"score_mod has {error}"
+    if (reason := user_function.unsupported("score_mod", function)) is not None:
+        return reason
     derivative = _derivative(function)
     for node in reachable(
         [derivative.d_score, *(node for g in derivative.gathers for node in (g.index, g.d_value))]
@@ -48,8 +39,6 @@ def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
             reason = cpp.unsupported(node.operation, [x.dtype for x in node.arguments], node.dtype)
             if reason is not None:
                 return f"score_mod's derivative has {node.operation}: {reason}"
-    if (reason := user_function.unsupported("score_mod", function)) is not None:
-        return reason
     if any(
         "score" in node.inputs for gather in derivative.gathers for node in (gather.index, gather.d_value)
     ):

@@ -136,7 +136,7 @@ def test_explained():
     assert "score_mod=<lambda>:" in str(explanation) and "block_kinds" in str(explanation)
 
 
-SLOPES, BYTES = jnp.ones(4), jnp.ones(4, jnp.int8)
+SLOPES, SHORTS = jnp.ones(4), jnp.ones(4, jnp.int16)
 
 
 @jax.custom_vjp
@@ -167,8 +167,17 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, d: (2 * d,))
             {"deterministic": True},
             "summed in no fixed order",
         ),
-        (lambda s, b, h, q, k: jnp.where(BYTES[h] > 0, s, 0), {}, "captures an array of int8; it may be"),
-        (None, {"block_mask": BlockMask.from_dense(np.ones((1, 1, 6, 5), bool))}, "take no block_mask yet"),
+        (lambda s, b, h, q, k: jnp.where(SHORTS[h] > 0, s, 0), {}, "captures an array of int16; it may be"),
+        (
+            None,
+            {"block_mask": create_block_mask(lambda b, h, q, k: jnp.sort(SLOPES)[k % 4] > q, 1, 1, 6, 5)},
+            "mask_mod has sort, at .*test_functions.py",
+        ),
+        (
+            None,
+            {"block_mask": create_block_mask(lambda b, h, q, k: SHORTS[k % 4] > q, 1, 1, 6, 5)},
+            "mask_mod captures an array of int16; it may be",
+        ),
     ),
 )
 def test_refused_by_cuda(score_mod, options, said):
@@ -196,6 +205,27 @@ def test_lowered_for_cuda():
     assert lowered.count(" call @jax_flash_backward(") == 2
     assert lowered.count("custom_call @jax_flash_backward(") == 1
     assert "user_score_mod.cuh" in lowered
+
+
+def test_block_masks_lowered_for_cuda():
+    """Equal masks share kernels; kinds and captured arrays are operands; mask functions are no constants."""
+    query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
+
+    def loss(query, ids, layout):
+        masks = [create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 6, 5) for _ in range(2)]
+        masks.append(BlockMask.from_blocks(layout, lengths=(6, 5), block_size=4))
+        calls = [
+            jax_flash.flash_attention(query, key, key, block_mask=mask, implementation="cuda")
+            for mask in masks
+        ]
+        return sum(jnp.sum(out.astype(jnp.float32)) for out in calls)
+
+    arguments = query, jnp.arange(6), jnp.ones((1, 1, 2, 2), bool)
+    with jax_flash.planned_for("sm_90a"):
+        lowered = jax.jit(jax.grad(loss)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert lowered.count(" call @jax_flash_backward") == 3
+    assert lowered.count("custom_call @jax_flash_backward(") == 2
+    assert "user_mask_mod.cuh" in lowered
 
 
 def test_refused_by_pallas():

@@ -16,7 +16,7 @@ import pytest
 from exhaustive import thinned
 
 from jax_flash._device import H100
-from jax_flash._spec import AttentionSpec, Operands, captured_name
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, captured_name
 from jax_flash.cuda import plan_check, supports
 from jax_flash.cuda.compile import compile_kernel, generated_headers, kernels_folder
 from jax_flash.cuda.launch_plan import (
@@ -29,7 +29,7 @@ from jax_flash.cuda.sm90.backward_call import BackwardCall, Schedule
 from jax_flash.cuda.sm90.backward_plan import plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.backward_units import Units
 from jax_flash.cuda.sm90.forward_plan import plan_forward, plan_forward_metadata
-from jax_flash.functions.static import static_score_mod
+from jax_flash.functions.static import static_mask_mod, static_score_mod
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
 
@@ -53,6 +53,19 @@ SCORE_MODS = {
     "score_table": lambda score, b, h, q, k: score + _TABLE[h, jnp.clip(q - k, -16, 16) + 16],
     "score_cap": lambda score, b, h, q, k: 30 * jnp.tanh(score / 30) - _SLOPES[h] * abs(q - k),
 }
+
+
+def _mask_mods():
+    """A window with global keys, documents, and blocks without a function."""
+    ids = jnp.zeros(1000, jnp.int32)
+    return {
+        "mask_window": lambda b, h, q, k: ((k <= q) & (q - k < 128)) | (k < 4),
+        "mask_documents": lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q + h),
+        "mask_blocks": None,
+    }
+
+
+MASK_MODS = _mask_mods()
 
 # Compute capability 9.0, from the tables of the CUDA programming guide.
 THREADS_PER_CTA = 1024
@@ -121,8 +134,29 @@ def spec_and_operands(
                 for i, x in enumerate(captured)
             },
         )
+    for name in MASK_MODS.keys() & set(features):
+        spec, operands = with_block_mask(name, spec, operands)
     assert supports(spec, operands, H100) is None
     return spec, operands
+
+
+def with_block_mask(name, spec, operands) -> tuple[AttentionSpec, Operands]:
+    (B, T, N, _), S = operands.query.shape, operands.key.shape[1]
+    heads = N if name == "mask_documents" else 1
+    arrays = {
+        "batch_indices": jax.ShapeDtypeStruct((B,), jnp.int32),
+        "head_indices": jax.ShapeDtypeStruct((1, N), jnp.int32),
+        "block_kinds": jax.ShapeDtypeStruct((1, heads, -(-T // 128), -(-S // 128)), jnp.int8),
+    }
+    function = None
+    if MASK_MODS[name] is not None:
+        function, captured = static_mask_mod(MASK_MODS[name])
+        arrays |= {
+            captured_name("mask_mod", i): jax.ShapeDtypeStruct((1, x.size), x.dtype)
+            for i, x in enumerate(captured)
+        }
+    static = BlockMaskSpec((128, 128), function, False, heads > 1)
+    return dataclasses.replace(spec, block_mask=static), operands.replace(**arrays)
 
 
 def plans(**call) -> tuple[LaunchPlan, LaunchPlan]:
@@ -181,6 +215,12 @@ def variants() -> dict[Kernel, Launch]:
         calls += [function | {"features": (name,), "window": window} for window in ((None, None), (None, 0))]
         calls += [function | {"features": (name, *features[1:], "dropout"), "window": (100, 0)}]
         calls += [function | {"features": (name, "lengths")}]
+    for i, (head_dim, name) in enumerate(itertools.product((64, 96, 128, 192, 256), MASK_MODS)):
+        masked = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
+        for others in ((), ("soft_cap", "bias", "dropout"), ("lengths",)):
+            calls.append(masked | {"features": (name, *others)})
+        calls.append(masked | {"features": (name,), "window": (None, 0)})
+        calls.append(masked | {"features": (name,), "deterministic": True})
     for i, (head_dim, value_dim) in enumerate(HEAD_DIM_PAIRS):
         pair = {"head_dim": head_dim, "value_dim": value_dim, "dtype": DTYPES[i % 2]}
         calls += [{**pair, "window": window} for window in ((None, None), (None, 0), (100, 30))]
@@ -287,6 +327,8 @@ def test_compiles_without_spills_or_warnings(kernel):
     # A user's function takes what it takes: these two little alone, and much beside all other options.
     if defines.get("SCORE_MOD"):
         spilled += 1340 if any(score_mods) else 352
+    # What a mask function reads by, in partial blocks: nothing, if it looks nothing up.
+    spilled += 320 * (defines.get("BLOCK_MASK", 0) > 0)
     assert report.spill_bytes <= spilled, log
     assert report.stack_bytes <= spilled, log
     launch = VARIANTS[kernel]

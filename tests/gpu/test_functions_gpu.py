@@ -1,8 +1,12 @@
 """score_mod and block_mask on the GPU, against the functions' own values for all pairs."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from function_cases import SCORE_MODS, Case, check, with_gradients
+from function_cases import MASK_MODS, SCORE_MODS, Case, check, with_gradients
 from gpu_memory import poison
 
 import jax_flash
@@ -35,11 +39,46 @@ def test_what_cuda_refuses(name):
         case.attend(case.inputs(), None, implementation="cuda")
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("block_size", (32, 128, (64, 48)), ids=str)
+@pytest.mark.parametrize("others", ((), ("is_causal", "cap"), ("lengths", "sinks", "dropout")), ids="-".join)
+@pytest.mark.parametrize("mask", MASK_MODS)
+def test_block_masks_by_cuda(mask, others, block_size, deterministic):
+    score_mod = "hides" if others and not deterministic else None
+    case = Case(score_mod, mask, "bfloat16", block_size=block_size, others=others)
+    inputs, cotangents, block_mask = case.inputs(), case.cotangents(), case.block_mask()
+    poison(sum(x.nbytes for x in jax.tree.leaves(inputs)))
+    options = {"implementation": "cuda", "deterministic": deterministic}
+    got = with_gradients(lambda x: case.attend(x, block_mask, **options), inputs, cotangents)
+    check(case, got, inputs, cotangents)
+
+
+@pytest.mark.parametrize("rows", (1, 2))
+@pytest.mark.parametrize("heads", (1, 4))
+@pytest.mark.parametrize("share", (0.05, 0.5))
+def test_layouts_of_blocks_by_cuda(share, rows, heads):
+    """Larger calls, in which most blocks are skipped, against plain JAX."""
+    random = np.random.default_rng(0)
+    layout = random.random((rows, heads, 16, 12)) < share
+    block_mask = jax_flash.BlockMask.from_blocks(layout)
+    shapes = (2, 2048, 4, 128), (2, 1536, 2, 128), (2, 1536, 2, 128), (2, 2048, 4, 128)
+    *arrays, d_out = (jnp.asarray(random.standard_normal(x), jnp.bfloat16) for x in shapes)
+
+    def run(implementation):
+        attend = functools.partial(
+            jax_flash.flash_attention, block_mask=block_mask, implementation=implementation
+        )
+        out, vjp = jax.vjp(attend, *arrays)
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), (out, *vjp(d_out)))
+
+    for got, expected in zip(run("cuda"), run("xla"), strict=True):
+        assert np.linalg.norm(got - expected) <= 2**-7 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("mask", ("window", "of both"))
 @pytest.mark.parametrize("name", ("relative_position", "documents"))
 def test_block_masks_by_xla(name, mask):
     case = Case(name, mask, "bfloat16")
     inputs, cotangents, block_mask = case.inputs(), case.cotangents(), case.block_mask()
-    with pytest.warns(jax_flash._dispatch.SlowerImplementationWarning):
-        got = with_gradients(lambda x: case.attend(x, block_mask), inputs, cotangents)
+    got = with_gradients(lambda x: case.attend(x, block_mask, implementation="xla"), inputs, cotangents)
     check(case, got, inputs, cotangents)

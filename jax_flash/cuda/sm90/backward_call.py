@@ -173,7 +173,7 @@ class BackwardCall:
     def units(self) -> Units:
         if self.chosen is not None:
             return self.chosen.units
-        # In a fixed order parts of a tile could wait for parts that are handed out later. Lists of blocks have
+        # In a fixed order parts of a tile could wait for parts that are handed out later. A list of blocks is
         # one part.
         is_one = self.spec.deterministic or self.spec.block_mask is not None
         most_parts = 1 if is_one else backward_units.MAX_PARTS

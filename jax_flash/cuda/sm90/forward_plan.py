@@ -132,9 +132,7 @@ class Configuration:
 def configure(spec: AttentionSpec, shapes: Shapes) -> Configuration:
     n, requirements = sizes(shapes), requirements_of(spec, shapes)
     tile = choose_tile(requirements, n)
-    return Configuration(
-        tile, choose_pack_gqa(n, tile.rows, requirements.mask_metadata, most_heads(spec, n))
-    )
+    return Configuration(tile, choose_pack_gqa(n, tile.rows, requirements.mask_metadata, most_heads(spec, n)))
 
 
 def most_heads(spec: AttentionSpec, n: Sizes) -> int:
