@@ -1,23 +1,24 @@
-"""Score functions against the options that do the same, on one GPU, forward and backward.
+"""Functions of scores and masks against the options that do the same, on one GPU, forward and backward.
 
     python benchmarks/mods.py --out benchmarks/results/mods_h200.json
 
 A soft cap, ALiBi slopes, and a bias of a head and a distance, each as an option of `flash_attention` and as a
-`score_mod`; and a plain call with a function that changes nothing. In shuffled rounds. Each row has a
-variant, a pass and the kernel time of both, and their ratio: 1.00 is as fast, more is faster.
+`score_mod`; and a plain call with a function that changes nothing. Causality, a window, a prefix and
+documents as options and as a `block_mask`; a prefix has no option but a boolean mask. The time of a call
+with a block mask has that of its lists. In shuffled rounds. Each row has a variant, a pass and the kernel
+time of both, and their ratio: 1.00 is as fast, more is faster.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import passes
 import record
 import rounds
-import timing
 from calls import Case
 
 import jax_flash
@@ -66,36 +67,70 @@ def relative_bias(case: Case, learned: jax.Array) -> dict[str, Arguments]:
     return {OPTION: {"bias": learned[:, place]}, FUNCTION: {"score_mod": of_distance}}
 
 
+def causal_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    return {OPTION: {"is_causal": True}, FUNCTION: {"mask_mod": jax_flash.masks.CausalMask()}}
+
+
+def window_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    sides = (case.keys // 8 - 1, 0)
+    return {OPTION: {"local_window_size": sides}, FUNCTION: {"mask_mod": jax_flash.masks.LocalMask(sides)}}
+
+
+def prefix_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    prefix = jax_flash.masks.PrefixLMMask(case.keys // 4)
+    queries, keys = jnp.arange(case.queries)[:, None], jnp.arange(case.keys)
+    return {OPTION: {"mask": (keys <= queries) | (keys < case.keys // 4)}, FUNCTION: {"mask_mod": prefix}}
+
+
+def document_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    """Causal within eight documents of unequal lengths."""
+    starts = jnp.asarray([0, 3, 4, 9, 10, 11, 13, 15]) * case.keys // 16
+    ids = jnp.sum(jnp.arange(case.keys)[:, None] >= starts, axis=1, dtype=jnp.int32)
+    of_all = jnp.broadcast_to(ids, (case.batch, case.keys))
+    option = {"query_segment_ids": of_all, "key_value_segment_ids": of_all, "is_causal": True}
+    mask = jax_flash.masks.DocumentMask(ids) & jax_flash.masks.CausalMask()
+    return {OPTION: option, FUNCTION: {"mask_mod": mask}}
+
+
 VARIANTS: dict[str, Callable[[Case, jax.Array], dict[str, Arguments]]] = {
     "plain": plain,
     "soft cap": soft_cap,
     "ALiBi": alibi,
     "relative bias": relative_bias,
+    "causal mask": causal_mask,
+    "window mask": window_mask,
+    "prefix mask": prefix_mask,
+    "document mask": document_mask,
 }
+"""What makes the arguments of both forms. Those with masks are for cases that aren't causal."""
+MASKS = ("causal mask", "window mask", "prefix mask", "document mask")
+
+
+def block_mask(variant: str, form: str, case: Case) -> jax_flash.BlockMask | None:
+    """The mask of a variant's function, made once and given to the call."""
+    if form == OPTION or variant not in MASKS:
+        return None
+    arguments = VARIANTS[variant](case, jnp.zeros((case.heads, 2 * FURTHEST + 1)))[form]
+    return jax_flash.create_block_mask(arguments["mask_mod"], None, None, case.queries, case.keys)
 
 
 def attend(variant: str, form: str, case: Case, implementation: str) -> Callable[..., jax.Array]:
-    """A function of what is learned, query, key and value."""
+    """A function of the block mask, what is learned, query, key and value."""
 
-    def run(learned, query, key, value):
-        arguments = VARIANTS[variant](case, learned)[form]
+    def run(mask, learned, query, key, value):
+        arguments = {"is_causal": case.causal} | VARIANTS[variant](case, learned)[form]
+        arguments.pop("mask_mod", None)
         return jax_flash.flash_attention(
-            query, key, value, is_causal=case.causal, implementation=implementation, **arguments
+            query, key, value, block_mask=mask, implementation=implementation, **arguments
         )
 
     return run
 
 
-def programs(variant: str, form: str, case: Case, implementation: str) -> dict[str, tuple]:
-    """By pass, forward and the backward pass alone, compiled, with its arguments."""
+def programs(variant: str, form: str, case: Case, implementation: str) -> passes.Programs:
     learned = 0.1 * jax.random.normal(jax.random.key(9), (case.heads, 2 * FURTHEST + 1))
-    inputs = learned, *case.inputs()
-    d_out = jax.random.normal(jax.random.key(3), inputs[1].shape, inputs[1].dtype)
-    run = attend(variant, form, case, implementation)
-    forward = jax.jit(run).lower(*inputs).compile()
-    _, vjp = jax.vjp(run, *inputs)
-    backward = jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile()
-    return {"forward": (forward, *inputs), "backward": (backward, vjp, d_out)}
+    given, inputs = [block_mask(variant, form, case)], [learned, *case.inputs()]
+    return passes.compiled(attend(variant, form, case, implementation), given, inputs)
 
 
 def rows(variant: str, case: Case, of_rounds: int, implementation: str) -> list[dict]:
@@ -103,15 +138,10 @@ def rows(variant: str, case: Case, of_rounds: int, implementation: str) -> list[
         compiled = {form: programs(variant, form, case, implementation) for form in (OPTION, FUNCTION)}
     except Exception as error:  # the other variants are measured nevertheless
         return [{"error": record.error(error)}]
-    found = []
-    for direction in ("forward", "backward"):
-        times: dict[str, list[float]] = {OPTION: [], FUNCTION: []}
-        for order in rounds.orders(list(times), of_rounds):
-            for form in order:
-                times[form].append(timing.milliseconds(*compiled[form][direction]))
-        medians = {form: statistics.median(x) for form, x in times.items()}
-        found.append({"pass": direction} | medians | {"ratio": medians[OPTION] / medians[FUNCTION]})
-    return found
+    return [
+        {"pass": direction} | times | {"ratio": times[OPTION] / times[FUNCTION]}
+        for direction, times in passes.milliseconds(compiled, of_rounds).items()
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,6 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not any(text in str(case) for text in options.match.split(",")):
             continue
         for variant in VARIANTS:
+            if case.causal and variant in MASKS:
+                continue
             for row in rows(variant, case, options.rounds, options.implementation):
                 row = {"case": str(case), "variant": variant} | row
                 result["rows"].append(row)

@@ -16,13 +16,22 @@ def mods(monkeypatch):
     return mods
 
 
-@pytest.mark.parametrize("variant", ("plain", "soft cap", "ALiBi", "relative bias"))
+VARIANTS = ("plain", "soft cap", "ALiBi", "relative bias")
+VARIANTS += ("causal mask", "window mask", "prefix mask", "document mask")
+
+
+def test_all_variants_are_checked(mods):
+    assert set(VARIANTS) == set(mods.VARIANTS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_both_forms_compute_the_same(mods, variant):
-    case = mods.Case(2, 40, 40, 4, 2, 16, causal=True, dtype="float32")
+    case = mods.Case(2, 40, 40, 4, 2, 16, causal=variant not in mods.MASKS, dtype="float32")
     learned = jax.random.normal(jax.random.key(0), (4, 2 * mods.FURTHEST + 1))
 
     def results(form):
-        out, vjp = jax.vjp(mods.attend(variant, form, case, "xla"), learned, *case.inputs())
+        mask, run = mods.block_mask(variant, form, case), mods.attend(variant, form, case, "xla")
+        out, vjp = jax.vjp(lambda *inputs: run(mask, *inputs), learned, *case.inputs())
         return out, vjp(out)
 
     jax.tree.map(
