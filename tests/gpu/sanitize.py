@@ -70,6 +70,10 @@ GROUPS = {
         case(128, "score_mod", *SCORES, "dropout", B=2),
         case(64, "score_mod", "seq_lengths", B=2),
         case(256, "score_mod", "segment_ids", local_window_size=(70, 0)),
+        *(case(H, "block_mask", K=1) for H in HEAD_DIMS),
+        case(128, "block_mask", "seq_lengths", "logits_soft_cap", B=2, is_causal=True),
+        case(192, "block_mask", "deterministic"),
+        case(64, "block_mask", "score_mod", "dropout", local_window_size=(90, 0)),
     ),
     "data": (
         *(case(H, "seq_lengths", B=3, is_causal=H != 64) for H in HEAD_DIMS),

@@ -33,6 +33,7 @@ class TestCuda(ImplementationSuite):
         "dropout",
         "deterministic",
         "score_mod",
+        "block_mask",
     )
     thorough = True
 

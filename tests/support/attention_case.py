@@ -1,6 +1,7 @@
 """A call of `flash_attention` as a test describes it, and random inputs for it."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -9,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from seeds import seed_of
 
-from jax_flash import _dropout
-from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.functions.static import StaticFunction, static_score_mod
+from jax_flash import _dropout, create_block_mask
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
+from jax_flash.functions.static import StaticFunction, static_mask_mod, static_score_mod
 
 CANONICAL_RANK = {"bias": 4, "mask": 4, "alibi_slopes": 2, "sinks": 2}  # where arguments may have less
 OPERAND_OF = {  # named otherwise there
     "cu_seqlens_q": "query_offsets",
     "cu_seqlens_kv": "key_value_offsets",
     "score_table": "score_mod_0",
+    "key_ids": "mask_mod_0",
 }
 FARTHEST = 4  # keys from a query, beyond which a score_table has one number
 PACKED = 5  # sequences in each batch row of a call with packed ones
@@ -33,6 +35,33 @@ def score_mod_of(table):
         return 0.75 * score + table[head, place].astype(score.dtype)
 
     return score_mod
+
+
+MASK_BLOCKS = 48, 32  # of queries and keys
+
+
+def mask_mod_of(key_ids):
+    """The mask function of cases that have a block mask, which captures the ids `(S,)` of keys: each head and
+    each run of queries sees two ids of three, and every fifth key."""
+    key_ids = jnp.asarray(key_ids)
+
+    def mask_mod(batch, head, query, key):
+        return (key_ids[key] != (head + query // 40) % 3) | (key % 5 == 0)
+
+    return mask_mod
+
+
+def block_mask_of(key_ids, queries, heads):
+    (keys,) = key_ids.shape
+    return create_block_mask(mask_mod_of(key_ids), None, heads, queries, keys, block_size=MASK_BLOCKS)
+
+
+@functools.cache
+def static_functions(heads, keys):
+    """A case's score_mod and mask_mod, as specs have them."""
+    score_mod, _ = static_score_mod(score_mod_of(jnp.zeros((heads, 2 * FARTHEST + 1))))
+    mask_mod, _ = static_mask_mod(mask_mod_of(jnp.zeros(keys, jnp.int32)))
+    return score_mod, mask_mod
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +178,8 @@ class Case:
                     arrays |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), ("BO", np.int32))
                 case "score_mod":
                     arrays["score_table"] = "NR", np.float32
+                case "block_mask":
+                    arrays["key_ids"] = "S", np.int32
         return {
             name: jax.ShapeDtypeStruct(tuple(sizes[axis] for axis in axes), jnp.dtype(dtype))
             for name, (axes, dtype) in arrays.items()
@@ -163,9 +194,12 @@ class Case:
         if "dropout" in self.features:
             shapes["dropout_rows"] = jax.ShapeDtypeStruct((self.B, self.N, self.T), np.dtype("uint32"))
             shapes["dropout_columns"] = jax.ShapeDtypeStruct((self.B, self.S), np.dtype("uint32"))
-        if "score_mod" in self.features:
+        if self.has_functions:
             shapes["batch_indices"] = jax.ShapeDtypeStruct((self.B,), np.dtype("int32"))
             shapes["head_indices"] = jax.ShapeDtypeStruct((1, self.N), np.dtype("int32"))
+        if "block_mask" in self.features:
+            blocks = (-(-n // size) for n, size in zip((self.T, self.S), MASK_BLOCKS, strict=True))
+            shapes["block_kinds"] = jax.ShapeDtypeStruct((1, self.N, *blocks), np.dtype("int8"))
         return Operands.of(shapes)
 
     def spec(self) -> AttentionSpec:
@@ -185,12 +219,20 @@ class Case:
             return_residual=self.residual != "absent",
             max_query_length=self.packed and self.packed["max_seqlen_q"],
             max_key_value_length=self.packed and self.packed["max_seqlen_kv"],
-            score_mod=self._score_mod() if "score_mod" in self.features else None,
+            score_mod=self._functions[0] if "score_mod" in self.features else None,
+            block_mask=self._block_mask() if "block_mask" in self.features else None,
         )
 
-    def _score_mod(self) -> StaticFunction:
-        function, _ = static_score_mod(score_mod_of(jnp.zeros((self.N, 2 * FARTHEST + 1))))
-        return function
+    @property
+    def has_functions(self) -> bool:
+        return not {"score_mod", "block_mask"}.isdisjoint(self.features)
+
+    @property
+    def _functions(self) -> tuple[StaticFunction, StaticFunction]:
+        return static_functions(self.N, self.S)
+
+    def _block_mask(self) -> BlockMaskSpec:
+        return BlockMaskSpec(MASK_BLOCKS, self._functions[1], False, self.N > 1)
 
 
 def draw(case: Case):
@@ -225,6 +267,8 @@ def draw(case: Case):
                 lengths = generator.integers(0, longest, x.shape, x.dtype, endpoint=True)
                 lengths[-1] = max(lengths[-1], longest - longest // 2)  # nor where all are short
                 arguments[name] = lengths
+            case "key_ids":
+                arguments[name] = generator.integers(0, 3, x.shape, x.dtype)
             case "query_segment_ids" | "key_value_segment_ids":
                 arguments[name] = np.sort(generator.integers(0, 3, x.shape, x.dtype))
             case "cu_seqlens_q" | "cu_seqlens_kv":
@@ -233,9 +277,11 @@ def draw(case: Case):
     operands = {
         OPERAND_OF.get(name, name): x.reshape(_canonical(name, x.shape)) for name, x in arguments.items()
     }
-    if "score_mod" in case.features:
+    if case.has_functions:
         operands["batch_indices"] = np.arange(case.B, dtype=np.int32)
         operands["head_indices"] = np.arange(case.N, dtype=np.int32)[None]
+    if "block_mask" in case.features:
+        operands["block_kinds"] = np.asarray(block_mask_of(arguments["key_ids"], case.T, case.N).kinds)
     if "dropout" in case.features:
         arguments["dropout_key"] = key = jax.random.key(int(generator.integers(2**31)))
         # Batch rows of one call have hashes of their own; a call made again with the same key has the same.
@@ -270,6 +316,6 @@ def _offsets(generator, x, tokens):
 
 
 def _canonical(name, shape):
-    if name == "score_table":
+    if name in ("score_table", "key_ids"):
         return 1, math.prod(shape)
     return (1,) * (CANONICAL_RANK.get(name, 0) - len(shape)) + shape

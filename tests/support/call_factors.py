@@ -18,6 +18,8 @@ FEATURES: Factors = {
     "sinks": {"no sinks": {}, "sinks": {"features": ("sinks",)}},
     "dropout": {"no dropout": {}, "dropout": {"features": ("dropout",)}},
     "segment_ids": {"no segments": {}, "segments": {"features": ("segment_ids",)}},
+    "score_mod": {"no score_mod": {}, "score_mod": {"features": ("score_mod",)}},
+    "block_mask": {"no block mask": {}, "block mask": {"features": ("block_mask",)}},
     "deterministic": {"any order": {}, "deterministic": {"features": ("deterministic",)}},
     "is_causal": {"not causal": {}, "causal": {"is_causal": True}},
     "residual": {
@@ -38,7 +40,8 @@ NEVER_MEET = [
 ]  # which go over a batch axis
 
 
-WITHOUT_PACKED = ("mask", "bias", "seq_lengths", "segment_ids")  # which `flash_attention_varlen` doesn't take
+# What `flash_attention_varlen` doesn't take.
+WITHOUT_PACKED = ("mask", "bias", "seq_lengths", "segment_ids", "score_mod", "block_mask")
 
 
 def factors(

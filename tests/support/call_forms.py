@@ -6,7 +6,7 @@ Inputs and results keep one batch axis outside, so that every form of a call has
 import functools
 
 import jax
-from attention_case import score_mod_of
+from attention_case import block_mask_of, score_mod_of
 
 import jax_flash
 
@@ -20,9 +20,12 @@ RANK_WITH_BATCH_AXIS = {
 
 def attend(arguments, **options):
     """`flash_attention`; or `flash_attention_varlen` over the batch axes, which it doesn't take itself."""
+    arguments = dict(arguments)
     if "score_table" in arguments:
-        arguments = dict(arguments)
         options["score_mod"] = score_mod_of(arguments.pop("score_table"))
+    if "key_ids" in arguments:
+        *_, queries, heads, _ = arguments["query"].shape
+        options["block_mask"] = block_mask_of(arguments.pop("key_ids"), queries, heads)
     if "cu_seqlens_q" not in arguments:
         return jax_flash.flash_attention(**arguments, **options)
     axes = arguments["query"].ndim - 3

@@ -45,6 +45,7 @@ FEATURES = (
     "value_head_dim",  # V != H
     "deterministic",
     "score_mod",  # whose derivative is a factor, and which captures an array
+    "block_mask",  # of which each head has its own, and which captures an array
 )
 ODD_LENGTHS = (1, 7, 63, 65, 127, 129, 257, 1000)
 
