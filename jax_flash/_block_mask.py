@@ -107,8 +107,9 @@ def create_block_mask(
       mask_mod: `(batch, head, query_index, key_index) -> bool` of int32 scalars, True attends. Any function
         that JAX can trace; it may read arrays that it captures. Indices count from 0. `jax_flash.masks` has
         many.
-      B: batch rows for which it differs; None or 1 where it is the same for all.
-      N: query heads for which it differs; None or 1 where it is the same for all.
+      B: batch rows for which it differs; None or 1 where it is the same for all. A mask_mod that depends on
+        `batch` is for calls of just B batch rows.
+      N: query heads likewise.
       T: queries.
       S: keys.
       block_size: an int, or a pair for queries and keys.
@@ -127,17 +128,18 @@ def create_block_mask(
             f"got {_validate.short(mask_mod)}"
         )
     size = _block_size(block_size)
+    alike = [name for name, n in (("batch", B), ("head", N)) if n is None]
     B, N = (1 if n is None else _validate.integer(name, n) for name, n in (("B", B), ("N", N)))
     if min(B, N) < 1:
         raise ValueError(f"B and N must be None or at least 1; got {B} and {N}")
     lengths = _lengths((T, S))
     check_sizes(mask_mod, B, N, *lengths)
     function, captured = static_mask_mod(mask_mod)
-    for index, given, count in (("batch", "B", B), ("head", "N", N)):
-        if count == 1 and index in function.inputs:
+    for index, given in (("batch", "B"), ("head", "N")):
+        if index in alike and index in function.inputs:
             raise ValueError(
                 f"{given} must be the number of them for which mask_mod differs, as it depends on {index}; "
-                "got 1, or None"
+                "got None"
             )
     arrays = tuple(flat(x) for x in captured)
     kinds = _block_kinds.kinds_of(function, (B, N), lengths, size, arrays)

@@ -76,4 +76,14 @@ def _kinds(block_mask: Any, batch: tuple[int, ...], lengths_and_heads: tuple[int
             f"block_mask must be of 1 or {math.prod(batch)} batch rows and 1 or {N} heads; "
             f"got one of {rows} batch rows and {heads} heads"
         )
+    depends_on = frozenset() if block_mask.mask_mod is None else block_mask.mask_mod.inputs
+    for index, what, count, own in (
+        ("batch", "batch rows", math.prod(batch), rows),
+        ("head", "heads", N, heads),
+    ):
+        if own != count and index in depends_on:
+            raise ValueError(
+                f"block_mask must be made for {count} {what}, as its mask_mod depends on {index}; "
+                "got one for 1"
+            )
     return block_mask.kinds

@@ -47,6 +47,16 @@ def causal(b, h, q, k):
             "1 or 2 batch rows and 1 or 4 heads; got one of 3 batch rows and 1 heads",
         ),
         (
+            {"block_mask": create_block_mask(lambda b, h, q, k: q > h, None, 1, 6, 5)},
+            ValueError,
+            "block_mask must be made for 4 heads, as its mask_mod depends on head; got one for 1",
+        ),
+        (
+            {"block_mask": create_block_mask(lambda b, h, q, k: q > b, 1, None, 6, 5)},
+            ValueError,
+            "block_mask must be made for 2 batch rows, as its mask_mod depends on batch; got one for 1",
+        ),
+        (
             {"block_mask": BlockMask.from_dense(np.ones((1, 2, 6, 5), bool))},
             ValueError,
             "got one of 1 batch rows and 2 heads",
@@ -82,7 +92,7 @@ def test_malformed_arguments(options, error, said):
             "B must be the number of them for which mask_mod differs, as it depends on batch",
         ),
         (
-            lambda: create_block_mask(lambda b, h, q, k: q > h, 2, 1, 4, 4),
+            lambda: create_block_mask(lambda b, h, q, k: q > h, 2, None, 4, 4),
             ValueError,
             "N must be the number of them for which mask_mod differs, as it depends on head",
         ),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import _reference
-from jax_flash._spec import DIFFERENTIABLE, AttentionSpec, Gradients, Operands
+from jax_flash._spec import AttentionSpec, Gradients, Operands
 from jax_flash.cuda import _launcher
 from jax_flash.transforms import autodiff
 
@@ -34,8 +34,8 @@ def add_implementation(name, forward, backward):
 def split(operands):
     """The operands that gradients are taken for, and the others, each by name."""
     present = operands.present()
-    differentiable = {name: x for name, x in present.items() if name in DIFFERENTIABLE}
-    return differentiable, {name: x for name, x in present.items() if name not in DIFFERENTIABLE}
+    differentiable = operands.differentiable()
+    return differentiable, {name: x for name, x in present.items() if name not in differentiable}
 
 
 def plain_forward(spec, operands):
@@ -46,9 +46,9 @@ def plain_forward(spec, operands):
 
 def plain_backward(spec, operands, out, lse, d_out, d_lse):
     differentiable, others = split(operands)
-    _, vjp = jax.vjp(lambda x: plain_forward(spec, Operands(**x, **others)), differentiable)
+    _, vjp = jax.vjp(lambda x: plain_forward(spec, Operands.of(x | others)), differentiable)
     (gradients,) = vjp((d_out, jnp.zeros_like(lse) if d_lse is None else d_lse))
-    return Gradients(**gradients)
+    return Gradients.of(gradients)
 
 
 add_implementation("plain", plain_forward, plain_backward)
