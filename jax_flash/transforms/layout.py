@@ -245,9 +245,19 @@ class Layout:
         axes = [by_letter.get(letter, ()) for letter in self.letters[name]]
         return PartitionSpec(*(a if a and size > 1 else None for a, size in zip(axes, shape, strict=True)))
 
-    def run(
-        self, local: Callable[[Arrays, Shards | None], Arrays], inputs: Arrays, specs: Specs
-    ) -> Arrays:
+    def type_of(self, name: str, shape: Shape, inputs: Specs) -> PartitionSpec:
+        """How a result is sharded by its type: a gradient as its operand, and others as query along `T`.
+
+        So the types of a model don't depend on whether a call takes shards of the sequences.
+        """
+        if name in inputs:
+            return inputs[name]
+        along_queries = mesh_axes(inputs["query"], self.letters["query"].index("T"))
+        if self.used.intersection(along_queries):
+            return self.spec(name, shape)
+        return dataclasses.replace(self, queries=along_queries).spec(name, shape)
+
+    def run(self, local: Callable[[Arrays, Shards | None], Arrays], inputs: Arrays, specs: Specs) -> Arrays:
         """Runs `local` on one device's part of the inputs, with the mesh axes in use manual.
 
         `specs` are those of the (whole) inputs. A result under an input's name is its gradient.
@@ -266,7 +276,11 @@ class Layout:
                 x = whole.at[..., heads, :].add(x)
             partitioned = set(itertools.chain(*(mesh_axes(specs[name], i) for i in range(len(specs[name])))))
             lacking = tuple(sorted(self.used - partitioned))
-            results[name] = jax.lax.psum(x, lacking) if lacking else x
+            if lacking:
+                # Parts of shards of a sequence are added in float32, as a ring adds its steps'.
+                wide = jnp.promote_types(x.dtype, jnp.float32) if self.queries else x.dtype
+                x = jax.lax.psum(x.astype(wide), lacking).astype(x.dtype)
+            results[name] = x
         return results
 
     def _key_heads_needed(self, query_heads: int, key_heads: int) -> jax.Array | None:

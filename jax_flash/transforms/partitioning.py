@@ -196,9 +196,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
 def _partition_as_automatic(computation: Computation, mesh: Any, inputs: Arrays) -> Arrays:
     """For a mesh with automatic axes and explicit ones."""
     layout, specs = _layout_by_type(computation, mesh, inputs)
-    out_specs = {
-        name: specs.get(name, layout.spec(name, shape)) for name, shape in computation.results.items()
-    }
+    out_specs = {name: layout.type_of(name, shape, specs) for name, shape in computation.results.items()}
     run: Any = jax.sharding.auto_axes(
         lambda inputs: _partition_by_compiler(computation, inputs),
         axes=mesh.explicit_axes,
@@ -220,8 +218,7 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
         lambda inputs: layout.run(computation.run, vary_over(inputs, layout.used), in_specs),
         mesh=mesh, in_specs=(in_specs,), out_specs=out_specs,
     )  # fmt: skip
-    # A gradient is typed as its operand was.
-    types = {name: specs.get(name, by_type.spec(name, shape)) for name, shape in computation.results.items()}
+    types = {name: by_type.type_of(name, shape, specs) for name, shape in computation.results.items()}
     return {name: _reshard(x, mesh, types[name]) for name, x in run(inputs).items()}
 
 
