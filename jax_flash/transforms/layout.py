@@ -42,7 +42,7 @@ _COTANGENTS = {"d_out": "out", "d_lse": "lse"}
 
 
 _ALL_KEYS = "A"
-"""The letter of the keys in an array that has queries too: bias and mask are partitioned along their queries."""
+"""The letter of keys in an array that has queries too: bias and mask are partitioned along queries alone."""
 
 
 def letters_of(shapes: Shapes) -> Letters:
@@ -62,7 +62,7 @@ def sharding_rule(
 ) -> tuple[str, dict[str, Any]]:
     """The Shardy rule of a call, and the options of `def_partition` that go with it.
 
-    Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; with `sequences` also
+    Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; with `sequences`,
     `t` queries and `s` keys; all others need replication. An axis of size 1 is a factor of its own, since it
     is not partitioned.
 

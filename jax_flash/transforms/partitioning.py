@@ -40,6 +40,7 @@ from jax_flash.transforms.layout import (
     letters_of,
     sharding_rule,
 )
+from jax_flash.transforms.locations import without_locations
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over
 
@@ -166,7 +167,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
         out_shardings = {
             name: NamedSharding(mesh, layout.spec(name, x)) for name, x in computation.results.items()
         }
-        return mesh, run_on_device, out_shardings, (in_shardings,)
+        return mesh, without_locations(run_on_device), out_shardings, (in_shardings,)
 
     # The compiler's caches don't see the partitioned computation: the program names it by an address alone.
     # So a constant in the program stands for all that it depends on.

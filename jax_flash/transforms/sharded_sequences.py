@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash import _dispatch
 from jax_flash._spec import Gradients, Operands, batch_axis_may_be_one, functions_of
-from jax_flash.context_parallel import ring, sharded
+from jax_flash.context_parallel import ring
 from jax_flash.context_parallel.load_balance import Chunk, Order
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms import lowering

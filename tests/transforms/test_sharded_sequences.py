@@ -22,6 +22,7 @@ import jax_flash
 from jax_flash._spec import Operands
 from jax_flash.transforms import layout
 from jax_flash.transforms.layout import Shards
+from jax_flash.transforms.locations import without_locations
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
 OPAQUE = ("opaque",)
@@ -256,7 +257,9 @@ def test_keys_that_are_sharded_otherwise(keys, kind):
     check(attend, (query, key, value), mesh, (spec, keys, keys))
     if keys == P():
         with jax.set_mesh(mesh):
-            sharded = [put(x, mesh, spec) for x, spec in zip((query, key, value), (spec, keys, keys))]
+            sharded = [
+                put(x, mesh, spec) for x, spec in zip((query, key, value), (spec, keys, keys), strict=True)
+            ]
             text = jax.jit(attend).lower(*sharded).compile().as_text()
         assert not any(count(text, name) for name in ("all-gather", "all-to-all", "collective-permute"))
 
@@ -336,7 +339,9 @@ def test_an_implementation_that_takes_no_diagonal(kind):
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 0, 0)], ids=str)
 def test_vmap(mapped, kind):
     axes, spec = MESHES["with_batch_and_heads"]
-    args = [x if axis is None else jnp.stack([x, -x, 2 * x]) for x, axis in zip(arrays(), mapped)]
+    args = [
+        x if axis is None else jnp.stack([x, -x, 2 * x]) for x, axis in zip(arrays(), mapped, strict=True)
+    ]
     specs = [spec if axis is None else P(None, *spec) for axis in mapped]
     attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="xla")
     mesh = mesh_of(axes, kind)
@@ -396,6 +401,23 @@ def test_shards_are_numbered_in_the_order_of_the_sharding():
     assert Shards.over(("x", "y"), mesh, True) == Shards(("x", "y"), (0, 1, 2, 3, 4, 5), True)
     # The device at (x, y) has shard 2 * y + x.
     assert Shards.over(("y", "x"), mesh, False) == Shards(("x", "y"), (0, 2, 4, 1, 3, 5), False)
+
+
+def test_the_partitioned_program_has_no_places_in_python():
+    """XLA would take them for places of the whole program, see `locations.py`."""
+
+    def loop(x):
+        def body(carry, _):
+            return jax.lax.cond(carry.sum() > 0, jnp.sin, jnp.cos, carry), None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    def places(function):
+        text = jax.jit(function).lower(jnp.ones(3)).as_text(debug_info=True)
+        return text.count("test_sharded_sequences.py")
+
+    assert places(without_locations(loop)) < places(loop)
+    np.testing.assert_array_equal(without_locations(loop)(jnp.ones(3)), loop(jnp.ones(3)))
 
 
 def test_sharding_rule():
