@@ -348,6 +348,28 @@ def test_vmap(mapped, kind):
     check(jax.vmap(attend, in_axes=mapped), args, mesh, specs, P(None, *spec))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_over_queries_that_share_lengths_and_segments(kind):
+    axes, spec = MESHES["with_batch_and_heads"]
+    lengths, ids = np.array([32, 19], np.int32), np.repeat(np.arange(4, dtype=np.int32), 8)[None].repeat(2, 0)
+    attend = functools.partial(
+        jax_flash.flash_attention, key_value_seq_lengths=lengths, query_segment_ids=ids,
+        key_value_segment_ids=ids, local_window_size=(11, 3), implementation="xla",
+    )  # fmt: skip
+    query, key, value = arrays()
+    args, specs = (jnp.stack([query, -query]), key, value), (P(None, *spec), spec, spec)
+    check(jax.vmap(attend, in_axes=(0, None, None)), args, mesh_of(axes, kind), specs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [(5, 2, 7, 0, 1, 6, 3, 4), (0,)], ids=len)
+def test_devices_in_any_order(order, kind):
+    devices = np.array(jax.devices("cpu"))[list(order)].reshape(-1, min(2, len(order)))
+    mesh = jax.sharding.Mesh(devices, ("x", "y"), axis_types=(kind,) * 2)
+    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="xla")
+    check(attend, arrays(), mesh, (P(None, ("y", "x")),) * 3)
+
+
 @pytest.mark.parametrize("explicit", ["b", "s"])
 def test_mesh_with_axes_of_both_kinds(explicit):
     kinds = tuple(AxisType.Explicit if axis == explicit else AxisType.Auto for axis in "bs")
