@@ -1,12 +1,13 @@
 """Along which of its axes a call is partitioned, and over which axes of the mesh.
 
-Batch and heads partition freely, the head dim doesn't. Queries are partitioned as `query` is along its
-sequence, and keys over the same mesh axes or not at all; `sharded_sequences.py` says which calls take that,
-and runs them. Query heads are a compound axis, key heads
-major and the query heads of a group minor. A mesh axis that does not divide the key heads divides groups:
-each device then takes the key heads that its query heads attend to, and the gradients of keys and values are
-summed over that mesh axis. So is every gradient whose operand lacks an axis that is partitioned, as that of a
-bias which heads share.
+Batch and heads partition freely, the head dim doesn't. Query heads are a compound axis, key heads major and
+the query heads of a group minor. A mesh axis that does not divide the key heads divides groups: each device
+then takes the key heads that its query heads attend to, and the gradients of keys and values are summed over
+that mesh axis. So is every gradient whose operand lacks an axis that is partitioned, as that of a bias which
+heads share.
+
+Queries are partitioned along the sequence as `query` is, and keys over the same mesh axes or not at all.
+`sharded_sequences.py` says which calls take that, and runs them.
 
 `sharding_rule` says to the compiler along which axes shardings may propagate through a call. A `Layout` is
 what a call with given shardings becomes: the part of every array on each device, and how a device runs it.

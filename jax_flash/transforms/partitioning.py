@@ -91,8 +91,8 @@ def _partitioned_attention(
     inputs = operands.present() | rest
     letters = letters_of({name: x.shape for name, x in inputs.items()} | results)
     takes_shards = None
-    if sharded_sequences.refusal(call, operands) is None:
-        takes_shards = functools.partial(sharded_sequences.takes, call, shapes_of(operands))
+    if sharded_sequences.may_take_shards(call, operands):
+        takes_shards = functools.partial(sharded_sequences.takes_shards, call, shapes_of(operands))
     return partitioned(Computation(local, call, letters, results, takes_shards), inputs)
 
 

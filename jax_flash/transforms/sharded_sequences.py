@@ -27,18 +27,14 @@ PASSES = ring.Passes(lowering.forward, lowering.backward)
 """Of a ring's step, whose arrays are local."""
 
 
-def refusal(call: Call, operands: Operands) -> str | None:
-    """Why the call is to have whole sequences, however they are sharded; None where it takes shards."""
-    if operands.query_offsets is not None:
-        return "packed sequences lie across shards"
-    if functions := functions_of(call.spec):
-        return f"{functions} takes places in the whole sequence"
-    if operands.diagonal is not None:
-        return "the call is part of one on sharded sequences"
-    return None
+def may_take_shards(call: Call, operands: Operands) -> bool:
+    """Whether there may be shards that `takes_shards`; if not, the call has whole sequences."""
+    # Offsets of packed sequences and functions of users speak of places in the whole sequence. A diagonal
+    # says that the call is itself part of one on sharded sequences.
+    return operands.query_offsets is None and functions_of(call.spec) is None and operands.diagonal is None
 
 
-def takes(call: Call, shapes: Operands[jax.ShapeDtypeStruct], shards: Shards) -> bool:
+def takes_shards(call: Call, shapes: Operands[jax.ShapeDtypeStruct], shards: Shards) -> bool:
     """Whether the implementation runs the calls that shards of these operands become."""
     shapes = _step_shapes(call, shapes, shards)
     return all(_dispatch.reason(name, call.spec, shapes, call.device) is None for name in call.implementation)
