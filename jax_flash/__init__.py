@@ -17,7 +17,8 @@ from jax_flash._ragged_paged_attention import ragged_paged_attention
 from jax_flash._rotary import apply_rotary
 from jax_flash._varlen import flash_attention_varlen
 from jax_flash._with_cache import flash_attention_with_cache
-from jax_flash.context_parallel import context_parallel_attention, reorder_for_load_balance, restore_order
+from jax_flash.context_parallel.attention import context_parallel_attention
+from jax_flash.context_parallel.load_balance import reorder_for_load_balance, restore_order
 from jax_flash.masks import and_masks, or_masks
 
 __version__ = "0.1.0"

@@ -11,9 +11,8 @@
     load_balance   the order of tokens on devices
 
 It stands above the implementations: each step is an ordinary call, through the same transforms as any other.
+
+A sharded `jit` of `flash_attention` runs the ring too, below those transforms
+(`transforms/sharded_sequences.py`). So the ring and what it needs import none of them but the last one,
+`transforms/lowering.py`, and this file imports nothing.
 """
-
-from jax_flash.context_parallel.attention import context_parallel_attention
-from jax_flash.context_parallel.load_balance import reorder_for_load_balance, restore_order
-
-__all__ = ["context_parallel_attention", "reorder_for_load_balance", "restore_order"]

@@ -15,7 +15,7 @@ from jax_flash.context_parallel import arguments, gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.context_parallel.strategy import AUTO, Strategy, choose
-from jax_flash.transforms import lowering
+from jax_flash.transforms import autodiff, lowering
 from jax_flash.transforms.varying import vary_alike
 
 
@@ -182,6 +182,10 @@ def context_parallel_attention(
     return _attend(*arguments.prepare(given, axis_name, load_balance), strategy, implementation)
 
 
+PASSES = ring.Passes(autodiff.jax_flash_forward, autodiff.jax_flash_backward)
+"""Of a ring's step. They are below autodiff, as the ring has a derivative of its own."""
+
+
 @_settings.as_written
 def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
     chosen = choose(of, call.operands, named)
@@ -195,7 +199,7 @@ def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
     names, device = _arguments.implementations(implementation), _device.current()
     selected = _dispatch.select(spec, shapes, names, device)
     if chosen == "ring":
-        results = ring.attend(ring.Ring(of, lowering.Call(spec, selected, device)), operands)
+        results = ring.attend(ring.Ring(of, lowering.Call(spec, selected, device), PASSES), operands)
     else:
         attend = gather.attend if chosen == "all_gather" else ulysses.attend
         results = attend(of, selected, operands)

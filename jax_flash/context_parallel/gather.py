@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_flash._spec import Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import Chunk, restored
-from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.sharded import AxisName, Sharded
 from jax_flash.transforms import autodiff
 from jax_flash.transforms.lowering import axes_of
 
@@ -68,24 +68,24 @@ def first_chunk(of: Sharded, operands: Operands) -> Operands:
     return chunk_operands(of, operands)[0]
 
 
-def gathered(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
+def gathered(axis_name: AxisName, axis: int, x: jax.Array) -> jax.Array:
     """The shards of all devices, one behind the other along `axis`."""
     gather = _gathered if jnp.issubdtype(x.dtype, jnp.floating) else _all_gather
     return gather(axis_name, axis, x)
 
 
-def _all_gather(axis_name: str, axis: int, x: jax.Array) -> jax.Array:
+def _all_gather(axis_name: AxisName, axis: int, x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
 
 
 _gathered = jax.custom_vjp(_all_gather, nondiff_argnums=(0, 1))
 
 
-def _gathered_forward(axis_name: str, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
+def _gathered_forward(axis_name: AxisName, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
     return _all_gather(axis_name, axis, x), None
 
 
-def _gathered_backward(axis_name: str, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _gathered_backward(axis_name: AxisName, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
     summed = jax.lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
     return (summed.astype(cotangent.dtype),)

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,18 @@ from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Sharded, Spans
-from jax_flash.transforms import autodiff
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 Arrays = dict[str, jax.Array]
 State = TypeVar("State")
+
+
+class Passes(NamedTuple):
+    """The functions that run a step: those of `lowering.py`, or of a transform above it."""
+
+    forward: Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
+    backward: Callable[..., Gradients]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +53,7 @@ class Ring:
 
     sharded: Sharded
     call: Call  # of a step
+    passes: Passes
 
     @property
     def steps(self) -> int:
@@ -54,8 +61,9 @@ class Ring:
 
     def passed_on(self, x: Any, places: int = 1) -> Any:
         """Arrays as the device so many places before this one has them."""
-        n = self.sharded.order.shards
-        ring = [(i, (i + places) % n) for i in range(n)]
+        place_of = self.sharded.place_of
+        n = len(place_of)
+        ring = [(place_of[i], place_of[(i + places) % n]) for i in range(n)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.sharded.axis_name, ring), x)
 
 
@@ -147,12 +155,12 @@ def attend(ring: Ring, operands: Operands) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: Ring, operands: Operands) -> Any:
-    out, lse = _forward(ring, operands)
+    out, lse = forward(ring, operands)
     return (out, lse) if ring.sharded.spec.return_residual else out
 
 
 def _attend_forward(ring: Ring, operands: Operands) -> Any:
-    out, lse = _forward(ring, operands)
+    out, lse = forward(ring, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")
     return (out, lse) if ring.sharded.spec.return_residual else out, (operands, out, lse)
@@ -161,7 +169,7 @@ def _attend_forward(ring: Ring, operands: Operands) -> Any:
 def _attend_backward(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if ring.sharded.spec.return_residual else (cotangents, None)
-    gradients = _backward(ring, operands, out, lse, d_out, d_lse)
+    gradients = backward(ring, operands, out, lse, d_out, d_lse)
     given = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
     rest = {name: None for name in operands.present() if name not in DIFFERENTIABLE}
     return (Operands(**given, **rest),)
@@ -171,9 +179,11 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 @_settings.as_written
-def _forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries; query has all batch axes in full."""
+
     def attended(pair: Pair, partial: Partial) -> Partial:
-        out, lse = autodiff.jax_flash_forward(ring.call, pair.operands)
+        out, lse = ring.passes.forward(ring.call, pair.operands)
         return partial.put(partial.take(pair.own).merged(out, lse), pair.own)
 
     def step(index: Index, keys: Arrays, partial: Partial) -> Partial:
@@ -194,7 +204,7 @@ def _forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 # A second derivative would differentiate a step as if lse were that of its own keys.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @_settings.as_written
-def _backward(
+def backward(
     ring: Ring,
     operands: Operands,
     out: jax.Array,
@@ -208,7 +218,7 @@ def _backward(
     def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
         results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
-        gradients = vars(autodiff.jax_flash_backward(ring.call, pair.operands, *results))
+        gradients = vars(ring.passes.backward(ring.call, pair.operands, *results))
 
         def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
             return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}
@@ -248,7 +258,7 @@ def _backward(
     return Gradients(**{name: x.astype(present[name].dtype) for name, x in (d_own | d_keys).items()})
 
 
-@_backward.defjvp
+@backward.defjvp
 def _no_second_derivative(ring: Ring, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         'context_parallel_attention with strategy="ring" has no second derivative; with "all_gather" and '

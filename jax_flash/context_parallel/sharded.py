@@ -19,6 +19,9 @@ from jax_flash.transforms.lowering import axes_of, batch_shape
 Spans = dict[str, tuple[jax.Array | int, int]]
 """A part of an array, by letters of its axes (`lowering.axes_of`): where it starts and how long it is."""
 
+AxisName = str | tuple[str, ...]
+"""A mesh axis; or several, in the mesh's order."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
@@ -28,7 +31,7 @@ class Sharded:
     """
 
     spec: AttentionSpec
-    axis_name: str
+    axis_name: AxisName
     order: Order
     queries: int  # of the whole sequence
     keys: int
@@ -36,6 +39,8 @@ class Sharded:
     has_lengths: bool
     own_rows: frozenset[str] = frozenset()
     """Which of bias and mask have one row for all queries of a device, but may differ between devices."""
+    shard_of: tuple[int, ...] | None = None
+    """The shard that is at each place on the mesh axes. None: places are numbered as shards are."""
 
     @property
     def window(self) -> Window:
@@ -66,8 +71,15 @@ class Sharded:
         return dataclasses.replace(self.spec, left=left, right=right)
 
     def device(self) -> jax.Array:
-        """This device's place on the mesh axis, int32."""
-        return jax.lax.axis_index(self.axis_name)
+        """The number of this device's shards, int32."""
+        place = jax.lax.axis_index(self.axis_name)
+        return place if self.shard_of is None else jnp.asarray(self.shard_of, jnp.int32)[place]
+
+    @property
+    def place_of(self) -> list[int]:
+        """The place on the mesh axes of each shard."""
+        shards = range(self.order.shards)
+        return sorted(shards, key=lambda place: place if self.shard_of is None else self.shard_of[place])
 
     def placed(self, operands: Operands, queries: Chunk, keys: Chunk) -> tuple[Operands, PositionMask]:
         """The operands of a call on chunks, with lengths and a diagonal of their own; and what is visible.

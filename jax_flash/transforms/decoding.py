@@ -20,7 +20,7 @@ from jax.custom_batching import custom_vmap
 from jax_flash import _cache_rows, _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash.transforms import lowering, partitioning
-from jax_flash.transforms.layout import Arrays, Letters
+from jax_flash.transforms.layout import Arrays, Letters, Shards
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
 
@@ -152,7 +152,7 @@ class _Fold:
 
 
 def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
-    def local(inputs: Arrays) -> Arrays:
+    def local(inputs: Arrays, _shards: Shards | None) -> Arrays:
         operands = CacheOperands(**{"value": None} | inputs)
         results = {}
         if call.implementation == APPEND:

@@ -1,10 +1,13 @@
 """Along which of its axes a call is partitioned, and over which axes of the mesh.
 
-Batch and heads partition freely, sequence and head dim don't. Query heads are a compound axis, key heads
-major and the query heads of a group minor. A mesh axis that does not divide the key heads divides groups:
-each device then takes the key heads that its query heads attend to, and the gradients of keys and values are
-summed over that mesh axis. So is every gradient whose operand lacks an axis that is partitioned, as that of a
-bias which heads share.
+Batch and heads partition freely, the head dim doesn't. Query heads are a compound axis, key heads major and
+the query heads of a group minor. A mesh axis that does not divide the key heads divides groups: each device
+then takes the key heads that its query heads attend to, and the gradients of keys and values are summed over
+that mesh axis. So is every gradient whose operand lacks an axis that is partitioned, as that of a bias which
+heads share.
+
+Queries are partitioned along the sequence as `query` is, and keys over the same mesh axes or not at all.
+`sharded_sequences.py` says which calls take that, and runs them.
 
 `sharding_rule` says to the compiler along which axes shardings may propagate through a call. A `Layout` is
 what a call with given shardings becomes: the part of every array on each device, and how a device runs it.
@@ -18,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_flash.transforms.lowering import axes_of
@@ -38,23 +42,30 @@ Letters = dict[str, tuple[str, ...]]
 _COTANGENTS = {"d_out": "out", "d_lse": "lse"}
 
 
+_ALL_KEYS = "A"
+"""The letter of keys in an array that has queries too: bias and mask are partitioned along queries alone."""
+
+
 def letters_of(shapes: Shapes) -> Letters:
     """Those of the arrays of `flash_attention`."""
 
     def letters(name: str, shape: Shape) -> tuple[str, ...]:
         own = axes_of(_COTANGENTS.get(name, name))
+        if "T" in own:
+            own = [_ALL_KEYS if letter == "S" else letter for letter in own]
         return (*(f"b{i}" for i in range(len(shape) - len(own))), *own)
 
     return {name: letters(name, shape) for name, shape in shapes.items()}
 
 
 def sharding_rule(
-    mesh: dict[str, int], letters: Letters, inputs: Shapes, results: Shapes
+    mesh: dict[str, int], letters: Letters, inputs: Shapes, results: Shapes, sequences: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """The Shardy rule of a call, and the options of `def_partition` that go with it.
 
-    Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; all others
-    need replication. An axis of size 1 is a factor of its own, since it is not partitioned.
+    Factors: `b0`, `b1`, … the batch axes, `k` key heads, `g` the query heads of a group; with `sequences`,
+    `t` queries and `s` keys; all others need replication. An axis of size 1 is a factor of its own, since it
+    is not partitioned.
 
     If some mesh axis does not divide the key heads, query heads are one factor `n` of their own instead of
     `(k g)`. As `(k g)` they would pass part of that mesh axis on to keys and values, and gradients would
@@ -73,7 +84,7 @@ def sharding_rule(
     def factor(letter: str, size: int) -> str:
         if size > 1 and letter == "N":
             return heads[0] if len(heads) == 1 else f"({' '.join(heads)})"
-        if size > 1 and (letter == "K" or letter.startswith("b")):
+        if size > 1 and (letter == "K" or letter.startswith("b") or (sequences and letter in ("T", "S"))):
             return letter.lower()
         name = letter.lower() if size > 1 else next(singles)
         replicated.setdefault(name)
@@ -91,6 +102,27 @@ def sharding_rule(
 
 
 @dataclasses.dataclass(frozen=True)
+class Shards:
+    """How sequences are partitioned: evenly, in order."""
+
+    axes: MeshAxes  # in the mesh's order, which `ppermute` asks for
+    shard_of: tuple[int, ...]  # the shard that is at each place on these axes
+    keys: bool  # whether keys are too; if not, each device has all of them
+
+    @property
+    def count(self) -> int:
+        return len(self.shard_of)
+
+    @staticmethod
+    def over(axes: MeshAxes, mesh: dict[str, int], keys: bool) -> "Shards":
+        """The shards of an axis that is partitioned over `axes`, the major one first."""
+        numbers = np.arange(_size(mesh, axes)).reshape([mesh[name] for name in axes])
+        in_order = sorted(axes, key=list(mesh).index)
+        numbers = numbers.transpose([axes.index(name) for name in in_order])
+        return Shards(tuple(in_order), tuple(map(int, numbers.flat)), keys)
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """The mesh axes that one call is partitioned over."""
 
@@ -101,10 +133,17 @@ class Layout:
     query_heads_per_key_head: int
     letters: Letters
     takes_key_heads: bool
+    queries: MeshAxes = ()  # that partition the sequence of queries
+    keys: MeshAxes = ()  # and of keys: the same or none
 
     @staticmethod
     def of(
-        mesh: dict[str, int], letters: Letters, inputs: Arrays, specs: Specs, takes_key_heads: bool = True
+        mesh: dict[str, int],
+        letters: Letters,
+        inputs: Arrays,
+        specs: Specs,
+        takes_shards: Callable[[Shards], bool] | None = None,
+        takes_key_heads: bool = True,
     ) -> "Layout":
         """The layout that the inputs suggest, query's shardings before the others'.
 
@@ -112,11 +151,15 @@ class Layout:
         partitioned: along them all devices do the same work.
 
         Args:
+          takes_shards: whether the call takes such shards of the sequences. None: it takes none.
           takes_key_heads: whether a device may take some of its key heads, in copies. A cache that is
             changed in place has to stay whole.
         """
         query, key = inputs["query"].shape, inputs["key"].shape
-        taken: set[str] = set()
+        queries, keys = (), ()
+        if takes_shards is not None:
+            queries, keys = _of_sequences(mesh, (query, key), specs, takes_shards)
+        taken: set[str] = set(queries)
 
         def choose(size: int, candidates: list[tuple[str, int]]) -> MeshAxes:
             for name, axis in candidates:
@@ -143,7 +186,9 @@ class Layout:
         while key_heads and (given[: len(key_heads)] != key_heads or key[-2] % _size(mesh, key_heads)):
             key_heads = key_heads[:-1]
         group = heads[len(key_heads) :]
-        layout = Layout(mesh, batch, key_heads, group, query[-2] // key[-2], letters, takes_key_heads)
+        layout = Layout(
+            mesh, batch, key_heads, group, query[-2] // key[-2], letters, takes_key_heads, queries, keys
+        )
         return layout if layout._has_its_key_heads(key[-2]) else dataclasses.replace(layout, group=())
 
     def over_more(self, mesh: dict[str, int], inputs: Arrays) -> "Layout":
@@ -186,16 +231,34 @@ class Layout:
 
     @property
     def used(self) -> frozenset[str]:
-        return frozenset(itertools.chain(*self.batch, self.key_heads, self.group))
+        return frozenset(itertools.chain(*self.batch, self.key_heads, self.group, self.queries))
+
+    @property
+    def shards(self) -> Shards | None:
+        """How sequences are partitioned; None where they are whole."""
+        return Shards.over(self.queries, self.mesh, bool(self.keys)) if self.queries else None
 
     def spec(self, name: str, shape: Shape) -> PartitionSpec:
         """How the array of that name and (whole) shape is partitioned."""
         by_letter = {f"b{i}": axes for i, axes in enumerate(self.batch)}
         by_letter |= {"N": self.key_heads + self.group, "K": self.key_heads}
+        by_letter |= {"T": self.queries, "S": self.keys}
         axes = [by_letter.get(letter, ()) for letter in self.letters[name]]
         return PartitionSpec(*(a if a and size > 1 else None for a, size in zip(axes, shape, strict=True)))
 
-    def run(self, local: Callable[[Arrays], Arrays], inputs: Arrays, specs: Specs) -> Arrays:
+    def type_of(self, name: str, shape: Shape, inputs: Specs) -> PartitionSpec:
+        """How a result is sharded by its type: a gradient as its operand, and others as query along `T`.
+
+        So the types of a model don't depend on whether a call takes shards of the sequences.
+        """
+        if name in inputs:
+            return inputs[name]
+        along_queries = mesh_axes(inputs["query"], self.letters["query"].index("T"))
+        if self.used.intersection(along_queries):
+            return self.spec(name, shape)
+        return dataclasses.replace(self, queries=along_queries).spec(name, shape)
+
+    def run(self, local: Callable[[Arrays, Shards | None], Arrays], inputs: Arrays, specs: Specs) -> Arrays:
         """Runs `local` on one device's part of the inputs, with the mesh axes in use manual.
 
         `specs` are those of the (whole) inputs. A result under an input's name is its gradient.
@@ -204,7 +267,7 @@ class Layout:
         heads = self._key_heads_needed(inputs["query"].shape[-2], key_heads)
         if heads is not None:
             inputs = inputs | {name: jnp.take(inputs[name], heads, axis=-2) for name in ("key", "value")}
-        results = local(inputs)
+        results = local(inputs, self.shards)
         # In the results' order: all processes of a program must enter its collectives in the same order.
         for name, x in results.items():
             if name not in inputs:
@@ -214,7 +277,11 @@ class Layout:
                 x = whole.at[..., heads, :].add(x)
             partitioned = set(itertools.chain(*(mesh_axes(specs[name], i) for i in range(len(specs[name])))))
             lacking = tuple(sorted(self.used - partitioned))
-            results[name] = jax.lax.psum(x, lacking) if lacking else x
+            if lacking:
+                # Parts of shards of a sequence are added in float32, as a ring adds its steps'.
+                wide = jnp.promote_types(x.dtype, jnp.float32) if self.queries else x.dtype
+                x = jax.lax.psum(x.astype(wide), lacking).astype(x.dtype)
+            results[name] = x
         return results
 
     def _key_heads_needed(self, query_heads: int, key_heads: int) -> jax.Array | None:
@@ -232,6 +299,26 @@ class Layout:
         if group % query_heads == 0:
             return (first // group)[None]
         return (first + jnp.arange(query_heads)) // group
+
+
+def _of_sequences(
+    mesh: dict[str, int], shapes: tuple[Shape, Shape], specs: Specs, takes_shards: Callable[[Shards], bool]
+) -> tuple[MeshAxes, MeshAxes]:
+    """The mesh axes that partition queries and keys, by the shapes and shardings of `query` and `key`.
+
+    Keys that are sharded otherwise than queries are gathered.
+    """
+    queries, keys = (
+        mesh_axes(specs[name], len(shape) - 3) for name, shape in zip(("query", "key"), shapes, strict=True)
+    )
+    for with_keys in (True, False):
+        if not queries or (with_keys and keys != queries):
+            continue
+        lengths = [shape[-3] for shape in shapes[: 1 + with_keys]]
+        is_even = all(isinstance(n, int) and n % _size(mesh, queries) == 0 for n in lengths)
+        if is_even and takes_shards(Shards.over(queries, mesh, with_keys)):
+            return queries, keys if with_keys else ()
+    return (), ()
 
 
 def mesh_axes(spec: PartitionSpec, axis: int) -> MeshAxes:

@@ -14,6 +14,7 @@ There are four cases, by the types of the mesh's axes:
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_flash
-from jax_flash._spec import Gradients, Operands
-from jax_flash.transforms import lowering, serialising
+from jax_flash._spec import Gradients, Operands, shapes_of
+from jax_flash.transforms import lowering, serialising, sharded_sequences
 from jax_flash.transforms.layout import (
     Arrays,
     Layout,
@@ -34,10 +35,12 @@ from jax_flash.transforms.layout import (
     MeshAxes,
     Shape,
     Shapes,
+    Shards,
     Specs,
     letters_of,
     sharding_rule,
 )
+from jax_flash.transforms.locations import without_locations
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over
 
@@ -48,14 +51,14 @@ FINGERPRINT = "fingerprint"
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse`; see `lowering.forward`."""
 
-    def local(inputs: Arrays) -> Arrays:
-        out, lse = lowering.forward(call, Operands.of(inputs))
+    def local(inputs: Arrays, shards: Shards | None) -> Arrays:
+        out, lse = sharded_sequences.forward(call, Operands.of(inputs), shards)
         return {"out": out, "lse": lse}
 
     *_, T, N, _ = operands.query.shape
     batch = lowering.batch_shape(operands)
     results = {"out": (*batch, T, N, operands.value.shape[-1]), "lse": (*batch, N, T)}
-    arrays = _partitioned_attention(local, call, operands.present(), results)
+    arrays = _partitioned_attention(local, call, operands, {}, results)
     return arrays["out"], arrays["lse"]
 
 
@@ -73,42 +76,53 @@ def backward(
         rest["d_lse"] = d_lse
 
     # The program keeps it. So it has no array of this function, or `jax_check_tracer_leaks` would report it.
-    def local(inputs: Arrays) -> Arrays:
+    def local(inputs: Arrays, shards: Shards | None) -> Arrays:
         rest = ("out", "lse", "d_out", "d_lse")
         operands = Operands.of({name: x for name, x in inputs.items() if name not in rest})
-        return lowering.backward(call, operands, *map(inputs.get, rest)).present()
+        return sharded_sequences.backward(call, operands, *map(inputs.get, rest), shards).present()
 
     results = {name: x.shape for name, x in operands.differentiable().items()}
-    return Gradients.of(_partitioned_attention(local, call, operands.present() | rest, results))
+    return Gradients.of(_partitioned_attention(local, call, operands, rest, results))
 
 
 def _partitioned_attention(
-    local: Callable[[Arrays], Arrays], call: Call, inputs: Arrays, results: Shapes
+    local: "Local", call: Call, operands: Operands, rest: Arrays, results: Shapes
 ) -> Arrays:
+    inputs = operands.present() | rest
     letters = letters_of({name: x.shape for name, x in inputs.items()} | results)
-    return partitioned(Computation(local, call, letters, results), inputs)
+    takes_shards = None
+    if sharded_sequences.may_take_shards(call, operands):
+        takes_shards = functools.partial(sharded_sequences.takes_shards, call, shapes_of(operands))
+    return partitioned(Computation(local, call, letters, results, takes_shards), inputs)
+
+
+Local = Callable[[Arrays, Shards | None], Arrays]
+"""Takes one device's inputs by name, and how sequences are sharded; returns its results by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
     """What is partitioned.
 
-    `run` takes inputs by name, among them a query and a key, and returns results by name. A result under the
-    name of an input is its gradient.
+    There are a query and a key among the inputs. A result under the name of an input is its gradient.
     """
 
-    run: Callable[[Arrays], Arrays]
+    run: Local
     call: Any  # everything static that `run` depends on; its `repr` says all of it
     letters: Letters  # of inputs and results
     results: Shapes  # for whole inputs
-    takes_key_heads: bool = True  # see `Layout.of`
+    takes_shards: Callable[[Shards], bool] | None = None  # see `Layout.of`
+    takes_key_heads: bool = True
 
     def layout(self, mesh: dict[str, int], inputs: Arrays, specs: Specs) -> Layout:
-        return Layout.of(mesh, self.letters, inputs, specs, self.takes_key_heads)
+        return Layout.of(mesh, self.letters, inputs, specs, self.takes_shards, self.takes_key_heads)
+
+    def run_whole(self, inputs: Arrays) -> Arrays:
+        return self.run(inputs, None)
 
 
 def partitioned(computation: Computation, inputs: Arrays) -> Arrays:
-    """`computation.run(inputs)`, partitioned."""
+    """`computation.run_whole(inputs)`, partitioned."""
     mesh = _mesh_of(inputs)
     kinds = set(mesh.axis_types)
     if kinds <= {AxisType.Auto}:
@@ -116,7 +130,7 @@ def partitioned(computation: Computation, inputs: Arrays) -> Arrays:
     if kinds == {AxisType.Auto, AxisType.Explicit}:
         return _partition_as_automatic(computation, mesh, inputs)
     if kinds == {AxisType.Manual}:
-        return computation.run(inputs)
+        return computation.run_whole(inputs)
     return _partition_by_shard_map(computation, mesh, inputs)
 
 
@@ -133,7 +147,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
     """For automatic mesh axes, and where there is no mesh."""
 
     def whole(inputs: Arrays) -> Arrays:
-        return computation.run({name: x for name, x in inputs.items() if name != FINGERPRINT})
+        return computation.run_whole({name: x for name, x in inputs.items() if name != FINGERPRINT})
 
     def partition(_mesh: Any, args: tuple[Arrays], _results: Arrays) -> Any:
         inputs = {name: x for name, x in args[0].items() if name != FINGERPRINT}
@@ -153,7 +167,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
         out_shardings = {
             name: NamedSharding(mesh, layout.spec(name, x)) for name, x in computation.results.items()
         }
-        return mesh, run_on_device, out_shardings, (in_shardings,)
+        return mesh, without_locations(run_on_device), out_shardings, (in_shardings,)
 
     # The compiler's caches don't see the partitioned computation: the program names it by an address alone.
     # So a constant in the program stands for all that it depends on.
@@ -164,14 +178,16 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
     function = custom_partitioning(whole)
     function.def_partition(
         partition,
-        sharding_rule=lambda mesh, *_: sharding_rule(dict(mesh.shape), letters, shapes, computation.results),
+        sharding_rule=lambda mesh, *_: sharding_rule(
+            dict(mesh.shape), letters, shapes, computation.results, computation.takes_shards is not None
+        ),
         decode_shardings=False,
     )
 
     def exported(mesh: AbstractMesh, inputs: Arrays) -> Arrays:
         del inputs[FINGERPRINT]
         if mesh.empty:
-            return computation.run(inputs)
+            return computation.run_whole(inputs)
         with jax.sharding.use_abstract_mesh(mesh):
             return _partition_by_shard_map(computation, mesh, inputs)
 
@@ -181,9 +197,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
 def _partition_as_automatic(computation: Computation, mesh: Any, inputs: Arrays) -> Arrays:
     """For a mesh with automatic axes and explicit ones."""
     layout, specs = _layout_by_type(computation, mesh, inputs)
-    out_specs = {
-        name: specs.get(name, layout.spec(name, shape)) for name, shape in computation.results.items()
-    }
+    out_specs = {name: layout.type_of(name, shape, specs) for name, shape in computation.results.items()}
     run: Any = jax.sharding.auto_axes(
         lambda inputs: _partition_by_compiler(computation, inputs),
         axes=mesh.explicit_axes,
@@ -195,7 +209,7 @@ def _partition_as_automatic(computation: Computation, mesh: Any, inputs: Arrays)
 def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays) -> Arrays:
     """For explicit mesh axes, and inside of a `shard_map` that leaves some axes automatic or explicit."""
     by_type, specs = _layout_by_type(computation, mesh, inputs)
-    # A sharded sequence or head dim is gathered, as it is with automatic mesh axes.
+    # A sharded head dim is gathered, and a sequence that the call doesn't take so, as on automatic axes.
     inputs = {name: _reshard(x, mesh, by_type.spec(name, x.shape)) for name, x in inputs.items()}
     layout = by_type.over_more({name: mesh.shape[name] for name in mesh.auto_axes}, inputs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
@@ -205,8 +219,7 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
         lambda inputs: layout.run(computation.run, vary_over(inputs, layout.used), in_specs),
         mesh=mesh, in_specs=(in_specs,), out_specs=out_specs,
     )  # fmt: skip
-    # A gradient is typed as its operand was.
-    types = {name: specs.get(name, by_type.spec(name, shape)) for name, shape in computation.results.items()}
+    types = {name: by_type.type_of(name, shape, specs) for name, shape in computation.results.items()}
     return {name: _reshard(x, mesh, types[name]) for name, x in run(inputs).items()}
 
 

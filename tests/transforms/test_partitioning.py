@@ -233,7 +233,7 @@ def test_shard_map_over_one_axis_of_an_explicit_mesh():
 
 @pytest.mark.parametrize("sharded", [{"query": P(None, "x", None, "y")}, {"key": P(None, "y")}])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequence_and_head_dim_are_gathered(sharded, kind):
+def test_head_dim_and_keys_of_whole_queries_are_gathered(sharded, kind):
     operands = cases.make_operands(S=8)
     sharded = put(operands, make_mesh(kind), sharded)
     cases.assert_close(jax.jit(cases.attend)(sharded), cases.definition(operands))
