@@ -1,4 +1,4 @@
-"""Data parallelism over all local devices: the batch is split, parameters and optimizer state are copied."""
+"""Parallelism over all local devices: batches are split, and sequences may be; the rest is copied."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXIS = "batch"
+SEQUENCE_AXIS = "sequence"
 
 
 class Parallel(Protocol):
@@ -31,15 +32,24 @@ class Parallel(Protocol):
         """`tokens (batch, length)`, with each device's part of the batch on that device."""
         ...
 
+    def split_sequences(self, tokens: jax.Array) -> jax.Array:
+        """The same tokens within a step, with each device's part of the sequences on that device."""
+        ...
+
 
 class ShardedJit:
-    """One program over a mesh of the devices. The compiler adds the sums over them."""
+    """One program over a mesh of the devices. The compiler adds the sums over them.
+
+    A sequence may be sharded over several devices, and stays so from the tokens to the loss: attention passes
+    keys and values round, and all else is computed for each token alone.
+    """
 
     axis = None
 
-    def __init__(self, devices: list[jax.Device]):
-        mesh = Mesh(np.array(devices), (AXIS,))
+    def __init__(self, devices: list[jax.Device], sequence_shards: int = 1):
+        mesh = Mesh(np.array(devices).reshape(-1, sequence_shards), (AXIS, SEQUENCE_AXIS))
         self._split = NamedSharding(mesh, PartitionSpec(AXIS))
+        self._split_sequences = NamedSharding(mesh, PartitionSpec(AXIS, SEQUENCE_AXIS))
         self._replicated = NamedSharding(mesh, PartitionSpec())
 
     def compile(self, step: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
@@ -54,6 +64,9 @@ class ShardedJit:
 
     def split(self, tokens: np.ndarray) -> jax.Array:
         return jax.device_put(tokens, self._split)
+
+    def split_sequences(self, tokens: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(tokens, self._split_sequences)
 
 
 class Pmap:
@@ -76,3 +89,6 @@ class Pmap:
 
     def split(self, tokens: np.ndarray) -> Any:
         return tokens.reshape(len(self._devices), -1, tokens.shape[-1])
+
+    def split_sequences(self, tokens: jax.Array) -> jax.Array:
+        return tokens

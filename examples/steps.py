@@ -48,7 +48,8 @@ def make_steps(
 
     def loss(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
         tokens = tokens.astype(jnp.int32)
-        return gpt.mean_loss(nnx.merge(graph, parameters)(tokens[:, :-1]), tokens[:, 1:])
+        inputs, targets = map(parallel.split_sequences, (tokens[:, :-1], tokens[:, 1:]))
+        return gpt.mean_loss(nnx.merge(graph, parameters)(inputs), targets)
 
     def train(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
         value, gradients = mean_over_devices(jax.value_and_grad(loss)(state.parameters, tokens))

@@ -11,7 +11,8 @@ The defaults suit two CPU cores and a few minutes. On a GPU, the size of GPT-2 m
 
 Writes losses.csv, loss.png and sample.txt to --output-dir. A run that is resumed from a checkpoint has, bit
 for bit, the losses of a run without a break. Training is data-parallel over all local devices: by a `jit`
-over a sharded batch, or by `jax.pmap` with --pmap.
+over a sharded batch, or by `jax.pmap` with --pmap. Long sequences are sharded over devices by
+--sequence-shards; a run may be resumed with another number of these.
 """
 
 import contextlib
@@ -62,6 +63,7 @@ class Settings:
     width: int = flag(128, "Features of a token; width / heads is the head dim.")
     remat: bool = flag(False, "Recompute each layer in the backward pass: less memory, more work.")
     pmap: bool = flag(False, "Use jax.pmap in place of jit over a sharded batch.")
+    sequence_shards: int = flag(1, "Devices that each sequence is sharded over.")
 
     sequence_length: int = flag(128, "Bytes in a sequence.")
     batch_size: int = flag(16, "Sequences in a batch, over all devices.")
@@ -137,7 +139,8 @@ def explain(settings: Settings, config: gpt.GPTConfig, devices: int) -> str:
     """Which implementation runs the model's attention on one device, and why."""
 
     def operand(heads: int) -> jax.ShapeDtypeStruct:
-        shape = settings.batch_size // devices, settings.sequence_length, heads, config.head_dim
+        batch = settings.batch_size * settings.sequence_shards // devices
+        shape = batch, settings.sequence_length // settings.sequence_shards, heads, config.head_dim
         return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
 
     query, key = operand(config.heads), operand(config.key_heads)
@@ -178,14 +181,31 @@ def write_results(settings: Settings, history: report.History, model: gpt.GPT, o
     print(f"wrote losses.csv, loss.png and sample.txt to {output}\n\n{text}")
 
 
+def check_devices(settings: Settings, devices: int) -> None:
+    """Raises ValueError where the batch or its sequences don't divide among the devices."""
+    shards = settings.sequence_shards
+    if shards < 1 or devices % shards:
+        raise ValueError(f"--sequence-shards must divide the number of devices, got {shards} for {devices}")
+    if settings.sequence_length % shards:
+        raise ValueError(
+            "--sequence-length must be a multiple of --sequence-shards, "
+            f"got {settings.sequence_length} and {shards}"
+        )
+    if settings.pmap and shards > 1:
+        raise ValueError("--pmap is data-parallel alone: it goes without --sequence-shards")
+    groups = devices // shards
+    if settings.batch_size % groups:
+        of_what = "devices" if shards == 1 else "devices over --sequence-shards"
+        raise ValueError(
+            f"--batch-size must be a multiple of the number of {of_what}, "
+            f"got {settings.batch_size} for {groups}"
+        )
+
+
 def train(settings: Settings) -> report.History:
     """Run `settings` to the end and write its files. Returns all losses, those before a resumption too."""
     devices = jax.local_devices()
-    if settings.batch_size % len(devices):
-        raise ValueError(
-            "--batch-size must be a multiple of the number of devices, "
-            f"got {settings.batch_size} for {len(devices)}"
-        )
+    check_devices(settings, len(devices))
     if settings.resume and settings.checkpoint_dir is None:
         raise ValueError("--resume needs --checkpoint-dir")
     config = model_config(settings, devices[0])
@@ -200,7 +220,7 @@ def train(settings: Settings) -> report.History:
 
     optimizer = make_optimizer(settings.learning_rate, settings.weight_decay, settings.steps)
     state = State(parameters, optimizer.init(parameters))
-    parallel = Pmap(devices) if settings.pmap else ShardedJit(devices)
+    parallel = Pmap(devices) if settings.pmap else ShardedJit(devices, settings.sequence_shards)
     train_step, validation_step = make_steps(graph, optimizer, parallel)
 
     def tokens(of: np.ndarray, seed: int, step: int) -> Any:
@@ -208,7 +228,7 @@ def train(settings: Settings) -> report.History:
 
     # A resumed run must agree with its checkpoint in these, to be the same run.
     free = "text", "output_dir", "checkpoint_dir", "resume", "steps_per_report", "steps_per_checkpoint"
-    free += "prompt", "sample_length", "temperature"
+    free += "sequence_shards", "prompt", "sample_length", "temperature"
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in free}
     identity |= {"dtype": config.dtype, "text_sha256": hashlib.sha256(corpus.train.tobytes()).hexdigest()}
 

@@ -3,18 +3,24 @@
 import csv
 import dataclasses
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import data  # noqa: E402
+import gpt  # noqa: E402
 import train_gpt  # noqa: E402
+from parallel import ShardedJit  # noqa: E402
+from steps import State, make_optimizer, make_steps  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,38 @@ def test_resumed_runs_give_the_same_losses_bit_for_bit_and_pmap_those_of_jit(set
     np.testing.assert_allclose(runs[1].training, runs[0].training, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shards", (2, 8))
+def test_sharded_sequences_give_the_losses_of_whole_ones(settings, shards, tmp_path):
+    whole = train_gpt.train(settings)
+    folder = tmp_path / "checkpoints"
+    sharded = dataclasses.replace(
+        settings, sequence_shards=shards, remat=shards == 8, checkpoint_dir=str(folder)
+    )
+    history = train_gpt.train(sharded)
+    np.testing.assert_allclose(history.training, whole.training, rtol=1e-5)
+    # A checkpoint goes on with another number of shards.
+    shutil.rmtree(folder / "6")
+    again = train_gpt.train(dataclasses.replace(sharded, sequence_shards=4, resume=True))
+    np.testing.assert_allclose(again.training, whole.training, rtol=1e-5)
+
+
+def test_a_step_on_sharded_sequences_gathers_no_tokens(settings):
+    """Keys and values go round in a ring; nothing of a token is gathered."""
+    devices = jax.devices()
+    parallel = ShardedJit(devices, 4)
+    config = train_gpt.model_config(settings, devices[0])
+    graph, parameters = nnx.split(gpt.GPT(config, nnx.Rngs(0)))
+    optimizer = make_optimizer(1e-3, 0.1, 10)
+    state = parallel.copy_to_all(State(parameters, optimizer.init(parameters)))
+    step, _ = make_steps(graph, optimizer, parallel)
+    text = step.lower(state, parallel.split(np.zeros((8, 17), np.uint8))).compile().as_text()
+    assert "collective-permute" in text
+    gathered = re.findall(r"= [a-z0-9]+\[([0-9,]*)\]\S* all-gather\(", text)
+    assert not [shape for shape in gathered if "16" in shape.split(",") and len(shape.split(",")) > 2], (
+        gathered
+    )
+
+
 def test_bfloat16_and_remat(settings):
     settings = dataclasses.replace(settings, steps=3)
     plain = train_gpt.train(settings)
@@ -119,6 +157,14 @@ def test_errors_name_the_flag(settings, text, tmp_path):
         ValueError, match="--batch-size must be a multiple of the number of devices, got 7 for 8"
     ):
         train_gpt.train(dataclasses.replace(settings, batch_size=7))
+    for wrong, said in (
+        ({"sequence_shards": 3}, "--sequence-shards must divide the number of devices, got 3 for 8"),
+        ({"sequence_shards": 4, "sequence_length": 18}, "multiple of --sequence-shards, got 18 and 4"),
+        ({"sequence_shards": 2, "pmap": True}, "--pmap is data-parallel alone"),
+        ({"sequence_shards": 2, "batch_size": 6}, "devices over --sequence-shards, got 6 for 4"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train_gpt.train(dataclasses.replace(settings, **wrong))
     with pytest.raises(ValueError, match="--resume needs --checkpoint-dir"):
         train_gpt.train(dataclasses.replace(settings, resume=True))
     with pytest.raises(ValueError, match="--text must be a file or a folder, got '/nowhere'"):
