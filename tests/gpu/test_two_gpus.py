@@ -1,4 +1,4 @@
-"""Batch and heads spread over two GPUs: the same numbers, and nothing gathered."""
+"""Batch, heads and sequences spread over two GPUs: the same numbers, and nothing gathered that needn't be."""
 
 import functools
 
@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_case import Case
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from seeds import seed_of
+from sharded_calls import ShardedCalls
 
 import jax_flash
 
@@ -81,6 +83,62 @@ def test_sharded_jit_gathers_nothing(spec, inputs, expected):
     assert "jax_flash_forward" in text and "jax_flash_backward" in text
     for collective in ("all-gather", "all-to-all", "collective-permute", "all-reduce"):
         assert collective not in text, collective
+    results = compiled(*sharded)
+    assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x in results)
+    assert_equal(results, expected)
+
+
+STRATEGIES = (
+    *(("ring", order) for order in (None, "zigzag", "striped")),
+    *(("all_gather", order) for order in (None, "zigzag")),
+    ("ulysses", "zigzag"),
+)
+OPTIONS = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "window": dict(is_causal=True, local_window_size=(100, 0)),
+    "lengths": dict(is_causal=True, features=("seq_lengths",)),
+    "segments": dict(features=("segment_ids", "sinks")),
+    "dropout": dict(is_causal=True, features=("dropout", "logits_soft_cap")),
+    "bias": dict(features=("bias:N1S", "mask:BNTS")),
+    "alibi": dict(is_causal=True, features=("alibi_slopes",)),
+    "deterministic": dict(is_causal=True, features=("deterministic",), residual="absent"),
+    "longer_keys": dict(is_causal=True, S=768),
+}
+
+
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("layout", STRATEGIES, ids=str)
+def test_sharded_sequences(layout, option, head_dim):
+    """Each strategy by the CUDA kernels, against the definition."""
+    if layout == ("ring", "striped") and option in ("window", "alibi"):
+        pytest.skip("a ring of stripes has neither")
+    fields = dict(T=512, S=512, N=8, K=2, H=head_dim) | OPTIONS[option]
+    case = Case("sharded", "bfloat16", **fields)
+    ShardedCalls(2, *layout, options={"implementation": "cuda"}).check(case)
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_sharded_jit_keeps_sequences(is_causal):
+    """A ring of the CUDA kernels: keys and values are passed on, and nothing is gathered."""
+    generator = np.random.default_rng(seed_of("sequences"))
+    shapes = ((2, 512, N, H), (2, 512, K, H), (2, 512, K, H), (2, 512, N, H))
+    *arrays, d_out = (generator.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
+
+    @jax.jit
+    def run(*arrays):
+        call = functools.partial(jax_flash.flash_attention, is_causal=is_causal, implementation="cuda")
+        out, vjp = jax.vjp(call, *arrays[:3])
+        return out, *vjp(arrays[3])
+
+    expected = jax.tree.map(np.asarray, run(*jax.device_put((*arrays, d_out), jax.devices()[0])))
+    sharding = NamedSharding(mesh("x"), PartitionSpec(None, "x"))
+    sharded = jax.device_put((*arrays, d_out), sharding)
+    compiled = run.lower(*sharded).compile()
+    text = compiled.as_text()
+    assert "jax_flash_forward" in text and "jax_flash_backward" in text and "collective-permute" in text
+    assert "all-gather" not in text and "all-to-all" not in text
     results = compiled(*sharded)
     assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x in results)
     assert_equal(results, expected)

@@ -22,7 +22,7 @@ AXIS = "sequence"
 
 
 def sequence_mesh(shards, axis=AXIS):
-    return jax.make_mesh((shards,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:shards])
+    return jax.make_mesh((shards,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
 
 
 def token_axes(name, x):
