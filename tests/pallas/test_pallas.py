@@ -299,8 +299,8 @@ class PairsToLower(PairwiseSuite):
             windows=((20, 6), (None, 3), (7, -1)),
             masks=("BNTS", "1N1S", "B1T1", "1111"),
         )
-        of_the_call = ("transform", "batch axes", "residual", "deterministic")
-        return {name: values for name, values in factors.items() if name not in of_the_call}
+        left_out = ("transform", "batch axes", "residual", "deterministic", "score_mod", "block_mask")
+        return {name: values for name, values in factors.items() if name not in left_out}
 
 
 def pairs_to_lower() -> list[Case]:
