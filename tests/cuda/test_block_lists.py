@@ -15,7 +15,7 @@ from jax_flash.cuda.block_mask import Grid
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
 
 B, T, S, N, K = 2, 230, 270, 4, 2
-WINDOWS = ((None, None), (None, 0), (50, 10), (-3, 90))
+WINDOWS = ((None, 0), (None, None), (50, 10), (-3, 90))
 # Tiles that divide the mask's blocks, are divided by them, or neither.
 TILES = ((64, 64), (128, 96), (40, 32), (192, 176))
 
@@ -65,8 +65,7 @@ def of_block(sees, row, column, tile):
     return sees[:, :, first_query : first_query + tile[0], first_key : first_key + tile[1]]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("tile, window", zip(TILES, WINDOWS, strict=True), ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_forward(name, window, tile):
     """Each visible pair lies in a listed block, and each block that is listed as full is."""
@@ -89,8 +88,7 @@ def test_forward(name, window, tile):
                 assert pairs.all() and pairs.shape[1] == tile[1]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("tile, window", zip(TILES, WINDOWS, strict=True), ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_backward(name, window, tile):
     """Each visible pair lies in a listed block; those not marked are hidden by nothing but the window."""
