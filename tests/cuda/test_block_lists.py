@@ -65,7 +65,7 @@ def of_block(sees, row, column, tile):
     return sees[:, :, first_query : first_query + tile[0], first_key : first_key + tile[1]]
 
 
-@pytest.mark.parametrize("tile, window", zip(TILES, WINDOWS, strict=True), ids=str)
+@pytest.mark.parametrize("tile, window", list(zip(TILES, WINDOWS, strict=True)), ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_forward(name, window, tile):
     """Each visible pair lies in a listed block, and each block that is listed as full is."""
@@ -88,7 +88,7 @@ def test_forward(name, window, tile):
                 assert pairs.all() and pairs.shape[1] == tile[1]
 
 
-@pytest.mark.parametrize("tile, window", zip(TILES, WINDOWS, strict=True), ids=str)
+@pytest.mark.parametrize("tile, window", list(zip(TILES, WINDOWS, strict=True)), ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_backward(name, window, tile):
     """Each visible pair lies in a listed block; those not marked are hidden by nothing but the window."""
