@@ -12,7 +12,6 @@ import argparse
 import functools
 import multiprocessing
 import os
-import statistics
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Any
 from unittest import mock
 
 import jax
+import passes
 import record
 import rounds
-import timing
 from calls import Case
 
 import jax_flash
@@ -45,10 +44,7 @@ COMPILING_SECONDS, MEASURING_SECONDS = 900.0, 120.0
 """After which a process is taken to hang: when it compiles all its programs, when it measures a call."""
 
 
-def programs(case: Case, implementation: str) -> dict[str, tuple]:
-    """By pass, forward and the backward pass alone, compiled, with its arguments."""
-    inputs = case.inputs()
-    d_out = jax.random.normal(jax.random.key(3), inputs[0].shape, inputs[0].dtype)
+def programs(case: Case, implementation: str) -> passes.Programs:
     window = None if case.window is None else (case.window - 1, 0)
     attend = functools.partial(
         jax_flash.flash_attention,
@@ -56,10 +52,7 @@ def programs(case: Case, implementation: str) -> dict[str, tuple]:
         local_window_size=window,
         implementation=implementation,
     )
-    forward = jax.jit(attend).lower(*inputs).compile()
-    _, vjp = jax.vjp(attend, *inputs)
-    backward = jax.jit(lambda vjp, d_out: vjp(d_out)).lower(vjp, d_out).compile()
-    return {"forward": (forward, *inputs), "backward": (backward, vjp, d_out)}
+    return passes.compiled(attend, [], case.inputs())
 
 
 Key = tuple[str, Case]  # the implementation
@@ -120,15 +113,10 @@ def measure(runs: dict[str, dict[str, tuple] | Exception], of_rounds: int) -> li
         if isinstance(run, Exception):
             return [{"error": record.error(run)}]
         of_both[name] = run
-    rows = []
-    for direction in ("forward", "backward"):
-        times: dict[str, list[float]] = {WITHOUT: [], WITH: []}
-        for order in rounds.orders(list(times), of_rounds):
-            for name in order:
-                times[name].append(timing.milliseconds(*of_both[name][direction]))
-        medians = {name: statistics.median(found) for name, found in times.items()}
-        rows.append({"pass": direction} | medians | {"ratio": medians[WITH] / medians[WITHOUT]})
-    return rows
+    return [
+        {"pass": direction} | times | {"ratio": times[WITH] / times[WITHOUT]}
+        for direction, times in passes.milliseconds(of_both, of_rounds).items()
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -40,6 +40,7 @@ class BlockMask:
     block_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     @staticmethod
+    @_settings.as_written
     def from_blocks(
         blocks: Any, *, lengths: tuple[int, int] | None = None, block_size: Any = 128
     ) -> "BlockMask":

@@ -1,9 +1,9 @@
 """Block masks in the kernels: lists of the blocks that tiles visit, and the mask function as C++.
 
 A `BlockMask` has blocks of the user's size, and kernels have tiles of their own. So XLA makes lists for the
-kernels' grid ahead of them (`row_lists`, `column_lists`). A block of the kernel that overlaps several of
-the user's is full if all of these are, and hidden if all are; else it is partial, and the function is
-computed for its pairs. The lists include causality, the window, lengths and segments, as far as whole
+kernel's grid before it runs (`lists`). A block of the kernel that overlaps several of the user's is full if
+all of these are full, and hidden if all of them are hidden. Else it is partial, and the function is computed
+for its pairs. The lists include causality, the window, lengths and segments, as far as whole
 blocks are hidden.
 
 Without a mask function, as `BlockMask.from_blocks` has none, a pair's kind is looked up.
@@ -28,6 +28,7 @@ from jax_flash.cuda.functions import value_text
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions.graph import INT32, Graph, Node
+from jax_flash.functions.static import StaticFunction
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
@@ -48,11 +49,32 @@ class Grid(NamedTuple):
         return math.ceil(n.T / self.queries), math.ceil(n.S / self.keys)
 
 
-@functools.cache
-def unsupported(block_mask: BlockMaskSpec) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class _Kinds:
+    """A mask function that looks the kind of a pair's block up."""
+
+    value: Node
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    arguments: tuple[str, ...] = ("batch", "head", "query", "key")
+
+
+def unsupported(block_mask: BlockMaskSpec, shapes: Shapes) -> str | None:
     """Why the kernels can't run the mask, or None."""
-    function = block_mask.mask_mod
-    return None if function is None else user_function.unsupported("mask_mod", function)
+    if block_mask.mask_mod is not None:
+        return _unsupported(block_mask.mask_mod)
+    assert shapes.block_kinds is not None
+    _, heads, rows, columns = shapes.block_kinds.shape
+    if heads * rows * columns > _MOST_KINDS:
+        return (
+            f"block_mask has {heads} × {rows} × {columns} blocks in a batch row; "
+            f"without a mask function it may have {_MOST_KINDS}"
+        )
+    return None
+
+
+_unsupported = functools.cache(functools.partial(user_function.unsupported, "mask_mod"))
+_MOST_KINDS = 2**31 - 1
+"""Of a batch row: kernels count them in 32 bits where they look them up."""
 
 
 NO_DEFINES = (("BLOCK_MASK", 0),)
@@ -70,6 +92,7 @@ def headers(spec: AttentionSpec, shapes: Shapes) -> tuple[tuple[str, str], ...]:
     if spec.block_mask is None:
         return ()
     function = _function(spec, shapes)
+    assert function.value is not None, "`unsupported` was asked"
     text = value_text(function.value, False, _NAMESPACE, _OPERANDS)
     of_row = user_function.of_batch_row(_OPERANDS, user_function.operand_strides(function))
     return ((HEADER_NAME, "\n".join([text, user_function.in_namespace(_NAMESPACE, of_row)])),)
@@ -81,9 +104,9 @@ def parameters(spec: AttentionSpec, shapes: Shapes) -> dict[str, Struct]:
         return {}
     part = struct(
         "BlockMask",
-        blocks="const int*",  # (B | 1, heads | 1, tiles, most blocks), see `Lists`
+        blocks="const int*",  # (B | 1, heads | 1, tiles, most blocks), see `lists`
         counts="const int*",  # (B | 1, heads | 1, tiles, 2)
-        visitors="const int*",  # (B | 1, heads | 1, spans), see `Lists`
+        visitors="const int*",  # (B | 1, heads | 1, spans), see `lists`
         columns="int32_t",  # most blocks
         batch_stride="int64_t",  # in tiles, from batch row to batch row
         head_stride="int64_t",
@@ -141,16 +164,8 @@ def list_buffers(spec: AttentionSpec, shapes: Shapes, grid: Grid, span: int = 1)
     return tuple(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kinds:
-    """A mask function that looks the kind of a pair's block up."""
-
-    value: Node
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    arguments: tuple[str, ...] = ("batch", "head", "query", "key")
-
-
-def _function(spec: AttentionSpec, shapes: Shapes):
+def _function(spec: AttentionSpec, shapes: Shapes) -> StaticFunction | _Kinds:
+    """What is compiled in: the user's mask_mod, or the look-up of a kind."""
     assert spec.block_mask is not None and shapes.block_kinds is not None
     if spec.block_mask.mask_mod is not None:
         return spec.block_mask.mask_mod
@@ -173,6 +188,7 @@ def _function(spec: AttentionSpec, shapes: Shapes):
 
 
 def _operands(spec: AttentionSpec) -> list[str]:
+    """The names of the operands that it reads."""
     assert spec.block_mask is not None
     function = spec.block_mask.mask_mod
     return ["block_kinds"] if function is None else user_function.captured("mask_mod", function)

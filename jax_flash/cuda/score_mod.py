@@ -44,7 +44,7 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if spec.block_mask is not None:
         if shapes.query_offsets is not None:
             return "its kernels take no block_mask with packed sequences yet"
-        if (reason := block_mask.unsupported(spec.block_mask)) is not None:
+        if (reason := block_mask.unsupported(spec.block_mask, shapes)) is not None:
             return reason
     if spec.score_mod is not None:
         if shapes.query_offsets is not None:

@@ -1,13 +1,17 @@
 """score_mod and block_mask as arguments: what they may be, and what is said of others."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import BlockMask, create_block_mask
+from jax_flash import BlockMask, create_block_mask, cuda
 from jax_flash._block_kinds import Kind
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
 
 QUERY = jnp.ones((2, 6, 4, 8))
 KEY = jnp.ones((2, 5, 2, 8))
@@ -236,6 +240,39 @@ def test_block_masks_lowered_for_cuda():
     assert lowered.count(" call @jax_flash_backward") == 3
     assert lowered.count("custom_call @jax_flash_backward(") == 2
     assert "user_mask_mod.cuh" in lowered
+
+
+def test_too_many_blocks_for_cuda():
+    """Kinds that kernels would look up beyond 32 bits."""
+    shapes = dict(query=(1, 8, 64, 64), key=(1, 8, 64, 64), value=(1, 8, 64, 64))
+    operands = Operands(
+        **{name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()},
+        batch_indices=jax.ShapeDtypeStruct((1,), jnp.int32),
+        head_indices=jax.ShapeDtypeStruct((1, 64), jnp.int32),
+        block_kinds=jax.ShapeDtypeStruct((1, 64, 8192, 8192), jnp.int8),
+    )
+    spec = AttentionSpec(1.0, block_mask=BlockMaskSpec((1, 1), None, False, True))
+    assert "may have 2147483647" in (cuda.supports(spec, operands, H100) or "")
+
+
+@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"deterministic": True}), ids=str)
+def test_block_masks_in_strict_settings(options):
+    """No promotion of ranks or dtypes is asked of the user, for one batch row and one key head."""
+    query = jax.ShapeDtypeStruct((1, 129, 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 200, 1, 64), jnp.bfloat16)
+
+    def loss(query, key, ids, layout):
+        mask = create_block_mask(lambda b, h, q, k: (k <= q) | (ids[k] < h), None, 4, 129, 200)
+        blocks = BlockMask.from_blocks(layout, lengths=(129, 200))
+        attend = functools.partial(
+            jax_flash.flash_attention, query, key, key, implementation="cuda", **options
+        )
+        return sum(jnp.sum(attend(block_mask=x).astype(jnp.float32)) for x in (mask, blocks))
+
+    arguments = query, key, jnp.arange(200, dtype=jnp.int32), jnp.ones((1, 1, 2, 2), bool)
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(True)
+    with strict[0], strict[1], strict[2], jax_flash.planned_for("sm_90a"):
+        jax.jit(jax.grad(loss, (0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
 def test_refused_by_pallas():

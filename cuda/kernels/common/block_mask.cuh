@@ -1,5 +1,5 @@
 // A block mask: which blocks a tile visits, as a list, and which pairs of partial blocks see each other. XLA makes the
-// lists (jax_flash/cuda/block_mask.py), which describes BlockMask, a part of the kernel's parameters, too.
+// lists. jax_flash/cuda/block_mask.py says what they hold, and describes BlockMask, a part of the kernel's parameters.
 //
 // BLOCK_MASK, a define: 0 without one; 1 where the user's mask_mod says which pairs see each other; 2 where the kinds of
 // their blocks do.
@@ -13,10 +13,11 @@
 // The blocks that a tile visits.
 struct BlockList {
     const int* blocks;
-    int full, count;  // forward: how many come first that need no mask. All of them
+    int full;   // forward: how many come first that need no mask
+    int count;  // how many there are
 };
 
-// That of tile `tile` of a row of tiles, of a head.
+// The list of a head's tile `tile`.
 __device__ __forceinline__ BlockList block_list(const BlockMask& mask, int batch, int head, int tile) {
     const int64_t number = batch * mask.batch_stride + head * mask.head_stride + tile;
     const int2 counts = global::read_only(reinterpret_cast<const int2*>(mask.counts) + number);
