@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jax_flash import _cache_rows, _settings, _validate
 from jax_flash._arguments import Names
@@ -127,7 +126,7 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
     given = layer
     if hasattr(layer, "dtype"):
         layer = _validate.shaped_unconverted("layer", layer, {"()": ()}, "integer")
-        value = None if isinstance(layer, Tracer) else int(layer)
+        value = _validate.known(layer)
     else:
         value = _validate.integer("layer", layer)
         layer = np.asarray(value)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from jax_flash.cuda import compile
+from jax_flash.cuda import block_mask, compile, user_score_mod
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
     Buffer,
@@ -24,13 +24,13 @@ from jax_flash.cuda.launch_plan import (
     Zero,
 )
 from jax_flash.cuda.parameters import layout
-from jax_flash.cuda.user_score_mod import HEADER_NAME as SCORE_MOD_HEADER
 
 MAX_PARAMETER_BYTES = 4096
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 << 10
 MAX_CLUSTER = 16
 
+_HEADERS = (user_score_mod.HEADER_NAME, block_mask.HEADER_NAME)
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SOURCE = re.compile(r"([A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.cu")
 
@@ -77,7 +77,7 @@ def _check_kernel(kernel: Kernel) -> None:
         f"{kernel.source!r} is no source among jax_flash's kernels",
     )
     for name, _ in kernel.headers:
-        _require(name == SCORE_MOD_HEADER, f"{name!r} is no header that is written for a kernel")
+        _require(name in _HEADERS, f"{name!r} is no header that is written for a kernel")
     for name, value in kernel.defines:
         is_plain = _IDENTIFIER.fullmatch(value) if isinstance(value, str) else math.isfinite(value)
         _require(

@@ -266,6 +266,12 @@ def variants() -> dict[Kernel, Launch]:
 VARIANTS = variants()
 
 
+@pytest.mark.parametrize("feature", ["lengths", "segments", "dropout", *SCORE_MODS, *MASK_MODS])
+def test_plans_pass_the_check_of_programs(feature):
+    for plan in all_plans(features=(feature,)):
+        plan_check.check(plan)
+
+
 def of_source(kernel: Kernel) -> set[tuple]:
     """What is compiled in, but for the numbers that a tile is made of: head dims and options decide these."""
     of_tiles = ("SHARED_BYTES", "KEYS", "QUERIES", "STAGES", "QUERY_STAGES", "SPLIT", "CONSUMERS", "CLUSTER")

@@ -112,7 +112,7 @@ def calls(dtype: str) -> dict[str, StrictCall]:
             by_name = {"implementation": implementation} if named else {}
             return function(*qkv, **rest, **others, **options, **by_name)
 
-        return StrictCall(run, inputs, others or {}, returns_infinities, named)
+        return StrictCall(run, inputs, others or {}, returns_infinities, takes_implementation=named)
 
     mask = jnp.asarray(rng.random((B, 1, T, S)) < 0.8).at[..., :2].set(True)
     segments = {
