@@ -40,6 +40,8 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) { return a 
 __device__ __forceinline__ uint32_t negate(uint32_t x) { return 0u - x; }
 __device__ __forceinline__ float multiply(float a, float b) { return a * b; }
 
+// As exact as XLA's on a GPU: within two units of the last place. The operator takes three times as long.
+__device__ __forceinline__ float divide(float a, float b) { return divide_full(a, b); }
 // A quotient by 0 has all bits set, and the remainder is the dividend.
 __device__ __forceinline__ int divide(int a, int b) { return b == 0 ? -1 : b == -1 ? negate(a) : a / b; }
 __device__ __forceinline__ int remainder(int a, int b) { return b == 0 ? a : b == -1 ? 0 : a % b; }
@@ -92,7 +94,7 @@ __device__ __forceinline__ int sign(int x) { return (x > 0) - (x < 0); }
 __device__ __forceinline__ uint32_t sign(uint32_t x) { return x > 0; }
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
-__device__ __forceinline__ float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float logistic(float x) { return divide(1.0f, 1.0f + expf(-x)); }
 
 // x to a power that is at least 1, by squaring.
 template <int power, class Number>

@@ -21,6 +21,13 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
+// a / b within two units of the last place, for all finite operands.
+__device__ __forceinline__ float divide_full(float a, float b) {
+    float quotient;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
+}
+
 // Converts two floats to a pair of 16-bit elements, rounding to nearest. `low` comes at the lower address.
 template <class Element>
 __device__ __forceinline__ uint32_t convert(float low, float high) {

@@ -4,7 +4,6 @@
 wrapped.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -110,17 +109,15 @@ def _infix(sign: str, functions_of_integers: str | None = None) -> Write:
 
 
 def _divide(node: Node, a: str, b: str) -> str:
-    if node.dtype not in FLOATS:
-        return f"scalar::divide({a}, {b})"
     divisor = node.arguments[1]
-    if divisor.operation == CONSTANT and _has_exact_reciprocal(float(divisor.value)):
-        return f"{a} * {(1 / float(divisor.value)).hex()}f"
-    return f"{a} / {b}"
+    if node.dtype in FLOATS and divisor.operation == CONSTANT and _has_reciprocal(float(divisor.value)):
+        return f"{a} * {float(np.float32(1 / float(divisor.value))).hex()}f"
+    return f"scalar::divide({a}, {b})"
 
 
-def _has_exact_reciprocal(x: float) -> bool:
-    """Whether x is a power of two with a reciprocal in float32. A product is cheaper than a quotient."""
-    return abs(math.frexp(x)[0]) == 0.5 and 2.0**-100 < abs(x) < 2.0**100
+def _has_reciprocal(x: float) -> bool:
+    """Whether the quotient by x may be a product, which is cheaper. XLA's are, too, by any constant."""
+    return 2.0**-100 < abs(x) < 2.0**100
 
 
 def _bitwise(sign: str) -> Write:
@@ -162,7 +159,7 @@ def _integer_power(node: Node, x: str) -> str:
     if power == 0:
         return "1"
     of_magnitude = f"scalar::integer_power<{abs(power)}>({x})"
-    return of_magnitude if power > 0 else f"1.0f / {of_magnitude}"
+    return of_magnitude if power > 0 else f"scalar::divide(1.0f, {of_magnitude})"
 
 
 def _polynomial(node: Node, x: str, *coefficients: str) -> str:
@@ -245,7 +242,7 @@ _WRITERS: dict[str, tuple[tuple[np.dtype, ...], Write]] = {
     "bitcast_convert_type": ((FLOAT32, *_INTEGERS), _bitcast),
     **{name: (FLOATS, _function(function)) for name, function in _OF_FLOATS.items()},
     "round": (FLOATS, _round),
-    "rsqrt": (FLOATS, lambda node, x: f"1.0f / sqrtf({x})"),
+    "rsqrt": (FLOATS, lambda node, x: f"scalar::divide(1.0f, sqrtf({x}))"),
     "tanh": (FLOATS, _function("tanh_of")),
     "logistic": (FLOATS, _function("scalar::logistic")),
     "pow": (FLOATS, lambda node, x, y: f"powf({x}, static_cast<float>({y}))"),
