@@ -26,6 +26,7 @@ from run_environment import environment
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 _started = time.time()
+_was_ended = False  # by SIGTERM
 _reports: list[pytest.TestReport] = []
 
 
@@ -58,7 +59,14 @@ def _devices_needed(path):
 
 def pytest_configure(config):
     if _is_controller():
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(*_) -> None:
+    """Ends the run as ctrl-C does. Where that comes late, pytest's exit status doesn't say so."""
+    global _was_ended
+    _was_ended = True
+    signal.raise_signal(signal.SIGINT)
 
 
 def pytest_runtest_logreport(report):
@@ -85,7 +93,7 @@ def pytest_sessionfinish(session, exitstatus):
         "devices": len(cuda_devices()),
         **summarise(calls),
         "seconds": round(time.time() - _started),
-        "complete": exitstatus != pytest.ExitCode.INTERRUPTED,
+        "complete": exitstatus != pytest.ExitCode.INTERRUPTED and not _was_ended,
     }
     kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
     # A run of some tests must not pass for the suite: it is written only where it is asked to be.
