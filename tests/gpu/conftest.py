@@ -63,7 +63,7 @@ def pytest_configure(config):
 
 
 def _end(*_) -> None:
-    """Ends the run as ctrl-C does. Where that comes late, pytest's exit status doesn't say so."""
+    """Ends the run as ctrl-C does. pytest's exit status doesn't show a signal that comes at its end."""
     global _was_ended
     _was_ended = True
     signal.raise_signal(signal.SIGINT)

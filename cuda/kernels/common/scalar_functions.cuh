@@ -40,8 +40,9 @@ __device__ __forceinline__ uint32_t multiply(uint32_t a, uint32_t b) { return a 
 __device__ __forceinline__ uint32_t negate(uint32_t x) { return 0u - x; }
 __device__ __forceinline__ float multiply(float a, float b) { return a * b; }
 
-// As exact as XLA's on a GPU: within two units of the last place. The operator takes three times as long.
+// Floats are divided as XLA divides them on a GPU, without the operator's branch for numbers out of its range.
 __device__ __forceinline__ float divide(float a, float b) { return divide_full(a, b); }
+
 // A quotient by 0 has all bits set, and the remainder is the dividend.
 __device__ __forceinline__ int divide(int a, int b) { return b == 0 ? -1 : b == -1 ? negate(a) : a / b; }
 __device__ __forceinline__ int remainder(int a, int b) { return b == 0 ? a : b == -1 ? 0 : a % b; }

@@ -21,7 +21,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// a / b within two units of the last place, for all finite operands.
+// a / b, with an error of two units in the last place at most.
 __device__ __forceinline__ float divide_full(float a, float b) {
     float quotient;
     asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));

@@ -116,7 +116,7 @@ def _divide(node: Node, a: str, b: str) -> str:
 
 
 def _has_reciprocal(x: float) -> bool:
-    """Whether the quotient by x may be a product, which is cheaper. XLA's are, too, by any constant."""
+    """Whether x has a reciprocal in float32. XLA also multiplies by the reciprocal of a constant."""
     return 2.0**-100 < abs(x) < 2.0**100
 
 
