@@ -7,6 +7,9 @@ JAX starts its backends, and concerns the CPU alone: where there is a GPU it sta
 import importlib.metadata
 import os
 
+# Before numpy is loaded. Tests run in several processes, whose threads would take each other's cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 from refusals import count_refused
 

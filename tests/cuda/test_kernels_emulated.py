@@ -339,9 +339,9 @@ def test_all_tiles_on_one_multiprocessor(case, emulator):
     ),
     ids=str,
 )
-def test_every_lane_may_arrive(case, tmp_path):
-    """As the sanitizer has it: each barrier counts as many arrivals as there are."""
-    emulator = KernelEmulator(tmp_path, EVERY_LANE_ARRIVES=1)
+def test_kernels_for_racecheck(case, tmp_path):
+    """Each barrier counts as many arrivals as there are, and nobody waits in vain."""
+    emulator = KernelEmulator(tmp_path, FOR_RACECHECK=1)
     check_forward(dataclasses.replace(case, deterministic=False), DEVICE, emulator)
     check_backward(case, emulator)
 

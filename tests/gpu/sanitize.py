@@ -6,9 +6,7 @@
 Each runs forward and backward; those on key-value caches have no backward pass. `test_sanitizer.py` starts a
 process for each tool and group, several at once, and reads the verdicts.
 
-`--every-lane-arrives` is for racecheck. A warp gives shared memory back by the arrival of one lane, when all
-have read; the tool doesn't see that order, and calls what the other lanes read a race. So kernels are
-compiled in which each lane arrives (cuda/kernels/common/warp_arrival.cuh).
+`--for-racecheck` compiles kernels whose order that tool can follow (cuda/kernels/common/warp_arrival.cuh).
 """
 
 import argparse
@@ -170,10 +168,10 @@ def main(arguments: list[str]) -> None:
         "groups", nargs="*", default=[*GROUPS, *CACHE_GROUPS], help=", ".join((*GROUPS, *CACHE_GROUPS))
     )
     parser.add_argument("--implementation", default="cuda")
-    parser.add_argument("--every-lane-arrives", action="store_true", help="of a warp, for racecheck")
+    parser.add_argument("--for-racecheck", action="store_true", help="kernels whose order it can follow")
     options = parser.parse_args(arguments)
-    if options.every_lane_arrives:
-        compile.OPTIONS = (*compile.OPTIONS, "-DEVERY_LANE_ARRIVES=1")
+    if options.for_racecheck:
+        compile.OPTIONS = (*compile.OPTIONS, "-DFOR_RACECHECK=1")
     for group in options.groups:
         for case in GROUPS.get(group, ()):
             print(case, flush=True)

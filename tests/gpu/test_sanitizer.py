@@ -25,7 +25,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 def test_finds_nothing(tool, group, record_property):
     calls = [sys.executable, sanitize.__file__, group]
     if tool == "racecheck":
-        calls.append("--every-lane-arrives")
+        calls.append("--for-racecheck")
     # Once without the tool, so that the time limit of the slow run is not spent on compilation.
     subprocess.run(calls, check=True, timeout=400)
     command = [

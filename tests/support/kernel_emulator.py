@@ -5,7 +5,9 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -17,8 +19,18 @@ from jax_flash.cuda.parameters import layout, pack
 
 EMULATOR = Path(__file__).parent / "emulator"
 # Quick to compile rather than quick: most kernels run for a fraction of a second.
-COMPILE = ("g++", "-std=c++17", "-O1", "-w", "-fPIC", "-fno-gnu-unique")  # each has shared memory of its own
+COMPILE = (
+    "g++",
+    "-std=c++17",
+    "-O1",
+    "-w",
+    "-Wno-psabi",
+    "-fPIC",
+    "-fno-gnu-unique",
+)  # each has shared memory of its own
 STANDARD = "standard.h"  # the standard library's headers
+EMULATED_BY = ("emulator", "copies", "races")
+INSTRUMENT = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-g1")
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
@@ -46,11 +58,23 @@ class KernelEmulator:
     """Builds into `folder` what it runs, and keeps it for the next call.
 
     `built` is where libraries go that other processes build too; `defines` come on top of those of a plan.
+    With `seeks_races` a launch in which accesses to shared memory race is an AssertionError. `edits` are of
+    the kernels' sources: what to put in the place of a text that a file has once, by the file and the text.
     """
 
-    def __init__(self, folder: Path, built: Path | None = None, **defines: int):
+    def __init__(
+        self,
+        folder: Path,
+        built: Path | None = None,
+        *,
+        seeks_races: bool = True,
+        edits: Mapping[tuple[str, str], str] = MappingProxyType({}),
+        **defines: int,
+    ):
         self.folder = folder
         self.built = built or folder
+        self.seeks_races = seeks_races
+        self.edits = edits
         self.defines = defines
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
@@ -82,16 +106,25 @@ class KernelEmulator:
         clusters = max(1, resident // launch.cluster)
         shape = (launch.grid[0], launch.cluster, clusters, launch.block)
         library.emulate(*shape, ctypes.c_uint64(seed), ctypes.c_void_p(parameters.ctypes.data))
+        if self.seeks_races:
+            found = library.races_found().decode().splitlines()
+            if found:
+                lines = "\n".join(_described(line, Path(library._name)) for line in found)
+                raise AssertionError(f"races in {launch.kernel.entry}:\n{lines}")
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:
             headers = generated_headers(kernel)
-            meaning = f"{describe(kernel)} {headers} {self.defines}"
+            meaning = f"{describe(kernel)} {headers} {self.defines} {self.seeks_races} {self.edits}"
             name = hashlib.sha256(meaning.encode()).hexdigest()[:16]
             library = self.built / f"{name}.so"
             if not library.exists():
                 self._build(kernel, headers, name, library)
-            self.libraries[kernel] = ctypes.CDLL(str(library))
+            loaded = ctypes.CDLL(str(library))
+            loaded.races_found.restype = ctypes.c_char_p
+            if self.seeks_races:
+                loaded.seek_races()
+            self.libraries[kernel] = loaded
         return self.libraries[kernel]
 
     def _build(self, kernel: Kernel, headers: dict[str, str], name: str, library: Path):
@@ -102,10 +135,14 @@ class KernelEmulator:
             (generated / header_name).write_text(text)
         named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
         defines = {**dict(kernel.defines), **self.defines, **named}
-        command = [*COMPILE, "-shared", "-include", STANDARD, "-I.", f"-I{generated}"]
+        command = [*COMPILE, *(INSTRUMENT if self.seeks_races else ())]
+        command += ["-include", STANDARD, "-I.", f"-I{generated}"]
         command += [f"-D{name}={value}" for name, value in defines.items()]
-        ready = generated / "kernel.so"
-        subprocess.run([*command, "emulator.cc", "-o", str(ready)], cwd=sources, check=True)
+        kernel_object, ready = generated / "kernel.o", generated / "kernel.so"
+        subprocess.run([*command, "-c", "kernel.cc", "-o", str(kernel_object)], cwd=sources, check=True)
+        # Not as -fsanitize=thread would have it linked: races.cc takes the calls that it makes.
+        objects = [str(kernel_object), *(f"{name}.o" for name in EMULATED_BY)]
+        subprocess.run(["g++", "-shared", *objects, "-o", str(ready)], cwd=sources, check=True)
         ready.replace(library)  # at once, for whoever looks for it meanwhile
 
     def _sources(self) -> Path:
@@ -114,9 +151,32 @@ class KernelEmulator:
         if not sources.exists():
             shutil.copytree(kernels_folder(), sources)
             shutil.copytree(EMULATOR, sources, dirs_exist_ok=True)
+            for (file, text), other in self.edits.items():
+                source = (sources / file).read_text()
+                assert source.count(text) == 1, (file, text)
+                (sources / file).write_text(source.replace(text, other))
             # Compiled once, as it takes as long as a kernel.
             subprocess.run([*COMPILE, "-x", "c++-header", STANDARD], cwd=sources, check=True)
+            for name in EMULATED_BY:
+                command = [*COMPILE, "-O3", "-I.", "-c", f"{name}.cc"]
+                subprocess.run(command, cwd=sources, check=True)
         return sources
+
+
+def _described(race: str, library: Path) -> str:
+    """A line of `races_found`, with places in the sources for those in the library."""
+    what, first, first_place, second, second_place = race.split("|")
+    places = (_source_places(library, place) for place in (first_place, second_place))
+    return "{}:\n    {}, {}\n    {}, {}".format(
+        what, *(x for pair in zip((first, second), places, strict=True) for x in pair)
+    )
+
+
+def _source_places(library: Path, place: str) -> str:
+    """File and line of an address in a library, and those of the calls that it was inlined into."""
+    command = ["addr2line", "-i", "-s", "-e", str(library), hex(int(place, 16) - 1)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return " < ".join(line for line in lines if ":" in line)
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any, alignment: int = 256) -> np.ndarray:

@@ -1,16 +1,28 @@
-// Arrivals of whole warps at the mbarriers by which they give shared memory back to whoever fills it. One lane arrives,
-// when all of them have read: behind __syncwarp, or an instruction that the warp's lanes execute together.
+// How warps tell others that shared memory is read or written: by one lane's arrival at an mbarrier, when all of them have
+// read, behind __syncwarp or an instruction that the warp's lanes execute together; or by arriving at a named barrier at which
+// others wait.
 //
-//   EVERY_LANE_ARRIVES   1: each lane arrives, as compute-sanitizer's racecheck takes neither of these for an order and
-//                        reports what the other lanes read as a race (tests/gpu/sanitize.py)
+//   FOR_RACECHECK   1: as compute-sanitizer's racecheck can follow it (tests/gpu/sanitize.py). It takes none of these for
+//                   an order, and reports what was read before as a race. So each lane arrives, and who tells at a named
+//                   barrier waits there, too.
 #pragma once
+#include "ptx/warpgroup.cuh"
 
-#ifndef EVERY_LANE_ARRIVES
-#define EVERY_LANE_ARRIVES 0
+#ifndef FOR_RACECHECK
+#define FOR_RACECHECK 0
 #endif
 
 // What a barrier that waits for a warp has to count.
-constexpr int warp_arrivals = EVERY_LANE_ARRIVES ? 32 : 1;
+constexpr int warp_arrivals = FOR_RACECHECK ? 32 : 1;
 
 // Whether a lane arrives.
-__device__ __forceinline__ bool arrives(int lane) { return EVERY_LANE_ARRIVES || lane == 0; }
+__device__ __forceinline__ bool arrives(int lane) { return FOR_RACECHECK || lane == 0; }
+
+// Tells those who wait at a named barrier.
+__device__ __forceinline__ void tell(int barrier, int threads) {
+    if (FOR_RACECHECK) {
+        named_barrier_sync(barrier, threads);
+    } else {
+        named_barrier_arrive(barrier, threads);
+    }
+}

@@ -40,6 +40,10 @@ __device__ __forceinline__ void hold_wait_behind(float sum, uint32_t address) {
         : "memory");
 }
 
+// Says that of operands A in shared memory the first rows alone are in use. It doesn't matter what the others hold, nor who
+// writes there meanwhile. Nothing happens here: it is for the emulator, which looks for races (tests/support/emulator).
+__device__ __forceinline__ void use_first_rows(int) {}
+
 enum class Major { K = 0, MN = 1 };  // which axis of a shared-memory operand is contiguous
 
 template <int N>

@@ -4,8 +4,8 @@
 // Every CUDA thread is a fiber; one OS thread runs those of the clusters at work in turn, warps in random order, and
 // switches only where a thread waits. What the hardware does asynchronously happens at a random moment between its
 // issue and the wait that the program makes for it, so that a wait that is missing shows, sooner or later, as a
-// wrong number. Where nobody can go on that is reported as a deadlock, and so is an access to a CTA that has ended.
-// Memory ordering between proxies, registers and speed are not emulated.
+// wrong number. Where nobody can go on that is reported as a deadlock, and so is an access to a CTA that has ended. Races
+// in shared memory are found by the order that the program makes (races.h). Registers and speed are not emulated.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -63,6 +63,7 @@ inline float __uint_as_float(uint32_t x) { return bit_cast<float>(x); }
 namespace emulator {
 
 constexpr int shared_bytes = 227 * 1024;
+constexpr size_t stack_bytes = 256 << 10;  // of a thread
 
 // Ends the process: a kernel did what the hardware forbids.
 [[noreturn]] void fail(const char* what);
@@ -75,8 +76,16 @@ int warpgroup();
 int threads();
 
 enum Scope { warp = 32, warpgroup_scope = 128 };
+// Runs a kernel: clusters of `cluster` CTAs, at most `resident` of them at once.
+void run(std::function<void()> kernel, int grid, int cluster, int resident, int block, uint64_t seed);
+
+// Where in the kernel the last instruction is that threads carry out together.
+extern const void* called_from;
+
 // Waits until every thread of the warp or warpgroup is here; the last one runs `act` on what each brought.
 void together(Scope scope, void* mine, const std::function<void(void** of_each)>& act);
+// The same of a warp, whose memory accesses it orders.
+void sync_warp();
 // Runs `act` at some later moment.
 void later(std::function<void()> act);
 
@@ -84,9 +93,7 @@ void later(std::function<void()> act);
 
 void __syncthreads();
 int __syncthreads_or(int value);
-inline void __syncwarp() {
-    emulator::together(emulator::warp, nullptr, [](void**) {});
-}
+inline void __syncwarp() { emulator::sync_warp(); }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
 // The float32 product rounded up; the double one is exact.
@@ -107,11 +114,17 @@ inline int64_t __float2ll_rn(float x) {
     return llrintf(x);
 }
 
-// Nobody is switched to meanwhile.
+// Nobody is switched to meanwhile, and atomics don't race with each other.
 template <class T>
-T atomicAdd(T* address, T value) {
+__attribute__((no_sanitize_thread)) T atomicAdd(T* address, T value) {
     const T before = *address;
     *address += value;
+    return before;
+}
+template <class T>
+__attribute__((no_sanitize_thread)) T atomicOr(T* address, T value) {
+    const T before = *address;
+    *address |= value;
     return before;
 }
 

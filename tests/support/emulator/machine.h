@@ -1,5 +1,6 @@
 // What the emulator keeps of clusters, CTAs and threads at work.
 #pragma once
+#include <csetjmp>
 #include <ucontext.h>
 
 #include <array>
@@ -10,11 +11,14 @@
 #include <utility>
 #include <vector>
 
+#include "races.h"
+
 using Action = std::function<void()>;
 
 struct Fiber {
     ucontext_t context;
-    bool done;
+    jmp_buf place;  // where it waits
+    bool started = false, done = false;
 };
 struct Meeting {
     int arrived = 0;
@@ -24,11 +28,13 @@ struct Meeting {
 struct NamedBarrier {
     int arrived = 0, threads = 0;
     int64_t round = 0;
+    races::Order order;
 };
 struct MBarrier {
     int arrivals, pending;
     int64_t bytes = 0;
     uint32_t parity = 0;  // of the phase that is under way
+    races::Order order;
 };
 struct Groups {  // of asynchronous actions: the one that is open, and those that are committed
     std::vector<Action> open;
@@ -40,6 +46,16 @@ struct Groups {  // of asynchronous actions: the one that is open, and those tha
             for (Action& act : committed.front()) act();
             committed.pop_front();
         }
+    }
+};
+
+struct Steps {  // of asynchronous actions, for races.h: how many were taken, are committed with each group, are done
+    uint32_t taken = 0, done = 0;
+    std::vector<uint32_t> committed;
+
+    void commit() { committed.push_back(taken); }
+    void wait(size_t pending) {
+        if (committed.size() > pending) done = committed[committed.size() - 1 - pending];
     }
 };
 
@@ -75,7 +91,11 @@ struct Cta {
     std::vector<Action> in_flight;     // loads of TMA, and copies to other CTAs
     std::map<int, std::vector<Action>> copies;  // begun by a thread since it last said whom to tell
     std::map<int, BulkGroups> bulk;    // by thread
+    std::map<int, Steps> bulk_steps;
     std::array<Groups, 8> products;    // wgmma, by warpgroup
+    std::array<Steps, 8> product_steps;
+    int rows_in_use = 64;              // of an operand A in shared memory
+    std::vector<races::Cell> cells;    // of shared memory
 };
 struct Cluster {
     int first_index;  // of its CTAs
@@ -84,4 +104,20 @@ struct Cluster {
     const Cta* late = nullptr;  // and a warpgroup of it that the others leave behind for a while
     int late_warpgroup = 0;
     NamedBarrier barrier;
+    std::shared_ptr<races::Clocks> clocks;
 };
+
+extern Cluster* group;  // that runs at the moment
+extern Cta* cta;        // of it
+
+// The CTA that an address of the cluster lies in.
+Cta& cta_at(uint32_t address);
+
+// Carries the 128-byte swizzle out on an address: 16-byte chunk c of 128-byte row r is at chunk c ^ (r % 8).
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
+
+namespace mbarrier {
+// What the hardware does when something asynchronous is done.
+void complete_bytes(uint32_t barrier, uint32_t bytes, const races::Operation& operation);
+void arrive(uint32_t barrier, const races::Operation& operation);
+}  // namespace mbarrier

@@ -93,7 +93,7 @@ struct KeyConsumer {
         convert_operand(operand, d_scores);
         store_d_scores(operand, shared.d_scores_buffer(0), 0);
         fence_proxy_async();
-        named_barrier_arrive(d_scores_written, 256);
+        tell(d_scores_written, 256);
         __syncwarp();
         if (Traits::cluster > 1 && lane == 0) exchange_d_scores(shared, warp, d_scores_slot.parity);
     }

@@ -97,14 +97,14 @@ struct ValueConsumer {
             }
             if constexpr (Traits::hands_score_grad && !Traits::hands_score_grad_later) write_score_grad(call, i);
         }
-        named_barrier_arrive(probabilities_full, 256);
+        tell(probabilities_full, 256);
         if constexpr (Traits::dropout) take_kept(probabilities, probabilities);
     }
     __device__ __forceinline__ void hand_over_score_grad(const Call& call) {
         mbarrier::wait(call.shared.probabilities_read(), d_scores_slot.parity);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) write_score_grad(call, i);
-        named_barrier_arrive(score_grad_full, 256);
+        tell(score_grad_full, 256);
     }
     __device__ __forceinline__ void write_score_grad(const Call& call, int i) {
         const SharedMemory& shared = call.shared;

@@ -228,6 +228,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     const SharedMemory& shared = call.shared;
     Ring ring;
     TileRing tile_ring;
+    wgmma::use_first_rows(Traits::query_rows);
 #pragma unroll 1
     while (true) {
         const int stage = tile_ring.stage;

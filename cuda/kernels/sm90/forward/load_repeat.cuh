@@ -109,5 +109,6 @@ __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* ne
             }
         }
     }
+    __syncwarp();  // all lanes have read the last tile
     if (elect_one()) load_query(call, rings, no_more_tiles);
 }

@@ -9,7 +9,6 @@ void arrive(uint32_t barrier);
 void arrive_in_cluster(uint32_t barrier);
 void arrive_expect(uint32_t barrier, uint32_t bytes);
 void wait(uint32_t barrier, uint32_t parity);
-void complete_bytes(uint32_t barrier, uint32_t bytes);  // what TMA does
 inline void fence_init() {}
 
 }  // namespace mbarrier

@@ -11,7 +11,7 @@ inline int reload_thread_index() { return threadIdx.x; }
 inline uint32_t reload_uniform(uint32_t value) { return value; }
 inline float volatile_load(const float& x) { return x; }
 inline int warp_index() { return threadIdx.x / 32; }
-inline void fence_proxy_async() {}
+void fence_proxy_async();
 inline void wait_for_previous_kernel() {}
 inline void allow_next_kernel() {}
 template <int count>

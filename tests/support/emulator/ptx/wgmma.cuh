@@ -8,10 +8,10 @@
 
 namespace wgmma {
 
-void issue(std::function<void()> product);  // by one thread for its warpgroup
 void commit();
 void wait_for_groups(int pending);
 inline void fence() {}
+void use_first_rows(int rows);
 template <int pending>
 void wait() {
     wait_for_groups(pending);
@@ -21,6 +21,13 @@ void pin(float (&)[count]) {}
 inline void hold_wait_behind(float, uint32_t) {}
 
 enum class Major { K = 0, MN = 1 };
+
+struct Operands {
+    uint64_t a, b;  // descriptors; 0 of an operand in registers
+    Major a_major, b_major;
+    int columns;
+};
+void issue(std::function<void()> product, const Operands& operands);  // by one thread for its warpgroup
 
 // The element at row or column `mn` and contraction index `k` of a shared-memory operand.
 uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k);
@@ -54,12 +61,15 @@ struct Wgmma {
                     emulator::fail("descriptors differ within a warpgroup");
                 }
             }
-            wgmma::issue([threads] { multiply<Element, a_major, b_major>(threads); });
+            const bool in_registers = threads[0].a_registers != nullptr;
+            wgmma::issue([threads] { multiply<Element, a_major, b_major>(threads); },
+                         {in_registers ? 0 : threads[0].a, threads[0].b, a_major, b_major, N});
         });
     }
 
+    // Its reads of shared memory are told as a whole (Operands).
     template <class Element, Major a_major, Major b_major>
-    static void multiply(const std::vector<Thread>& threads) {
+    __attribute__((no_sanitize_thread)) static void multiply(const std::vector<Thread>& threads) {
         static float a[64][16], b[16][N], d[64][N];
         for (int k = 0; k < 16; ++k) {
             for (int n = 0; n < N; ++n) b[k][n] = widen<Element>(operand_bits(threads[0].b, b_major, n, k));
