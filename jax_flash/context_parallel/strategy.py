@@ -97,7 +97,7 @@ def choose(of: Sharded, operands: Operands, named: str) -> Strategy:
 def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     """Why a strategy can't run the call, or None."""
     if strategy == "ulysses":
-        return _refusal_of_ulysses(of, operands)
+        return ulysses.refusal(of, operands)
     mesh = jax.typeof(operands.query).sharding.mesh
     if explicit := mesh.explicit_axes:
         return f"the surrounding shard_map leaves the Explicit axes {explicit}; it must map over them too"
@@ -116,18 +116,4 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
             'a window with two sides (local_window_size, with is_causal too) and load_balance "striped" goes '
             'with "ulysses"; with "zigzag" each strategy has it'
         )
-    return None
-
-
-def _refusal_of_ulysses(of: Sharded, operands: Operands) -> str | None:
-    n, heads = of.order.shards, operands.query.shape[-2]
-    if heads % n:
-        return f"the {heads} query heads must be divisible by the {n} devices of {of.axis_name!r}"
-    for name in ("bias", "mask"):
-        x = getattr(operands, name)
-        if x is not None and n > 1 and x.shape[-3] == 1 and x.shape[-2] != 1:
-            return (
-                f"{name} must have an axis of {heads} heads, or one row for all queries; each device would "
-                f"gather all of {_validate.described(x)}"
-            )
     return None
