@@ -26,7 +26,7 @@ Shapes = Operands[jax.ShapeDtypeStruct]
 
 
 def may_be_sharded(operands: Operands) -> bool:
-    """Whether a call may have sharded sequences. Those of a call with a diagonal are shards themselves."""
+    """Whether the sequences of a call may be sharded. Those of a call with a diagonal are shards already."""
     return operands.diagonal is None
 
 
@@ -37,7 +37,7 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
     call, so that each device has all of them; this counts as "all_gather" too.
 
     Args:
-      layout: the layout with queries and keys sharded over these mesh axes along the sequence.
+      layout: gives the layout with queries and keys sharded over these mesh axes along the sequence.
 
     Raises:
       NotImplementedError: a strategy was named, and can't run the call.
@@ -54,6 +54,7 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
         attempts.append((names, keys))
     if queries and "all_gather" in names:
         attempts.append((["all_gather"], ()))
+    # Said of a ring and of Ulysses, where there is nothing to attempt.
     reason: str | None = "queries and keys must be sharded over the same devices along the sequence"
     for candidates, of_keys in attempts:
         sequences = layout(queries, of_keys)
@@ -72,7 +73,7 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
 
 
 def check_unnamed(call: Call, unknown: Iterable[str]) -> None:
-    """Refuses a strategy that was named, where it isn't known how sequences lie on these mesh axes."""
+    """Refuses a strategy that was named, if there are mesh axes on which sequences lie in an unknown way."""
     if call.context_parallel != AUTO and (axes := tuple(unknown)):
         raise NotImplementedError(
             'context_parallel must be "auto" in an exported program, and inside of a shard_map that leaves '
@@ -101,7 +102,7 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
 
 
 def _on_device(call: Call, whole: Shapes, layout: Layout) -> tuple[Sharded, Shapes]:
-    """The call on shards, and the operands that one device has of it."""
+    """The call on shards, and the operands that one device has."""
     assert layout.shards is not None
     shapes = layout.local_shapes({name: x.shape for name, x in whole.present().items()})
     local = {name: jax.ShapeDtypeStruct(shapes[name], x.dtype) for name, x in whole.present().items()}
@@ -119,17 +120,17 @@ def _of_ordinary_call(of: Sharded, layout: Layout, whole: Shapes, local: Shapes)
         sizes |= {"N": query_heads // n, "K": ulysses.key_heads_sent(key_heads, n) // n}
     batch = math.prod(lowering.batch_shape(local))
 
-    def of_call(name: str, x: jax.ShapeDtypeStruct, of_whole: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    def of_call(name: str, x: jax.ShapeDtypeStruct, is_one: list[bool]) -> jax.ShapeDtypeStruct:
         letters = axes_of(name)
-        leading = x.shape[: len(x.shape) - len(letters)]
-        rows = 1 if batch_axis_may_be_one(name) and math.prod(leading) == 1 else batch
-        own = zip(letters, x.shape[len(leading) :], of_whole[len(leading) :], strict=True)
+        leading = len(x.shape) - len(letters)
+        is_shared = batch_axis_may_be_one(name) and math.prod(x.shape[:leading]) == 1
+        own = zip(letters, x.shape[leading:], is_one[leading:], strict=True)
         # An axis of size 1 stands for all positions or heads.
-        shape = (size if whole == 1 else sizes.get(letter, size) for letter, size, whole in own)
-        return jax.ShapeDtypeStruct((rows, *shape), x.dtype)
+        shape = (size if one else sizes.get(letter, size) for letter, size, one in own)
+        return jax.ShapeDtypeStruct((1 if is_shared else batch, *shape), x.dtype)
 
-    wholes = whole.present()
-    shapes = Operands.of({name: of_call(name, x, wholes[name].shape) for name, x in local.present().items()})
+    is_one = {name: [size == 1 for size in x.shape] for name, x in whole.present().items()}
+    shapes = Operands.of({name: of_call(name, x, is_one[name]) for name, x in local.present().items()})
     if of.is_positional and not by_heads:
         rows = batch if of.has_lengths else 1
         shapes = shapes.replace(diagonal=jax.ShapeDtypeStruct((rows,), jnp.int32))
