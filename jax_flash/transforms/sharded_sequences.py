@@ -52,8 +52,10 @@ def backward(
     d_lse: jax.Array | None,
     shards: Shards | None,
 ) -> Gradients:
-    """Gradients of the device's operands. Of an operand that devices share, each has its queries' part, or
-    its heads'."""
+    """Gradients of the device's operands.
+
+    Of an operand that devices share, each has the part of its queries, or of its heads.
+    """
     if shards is None:
         return lowering.backward(call, operands, out, lse, d_out, d_lse)
     of = sharded(call, operands, shards)

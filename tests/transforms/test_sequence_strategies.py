@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transform_cases as cases
+from exhaustive import thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import arrays, count
+from sharded_calls import arrays, count, drawn_call
 from sharded_jit import KINDS, MESHES, OPTIONS, ShardedJit, case_of, check, mesh_of, put, with_gradients
 
 import jax_flash
@@ -99,6 +100,18 @@ def test_options(name, call, axes, kind):
         case = dataclasses.replace(case, features=features)
     batch, heads = (axis if axis in axes else None for axis in "bn")
     ShardedJit(mesh_of(axes, kind), batch, heads, name).check(case)
+
+
+@pytest.mark.parametrize("seed", [100, *thorough(*range(101, 109))])
+@pytest.mark.parametrize("name", ["all_gather", "ulysses"])
+def test_drawn_calls(name, seed):
+    """A ring runs such calls in `test_sharded_sequences.py`."""
+    case, calls = drawn_call(seed)
+    case = dataclasses.replace(case, batch_axes=1, transform="jit")
+    if name == "ulysses":
+        features = [re.sub("(bias|mask):.*", r"\1:BNTS", x) for x in case.features]
+        case = dataclasses.replace(case, N=case.K * calls.shards, features=tuple(features))
+    ShardedJit(mesh_of(dict(s=calls.shards), KINDS[seed % 2]), context_parallel=name).check(case)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,7 +89,7 @@ def test_options(name, axes, kind):
 def test_drawn_calls(seed):
     case, calls = drawn_call(seed)
     case = dataclasses.replace(case, batch_axes=1, transform="jit")
-    ShardedJit(mesh_of(dict(s=calls.shards), KINDS[seed % 2])).check(case)
+    ShardedJit(mesh_of(dict(s=calls.shards), KINDS[seed % 2]), context_parallel="ring").check(case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
