@@ -10,6 +10,7 @@ from jax_flash import _arguments, _validate
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, attend, prepare
+from jax_flash.context_parallel.strategy import AUTO, Strategy
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
 
@@ -40,6 +41,7 @@ def flash_attention(
     block_mask: BlockMask | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
+    context_parallel: Literal["auto"] | Strategy = ...,
 ) -> jax.Array: ...
 
 
@@ -69,6 +71,7 @@ def flash_attention(
     block_mask: BlockMask | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
+    context_parallel: Literal["auto"] | Strategy = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -97,6 +100,7 @@ def flash_attention(
     block_mask: BlockMask | None = None,
     implementation: str | Sequence[str] | None = None,
     alignment: Alignment = BOTTOM_RIGHT,
+    context_parallel: Literal["auto"] | Strategy = AUTO,
     broadcast_dropout: None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Exact scaled dot-product attention that never stores the matrix of logits.
@@ -163,6 +167,16 @@ def flash_attention(
         fastest that supports the call on this device (`jax_flash.explain` tells which, and why).
       alignment: "bottom_right" as above, or "top_left": query i is at key i, also where T ≠ S or lengths are
         given, as in `jax.nn`. Causality and window then hold with S - T left out. ALiBi needs T = S.
+      context_parallel: how devices see each other's keys under a `jit` of arrays that are sharded along the
+        sequence.
+        "all_gather" gathers keys and values; grouped heads make it cheap.
+        "ring" passes them on from device to device, each transfer beside the computation of a step.
+        "ulysses" exchanges tokens for heads by an all-to-all, so that each device has whole sequences; the
+        devices must divide the query heads.
+        "auto" picks, of those that can run the call, the one that exposes the fewest bytes of communication;
+        if none can, it gathers sequences.
+        It changes nothing where sequences are whole, as on one device and inside of a `shard_map` over the
+        mesh axes of the sequence.
       broadcast_dropout: must be None. Flax's linen layers pass it to an attention_fn that has it. This
         function is none for them: their `deterministic` means no dropout, and they have no dropout_key.
         `jax_flash.flax.dot_product_attention` is.
@@ -173,9 +187,12 @@ def flash_attention(
     Raises:
       TypeError: an argument is of the wrong dtype or kind.
       ValueError: an argument has a shape or value that doesn't fit.
-      NotImplementedError: no implementation that was named can run the call; with the reason of each.
+      NotImplementedError: no implementation that was named can run the call; with the reason of each. The
+        strategy that context_parallel names can't run the call.
 
-    All three are raised when the call is traced.
+    All three are raised when the call is traced. On Auto mesh axes the compiler alone knows how arrays are
+    sharded, so a strategy that can't run the call is refused when the program is compiled, by a
+    `jax.errors.JaxRuntimeError` that holds the error.
 
     References:
       FlashAttention (https://arxiv.org/abs/2205.14135), FlashAttention-2 (https://arxiv.org/abs/2307.08691)
@@ -213,5 +230,6 @@ def flash_attention(
         score_mod=score_mod,
         block_mask=block_mask,
         alignment=alignment,
+        context_parallel=context_parallel,
     )
     return attend(prepare(arguments), implementation)

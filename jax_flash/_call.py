@@ -26,6 +26,7 @@ from jax_flash import (
 from jax_flash._arguments import OWN_NAMES, Names
 from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._spec import AttentionSpec, Operands, batch_axis_may_be_one, sizes
+from jax_flash.context_parallel.strategy import AUTO, STRATEGIES
 from jax_flash.transforms import autodiff
 
 
@@ -70,6 +71,7 @@ class Arguments:
     block_mask: Any = None
     packing: Packing | None = None
     alignment: Any = _alignment.BOTTOM_RIGHT
+    context_parallel: Any = AUTO
     names: Names = OWN_NAMES
 
 
@@ -84,6 +86,7 @@ class Call:
     spec: AttentionSpec
     operands: Operands  # leading axes: those of `batch_shape`, or one of size 1 if it is empty
     batch_shape: tuple[int, ...]  # the caller's leading axes
+    context_parallel: str = AUTO
 
     @property
     def shapes(self) -> Operands[jax.ShapeDtypeStruct]:
@@ -153,7 +156,10 @@ def prepare(arguments: Arguments) -> Call:
         **_per_sequence(arguments, shape),
         **_dropout_hashes(dropout_key, shape),
     )
-    return Call(spec, operands.replace(**of_functions), shape.batch)
+    context_parallel = _validate.one_of(
+        "context_parallel", arguments.context_parallel, (AUTO, *sorted(STRATEGIES))
+    )
+    return Call(spec, operands.replace(**of_functions), shape.batch, context_parallel)
 
 
 def _check_symbolic(arguments: Arguments) -> None:
@@ -244,7 +250,7 @@ def attend(call: Call, implementation: Any) -> Any:
     if call.is_empty:
         return _nothing(call)
     chosen = _dispatch.select(call.spec, call.shapes, names, _device.current())
-    results = autodiff.attend(call.spec, chosen, call.operands)
+    results = autodiff.attend(call.spec, chosen, call.operands, call.context_parallel)
     if call.spec.return_residual:
         out, lse = results
         results = out, jnp.swapaxes(lse, -1, -2)

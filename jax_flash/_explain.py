@@ -99,7 +99,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     Raises:
       TypeError, ValueError: as that function does.
 
-    Within `jax_flash.planned_for` it explains the call for that device.
+    Within `jax_flash.planned_for` it explains the call for that device. It doesn't know how arrays will be
+    sharded, so `context_parallel` is checked and changes nothing.
     """
     if "cache" in kwargs or any(isinstance(x, KVCache | PagedKVCache) for x in args):
         function = _with_cache.flash_attention_with_cache

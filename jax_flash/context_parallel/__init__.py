@@ -12,7 +12,7 @@
 
 It stands above the implementations: each step is an ordinary call, through the same transforms as any other.
 
-A sharded `jit` of `flash_attention` runs the ring too, below those transforms
-(`transforms/sharded_sequences.py`). So the ring and what it needs import none of them but the last one,
+A sharded `jit` of `flash_attention` runs these strategies too, below those transforms
+(`transforms/sharded_sequences.py`). So they and what they need import none of them but the last one,
 `transforms/lowering.py`, and this file imports nothing.
 """

@@ -202,7 +202,7 @@ def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
         results = ring.attend(ring.Ring(of, lowering.Call(spec, selected, device), PASSES), operands)
     else:
         attend = gather.attend if chosen == "all_gather" else ulysses.attend
-        results = attend(of, selected, operands)
+        results = attend(of, functools.partial(autodiff.attend, spec, selected), operands)
     if of.spec.return_residual:
         out, lse = results
         results = out, jnp.swapaxes(lse, -1, -2)

@@ -9,6 +9,7 @@ It is how Llama 3 was trained on long contexts (https://arxiv.org/abs/2407.21783
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,15 +18,16 @@ import jax.numpy as jnp
 from jax_flash._spec import Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import Chunk, restored
-from jax_flash.context_parallel.sharded import AxisName, Sharded
-from jax_flash.transforms import autodiff
+from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms.lowering import axes_of
 
 
-def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
+def attend(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands) -> Any:
     """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
 
-    The operands are typed alike (`varying.py`).
+    Args:
+      ordinary: runs an ordinary call of `of.local_spec`, and has a derivative.
+      operands: typed alike (`varying.py`).
     """
 
     @functools.partial(
@@ -33,8 +35,7 @@ def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> 
         policy=jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse"),
     )
     def run(operands: Operands) -> Any:
-        calls = chunk_operands(of, operands)
-        results = [autodiff.attend(of.local_spec, implementation, call) for call in calls]
+        results = [ordinary(call) for call in chunk_operands(of, operands)]
         if not of.spec.return_residual:
             return jnp.concatenate(results, axis=-3)
         out, lse = zip(*results, strict=True)
@@ -50,7 +51,7 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
         if "S" in axes_of(name):
             axis = sharded.axis_of(name, x, "S")
             if sharded.goes_with_keys(name):
-                x = gathered(of.axis_name, axis, x)
+                x = gathered(of, axis, x)
             if x.shape[axis] != 1 and (of.chunks > 1 or of.has_lengths):
                 x = restored(x, axis, of.order)
         whole[name] = x
@@ -68,26 +69,26 @@ def first_chunk(of: Sharded, operands: Operands) -> Operands:
     return chunk_operands(of, operands)[0]
 
 
-def gathered(axis_name: AxisName, axis: int, x: jax.Array) -> jax.Array:
+def gathered(of: Sharded, axis: int, x: jax.Array) -> jax.Array:
     """The shards of all devices, one behind the other along `axis`."""
     gather = _gathered if jnp.issubdtype(x.dtype, jnp.floating) else _all_gather
-    return gather(axis_name, axis, x)
+    return gather(of, axis, x)
 
 
-def _all_gather(axis_name: AxisName, axis: int, x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, axis_name, axis=axis, tiled=True)
+def _all_gather(of: Sharded, axis: int, x: jax.Array) -> jax.Array:
+    return of.by_shard(jax.lax.all_gather(x, of.axis_name, axis=axis, tiled=True), axis)
 
 
 _gathered = jax.custom_vjp(_all_gather, nondiff_argnums=(0, 1))
 
 
-def _gathered_forward(axis_name: AxisName, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
-    return _all_gather(axis_name, axis, x), None
+def _gathered_forward(of: Sharded, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
+    return _all_gather(of, axis, x), None
 
 
-def _gathered_backward(axis_name: AxisName, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
-    summed = jax.lax.psum_scatter(wide, axis_name, scatter_dimension=axis, tiled=True)
+def _gathered_backward(of: Sharded, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    wide = of.by_place(cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32)), axis)
+    summed = jax.lax.psum_scatter(wide, of.axis_name, scatter_dimension=axis, tiled=True)
     return (summed.astype(cotangent.dtype),)
 
 

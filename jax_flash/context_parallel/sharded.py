@@ -81,6 +81,14 @@ class Sharded:
         shards = range(self.order.shards)
         return sorted(shards, key=lambda place: place if self.shard_of is None else self.shard_of[place])
 
+    def by_shard(self, x: jax.Array, axis: int) -> jax.Array:
+        """Parts along an axis, one for each place on the mesh axes, in the order of the shards."""
+        return _rearranged(x, axis, self.place_of)
+
+    def by_place(self, x: jax.Array, axis: int) -> jax.Array:
+        """The inverse of `by_shard`."""
+        return x if self.shard_of is None else _rearranged(x, axis, list(self.shard_of))
+
     def placed(self, operands: Operands, queries: Chunk, keys: Chunk) -> tuple[Operands, PositionMask]:
         """The operands of a call on chunks, with lengths and a diagonal of their own; and what is visible.
 
@@ -113,6 +121,14 @@ def goes_with_keys(name: str) -> bool:
 def key_side(operands: Operands) -> dict[str, jax.Array]:
     """The operands that go with the keys: key, value, segment ids, dropout's hashes."""
     return {name: x for name, x in operands.present().items() if goes_with_keys(name)}
+
+
+def _rearranged(x: jax.Array, axis: int, order: list[int]) -> jax.Array:
+    """`x`, which has one part for each number along `axis`, with its parts in that order."""
+    if order == sorted(order):
+        return x
+    parts = jnp.split(x, len(order), axis)
+    return jnp.concatenate([parts[i] for i in order], axis)
 
 
 def axis_of(name: str, x: jax.Array, letter: str) -> int:

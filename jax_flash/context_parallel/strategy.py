@@ -35,6 +35,7 @@ class Work:
     steps: int  # of a ring
     itemsize: int
     visible: float  # the share of pairs of a query and a key that attention computes
+    keeps_heads: bool = True  # whether Ulysses keeps each device's heads for the backward pass
 
 
 def exposed_bytes(strategy: Strategy, work: Work) -> float:
@@ -44,15 +45,16 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
       float32 gradients.
     - ring: the same bytes, one device at a time, and the gradients once more, to go home. A window needs
       fewer steps. Transfers run beside the steps' computation; only what takes longer than that counts.
-    - ulysses: all but one part in n of queries, keys, values and output, there or back, forward and backward.
-      Key heads count as often as they are repeated.
+    - ulysses: all but one part in n of queries, keys, values and output, there or back, forward and backward;
+      a third time if devices don't keep their heads. Key heads count as often as they are repeated.
     """
     n, shards = work.local, work.shards
     key_elements = n.B * n.S * n.K * (n.H + n.V)
     if strategy == "ulysses":
         key_elements *= ulysses.key_heads_sent(n.K, shards) // n.K
         elements = n.B * n.T * n.N * (n.H + n.V) + key_elements
-        return 2 * elements * work.itemsize * (shards - 1) / shards
+        exchanges = 2 if work.keeps_heads else 3
+        return exchanges * elements * work.itemsize * (shards - 1) / shards
     if strategy == "all_gather":
         return (shards - 1) * key_elements * (2 * work.itemsize + 4)
     sends = work.steps - 1
@@ -66,13 +68,14 @@ def cheapest(work: Work, strategies: Sequence[Strategy] = STRATEGIES) -> Strateg
     return min((x for x in STRATEGIES if x in strategies), key=lambda strategy: exposed_bytes(strategy, work))
 
 
-def work_of(of: Sharded, operands: Operands) -> Work:
+def work_of(of: Sharded, operands: Operands, keeps_heads: bool = True) -> Work:
     """Of a call on shards; its operands may have any number of batch axes."""
     *batch, T, N, H = operands.query.shape
     S, K, V = operands.value.shape[-3:]
     local = Sizes(math.prod(batch), T, S, N, K, H, V)
     visible = 1.0 if of.window.unbounded else 0.5  # as under a causal mask; narrow windows have fewer steps
-    return Work(local, of.order.shards, ring.steps(of), operands.query.dtype.itemsize, visible)
+    itemsize = operands.query.dtype.itemsize
+    return Work(local, of.order.shards, ring.steps(of), itemsize, visible, keeps_heads)
 
 
 def choose(of: Sharded, operands: Operands, named: str) -> Strategy:
@@ -97,7 +100,7 @@ def choose(of: Sharded, operands: Operands, named: str) -> Strategy:
 def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     """Why a strategy can't run the call, or None."""
     if strategy == "ulysses":
-        return _refusal_of_ulysses(of, operands)
+        return ulysses.refusal(of, operands)
     mesh = jax.typeof(operands.query).sharding.mesh
     if explicit := mesh.explicit_axes:
         return f"the surrounding shard_map leaves the Explicit axes {explicit}; it must map over them too"
@@ -116,18 +119,4 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
             'a window with two sides (local_window_size, with is_causal too) and load_balance "striped" goes '
             'with "ulysses"; with "zigzag" each strategy has it'
         )
-    return None
-
-
-def _refusal_of_ulysses(of: Sharded, operands: Operands) -> str | None:
-    n, heads = of.order.shards, operands.query.shape[-2]
-    if heads % n:
-        return f"the {heads} query heads must be divisible by the {n} devices of {of.axis_name!r}"
-    for name in ("bias", "mask"):
-        x = getattr(operands, name)
-        if x is not None and n > 1 and x.shape[-3] == 1 and x.shape[-2] != 1:
-            return (
-                f"{name} must have an axis of {heads} heads, or one row for all queries; each device would "
-                f"gather all of {_validate.described(x)}"
-            )
     return None

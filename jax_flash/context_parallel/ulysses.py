@@ -11,34 +11,52 @@ DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _validate
 from jax_flash._spec import Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import reordered, restored
 from jax_flash.context_parallel.sharded import Sharded
-from jax_flash.transforms import autodiff
 from jax_flash.transforms.lowering import axes_of
 
 
-def attend(of: Sharded, implementation: tuple[str, ...], operands: Operands) -> Any:
+def attend(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands) -> Any:
     """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
 
-    The operands are typed alike (`varying.py`).
+    Args:
+      ordinary: runs an ordinary call of `of.spec`, and has a derivative.
+      operands: typed alike (`varying.py`).
     """
-    results = autodiff.attend(of.spec, implementation, by_heads(of, operands))
+    results = ordinary(by_heads(of, operands))
     if not of.spec.return_residual:
-        return _by_tokens(of, "out", results)
+        return by_tokens(of, "out", results)
     out, lse = results
-    return _by_tokens(of, "out", out), _by_tokens(of, "lse", lse)
+    return by_tokens(of, "out", out), by_tokens(of, "lse", lse)
 
 
 def key_heads_sent(key_heads: int, shards: int) -> int:
     """How many key heads there are once they are repeated so that devices divide them."""
     return math.lcm(key_heads, shards)
+
+
+def refusal(of: Sharded, operands: Operands) -> str | None:
+    """Why a call of a device's operands can't be run, or None."""
+    n, heads = of.order.shards, operands.query.shape[-2]
+    if heads % n:
+        return f"the {heads} query heads must be divisible by the {n} devices of the sequence"
+    for name in ("bias", "mask"):
+        x = getattr(operands, name)
+        if x is not None and n > 1 and x.shape[-3] == 1 and x.shape[-2] != 1:
+            return (
+                f"{name} must have an axis of {heads} heads, or one row for all queries; each device would "
+                f"gather all of {_validate.described(x)}"
+            )
+    return None
 
 
 def by_heads(of: Sharded, operands: Operands) -> Operands:
@@ -48,11 +66,11 @@ def by_heads(of: Sharded, operands: Operands) -> Operands:
     if copies > 1:
         repeated = {name: jnp.repeat(getattr(operands, name), copies, axis=-2) for name in ("key", "value")}
         operands = operands.replace(**repeated)
-    return Operands(**{name: _of_heads(of, name, x) for name, x in operands.present().items()})
+    return Operands.of({name: of_heads(of, name, x) for name, x in operands.present().items()})
 
 
-def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
-    """An operand of this device's tokens and all heads, as that of all tokens and this device's heads."""
+def of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
+    """An operand or result of this device's tokens and all heads, as that of all tokens and its heads."""
     letters, n = axes_of(name), of.order.shards
     if name in of.own_rows:
         x = _for_each_query(x, of.queries // n)
@@ -66,11 +84,13 @@ def _of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
         heads = None
     if tokens is None and heads is not None:
         size = x.shape[heads] // n
-        x = jax.lax.dynamic_slice_in_dim(x, of.device() * size, size, heads)
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(of.axis_name) * size, size, heads)
     elif tokens is not None and heads is None:
         x = jax.lax.all_gather(x, of.axis_name, axis=tokens, tiled=True)
     elif tokens is not None:
         x = jax.lax.all_to_all(x, of.axis_name, split_axis=heads, concat_axis=tokens, tiled=True)
+    if tokens is not None:
+        x = of.by_shard(x, tokens)
     for letter in "TS":
         if letter in letters and x.shape[axis := sharded.axis_of(name, x, letter)] != 1:
             x = restored(x, axis, of.order)
@@ -84,8 +104,8 @@ def _for_each_query(x: jax.Array, queries: int) -> jax.Array:
     return jnp.broadcast_to(wide, (*x.shape[:-2], queries, x.shape[-1])).astype(x.dtype)
 
 
-def _by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:
+def by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """A result for this device's heads as that for its tokens."""
     heads, tokens = (sharded.axis_of(name, x, letter) for letter in "NT")
-    x = reordered(x, tokens, of.order)
+    x = of.by_place(reordered(x, tokens, of.order), tokens)
     return jax.lax.all_to_all(x, of.axis_name, split_axis=tokens, concat_axis=heads, tiled=True)

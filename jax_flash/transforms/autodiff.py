@@ -27,7 +27,12 @@ from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import differentiable
 
 
-def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Operands) -> Any:
+def attend(
+    spec: AttentionSpec,
+    implementation: tuple[str, ...],
+    operands: Operands,
+    context_parallel: str = "auto",
+) -> Any:
     """Runs a checked call. Differentiable in reverse mode; its gradients in every mode.
 
     Args:
@@ -35,11 +40,12 @@ def attend(spec: AttentionSpec, implementation: tuple[str, ...], operands: Opera
         runs on the platform that the call is planned for, and the second on all others.
       operands: canonical ones, except that they may have several batch axes `*B`. Any of these may be 1 in an
         operand whose batch axis may be. `lowering.py` folds them into one.
+      context_parallel: the strategy for sequences that are sharded under `jit`.
 
     Returns:
       `out (*B, T, N, V)` in query's dtype, and with `spec.return_residual` also `lse (*B, N, T)` float32.
     """
-    call = Call(spec, implementation, _device.current())
+    call = Call(spec, implementation, _device.current(), context_parallel)
     # The cast is outside of the custom derivative: under `shard_map` its transpose sums the gradient of a
     # replicated operand over the mesh.
     return _attend(call, vary_alike(operands))

@@ -7,7 +7,7 @@ that mesh axis. So is every gradient whose operand lacks an axis that is partiti
 heads share.
 
 Queries are partitioned along the sequence as `query` is, and keys over the same mesh axes or not at all.
-`sharded_sequences.py` says which calls take that, and runs them.
+`sequence_layout.py` says which calls take that, and `sharded_sequences.py` runs them.
 
 `sharding_rule` says to the compiler along which axes shardings may propagate through a call. A `Layout` is
 what a call with given shardings becomes: the part of every array on each device, and how a device runs it.
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_flash.context_parallel.strategy import Strategy
 from jax_flash.transforms.lowering import axes_of
 
 MeshAxes = tuple[str, ...]
@@ -108,18 +109,19 @@ class Shards:
     axes: MeshAxes  # in the mesh's order, which `ppermute` asks for
     shard_of: tuple[int, ...]  # the shard that is at each place on these axes
     keys: bool  # whether keys are too; if not, each device has all of them
+    strategy: Strategy  # how a device sees the keys of the others
 
     @property
     def count(self) -> int:
         return len(self.shard_of)
 
     @staticmethod
-    def over(axes: MeshAxes, mesh: dict[str, int], keys: bool) -> "Shards":
+    def over(axes: MeshAxes, mesh: dict[str, int], keys: bool, strategy: Strategy) -> "Shards":
         """The shards of an axis that is partitioned over `axes`, the major one first."""
         numbers = np.arange(_size(mesh, axes)).reshape([mesh[name] for name in axes])
         in_order = sorted(axes, key=list(mesh).index)
         numbers = numbers.transpose([axes.index(name) for name in in_order])
-        return Shards(tuple(in_order), tuple(map(int, numbers.flat)), keys)
+        return Shards(tuple(in_order), tuple(map(int, numbers.flat)), keys, strategy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Layout:
     takes_key_heads: bool
     queries: MeshAxes = ()  # that partition the sequence of queries
     keys: MeshAxes = ()  # and of keys: the same or none
+    strategy: Strategy | None = None  # of sequences that are partitioned
 
     @staticmethod
     def of(
@@ -142,7 +145,8 @@ class Layout:
         letters: Letters,
         inputs: Arrays,
         specs: Specs,
-        takes_shards: Callable[[Shards], bool] | None = None,
+        queries: MeshAxes = (),
+        keys: MeshAxes = (),
         takes_key_heads: bool = True,
     ) -> "Layout":
         """The layout that the inputs suggest, query's shardings before the others'.
@@ -151,14 +155,12 @@ class Layout:
         partitioned: along them all devices do the same work.
 
         Args:
-          takes_shards: whether the call takes such shards of the sequences. None: it takes none.
+          queries: the mesh axes that partition the sequence of queries.
+          keys: and that of keys.
           takes_key_heads: whether a device may take some of its key heads, in copies. A cache that is
             changed in place has to stay whole.
         """
         query, key = inputs["query"].shape, inputs["key"].shape
-        queries, keys = (), ()
-        if takes_shards is not None:
-            queries, keys = _of_sequences(mesh, (query, key), specs, takes_shards)
         taken: set[str] = set(queries)
 
         def choose(size: int, candidates: list[tuple[str, int]]) -> MeshAxes:
@@ -205,13 +207,15 @@ class Layout:
         def divides(size: int, axes: MeshAxes) -> bool:
             return size % _size(sizes, axes) == 0
 
+        exchanged = self.queries if self.strategy == "ulysses" else ()
+
         def by_heads(layout: Layout, name: str) -> Layout | None:
+            if not divides(query_heads, layout.key_heads + layout.group + (name, *exchanged)):
+                return None
             if not layout.group and divides(key_heads, (*layout.key_heads, name)):
                 return dataclasses.replace(layout, key_heads=(*layout.key_heads, name))
             split = dataclasses.replace(layout, group=(*layout.group, name))
-            if divides(query_heads, split.key_heads + split.group) and split._has_its_key_heads(key_heads):
-                return split
-            return None
+            return split if split._has_its_key_heads(key_heads) else None
 
         def by_batch(layout: Layout, name: str) -> Layout | None:
             for i, (size, axes) in enumerate(zip(batch_sizes, layout.batch, strict=True)):
@@ -236,7 +240,9 @@ class Layout:
     @property
     def shards(self) -> Shards | None:
         """How sequences are partitioned; None where they are whole."""
-        return Shards.over(self.queries, self.mesh, bool(self.keys)) if self.queries else None
+        if self.strategy is None:
+            return None
+        return Shards.over(self.queries, self.mesh, bool(self.keys), self.strategy)
 
     def spec(self, name: str, shape: Shape) -> PartitionSpec:
         """How the array of that name and (whole) shape is partitioned."""
@@ -245,6 +251,18 @@ class Layout:
         by_letter |= {"T": self.queries, "S": self.keys}
         axes = [by_letter.get(letter, ()) for letter in self.letters[name]]
         return PartitionSpec(*(a if a and size > 1 else None for a, size in zip(axes, shape, strict=True)))
+
+    def local_shapes(self, shapes: Shapes) -> Shapes:
+        """The shapes that `run` gives to the computation of one device, by those of whole arrays."""
+        local: Shapes = {}
+        for name, shape in shapes.items():
+            spec = self.spec(name, shape)
+            parts = (_size(self.mesh, mesh_axes(spec, axis)) for axis in range(len(shape)))
+            local[name] = tuple(size // n for size, n in zip(shape, parts, strict=True))
+        heads = self._key_heads_taken(local["query"][-2], local["key"][-2])
+        if heads is not None:
+            local |= {name: (*local[name][:-2], heads, local[name][-1]) for name in ("key", "value")}
+        return local
 
     def type_of(self, name: str, shape: Shape, inputs: Specs) -> PartitionSpec:
         """How a result is sharded by its type: a gradient as its operand, and others as query along `T`.
@@ -285,7 +303,15 @@ class Layout:
         return results
 
     def _key_heads_needed(self, query_heads: int, key_heads: int) -> jax.Array | None:
-        """Which of its key heads a device takes; None for all of them, each with a whole group.
+        """Which of its key heads a device takes; None for all of them, each with a whole group."""
+        count = self._key_heads_taken(query_heads, key_heads)
+        if count is None:
+            return None
+        first = jax.lax.axis_index(self.group) * query_heads
+        return (first + query_heads // count * jnp.arange(count)) // self.query_heads_per_key_head
+
+    def _key_heads_taken(self, query_heads: int, key_heads: int) -> int | None:
+        """How many of its key heads a device takes; None for all of them.
 
         If a device's query heads are neither whole groups nor part of one group, key heads are repeated
         for each query head.
@@ -293,32 +319,9 @@ class Layout:
         if not self.group or key_heads == 1:
             return None
         group = self.query_heads_per_key_head
-        first = jax.lax.axis_index(self.group) * query_heads
         if query_heads % group == 0:
-            return first // group + jnp.arange(query_heads // group)
-        if group % query_heads == 0:
-            return (first // group)[None]
-        return (first + jnp.arange(query_heads)) // group
-
-
-def _of_sequences(
-    mesh: dict[str, int], shapes: tuple[Shape, Shape], specs: Specs, takes_shards: Callable[[Shards], bool]
-) -> tuple[MeshAxes, MeshAxes]:
-    """The mesh axes that partition queries and keys, by the shapes and shardings of `query` and `key`.
-
-    Keys that are sharded otherwise than queries are gathered.
-    """
-    queries, keys = (
-        mesh_axes(specs[name], len(shape) - 3) for name, shape in zip(("query", "key"), shapes, strict=True)
-    )
-    for with_keys in (True, False):
-        if not queries or (with_keys and keys != queries):
-            continue
-        lengths = [shape[-3] for shape in shapes[: 1 + with_keys]]
-        is_even = all(isinstance(n, int) and n % _size(mesh, queries) == 0 for n in lengths)
-        if is_even and takes_shards(Shards.over(queries, mesh, with_keys)):
-            return queries, keys if with_keys else ()
-    return (), ()
+            return query_heads // group
+        return 1 if group % query_heads == 0 else query_heads
 
 
 def mesh_axes(spec: PartitionSpec, axis: int) -> MeshAxes:

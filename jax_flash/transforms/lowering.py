@@ -67,11 +67,14 @@ class Call(Generic[Spec]):
 
     `device` is the one that the call is planned for. It is part of the call because the backward pass and the
     body of a partitioned computation are traced later, when another device may be the current one.
+
+    `context_parallel` is the strategy for sharded sequences, see `sequence_layout.py`.
     """
 
     spec: Spec
     implementation: tuple[str, ...]
     device: _device.Device
+    context_parallel: str = "auto"
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:

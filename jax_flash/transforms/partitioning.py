@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jax_flash
 from jax_flash._spec import Gradients, Operands, shapes_of
-from jax_flash.transforms import lowering, serialising, sharded_sequences
+from jax_flash.transforms import lowering, sequence_layout, serialising, sharded_sequences
 from jax_flash.transforms.layout import (
     Arrays,
     Layout,
@@ -90,14 +90,18 @@ def _partitioned_attention(
 ) -> Arrays:
     inputs = operands.present() | rest
     letters = letters_of({name: x.shape for name, x in inputs.items()} | results)
-    takes_shards = None
-    if sharded_sequences.may_take_shards(call, operands):
-        takes_shards = functools.partial(sharded_sequences.takes_shards, call, shapes_of(operands))
-    return partitioned(Computation(local, call, letters, results, takes_shards), inputs)
+    choose = None
+    if sequence_layout.may_be_sharded(operands):
+        choose = functools.partial(sequence_layout.choose, call, shapes_of(operands))
+    return partitioned(Computation(local, call, letters, results, choose), inputs)
 
 
 Local = Callable[[Arrays, Shards | None], Arrays]
 """Takes one device's inputs by name, and how sequences are sharded; returns its results by name."""
+
+
+ChooseLayout = Callable[[Specs, Callable[[MeshAxes, MeshAxes], Layout]], Layout]
+"""`sequence_layout.choose` for one call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +115,14 @@ class Computation:
     call: Any  # everything static that `run` depends on; its `repr` says all of it
     letters: Letters  # of inputs and results
     results: Shapes  # for whole inputs
-    takes_shards: Callable[[Shards], bool] | None = None  # see `Layout.of`
+    choose: ChooseLayout | None = None  # how sequences are partitioned; None: they are whole
     takes_key_heads: bool = True
 
     def layout(self, mesh: dict[str, int], inputs: Arrays, specs: Specs) -> Layout:
-        return Layout.of(mesh, self.letters, inputs, specs, self.takes_shards, self.takes_key_heads)
+        def of(queries: MeshAxes, keys: MeshAxes) -> Layout:
+            return Layout.of(mesh, self.letters, inputs, specs, queries, keys, self.takes_key_heads)
+
+        return of((), ()) if self.choose is None else self.choose(specs, of)
 
     def run_whole(self, inputs: Arrays) -> Arrays:
         return self.run(inputs, None)
@@ -179,7 +186,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
     function.def_partition(
         partition,
         sharding_rule=lambda mesh, *_: sharding_rule(
-            dict(mesh.shape), letters, shapes, computation.results, computation.takes_shards is not None
+            dict(mesh.shape), letters, shapes, computation.results, computation.choose is not None
         ),
         decode_shardings=False,
     )
@@ -209,6 +216,10 @@ def _partition_as_automatic(computation: Computation, mesh: Any, inputs: Arrays)
 def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays) -> Arrays:
     """For explicit mesh axes, and inside of a `shard_map` that leaves some axes automatic or explicit."""
     by_type, specs = _layout_by_type(computation, mesh, inputs)
+    if by_type.shards is None:
+        sequence_layout.check_unnamed(
+            computation.call, (name for name in mesh.auto_axes if mesh.shape[name] > 1)
+        )
     # A sharded head dim is gathered, and a sequence that the call doesn't take so, as on automatic axes.
     inputs = {name: _reshard(x, mesh, by_type.spec(name, x.shape)) for name, x in inputs.items()}
     layout = by_type.over_more({name: mesh.shape[name] for name in mesh.auto_axes}, inputs)

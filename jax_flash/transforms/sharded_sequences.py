@@ -1,55 +1,46 @@
 """What each device runs of a call on arrays, whether sequences are whole or sharded.
 
 Whole sequences are one ordinary call on the device's arrays (`lowering.py`). Of sharded ones a device has
-consecutive tokens, and a call on these is told where they lie in the whole sequence by the operand `diagonal`
-(`context_parallel/sharded.py`):
+consecutive tokens, and `Shards.strategy` says how devices see each other's keys:
 
-- Keys are sharded as queries are: they go round in a ring (`context_parallel/ring.py`).
-- Queries alone are sharded: one ordinary call of the device's queries on all keys. Each device then has a
-  part of the gradients of keys and values, which `Layout.run` adds up.
+- "ring": keys go round, and a device runs one ordinary call in each step (`context_parallel/ring.py`).
+- "all_gather": one ordinary call of the device's queries on all keys (`context_parallel/gather.py`). If each
+  device has all keys already, nothing is gathered. A device then has a part of the gradients of keys and
+  values, which `Layout.run` adds up.
+- "ulysses": one ordinary call of the device's heads on whole sequences (`context_parallel/ulysses.py`).
+
+A call on parts of sequences is told where they lie by the operand `diagonal` (`context_parallel/sharded.py`).
+`sequence_layout.py` chooses the strategy.
 """
-
-import math
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _dispatch
-from jax_flash._spec import Gradients, Operands, batch_axis_may_be_one, functions_of
-from jax_flash.context_parallel import ring
+from jax_flash._spec import Gradients, Operands
+from jax_flash.context_parallel import gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import Chunk, Order
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms import lowering
 from jax_flash.transforms.layout import Shards
-from jax_flash.transforms.lowering import Call, axes_of
+from jax_flash.transforms.lowering import Call
 
 PASSES = ring.Passes(lowering.forward, lowering.backward)
 """Of a ring's step, whose arrays are local."""
-
-
-def may_take_shards(call: Call, operands: Operands) -> bool:
-    """Whether there may be shards that `takes_shards`; if not, the call has whole sequences."""
-    # Offsets of packed sequences and functions of users speak of places in the whole sequence. A diagonal
-    # says that the call is itself part of one on sharded sequences.
-    return operands.query_offsets is None and functions_of(call.spec) is None and operands.diagonal is None
-
-
-def takes_shards(call: Call, shapes: Operands[jax.ShapeDtypeStruct], shards: Shards) -> bool:
-    """Whether the implementation runs the calls that shards of these operands become."""
-    shapes = _step_shapes(call, shapes, shards)
-    return all(_dispatch.reason(name, call.spec, shapes, call.device) is None for name in call.implementation)
 
 
 def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of the device's queries."""
     if shards is None:
         return lowering.forward(call, operands)
-    of = _sharded(call, operands, shards)
-    if not shards.keys:
-        return lowering.forward(call, _on_all_keys(of, operands))
-    batch = lowering.batch_shape(operands)
-    query = jnp.broadcast_to(operands.query, (*batch, *operands.query.shape[-3:]))
-    return ring.forward(ring.Ring(of, call, PASSES), operands.replace(query=query))
+    of = sharded(call, operands, shards)
+    if shards.strategy == "ring":
+        batch = lowering.batch_shape(operands)
+        query = jnp.broadcast_to(operands.query, (*batch, *operands.query.shape[-3:]))
+        return ring.forward(ring.Ring(of, call, PASSES), operands.replace(query=query))
+    out, lse = lowering.forward(call, _ordinary_operands(of, operands, shards))
+    if shards.strategy == "ulysses":
+        out, lse = ulysses.by_tokens(of, "out", out), ulysses.by_tokens(of, "lse", lse)
+    return out, lse
 
 
 def backward(
@@ -61,16 +52,30 @@ def backward(
     d_lse: jax.Array | None,
     shards: Shards | None,
 ) -> Gradients:
-    """Gradients of the device's operands. Of an operand that devices share, each has its queries' part."""
+    """Gradients of the device's operands.
+
+    Of an operand that devices share, each has the part of its queries, or of its heads.
+    """
     if shards is None:
         return lowering.backward(call, operands, out, lse, d_out, d_lse)
-    of = _sharded(call, operands, shards)
-    if not shards.keys:
-        return lowering.backward(call, _on_all_keys(of, operands), out, lse, d_out, d_lse)
-    return ring.backward(ring.Ring(of, call, PASSES), operands, out, lse, d_out, d_lse)
+    of = sharded(call, operands, shards)
+    if shards.strategy == "ring":
+        return ring.backward(ring.Ring(of, call, PASSES), operands, out, lse, d_out, d_lse)
+
+    def ordinary(differentiable: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Operands]:
+        moved = _ordinary_operands(of, operands.replace(**differentiable), shards)
+        return moved.differentiable(), moved
+
+    _, pullback, moved = jax.vjp(ordinary, operands.differentiable(), has_aux=True)
+    if shards.strategy == "ulysses":
+        out, d_out = (ulysses.of_heads(of, "out", x) for x in (out, d_out))
+        lse = ulysses.of_heads(of, "lse", lse)
+        d_lse = None if d_lse is None else ulysses.of_heads(of, "lse", d_lse)
+    gradients = lowering.backward(call, moved, out, lse, d_out, d_lse)
+    return Gradients.of(pullback(gradients.present())[0])
 
 
-def _sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
+def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
     """From the operands of one device."""
     n = shards.count
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
@@ -86,28 +91,11 @@ def _sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
     )
 
 
-def _on_all_keys(of: Sharded, operands: Operands) -> Operands:
+def _ordinary_operands(of: Sharded, operands: Operands, shards: Shards) -> Operands:
+    """The operands of the one ordinary call that a device runs."""
+    if shards.strategy == "ulysses":
+        return ulysses.by_heads(of, operands)
+    if shards.keys:
+        return gather.first_chunk(of, operands)
     queries = of.order.chunk(of.device(), 0, of.queries_per_chunk)
     return of.placed(operands, queries, Chunk(0, 1, of.keys))[0]
-
-
-def _step_shapes(
-    call: Call, whole: Operands[jax.ShapeDtypeStruct], shards: Shards
-) -> Operands[jax.ShapeDtypeStruct]:
-    """What implementations are asked about: the operands of a device's call, of all batch rows and heads."""
-    batch = math.prod(lowering.batch_shape(whole))
-    parts = {"T": shards.count, "S": shards.count if shards.keys else 1}
-
-    def of_step(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        letters = axes_of(name)
-        leading, own = x.shape[: x.ndim - len(letters)], x.shape[x.ndim - len(letters) :]
-        rows = 1 if batch_axis_may_be_one(name) and math.prod(leading) == 1 else batch
-        own = (n if n == 1 else n // parts.get(letter, 1) for letter, n in zip(letters, own, strict=True))
-        return jax.ShapeDtypeStruct((rows, *own), x.dtype)
-
-    shapes = Operands.of({name: of_step(name, x) for name, x in whole.present().items()})
-    of = _sharded(call, shapes, shards)
-    if of.is_positional:
-        rows = batch if of.has_lengths else 1
-        shapes = shapes.replace(diagonal=jax.ShapeDtypeStruct((rows,), jnp.int32))
-    return shapes.replace(sinks=None) if shards.keys else shapes

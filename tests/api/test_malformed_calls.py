@@ -175,6 +175,7 @@ KEY = [
 ]
 NO_FUNCTIONS = [*(x for x in NO_ARGUMENT if x is not int), *NO_JAX_ARRAYS, True, 3, ones(B, T), HUGE]
 ALIGNMENT = [None, *NO_ARGUMENT, *NO_JAX_ARRAYS, "", "top left", ("top_left",)]
+CONTEXT_PARALLEL = [None, *NO_ARGUMENT, *NO_JAX_ARRAYS, "", "Ring", "all-gather", ("ring",)]
 IMPLEMENTATION = [
     *(x for x in NO_ARGUMENT if x != "text"),
     *NO_JAX_ARRAYS,
@@ -214,6 +215,7 @@ ATTENTION = {
     "block_mask": [*NO_FUNCTIONS, int, lambda b, h, q, k: q >= k],
     "implementation": IMPLEMENTATION,
     "alignment": ALIGNMENT,
+    "context_parallel": CONTEXT_PARALLEL,
 }
 FLAX_ALONE = {"broadcast_dropout": [True, False, np.True_, 0, "text", Odd(), Unprintable()]}
 DESCENDING = [0, 3, 2, 4]

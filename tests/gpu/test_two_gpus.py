@@ -119,16 +119,21 @@ def test_sharded_sequences(layout, option, head_dim):
     ShardedCalls(2, *layout, options={"implementation": "cuda"}).check(case)
 
 
+MOVES = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}
+
+
+@pytest.mark.parametrize("strategy", MOVES)
 @pytest.mark.parametrize("is_causal", (False, True))
-def test_sharded_jit_keeps_sequences(is_causal):
-    """A ring of the CUDA kernels: keys and values are passed on, and nothing is gathered."""
+def test_sharded_jit_keeps_sequences(is_causal, strategy):
+    """By the CUDA kernels, and nothing moves but what the strategy moves."""
     generator = np.random.default_rng(seed_of("sequences"))
     shapes = ((2, 512, N, H), (2, 512, K, H), (2, 512, K, H), (2, 512, N, H))
     *arrays, d_out = (generator.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
 
     @jax.jit
     def run(*arrays):
-        call = functools.partial(jax_flash.flash_attention, is_causal=is_causal, implementation="cuda")
+        options = dict(is_causal=is_causal, context_parallel=strategy, implementation="cuda")
+        call = functools.partial(jax_flash.flash_attention, **options)
         out, vjp = jax.vjp(call, *arrays[:3])
         return out, *vjp(arrays[3])
 
@@ -137,8 +142,8 @@ def test_sharded_jit_keeps_sequences(is_causal):
     sharded = jax.device_put((*arrays, d_out), sharding)
     compiled = run.lower(*sharded).compile()
     text = compiled.as_text()
-    assert "jax_flash_forward" in text and "jax_flash_backward" in text and "collective-permute" in text
-    assert "all-gather" not in text and "all-to-all" not in text
+    assert "jax_flash_forward" in text and "jax_flash_backward" in text
+    assert {move for move in MOVES.values() if move in text} == {MOVES[strategy]}
     results = compiled(*sharded)
     assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x in results)
     assert_equal(results, expected)

@@ -48,6 +48,7 @@ expected = jax.tree.map(np.asarray, with_gradients(attend)(*arrays))
 by_hand = functools.partial(jax_flash.context_parallel_attention, axis_name="sequence", is_causal=True)
 calls = {"jit": attend}
 for strategy in ("ring", "all_gather", "ulysses"):
+    calls[f"jit_{strategy}"] = functools.partial(attend, context_parallel=strategy)
     calls[strategy] = jax.shard_map(
         functools.partial(by_hand, strategy=strategy), mesh=mesh, in_specs=shards, out_specs=shards
     )

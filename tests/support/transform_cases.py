@@ -121,8 +121,8 @@ def make_packed_operands(B=4, sequences=3, **sizes):
     return operands.replace(**dict.fromkeys(others), **offsets), spec
 
 
-def attend(operands, spec=SPEC, implementation=("plain",)):
-    return autodiff.attend(spec, implementation, operands)
+def attend(operands, spec=SPEC, implementation=("plain",), context_parallel="auto"):
+    return autodiff.attend(spec, implementation, operands, context_parallel)
 
 
 @functools.partial(jax.jit, static_argnames="spec")  # much faster than operation by operation

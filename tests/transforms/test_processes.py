@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parents[1] / "support" / "of_two_processes.py"
-CALLS = ("jit", "ring", "all_gather", "ulysses")
+CALLS = ("jit", "jit_ring", "ring", "jit_all_gather", "all_gather", "jit_ulysses", "ulysses")
 SECONDS = 240
 
 

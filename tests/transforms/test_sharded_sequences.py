@@ -11,71 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transform_cases as cases
-from attention_case import Case
 from exhaustive import thorough
-from implementation_suite import Implementation
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded_calls import arrays, count, drawn_call, token_axes
+from sharded_calls import arrays, count, drawn_call
+from sharded_jit import (
+    KINDS,
+    MESHES,
+    OPTIONS,
+    ShardedJit,
+    case_of,
+    check,
+    check_values,
+    mesh_of,
+    put,
+    with_gradients,
+)
 
 import jax_flash
 from jax_flash._spec import Operands
 from jax_flash.transforms import layout
 from jax_flash.transforms.layout import Shards
 from jax_flash.transforms.locations import without_locations
-
-KINDS = (AxisType.Auto, AxisType.Explicit)
-OPAQUE = ("opaque",)
-
-# Axes of the mesh, and how arrays (B, T, N, H) are sharded over them.
-MESHES = {
-    "two": (dict(s=2), P(None, "s")),
-    "four": (dict(s=4), P(None, "s")),
-    "eight": (dict(s=8), P(None, "s")),
-    "with_batch_and_heads": (dict(b=2, s=2, n=2), P("b", "s", "n")),
-    "several_axes": (dict(x=2, y=2, n=2), P(None, ("x", "y"), "n")),
-    "axes_out_of_order": (dict(x=2, b=2, y=2), P("b", ("y", "x"))),
-}
-OPTIONS = {
-    "plain": {},
-    "causal": dict(is_causal=True),
-    "window": dict(local_window_size=(9, 4)),
-    "causal_window": dict(is_causal=True, local_window_size=(6, 0)),
-    "soft_cap": dict(is_causal=True, logits_soft_cap=2.0),
-}
-
-
-def mesh_of(axes, kind):
-    devices = jax.devices("cpu")[: int(np.prod(list(axes.values())))]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
-
-
-def put(x, mesh, spec):
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def with_gradients(function, *args):
-    """The output, and the gradients for a cotangent that is its sine."""
-    out, pullback = jax.vjp(function, *args)
-    return out, *pullback(jnp.sin(out))
-
-
-def check_values(function, args, mesh, specs):
-    """The results on the mesh, where they are as on one device."""
-    expected = jax.jit(functools.partial(with_gradients, function))(*args)
-    sharded = [put(x, mesh, spec) for x, spec in zip(args, specs, strict=True)]
-    with jax.set_mesh(mesh):
-        actual = jax.jit(functools.partial(with_gradients, function))(*sharded)
-    cases.assert_close(actual, expected)
-    return actual
-
-
-def check(function, args, mesh, specs, out_spec=None):
-    """And the output is sharded as the first argument, gradients as the arguments."""
-    actual = check_values(function, args, mesh, specs)
-    specs = (specs[0] if out_spec is None else out_spec, *specs)
-    for name, x, spec in zip(("out", "query", "key", "value"), actual, specs, strict=True):
-        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), (name, x.sharding)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,63 +62,6 @@ def test_as_on_one_device_and_sharded_as_given(mesh, option, sizes, kind):
     check(attend, (query, key, value), mesh_of(axes, kind), (spec, keys_spec, keys_spec))
 
 
-@dataclasses.dataclass
-class ShardedJit(Implementation):
-    """An implementation for `check`: `flash_attention` with arguments that are sharded over a mesh."""
-
-    mesh: jax.sharding.Mesh
-    batch: str | None = None
-    heads: str | None = None
-
-    implementation = "xla"
-
-    def environment(self):
-        return jax.set_mesh(self.mesh)
-
-    def attend(self, arguments, **options):
-        arguments = {name: self.sharded(name, x) for name, x in arguments.items()}
-        results = jax_flash.flash_attention(**arguments, **options, implementation="xla")
-        for x in jax.tree.leaves(results):
-            if AxisType.Explicit in self.mesh.axis_types:
-                assert jax.typeof(x).sharding.spec[-3 if x.ndim > 3 else 1] == "s"
-        return jax.tree.map(lambda x: self.put(x, P()), results)
-
-    def sharded(self, name, x):
-        if not hasattr(x, "shape") or name == "dropout_key":
-            return x
-        spec = [None] * x.ndim
-        for axis, is_sharded in token_axes(name, jnp.asarray(x)).items():
-            spec[axis] = "s" if is_sharded else None
-        if name in ("query", "key", "value"):
-            spec[0], spec[2] = self.batch, self.heads
-        return self.put(jnp.asarray(x), P(*spec))
-
-    def put(self, x, spec):
-        is_explicit = AxisType.Explicit in self.mesh.axis_types
-        place = jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
-        return place(x, NamedSharding(self.mesh, spec))
-
-
-EVERYTHING = (
-    "logits_soft_cap alibi_slopes sinks dropout segment_ids seq_lengths bias mask:BNTS deterministic".split()
-)
-CALLS = {
-    "everything": dict(features=EVERYTHING, is_causal=True, local_window_size=(20, None)),
-    "everything_in_bfloat16": dict(dtype="bfloat16", features=EVERYTHING, is_causal=True),
-    "dropout": dict(features=["dropout"], is_causal=True),
-    "segments": dict(features=["segment_ids"], is_causal=True),
-    "lengths": dict(features=["seq_lengths"], is_causal=True),
-    "lengths_of_keys": dict(features=["seq_lengths:key_value", "mask:B1TS"], S=64),
-    "one_bias_row": dict(dtype="bfloat16", features=["bias:BN1S", "sinks"], residual="absent"),
-    "one_bias_column": dict(features=["bias:1NT1", "mask:11TS"]),
-    "longer_queries": dict(features=["alibi_slopes"], T=64, local_window_size=(None, 5)),
-}
-
-
-def case_of(name, dtype="float32", **options):
-    return Case("sharded", **dict(dtype=dtype, T=32, S=32, N=4, K=2, H=8) | CALLS[name] | options)
-
-
 @pytest.mark.parametrize(
     ("name", "axes", "kind"),
     [
@@ -189,61 +89,7 @@ def test_options(name, axes, kind):
 def test_drawn_calls(seed):
     case, calls = drawn_call(seed)
     case = dataclasses.replace(case, batch_axes=1, transform="jit")
-    ShardedJit(mesh_of(dict(s=calls.shards), KINDS[seed % 2])).check(case)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", ["four", "with_batch_and_heads", "axes_out_of_order"])
-def test_a_ring_is_all_that_moves(mesh, kind):
-    """Of a custom call, which the compiler can't partition by itself."""
-    axes, spec = MESHES[mesh]
-    operands = cases.make_operands(T=8, S=16, bias=(1, 4, 8, 16))
-    rows = P(spec[0], spec[1])
-    heads = spec[2] if len(spec) > 2 else None
-    tokens = dict(query=spec, key=spec, value=spec, query_segment_ids=rows, key_value_segment_ids=rows)
-    specs = tokens | dict(mask=P(None, None, spec[1]), bias=P(None, heads, spec[1]))
-    specs |= dict(query_seq_lengths=P(spec[0]), key_value_seq_lengths=P(spec[0]))
-    specs |= dict(alibi_slopes=P(None, heads), sinks=P(None, heads))
-    sharded = Operands(**{n: put(x, mesh_of(axes, kind), specs[n]) for n, x in operands.present().items()})
-
-    def run(operands):
-        results, pullback = jax.vjp(lambda o: cases.attend(o, implementation=OPAQUE), operands)
-        return results, cases.split(pullback(jax.tree.map(jnp.sin, results))[0])[0]
-
-    # Sums of shared operands' gradients, and a chunk's own columns of its bias.
-    moves = cases.collectives(run, sharded)
-    assert "collective-permute" in moves
-    assert moves <= {"collective-permute", "all-reduce", "dynamic-slice"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_moves_nothing_whole_in_a_layer(kind):
-    """Activations are sharded along the sequence, and weights are whole. Only keys and values move."""
-    mesh = mesh_of(dict(s=4), kind)
-    draw = np.random.default_rng(0)
-    x = jnp.asarray(draw.normal(size=(2, 64, 32)), jnp.float32)
-    weights = jnp.asarray(0.2 * draw.normal(size=(2, 3, 32, 4, 8)), jnp.float32)
-
-    def layer(x, weights):
-        query, key, value = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
-        out = jax_flash.flash_attention(query, key, value, is_causal=True, implementation="xla")
-        return x + out.reshape(*x.shape, out_sharding=P(None, "s") if kind == KINDS[1] else None)
-
-    def loss(x, weights, call=layer):
-        step = jax.checkpoint(lambda x, w: (call(x, w), None))
-        return jnp.mean(jax.lax.scan(step, x, weights)[0] ** 2)
-
-    def on_one_device(x, weights):
-        query, key, value = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
-        return x + jax_flash.flash_attention(query, key, value, is_causal=True).reshape(x.shape)
-
-    with jax.set_mesh(mesh):
-        sharded = put(x, mesh, P(None, "s")), put(weights, mesh, P())
-        compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*sharded).compile()
-        actual = compiled(*sharded)
-    cases.assert_close(actual, jax.value_and_grad(loss, argnums=(0, 1))(x, weights, on_one_device))
-    moves = {name for name in ("all-gather", "all-to-all") if count(compiled.as_text(), name)}
-    assert not moves and count(compiled.as_text(), "collective-permute")
+    ShardedJit(mesh_of(dict(s=calls.shards), KINDS[seed % 2]), context_parallel="ring").check(case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -291,9 +137,9 @@ def packed(query, key, value):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("attend", [head_of_each, packed], ids=lambda f: f.__name__)
 def test_calls_that_take_whole_sequences(attend, kind):
-    """They gather them, and results are sharded nevertheless."""
+    """They gather them, as there are fewer heads than devices, and results are sharded nevertheless."""
     axes, spec = MESHES["four"]
-    check(attend, arrays(), mesh_of(axes, kind), (spec,) * 3)
+    check(attend, arrays(N=2, K=1), mesh_of(axes, kind), (spec,) * 3)
 
 
 def test_a_sequence_that_devices_do_not_divide():
@@ -374,7 +220,9 @@ def test_devices_in_any_order(order, kind):
 def test_mesh_with_axes_of_both_kinds(explicit):
     kinds = tuple(AxisType.Explicit if axis == explicit else AxisType.Auto for axis in "bs")
     mesh = jax.make_mesh((2, 4), ("b", "s"), axis_types=kinds)
-    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="xla")
+    attend = functools.partial(
+        jax_flash.flash_attention, is_causal=True, context_parallel="ring", implementation="xla"
+    )
     check(attend, arrays(), mesh, (P("b", "s"),) * 3)
     with jax.set_mesh(mesh):
         sharded = [put(x, mesh, P("b", "s")) for x in arrays()]
@@ -384,7 +232,9 @@ def test_mesh_with_axes_of_both_kinds(explicit):
 
 def test_shard_map_that_leaves_the_sequence_explicit():
     mesh = mesh_of(dict(b=2, s=4), AxisType.Explicit)
-    attend = functools.partial(jax_flash.flash_attention, is_causal=True, implementation="xla")
+    attend = functools.partial(
+        jax_flash.flash_attention, is_causal=True, context_parallel="ring", implementation="xla"
+    )
     mapped = jax.shard_map(attend, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})
     expected = jax.jit(functools.partial(with_gradients, attend))(*arrays())
     with jax.set_mesh(mesh):
@@ -419,10 +269,12 @@ def test_eagerly():
 
 def test_shards_are_numbered_in_the_order_of_the_sharding():
     mesh = {"x": 2, "y": 3, "z": 2}
-    assert Shards.over(("y",), mesh, True) == Shards(("y",), (0, 1, 2), True)
-    assert Shards.over(("x", "y"), mesh, True) == Shards(("x", "y"), (0, 1, 2, 3, 4, 5), True)
+    assert Shards.over(("y",), mesh, True, "ring") == Shards(("y",), (0, 1, 2), True, "ring")
+    expected = Shards(("x", "y"), (0, 1, 2, 3, 4, 5), True, "ulysses")
+    assert Shards.over(("x", "y"), mesh, True, "ulysses") == expected
     # The device at (x, y) has shard 2 * y + x.
-    assert Shards.over(("y", "x"), mesh, False) == Shards(("x", "y"), (0, 2, 4, 1, 3, 5), False)
+    expected = Shards(("x", "y"), (0, 2, 4, 1, 3, 5), False, "all_gather")
+    assert Shards.over(("y", "x"), mesh, False, "all_gather") == expected
 
 
 def test_the_partitioned_program_has_no_places_in_python():
