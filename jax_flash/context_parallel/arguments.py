@@ -32,7 +32,9 @@ OF_WHOLE_SEQUENCES: dict[str, Any] = {
 @_settings.as_written
 def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sharded, Call]:
     """Check the arguments. The call's operands are this device's; lengths are those of whole sequences."""
-    kind, shards = _kind(load_balance), _shards(axis_name)
+    axes = _mesh_axes(axis_name)
+    axis_name = axes if len(axes) > 1 else axes[0]
+    kind, shards = _kind(load_balance), _shards(axes)
     order = Order(kind if shards > 1 else None, shards)  # on one device all orders are alike
     whole = {name: getattr(arguments, name) for name in OF_WHOLE_SEQUENCES}
     alignment = _validate.one_of(
@@ -74,7 +76,7 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
     own_rows = frozenset(
         name
         for name in ("bias", "mask")
-        if name in given and given[name].shape[-2] == 1 and axis_name in varying_axes(given[name])
+        if name in given and given[name].shape[-2] == 1 and not varying_axes(given[name]).isdisjoint(axes)
     )
     of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, has_lengths, own_rows)
     return of, Call(spec, operands.replace(**given), batch)
@@ -87,23 +89,28 @@ def _kind(load_balance: Any) -> LoadBalance | None:
     return load_balance
 
 
-def _shards(axis_name: Any) -> int:
-    if isinstance(axis_name, tuple | list):
-        raise NotImplementedError(
-            f"axis_name must be one mesh axis; got {_validate.short(axis_name)}. "
-            "A sequence that is sharded over several axes needs a mesh on which they are one"
+def _mesh_axes(axis_name: Any) -> tuple[Any, ...]:
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if isinstance(axis_name, list) or len(axes) not in (1, 2) or axes[1:] == axes[:1]:
+        raise ValueError(
+            f"axis_name must be a mesh axis, or a tuple of two; got {_validate.short(axis_name)}. "
+            "A sequence that is sharded over more axes needs a mesh on which they are two"
         )
+    return axes
+
+
+def _shards(axes: tuple[Any, ...]) -> int:
     try:
-        return jax.lax.axis_size(axis_name)
+        return math.prod(jax.lax.axis_size(name) for name in axes)
     except (NameError, TypeError, ValueError):
         raise ValueError(
             "axis_name must be an axis of the surrounding jax.shard_map or jax.pmap; "
-            f"got {_validate.short(axis_name)}"
+            f"got {_validate.short(axes if len(axes) > 1 else axes[0])}"
         ) from None
 
 
 def _dropout_hashes(
-    key: jax.Array, axis_name: str, order: Order, shape: tuple[int, ...]
+    key: jax.Array, axis_name: Any, order: Order, shape: tuple[int, ...]
 ) -> dict[str, jax.Array]:
     """Those of one device's tokens; `shape` is `(*B, N, T / n, S / n)`."""
     *batch, heads, queries, keys = shape

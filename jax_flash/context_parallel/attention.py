@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 from jax_flash import _arguments, _call, _device, _dispatch, _settings
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._call import Arguments, Call
-from jax_flash.context_parallel import arguments, gather, ring, ulysses
+from jax_flash._spec import Operands
+from jax_flash.context_parallel import arguments, gather, ring, two_axes, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.context_parallel.strategy import AUTO, Strategy, choose
@@ -27,7 +28,7 @@ def context_parallel_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     strategy: Literal["auto"] | Strategy = ...,
     load_balance: LoadBalance | None = ...,
     scale: float | jax.Array | None = ...,
@@ -57,7 +58,7 @@ def context_parallel_attention(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | None = ...,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     strategy: Literal["auto"] | Strategy = ...,
     load_balance: LoadBalance | None = ...,
     scale: float | jax.Array | None = ...,
@@ -86,7 +87,7 @@ def context_parallel_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     strategy: Literal["auto"] | Strategy = AUTO,
     load_balance: LoadBalance | None = None,
     scale: float | jax.Array | None = None,
@@ -123,12 +124,13 @@ def context_parallel_attention(
       bias: broadcastable to `(*B, N, T / n, S)`: the device's queries with all keys. Like its queries, its
         keys are in the order of `load_balance`.
       mask: likewise, bool.
-      axis_name: of the mesh axis.
+      axis_name: of the mesh axis. Or of two: Ulysses then goes over the second one, where links should be
+        fast, and `strategy` over the first. Shards are numbered along the second axis first.
       strategy: how devices see each other's keys.
         "all_gather" gathers keys and values; grouped heads make it cheap.
         "ring" passes them on from device to device, each transfer beside the computation of a step.
         "ulysses" exchanges tokens for heads by an all-to-all, so that each device has whole sequences; n must
-        divide the query heads.
+        divide the query heads. Over two axes it can't be named.
         "auto" picks the one that exposes the fewest bytes of communication.
       load_balance: the order of tokens on devices, as `reorder_for_load_balance` makes it. None: in order,
         which leaves work uneven under a causal mask. "zigzag": an early and a late chunk on each device.
@@ -156,7 +158,7 @@ def context_parallel_attention(
     References:
       Ring Attention (https://arxiv.org/abs/2310.01889); Striped Attention (https://arxiv.org/abs/2311.09431);
       DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509); the all-gather of Llama 3
-      (https://arxiv.org/abs/2407.21783).
+      (https://arxiv.org/abs/2407.21783). Two axes: https://arxiv.org/abs/2405.07719.
     """
     given = Arguments(
         query,
@@ -188,22 +190,29 @@ PASSES = ring.Passes(autodiff.jax_flash_forward, autodiff.jax_flash_backward)
 
 @_settings.as_written
 def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
-    chosen = choose(of, call.operands, named)
+    between, exchange = two_axes.split(of) if isinstance(of.axis_name, tuple) else (of, None)
+    chosen = choose(between, call.operands, named, exchange)
     if call.is_empty:
         return _call.attend(call, implementation)
     # Sums over the mesh of shared operands' gradients are transposes of these casts.
     operands, _ = vary_alike((call.operands, of.device()))
-    spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
-    part = {"ring": ring.step_operands, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
-    shapes = Call(spec, jax.eval_shape(functools.partial(part, of), operands), call.batch_shape).shapes
-    names, device = _arguments.implementations(implementation), _device.current()
-    selected = _dispatch.select(spec, shapes, names, device)
-    if chosen == "ring":
-        results = ring.attend(ring.Ring(of, lowering.Call(spec, selected, device), PASSES), operands)
-    else:
-        attend = gather.attend if chosen == "all_gather" else ulysses.attend
-        results = attend(of, functools.partial(autodiff.attend, spec, selected), operands)
+    run = functools.partial(_run, between, chosen, implementation)
+    results = run(operands) if exchange is None else ulysses.attend(exchange, run, operands)
     if of.spec.return_residual:
         out, lse = results
         results = out, jnp.swapaxes(lse, -1, -2)
     return results if call.batch_shape else jax.tree.map(lambda x: x[0], results)
+
+
+def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands) -> Any:
+    """`out (*B, T, N, V)`, and with `return_residual` also `lse (*B, N, T)`; by a strategy over one axis."""
+    spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
+    part = {"ring": ring.step_operands, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
+    of_part = jax.eval_shape(functools.partial(part, of), operands)
+    shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
+    names, device = _arguments.implementations(implementation), _device.current()
+    selected = _dispatch.select(spec, shapes, names, device)
+    if chosen == "ring":
+        return ring.attend(ring.Ring(of, lowering.Call(spec, selected, device), PASSES), operands)
+    attend = gather.attend if chosen == "all_gather" else ulysses.attend
+    return attend(of, functools.partial(autodiff.attend, spec, selected), operands)

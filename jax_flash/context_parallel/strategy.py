@@ -1,6 +1,7 @@
 """Which strategy runs a call, and why not the others."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -78,14 +79,22 @@ def work_of(of: Sharded, operands: Operands, keeps_heads: bool = True) -> Work:
     return Work(local, of.order.shards, ring.steps(of), itemsize, visible, keeps_heads)
 
 
-def choose(of: Sharded, operands: Operands, named: str) -> Strategy:
+def choose(of: Sharded, operands: Operands, named: str, exchange: Sharded | None = None) -> Strategy:
     """The strategy of that name, or for "auto" the cheapest that takes the call.
+
+    Args:
+      exchange: over another mesh axis Ulysses exchanges the operands first (`two_axes.py`).
 
     Raises:
       NotImplementedError: it can't run the call, or none can.
     """
     _validate.one_of("strategy", named, (AUTO, *STRATEGIES))
     refused = {strategy: refusal(strategy, of, operands) for strategy in STRATEGIES}
+    if exchange is not None:
+        refused["ulysses"] = "over two mesh axes it goes over the second, and another one over the first"
+        if (reason := _refusal_of_two_axes(exchange, operands)) is not None:
+            raise NotImplementedError(f"axis_name {(of.axis_name, exchange.axis_name)}: {reason}")
+        operands = jax.eval_shape(functools.partial(ulysses.by_heads, exchange), operands)
     if named != AUTO:
         if (reason := refused[named]) is not None:
             raise NotImplementedError(f'strategy "{named}" can\'t run this call: {reason}')
@@ -95,6 +104,12 @@ def choose(of: Sharded, operands: Operands, named: str) -> Strategy:
         reasons = "; ".join(f"{strategy}: {reason}" for strategy, reason in refused.items())
         raise NotImplementedError(f"no strategy can run this call: {reasons}")
     return cheapest(work_of(of, operands), able)
+
+
+def _refusal_of_two_axes(exchange: Sharded, operands: Operands) -> str | None:
+    if exchange.order.kind == STRIPED:
+        return 'load_balance "striped" goes with one mesh axis; with two, "zigzag" does'
+    return ulysses.refusal(exchange, operands)
 
 
 def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:

@@ -93,8 +93,16 @@ def of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
         x = of.by_shard(x, tokens)
     for letter in "TS":
         if letter in letters and x.shape[axis := sharded.axis_of(name, x, letter)] != 1:
-            x = restored(x, axis, of.order)
+            x = _in_order(of, x, axis, of.queries if letter == "T" else of.keys)
     return x
+
+
+def _in_order(of: Sharded, x: jax.Array, axis: int, tokens: int) -> jax.Array:
+    """`x` with tokens in their own order; a bias or mask may have the keys of several such sequences."""
+    if (count := x.shape[axis] // tokens) == 1:
+        return restored(x, axis, of.order)
+    parts = x.reshape(*x.shape[:axis], count, tokens, *x.shape[axis + 1 :])
+    return restored(parts, axis + 1, of.order).reshape(x.shape)
 
 
 def _for_each_query(x: jax.Array, queries: int) -> jax.Array:

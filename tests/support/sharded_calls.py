@@ -5,6 +5,7 @@ Arguments and results are whole and in the sequence's own order, so both kinds o
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -21,8 +22,18 @@ from jax_flash.transforms.lowering import axes_of
 AXIS = "sequence"
 
 
+TWO_AXES = ("rows", "columns")
+
+
 def sequence_mesh(shards, axis=AXIS):
-    return jax.make_mesh((shards,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
+    """Of so many shards; a pair of numbers makes a mesh of `TWO_AXES`."""
+    sizes, names = (shards, TWO_AXES) if isinstance(shards, tuple) else ((shards,), (axis,))
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def axis_of_sequences(shards):
+    return TWO_AXES if isinstance(shards, tuple) else AXIS
 
 
 def token_axes(name, x):
@@ -44,10 +55,10 @@ def restore(x, axis, shards, kind):
     return x if kind is None else jax_flash.restore_order(x, axis, shards, kind)
 
 
-def spec_of(name, x):
+def spec_of(name, x, mesh_axis=AXIS):
     spec = [None] * x.ndim
     for axis, is_sharded in token_axes(name, x).items():
-        spec[axis] = AXIS if is_sharded else None
+        spec[axis] = mesh_axis if is_sharded else None
     return P(*spec)
 
 
@@ -56,27 +67,28 @@ def attend(arguments, shards, strategy, kind, return_residual=False, check_vma=T
     static = {name: x for name, x in arguments.items() if not hasattr(x, "shape")}
     arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     arrays = {name: x for name, x in arrays.items() if name not in static}
+    mesh_axis, count = axis_of_sequences(shards), math.prod(np.atleast_1d(shards).tolist())
     for name, x in arrays.items():
         for axis in token_axes(name, x):
-            x = reorder(x, axis, shards, kind)
+            x = reorder(x, axis, count, kind)
         arrays[name] = x
 
     def local(arrays):
         return jax_flash.context_parallel_attention(
-            **arrays, **static, axis_name=AXIS, strategy=strategy, load_balance=kind,
+            **arrays, **static, axis_name=mesh_axis, strategy=strategy, load_balance=kind,
             return_residual=return_residual, **options,
         )  # fmt: skip
 
-    out_specs = P(*[None] * (arrays["query"].ndim - 3), AXIS)
+    out_specs = P(*[None] * (arrays["query"].ndim - 3), mesh_axis)
     results = jax.shard_map(
         local,
         mesh=sequence_mesh(shards),
-        in_specs=({name: spec_of(name, x) for name, x in arrays.items()},),
+        in_specs=({name: spec_of(name, x, mesh_axis) for name, x in arrays.items()},),
         out_specs=(out_specs, out_specs) if return_residual else out_specs,
         check_vma=check_vma,
     )(arrays)
     axis = arrays["query"].ndim - 3
-    return jax.tree.map(lambda x: restore(x, axis, shards, kind), results)
+    return jax.tree.map(lambda x: restore(x, axis, count, kind), results)
 
 
 def drawn_call(seed):

@@ -73,7 +73,8 @@ def test_malformed_orders(function):
 
 MALFORMED = {
     "axis": (ValueError, "axis_name must be an axis of the surrounding", dict(axis_name="rows")),
-    "axes": (NotImplementedError, "axis_name must be one mesh axis", dict(axis_name=("a", AXIS))),
+    "axes": (ValueError, "axis_name must be a mesh axis, or", dict(axis_name=("a", "b", AXIS))),
+    "equal axes": (ValueError, "axis_name must be a mesh axis, or", dict(axis_name=(AXIS, AXIS))),
     "strategy": (ValueError, 'strategy must be "auto" or "ring" or', dict(strategy="star")),
     "load_balance": (ValueError, 'load_balance must be "zigzag" or', dict(load_balance="none")),
     "odd": (ValueError, "queries of all devices .* 12 tokens: pad them to 16", dict(load_balance="zigzag")),
