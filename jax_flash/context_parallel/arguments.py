@@ -33,7 +33,7 @@ OF_WHOLE_SEQUENCES: dict[str, Any] = {
 def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sharded, Call]:
     """Check the arguments. The call's operands are this device's; lengths are those of whole sequences."""
     axes = _mesh_axes(axis_name)
-    axis_name = axes if len(axes) > 1 else axes[0]
+    axis_name = tuple(axes) if len(axes) > 1 else axes[0]
     kind, shards = _kind(load_balance), _shards(axes)
     order = Order(kind if shards > 1 else None, shards)  # on one device all orders are alike
     whole = {name: getattr(arguments, name) for name in OF_WHOLE_SEQUENCES}
@@ -89,8 +89,8 @@ def _kind(load_balance: Any) -> LoadBalance | None:
     return load_balance
 
 
-def _mesh_axes(axis_name: Any) -> tuple[Any, ...]:
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+def _mesh_axes(axis_name: Any) -> list[Any]:
+    axes = list(axis_name) if isinstance(axis_name, tuple) else [axis_name]
     if isinstance(axis_name, list) or len(axes) not in (1, 2) or axes[1:] == axes[:1]:
         raise ValueError(
             f"axis_name must be a mesh axis, or a tuple of two; got {_validate.short(axis_name)}. "
@@ -99,13 +99,13 @@ def _mesh_axes(axis_name: Any) -> tuple[Any, ...]:
     return axes
 
 
-def _shards(axes: tuple[Any, ...]) -> int:
+def _shards(axes: list[Any]) -> int:
     try:
         return math.prod(jax.lax.axis_size(name) for name in axes)
     except (NameError, TypeError, ValueError):
         raise ValueError(
             "axis_name must be an axis of the surrounding jax.shard_map or jax.pmap; "
-            f"got {_validate.short(axes if len(axes) > 1 else axes[0])}"
+            f"got {_validate.short(tuple(axes) if len(axes) > 1 else axes[0])}"
         ) from None
 
 
