@@ -1,11 +1,10 @@
 // Copies by TMA, in bulk and by threads: each happens at some moment between its issue and the wait for it.
-#include "emulator.h"
-
 #include <array>
 #include <cstring>
 #include <utility>
 #include <vector>
 
+#include "emulator.h"
 #include "machine.h"
 #include "ptx/async_copy.cuh"
 #include "ptx/bulk.cuh"
@@ -84,19 +83,20 @@ void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, 
 void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1, int c2, int c3, int c4) {
     load_box(destination, map, barrier, 1 << cta->rank, {c0, c1, c2, c3, c4}, __builtin_return_address(0));
 }
-void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, int c0, int c1,
-                    int c2, int c3) {
+void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, int c0, int c1, int c2,
+                    int c3) {
     load_box(destination, map, barrier, ctas, {c0, c1, c2, c3, 0}, __builtin_return_address(0));
 }
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     const TensorMap tensor = map;
     begin_store(source, box_bytes(map), __builtin_return_address(0), [=]() -> Action {
         std::vector<std::pair<char*, uint16_t>> elements;
-        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3, 0}, [&](const unsigned char* from, char* to) {
-            if (to == nullptr) return;
-            elements.push_back({to, 0});
-            memcpy(&elements.back().second, from, 2);
-        });
+        for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3, 0},
+                             [&](const unsigned char* from, char* to) {
+                                 if (to == nullptr) return;
+                                 elements.push_back({to, 0});
+                                 memcpy(&elements.back().second, from, 2);
+                             });
         return [elements = std::move(elements)] {
             for (auto [global, bits] : elements) memcpy(global, &bits, 2);
         };
@@ -147,9 +147,8 @@ void copy(uint32_t destination, uint32_t source, uint32_t bytes, uint32_t barrie
     if (destination >> 24 != barrier >> 24) emulator::fail("a copy that completes in another CTA");
     const races::Operation copy = races::copy_of_thread(__builtin_return_address(0));
     races::reads(copy, *cta, source, bytes);
-    begin_copy(destination, bytes, barrier, copy, [=] {
-        memcpy(cta_at(destination).shared + (destination & 0xffffff), cta->shared + source, bytes);
-    });
+    begin_copy(destination, bytes, barrier, copy,
+               [=] { memcpy(cta_at(destination).shared + (destination & 0xffffff), cta->shared + source, bytes); });
 }
 void store(float* destination, uint32_t source, uint32_t bytes) {
     check_bulk(destination, source, bytes);

@@ -22,7 +22,7 @@ bool sought = false;
 
 // What is kept of a warp, so that it isn't found anew where nothing has changed.
 struct Warp {
-    Clock joined;                // what came before for any lane; empty where a lane's clock has changed since
+    Clock joined;                  // what came before for any lane; empty where a lane's clock has changed since
     bool reads_are_known = false;  // to all lanes, of each other
 };
 
@@ -44,6 +44,7 @@ struct Clocks {
 namespace {
 
 std::set<std::string> found;
+std::set<std::pair<const void*, const void*>> found_places;
 
 void join_numbers(std::vector<uint32_t>& mine, const std::vector<uint32_t>& others) {
     if (mine.size() < others.size()) mine.resize(others.size());
@@ -92,15 +93,15 @@ std::string place_of(const void* from) {
     Dl_info info;
     char text[40] = "?";
     if (from != nullptr && dladdr(from, &info)) {
-        snprintf(text, sizeof(text), "%#zx", static_cast<size_t>(static_cast<const char*>(from) - static_cast<char*>(info.dli_fbase)));
+        const size_t offset = static_cast<const char*>(from) - static_cast<char*>(info.dli_fbase);
+        snprintf(text, sizeof(text), "%#zx", offset);
     }
     return text;
 }
 
 // One line for each pair of places in the kernel.
 void report(const char* what, const Epoch& first, const Epoch& second, uint32_t offset) {
-    static std::set<std::pair<const void*, const void*>> known;
-    if (found.size() >= most_reported || !known.insert({first.from, second.from}).second) return;
+    if (found.size() >= most_reported || !found_places.insert({first.from, second.from}).second) return;
     char at[40];
     snprintf(at, sizeof(at), " (byte %u)", offset);
     found.insert(std::string(what) + "|" + name_of(first.actor) + "|" + place_of(first.from) + "|" +
@@ -163,8 +164,9 @@ Operation begin(int actor, const Clock& before, const void* from) {
 // An access of the running thread, if it is to shared memory of the cluster.
 template <bool is_write>
 void of_thread(const void* address, uint32_t bytes, const void* from) {
-    const size_t above = static_cast<const char*>(address) - static_cast<char*>(__builtin_frame_address(0));
-    if (above < emulator::stack_bytes || !sought || group == nullptr) return;  // most are to the thread's own stack
+    if (!sought || group == nullptr) return;
+    const size_t on_stack = static_cast<const char*>(address) - cta->stacks.get() - threadIdx.x * emulator::stack_bytes;
+    if (on_stack < emulator::stack_bytes) return;  // most are to the thread's own stack
     for (Cta& owner : group->ctas) {
         const size_t offset = static_cast<const unsigned char*>(address) - owner.shared;
         if (offset >= emulator::shared_bytes) continue;
@@ -261,7 +263,8 @@ void carry_out_together(int warp) {
 void writes(int thread, Cta& owner, uint32_t offset, uint32_t bytes) {
     if (!sought) return;
     const int actor = actor_of(thread);
-    access<true>(owner, offset, bytes, {actor, clock_of(actor).seen[actor], emulator::called_from}, clock_of(actor), true);
+    access<true>(owner, offset, bytes, {actor, clock_of(actor).seen[actor], emulator::called_from}, clock_of(actor),
+                 true);
 }
 
 Operation work_of_thread() {
@@ -319,23 +322,25 @@ void products_are_done(uint32_t steps) {
 // Has races sought in the launches to come.
 extern "C" void seek_races() { races::sought = true; }
 
-// The races of launches so far, a line each: what; by whom, and from where in the library, one and the other. Fields
-// are parted by |.
+// The races of launches since this was last asked, a line each: what; by whom, and from where in the library, one and the
+// other. Fields are parted by |.
 extern "C" const char* races_found() {
     static std::string text;
     text.clear();
     for (const std::string& line : races::found) text += line + "\n";
+    races::found.clear();
+    races::found_places.clear();
     return text.c_str();
 }
 
-#define RACES_ACCESS(bytes)                                                                                \
+#define RACES_ACCESS(bytes)                                                                                           \
     extern "C" void __tsan_read##bytes(void* at) { races::of_thread<false>(at, bytes, __builtin_return_address(0)); } \
-    extern "C" void __tsan_write##bytes(void* at) { races::of_thread<true>(at, bytes, __builtin_return_address(0)); }  \
-    extern "C" void __tsan_unaligned_read##bytes(void* at) {                                              \
-        races::of_thread<false>(at, bytes, __builtin_return_address(0));                                   \
-    }                                                                                                      \
-    extern "C" void __tsan_unaligned_write##bytes(void* at) {                                             \
-        races::of_thread<true>(at, bytes, __builtin_return_address(0));                                    \
+    extern "C" void __tsan_write##bytes(void* at) { races::of_thread<true>(at, bytes, __builtin_return_address(0)); } \
+    extern "C" void __tsan_unaligned_read##bytes(void* at) {                                                          \
+        races::of_thread<false>(at, bytes, __builtin_return_address(0));                                              \
+    }                                                                                                                 \
+    extern "C" void __tsan_unaligned_write##bytes(void* at) {                                                         \
+        races::of_thread<true>(at, bytes, __builtin_return_address(0));                                               \
     }
 RACES_ACCESS(1)
 RACES_ACCESS(2)

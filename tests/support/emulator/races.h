@@ -45,7 +45,7 @@ struct Order {
 struct Operation {
     int actor = -1;
     uint32_t step = 0;
-    Clock before;            // with itself
+    Clock before;                // with itself
     const void* from = nullptr;  // where in the kernel it was issued
 };
 
