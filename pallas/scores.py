@@ -7,7 +7,7 @@ A kernel gets the operands for them as a dict of refs, in whatever broadcast for
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jax_flash import _dropout, _isolation
+from jax_flash import _dropout, _gradients, _isolation
 from jax_flash._mask import (
     BlockRange,
     Index,
@@ -27,10 +27,14 @@ from jax_flash._mask import (
     segment_id_ranges,
     window_of,
 )
-from jax_flash._spec import AttentionSpec, Operands, Sizes
+from jax_flash._spec import AttentionSpec, Operands, Sizes, captured_name, is_captured
+from jax_flash.functions.derivative import Derivative
+from jax_flash.functions.graph import Node
 from jax_flash.transforms.lowering import axes_of
 
+from . import compat
 from .features import OPERANDS
+from .triton import functions
 from .triton.memory import indices
 from .triton.tiles import Tile
 
@@ -38,8 +42,9 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 SEGMENT_BLOCKS = ("first_block", "last_block")
+INDICES = ("batch_indices", "head_indices")
 _AXES = {
-    **{name: "B" + "".join(axes_of(name)) for name in (*OPERANDS, "sinks")},
+    **{name: "B" + "".join(axes_of(name)) for name in (*OPERANDS, *INDICES, "sinks")},
     **dict.fromkeys(SEGMENT_BLOCKS, "BR"),  # R blocks of the tiles' rows
 }
 
@@ -76,12 +81,9 @@ class Logits:
     """The logits of a tile; in base 2 unless `Scores.natural` holds."""
 
     x: jax.Array
-    tanh: jax.Array | None  # of the soft cap
-    distance: jax.Array | None  # |j - i - diagonal|, which ALiBi multiplies by -slope, float32
-
-    def softcap_grad(self, gradient: jax.Array) -> jax.Array:
-        """The gradient of the scaled scores, from that of the logits."""
-        return gradient if self.tanh is None else gradient * (1.0 - self.tanh * self.tanh)
+    tanh: jax.Array | None = None  # of the soft cap
+    score: Mapping[str, jax.Array] | None = None  # what score_mod took: the score and its indices
+    distance: jax.Array | None = None  # |j - i - diagonal|, which ALiBi multiplies by -slope, float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Scores:
     def natural(self) -> bool:
         """Whether logits are more than scaled scores. Such logits are not kept in base 2: there, the lowest
         finite bias, which is used as a mask, would be beyond float32."""
-        cap = self.spec.logits_soft_cap is not None
-        return cap or "bias" in self.refs or "alibi_slopes" in self.refs
+        of_scores = self.spec.logits_soft_cap is not None or self.spec.score_mod is not None
+        return of_scores or "bias" in self.refs or "alibi_slopes" in self.refs
 
     @property
     def masked(self) -> bool:
@@ -155,24 +157,68 @@ class Scores:
     def logits(self, products: jax.Array, place: Place, mask: PositionMask) -> Logits:
         """Logits of a tile from the products of its queries and keys. `mask` has queries as rows."""
         if not self.natural:
-            return Logits(products * (self.spec.scale * LOG2_E), None, None)
-        tanh = distance = None
+            return Logits(products * (self.spec.scale * LOG2_E))
+        tanh = score = distance = None
         cap = self.spec.logits_soft_cap
         if cap is None:
             x = products * self.spec.scale
         else:
             tanh = accurate_tanh(products * (self.spec.scale / cap))
             x = cap * tanh
+        if self.spec.score_mod is not None:
+            score = self._score(x, place)
+            assert self.spec.score_mod.value is not None  # or the call would be refused
+            (x,) = self._computed([self.spec.score_mod.value], score, place)
+            x = jnp.broadcast_to(x, products.shape)
         if "bias" in self.refs:
             x = x + self._load("bias", place).astype(jnp.float32)
         if "alibi_slopes" in self.refs:
             distance = jnp.abs(place.keys - place.queries - mask.diagonal).astype(jnp.float32)
             x = x - self._load("alibi_slopes", place) * distance
-        return Logits(x, tanh, distance)
+        return Logits(x, tanh, score, distance)
+
+    def score_grad(
+        self, gradient: jax.Array, logits: Logits, place: Place, visible: jax.Array | None
+    ) -> jax.Array:
+        """The gradient of the scaled scores, from that of the logits."""
+        if logits.score is not None:
+            (d_score,) = self._computed([self._derivative.d_score], logits.score, place)
+            gradient = gradient * d_score
+            # Of pairs that are hidden a derivative may be anything, NaN too.
+            gradient = gradient if visible is None else jnp.where(visible, gradient, 0.0)
+        return gradient if logits.tanh is None else gradient * (1.0 - logits.tanh * logits.tanh)
+
+    def add_captured_gradients(
+        self,
+        sums: Mapping[str, Any],
+        gradient: jax.Array,
+        logits: Logits,
+        place: Place,
+        visible: jax.Array | None,
+    ) -> None:
+        """Adds a tile's share of the gradients of captured arrays, from the gradient of its logits.
+
+        Args:
+          sums: refs (elements,) by the names of those that have a gradient.
+        """
+        if not sums or logits.score is None:
+            return
+        gathers = self._derivative.gathers
+        found = self._computed(self._derivative.outputs[1:], logits.score, place)
+        for gather, index, factor in zip(gathers, found[::2], found[1::2], strict=True):
+            share = gradient * factor
+            share = share if visible is None else jnp.where(visible, share, 0.0)
+            # Where scores share an element along an axis, they are summed before.
+            share = _gradients.sum_to(share, index.shape)
+            compat.atomic_add(sums[captured_name("score_mod", gather.operand)], index, share)
 
     def visible(self, place: Place, by_position: jax.Array | None) -> jax.Array | None:
         """Which scores of a tile count, of those that are visible `by_position`; None for all of them."""
         visible = by_position
+        if self.spec.score_mod is not None:
+            # Beyond the end a function may be anything, NaN too.
+            for positions, end in ((place.queries, place.queries_end), (place.keys, place.keys_end)):
+                visible = visible if end is None else both(visible, positions < end)
         if "mask" in self.refs:
             visible = both(visible, self._load("mask", place))
         if "query_segment_ids" in self.refs:
@@ -187,6 +233,30 @@ class Scores:
         rows, columns = self._load("dropout_rows", place), self._load("dropout_columns", place)
         kept = _dropout.keep_each(rows, columns, self.spec.dropout_rate)
         return jnp.where(kept, values, 0.0)
+
+    @property
+    def _derivative(self) -> Derivative:
+        assert self.spec.score_mod is not None and self.spec.score_mod.derivative is not None
+        return self.spec.score_mod.derivative
+
+    def _score(self, x: jax.Array, place: Place) -> dict[str, jax.Array]:
+        """What score_mod takes."""
+        batch, head = (self._load(name, place).reshape(1, 1) for name in INDICES)
+        return {"score": x, "batch": batch, "head": head, "query": place.queries, "key": place.keys}
+
+    def _computed(
+        self, outputs: Sequence[Node], score: Mapping[str, jax.Array], place: Place
+    ) -> list[jax.Array]:
+        """Nodes of score_mod, or of its derivative, for a tile."""
+
+        def load(operand: Hashable, index: jax.Array) -> jax.Array:
+            assert isinstance(operand, int)
+            ref = self.refs[captured_name("score_mod", operand)]
+            if place.batch is None:
+                return triton.load(ref.at[index])
+            return triton.load(ref.at[place.batch if ref.shape[0] > 1 else np.int32(0), index])
+
+        return functions.values(outputs, score, load)
 
     def _length(self, axis: str, longest: int, batch: Index | None) -> jax.Array | None:
         ref = self.refs.get(f"{axis}_seq_lengths")
@@ -238,12 +308,16 @@ def operands_of(
       columns: how many of the others it has.
       transposed: whether keys are rows.
     """
-    arrays = {name: x for name in OPERANDS if (x := getattr(operands, name)) is not None}
+    arrays = {name: x for name, x in operands.present().items() if _is_of_scores(name)}
     if operands.query_segment_ids is not None:
         ids = operands.query_segment_ids, operands.key_value_segment_ids
         blocks = _segment_blocks(*(reversed(ids) if transposed else ids), rows, columns)
         arrays |= zip(SEGMENT_BLOCKS, blocks, strict=True)
     return arrays
+
+
+def _is_of_scores(name: str) -> bool:
+    return name in (*OPERANDS, *INDICES) or is_captured(name, "score_mod")
 
 
 def specs_of(arrays: Mapping[str, jax.Array], group: int | None = None) -> dict[str, pl.BlockSpec]:
@@ -260,7 +334,7 @@ def spec_of(name: str, x: Any, group: int | None = None) -> Any:
         return None
     shared = [extent == 1 for extent in x.shape]
     block = [None, *x.shape[1:]]
-    head_axis = _AXES[name].find("N")
+    head_axis = -1 if is_captured(name) else _AXES[name].find("N")
     if head_axis > 0:
         block[head_axis] = None if group is None else 1 if shared[head_axis] else group
 

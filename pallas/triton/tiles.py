@@ -81,7 +81,7 @@ def choose(spec: AttentionSpec, operands: Operands, device: Device) -> Tiles:
     plain, smaller = (_HOPPER, _HOPPER_SCORES) if major in (9, 10) else (_AMPERE, _AMPERE_SCORES)
     head_dim = max(size.H, size.V)
     changes = features.has_score_mod(spec, operands)
-    loads = features.loads_score_operand(operands)
+    loads = features.loads_score_operand(spec, operands)
 
     def tile(kernel: str, small: bool) -> Tile:
         table = (smaller if small else plain)[kernel]

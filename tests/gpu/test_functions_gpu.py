@@ -39,6 +39,18 @@ def test_what_cuda_refuses(name):
         case.attend(case.inputs(), None, implementation="cuda")
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype, captured", (("bfloat16", "float32"), ("float16", "bfloat16")))
+@pytest.mark.parametrize("others", ((), ("lengths", "cap"), ("is_causal", "bias", "dropout")), ids="-".join)
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_score_mod_by_pallas(name, others, dtype, captured):
+    case = Case(name, None, dtype, captured, others=others)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    poison(sum(x.nbytes for x in jax.tree.leaves(inputs)))
+    got = with_gradients(lambda x: case.attend(x, None, implementation="pallas"), inputs, cotangents)
+    check(case, got, inputs, cotangents)
+
+
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("block_size", (32, (64, 48)), ids=str)
 @pytest.mark.parametrize("others", ((), ("is_causal", "cap"), ("lengths", "sinks", "dropout")), ids="-".join)

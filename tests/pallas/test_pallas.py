@@ -38,6 +38,7 @@ EVERYTHING = (
     "dropout",
     "seq_lengths",
     "segment_ids",
+    "score_mod",
 )
 
 
@@ -55,7 +56,7 @@ class TestPallasInterpreted(ImplementationSuite):
     lengths = (1, 65, 150)
     head_dims = (64, 80, 256)
     heads = ((6, 2),)
-    features = tuple(name for name in FEATURES if name not in ("score_mod", "block_mask"))
+    features = tuple(name for name in FEATURES if name != "block_mask")
     slow = True
 
     def environment(self):
@@ -258,7 +259,7 @@ def lower_for_all_gpus(case: Case):
 @pytest.mark.parametrize(
     "feature",
     [
-        *(name for name in FEATURES if name not in ("score_mod", "block_mask")),
+        *(name for name in FEATURES if name != "block_mask"),
         "seq_lengths:query",
         "seq_lengths:key_value",
         "mask:1111",
@@ -299,7 +300,7 @@ class PairsToLower(PairwiseSuite):
             windows=((20, 6), (None, 3), (7, -1)),
             masks=("BNTS", "1N1S", "B1T1", "1111"),
         )
-        left_out = ("transform", "batch axes", "residual", "deterministic", "score_mod", "block_mask")
+        left_out = ("transform", "batch axes", "residual", "deterministic", "block_mask")
         return {name: values for name, values in factors.items() if name not in left_out}
 
 
