@@ -8,7 +8,7 @@ import jax
 from jax_flash import _device, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
-from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, functions_of, sizes
 
 from . import compat, features, limits, lowering
 from .mosaic import tiles as mosaic_tiles
@@ -39,13 +39,15 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
 
 def _function_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
-    if spec.block_mask is not None:
-        return "its kernels take no block_mask yet"
-    if spec.score_mod is None:
-        return None
-    if shapes.query_offsets is not None:
-        return "its kernels take no score_mod with packed sequences yet"
-    return functions.limit(spec.score_mod, spec.deterministic)
+    given = functions_of(spec)
+    if given and shapes.query_offsets is not None:
+        return f"its kernels take no {given} with packed sequences yet"
+    reason = None
+    if spec.score_mod is not None:
+        reason = functions.score_mod_limit(spec.score_mod, spec.deterministic)
+    if reason is None and spec.block_mask is not None and spec.block_mask.mask_mod is not None:
+        reason = functions.mask_mod_limit(spec.block_mask.mask_mod)
+    return reason
 
 
 def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
@@ -57,7 +59,8 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
     if shapes.diagonal is not None:
         return "the diagonal is an operand, as in steps of context_parallel_attention with a mask or ALiBi"
-    of_bytes = {"a mask": shapes.mask, **{f"a captured array ({n})": x for n, x in shapes.captured.items()}}
+    of_bytes = {"a mask": shapes.mask, "blocks of a block_mask": shapes.block_kinds}
+    of_bytes |= {f"a captured array ({name})": x for name, x in shapes.captured.items()}
     for name, x in of_bytes.items():
         if x is not None and x.dtype.itemsize == 1 and 1 << 31 <= x.size <= 1 << 32:
             return f"the Triton lowering of Pallas can't address {name} of 2 to 4 GiB"

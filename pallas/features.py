@@ -24,6 +24,7 @@ def names(spec: AttentionSpec, shapes: Operands) -> list[str]:
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "dropout_rate": spec.dropout_rate != 0,
         "score_mod": spec.score_mod is not None,
+        "block_mask": spec.block_mask is not None,
     }
     return present + [name for name, is_given in static.items() if is_given]
 
@@ -35,7 +36,8 @@ def has_score_mod(spec: AttentionSpec, shapes: Operands) -> bool:
 
 def loads_score_operand(spec: AttentionSpec, shapes: Operands) -> bool:
     """Whether an element of an operand is loaded for each score."""
-    looked_up = spec.score_mod is not None and spec.score_mod.looks_up_each_score
+    functions = (spec.score_mod, None if spec.block_mask is None else spec.block_mask.mask_mod)
+    looked_up = any(function is not None and function.looks_up_each_score for function in functions)
     return looked_up or any(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -27,14 +28,15 @@ from jax_flash._mask import (
     segment_id_ranges,
     window_of,
 )
-from jax_flash._spec import AttentionSpec, Operands, Sizes, captured_name, is_captured
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, Sizes, captured_name, is_captured
 from jax_flash.functions.derivative import Derivative
 from jax_flash.functions.graph import Node
 from jax_flash.transforms.lowering import axes_of
 
 from . import compat
 from .features import OPERANDS
-from .triton import functions
+from .loop import BlockList
+from .triton import block_mask, functions
 from .triton.memory import indices
 from .triton.tiles import Tile
 
@@ -42,10 +44,11 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 SEGMENT_BLOCKS = ("first_block", "last_block")
-INDICES = ("batch_indices", "head_indices")
+FUNCTION_OPERANDS = ("batch_indices", "head_indices", "block_kinds")
 _AXES = {
-    **{name: "B" + "".join(axes_of(name)) for name in (*OPERANDS, *INDICES, "sinks")},
+    **{name: "B" + "".join(axes_of(name)) for name in (*OPERANDS, *FUNCTION_OPERANDS, "sinks")},
     **dict.fromkeys(SEGMENT_BLOCKS, "BR"),  # R blocks of the tiles' rows
+    **dict.fromkeys(block_mask.LISTS, "BNRC"),  # C blocks of columns, or two counts
 }
 
 
@@ -111,7 +114,8 @@ class Scores:
         """Whether queries and keys that don't see each other are kept apart if they aren't finite
         (triton/nonfinite.py)."""
         has_lengths = "query_seq_lengths" in self.refs or "key_value_seq_lengths" in self.refs
-        hides_pairs = self.masked or has_lengths or not window_of(self.spec, self.size).unbounded
+        hides_pairs = self.masked or has_lengths or self.spec.block_mask is not None
+        hides_pairs = hides_pairs or not window_of(self.spec, self.size).unbounded
         return _isolation.KERNELS and hides_pairs
 
     @property
@@ -154,6 +158,25 @@ class Scores:
             visited = visited.within(*(triton.load(self.refs[name].at[*index]) for name in SEGMENT_BLOCKS))
         return visited
 
+    def blocks(
+        self, mask: PositionMask, block: Index, rows: int, columns: int, head: Index = 0
+    ) -> BlockRange | BlockList:
+        """`block_range`, or the tile's list of blocks where the call has a block mask.
+
+        Args:
+          head: which of the refs' heads, where they have an axis for them.
+        """
+        if self.spec.block_mask is None:
+            return self.block_range(mask, block, rows, columns)
+        listed, counts = (self.refs[name] for name in block_mask.LISTS)
+        of_head = (head if listed.shape[0] > 1 else np.int32(0),) if len(listed.shape) == 3 else ()
+
+        def at(place: Index) -> jax.Array:
+            return triton.load(listed.at[*of_head, block, place])
+
+        full, visited = (triton.load(counts.at[*of_head, block, np.int32(i)]) for i in range(2))
+        return BlockList(at, full, visited)
+
     def logits(self, products: jax.Array, place: Place, mask: PositionMask) -> Logits:
         """Logits of a tile from the products of its queries and keys. `mask` has queries as rows."""
         if not self.natural:
@@ -166,7 +189,7 @@ class Scores:
             tanh = accurate_tanh(products * (self.spec.scale / cap))
             x = cap * tanh
         if self.spec.score_mod is not None:
-            score = self._score(x, place)
+            score = self._indices(place) | {"score": x}
             assert self.spec.score_mod.value is not None  # or the call would be refused
             (x,) = self._computed([self.spec.score_mod.value], score, place)
             x = jnp.broadcast_to(x, products.shape)
@@ -212,9 +235,15 @@ class Scores:
             share = _gradients.sum_to(share, index.shape)
             compat.atomic_add(sums[captured_name("score_mod", gather.operand)], index, share)
 
-    def visible(self, place: Place, by_position: jax.Array | None) -> jax.Array | None:
-        """Which scores of a tile count, of those that are visible `by_position`; None for all of them."""
+    def visible(self, place: Place, by_position: jax.Array | None, partial: bool) -> jax.Array | None:
+        """Which scores of a tile count, of those that are visible `by_position`; None for all of them.
+
+        Args:
+          partial: whether the block mask may hide some of them.
+        """
         visible = by_position
+        if partial and self.spec.block_mask is not None:
+            visible = both(visible, self._by_block_mask(place, self.spec.block_mask))
         if self.spec.score_mod is not None:
             # Beyond the end a function may be anything, NaN too.
             for positions, end in ((place.queries, place.queries_end), (place.keys, place.keys_end)):
@@ -239,24 +268,45 @@ class Scores:
         assert self.spec.score_mod is not None and self.spec.score_mod.derivative is not None
         return self.spec.score_mod.derivative
 
-    def _score(self, x: jax.Array, place: Place) -> dict[str, jax.Array]:
-        """What score_mod takes."""
-        batch, head = (self._load(name, place).reshape(1, 1) for name in INDICES)
-        return {"score": x, "batch": batch, "head": head, "query": place.queries, "key": place.keys}
+    def _indices(self, place: Place) -> dict[str, jax.Array]:
+        """The arguments that functions share."""
+        batch, head = (self._load(name, place).reshape(1, 1) for name in ("batch_indices", "head_indices"))
+        return {"batch": batch, "head": head, "query": place.queries, "key": place.keys}
 
     def _computed(
-        self, outputs: Sequence[Node], score: Mapping[str, jax.Array], place: Place
+        self, outputs: Sequence[Node], inputs: Mapping[str, jax.Array], place: Place, name: str = "score_mod"
     ) -> list[jax.Array]:
-        """Nodes of score_mod, or of its derivative, for a tile."""
+        """Nodes of a function, or of its derivative, for a tile."""
 
         def load(operand: Hashable, index: jax.Array) -> jax.Array:
             assert isinstance(operand, int)
-            ref = self.refs[captured_name("score_mod", operand)]
+            ref = self.refs[captured_name(name, operand)]
             if place.batch is None:
                 return triton.load(ref.at[index])
             return triton.load(ref.at[place.batch if ref.shape[0] > 1 else np.int32(0), index])
 
-        return functions.values(outputs, score, load)
+        return functions.values(outputs, inputs, load)
+
+    def _block_of(self, place: Place, axis: str) -> jax.Array:
+        """The block of the block mask that each query ("I") or key ("J") is in. Positions beyond the end
+        count as the last one."""
+        assert self.spec.block_mask is not None
+        side = "IJ".index(axis)
+        positions, length = ((place.queries, self.size.T), (place.keys, self.size.S))[side]
+        block = np.int32(self.spec.block_mask.block_size[side])
+        return lax.div(jnp.minimum(positions, length - 1), block)
+
+    def _by_block_mask(self, place: Place, mask: BlockMaskSpec) -> jax.Array:
+        """Which pairs of a tile see each other by the block mask, in whatever block they are."""
+        if mask.mask_mod is None:
+            return block_mask.is_full(self._load("block_kinds", place))
+        inputs = self._indices(place)
+        for name, differs in (("batch", mask.differs_by_batch), ("head", mask.differs_by_head)):
+            if not differs:
+                inputs[name] = jnp.zeros((1, 1), jnp.int32)
+        assert mask.mask_mod.value is not None  # or the call would be refused
+        (visible,) = self._computed([mask.mask_mod.value], inputs, place, "mask_mod")
+        return visible
 
     def _length(self, axis: str, longest: int, batch: Index | None) -> jax.Array | None:
         ref = self.refs.get(f"{axis}_seq_lengths")
@@ -273,6 +323,8 @@ class Scores:
                 found.append((place.queries, place.queries_end))
             elif axis == "S":
                 found.append((place.keys, place.keys_end))
+            elif axis in "IJ":
+                found.append((self._block_of(place, axis), None))
             elif (position := place.head if axis == "N" else place.batch) is not None:
                 found.append((position, None))
         index, inside = [], None
@@ -299,7 +351,7 @@ def accurate_tanh(x: jax.Array) -> jax.Array:
 
 
 def operands_of(
-    operands: Operands, rows: int, columns: int, transposed: bool = False
+    spec: AttentionSpec, operands: Operands, rows: int, columns: int, transposed: bool = False
 ) -> dict[str, jax.Array]:
     """The arrays that a kernel gets for `Scores.refs`.
 
@@ -313,11 +365,14 @@ def operands_of(
         ids = operands.query_segment_ids, operands.key_value_segment_ids
         blocks = _segment_blocks(*(reversed(ids) if transposed else ids), rows, columns)
         arrays |= zip(SEGMENT_BLOCKS, blocks, strict=True)
+    if spec.block_mask is not None:
+        of_segments = tuple(arrays[name] for name in SEGMENT_BLOCKS if name in arrays)
+        arrays |= block_mask.lists(spec, operands, (rows, columns), transposed, of_segments or None)
     return arrays
 
 
 def _is_of_scores(name: str) -> bool:
-    return name in (*OPERANDS, *INDICES) or is_captured(name, "score_mod")
+    return name in (*OPERANDS, *FUNCTION_OPERANDS) or is_captured(name)
 
 
 def specs_of(arrays: Mapping[str, jax.Array], group: int | None = None) -> dict[str, pl.BlockSpec]:

@@ -31,7 +31,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, captured_
 
 from .. import features, scores
 from ..compat import result, triton_call, zeros
-from ..loop import over_block_range, over_skipped_blocks
+from ..loop import over_skipped_blocks, over_visited_blocks
 from ..scores import Place, Scores
 from . import backward_bias
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
@@ -87,7 +87,8 @@ def flash_backward_keys(
         place = Place(start, first, tile, rows, S_tail, transposed=True, head=head)
         logits = of.logits(products, place, mask)
         p = of.probability(logits.x, row_lse[None, :])
-        visible = of.visible(place, across.visible(place.keys, place.queries) if partial else None)
+        by_position = across.visible(place.keys, place.queries) if partial else None
+        visible = of.visible(place, by_position, partial)
         p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
         p_kept = of.with_dropout(p, place)
@@ -112,12 +113,12 @@ def flash_backward_keys(
         first = block * tile.keys
         k = load(key, first, tile.keys, width=H, rows=S_tail)
         v = load(value, first, tile.keys, width=V, rows=S_tail)
-        blocks = of.block_range(across, block, tile.keys, tile.queries)
 
         def of_head(head, carry):
+            blocks = of.blocks(across, block, tile.keys, tile.queries, head)
             dk, dv, seen = carry
             bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
-            dk, dv, bias_of_keys, seen = over_block_range(
+            dk, dv, bias_of_keys, seen = over_visited_blocks(
                 blocks,
                 functools.partial(body, first, k, v, isolate, head),
                 (dk, dv, bias_of_keys, seen),
@@ -194,7 +195,7 @@ def flash_backward_queries(
         logits = of.logits(products, place, mask)
         p = of.probability(logits.x, row_lse[:, None])
         by_position = mask.visible(place.queries, place.keys, end) if partial else None
-        visible = of.visible(place, by_position)
+        visible = of.visible(place, by_position, partial)
         v = load(value, start, tile.keys, width=V, rows=end)
         ds = p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
         # Hidden pairs last, as their factors may be NaN.
@@ -218,9 +219,9 @@ def flash_backward_queries(
         do = load(d_out, first, tile.queries, width=V, rows=T_tail)
         row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf)
         row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0)
-        blocks = of.block_range(mask, block, tile.queries, tile.keys)
+        blocks = of.blocks(mask, block, tile.queries, tile.keys)
         of_queries = {name: jnp.zeros((tile.queries,), jnp.float32) for name in d_scores if name != "bias"}
-        dq, of_queries = over_block_range(
+        dq, of_queries = over_visited_blocks(
             blocks,
             functools.partial(body, first, q, do, row_lse, row_delta, isolate),
             (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries),
@@ -293,7 +294,7 @@ class _Call:
 def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """d_key, d_value, and the sums over queries that `flash_backward_keys` computes."""
     size = call.size
-    score_operands = scores.operands_of(call.operands, tile.keys, tile.queries, transposed=True)
+    score_operands = scores.operands_of(call.spec, call.operands, tile.keys, tile.queries, transposed=True)
     sums = call.sums({"bias_of_keys": call.bias_form == "keys"}, size.S)
     kernel = functools.partial(flash_backward_keys, tile=tile, spec=call.spec, size=size)
     of_keys = [
@@ -340,7 +341,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array], 
     """d_query, what else `flash_backward_queries` computes of the gradients of scores, and its sums for
     captured arrays."""
     size, query, bias = call.size, call.operands.query, call.operands.bias
-    score_operands = scores.operands_of(call.operands, tile.queries, tile.keys)
+    score_operands = scores.operands_of(call.spec, call.operands, tile.queries, tile.keys)
     has_slopes = call.operands.alibi_slopes is not None
     d_scores = call.sums({"bias_of_queries": call.bias_form == "queries", "slopes": has_slopes}, size.T)
     specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in d_scores}

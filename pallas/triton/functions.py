@@ -7,6 +7,7 @@ more bits than there are.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -36,8 +37,8 @@ _NUMBERS = (*FLOATS, *_INTEGERS)
 _SIGNED = tuple(x for x in _INTEGERS if x.kind == "i")
 
 _OF_FLOATS = (
-    "sqrt rsqrt cbrt exp exp2 expm1 log log1p logistic pow tanh sin cos tan asin acos atan atan2 sinh cosh "
-    "asinh acosh atanh erf_inv floor ceil is_finite one_minus_square polynomial"
+    "sqrt rsqrt cbrt exp exp2 expm1 log log2 log1p logistic pow tanh sin cos tan asin acos atan atan2 sinh "
+    "cosh asinh acosh atanh erf_inv floor ceil is_finite one_minus_square polynomial"
 ).split()
 _TAKES: dict[str, tuple[np.dtype, ...]] = {
     **dict.fromkeys(_OF_FLOATS, FLOATS),
@@ -70,7 +71,7 @@ def unsupported(name: str, arguments: Sequence[np.dtype], result: np.dtype) -> s
 
 
 @functools.cache
-def limit(function: StaticFunction, deterministic: bool) -> str | None:
+def score_mod_limit(function: StaticFunction, deterministic: bool) -> str | None:
     """Why kernels can't run a score_mod, forward and backward, or None."""
     if (reason := function.limit("score_mod", unsupported)) is not None:
         return reason
@@ -78,6 +79,12 @@ def limit(function: StaticFunction, deterministic: bool) -> str | None:
     if function.derivative.gathers and deterministic:
         return "gradients of arrays that score_mod captures are summed in no fixed order (deterministic=True)"
     return None
+
+
+@functools.cache
+def mask_mod_limit(function: StaticFunction) -> str | None:
+    """Why kernels can't run a mask_mod, or None."""
+    return function.limit("mask_mod", unsupported)
 
 
 def values(outputs: Sequence[Node], inputs: Mapping[str, jax.Array], load: Load) -> list[jax.Array]:
@@ -168,6 +175,11 @@ def _select(node: Node, arguments: Sequence[jax.Array]) -> jax.Array:
     return chosen
 
 
+def _log2(node: Node, arguments: Sequence[jax.Array]) -> jax.Array:
+    (x,) = arguments
+    return lax.log(x) * (1 / math.log(2))
+
+
 def _one_minus_square(node: Node, arguments: Sequence[jax.Array]) -> jax.Array:
     (x,) = arguments
     return (1.0 + x) * (1.0 - x)
@@ -187,6 +199,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("rem", "integer"): _remainder,
     **{(name, "integer"): _shift for name in ("shift_left", "shift_right_logical", "shift_right_arithmetic")},
     **{("select_n", kind): _select for kind in ("float", "integer")},
+    ("log2", "float"): _log2,
     ("one_minus_square", "float"): _one_minus_square,
     ("polynomial", "float"): _polynomial,
 }

@@ -1,4 +1,4 @@
-"""score_mod by Triton, on the CPU: kernels in the interpreter against the definition, and lowering."""
+"""score_mod and block_mask by Triton, on the CPU: in the interpreter against the definition, and lowering."""
 
 import functools
 import re
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from function_cases import SCORE_MODS, Case, check, with_gradients
+from function_cases import MASK_MODS, SCORE_MODS, Case, check, with_gradients
 from function_harness import reference
 from function_primitives import CASES, arguments_of
 from jax import lax, nn
@@ -16,10 +16,11 @@ from jax.experimental.pallas import triton
 
 import jax_flash
 from jax_flash import _device
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
 from jax_flash.functions import trace_score_mod
 from jax_flash.functions.graph import DTYPES
 from jax_flash.pallas import compat, lowering
-from jax_flash.pallas.triton import functions
+from jax_flash.pallas.triton import block_mask, functions
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -46,12 +47,64 @@ CASES_OF_FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES_OF_FUNCTIONS, ids=str)
+CASES_OF_MASKS = [
+    Case(
+        "documents" if turn % 3 == 1 else None,
+        name,
+        ("bfloat16", "float16")[turn % 2],
+        block_size=(32, (48, 20), (300, 16))[turn % 3],
+        others=((), ("lengths", "cap", "bias"), ("is_causal", "sinks", "dropout"))[turn % 3],
+    )
+    for turn, name in enumerate(MASK_MODS)
+]
+
+
+@pytest.mark.parametrize("case", CASES_OF_FUNCTIONS + CASES_OF_MASKS, ids=str)
 def test_agrees_with_the_definition(case):
-    inputs, cotangents = case.inputs(), case.cotangents()
+    inputs, cotangents, mask = case.inputs(), case.cotangents(), case.block_mask()
     with compat.interpret():
-        got = with_gradients(lambda x: case.attend(x, None, implementation="pallas"), inputs, cotangents)
+        got = with_gradients(lambda x: case.attend(x, mask, implementation="pallas"), inputs, cotangents)
     check(case, got, inputs, cotangents)
+
+
+@pytest.mark.parametrize("rows, heads, block_size", [(1, 1, 16), (2, 1, 48), (1, 4, (20, 64)), (2, 4, 200)])
+def test_layouts_of_blocks(rows, heads, block_size):
+    """A block mask without a mask function, with a bias: its gradient is 0 in skipped blocks."""
+    T, S = 150, 170
+    sides = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    shape = rows, heads, -(-T // sides[0]), -(-S // sides[1])
+    layout = np.random.default_rng(0).random(shape) < 0.5
+    mask = jax_flash.BlockMask.from_blocks(layout, lengths=(T, S), block_size=block_size)
+    bias = jax.random.normal(jax.random.key(1), (2, 4, T, S), jnp.bfloat16)
+
+    def attend(implementation, query, key, value, bias):
+        return jax_flash.flash_attention(
+            query, key, value, bias, block_mask=mask, implementation=implementation
+        )
+
+    arrays = (*drawn(T, S, 4, B=2), bias)
+    expected = with_vjp(functools.partial(attend, "xla"), *arrays)
+    with compat.interpret():
+        got = with_vjp(functools.partial(attend, "pallas"), *arrays)
+    for x, y in zip(got, expected, strict=True):
+        assert np.linalg.norm(x - y) <= 2**-7 * np.linalg.norm(y)
+
+
+def test_blocks_that_a_mask_hides_are_not_visited():
+    layout = np.zeros((1, 1, 4, 4), bool)
+    layout[..., 0, 1] = layout[..., 2, (0, 3)] = True
+    kinds = jax_flash.BlockMask.from_blocks(layout, block_size=16).kinds
+    spec = AttentionSpec(1.0, block_mask=BlockMaskSpec((16, 16), None))
+    query, key, value = drawn(64, 64)
+    operands = Operands(query, key, value, block_kinds=kinds)
+    found = block_mask.lists(spec, operands, (16, 32), False, None)
+    blocks, counts = (np.asarray(found[name])[0, 0] for name in block_mask.LISTS)
+    np.testing.assert_array_equal(counts, [[0, 1], [0, 0], [0, 2], [0, 0]])
+    np.testing.assert_array_equal(blocks, [[0, 1], [0, 1], [0, 1], [0, 1]])
+    found = block_mask.lists(spec, operands, (16, 16), True, None)
+    blocks, counts = (np.asarray(found[name])[0, 0] for name in block_mask.LISTS)
+    np.testing.assert_array_equal(counts, [[1, 1], [1, 1], [0, 0], [1, 1]])
+    np.testing.assert_array_equal(blocks[:, 0], [2, 0, 0, 2])
 
 
 def drawn(T=40, S=50, N=2, B=1):
