@@ -72,8 +72,9 @@ class Tiles:
 def choose(spec: AttentionSpec, operands: Operands, device: Device) -> Tiles:
     """The tiles of a call.
 
-    The smaller ones are for calls with a bias or mask of queries and keys, as what is loaded for each score
-    takes registers; in the kernel for dK and dV, which holds most, for any call that changes scores.
+    The smaller ones are for calls with a bias or mask of queries and keys, or a function that looks an array
+    up for each score, as what is loaded for each score takes registers; in the kernel for dK and dV, which
+    holds most, for any call that changes scores. No tile was chosen for functions yet.
     """
     size = sizes(operands)
     major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
