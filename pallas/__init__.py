@@ -12,6 +12,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, functions
 
 from . import compat, features, limits, lowering
 from .mosaic import tiles as mosaic_tiles
+from .triton import functions
 from .triton import tiles as triton_tiles
 
 name = "pallas"
@@ -24,9 +25,11 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
-    spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
-    why_not = limits.device_reason(device) or _call_reason(spec, shapes)
+    why_not = limits.device_reason(device) or _function_reason(spec, shapes)
     if why_not is not None:
+        return why_not
+    spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
+    if (why_not := _call_reason(spec, shapes)) is not None:
         return why_not
     if not lowering.allowed(lowering.TRITON):
         return lowering.mosaic_reason(spec, shapes, device)
@@ -35,9 +38,19 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     return None
 
 
+def _function_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
+    given = functions_of(spec)
+    if given and shapes.query_offsets is not None:
+        return f"its kernels take no {given} with packed sequences yet"
+    reason = None
+    if spec.score_mod is not None:
+        reason = functions.score_mod_limit(spec.score_mod, spec.deterministic)
+    if reason is None and spec.block_mask is not None and spec.block_mask.mask_mod is not None:
+        reason = functions.mask_mod_limit(spec.block_mask.mask_mod)
+    return reason
+
+
 def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
-    if functions := functions_of(spec):
-        return f"its kernels take no {functions} yet"
     size = sizes(shapes)
     arrays = (shapes.query, shapes.key, shapes.value)
     if why_not := limits.operand_reason(arrays, (size.H, size.V), (size.T, size.S)):
@@ -46,8 +59,11 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
     if shapes.diagonal is not None:
         return "the diagonal is an operand, as in steps of context_parallel_attention with a mask or ALiBi"
-    if shapes.mask is not None and 1 << 31 <= shapes.mask.size <= 1 << 32:
-        return "the Triton lowering of Pallas can't address a mask of 2 to 4 GiB"
+    of_bytes = {"a mask": shapes.mask, "blocks of a block_mask": shapes.block_kinds}
+    of_bytes |= {f"a captured array ({name})": x for name, x in shapes.captured.items()}
+    for name, x in of_bytes.items():
+        if x is not None and x.dtype.itemsize == 1 and 1 << 31 <= x.size <= 1 << 32:
+            return f"the Triton lowering of Pallas can't address {name} of 2 to 4 GiB"
     return None
 
 

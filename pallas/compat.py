@@ -211,7 +211,7 @@ def mosaic_call(
         if sums is None and changes is None:
             return call(*operands), None
         if sums is not None:
-            operands = (*operands, jax.tree.map(_zeros, sums))
+            operands = (*operands, jax.tree.map(zeros, sums))
         *operands, changed = operands
         references = jax.tree.map(jax.new_ref, changed)
         results = call(*operands, references)
@@ -221,7 +221,7 @@ def mosaic_call(
     return _without_effects(run, (list(out_shape), changed)) if interpreting() else run
 
 
-def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
     return vary_over(jnp.zeros(x.shape, x.dtype), x.manual_axis_type.varying)
 
 
@@ -261,6 +261,19 @@ def mosaic_interprets() -> bool:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return hasattr(plgpu, "InterpretGPUParams")
+
+
+def atomic_add(ref: Any, index: jax.Array, values: jax.Array) -> None:
+    """Adds to elements `index` of a ref (elements,), by Triton. Other programs add to them too, in any order.
+
+    JAX's interpreter of Triton's addition drops all but one of several values for an element.
+    """
+    from jax.experimental.pallas import triton
+
+    if interpreting():
+        ref[...] = ref[...].at[index].add(values, mode="promise_in_bounds")
+    else:
+        triton.atomic_add(ref, (index,), values, mask=values != 0)
 
 
 def triton_call(

@@ -19,9 +19,14 @@ OPERANDS = (
 def names(spec: AttentionSpec, shapes: Operands) -> list[str]:
     """The options that the call has, by the names of its arguments."""
     present = [name for name in (*OPERANDS, "sinks") if getattr(shapes, name) is not None]
-    cap = ["logits_soft_cap"] if spec.logits_soft_cap is not None else []
-    dropout = ["dropout_rate"] if spec.dropout_rate else []
-    return [name for name in present if not name.startswith("dropout")] + cap + dropout
+    present = [name for name in present if not name.startswith("dropout")]
+    static = {
+        "logits_soft_cap": spec.logits_soft_cap is not None,
+        "dropout_rate": spec.dropout_rate != 0,
+        "score_mod": spec.score_mod is not None,
+        "block_mask": spec.block_mask is not None,
+    }
+    return present + [name for name, is_given in static.items() if is_given]
 
 
 def has_score_mod(spec: AttentionSpec, shapes: Operands) -> bool:
@@ -29,9 +34,11 @@ def has_score_mod(spec: AttentionSpec, shapes: Operands) -> bool:
     return any(not name.endswith("_lengths") and name != "sinks" for name in names(spec, shapes))
 
 
-def loads_score_operand(shapes: Operands) -> bool:
-    """Whether an operand has an element for each score."""
-    return any(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask))
+def loads_score_operand(spec: AttentionSpec, shapes: Operands) -> bool:
+    """Whether an element of an operand is loaded for each score."""
+    functions = (spec.score_mod, None if spec.block_mask is None else spec.block_mask.mask_mod)
+    looked_up = any(function is not None and function.looks_up_each_score for function in functions)
+    return looked_up or any(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask))
 
 
 def bias_gradient(shapes: Operands) -> str | None:

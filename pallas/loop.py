@@ -1,5 +1,6 @@
 """Loops over the blocks that a tile visits."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,6 +10,21 @@ from jax import lax
 from jax_flash._mask import BlockRange, Index
 
 Carry = TypeVar("Carry")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockList:
+    """A tile's list of all blocks: full ones first, then partial ones, then those that it skips.
+
+    Attributes:
+      at: the block at a place of the list.
+      full: how many are full.
+      visited: how many are full or partial.
+    """
+
+    at: Callable[[Index], Index]
+    full: Index
+    visited: Index
 
 
 def over_block_range(blocks: BlockRange, body: Callable[[bool, Index, Carry], Carry], carry: Carry) -> Carry:
@@ -26,14 +42,30 @@ def over_block_range(blocks: BlockRange, body: Callable[[bool, Index, Carry], Ca
     return carry
 
 
-def over_skipped_blocks(blocks: BlockRange, count: int, body: Callable[[Index], None]) -> None:
-    """Runs `body(block)` over those of `count` blocks that the range leaves out."""
+def over_visited_blocks(
+    blocks: BlockRange | BlockList, body: Callable[[bool, Index, Carry], Carry], carry: Carry
+) -> Carry:
+    """`over_block_range`, or the same over the blocks of a list that are full or partial."""
+    if isinstance(blocks, BlockRange):
+        return over_block_range(blocks, body, carry)
+    carry = over_blocks(0, blocks.full, lambda place, carry: body(False, blocks.at(place), carry), carry)
+    return over_blocks(
+        blocks.full, blocks.visited, lambda place, carry: body(True, blocks.at(place), carry), carry
+    )
+
+
+def over_skipped_blocks(blocks: BlockRange | BlockList, count: int, body: Callable[[Index], None]) -> None:
+    """Runs `body(block)` over those of `count` blocks that a tile skips."""
 
     def step(j: Index, carry: np.int32) -> np.int32:
-        body(j)
+        body(blocks.at(j) if isinstance(blocks, BlockList) else j)
         return carry
 
-    for begin, end in ((0, blocks.first), (blocks.last, count)):
+    if isinstance(blocks, BlockList):
+        ranges = [(blocks.visited, count)]
+    else:
+        ranges = [(0, blocks.first), (blocks.last, count)]
+    for begin, end in ranges:
         over_blocks(begin, end, step, np.int32(0))
 
 

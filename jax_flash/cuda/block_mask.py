@@ -1,10 +1,8 @@
 """Block masks in the kernels: lists of the blocks that tiles visit, and the mask function as C++.
 
 A `BlockMask` has blocks of the user's size, and kernels have tiles of their own. So XLA makes lists for the
-kernel's grid before it runs (`lists`). A block of the kernel that overlaps several of the user's is full if
-all of these are full, and hidden if all of them are hidden. Else it is partial, and the function is computed
-for its pairs. The lists include causality, the window, lengths and segments, as far as whole
-blocks are hidden.
+kernel's grid before it runs (`lists`, from _block_lists.py). In partial blocks the function is computed for
+each pair. The lists include causality, the window, lengths and segments, as far as whole blocks are hidden.
 
 Without a mask function, as `BlockMask.from_blocks` has none, a pair's kind is looked up.
 """
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_flash import _block_lists
 from jax_flash._block_kinds import Kind
 from jax_flash._mask import position_mask, window_of
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, Sizes, sizes
@@ -220,7 +219,7 @@ def _lists(
 ) -> dict[str, jax.Array]:
     """`lists`, from mask metadata's ranges of blocks that tiles visit, if there is any."""
     assert spec.block_mask is not None
-    low, high = _pooled(kinds, spec.block_mask.block_size, (n.T, n.S), (grid.queries, grid.keys))
+    low, high = _block_lists.pooled(kinds, spec.block_mask.block_size, (n.T, n.S), (grid.queries, grid.keys))
     if grid.by_columns and kinds.shape[1] > 1:  # the heads of a key head share lists
         low = low.reshape(low.shape[0], n.K, n.group, *low.shape[2:]).min(2)
         high = high.reshape(high.shape[0], n.K, n.group, *high.shape[2:]).max(2)
@@ -230,26 +229,8 @@ def _lists(
         visited = _visited_by_positions(spec, n, ranges, grid)
         return _ascending(is_full, is_visited & visited, span)
     visited, full = _visited_and_full_by_positions(spec, n, ranges, grid)
-    return _full_first(is_full & full, is_visited & visited)
-
-
-def _pooled(
-    kinds: jax.Array, block_size: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]
-) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest kind of the blocks that each tile overlaps."""
-    low = high = kinds
-    for axis, size, length, step in zip((2, 3), block_size, lengths, tile, strict=True):
-        starts = np.arange(0, length, step)
-        first, last = starts // size, (np.minimum(starts + step, length) - 1) // size
-        if np.array_equal(first, np.arange(kinds.shape[axis])) and np.array_equal(first, last):
-            continue  # a block each
-        lows, highs = [], []
-        for offset in range(int((last - first).max(initial=0)) + 1):
-            there = np.minimum(first + offset, last)
-            lows.append(jnp.take(low, there, axis=axis))
-            highs.append(jnp.take(high, there, axis=axis))
-        low, high = functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)
-    return low, high
+    blocks, counts = _block_lists.full_first(is_full & full, is_visited & visited)
+    return {"block_blocks": blocks, "block_counts": counts}
 
 
 def _visited_and_full_by_positions(
@@ -292,15 +273,6 @@ def _visited_by_positions(
         first, last = tile_blocks[..., 0], tile_blocks[..., 1]
     block = jnp.arange(blocks, dtype=jnp.int32)
     return ((block >= first[..., None]) & (block < last[..., None]))[:, None]
-
-
-def _full_first(is_full: jax.Array, is_visited: jax.Array) -> dict[str, jax.Array]:
-    columns = is_visited.shape[-1]
-    is_full = is_full & is_visited
-    order = jnp.where(is_full, 0, jnp.where(is_visited, columns, 2 * columns))
-    blocks = jnp.sort(order + jnp.arange(columns, dtype=jnp.int32), axis=-1) % columns
-    counts = [jnp.sum(x, axis=-1, dtype=jnp.int32) for x in (is_full, is_visited)]
-    return {"block_blocks": blocks.astype(jnp.int32), "block_counts": jnp.stack(counts, axis=-1)}
 
 
 def _ascending(is_full: jax.Array, is_visited: jax.Array, span: int) -> dict[str, jax.Array]:

@@ -9,15 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from jax_flash._spec import AttentionSpec, Operands, captured_name, functions_of
 from jax_flash.cuda.functions import cpp, operand_fields
 from jax_flash.cuda.functions.source import Function
 from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
-from jax_flash.functions import UnsupportedPrimitiveError
-from jax_flash.functions.function import Traced, as_graph
 from jax_flash.functions.static import StaticFunction
 
 Shapes = Operands[jax.ShapeDtypeStruct]
@@ -28,13 +25,8 @@ INDICES = ("batch_indices", "head_indices")
 
 def unsupported(name: str, function: StaticFunction) -> str | None:
     """Why the function, or an array that it captures, can't be in a kernel; or None."""
-    if function.refusal is not None:
-        return f"{name} has {function.refusal}"
-    closed = ClosedJaxpr(function.jaxpr, function.shapes)
-    try:
-        as_graph(Traced(closed, function.arguments, function.name, function.result), cpp.unsupported)
-    except UnsupportedPrimitiveError as error:
-        return f"{name} has {error}"
+    if (reason := function.limit(name, cpp.unsupported)) is not None:
+        return reason
     for x in function.shapes:
         if np.dtype(x.dtype) not in cpp.ELEMENTS or x.dtype.name not in ELEMENT_BYTES:
             return f"{name} captures an array of {x.dtype.name}; it may be {', '.join(ELEMENT_BYTES)}"

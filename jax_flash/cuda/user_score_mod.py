@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import user_function
-from jax_flash.cuda.functions import cpp, derivative_text, value_text
+from jax_flash.cuda.functions import derivative_text, value_text
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
-from jax_flash.functions import Scope, scope
 from jax_flash.functions.derivative import Derivative
-from jax_flash.functions.graph import CONSTANT, INPUT, LOAD, reachable
+from jax_flash.functions.graph import CONSTANT
 from jax_flash.functions.static import StaticFunction
 
 Shapes = Operands[jax.ShapeDtypeStruct]
@@ -32,13 +31,6 @@ def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
     if (reason := user_function.unsupported("score_mod", function)) is not None:
         return reason
     derivative = _derivative(function)
-    for node in reachable(
-        [derivative.d_score, *(node for g in derivative.gathers for node in (g.index, g.d_value))]
-    ):
-        if node.operation not in (CONSTANT, INPUT, LOAD):
-            reason = cpp.unsupported(node.operation, [x.dtype for x in node.arguments], node.dtype)
-            if reason is not None:
-                return f"score_mod's derivative has {node.operation}: {reason}"
     if any(
         "score" in node.inputs for gather in derivative.gathers for node in (gather.index, gather.d_value)
     ):
@@ -78,10 +70,7 @@ def has_gradients(spec: AttentionSpec) -> bool:
 
 def looks_scores_up(spec: AttentionSpec) -> bool:
     """Whether the function looks an array up for each score."""
-    if spec.score_mod is None or spec.score_mod.value is None:
-        return False
-    nodes = reachable([spec.score_mod.value])
-    return any(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
+    return spec.score_mod is not None and spec.score_mod.looks_up_each_score
 
 
 def headers(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, str], ...]:
@@ -183,4 +172,4 @@ def _captured(function: StaticFunction) -> list[str]:
 
 
 def _with_gradients(function: StaticFunction) -> list[int]:
-    return sorted({gather.operand for gather in _derivative(function).gathers})
+    return _derivative(function).operands

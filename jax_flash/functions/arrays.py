@@ -213,7 +213,7 @@ def _as_index(graph: Graph, x: Node) -> Node:
         largest = graph.constant(np.iinfo(np.int32).max, UINT32)
         x = graph.minimum(x, largest)
     if x.dtype.itemsize > 4:
-        raise ValueError(f"an index is {x.dtype.name}; CUDA code is written for 32 bits and fewer")
+        raise ValueError(f"an index is {x.dtype.name}; code is written for 32 bits and fewer")
     return graph.convert(x, INT32)
 
 

@@ -57,6 +57,16 @@ class Derivative:
     gathers: tuple[Gather, ...]
     program: str = ""
 
+    @property
+    def outputs(self) -> list[Node]:
+        """d_score, and of each gather its index and d_value."""
+        return [self.d_score, *(node for gather in self.gathers for node in (gather.index, gather.d_value))]
+
+    @property
+    def operands(self) -> list[int]:
+        """The numbers of the captured arrays that have a gradient."""
+        return sorted({gather.operand for gather in self.gathers})
+
 
 def differentiate(function: ScalarFunction) -> Derivative:
     """The derivative of a function that `trace_score_mod` returned.

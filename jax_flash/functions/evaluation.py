@@ -14,8 +14,19 @@ from jax_flash.transforms.varying import vary_alike, vary_over, varying_axes
 Load = Callable[[Hashable, jax.Array], jax.Array]
 """The elements of an operand at flat indices."""
 
+Apply = Callable[[Node, Sequence[jax.Array]], jax.Array]
+"""A node's primitive, of arguments of one shape."""
 
-def evaluate(outputs: Sequence[Node], inputs: Mapping[str, jax.Array], load: Load) -> list[jax.Array]:
+
+def by_jax(node: Node, arguments: Sequence[jax.Array]) -> jax.Array:
+    """The primitive as JAX has it."""
+    assert node.bind is not None
+    return node.bind(*arguments)
+
+
+def evaluate(
+    outputs: Sequence[Node], inputs: Mapping[str, jax.Array], load: Load, apply: Apply = by_jax
+) -> list[jax.Array]:
     """What `outputs` are for these inputs, whose shapes broadcast. A result's shape may have 1 for an axis
     that it doesn't depend on."""
     rank = max(x.ndim for x in inputs.values())
@@ -30,8 +41,7 @@ def evaluate(outputs: Sequence[Node], inputs: Mapping[str, jax.Array], load: Loa
         elif node.operation == LOAD:
             values[node] = load(node.detail, values[node.arguments[0]])
         else:
-            assert node.bind is not None
-            values[node] = node.bind(*jnp.broadcast_arrays(*(values[x] for x in node.arguments)))
+            values[node] = apply(node, jnp.broadcast_arrays(*(values[x] for x in node.arguments)))
     return [values[node] for node in outputs]
 
 

@@ -80,7 +80,7 @@ class _Reader:
             return UnsupportedPrimitiveError(name, user_line(chain), reason)
 
         if equation.effects:
-            raise refusal("it has effects; CUDA code is written for pure functions")
+            raise refusal("it has effects; code is written for pure functions")
         inner = called(equation)
         if inner is not None:
             constants = [lazy.constant(self.graph, constant) for constant in inner[1]]
@@ -103,7 +103,7 @@ class _Reader:
                 # Types that code can't be written for are refused where an element is used, as arrays of
                 # these may come up where nothing of them is.
                 if dtype not in DTYPES:
-                    raise refusal(f"its result is {dtype.name}; CUDA code is written for 32 bits and fewer")
+                    raise refusal(f"its result is {dtype.name}; code is written for 32 bits and fewer")
                 try:
                     return element(index)
                 except (arrays.TooLargeError, _CantWriteError, ValueError) as error:

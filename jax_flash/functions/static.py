@@ -25,7 +25,8 @@ from jax_flash.functions.derivative import Derivative, differentiate
 from jax_flash.functions.errors import UnsupportedPrimitiveError
 from jax_flash.functions.evaluation import evaluate, text
 from jax_flash.functions.function import Traced
-from jax_flash.functions.graph import FLOAT32, Node
+from jax_flash.functions.graph import CONSTANT, FLOAT32, INPUT, LOAD, Node, Unsupported, reachable
+from jax_flash.functions.scopes import Scope, scope
 
 Arrays = Sequence[jax.Array]
 """What a function captures, flat: `(B|1, elements)` each, with a row for each batch row or one for all."""
@@ -84,6 +85,32 @@ class StaticFunction:
         names = zip(self.arguments, self.jaxpr.invars, strict=True)
         return frozenset(name for name, variable in names if variable in needed)
 
+    @property
+    def looks_up_each_score(self) -> bool:
+        """Whether it looks an array up for each score, or each pair of a query and a key."""
+        nodes = [] if self.value is None else reachable([self.value])
+        return any(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
+
+    def limit(self, argument: str, unsupported: Unsupported) -> str | None:
+        """Why code that can't have some primitives can't compute it, or its derivative; or None.
+
+        Args:
+          argument: the name that the call has for the function, for the reason.
+        """
+        if self.refusal is not None:
+            return f"{argument} has {self.refusal}"
+        traced = Traced(ClosedJaxpr(self.jaxpr, self.shapes), self.arguments, self.name, self.result)
+        try:
+            tracing.as_graph(traced, unsupported)
+        except UnsupportedPrimitiveError as error:
+            return f"{argument} has {error}"
+        for node in [] if self.derivative is None else reachable(self.derivative.outputs):
+            if node.operation not in (CONSTANT, INPUT, LOAD):
+                reason = unsupported(node.operation, [x.dtype for x in node.arguments], node.dtype)
+                if reason is not None:
+                    return f"{argument}'s derivative has {node.operation}: {reason}"
+        return None
+
     def __call__(self, inputs: Inputs, captured: Arrays) -> jax.Array:
         """Its values: an array that broadcasts to the shape of all inputs."""
         if self.value is None:
@@ -121,12 +148,10 @@ class StaticFunction:
         if self.derivative is None:
             return self._pullback_by_jax(inputs, captured, d_value, masked)
         gathers = self.derivative.gathers
-        outputs = [self.derivative.d_score]
-        outputs += [node for gather in gathers for node in (gather.index, gather.d_value)]
+        outputs = self.derivative.outputs
         d_score, *rest = evaluate(outputs, self._converted(inputs), lambda *at: _load(captured, *at))
         sums = {
-            number: jnp.zeros(captured[number].shape, d_value.dtype)
-            for number in sorted({gather.operand for gather in gathers})
+            number: jnp.zeros(captured[number].shape, d_value.dtype) for number in self.derivative.operands
         }
         for gather, index, factor in zip(gathers, rest[::2], rest[1::2], strict=True):
             share = masked(d_value * factor.astype(d_value.dtype))
@@ -171,8 +196,7 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
         described = [repr((traced.arguments, [(x.shape, x.dtype.name) for x in shapes])), text([value])]
         if "score" in traced.arguments:
             derivative = differentiate(scalar)
-            nodes = [node for gather in derivative.gathers for node in (gather.index, gather.d_value)]
-            described += [text([derivative.d_score, *nodes])]
+            described += [text(derivative.outputs)]
             described += [repr([gather.operand for gather in derivative.gathers]), derivative.program]
         key = hashlib.sha256("\n".join(described).encode()).hexdigest()[:32]
     except (UnsupportedPrimitiveError, TypeError) as error:

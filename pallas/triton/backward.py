@@ -1,4 +1,4 @@
-"""Backward by the Triton lowering: one kernel for dK and dV, one for dQ, so that no sum needs an atomic.
+"""Backward by the Triton lowering: one kernel for dK and dV, and one for dQ, so that neither needs atomics.
 
 With p = exp(x - lse) for the logit x = scale q.k, delta = rowsum(dO * O) - d_lse and ds = p * (dO.v - delta):
 
@@ -6,10 +6,13 @@ With p = exp(x - lse) for the logit x = scale q.k, delta = rowsum(dO * O) - d_ls
 
 ds is the gradient of x. A gradient of bias or slopes is a sum over ds, taken in the kernel whose programs
 have all of its terms: over keys in the kernel for dQ, over queries in that for dK and dV, and over heads or
-batch rows in one of its own (backward_bias.py). The soft cap's derivative comes after these sums, and what
-dropout keeps is divided by its probability at the very end: delta is multiplied by it until then.
+batch rows in one of its own (backward_bias.py). The derivatives of score_mod and of the soft cap come after
+these sums. What dropout keeps is divided by its probability at the very end: delta is multiplied by it until
+then.
 
-Each sum is taken in one program in a fixed order: gradients are bitwise equal from run to run.
+Each of these sums is taken in one program in a fixed order, so it is bitwise equal from run to run. Any
+program may read an array that score_mod captures, so the kernel for dQ adds to its gradient by atomics, in
+no fixed order.
 """
 
 import dataclasses
@@ -24,11 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_flash import _gradients
-from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, captured_name, sizes
 
 from .. import features, scores
-from ..compat import result, triton_call
-from ..loop import over_block_range, over_skipped_blocks
+from ..compat import result, triton_call, zeros
+from ..loop import over_skipped_blocks, over_visited_blocks
 from ..scores import Place, Scores
 from . import backward_bias
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
@@ -84,7 +87,8 @@ def flash_backward_keys(
         place = Place(start, first, tile, rows, S_tail, transposed=True, head=head)
         logits = of.logits(products, place, mask)
         p = of.probability(logits.x, row_lse[None, :])
-        visible = of.visible(place, across.visible(place.keys, place.queries) if partial else None)
+        by_position = across.visible(place.keys, place.queries) if partial else None
+        visible = of.visible(place, by_position, partial)
         p = p if visible is None else jnp.where(visible, p, 0.0)
         do = load(d_out, start, tile.queries, width=V, rows=rows, head=head)
         p_kept = of.with_dropout(p, place)
@@ -98,7 +102,7 @@ def flash_backward_keys(
         if bias_of_keys:
             terms = ds if visible is None else jnp.where(visible, ds, 0.0)
             bias_of_keys = {name: x + jnp.sum(terms, axis=1) for name, x in bias_of_keys.items()}
-        ds = logits.softcap_grad(ds)
+        ds = of.score_grad(ds, logits, place, visible)
         if isolate and visible is not None:
             ds = jnp.where(visible, ds, 0.0)
         return dk + dot(ds.astype(q.dtype), finite_q), dv, bias_of_keys, seen
@@ -109,12 +113,12 @@ def flash_backward_keys(
         first = block * tile.keys
         k = load(key, first, tile.keys, width=H, rows=S_tail)
         v = load(value, first, tile.keys, width=V, rows=S_tail)
-        blocks = of.block_range(across, block, tile.keys, tile.queries)
 
         def of_head(head, carry):
+            blocks = of.blocks(across, block, tile.keys, tile.queries, head)
             dk, dv, seen = carry
             bias_of_keys = {name: jnp.zeros((tile.keys,), jnp.float32) for name in d_bias}
-            dk, dv, bias_of_keys, seen = over_block_range(
+            dk, dv, bias_of_keys, seen = over_visited_blocks(
                 blocks,
                 functools.partial(body, first, k, v, isolate, head),
                 (dk, dv, bias_of_keys, seen),
@@ -158,9 +162,10 @@ def flash_backward_queries(
 ) -> None:
     """A program owns a block of queries of one head and loops over its keys.
 
-    Refs: query (T,H), key (S,H), value (S,V), d_out (T,V), lse and delta (T,) float32, and what `Scores`
-    takes of the head -> d_query (T,H); a dict with those of "bias" (T,S), "bias_of_queries" and "slopes" (T,)
-    float32 that there are; and if the call hides pairs, `spoiled_rows` (T,) of d_query.
+    Refs: query (T,H), key (S,H), value (S,V), d_out (T,V), lse and delta (T,) float32, what `Scores` takes of
+    the head, and a dict of zeros (elements,) float32 -> that dict, with the gradients of captured arrays
+    added, by all programs; d_query (T,H); a dict with those of "bias" (T,S), "bias_of_queries" and "slopes"
+    (T,) float32 that there are; and if the call hides pairs, `spoiled_rows` (T,) of d_query.
 
     With `again`, a program computes the tiles of d_query once more in which there are spoiled rows, without
     what isn't finite in keys. Refs in place of the results: spoiled rows, and d_query twice, as it is and to
@@ -173,9 +178,9 @@ def flash_backward_queries(
     S_tail = S if S % tile.keys else None
     if again:
         spoiled, _, d_query = results
-        d_scores = {}
+        d_scores = d_captured = {}
     else:
-        d_query, d_scores, spoiled = results
+        _, d_captured, d_query, d_scores, spoiled = results
 
     def store_bias(first, start, ds):
         store_block(d_scores["bias"], first, start, ds, rows=T_tail, columns=S_tail)
@@ -190,7 +195,7 @@ def flash_backward_queries(
         logits = of.logits(products, place, mask)
         p = of.probability(logits.x, row_lse[:, None])
         by_position = mask.visible(place.queries, place.keys, end) if partial else None
-        visible = of.visible(place, by_position)
+        visible = of.visible(place, by_position, partial)
         v = load(value, start, tile.keys, width=V, rows=end)
         ds = p * (of.with_dropout(dot_transposed(do, v), place) - row_delta[:, None])
         # Hidden pairs last, as their factors may be NaN.
@@ -201,7 +206,8 @@ def flash_backward_queries(
         if logits.distance is not None:
             terms["slopes"] = -ds * logits.distance
         of_queries = {name: x + jnp.sum(terms[name], axis=1) for name, x in of_queries.items()}
-        ds = logits.softcap_grad(ds)
+        of.add_captured_gradients(d_captured, ds, logits, place, visible)
+        ds = of.score_grad(ds, logits, place, visible)
         if isolate and visible is not None:  # once more, as tanh may be NaN
             ds, k = jnp.where(visible, ds, 0.0), finite(k)
         return dq + dot(ds.astype(k.dtype), k), of_queries
@@ -213,9 +219,9 @@ def flash_backward_queries(
         do = load(d_out, first, tile.queries, width=V, rows=T_tail)
         row_lse = load_vector(lse, first, tile.queries, rows=T_tail, other=jnp.inf)
         row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0)
-        blocks = of.block_range(mask, block, tile.queries, tile.keys)
+        blocks = of.blocks(mask, block, tile.queries, tile.keys)
         of_queries = {name: jnp.zeros((tile.queries,), jnp.float32) for name in d_scores if name != "bias"}
-        dq, of_queries = over_block_range(
+        dq, of_queries = over_visited_blocks(
             blocks,
             functools.partial(body, first, q, do, row_lse, row_delta, isolate),
             (jnp.zeros((tile.queries, padded(H)), jnp.float32), of_queries),
@@ -275,11 +281,20 @@ class _Call:
         like = self.operands.query
         return {name: result(shape, jnp.float32, like=like) for name, present in names.items() if present}
 
+    def captured_sums(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Those of the gradients of captured arrays `(B|1, elements)`, by the arrays' names."""
+        function = self.spec.score_mod
+        if function is None or function.derivative is None:
+            return {}
+        names = [captured_name("score_mod", number) for number in function.derivative.operands]
+        arrays, like = self.operands.captured, self.operands.query
+        return {name: result(arrays[name].shape, jnp.float32, like=like) for name in names}
+
 
 def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """d_key, d_value, and the sums over queries that `flash_backward_keys` computes."""
     size = call.size
-    score_operands = scores.operands_of(call.operands, tile.keys, tile.queries, transposed=True)
+    score_operands = scores.operands_of(call.spec, call.operands, tile.keys, tile.queries, transposed=True)
     sums = call.sums({"bias_of_keys": call.bias_form == "keys"}, size.S)
     kernel = functools.partial(flash_backward_keys, tile=tile, spec=call.spec, size=size)
     of_keys = [
@@ -322,10 +337,11 @@ def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.
     return *gradients, sums
 
 
-def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """d_query, and what else `flash_backward_queries` computes of the gradients of scores."""
+def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
+    """d_query, what else `flash_backward_queries` computes of the gradients of scores, and its sums for
+    captured arrays."""
     size, query, bias = call.size, call.operands.query, call.operands.bias
-    score_operands = scores.operands_of(call.operands, tile.queries, tile.keys)
+    score_operands = scores.operands_of(call.spec, call.operands, tile.queries, tile.keys)
     has_slopes = call.operands.alibi_slopes is not None
     d_scores = call.sums({"bias_of_queries": call.bias_form == "queries", "slopes": has_slopes}, size.T)
     specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in d_scores}
@@ -341,16 +357,19 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
     ]
     shape = result(query.shape, query.dtype, like=query)
     row_shape = result((size.B, size.N, size.T), jnp.float32, like=query)
-    d_query, d_scores, spoiled = triton_call(
+    sums = call.captured_sums()
+    of_sums = scores.specs_of(sums)
+    d_captured, d_query, d_scores, spoiled = triton_call(
         functools.partial(kernel, again=False),
         grid=(pl.cdiv(size.T, tile.queries), size.N, size.B),
-        in_specs=in_specs,
-        out_specs=[of_queries, specs, of_rows if call.isolates else None],
-        out_shape=[shape, d_scores, row_shape if call.isolates else None],
+        in_specs=[*in_specs, of_sums],
+        out_specs=[of_sums, of_queries, specs, of_rows if call.isolates else None],
+        out_shape=[sums, shape, d_scores, row_shape if call.isolates else None],
+        changes_last=len(sums),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_backward_queries",
-    )(*call.arguments, score_operands)
+    )(*call.arguments, score_operands, jax.tree.map(zeros, sums))
     if call.isolates:
         (d_query,) = triton_call(
             functools.partial(kernel, again=True),
@@ -363,7 +382,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array]]:
             num_stages=tile.num_stages,
             name="jax_flash_pallas_backward_queries_again",
         )(*call.arguments, score_operands, spoiled, d_query)
-    return d_query, d_scores
+    return d_query, d_scores, d_captured
 
 
 def backward(
@@ -387,7 +406,7 @@ def backward(
     arguments = (operands.query, operands.key, operands.value, d_out, lse, delta)
     call = _Call(spec, size, operands, arguments, features.bias_gradient(operands), of.isolates)
     d_key, d_value, sums_of_keys = _keys(call, tiles.backward_keys)
-    d_query, d_scores = _queries(call, tiles.backward_queries)
+    d_query, d_scores, d_captured = _queries(call, tiles.backward_queries)
 
     def sum_to_operand(gradient: jax.Array, operand: jax.Array) -> jax.Array:
         return _gradients.sum_to(gradient, operand.shape).astype(operand.dtype)
@@ -403,4 +422,11 @@ def backward(
         d_bias = sum_to_operand(sums_of_keys["bias_of_keys"][:, :, None, :], bias)
     if operands.alibi_slopes is not None:
         d_slopes = sum_to_operand(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
-    return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks)
+    captured = {name: x for name, x in operands.differentiable().items() if name in operands.captured}
+    d_captured = {
+        name: (d_captured[name] * of.dropout_scale).astype(x.dtype)
+        if name in d_captured
+        else jnp.zeros_like(x)
+        for name, x in captured.items()
+    }
+    return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks, d_captured)

@@ -65,7 +65,7 @@ def flash_backward_bias(
         place = Place(first, start, tile, T_tail, S_tail, **at)
         logits = of.logits(dot_transposed(q, k), place, mask)
         p = of.probability(logits.x, row_lse[:, None])
-        visible = of.visible(place, mask.visible(place.queries, place.keys, S_tail))
+        visible = of.visible(place, mask.visible(place.queries, place.keys, S_tail), True)
         do = load(d_out, first, tile.queries, width=V, rows=T_tail, **at)
         v = load(value, start, tile.keys, width=V, rows=S_tail, head=key_head, batch=batch)
         row_delta = load_vector(delta, first, tile.queries, rows=T_tail, other=0.0, **at)
@@ -98,7 +98,7 @@ def backward(
     size, bias = sizes(operands), operands.bias
     assert bias is not None
     batch_rows, heads = bias.shape[:2]
-    score_operands = scores.operands_of(operands, tile.queries, tile.keys)
+    score_operands = scores.operands_of(spec, operands, tile.queries, tile.keys)
 
     def index(j, block, n):
         return lax.div(n, np.int32(heads)), lax.rem(n, np.int32(heads)), 0, 0

@@ -19,7 +19,7 @@ from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from .. import scores
 from ..compat import result, triton_call
-from ..loop import over_block_range
+from ..loop import over_visited_blocks
 from ..scores import LN_2, LOG2_E, Place, Scores
 from .memory import dot, dot_transposed, load, store, store_vector
 from .nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
@@ -66,7 +66,7 @@ def flash_forward(
         visible = None
         if partial or not of.plain:
             by_position = mask.visible(place.queries, place.keys, end) if partial else None
-            visible = of.visible(place, by_position)
+            visible = of.visible(place, by_position, partial)
             x = of.logits(products, place, mask).x
             x = x if visible is None else jnp.where(visible, x, -jnp.inf)
             new_max = jnp.maximum(row_max, jnp.max(x, axis=1))
@@ -91,8 +91,8 @@ def flash_forward(
         first = block * tile.queries
         q = load(query, first, tile.queries, width=H, rows=T_tail)
         zeros = jnp.zeros((tile.queries, padded(V)), jnp.float32)
-        return over_block_range(
-            of.block_range(mask, block, tile.queries, tile.keys),
+        return over_visited_blocks(
+            of.blocks(mask, block, tile.queries, tile.keys),
             functools.partial(body, first, q, isolate),
             (
                 jnp.full((tile.queries,), -jnp.inf, jnp.float32),
@@ -146,7 +146,7 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
     """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) in query's dtype, lse (B,N,T) float32."""
     size = sizes(operands)
     kernel = functools.partial(flash_forward, spec=spec, size=size, tile=tile)
-    score_operands = scores.operands_of(operands, tile.queries, tile.keys)
+    score_operands = scores.operands_of(spec, operands, tile.queries, tile.keys)
     isolates = Scores(spec, size, score_operands).isolates
 
     def of_queries(width: int) -> pl.BlockSpec:

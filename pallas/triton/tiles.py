@@ -72,8 +72,9 @@ class Tiles:
 def choose(spec: AttentionSpec, operands: Operands, device: Device) -> Tiles:
     """The tiles of a call.
 
-    The smaller ones are for calls with a bias or mask of queries and keys, as what is loaded for each score
-    takes registers; in the kernel for dK and dV, which holds most, for any call that changes scores.
+    The smaller ones are for calls with a bias or mask of queries and keys, or a function that looks an array
+    up for each score, as what is loaded for each score takes registers; in the kernel for dK and dV, which
+    holds most, for any call that changes scores. No tile was chosen for functions yet.
     """
     size = sizes(operands)
     major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
@@ -81,7 +82,7 @@ def choose(spec: AttentionSpec, operands: Operands, device: Device) -> Tiles:
     plain, smaller = (_HOPPER, _HOPPER_SCORES) if major in (9, 10) else (_AMPERE, _AMPERE_SCORES)
     head_dim = max(size.H, size.V)
     changes = features.has_score_mod(spec, operands)
-    loads = features.loads_score_operand(operands)
+    loads = features.loads_score_operand(spec, operands)
 
     def tile(kernel: str, small: bool) -> Tile:
         table = (smaller if small else plain)[kernel]

@@ -39,6 +39,18 @@ def test_what_cuda_refuses(name):
         case.attend(case.inputs(), None, implementation="cuda")
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype, captured", (("bfloat16", "float32"), ("float16", "bfloat16")))
+@pytest.mark.parametrize("others", ((), ("lengths", "cap"), ("is_causal", "bias", "dropout")), ids="-".join)
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_score_mod_by_pallas(name, others, dtype, captured):
+    case = Case(name, None, dtype, captured, others=others)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    poison(sum(x.nbytes for x in jax.tree.leaves(inputs)))
+    got = with_gradients(lambda x: case.attend(x, None, implementation="pallas"), inputs, cotangents)
+    check(case, got, inputs, cotangents)
+
+
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("block_size", (32, (64, 48)), ids=str)
 @pytest.mark.parametrize("others", ((), ("is_causal", "cap"), ("lengths", "sinks", "dropout")), ids="-".join)
@@ -53,10 +65,24 @@ def test_block_masks_by_cuda(mask, others, block_size, deterministic):
     check(case, got, inputs, cotangents)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("block_size", (32, (64, 48)), ids=str)
+@pytest.mark.parametrize("others", ((), ("lengths", "sinks", "dropout", "bias")), ids="-".join)
+@pytest.mark.parametrize("mask", MASK_MODS)
+def test_block_masks_by_pallas(mask, others, block_size):
+    case = Case("documents" if others else None, mask, "bfloat16", block_size=block_size, others=others)
+    inputs, cotangents, block_mask = case.inputs(), case.cotangents(), case.block_mask()
+    poison(sum(x.nbytes for x in jax.tree.leaves(inputs)))
+    got = with_gradients(lambda x: case.attend(x, block_mask, implementation="pallas"), inputs, cotangents)
+    check(case, got, inputs, cotangents)
+
+
 @pytest.mark.parametrize("rows", (1, 2))
 @pytest.mark.parametrize("heads", (1, 4))
 @pytest.mark.parametrize("share", (0.05, 0.5))
-def test_layouts_of_blocks_by_cuda(share, rows, heads):
+@pytest.mark.parametrize("by", ("cuda", "pallas"))
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_layouts_of_blocks_by_kernels(share, rows, heads, by):
     """Larger calls, in which most blocks are skipped, against plain JAX."""
     random = np.random.default_rng(0)
     layout = random.random((rows, heads, 16, 12)) < share
@@ -71,7 +97,7 @@ def test_layouts_of_blocks_by_cuda(share, rows, heads):
         out, vjp = jax.vjp(attend, *arrays)
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (out, *vjp(d_out)))
 
-    for got, expected in zip(run("cuda"), run("xla"), strict=True):
+    for got, expected in zip(run(by), run("xla"), strict=True):
         assert np.linalg.norm(got - expected) <= 2**-7 * np.linalg.norm(expected)
 
 

@@ -17,7 +17,7 @@ class TestPallas(ImplementationSuite):
 
     implementation = "pallas"
     head_dims = (64, 80, 96, 128, 256)  # every swizzle of shared memory
-    features = tuple(name for name in FEATURES if name not in ("score_mod", "block_mask"))
+    features = FEATURES
 
     def before_run(self, nbytes):
         poison(nbytes)

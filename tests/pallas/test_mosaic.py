@@ -271,7 +271,7 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
 
 @pytest.mark.parametrize(
     "feature",
-    [name for name in FEATURES if name not in ("value_head_dim", "deterministic", "score_mod", "block_mask")],
+    [name for name in FEATURES if name not in ("value_head_dim", "deterministic")],
 )
 def test_leaves_to_triton_what_becomes_of_scores(feature):
     case = Case("", "bfloat16", features=(feature,))

@@ -38,6 +38,8 @@ EVERYTHING = (
     "dropout",
     "seq_lengths",
     "segment_ids",
+    "score_mod",
+    "block_mask",
 )
 
 
@@ -55,7 +57,7 @@ class TestPallasInterpreted(ImplementationSuite):
     lengths = (1, 65, 150)
     head_dims = (64, 80, 256)
     heads = ((6, 2),)
-    features = tuple(name for name in FEATURES if name not in ("score_mod", "block_mask"))
+    features = FEATURES
     slow = True
 
     def environment(self):
@@ -258,7 +260,7 @@ def lower_for_all_gpus(case: Case):
 @pytest.mark.parametrize(
     "feature",
     [
-        *(name for name in FEATURES if name not in ("score_mod", "block_mask")),
+        *FEATURES,
         "seq_lengths:query",
         "seq_lengths:key_value",
         "mask:1111",
@@ -299,7 +301,7 @@ class PairsToLower(PairwiseSuite):
             windows=((20, 6), (None, 3), (7, -1)),
             masks=("BNTS", "1N1S", "B1T1", "1111"),
         )
-        left_out = ("transform", "batch axes", "residual", "deterministic", "score_mod", "block_mask")
+        left_out = ("transform", "batch axes", "residual", "deterministic")
         return {name: values for name, values in factors.items() if name not in left_out}
 
 
@@ -362,11 +364,11 @@ def test_blocks_of_other_segments_are_passed_over():
     queries = jnp.repeat(jnp.array([[0, 1, 2, 5]], jnp.int32), 4, axis=1)
     keys = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 3, 3]], jnp.int32)
     operands = Operands(None, None, None, query_segment_ids=queries, key_value_segment_ids=keys)
-    found = scores.operands_of(operands, 4, 4)
+    found = scores.operands_of(AttentionSpec(0.125), operands, 4, 4)
     np.testing.assert_array_equal(
         [found[name][0] for name in scores.SEGMENT_BLOCKS], [[0, 1, 2, 0], [1, 3, 3, 0]]
     )
-    found = scores.operands_of(operands, 4, 4, transposed=True)
+    found = scores.operands_of(AttentionSpec(0.125), operands, 4, 4, transposed=True)
     np.testing.assert_array_equal(
         [found[name][0] for name in scores.SEGMENT_BLOCKS], [[0, 1, 1, 0], [1, 2, 3, 0]]
     )

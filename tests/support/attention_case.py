@@ -59,7 +59,7 @@ def block_mask_of(key_ids, queries, heads):
 @functools.cache
 def static_functions(heads, keys):
     """A case's score_mod and mask_mod, as specs have them."""
-    score_mod, _ = static_score_mod(score_mod_of(jnp.zeros((heads, 2 * FARTHEST + 1))))
+    score_mod, _ = static_score_mod(score_mod_of(jnp.zeros((heads, 2 * FARTHEST + 1), jnp.float32)))
     mask_mod, _ = static_mask_mod(mask_mod_of(jnp.zeros(keys, jnp.int32)))
     return score_mod, mask_mod
 
