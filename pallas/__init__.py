@@ -38,6 +38,13 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     return None
 
 
+def only_by_name(spec: AttentionSpec) -> str | None:
+    """Why the automatic choice leaves these kernels out, or None."""
+    if (given := functions_of(spec)) is None:
+        return None
+    return f'its kernels take {given}, but have not run on a GPU yet; implementation="pallas" runs them'
+
+
 def _function_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
     given = functions_of(spec)
     if given and shapes.query_offsets is not None:
