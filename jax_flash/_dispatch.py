@@ -23,7 +23,15 @@ from jax_flash._device import Device
 from jax_flash._slower import SlowerImplementationWarning
 from jax_flash._spec import AttentionSpec, Operands
 
-__all__ = ["IMPLEMENTATIONS", "SlowerImplementationWarning", "get", "only_by_name", "reason", "reasons", "select"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "SlowerImplementationWarning",
+    "get",
+    "only_by_name",
+    "reason",
+    "reasons",
+    "select",
+]
 
 IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 """In order of preference: the automatic choice is the first that supports the call."""
