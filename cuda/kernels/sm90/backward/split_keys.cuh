@@ -165,6 +165,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         }
 
         if constexpr (Traits::key_sums) {
+            __syncwarp();  // all lanes have read the tile's full blocks, also if it has no blocks
             if (arrives(lane)) mbarrier::arrive(shared.key_empty(key_slot.stage));
             if (iterations > 0 || Traits::deterministic) add_gradients();
             return;
