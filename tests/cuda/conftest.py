@@ -1,3 +1,4 @@
+import functools
 import os
 
 import pytest
@@ -5,10 +6,24 @@ from kernel_emulator import KernelEmulator
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emulator")
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return KernelEmulator(folder)
-    built = tmp_path_factory.getbasetemp().parent / "emulated_kernels"  # of all workers
-    built.mkdir(exist_ok=True)
-    return KernelEmulator(folder, built)
+def emulator_that(tmp_path_factory):
+    """A function that gives the emulator which seeks races, or the one that doesn't."""
+
+    @functools.cache
+    def that(seeks_races: bool) -> KernelEmulator:
+        folder = tmp_path_factory.mktemp("emulator")
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            return KernelEmulator(folder, seeks_races=seeks_races)
+        built = tmp_path_factory.getbasetemp().parent / "emulated_kernels"  # of all workers
+        built.mkdir(exist_ok=True)
+        return KernelEmulator(folder, built, seeks_races=seeks_races)
+
+    return that
+
+
+@pytest.fixture
+def emulator(request, emulator_that):
+    """Seeks races in the tests of `make test`; in exhaustive ones, of which it takes twice the time, if
+    JAX_FLASH_TEST_RACES is "all"."""
+    is_exhaustive = request.node.get_closest_marker("exhaustive") is not None
+    return emulator_that(not is_exhaustive or os.environ.get("JAX_FLASH_TEST_RACES") == "all")
