@@ -7,6 +7,7 @@
     partial        how results of a ring's steps are combined
     gather         keys and values of all devices on each
     ulysses        shards of heads in place of shards of the sequence
+    two_axes       Ulysses over one mesh axis, another strategy over the other
     sharded        how parts of a call on shards become ordinary calls
     load_balance   the order of tokens on devices
 

@@ -35,9 +35,7 @@ def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
         "score" in node.inputs for gather in derivative.gathers for node in (gather.index, gather.d_value)
     ):
         return "the gradient of an array that score_mod captures depends on the score"
-    if derivative.gathers and deterministic:
-        return "gradients of arrays that score_mod captures are summed in no fixed order (deterministic=True)"
-    return None
+    return function.limit_of_order("score_mod") if deterministic else None
 
 
 def defines(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, int | str], ...]:

@@ -91,6 +91,13 @@ class StaticFunction:
         nodes = [] if self.value is None else reachable([self.value])
         return any(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
 
+    def limit_of_order(self, argument: str) -> str | None:
+        """Why kernels that add atomically can't have the same bits each time, backward; or None."""
+        if self.derivative is None or not self.derivative.gathers:
+            return None
+        what = f"gradients of arrays that {argument} captures"
+        return f"{what} are summed in no fixed order (deterministic=True)"
+
     def limit(self, argument: str, unsupported: Unsupported) -> str | None:
         """Why code that can't have some primitives can't compute it, or its derivative; or None.
 

@@ -75,10 +75,7 @@ def score_mod_limit(function: StaticFunction, deterministic: bool) -> str | None
     """Why kernels can't run a score_mod, forward and backward, or None."""
     if (reason := function.limit("score_mod", unsupported)) is not None:
         return reason
-    assert function.derivative is not None  # or there would be a reason
-    if function.derivative.gathers and deterministic:
-        return "gradients of arrays that score_mod captures are summed in no fixed order (deterministic=True)"
-    return None
+    return function.limit_of_order("score_mod") if deterministic else None
 
 
 @functools.cache

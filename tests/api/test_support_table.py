@@ -110,7 +110,7 @@ def runs_on(name: str, call: Call) -> list[str]:
 
 
 def table() -> str:
-    """Markdown. "yes" is: wherever the implementation runs at all."""
+    """Markdown. "yes" is: wherever the implementation runs at all; "if named": there, not automatically."""
     rows = calls()
     plainest = next(iter(rows.values()))
     names = _dispatch.IMPLEMENTATIONS
@@ -121,7 +121,9 @@ def table() -> str:
 
     def cell(name, call):
         there = runs_on(name, call)
-        return "yes" if there == everywhere[name] != [] else listed(there)
+        if there != everywhere[name] or not there:
+            return listed(there)
+        return "yes" if _dispatch.only_by_name(name, call[0]) is None else "if named"
 
     lines = [["", *(f"`{name}`" for name in names)], ["---"] * (1 + len(names))]
     lines.append(["runs on", *(listed(everywhere[name]) for name in names)])

@@ -108,15 +108,20 @@ void report(const char* what, const Epoch& first, const Epoch& second, uint32_t 
                  name_of(second.actor) + at + "|" + place_of(second.from));
 }
 
-void read(Cell& cell, const Epoch& by, const Clock& before, bool generic, uint32_t offset) {
+// Reports the last write, if nothing orders it before an access.
+void check_last_write(const Cell& cell, const char* and_what, const Epoch& by, const Clock& before, bool generic,
+                      uint32_t offset) {
     const Epoch& last = cell.write;
-    if (last.meets(by)) {
-        if (before.seen[last.actor] < last.step) {
-            report("a write and a read", last, by, offset);
-        } else if (!generic && cell.generic && before.fenced[last.actor] < last.step) {
-            report("a write and a read by another proxy", last, by, offset);
-        }
-    }
+    if (!last.meets(by)) return;
+    const bool is_seen = before.seen[last.actor] >= last.step;
+    const bool lacks_fence = !generic && cell.generic && before.fenced[last.actor] < last.step;
+    if (is_seen && !lacks_fence) return;
+    const std::string what = std::string("a write and a ") + and_what + (is_seen ? " by another proxy" : "");
+    report(what.c_str(), last, by, offset);
+}
+
+void read(Cell& cell, const Epoch& by, const Clock& before, bool generic, uint32_t offset) {
+    check_last_write(cell, "read", by, before, generic, offset);
     for (Epoch& one : cell.reads) {
         if (one.actor != by.actor) continue;
         const uint8_t bytes = one.step == by.step ? one.bytes | by.bytes : by.bytes;
@@ -128,14 +133,7 @@ void read(Cell& cell, const Epoch& by, const Clock& before, bool generic, uint32
 }
 
 void write(Cell& cell, const Epoch& by, const Clock& before, bool generic, uint32_t offset) {
-    const Epoch& last = cell.write;
-    if (last.meets(by)) {
-        if (before.seen[last.actor] < last.step) {
-            report("a write and a write", last, by, offset);
-        } else if (!generic && cell.generic && before.fenced[last.actor] < last.step) {
-            report("a write and a write by another proxy", last, by, offset);
-        }
-    }
+    check_last_write(cell, "write", by, before, generic, offset);
     for (const Epoch& one : cell.reads) {
         if (one.meets(by) && before.read[one.actor] < one.step) report("a read and a write", one, by, offset);
     }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void note_repeat(const SharedMemory& shared, int* nex
         // One lane notes. Were it to leave the others here, ptxas would take the rings of stages out of uniform registers.
     } else if (Traits::split_kv && tile.is_split()) {
         partials.arrived[tile.split_tile * 4 * Traits::consumers + warp] = Partials::repeat_mark();
-        atomicOr(&repeats.split_tiles, 1);  // other warps may as well
+        atomicOr(&repeats.split_tiles, 1);  // other warps may set it at the same time
     } else if (warp == 0) {
         next_repeat[number] = repeats.first_tile;
         repeats.first_tile = number;
