@@ -30,27 +30,27 @@ def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
     """Why the kernels can't run a score_mod, or None."""
     if (reason := user_function.unsupported("score_mod", function)) is not None:
         return reason
-    derivative = _derivative(function)
-    if any(
-        "score" in node.inputs for gather in derivative.gathers for node in (gather.index, gather.d_value)
-    ):
-        return "the gradient of an array that score_mod captures depends on the score"
     return function.limit_of_order("score_mod") if deterministic else None
 
 
 def defines(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, int | str], ...]:
     """SCORE_MOD: 0 without a function, 1 with one, 2 with its derivative by the score, which is not 1;
-    SCORE_MOD_GRADIENTS: whether captured arrays have gradients."""
+    SCORE_MOD_GRADIENTS: whether captured arrays have gradients, 2 where these depend on the score."""
     if spec.score_mod is None:
         return NO_DEFINES
     derivative = _derivative(spec.score_mod)
     return (
         ("SCORE_MOD", 2 if backward and has_score_grad(spec) else 1),
-        ("SCORE_MOD_GRADIENTS", int(backward and bool(derivative.gathers))),
+        ("SCORE_MOD_GRADIENTS", _kind_of_gradients(derivative) if backward else 0),
     )
 
 
 NO_DEFINES = (("SCORE_MOD", 0), ("SCORE_MOD_GRADIENTS", 0))
+
+
+def _kind_of_gradients(derivative: Derivative) -> int:
+    nodes = [node for gather in derivative.gathers for node in (gather.index, gather.d_value)]
+    return 2 if any("score" in node.inputs for node in nodes) else int(bool(nodes))
 
 
 def has_score_grad(spec: AttentionSpec) -> bool:

@@ -48,10 +48,12 @@ OF_FEATURES = {
 }
 
 _TABLE, _SLOPES = jnp.zeros((8, 33)), jnp.zeros(8)
-# Functions of users: one that looks a score up, and one whose derivative is a factor beside gradients.
+# Functions of users: one that looks a score up, one whose derivative is a factor beside gradients, and one
+# of gradients that depend on the score.
 SCORE_MODS = {
     "score_table": lambda score, b, h, q, k: score + _TABLE[h, jnp.clip(q - k, -16, 16) + 16],
     "score_cap": lambda score, b, h, q, k: 30 * jnp.tanh(score / 30) - _SLOPES[h] * abs(q - k),
+    "score_learned": lambda score, b, h, q, k: _SLOPES[h] * jnp.tanh(score / _SLOPES[h]),
 }
 
 

@@ -68,6 +68,12 @@ FUNCTIONS = (
     Case(H=128, T=9, S=200, N=8, K=2, B=2, score_mod="relative_position", left=70, right=3),
     Case(H=256, T=70, S=70, N=2, score_mod="scaled", return_residual=True, right=0),
     Case(H=96, T=130, S=140, score_mod="capped", deterministic=True, segments="sorted"),
+    Case(H=64, T=70, S=130, N=2, B=2, score_mod="learned", right=0, return_residual=True),
+    Case(
+        H=128, T=130, S=100, N=4, K=2, score_mod="learned", soft_cap=3.0, bias="1N1S", alibi="1N", dropout=0.2
+    ),
+    Case(H=192, T=70, S=90, N=2, K=1, B=2, score_mod="learned", lengths="qk", dtype="float16"),
+    Case(H=256, T=100, S=90, N=2, B=2, score_mod="learned", soft_cap=2.0, mask="B11S"),
 )
 # Block masks: of functions and of layouts, alike for all heads or not, with all that hides keys besides.
 BLOCK_MASKS = (

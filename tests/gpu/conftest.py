@@ -6,6 +6,7 @@ Without a CUDA device each file is skipped as a whole, and says so. Time on a GP
 shown at once, and a run that SIGTERM ends leaves a summary too, if it was asked for one.
 """
 
+import collections
 import json
 import os
 import re
@@ -132,6 +133,9 @@ def summarise(reports) -> dict:
             ratios[result] = max(ratios.get(result, 0.0), round(ratio, 3))
         sanitizer |= properties.get("sanitizer", {})
     failed = [r.nodeid for r in reports if r.outcome == "failed"]
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        seconds[report.nodeid.removeprefix("tests/gpu/").split("[")[0]] += report.duration
     skipped = {r.longrepr[2] for r in reports if r.skipped and isinstance(r.longrepr, tuple)}
     return {
         "counts": {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")},
@@ -140,4 +144,5 @@ def summarise(reports) -> dict:
         "refused": count_refused(reports),
         "worst_error_over_plain": worst,
         "sanitizer": sanitizer or "not run",
+        "seconds_by_test": {name: round(x) for name, x in seconds.most_common()},
     }

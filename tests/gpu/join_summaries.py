@@ -29,6 +29,7 @@ def join(summaries: Sequence[dict]) -> dict:
         for where, ratios in summary["worst_error_over_plain"].items():
             known = worst.setdefault(where, {})
             known |= {result: max(ratio, known.get(result, 0.0)) for result, ratio in ratios.items()}
+    by_test = sum((collections.Counter(x["seconds_by_test"]) for x in summaries), collections.Counter())
     sanitizers = [x["sanitizer"] for x in summaries if isinstance(x["sanitizer"], dict)]
     return {
         **{key: first[key] for key in SAME},
@@ -40,6 +41,7 @@ def join(summaries: Sequence[dict]) -> dict:
         "refused": refused,
         "worst_error_over_plain": worst,
         "sanitizer": {call: verdict for x in sanitizers for call, verdict in x.items()} or "not run",
+        "seconds_by_test": dict(by_test.most_common()),
         "seconds": sum(summary["seconds"] for summary in summaries),
         "complete": all(summary["complete"] for summary in summaries),
     }

@@ -63,11 +63,13 @@ GROUPS = {
         case(128, "sinks", local_window_size=(50, 0)),
         case(64, "alibi_slopes:BN", B=2),
     ),
-    "functions": (
+    "score functions": (
         *(case(H, "score_mod", is_causal=H != 192, K=1) for H in HEAD_DIMS),
         case(128, "score_mod", *SCORES, "dropout", B=2),
         case(64, "score_mod", "seq_lengths", B=2),
         case(256, "score_mod", "segment_ids", local_window_size=(70, 0)),
+    ),
+    "block masks": (
         *(case(H, "block_mask", K=1) for H in HEAD_DIMS),
         case(128, "block_mask", "seq_lengths", "logits_soft_cap", B=2, is_causal=True),
         case(192, "block_mask", "deterministic"),
@@ -76,9 +78,11 @@ GROUPS = {
     "data": (
         *(case(H, "seq_lengths", B=3, is_causal=H != 64) for H in HEAD_DIMS),
         *(case(H, "segment_ids", B=2, is_causal=H != 128) for H in HEAD_DIMS),
+        case(64, "seq_lengths:key_value", T=10, N=8, B=2),
+    ),
+    "packed": (
         *(case(H, "packed", T=300, is_causal=H != 256) for H in HEAD_DIMS),
         case(128, "packed", "alibi_slopes", "logits_soft_cap", T=300, local_window_size=(60, 0)),
-        case(64, "seq_lengths:key_value", T=10, N=8, B=2),
     ),
     "dropout": (
         *(case(H, "dropout", is_causal=H != 192, K=1) for H in HEAD_DIMS),

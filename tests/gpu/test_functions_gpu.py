@@ -11,10 +11,6 @@ from gpu_memory import poison
 
 import jax_flash
 
-# Gradients of what these capture depend on the score, so the kernels refuse them.
-REFUSED = {"soft_cap", "of_rows", "documents"}
-BY_KERNELS = [name for name in SCORE_MODS if name not in REFUSED]
-
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("captured", ("float32", "bfloat16"))
@@ -23,20 +19,13 @@ BY_KERNELS = [name for name in SCORE_MODS if name not in REFUSED]
     ((), ("is_causal",), ("lengths", "cap"), ("bias", "sinks", "dropout"), ("is_causal", "cap", "bias")),
     ids="-".join,
 )
-@pytest.mark.parametrize("name", BY_KERNELS)
+@pytest.mark.parametrize("name", SCORE_MODS)
 def test_score_mod_by_cuda(name, others, captured, dtype):
     case = Case(name, None, dtype, captured, others=others)
     inputs, cotangents = case.inputs(), case.cotangents()
     poison(sum(x.nbytes for x in jax.tree.leaves(inputs)))
     got = with_gradients(lambda x: case.attend(x, None, implementation="cuda"), inputs, cotangents)
     check(case, got, inputs, cotangents)
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_cuda_refuses(name):
-    case = Case(name, None, "bfloat16")
-    with pytest.raises(NotImplementedError, match="captures depends on the score"):
-        case.attend(case.inputs(), None, implementation="cuda")
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -88,7 +88,27 @@ def scaled(random, case):
     return function
 
 
-FUNCTIONS = {"relative_position": relative_position, "capped": capped, "hides": hides, "scaled": scaled}
+def learned(random, case):
+    """A cap of each head, a temperature of each row, and a number for scores of either sign: their gradients
+    depend on the score."""
+    caps = jax.numpy.asarray(random.uniform(1, 3, (case.N,)).astype(np.float32))
+    temperatures = jax.numpy.asarray(random.uniform(0.5, 2, (case.B, case.T)).astype(np.float32))
+    of_signs = jax.numpy.asarray(random.standard_normal((2,)).astype(np.float32))
+
+    def function(score, b, h, q, k):
+        of_sign = of_signs[(score > 0).astype("int32")]
+        return caps[h] * jax.numpy.tanh(score * temperatures[b, q] / caps[h]) + of_sign
+
+    return function
+
+
+FUNCTIONS = {
+    "relative_position": relative_position,
+    "capped": capped,
+    "hides": hides,
+    "scaled": scaled,
+    "learned": learned,
+}
 """What makes each, from a random generator and the case."""
 
 

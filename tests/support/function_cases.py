@@ -2,6 +2,7 @@
 arrays, by plain JAX."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -164,7 +165,10 @@ class Case:
         pairs = [jnp.asarray(i, jnp.int32) for i in np.ogrid[:B, :N, :T, :S]]
         pairs = jnp.broadcast_arrays(*pairs)
         if self.score_mod:
-            x = self.modified(x, pairs, [x.astype(dtype) for x in inputs["captured"]])
+            captured = inputs["captured"]  # whose dtype the function computes in, but for the definition
+            x = self.modified(
+                x, pairs, [x.astype(dtype) for x in captured] if dtype == jnp.float64 else captured
+            )
         if "bias" in self.others:
             x = x + inputs["bias"].astype(dtype)
         x = x + shift
@@ -213,10 +217,13 @@ class Case:
         return d_out, jnp.asarray(generator.standard_normal((B, T, N)), jnp.float32)
 
 
-def with_gradients(attend, inputs, cotangents):
-    """out, lse and gradients of all inputs, as NumPy arrays. A row's lse of -inf has no cotangent."""
+def with_gradients(attend, inputs, cotangents, **options):
+    """out, lse and gradients of all inputs, as NumPy arrays. A row's lse of -inf has no cotangent.
 
-    @jax.jit
+    `options` are those of `jax.jit`.
+    """
+
+    @functools.partial(jax.jit, **options)
     def run(inputs, cotangents):
         (out, lse), vjp = jax.vjp(attend, inputs)
         d_out, d_lse = (x.astype(y.dtype) for x, y in zip(cotangents, (out, lse), strict=True))
@@ -226,13 +233,16 @@ def with_gradients(attend, inputs, cotangents):
     return jax.tree.map(np.asarray, run(inputs, cotangents))
 
 
-def _sizes_of_sums(case, inputs, cotangents):
+# How yardsticks are compiled, on the CPU: at once, as each runs only once, and with all roundings to 16 bits.
+YARDSTICK = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=YARDSTICK)
+def _sizes_of_sums(case, inputs, cotangents, signs):
     """Of the gradients of captured arrays: the root of the sum of the terms' squares, in float64.
 
     A sum of the terms with random signs has that standard deviation.
     """
-    if not inputs["captured"]:
-        return []
     shift = jnp.zeros((B, N, T, S), jnp.float64)
     (out, lse), vjp = jax.vjp(lambda shift: case.expected(inputs, jnp.float64, shift), shift)
     (dx,) = vjp(tuple(x.astype(y.dtype) for x, y in zip(cotangents, (out, lse), strict=True)))
@@ -241,19 +251,26 @@ def _sizes_of_sums(case, inputs, cotangents):
     x = 2 * jnp.tanh(x / 2) if "cap" in case.others else x
     pairs = jnp.broadcast_arrays(*(jnp.asarray(i, jnp.int32) for i in np.ogrid[:B, :N, :T, :S]))
     _, vjp = jax.vjp(lambda captured: case.modified(x, pairs, captured), inputs["captured"])
-    generator = np.random.default_rng(2)
-    drawn = [vjp(dx * generator.choice([-1.0, 1.0], dx.shape))[0] for _ in range(8)]
-    return [np.sqrt(np.mean(np.square(np.stack(x)), axis=0)) for x in zip(*drawn, strict=True)]
+    (drawn,) = jax.lax.map(lambda signs: vjp(dx * signs), signs)
+    return [jnp.sqrt(jnp.mean(jnp.square(x), axis=0)) for x in drawn]
 
 
 def check(case: Case, got, inputs, cotangents):
     """Compares a run with the definition in float64. Its error may be twice that of plain attention in the
     same dtype, and some roundings."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), inputs)
-        right = with_gradients(lambda x: case.expected(x, jnp.float64), wide, cotangents)
-        sums = {f"['captured'][{i}]": x for i, x in enumerate(_sizes_of_sums(case, wide, cotangents))}
-    plain = with_gradients(lambda x: case.expected(x, jnp.float32), inputs, cotangents)
+    inputs, cotangents = jax.tree.map(np.asarray, (inputs, cotangents))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda x: x.astype(np.float64), inputs)
+            definition = functools.partial(case.expected, dtype=jnp.float64)
+            right = with_gradients(definition, wide, cotangents, compiler_options=YARDSTICK)
+            sums = {}
+            if inputs["captured"]:
+                signs = np.random.default_rng(2).choice(np.array([-1, 1], np.int8), (8, B, N, T, S))
+                sizes = _sizes_of_sums(case, wide, cotangents, signs)
+                sums = {f"['captured'][{i}]": np.asarray(x) for i, x in enumerate(sizes)}
+        plainly = functools.partial(case.expected, dtype=jnp.float32)
+        plain = with_gradients(plainly, inputs, cotangents, compiler_options=YARDSTICK)
     unit = float(jnp.finfo(case.dtype).eps)
     names = jax.tree_util.tree_flatten_with_path(right)[0]
     for (path, expected), found, yardstick in zip(names, *map(jax.tree.leaves, (got, plain)), strict=True):

@@ -66,6 +66,13 @@ class Terms:
     def arithmetic(self):
         return ARITHMETIC[self.dtype]
 
+    @property
+    def has_sums_over_rows(self):
+        """Whether a gradient is one: of bias, slopes, sinks or what a score_mod captures."""
+        operands = self.operands
+        arrays = operands.bias, operands.alibi_slopes, operands.sinks
+        return bool(operands.captured) or any(x is not None for x in arrays)
+
     @functools.cached_property
     def d_p(self):
         return self.kept * (self.d_out @ _t(self.value))
@@ -157,6 +164,8 @@ def with_delta_of(out: np.ndarray, terms: Terms, results: dict[str, np.ndarray])
 
     That is the output of a run, which is rounded. Where results aren't sums over rows they stay as they are.
     """
+    if not terms.has_sums_over_rows:
+        return results
     out = out.astype(np.float64).transpose(0, 2, 1, 3)
     out = np.where(np.isfinite(out), out, terms.out)  # numbers that aren't finite are complaints of their own
     off = np.sum(terms.d_out * (out - terms.out), -1, keepdims=True)
@@ -176,6 +185,19 @@ def with_delta_of(out: np.ndarray, terms: Terms, results: dict[str, np.ndarray])
 # Squared errors, a function a reason or a result.
 
 
+def once(function):
+    """Of a call's terms: found when it is first asked for, and kept beside them."""
+    name = f"_{function.__name__}"
+
+    @functools.wraps(function)
+    def found(terms):
+        if name not in terms.__dict__:
+            terms.__dict__[name] = function(terms)
+        return terms.__dict__[name]
+
+    return found
+
+
 def of_rounding(dtype, x):
     """Of numbers that are rounded to nearest; small ones to a multiple of the smallest, or to 0."""
     return (OF_NEAREST * UNIT_ROUNDOFF[dtype] * x) ** 2 + SMALLEST[dtype] ** 2
@@ -190,6 +212,7 @@ def of_rounded_result(name, terms, reference):
     return of_rounding(dtype, np.where(np.isfinite(reference), reference, 0))
 
 
+@once
 def of_p(terms):
     """Relative, `(B, N, T, S)`: of the exponential, and of what it is taken of: logits and lse in float32."""
     products = np.abs(terms.spec.scale) * np.sqrt(terms.query**2 @ _t(terms.key**2))
@@ -205,6 +228,7 @@ def cut_off(terms):
     return FLOAT32 * np.abs(terms.spec.scale) * times / 2 * np.abs(terms.query @ _t(terms.key))
 
 
+@once
 def of_out(terms):
     """Probabilities are rounded before they meet values. By what else they are off, their sum is off too."""
     rounded = of_rounding(terms.dtype, terms.w) @ terms.value**2
@@ -225,12 +249,14 @@ def of_d_value(terms):
     return _t(off) @ terms.d_out**2
 
 
+@once
 def of_delta(terms):
     """`(B, N, T, 1)`. Delta is found from the output when that has been rounded."""
     off = of_out(terms) + of_rounding(terms.dtype, terms.out)
     return np.sum(terms.d_out**2 * off, -1, keepdims=True)
 
 
+@once
 def of_d_logits(terms):
     """Of P * (dP - delta) in float32, but for what delta is off, which the numbers of a row share.
 
@@ -241,11 +267,13 @@ def of_d_logits(terms):
     return terms.d_logits**2 * of_p(terms) + off**2
 
 
+@once
 def of_converted_p(terms):
     """What P in half precision adds. Kernels keep it for both products; in float16 small ones lose digits."""
     return of_rounding(terms.dtype, terms.p) * (terms.d_p - terms.delta) ** 2
 
 
+@once
 def of_d_scores(terms):
     """Before the soft cap, and as operands of a product. The derivative of a soft cap, 1 - tanh², is small
     where it is the difference of numbers near 1, and may be rounded as well."""

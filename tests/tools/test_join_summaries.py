@@ -22,6 +22,7 @@ def summary(**changes) -> dict:
         "refused": {"cuda": {"head dim": 2}},
         "worst_error_over_plain": {"cuda window": {"out": 1.0, "d_key": 1.2}},
         "sanitizer": "not run",
+        "seconds_by_test": {"test_cuda_gpu.py::test_this": 5},
         "seconds": 10,
         "complete": True,
         **changes,
@@ -37,6 +38,7 @@ def test_runs_are_joined(tmp_path):
         refused={"cuda": {"head dim": 1, "dtype": 4}, "pallas": {"dtype": 1}},
         worst_error_over_plain={"cuda window": {"out": 1.1, "d_key": 1.0}, "cuda cross": {"out": 0.5}},
         sanitizer={"memcheck plain": "0 errors"},
+        seconds_by_test={"test_cuda_gpu.py::test_this": 2, "test_pallas_gpu.py::test_that": 9},
         complete=False,
     )
     paths = [tmp_path / "one.json", tmp_path / "other.json"]
@@ -53,6 +55,7 @@ def test_runs_are_joined(tmp_path):
         "refused": {"cuda": {"head dim": 3, "dtype": 4}, "pallas": {"dtype": 1}},
         "worst_error_over_plain": {"cuda window": {"out": 1.1, "d_key": 1.2}, "cuda cross": {"out": 0.5}},
         "sanitizer": {"memcheck plain": "0 errors"},
+        "seconds_by_test": {"test_pallas_gpu.py::test_that": 9, "test_cuda_gpu.py::test_this": 7},
         "seconds": 20,
         "complete": False,
     }

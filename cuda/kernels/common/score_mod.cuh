@@ -85,9 +85,8 @@ struct ScoreRow {
 
     __device__ __forceinline__ float distance(int key) const { return static_cast<float>(abs(diagonal - key)); }
 
-    // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
-    __device__ __forceinline__ float logit(float score, int key, float& derivative) const {
-        const int own_key = min(key, last_key);
+    // A score scaled and capped, as the user's function takes it, and its derivative by the scaled score.
+    __device__ __forceinline__ float capped(float score, float& derivative) const {
         float x = score * operands.scale;
         derivative = 1;
         if constexpr (ScoreTraits::soft_cap) {
@@ -98,6 +97,13 @@ struct ScoreRow {
             // see what isn't finite.
             if constexpr (ISOLATES) x += 0.0f * score;
         }
+        return x;
+    }
+
+    // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
+    __device__ __forceinline__ float logit(float score, int key, float& derivative) const {
+        const int own_key = min(key, last_key);
+        float x = capped(score, derivative);
 #if SCORE_MOD
         const user_score_mod::Element element = user.element(x, own_key);
         x = element.value;

@@ -4,7 +4,7 @@
 //   SOFT_CAP, ALIBI, MASK   1: the call has it
 //   SCORE_MOD               a user's function: 0 for none; 1 for one; 2 in the backward pass, where its derivative by the
 //                           score is a factor of dS
-//   SCORE_MOD_GRADIENTS     1: arrays that it captures have gradients
+//   SCORE_MOD_GRADIENTS     1: arrays that it captures have gradients; 2: they depend on the score
 //   BIAS                    the bias's element type; void: there is none
 // and MASK_METADATA: the queries' diagonals are known only at run time.
 #pragma once
@@ -18,7 +18,8 @@ struct ScoreTraits {
     static constexpr bool has_score_mod = soft_cap || user || bias || alibi || mask;
     // Whether dS has the derivative of logits by scores as a factor, and whether gradients are made of dS without it.
     static constexpr bool score_grad = soft_cap || SCORE_MOD == 2;
-    static constexpr bool user_gradients = SCORE_MOD_GRADIENTS;
+    static constexpr bool user_gradients = SCORE_MOD_GRADIENTS > 0;
+    static constexpr bool user_gradients_need_scores = SCORE_MOD_GRADIENTS == 2;
     static constexpr bool has_gradients = bias || alibi || user_gradients;
     static constexpr bool diagonals = alibi && MASK_METADATA;
 };

@@ -4,7 +4,8 @@
 //
 //   FOR_RACECHECK   1: as compute-sanitizer's racecheck can follow it (tests/gpu/sanitize.py). It takes none of these for
 //                   an order, and reports what was read before as a race. So each lane arrives, and who tells at a named
-//                   barrier waits there, too.
+//                   barrier waits there, too. It also loses track of a named barrier where eight warps meet again and
+//                   again, but not if they meet at another one each time they have met there.
 #pragma once
 #include "ptx/warpgroup.cuh"
 
@@ -18,11 +19,17 @@ constexpr int warp_arrivals = FOR_RACECHECK ? 32 : 1;
 // Whether a lane arrives.
 __device__ __forceinline__ bool arrives(int lane) { return FOR_RACECHECK || lane == 0; }
 
-// Tells those who wait at a named barrier.
+// Two sides that meet at a named barrier: one tells, the other waits for it. `threads` counts both.
+constexpr int met = 15;  // a named barrier of no other use
+__device__ __forceinline__ void meet(int barrier, int threads) {
+    named_barrier_sync(barrier, threads);
+    if (FOR_RACECHECK) named_barrier_sync(met, threads);
+}
 __device__ __forceinline__ void tell(int barrier, int threads) {
     if (FOR_RACECHECK) {
-        named_barrier_sync(barrier, threads);
+        meet(barrier, threads);
     } else {
         named_barrier_arrive(barrier, threads);
     }
 }
+__device__ __forceinline__ void wait_until_told(int barrier, int threads) { meet(barrier, threads); }

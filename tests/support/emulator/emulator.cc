@@ -65,6 +65,7 @@ void settle(MBarrier& barrier) {
     if (barrier.pending < 0) emulator::fail("more arrivals at an mbarrier than it counts");
     if (barrier.pending == 0 && barrier.bytes == 0) {
         barrier.parity ^= 1;
+        barrier.was_seen = false;
         barrier.pending = barrier.arrivals;
         races::complete_phase(barrier.order);
     }
@@ -321,6 +322,7 @@ void store(uint32_t address, int value) {
 namespace mbarrier {
 namespace {
 void count_arrival(MBarrier& at) {
+    if (!at.was_seen) emulator::fail("an arrival at an mbarrier whose last phase no thread has found complete");
     if (--at.pending < 0) emulator::fail("more arrivals than a round of an mbarrier has");
     settle(at);
 }
@@ -346,8 +348,9 @@ void complete_bytes(uint32_t barrier, uint32_t bytes, const races::Operation& op
     settle(at);
 }
 void wait(uint32_t barrier, uint32_t parity) {
-    const MBarrier& at = mbarrier_at(barrier);
+    MBarrier& at = mbarrier_at(barrier);
     while (at.parity == parity) emulator::yield();
+    at.was_seen = true;
     races::acquire(at.order);
     emulator::progressed();
 }

@@ -34,6 +34,7 @@ struct MBarrier {
     int arrivals, pending;
     int64_t bytes = 0;
     uint32_t parity = 0;  // of the phase that is under way
+    bool was_seen = true;  // of the phase before: that a thread has found it complete
     races::Order order;
 };
 struct Groups {  // of asynchronous actions: the one that is open, and those that are committed

@@ -50,7 +50,8 @@ private:
 __device__ __forceinline__ void clean_block(const SharedMemory& shared, int stage, int offset, int panels,
                                             uint32_t landed, uint32_t full) {
     mbarrier::wait(landed, 0);
-    mbarrier::arrive(landed);  // its next round has the same parity
+    mbarrier::arrive(landed);  // completes another phase, so that the next round has the same parity
+    mbarrier::wait(landed, 1);
     const float* lse = reinterpret_cast<const float*>(shared.lse(stage));
 #pragma unroll 1
     for (int row = 0; row < Traits::queries; ++row) {

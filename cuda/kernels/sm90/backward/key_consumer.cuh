@@ -38,7 +38,7 @@ struct KeyConsumer {
 
     __device__ __forceinline__ void read_probabilities(const Call& call, uint32_t (&operand)[query_steps][4]) const {
         const SharedMemory& shared = call.shared;
-        named_barrier_sync(probabilities_full, 256);
+        wait_until_told(probabilities_full, 256);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
             const uint4 four = shared.probability_rows(warp)[i * 32 + lane];
@@ -50,6 +50,15 @@ struct KeyConsumer {
         }
     }
 
+    // Sᵀ once more. Consumer 0 has it too, but nothing to keep it in until dS is there.
+    __device__ __forceinline__ void compute_scores(const Call& call, float (&scores)[score_count]) const {
+        const SharedMemory& shared = call.shared;
+        mbarrier::wait(shared.query_full(slot.stage), slot.parity);
+        issue_scores<0, key_steps>(scores, reload_uniform(shared.key_tile()), shared.query_block(slot.stage));
+        wgmma::wait<0>();
+        wgmma::pin(scores);
+    }
+
     // Adds dS, which is yet without the derivative by scores, to the gradients of bias, slopes and captured arrays.
     __device__ __forceinline__ void add_score_gradients(const Call& call) {
         const int first_key = cta_first_key(work.tile), key = first_key + warp * 16 + lane / 4;
@@ -59,12 +68,14 @@ struct KeyConsumer {
             add_slope_gradient(d_scores, call, work.tile, first_key, head, block, key);
         }
 #if SCORE_MOD_GRADIENTS
-        add_user_gradients(d_scores, call, work.tile.batch, head, block, key);
+        float scores[score_count];
+        if constexpr (ScoreTraits::user_gradients_need_scores) compute_scores(call, scores);
+        add_user_gradients(d_scores, scores, call, work.tile.batch, head, block, key);
 #endif
     }
     __device__ __forceinline__ void multiply_by_score_grad(const Call& call) {
         const SharedMemory& shared = call.shared;
-        if constexpr (Traits::hands_score_grad_later) named_barrier_sync(score_grad_full, 256);
+        if constexpr (Traits::hands_score_grad_later) wait_until_told(score_grad_full, 256);
 #pragma unroll
         for (int i = 0; i < query_steps; ++i) {
             const uint4 four = shared.score_grad_rows(warp)[i * 32 + lane];

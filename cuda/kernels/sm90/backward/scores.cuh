@@ -159,9 +159,10 @@ struct GradientRun {
 };
 
 // Adds dS of the thread's keys and the block's queries to the gradients of what the user's function captures. A pair that
-// doesn't see each other has dS = 0, whatever the function makes of it.
+// doesn't see each other has dS = 0, whatever the function makes of it. `scores` are theirs if the gradients need them.
 #if SCORE_MOD_GRADIENTS
-__device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score_count], const Call& call, int batch,
+__device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score_count],
+                                                   const float (&scores)[score_count], const Call& call, int batch,
                                                    int head, int block, int key) {
     const Shape& shape = call.shape;
     const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
@@ -172,8 +173,10 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
         const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
         const int own_key = min(key + 8 * key_row_of(i), row.last_key);
         if (d_scores[i] == 0) continue;
+        float derivative, score = 0;
+        if constexpr (ScoreTraits::user_gradients_need_scores) score = row.capped(scores[i], derivative);
         user_score_mod::add_gradients(
-            sums, row.user.element(0, own_key), d_scores[i],
+            sums, row.user.element(score, own_key), d_scores[i],
             [&](int gather, float* sum, int index, float term) { runs[gather].add(sum, index, term); });
     }
 #pragma unroll

@@ -134,7 +134,7 @@ struct ValueConsumer {
 
     __device__ __forceinline__ void issue_d_query(const Call& call, float (&d_query)[Part::columns / 2]) {
         const SharedMemory& shared = call.shared;
-        named_barrier_sync(d_scores_written, 256);
+        wait_until_told(d_scores_written, 256);
         part.issue(d_query, shared);
         if constexpr (Traits::cluster > 1) part.issue_peer(d_query, shared, d_scores_slot.parity);
         wgmma::wait<1>();  // the next S
