@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 
 from jax_flash import _gradients
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import block_mask, dropout, fixed_point, mask_metadata, user_score_mod
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
@@ -49,7 +49,9 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if spec.score_mod is not None:
         if shapes.query_offsets is not None:
             return "its kernels take no score_mod with packed sequences yet"
-        if (reason := user_score_mod.unsupported(spec.score_mod, spec.deterministic)) is not None:
+        n = sizes(shapes)
+        exact_terms = n.B * n.N * n.T * n.S if spec.deterministic else 0
+        if (reason := user_score_mod.unsupported(spec.score_mod, exact_terms)) is not None:
             return reason
     if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
         return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"
@@ -168,7 +170,7 @@ def gradients(
       bias_factor: the operand of that name that the backward plan was given, if any (fixed_point.py).
     """
     factor = dropout.factor(spec)  # dS and delta come from the kernels without it
-    found = user_score_mod.gradients(operands, results, factor)
+    found = user_score_mod.gradients(spec, operands, results, factor)
     if operands.bias is not None:
         d_bias = results["d_bias"]
         if bias_factor is not None:

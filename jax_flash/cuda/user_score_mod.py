@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import user_function
+from jax_flash.cuda import exact_sum, user_function
 from jax_flash.cuda.functions import derivative_text, value_text
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
@@ -26,11 +26,18 @@ _NAMESPACE, _OPERANDS, _GRADIENTS = "user_score_mod", "UserScoreMod", "UserScore
 
 
 @functools.cache
-def unsupported(function: StaticFunction, deterministic: bool) -> str | None:
-    """Why the kernels can't run a score_mod, or None."""
+def unsupported(function: StaticFunction, exact_terms: int) -> str | None:
+    """Why the kernels can't run a score_mod, or None.
+
+    Args:
+      exact_terms: how many terms the gradient of a captured array may have, if its sums are to be exact; else 0.
+    """
     if (reason := user_function.unsupported("score_mod", function)) is not None:
         return reason
-    return function.limit_of_order("score_mod") if deterministic else None
+    if exact_terms > exact_sum.MOST_TERMS and _derivative(function).gathers:
+        what = f"gradients of arrays that score_mod captures, of {exact_terms} terms"
+        return f"{what}, more than {exact_sum.MOST_TERMS}, have no exact sums (deterministic=True)"
+    return None
 
 
 def defines(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, int | str], ...]:
@@ -115,7 +122,8 @@ def gradient_parameters(spec: AttentionSpec) -> dict[str, Struct]:
         return {}
     assert spec.score_mod is not None
     numbers = _with_gradients(spec.score_mod)
-    fields = {f"d_operand{n}": "float*" for n in numbers} | {f"stride{n}": "int64_t" for n in numbers}
+    sum_type = "ExactSum*" if spec.deterministic else "float*"
+    fields = {f"d_operand{n}": sum_type for n in numbers} | {f"stride{n}": "int64_t" for n in numbers}
     return {"user_gradients": struct(_GRADIENTS, **fields)}
 
 
@@ -141,22 +149,31 @@ def buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
 
 
 def gradient_buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
-    """Sums that the backward kernel adds to: zeros at first, float32."""
+    """Sums that the backward kernel adds to: zeros at first. In float32, or exact ones (exact_sum.py)."""
     if not has_gradients(spec):
         return ()
     assert spec.score_mod is not None
     names = _captured(spec.score_mod)
-    found = (names[n] for n in _with_gradients(spec.score_mod))
-    return tuple(Buffer(f"d_{name}", shapes.captured[name].shape, "float32") for name in found)
+    found = {f"d_{names[n]}": shapes.captured[names[n]].shape for n in _with_gradients(spec.score_mod)}
+    if spec.deterministic:
+        return tuple(Buffer(name, exact_sum.shape_of_sums(x), "uint32") for name, x in found.items())
+    return tuple(Buffer(name, x, "float32") for name, x in found.items())
 
 
-def gradients(operands: Operands, results: Mapping[str, jax.Array], factor: float) -> dict[str, jax.Array]:
+def gradients(
+    spec: AttentionSpec, operands: Operands, results: Mapping[str, jax.Array], factor: float
+) -> dict[str, jax.Array]:
     """The gradients of captured arrays by name, from the backward plan's results, times `factor`."""
     found = {}
     for name, x in operands.differentiable().items():
-        if name in operands.captured:
-            sums = results.get(f"d_{name}", jnp.zeros(x.shape, jnp.float32))
-            found[name] = (sums * factor).astype(x.dtype)
+        if name not in operands.captured:
+            continue
+        sums = results.get(f"d_{name}")
+        if sums is None:  # the value depends on none of its elements
+            sums = jnp.zeros(x.shape, jnp.float32)
+        elif spec.deterministic:
+            sums = exact_sum.to_float32(sums)
+        found[name] = (sums * factor).astype(x.dtype)
     return found
 
 

@@ -171,11 +171,6 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, d: (2 * d,))
         ),
         (lambda s, b, h, q, k: jax.lax.erf_inv(s), {}, r"score_mod has erf_inv, at .*test_functions.py"),
         (lambda s, b, h, q, k: doubled(s), {}, "score_mod has custom_vjp_call, at .*test_functions.py"),
-        (
-            lambda s, b, h, q, k: s + SLOPES[h],
-            {"deterministic": True},
-            "summed in no fixed order",
-        ),
         (lambda s, b, h, q, k: jnp.where(SHORTS[h] > 0, s, 0), {}, "captures an array of int16; it may be"),
         (
             None,

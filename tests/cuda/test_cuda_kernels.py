@@ -216,7 +216,8 @@ def variants() -> dict[Kernel, Launch]:
         function = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
         calls += [function | {"features": (name,), "window": window} for window in ((None, None), (None, 0))]
         calls += [function | {"features": (name, *features[1:], "dropout"), "window": (100, 0)}]
-        calls += [function | {"features": (name, "lengths")}]
+        calls += [function | {"features": (name, "lengths"), "deterministic": i % 2 == 1}]
+        calls += [function | {"features": (name,), "deterministic": True}]
     for i, (head_dim, name) in enumerate(itertools.product((64, 96, 128, 192, 256), MASK_MODS)):
         masked = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
         calls.append(masked | {"features": (name,)})

@@ -361,6 +361,29 @@ def test_deterministic_backward(case, multiprocessors, emulator):
             np.testing.assert_array_equal(other[name], first[name], err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "case",
+    (
+        Case(H=64, T=70, S=300, N=4, K=2, B=2, score_mod="learned", right=0),
+        *thorough(
+            Case(H=128, T=130, S=200, N=2, B=2, score_mod="relative_position", dropout=0.2),
+            Case(H=256, T=70, S=200, N=2, B=2, score_mod="learned", soft_cap=2.0, alibi="1N"),
+            Case(H=192, T=70, S=130, N=2, B=2, score_mod="scaled", lengths="qk", dtype="float16"),
+        ),
+    ),
+    ids=str,
+)
+def test_deterministic_gradients_of_captured_arrays(case, emulator):
+    """Exact sums of CTAs' terms: whoever comes first."""
+    case = dataclasses.replace(case, deterministic=True)
+    first, *others = check_backward(case, emulator, runs=3)
+    captured = {name for name in first if name.startswith("d_score_mod")}
+    assert captured
+    for other in others:
+        for name in captured:
+            np.testing.assert_array_equal(other[name], first[name], err_msg=name)
+
+
 @pytest.mark.parametrize("bias", ("1N1S", "11T1"))
 @pytest.mark.parametrize("magnitude", (2.0**100, *thorough(2.0**-100, 2.0**-9)))
 def test_deterministic_gradients_of_a_bias_of_any_magnitude(magnitude, bias, emulator):

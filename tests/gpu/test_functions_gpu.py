@@ -28,6 +28,23 @@ def test_score_mod_by_cuda(name, others, captured, dtype):
     check(case, got, inputs, cotangents)
 
 
+@pytest.mark.parametrize("others", ((), ("lengths", "cap"), ("is_causal", "bias", "dropout")), ids="-".join)
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_deterministic_gradients_by_cuda(name, others):
+    case = Case(name, None, "bfloat16", others=others)
+    inputs, cotangents = case.inputs(), case.cotangents()
+
+    def run():
+        poison(sum(x.nbytes for x in jax.tree.leaves(inputs)))
+        options = {"implementation": "cuda", "deterministic": True}
+        return with_gradients(lambda x: case.attend(x, None, **options), inputs, cotangents)
+
+    got = run()
+    check(case, got, inputs, cotangents)
+    for _ in range(3):
+        jax.tree.map(np.testing.assert_array_equal, run(), got)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dtype, captured", (("bfloat16", "float32"), ("float16", "bfloat16")))
 @pytest.mark.parametrize("others", ((), ("lengths", "cap"), ("is_causal", "bias", "dropout")), ids="-".join)

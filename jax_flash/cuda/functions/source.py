@@ -99,15 +99,15 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
         ]
         term = f"element.index{number}, d_value * element.d_value{number}"
         terms.append(f"    add({number}, gradients.d_operand{gather.operand}, {term});")
-        arrays.append(f"    if (gather == {number}) return gradients.d_operand{gather.operand};")
+        condition = f"if (gather == {number}) " if number + 1 < len(derivative.gathers) else ""
+        arrays.append(f"    {condition}return gradients.d_operand{gather.operand};")
     add = "\n".join(
         [
             f"constexpr int gathers = {len(derivative.gathers)};",
             "",
             "// The sums that the terms of a gather are added to.",
-            f"{_QUALIFIERS} float* sums_of(const {gradients}& gradients, int gather) {{",
+            f"{_QUALIFIERS} auto sums_of(const {gradients}& gradients, int gather) {{",
             *arrays,
-            "    return nullptr;",
             "}",
             "",
             "// Calls add(gather, sums, index, term) for each gather. `d_value` is that of the value.",

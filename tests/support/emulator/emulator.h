@@ -59,6 +59,7 @@ To bit_cast(From from) {
 }
 inline float __int_as_float(int x) { return bit_cast<float>(x); }
 inline float __uint_as_float(uint32_t x) { return bit_cast<float>(x); }
+inline uint32_t __float_as_uint(float x) { return bit_cast<uint32_t>(x); }
 
 namespace emulator {
 

@@ -2,6 +2,7 @@
 // queries across; and the gradients of bias, slopes and arrays that the user's function captures.
 #pragma once
 #include "ptx/math.cuh"
+#include "common/exact_sum.cuh"
 #include "common/score_mod.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
@@ -66,11 +67,12 @@ __device__ __forceinline__ float times_score_grad(float x, float derivative) {
     return SCORE_MOD == 2 && x == 0 ? 0 : x * derivative;
 }
 
-// Adds to a sum of many CTAs, of floats or of terms times `factor` as integers, whose order doesn't matter.
+// Adds to a sum of many CTAs: of floats; of terms times `factor` as integers, or exactly, where the order doesn't matter.
 __device__ __forceinline__ void add_term(float* sum, float term, float) { atomicAdd(sum, term); }
 __device__ __forceinline__ void add_term(uint64_t* sum, float term, float factor) {
     atomicAdd(sum, static_cast<uint64_t>(__float2ll_rn(term * factor)));
 }
+__device__ __forceinline__ void add_term(ExactSum* sum, float term, float) { sum->add(term); }
 
 // Adds dS of the thread's keys and the block's queries to the bias's gradient, over whatever axes the bias is the same.
 __device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_count], const Call& call, int batch,
@@ -139,21 +141,23 @@ struct GradientRun {
     int index = none;
     float sum = 0;
 
-    __device__ __forceinline__ void add(float* sums, int at, float term) {
+    template <class Sum>
+    __device__ __forceinline__ void add(Sum* sums, int at, float term) {
         if (at != index) {
-            if (index != none) atomicAdd(sums + index, sum);
+            if (index != none) add_term(sums + index, sum, 1);
             index = at, sum = 0;
         }
         sum += term;
     }
     // By all lanes of a warp.
-    __device__ __forceinline__ void finish(float* sums) {
+    template <class Sum>
+    __device__ __forceinline__ void finish(Sum* sums) {
         const int common = __reduce_max_sync(0xffffffff, index);
         if (__any_sync(0xffffffff, index != none && index != common)) {
-            if (index != none) atomicAdd(sums + index, sum);
+            if (index != none) add_term(sums + index, sum, 1);
         } else {
             const float of_warp = warp_sum(sum);
-            if (threadIdx.x % 32 == 0 && common != none) atomicAdd(sums + common, of_warp);
+            if (threadIdx.x % 32 == 0 && common != none) add_term(sums + common, of_warp, 1);
         }
     }
 };
@@ -177,7 +181,7 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
         if constexpr (ScoreTraits::user_gradients_need_scores) score = row.capped(scores[i], derivative);
         user_score_mod::add_gradients(
             sums, row.user.element(score, own_key), d_scores[i],
-            [&](int gather, float* sum, int index, float term) { runs[gather].add(sum, index, term); });
+            [&](int gather, auto* sum, int index, float term) { runs[gather].add(sum, index, term); });
     }
 #pragma unroll
     for (int gather = 0; gather < user_score_mod::gathers; ++gather) {
