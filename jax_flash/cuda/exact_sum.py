@@ -1,10 +1,11 @@
 """The gradient of an array that score_mod captures, bitwise the same from run to run.
 
-Many CTAs add to each of its elements, in no certain order, and sums of floats depend on the order. How large the
-terms are isn't known before the pass, as a bias's are (fixed_point.py): they have the function's derivative as a
-factor. So the sums are exact. An element has a row of 64-bit words, each for 24 binary places: 12 words hold all
-places of a float32. A term adds the halves of its mantissa to two of them. This is the long accumulator of Kulisch
-(Computer Arithmetic and Validity, 2008), with room in each word so that nothing is carried while terms are added.
+Many CTAs add to each of its elements, in no certain order, and sums of floats depend on the order. How large
+the terms are isn't known before the pass, as a bias's are (fixed_point.py): they have the function's
+derivative as a factor. So the sums are exact. An element has a row of 64-bit words, each for 24 binary
+places: 12 words hold all places of a float32. A term adds the halves of its mantissa to two of them. This is
+the long accumulator of Kulisch (Computer Arithmetic and Validity, 2008), with room in each word so that
+nothing is carried while terms are added.
 
 cuda/kernels/common/exact_sum.cuh adds.
 """

@@ -30,7 +30,8 @@ def unsupported(function: StaticFunction, exact_terms: int) -> str | None:
     """Why the kernels can't run a score_mod, or None.
 
     Args:
-      exact_terms: how many terms the gradient of a captured array may have, if its sums are to be exact; else 0.
+      exact_terms: how many terms the gradient of a captured array may have, if its sums are to be exact;
+        else 0.
     """
     if (reason := user_function.unsupported("score_mod", function)) is not None:
         return reason
