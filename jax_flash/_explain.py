@@ -132,9 +132,9 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
             call = prepare(checked)
             return
         given = (traced_sequences.get(i, x) for i, x in enumerate(sequences))
-        call, slopes = _varlen.prepare_packed(checked, _varlen.PackedSequences(*given))
-        if slopes is not None and not call.is_empty:
-            call = _varlen.unpacked(call, slopes)
+        call, own = _varlen.prepare_packed(checked, _varlen.PackedSequences(*given))
+        if own is not None and not call.is_empty:
+            call = _varlen.unpacked(call, own)
 
     jax.eval_shape(trace, arrays, traced_sequences)
     assert call is not None

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _sequences, _settings, _validate, _varlen_unpacking
+from jax_flash import _arguments, _functions, _sequences, _settings, _validate, _varlen_unpacking
 from jax_flash._arguments import Names
+from jax_flash._attention import ScoreMod
+from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call, Packing, attend, prepare
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
+from jax_flash.functions.static import StaticFunction
 
 
 @overload
@@ -35,6 +38,8 @@ def flash_attention_varlen(
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
     deterministic: bool = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     return_residual: Literal[False] = ...,
     implementation: str | Sequence[str] | None = ...,
 ) -> jax.Array: ...
@@ -59,6 +64,8 @@ def flash_attention_varlen(
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
     deterministic: bool = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     return_residual: Literal[True],
     implementation: str | Sequence[str] | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -82,6 +89,8 @@ def flash_attention_varlen(
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     deterministic: bool = False,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -105,6 +114,9 @@ def flash_attention_varlen(
       max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape.
       max_seqlen_kv: the same for keys.
       alibi_slopes: `(N,)` or `(B, N)`, floating. With `(B, N)`, all implementations pad.
+      score_mod: as in `flash_attention`; its `batch` is the sequence's number. All implementations pad.
+      block_mask: as in `flash_attention`, made for max_seqlen_q and max_seqlen_kv (or all tokens, if they are
+        fewer), and for all sequences or each. Of a sequence its first blocks count. All implementations pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
       deterministic, return_residual, implementation: as in `flash_attention`. In dropout i and j count
         from the first packed token: what is kept is `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
@@ -132,6 +144,8 @@ def flash_attention_varlen(
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         deterministic=deterministic,
+        score_mod=score_mod,
+        block_mask=block_mask,
         return_residual=return_residual,
     )
     sequences = PackedSequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
@@ -149,26 +163,49 @@ class PackedSequences(NamedTuple):
 
 def attend_packed(arguments: Arguments, sequences: PackedSequences, implementation: Any) -> Any:
     """Attention of `arguments`, whose batch is packed as `sequences` says."""
-    call, slopes = prepare_packed(arguments, sequences)
-    if slopes is None or call.is_empty:
+    call, own = prepare_packed(arguments, sequences)
+    if own is None or call.is_empty:
         return attend(call, implementation)
-    return _attend_unpacked(call, slopes, implementation)
+    return _attend_unpacked(call, own, implementation)
 
 
-def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Call, jax.Array | None]:
-    """The checked call; and its slopes `(B, N)`, which it lacks, if each sequence has its own."""
+class OfSequences(NamedTuple):
+    """What differs from sequence to sequence, as operands have it for batch rows alone."""
+
+    sequences: int
+    slopes: jax.Array | None  # (B, N)
+    score_mod: StaticFunction | None
+    block_mask: BlockMaskSpec | None
+    operands: dict[str, jax.Array]  # of the two functions
+
+
+def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Call, OfSequences | None]:
+    """The checked call; and what it lacks, if sequences have something of their own."""
     names = arguments.names
     query = _packed(names["query"], arguments.query, "(ΣT, N, H)")
     key = _packed(names["key"], arguments.key, "(ΣS, K, H)")
     value = _packed(names["value"], arguments.value, "(ΣS, K, V)")
     packing = _packing_of(sequences, query.shape[0], key.shape[0], names)
-    slopes = _slopes_of_sequences(
-        arguments.alibi_slopes, sequences=packing.query_offsets.size - 1, heads=query.shape[1]
-    )
-    arguments = dataclasses.replace(arguments, query=query, key=key, value=value, packing=packing)
+    count, heads = packing.query_offsets.size - 1, query.shape[1]
+    slopes = _slopes_of_sequences(arguments.alibi_slopes, count, heads)
+    score_mod, block_mask = arguments.score_mod, arguments.block_mask
     if slopes is not None:
         arguments = dataclasses.replace(arguments, alibi_slopes=None)
-    return prepare(arguments), slopes
+    call = prepare(
+        dataclasses.replace(
+            arguments, query=query, key=key, value=value, packing=packing, score_mod=None, block_mask=None
+        )
+    )
+    if slopes is None and score_mod is None and block_mask is None:
+        return call, None
+    lengths = call.spec.max_query_length, call.spec.max_key_value_length
+    if isinstance(block_mask, BlockMask) and block_mask.lengths != lengths:
+        raise ValueError(
+            f"block_mask must be made for {lengths[0]} queries and {lengths[1]} keys, the longest that a "
+            f"sequence may be; got one for {block_mask.lengths}"
+        )
+    functions = _functions.operands(score_mod, block_mask, (count,), (*lengths, heads))
+    return call, OfSequences(count, slopes, *functions)
 
 
 def _packing_of(sequences: PackedSequences, queries: int, keys: int, names: Names) -> Packing:
@@ -199,16 +236,19 @@ def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.A
 
 
 @_settings.as_written
-def unpacked(call: Call, slopes: jax.Array) -> Call:
-    """`call` with slopes for each sequence: each becomes a batch row, since operands have slopes for rows."""
+def unpacked(call: Call, own: OfSequences) -> Call:
+    """`call` with what sequences have of their own: each becomes a batch row."""
     spec, _ = _varlen_unpacking.unpacked_shapes(call.spec, call.shapes)
-    rows = _unpack(call.spec, call.operands).replace(alibi_slopes=slopes)
-    return Call(spec, rows, slopes.shape[:1])
+    spec = dataclasses.replace(spec, score_mod=own.score_mod, block_mask=own.block_mask)
+    rows = _unpack(call.spec, call.operands).replace(**own.operands)
+    if own.slopes is not None:
+        rows = rows.replace(alibi_slopes=own.slopes)
+    return Call(spec, rows, (own.sequences,))
 
 
 @_settings.as_written
-def _attend_unpacked(call: Call, slopes: jax.Array, implementation: Any) -> Any:
-    results = attend(unpacked(call, slopes), implementation)
+def _attend_unpacked(call: Call, own: OfSequences, implementation: Any) -> Any:
+    results = attend(unpacked(call, own), implementation)
     if not call.spec.return_residual:
         return _pack(call.spec, call.operands, results, 0.0)
     out, lse = results
