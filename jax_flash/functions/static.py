@@ -73,6 +73,12 @@ class StaticFunction:
     def __deepcopy__(self, memo: Any) -> "StaticFunction":
         return self
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self.name}, a function that JAX has traced, can't be pickled, nor can a BlockMask that has it: "
+            "make the mask anew from what the function captures"
+        )
+
     @property
     def inputs(self) -> frozenset[str]:
         """The arguments that it depends on, or may."""

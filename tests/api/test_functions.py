@@ -1,6 +1,7 @@
 """score_mod and block_mask as arguments: what they may be, and what is said of others."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -274,6 +275,33 @@ def test_block_masks_in_strict_settings(options):
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(True)
     with strict[0], strict[1], strict[2], jax_flash.planned_for("sm_90a"):
         jax.jit(jax.grad(loss, (0, 1))).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_gradients_of_captured_arrays_in_strict_settings(deterministic):
+    query = jax.ShapeDtypeStruct((1, 129, 4, 64), jnp.bfloat16)
+
+    def loss(query, caps):
+        def score_mod(score, batch, head, query, key):
+            return caps[head] * jnp.tanh(score / caps[head])
+
+        options = {"implementation": "cuda", "deterministic": deterministic, "score_mod": score_mod}
+        return jnp.sum(jax_flash.flash_attention(query, query, query, **options).astype(jnp.float32))
+
+    caps = jax.ShapeDtypeStruct((4,), jnp.float32)
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(True)
+    with strict[0], strict[1], strict[2], jax_flash.planned_for("sm_90a"):
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(query, caps)
+        traced.lower(lowering_platforms=("cuda",))
+    assert traced.out_info[1].dtype == jnp.float32
+
+
+def test_masks_of_functions_are_not_pickled():
+    """It says so; a layout of blocks is."""
+    with pytest.raises(TypeError, match="causal, a function that JAX has traced, can't be pickled"):
+        pickle.dumps(create_block_mask(causal, None, None, 6, 5))
+    layout = BlockMask.from_blocks(jnp.ones((1, 1, 2, 2), bool), block_size=4)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(layout)).kinds, layout.kinds)
 
 
 def test_refused_by_pallas():
