@@ -75,8 +75,8 @@ class StaticFunction:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self.name}, a function that JAX has traced, can't be pickled, nor can a BlockMask that has it: "
-            "make the mask anew from what the function captures"
+            f"{self.name}, a function that JAX has traced, can't be pickled, nor can a BlockMask that has "
+            "it: make the mask anew from what the function captures"
         )
 
     @property
