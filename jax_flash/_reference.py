@@ -45,12 +45,12 @@ def plain_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array,
     and backward the cotangents of probabilities and logits) is rounded to the dtype.
 
     Returns:
-      out `(B, T, N, V)` in query's dtype and lse `(B, N, T)` float32.
+      out `(B, T, N, V)` in query's dtype, or as `spec.wide_results` says, and lse `(B, N, T)` float32.
     """
     dtype = operands.query.dtype
     accumulator = jnp.promote_types(dtype, jnp.float32)
     out, lse = _attention(spec, operands, accumulator, rounding=dtype)
-    return out.astype(dtype), lse
+    return out.astype(spec.result_dtype(dtype)), lse
 
 
 def reference_with_gradients(

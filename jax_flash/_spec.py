@@ -26,6 +26,9 @@ class AttentionSpec:
     `i + S - T - left <= j <= i + S - T + right`; None on a side is unbounded. Causal attention is
     `right == 0`, and has no field of its own.
 
+    With `wide_results`, output and gradients of operands in 16 bits are float32, for a caller that adds
+    several up. In the backward pass out and its cotangent stay in query's dtype.
+
     The two longest lengths are there where sequences are packed (`Operands.query_offsets`). What a sequence
     has beyond them counts as padding.
     """
@@ -43,6 +46,11 @@ class AttentionSpec:
     max_key_value_length: int | None = None
     score_mod: StaticFunction | None = None
     block_mask: "BlockMaskSpec | None" = None
+    wide_results: bool = False
+
+    def result_dtype(self, dtype: Any) -> np.dtype:
+        """Of the output or a gradient, for an operand of that dtype."""
+        return np.dtype(jnp.promote_types(dtype, jnp.float32) if self.wide_results else dtype)
 
 
 @dataclasses.dataclass(frozen=True)

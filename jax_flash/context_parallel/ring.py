@@ -52,12 +52,17 @@ class Ring:
     """Everything static about a call."""
 
     sharded: Sharded
-    call: Call  # of a step
+    call: Call  # of an ordinary call on what a step has
     passes: Passes
 
     @property
     def steps(self) -> int:
         return steps(self.sharded)
+
+    @property
+    def step_call(self) -> Call:
+        """The call of a step. Its results are float32, as they are added up."""
+        return dataclasses.replace(self.call, spec=dataclasses.replace(self.call.spec, wide_results=True))
 
     def passed_on(self, x: Any, places: int = 1) -> Any:
         """Arrays as the device so many places before this one has them."""
@@ -183,7 +188,7 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries; query has all batch axes in full."""
 
     def attended(pair: Pair, partial: Partial) -> Partial:
-        out, lse = ring.passes.forward(ring.call, pair.operands)
+        out, lse = ring.passes.forward(ring.step_call, pair.operands)
         return partial.put(partial.take(pair.own).merged(out, lse), pair.own)
 
     def step(index: Index, keys: Arrays, partial: Partial) -> Partial:
@@ -218,7 +223,7 @@ def backward(
     def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
         results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
-        gradients = vars(ring.passes.backward(ring.call, pair.operands, *results))
+        gradients = vars(ring.passes.backward(ring.step_call, pair.operands, *results))
 
         def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
             return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}

@@ -15,10 +15,18 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from jax_flash.cuda.parameters import Slot, Struct, layout
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint32": 4}
 ELEMENT_BYTES |= {"int8": 1, "uint8": 1, "bool": 1}
+
+
+def element_type(dtype: np.dtype | str) -> str:
+    """The C++ type of floats of that dtype."""
+    name = np.dtype(dtype).name
+    return "float" if name == "float32" else name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,8 @@ def backward(
         gradients, of_all = loops.over_batch(cut.batch, attend, operands, others, sums)
         gradients |= of_all
         return {
-            name: x.reshape(present[name].shape).astype(present[name].dtype) for name, x in gradients.items()
+            name: x.reshape(present[name].shape).astype(spec.result_dtype(present[name].dtype))
+            for name, x in gradients.items()
         }
 
     arrays = operands, (lse, delta, d_out)
@@ -180,7 +181,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
         return loops.full(shape, 0, dtype, like=operands.query)
 
     state = (
-        zeros(operands.query.shape, operands.query.dtype),
+        zeros(operands.query.shape, spec.result_dtype(operands.query.dtype)),
         zeros((size.B, size.K, size.H, size.S), dtype),
         zeros((size.B, size.K, size.V, size.S), dtype),
         sums,

@@ -306,7 +306,7 @@ def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.
         *_specs(size, heads=size.group, key_head=lambda k: k),
         scores.specs_of(score_operands, size.group),
     ]
-    shapes = [result(x.shape, x.dtype, like=x) for x in call.arguments[1:3]]
+    shapes = [result(x.shape, call.spec.result_dtype(x.dtype), like=x) for x in call.arguments[1:3]]
     row_shape = result((size.B, size.K, size.S), jnp.float32, like=call.operands.query)
     *gradients, sums, spoiled = triton_call(
         functools.partial(kernel, again=False),
@@ -346,7 +346,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array], 
     d_scores = call.sums({"bias_of_queries": call.bias_form == "queries", "slopes": has_slopes}, size.T)
     specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in d_scores}
     if call.bias_form == "scores" and bias is not None:
-        d_scores["bias"] = result(bias.shape, bias.dtype, like=query)
+        d_scores["bias"] = result(bias.shape, call.spec.result_dtype(bias.dtype), like=query)
         specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
     kernel = functools.partial(flash_backward_queries, tile=tile, spec=call.spec, size=size)
     of_queries = pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0))
@@ -355,7 +355,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array], 
         *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
         scores.specs_of(score_operands),
     ]
-    shape = result(query.shape, query.dtype, like=query)
+    shape = result(query.shape, call.spec.result_dtype(query.dtype), like=query)
     row_shape = result((size.B, size.N, size.T), jnp.float32, like=query)
     sums = call.captured_sums()
     of_sums = scores.specs_of(sums)
@@ -409,7 +409,7 @@ def backward(
     d_query, d_scores, d_captured = _queries(call, tiles.backward_queries)
 
     def sum_to_operand(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-        return _gradients.sum_to(gradient, operand.shape).astype(operand.dtype)
+        return _gradients.sum_to(gradient, operand.shape).astype(spec.result_dtype(operand.dtype))
 
     d_bias = d_slopes = None
     if call.bias_form == "shared":
@@ -424,7 +424,7 @@ def backward(
         d_slopes = sum_to_operand(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
     captured = {name: x for name, x in operands.differentiable().items() if name in operands.captured}
     d_captured = {
-        name: (d_captured[name] * of.dropout_scale).astype(x.dtype)
+        name: (d_captured[name] * of.dropout_scale).astype(spec.result_dtype(x.dtype))
         if name in d_captured
         else jnp.zeros_like(x)
         for name, x in captured.items()

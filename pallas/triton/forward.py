@@ -172,7 +172,9 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
         in_specs=in_specs,
         out_specs=[of_queries(padded(size.V)), of_rows, of_rows if isolates else None],
         out_shape=[
-            result((size.B, size.T, size.N, size.V), operands.query.dtype, like=operands.query),
+            result(
+                (size.B, size.T, size.N, size.V), spec.result_dtype(operands.query.dtype), like=operands.query
+            ),
             row_shape,
             row_shape if isolates else None,
         ],

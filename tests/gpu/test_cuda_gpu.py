@@ -1,6 +1,7 @@
 """The CUDA kernels on the GPU, through the suite that every implementation runs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -240,3 +241,29 @@ class TestCudaNonFiniteInOrder(NonFiniteSuite):
     def of_head_dim(cls, request):
         H, N, K = request.param
         cls.sizes = dict(T=300, S=400, N=N, K=K, H=H)
+
+
+@pytest.mark.parametrize(
+    "features", ((), ("bias", "dropout"), ("seq_lengths",), ("deterministic",)), ids="-".join
+)
+@pytest.mark.parametrize("H", (64, 128, 192, 256, 40))
+def test_float32_results(H, features):
+    """As steps of a ring have them: rounded, they are the usual ones."""
+    case = Case("wide", "bfloat16", H=H, B=2, T=333, S=517, N=4, K=2, is_causal=True, features=features)
+    _, spec, operands, d_out, d_lse = draw(case)
+    operands, d_out, d_lse = jax.tree.map(jnp.asarray, (operands, d_out, d_lse.transpose(0, 2, 1)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(spec, operands):
+        out, lse = jax_flash.cuda.forward(spec, operands)
+        rest = out.astype(operands.query.dtype), lse, d_out, d_lse
+        return {"out": out, **jax_flash.cuda.backward(spec, operands, *rest).present()}
+
+    usual = run(spec, operands)
+    poison(4 * sum(x.nbytes for x in usual.values()))
+    wide = run(dataclasses.replace(spec, wide_results=True), operands)
+    np.testing.assert_array_equal(wide["out"].astype(usual["out"].dtype), usual["out"])
+    for name in ("query", "key", "value"):
+        assert wide[name].dtype == jnp.float32
+        exact, rounded = (np.asarray(x[name], np.float64) for x in (wide, usual))
+        assert np.linalg.norm(exact - rounded) <= 2.0**-8 * np.linalg.norm(exact), name

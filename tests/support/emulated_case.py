@@ -47,6 +47,7 @@ class Case:
     diagonal: tuple[int, ...] | None = None  # for each batch row
     score_mod: str | None = None  # of FUNCTIONS
     block_mask: str | None = None  # of BLOCK_MASKS
+    wide: bool = False  # float32 results
 
     def __str__(self):
         return "-".join(
@@ -309,6 +310,7 @@ def draw(case):
         max_key_value_length=longest[1],
         score_mod=score_mod,
         block_mask=block_mask,
+        wide_results=case.wide,
     )
     if case.dropout:
         dropout_key = jax.random.key(int(random.integers(2**31)))

@@ -209,6 +209,8 @@ def of_rounded_result(name, terms, reference):
     operand = name.removeprefix("d_")
     if name == "d_bias" or operand in terms.operands.captured:
         dtype = np.dtype(terms.operands.present()[operand].dtype).name
+    if terms.spec.wide_results:
+        dtype = "float32"
     return of_rounding(dtype, np.where(np.isfinite(reference), reference, 0))
 
 

@@ -129,7 +129,7 @@ class BackwardCall:
     @functools.cached_property
     def main_writes_dq(self) -> bool:
         """Whether warps of the main kernel write dQ. Otherwise every head keeps its sum for postprocess."""
-        if self.tile.split_products or self.spec.deterministic:
+        if self.tile.split_products or self.spec.deterministic or self.spec.wide_results:
             return False
         if self.chosen is not None:
             return self.chosen.main_writes_dq
@@ -182,6 +182,11 @@ class BackwardCall:
         )
 
     @property
+    def has_key_sums(self) -> bool:
+        """Whether dK and dV are float32 sums, for postprocess: units share them, or they are wide."""
+        return self.units.count > 1 or self.spec.wide_results
+
+    @property
     def most_heads_in_l2(self) -> int:
         heads, l2_bytes = self.n.B * self.n.N, l2.backward_bytes(self.device)
         return backward_scheduler.most_heads_in_l2(heads, self._head_bytes, l2_bytes)
@@ -230,7 +235,7 @@ class BackwardCall:
             aligned = math.ceil(aligned / mask_metadata.assumed_sequences(self.shapes))
         dq_bytes = n.B * n.N * self.query_blocks * self.tile.queries * self.head_dims[0] * 4
         gradients_bytes = 4 * sum(math.prod(x.shape) for x in self.gradients)
-        if self.units.count > 1:  # whose sums take some of it
+        if self.has_key_sums:  # whose sums take some of it
             gradients_bytes = dq_bytes
         most = backward_scheduler.dq_sums_that_fit(dq_bytes, gradients_bytes)
         return backward_scheduler.dq_sums(self.head_shares, aligned, self.l2_head_group, most)
@@ -269,7 +274,8 @@ class BackwardCall:
     @functools.cached_property
     def gradients(self) -> tuple[Buffer, ...]:
         operands = {"d_query": self.shapes.query, "d_key": self.shapes.key, "d_value": self.shapes.value}
-        return tuple(Buffer(name, x.shape, self.dtype) for name, x in operands.items())
+        dtype = self.spec.result_dtype(self.dtype).name
+        return tuple(Buffer(name, x.shape, dtype) for name, x in operands.items())
 
     @functools.cached_property
     def score_gradients(self) -> tuple[Buffer, ...]:
@@ -302,7 +308,7 @@ class BackwardCall:
             ]
         if self.counts_tiles:
             found.append(Buffer("next_tile", (1,), "int32"))
-        if self.units.count > 1:
+        if self.has_key_sums:
             groups = (n.B, n.K, self.key_groups)
             dims = dict(zip(("d_key", "d_value"), self.head_dims, strict=True))
             found += [Buffer(f"{name}_sums", (*groups, 64 * dim), "float32") for name, dim in dims.items()]

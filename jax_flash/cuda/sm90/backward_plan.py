@@ -14,7 +14,16 @@ from jax_flash._dropout import keep_probability
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import block_mask, dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
-from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Kernel, Launch, LaunchPlan, Pointer, Zero, launch
+from jax_flash.cuda.launch_plan import (
+    ELEMENT_BYTES,
+    Kernel,
+    Launch,
+    LaunchPlan,
+    Pointer,
+    Zero,
+    element_type,
+    launch,
+)
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90 import backward_units
 from jax_flash.cuda.sm90.backward_call import BackwardCall, Schedule, tile_of
@@ -102,7 +111,7 @@ _MAIN = struct(
 _POSTPROCESS = struct(
     "Parameters",
     dq_accum="const float*",  # (sums of a block, B, N, query blocks, queries · head_dim)
-    d_query="uint4*",  # (B, T, N, H)
+    d_query="RESULT*",  # (B, T, N, H)
     queries="int32_t",  # T
     query_heads="int32_t",  # N
     head_dim="int32_t",  # H
@@ -112,8 +121,8 @@ _POSTPROCESS = struct(
 _POSTPROCESS_KEYS = struct(
     "Parameters",
     key_sums=backward_units.KEY_SUMS,
-    d_key="uint4*",  # (B, S, K, H)
-    d_value="uint4*",  # (B, S, K, V)
+    d_key="RESULT*",  # (B, S, K, H)
+    d_value="RESULT*",  # (B, S, K, V)
     keys="int32_t",  # S
     key_heads="int32_t",  # K
     head_dim="int32_t",  # H
@@ -179,7 +188,7 @@ def _launches(call: BackwardCall) -> list[Launch]:
     launches = [_preprocess(call), _main(call)]
     if not call.main_writes_dq:
         launches.append(_postprocess(call))
-    if call.units.count > 1:
+    if call.has_key_sums:
         launches.append(_postprocess_keys(call))
     return launches
 
@@ -189,11 +198,12 @@ _ACCUM = ("dq_accum", "arrived", "written", "next_job")
 
 def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
     """The kernel `backward`, or `backward_preprocess` and the like, for the call's tile."""
-    is_main = entry == "backward"
+    is_main, is_last = entry == "backward", entry.startswith("backward_postprocess")
     tile = call.main_tile if is_main else call.tile
     head_dim, value_dim = call.head_dims
     defines = (
         ("ELEMENT", call.dtype),
+        ("RESULT", element_type(call.spec.result_dtype(call.dtype) if is_last else call.dtype)),
         ("HEAD_DIM", head_dim),
         ("VALUE_DIM", value_dim),
         ("QUERIES", tile.queries),
@@ -207,7 +217,7 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
         ("SPAN", SPAN),
         ("ISOLATES", int(is_main and call.isolates)),
         ("DETERMINISTIC", int(is_main and call.spec.deterministic)),
-        ("KEY_SUMS", int(is_main and call.units.count > 1)),
+        ("KEY_SUMS", int(is_main and call.has_key_sums)),
         ("DQ_SUMS", 1 if entry == "backward_postprocess_keys" else call.dq_sums),
         *(mask_metadata.defines(call.shapes) if is_main else mask_metadata.NO_DEFINES),
         *(block_mask.defines(call.spec) if is_main else block_mask.NO_DEFINES),
@@ -259,6 +269,8 @@ def _main(call: BackwardCall) -> Launch:
     # Others are persistent.
     ctas = units if tile.split_products else min(units, call.device.sm_count)
     buffers = {buffer.name: buffer for buffer in (*call.operands, *call.gradients)}
+    if spec.wide_results:  # dK and dV go by way of sums, and float32 rows have no map: these aren't used
+        buffers |= {"d_key": buffers["key"], "d_value": buffers["value"]}
     of_function = user_score_mod.gradient_parameters(spec)
     of_mask = block_mask.parameters(spec, call.shapes)
     parameters = _MAIN.replace(score=score_mod.parameters(spec), **of_function, **of_mask)

@@ -27,6 +27,7 @@ from jax_flash.cuda.launch_plan import (
     LaunchPlan,
     Pointer,
     Zero,
+    element_type,
     launch,
 )
 from jax_flash.cuda.parameters import struct
@@ -48,7 +49,7 @@ Shapes = Operands[jax.ShapeDtypeStruct]
 _PARAMETERS = struct(
     "Parameters",
     maps=struct("TensorMaps", query="TensorMap", key="TensorMap", value="TensorMap"),
-    out="ELEMENT*",  # (B, T, N, V)
+    out="RESULT*",  # (B, T, N, V)
     lse="float*",  # (B, N, T)
     queries="int32_t",  # T
     keys="int32_t",  # S
@@ -183,6 +184,7 @@ def _kernel(
         arch=arch,
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
+            ("RESULT", element_type(spec.result_dtype(shapes.query.dtype))),
             ("HEAD_DIM", requirements.head_dim),
             ("VALUE_DIM", requirements.value_dim),
             ("CONSUMERS", tile.consumers),
@@ -271,7 +273,7 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
         *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / tile.keys), tile.keys)),
         *metadata_buffers(spec, shapes),
     )
-    out = Buffer("out", (n.B, n.T, n.N, n.V), shapes.query.dtype.name)
+    out = Buffer("out", (n.B, n.T, n.N, n.V), spec.result_dtype(shapes.query.dtype).name)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     attention = plan_attention(spec, shapes, device, loaded)
     zeroed = tuple(map(Zero, attention.zeroed))

@@ -1,5 +1,5 @@
 // After the backward kernel: dQ = scale · the float32 sum, from the order of the accumulators (DqBlock) to
-// (B, T, N, H) in the operands' type. Where a block has several sums they are added up.
+// (B, T, N, H) as RESULT. Where a block has several sums they are added up.
 #include "parameters.cuh"
 #include "sm90/backward/convert_sums.cuh"
 
@@ -17,10 +17,9 @@ extern "C" __global__ void __launch_bounds__(threads)
 
     const float4* sums = reinterpret_cast<const float4*>(parameters.dq_accum + block_index * DqBlock::elements);
     const int64_t next_sum = static_cast<int64_t>(gridDim.x) * (DqBlock::elements / 4);  // of the same block
-    const int row_vectors = parameters.head_dim / 8;
     const int64_t first_row = (static_cast<int64_t>(batch) * queries + first_query) * query_heads + head;
     convert_sums<Traits::queries, Traits::head_dim, Traits::dq_sums, threads>(
         sums, next_sum, parameters.scale,
-        {parameters.d_query + first_row * row_vectors, static_cast<int64_t>(query_heads) * row_vectors,
-         min(Traits::queries, queries - first_query), row_vectors});
+        {parameters.d_query + first_row * parameters.head_dim, static_cast<int64_t>(query_heads) * parameters.head_dim,
+         min(Traits::queries, queries - first_query), parameters.head_dim});
 }

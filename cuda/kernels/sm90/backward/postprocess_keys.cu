@@ -1,5 +1,5 @@
 // After the backward kernel, where several units share a key tile (key_sums.cuh): dK and dV from their float32 sums to
-// (B, S, K, H) and (B, S, K, V) in the operands' type.
+// (B, S, K, H) and (B, S, K, V) as RESULT.
 #include "parameters.cuh"
 #include "sm90/backward/convert_sums.cuh"
 
@@ -8,18 +8,17 @@ constexpr int group_keys = 64;
 
 // dK or dV of a group of keys.
 template <int columns>
-__device__ __forceinline__ void convert_key_sums(const Parameters& parameters, const float* sums, uint4* gradient,
-                                                 int row_columns, float factor, int index) {
+__device__ __forceinline__ void convert_key_sums(const Parameters& parameters, const float* sums,
+                                                 Traits::Result* gradient, int row_columns, float factor, int index) {
     const int keys = parameters.keys, key_heads = parameters.key_heads;
     const int groups = ceil_div(keys, Traits::keys) * (Traits::keys / group_keys);
     const int head_index = index / groups, first_key = index % groups * group_keys;
     const int head = head_index % key_heads, batch = head_index / key_heads;
-    const int row_vectors = row_columns / 8;
     const int64_t first_row = (static_cast<int64_t>(batch) * keys + first_key) * key_heads + head;
     convert_sums<group_keys, columns, 1, threads>(
         reinterpret_cast<const float4*>(sums) + static_cast<int64_t>(index) * (group_keys * columns / 4), 0, factor,
-        {gradient + first_row * row_vectors, static_cast<int64_t>(key_heads) * row_vectors,
-         min(group_keys, keys - first_key), row_vectors});
+        {gradient + first_row * row_columns, static_cast<int64_t>(key_heads) * row_columns,
+         min(group_keys, keys - first_key), row_columns});
 }
 
 // One CTA a group of keys, head and batch row, and dK or dV: the first half of all have dK.

@@ -17,9 +17,11 @@
 //   SEGMENTS        1: so it is, and queries see only keys of their own segment
 //   ISOLATES        1: queries may not see all keys, so that NaN is kept apart, see isolation.cuh
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
-//   KEY_SUMS        1: several units of work share a key tile, and add to float32 sums of dK and dV (key_sums.cuh)
+//   KEY_SUMS        1: units of work add to float32 sums of dK and dV (key_sums.cuh), as several share a key tile, or
+//                   gradients are float32
 //   DQ_SUMS         float32 sums of a block's dQ, a power of two; more than one only where they have a fixed order
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
+//   RESULT          of the gradients that postprocess kernels write: ELEMENT, or float
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
 // Only the main kernel has MASK_METADATA, SEGMENTS, ISOLATES and those of scores.cuh and common/block_mask.cuh set; all have
 // that of dropout.cuh.
@@ -53,6 +55,7 @@ struct Traits {
     static constexpr bool block_lists = block_mask && !DETERMINISTIC;
     static constexpr bool isolates = ISOLATES;
     using BiasSum = BIAS_SUM;
+    using Result = RESULT;
     static constexpr bool dropout = has_dropout;
 
     static constexpr int cluster = CLUSTER;  // CTAs that share a tile

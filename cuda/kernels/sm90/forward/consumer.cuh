@@ -340,8 +340,14 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             finalize();
         }
         const bool repeats = is_repeat(shared);
-        const bool finds = write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape,
-                                     tile, tile.first_row + 16 * warp, repeats);
+        const int first_row = tile.first_row + 16 * warp;
+        bool finds;
+        if constexpr (Traits::wide_results) {
+            finds = write_wide_out(out, normalise, call.results, call.shape, tile, first_row, repeats);
+        } else {
+            finds = write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape, tile,
+                              first_row, repeats);
+        }
         if (finds && !repeats) note_repeat(shared, call.next_repeat, call.partials, call.shape, tile, warp);
     }
 }

@@ -7,8 +7,8 @@
 #include "sm90/forward/tile_scheduler.cuh"
 
 struct Results {
-    Traits::Element* __restrict__ out;  // (B, T, N, V)
-    float* __restrict__ lse;            // (B, N, T)
+    Traits::Result* __restrict__ out;  // (B, T, N, V)
+    float* __restrict__ lse;           // (B, N, T)
 };
 
 // `row` is the upper of the thread's two rows.
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
     constexpr int rows_of_lane = 4;  // 8 lanes copy a row of a panel
     // With dropout registers are short: the lane is not kept from the tile's start.
     const int lane = (Traits::isolates && Traits::dropout ? reload_thread_index() : threadIdx.x) % 32;
-    Traits::Element* rows[rows_of_lane];
+    Traits::Result* rows[rows_of_lane];
     bool inside[rows_of_lane];
 #pragma unroll
     for (int k = 0; k < rows_of_lane; ++k) {
@@ -92,4 +92,28 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
         __syncwarp();
     }
     return Traits::isolates && __any_sync(0xffffffff, finite_halves<Traits::Element>(sums) != all_finite);
+}
+
+// The same in float32, where Result is: each thread writes the pairs of columns that it has, of two rows.
+__device__ __forceinline__ bool write_wide_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
+                                               const Results& results, const Shape& shape, const Tile& tile,
+                                               int first_row, bool is_repeat) {
+    const int lane = threadIdx.x % 32;
+    float sum = 0;  // NaN if any number isn't finite
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = first_row + lane / 4 + 8 * r;
+        const int query = query_of(row), head = head_of(row, tile);
+        const int64_t token = static_cast<int64_t>(tile.batch) * shape.queries + query;
+        Traits::Result* const of_row = results.out + (token * shape.query_heads + head) * shape.columns;
+        const bool inside = query < shape.queries && !(is_repeat && normalise[r] != normalise[r]);
+#pragma unroll
+        for (int i = 0; i < Traits::value_dim / 2; i += 4) {
+            const float2 pair = {out[i + 2 * r] * normalise[r], out[i + 2 * r + 1] * normalise[r]};
+            const int column = 2 * i + lane % 4 * 2;
+            if (inside && column < shape.columns) *reinterpret_cast<float2*>(of_row + column) = pair;
+            sum += 0 * (pair.x + pair.y);
+        }
+    }
+    return Traits::isolates && __any_sync(0xffffffff, sum != sum);
 }

@@ -2,6 +2,7 @@
 //
 // Defines, all set by jax_flash/cuda/sm90/forward_plan.py:
 //   ELEMENT        bfloat16 or float16
+//   RESULT         of the output: ELEMENT, or float
 //   HEAD_DIM       head dim of queries and keys, rounded up to a multiple of 16
 //   VALUE_DIM      head dim of values and of the output, likewise
 //   CONSUMERS      consumer warpgroups; each computes 64 rows of the tile
@@ -34,6 +35,8 @@
 
 struct Traits {
     using Element = ELEMENT;
+    using Result = RESULT;
+    static constexpr bool wide_results = !is_same<Result, Element>;
     static constexpr int element_bytes = sizeof(Element);
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int value_dim = VALUE_DIM;

@@ -1,0 +1,60 @@
+"""Float32 results of 16-bit calls, which steps of a ring add up: by the kernels in the emulator."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from emulated_case import DEVICE, DTYPES, Case, arrays_of, check_backward, check_forward, draw, tile
+from exhaustive import thinned
+
+from jax_flash._spec import shapes_of
+from jax_flash.cuda import dropout
+from jax_flash.cuda.sm90 import backward_plan, forward_plan
+
+CASES = (
+    Case(H=64, T=130, S=200, N=4, K=2, B=2, right=0, return_residual=True),
+    Case(H=128, T=200, S=300, N=2),
+    Case(H=96, T=65, S=130, N=2, dtype="float16", dropout=0.2),
+    Case(H=192, T=130, S=200, N=2, right=0, dtype="float16"),
+    Case(H=256, T=100, S=200, N=2, B=2, bias="1N1S", soft_cap=2.0, return_residual=True),
+    Case(H=40, V=24, T=70, S=130, N=2, lengths="qk", B=3),
+    Case(H=128, T=9, S=200, N=8, K=2, right=0),  # whose heads share a tile
+    Case(H=64, T=130, S=300, N=4, K=2, deterministic=True, right=0),
+    Case(H=128, T=130, S=200, segments="mixed", left=40, diagonal=(30,)),
+    Case(H=64, T=70, S=130, N=2, B=2, score_mod="learned"),
+)
+EACH = pytest.mark.parametrize("case", thinned(CASES, tile), ids=str)
+
+
+@EACH
+def test_forward(case, emulator):
+    """Rounded, they are the bits of the usual results."""
+    check_forward(dataclasses.replace(case, wide=True), DEVICE, emulator)
+    outs = []
+    for wide in (False, True):
+        spec, operands, _, _, seed = draw(case)
+        spec = dataclasses.replace(spec, wide_results=wide)
+        shapes = shapes_of(operands)
+        plan = forward_plan.plan_forward(spec, shapes, DEVICE)
+        metadata = forward_plan.plan_forward_metadata(spec, shapes, DEVICE)
+        arrays = arrays_of(operands, metadata, emulator, seed)
+        arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
+        outs.append(emulator.run(plan, dropout.arranged(plan, arrays), seed)["out"])
+    usual, wide = outs
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide.astype(DTYPES[case.dtype]), usual)
+
+
+@EACH
+def test_backward(case, emulator):
+    for results in check_backward(dataclasses.replace(case, wide=True), emulator, multiprocessors=3, runs=2):
+        assert {results[name].dtype for name in ("d_query", "d_key", "d_value")} == {np.dtype(np.float32)}
+
+
+def test_gradients_go_by_way_of_sums():
+    spec, operands, *_ = draw(Case(H=128, T=200, S=300, N=2, wide=True))
+    plan = backward_plan.plan_backward(spec, shapes_of(operands), DEVICE)
+    kernels = [launch.kernel for launch in plan.launches]
+    assert [kernel.entry for kernel in kernels][-2:] == ["backward_postprocess", "backward_postprocess_keys"]
+    assert all(dict(kernel.defines)["RESULT"] == "float" for kernel in kernels[-2:])
+    assert dict(kernels[-3].defines)["KEY_SUMS"] == 1
