@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from emulated_case import Case, arrays_of, draw, tile
 from exhaustive import thinned
+from kernel_emulator import KernelEmulator
 from nonfinite_suite import Reached, with_value
 
 from jax_flash import _reference
@@ -104,6 +105,15 @@ def test_biases_of_hidden_pairs_may_be_anything(case, emulator):
         got, clean = run({"bias": bias}), run()
         for name, x in clean.items():
             np.testing.assert_array_equal(got[name], x, f"{name}, {value}")
+
+
+def test_the_emulator_finds_a_phase_that_nobody_waits_for(tmp_path):
+    """As synccheck, of Compute Sanitizer, does: here one that is completed for its parity alone."""
+    wait = ("sm90/backward/isolation.cuh", "mbarrier::wait(landed, 1);")
+    case = Case(H=64, T=600, S=600, right=0)
+    run = Run(case, KernelEmulator(tmp_path, edits={wait: ""}))
+    with pytest.raises(AssertionError, match="arrivals at mbarriers whose last phase no thread has found"):
+        run({name: np.full_like(run.arrays[name], np.nan) for name in ("query", "out", "lse")})
 
 
 # What is put where: arrays, a value, and in how many columns, or in all.

@@ -111,6 +111,9 @@ class KernelEmulator:
             if found:
                 lines = "\n".join(_described(line, Path(library._name)) for line in found)
                 raise AssertionError(f"races in {launch.kernel.entry}:\n{lines}")
+        if count := library.take_phases_unseen():
+            what = "arrivals at mbarriers whose last phase no thread has found complete"
+            raise AssertionError(f"{count} {what}, in {launch.kernel.entry}")
 
     def _library(self, kernel: Kernel) -> ctypes.CDLL:
         if kernel not in self.libraries:
