@@ -170,6 +170,7 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
                                                    int head, int block, int key) {
     const Shape& shape = call.shape;
     const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
+    using Sum = decltype(user_score_mod::sums_of(sums, 0));
     GradientRun runs[user_score_mod::gathers];
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
@@ -181,7 +182,7 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
         if constexpr (ScoreTraits::user_gradients_need_scores) score = row.capped(scores[i], derivative);
         user_score_mod::add_gradients(
             sums, row.user.element(score, own_key), d_scores[i],
-            [&](int gather, auto* sum, int index, float term) { runs[gather].add(sum, index, term); });
+            [&](int gather, Sum sum, int index, float term) { runs[gather].add(sum, index, term); });
     }
 #pragma unroll
     for (int gather = 0; gather < user_score_mod::gathers; ++gather) {
