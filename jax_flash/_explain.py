@@ -12,6 +12,7 @@ from jax_flash import (
     _attention,
     _device,
     _dispatch,
+    _explain_sequences,
     _ragged_paged_attention,
     _validate,
     _varlen,
@@ -22,6 +23,7 @@ from jax_flash._cache_call import CacheCall
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._call import Arguments, Call, prepare
 from jax_flash._device import Device
+from jax_flash._explain_sequences import Sequences
 from jax_flash._spec import AttentionSpec, Operands
 
 _ARRAYS = (
@@ -71,6 +73,7 @@ class Explanation:
     automatic: str | None  # what implementation=None picks
     requested: tuple[str, ...] | None  # the `implementation` argument; None for the automatic choice
     picked: str | None  # what the argument as it was given picks; None where that can't run
+    sequences: Sequences | None = None  # how devices see each other's keys; None where no sequence is sharded
 
     def __str__(self) -> str:
         device = f"{self.device.kind} ({self.device.platform})"
@@ -84,6 +87,10 @@ class Explanation:
         if self.requested is not None:
             picked = self.picked or "none, and raises NotImplementedError"
             lines.append(f"implementation={self.requested} picks {picked}")
+        if self.sequences is not None:
+            lines += ["the sequence is sharded", *(f"  {choice}" for choice in self.sequences.choices)]
+            picked = self.sequences.picked or "none: sequences are gathered"
+            lines.append(self.sequences.refusal or f"context_parallel picks {picked}")
         return "\n".join(lines)
 
 
@@ -102,8 +109,9 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     Raises:
       TypeError, ValueError: as that function does.
 
-    Within `jax_flash.planned_for` it explains the call for that device. It doesn't know how arrays will be
-    sharded, so `context_parallel` is checked and changes nothing.
+    Within `jax_flash.planned_for` it explains the call for that device. Where query is sharded along the
+    sequence (an array, or a `jax.ShapeDtypeStruct` with a sharding), it also says for each strategy of
+    `context_parallel` whether it would run, and at what cost in communication.
     """
     if "cache" in kwargs or any(isinstance(x, KVCache | PagedKVCache) for x in args):
         function = _with_cache.flash_attention_with_cache
@@ -138,7 +146,11 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     jax.eval_shape(trace, arrays, traced_sequences)
     assert call is not None
-    return _explanation("flash_attention_varlen" if is_packed else "flash_attention", call, requested)
+    found = _explanation("flash_attention_varlen" if is_packed else "flash_attention", call, requested)
+    if is_packed or call.is_empty:
+        return found
+    sequences = _explain_sequences.of_call(call, given, found.picked, found.device)
+    return dataclasses.replace(found, sequences=sequences)
 
 
 def _of_cache(

@@ -43,10 +43,7 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
       NotImplementedError: a strategy was named, and can't run the call.
     """
     of_whole = layout((), ())
-    queries, keys = (
-        tuple(axis for axis in mesh_axes(specs[name], len(x.shape) - 3) if of_whole.mesh[axis] > 1)
-        for name, x in (("query", whole.query), ("key", whole.key))
-    )
+    queries, keys = _sequence_axes(whole, specs, of_whole)
     named = call.context_parallel
     names = [name for name in STRATEGIES if named in (AUTO, name)]
     attempts: list[tuple[list[Strategy], MeshAxes]] = []
@@ -68,8 +65,43 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
         reason = refused[candidates[0]]
     is_gathered = queries or (keys and named != "all_gather")
     if named != AUTO and is_gathered:
-        raise NotImplementedError(f'context_parallel="{named}" can\'t run this call: {reason}')
+        raise NotImplementedError(f'context_parallel="{named}"{_CANT_RUN}{reason}')
     return of_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyChoice:
+    """One strategy's answer to a call on sharded sequences."""
+
+    name: Strategy
+    reason: str | None  # why it can't run the call; None where it can
+    exposed_bytes: (
+        float | None
+    )  # that a device sends beside no computation, forward and backward; where it can
+
+    def __str__(self) -> str:
+        if self.exposed_bytes is None:
+            return f"{self.name:<10} does not run: {self.reason}"
+        return f"{self.name:<10} runs: a device sends {self.exposed_bytes / 1e6:.3g} MB beside no computation"
+
+
+def explained(
+    call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, MeshAxes], Layout]
+) -> tuple[StrategyChoice, ...]:
+    """What `choose` has each strategy for; none where no sequence is sharded."""
+    if not any(_sequence_axes(whole, specs, layout((), ()))):
+        return ()
+
+    def choice(name: Strategy) -> StrategyChoice:
+        try:
+            found = choose(dataclasses.replace(call, context_parallel=name), whole, specs, layout)
+        except NotImplementedError as error:
+            return StrategyChoice(name, str(error).partition(_CANT_RUN)[2], None)
+        of, local = _on_device(call, whole, found)
+        work = strategies.work_of(of, local, keeps_heads=False)
+        return StrategyChoice(name, None, strategies.exposed_bytes(name, work))
+
+    return tuple(choice(name) for name in STRATEGIES)
 
 
 def check_unnamed(call: Call, unknown: Iterable[str]) -> None:
@@ -79,6 +111,18 @@ def check_unnamed(call: Call, unknown: Iterable[str]) -> None:
             'context_parallel must be "auto" in an exported program, and inside of a shard_map that leaves '
             f'mesh axes Auto: it isn\'t known how arrays lie on {axes}; got "{call.context_parallel}"'
         )
+
+
+_CANT_RUN = " can't run this call: "
+
+
+def _sequence_axes(whole: Shapes, specs: Specs, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
+    """The mesh axes that shard queries, and those that shard keys, along the sequence."""
+    queries, keys = (
+        tuple(axis for axis in mesh_axes(specs[name], len(x.shape) - 3) if layout.mesh[axis] > 1)
+        for name, x in (("query", whole.query), ("key", whole.key))
+    )
+    return queries, keys
 
 
 def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:

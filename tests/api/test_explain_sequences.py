@@ -1,0 +1,101 @@
+"""`explain` of sharded sequences: each strategy, whether it runs and what it sends, and which is picked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_flash
+from jax_flash.context_parallel.strategy import STRATEGIES
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("data", "tokens"), axis_types=(kind, kind))
+
+
+BY_BATCH_AND_TOKENS = P("data", "tokens")
+
+
+def shapes(N=32, K=8, tokens=4096, spec=BY_BATCH_AND_TOKENS):
+    sharding = NamedSharding(mesh(), spec)
+
+    def shape(heads):
+        return jax.ShapeDtypeStruct((4, tokens, heads, 128), jnp.bfloat16, sharding=sharding)
+
+    return shape(N), shape(K), shape(K)
+
+
+def explained(*arrays, **options):
+    with jax_flash.planned_for("sm_90a"):
+        return jax_flash.explain(*arrays, **options)
+
+
+def test_each_strategy_with_its_cost():
+    found = explained(*shapes(), is_causal=True)
+    assert [choice.name for choice in found.sequences.choices] == list(STRATEGIES)
+    costs = {choice.name: choice.exposed_bytes for choice in found.sequences.choices}
+    # Half of the batch: 2 rows; 1024 of the tokens. Keys and values of three others, there, there and back.
+    assert costs["all_gather"] == 3 * 2 * 1024 * 8 * 256 * (2 * 2 + 4)
+    assert found.sequences.picked == min(costs, key=costs.get) == "ring"
+    assert "the sequence is sharded" in str(found) and "context_parallel picks ring" in str(found)
+
+
+def test_what_is_picked_runs():
+    """As a sharded `jit` compiles it: keys go round, and nothing is gathered."""
+    query, key, value = shapes(N=4, K=2, tokens=64)
+    named = jax_flash.explain(query, key, value, is_causal=True, context_parallel="ring")
+    assert named.sequences.picked == "ring" and named.sequences.refusal is None
+    text = (
+        jax.jit(lambda *x: jax_flash.flash_attention(*x, is_causal=True, context_parallel="ring"))
+        .lower(query, key, value)
+        .compile()
+        .as_text()
+    )
+    assert "collective-permute" in text and "all-gather" not in text
+
+
+def test_reasons_of_those_that_do_not_run():
+    found = explained(*shapes(N=6, K=6), context_parallel="ulysses")
+    reasons = {choice.name: choice.reason for choice in found.sequences.choices}
+    assert reasons == {
+        "ring": None,
+        "ulysses": "the 6 query heads must be divisible by the 4 devices of the sequence",
+        "all_gather": None,
+    }
+    assert found.sequences.picked is None
+    assert found.sequences.refusal == (
+        'context_parallel="ulysses" can\'t run this call: ' + (reasons["ulysses"] or "")
+    )
+    assert str(found).endswith(found.sequences.refusal)
+
+
+def test_a_function_goes_by_ulysses():
+    found = explained(*shapes(), score_mod=lambda score, *_: 2 * score)
+    assert [choice.reason is None for choice in found.sequences.choices] == [False, True, False]
+    assert found.sequences.picked == "ulysses"
+
+
+def test_sequences_that_do_not_divide_are_gathered():
+    sharding = NamedSharding(mesh(), P(None, "tokens"))
+    query = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16, sharding=sharding)
+    key = jax.ShapeDtypeStruct((1, 90, 4, 128), jnp.bfloat16, sharding=NamedSharding(mesh(), P(None, "data")))
+    found = explained(query, key, key)
+    assert found.sequences.picked == "all_gather"  # of keys, which are sharded otherwise
+    assert "the same devices" in {choice.name: choice.reason for choice in found.sequences.choices}["ring"]
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("batch", ((), (2,)))
+def test_arrays_and_any_kind_of_mesh(batch, kind):
+    spec = P(*(None for _ in batch), "tokens")
+    x = jax.device_put(jnp.zeros((*batch, 64, 4, 16)), NamedSharding(mesh(kind), spec))
+    assert jax_flash.explain(x, x, x).sequences.picked in STRATEGIES
+
+
+@pytest.mark.parametrize("spec", (P(), P("data"), P("data", None, "tokens")))
+def test_whole_sequences(spec):
+    found = explained(*shapes(spec=spec))
+    assert found.sequences is None and "sequence is sharded" not in str(found)
+    assert explained(*(np.zeros((1, 8, 2, 16), np.float32),) * 3).sequences is None
