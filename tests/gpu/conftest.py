@@ -18,6 +18,7 @@ from pathlib import Path
 # NumPy's products in each of them, the suite takes twice as long.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("NPROC", "2")  # of XLA's threads on the CPU, where yardsticks are computed
 
 import jax
 import pytest
