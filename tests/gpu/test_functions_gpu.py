@@ -12,8 +12,7 @@ from gpu_memory import poison
 import jax_flash
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("captured", ("float32", "bfloat16"))
+@pytest.mark.parametrize("dtype, captured", (("bfloat16", "float32"), ("float16", "bfloat16")))
 @pytest.mark.parametrize(
     "others",
     ((), ("is_causal",), ("lengths", "cap"), ("bias", "sinks", "dropout"), ("is_causal", "cap", "bias")),

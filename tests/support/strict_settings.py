@@ -342,6 +342,7 @@ class StrictSettingsSuite:
 
     implementation: str
     dtype: str
+    settings = tuple(SETTINGS)
 
     def run(self, call: StrictCall) -> None:
         jax.block_until_ready(call.forward_and_backward(self.implementation))
@@ -350,7 +351,7 @@ class StrictSettingsSuite:
         if "call" in metafunc.fixturenames:
             drawn = _calls_once(self.dtype)
             names = [name for name in drawn if self.takes(drawn[name])]
-            pairs = thinned(itertools.product(SETTINGS, names), lambda pair: pair)
+            pairs = thinned(itertools.product(self.settings, names), lambda pair: pair)
             metafunc.parametrize("option,call", pairs, indirect=["call"])
 
     def takes(self, call: StrictCall) -> bool:
