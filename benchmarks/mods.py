@@ -5,8 +5,9 @@
 A soft cap, ALiBi slopes, and a bias of a head and a distance, each as an option of `flash_attention` and as a
 `score_mod`; and a plain call with a function that changes nothing. Causality, a window, a prefix and
 documents as options and as a `block_mask`; a prefix has no option but a boolean mask. The time of a call
-with a block mask has that of its lists. In shuffled rounds. Each row has a variant, a pass and the kernel
-time of both, and their ratio: 1.00 is as fast, more is faster.
+with a block mask has that of its lists. Two variants have no option: a soft cap that each head learns stands
+against one that it doesn't, and the relative bias in a fixed order against any order. In shuffled rounds.
+Each row has a variant, a pass and the kernel time of both, and their ratio: 1.00 is as fast, more is faster.
 """
 
 import argparse
@@ -67,6 +68,22 @@ def relative_bias(case: Case, learned: jax.Array) -> dict[str, Arguments]:
     return {OPTION: {"bias": learned[:, place]}, FUNCTION: {"score_mod": of_distance}}
 
 
+def learned_cap(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    """Its gradient depends on the score. There is no such option: the other form's caps have no gradient."""
+
+    def of(caps):
+        return {"score_mod": lambda score, b, h, q, k: caps[h] * jnp.tanh(score / caps[h])}
+
+    caps = 30 + learned[:, 0]
+    return {OPTION: of(jax.lax.stop_gradient(caps)), FUNCTION: of(caps)}
+
+
+def bias_in_order(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    """The relative bias with the same bits each time, against the same function in any order."""
+    function = relative_bias(case, learned)[FUNCTION]
+    return {OPTION: function, FUNCTION: function | {"deterministic": True}}
+
+
 def causal_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
     return {OPTION: {"is_causal": True}, FUNCTION: {"mask_mod": jax_flash.masks.CausalMask()}}
 
@@ -97,6 +114,8 @@ VARIANTS: dict[str, Callable[[Case, jax.Array], dict[str, Arguments]]] = {
     "soft cap": soft_cap,
     "ALiBi": alibi,
     "relative bias": relative_bias,
+    "learned cap": learned_cap,
+    "relative bias in order": bias_in_order,
     "causal mask": causal_mask,
     "window mask": window_mask,
     "prefix mask": prefix_mask,
