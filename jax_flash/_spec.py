@@ -48,6 +48,10 @@ class AttentionSpec:
     block_mask: "BlockMaskSpec | None" = None
     wide_results: bool = False
 
+    def wide(self) -> "AttentionSpec":
+        """The same call with wide results."""
+        return dataclasses.replace(self, wide_results=True)
+
     def result_dtype(self, dtype: Any) -> np.dtype:
         """Of the output or a gradient, for an operand of that dtype."""
         return np.dtype(jnp.promote_types(dtype, jnp.float32) if self.wide_results else dtype)
@@ -90,7 +94,8 @@ class Operands(Generic[Leaf]):
     With offsets, a batch row holds P packed sequences: sequence p the queries from `query_offsets[p]` up to
     `query_offsets[p + 1]`, and keys likewise, the offsets ascending from 0 at least to T and S at most. It
     attends to itself alone, with its own lengths in every alignment. All other tokens are padding, which
-    attends to nothing. Both offsets are there or none, and then no bias, mask, lengths or segment ids.
+    attends to nothing. Both offsets are there or none, and then no bias, mask, lengths, segment ids or
+    functions.
 
     A `diagonal` moves what causality, the window and ALiBi are relative to: query `i` is aligned with key
     `i + S - T + diagonal`. So queries and keys may be parts of longer sequences, from any place on. Causal
@@ -181,7 +186,7 @@ def _with_captured(arrays: Mapping[str, Any]) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients(Generic[Leaf]):
-    """Cotangents of the differentiable operands, each with its operand's shape and dtype.
+    """Cotangents of the differentiable operands, each with its operand's shape, and its dtype or a wide one.
 
     None exactly where the operand is None. `captured` has those of differentiable captured arrays.
     """

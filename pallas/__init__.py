@@ -25,7 +25,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
-    why_not = limits.device_reason(device) or _function_reason(spec, shapes)
+    why_not = limits.device_reason(device) or _function_reason(spec)
     if why_not is not None:
         return why_not
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
@@ -42,13 +42,12 @@ def only_by_name(spec: AttentionSpec) -> str | None:
     """Why the automatic choice leaves these kernels out, or None."""
     if (given := functions_of(spec)) is None:
         return None
-    return f'its kernels take {given}, but have not run on a GPU yet; implementation="pallas" runs them'
+    return (
+        f'not all tests of its kernels with {given} have run on a GPU yet; implementation="pallas" runs them'
+    )
 
 
-def _function_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
-    given = functions_of(spec)
-    if given and shapes.query_offsets is not None:
-        return f"its kernels take no {given} with packed sequences yet"
+def _function_reason(spec: AttentionSpec) -> str | None:
     reason = None
     if spec.score_mod is not None:
         reason = functions.score_mod_limit(spec.score_mod, spec.deterministic)
@@ -92,8 +91,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     other operands as `Operands` has them.
 
     Returns:
-      out (B,T,N,V) in query's dtype and lse (B,N,T) float32, the natural log-sum-exp. Rows that have no key
-      to attend to get 0 and -inf.
+      out (B,T,N,V) in query's dtype, or as `spec.wide_results` says, and lse (B,N,T) float32, the natural
+      log-sum-exp. Rows that have no key to attend to get 0 and -inf.
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
@@ -121,8 +120,8 @@ def backward(
     """What `forward` took and gave, with d_out (B,T,N,V) and d_lse (B,N,T) float32 or None for zeros.
 
     Returns:
-      Gradients of the differentiable operands, in their shapes and dtypes; with `spec.deterministic`, bitwise
-      equal from run to run.
+      Gradients of the differentiable operands, in their shapes and dtypes, or as `spec.wide_results` says;
+      with `spec.deterministic`, bitwise equal from run to run.
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)

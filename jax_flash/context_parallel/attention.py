@@ -211,7 +211,7 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     of_part = jax.eval_shape(functools.partial(part, of), operands)
     shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
     names, device = _arguments.implementations(implementation), _device.current()
-    selected = _dispatch.select(spec, shapes, names, device)
+    selected = _dispatch.select(spec.wide() if chosen == "ring" else spec, shapes, names, device)
     if chosen == "ring":
         return ring.attend(ring.Ring(of, lowering.Call(spec, selected, device), PASSES), operands)
     attend = gather.attend if chosen == "all_gather" else ulysses.attend

@@ -62,7 +62,7 @@ class Ring:
     @property
     def step_call(self) -> Call:
         """The call of a step. Its results are float32, as they are added up."""
-        return dataclasses.replace(self.call, spec=dataclasses.replace(self.call.spec, wide_results=True))
+        return dataclasses.replace(self.call, spec=self.call.spec.wide())
 
     def passed_on(self, x: Any, places: int = 1) -> Any:
         """Arrays as the device so many places before this one has them."""

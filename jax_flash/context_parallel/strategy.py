@@ -64,6 +64,17 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
     return max(0.0, sent - flops / FLOPS_PER_BYTE)
 
 
+def bytes_of_whole_keys(work: Work, parts: int) -> float:
+    """The bytes that a device sends for keys that lie in so many parts, but not those of the queries.
+
+    Each device gathers the other parts, forward and backward. Their float32 gradients are added up by an
+    all-reduce, which sends nearly all of them twice.
+    """
+    n, shards = work.local, work.shards
+    elements = n.B * n.S * n.K * (n.H + n.V)
+    return 2 * elements * work.itemsize * (parts - 1) / parts + 2 * elements * 4 * (shards - 1) / shards
+
+
 def cheapest(work: Work, strategies: Sequence[Strategy] = STRATEGIES) -> Strategy:
     """The strategy of these that exposes the fewest bytes; the first of `STRATEGIES` among equals."""
     return min((x for x in STRATEGIES if x in strategies), key=lambda strategy: exposed_bytes(strategy, work))

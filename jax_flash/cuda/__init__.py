@@ -68,7 +68,10 @@ def require_nvrtc() -> None:
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`out (B, T, N, V)` in query's dtype and the natural log-sum-exp `lse (B, N, T)`, float32."""
+    """`out (B, T, N, V)` and the natural log-sum-exp `lse (B, N, T)`.
+
+    `out` is in query's dtype, or as `spec.wide_results` says; lse is float32.
+    """
     n = sizes(operands)
     operands = _padded(operands)
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())

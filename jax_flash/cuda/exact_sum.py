@@ -3,9 +3,9 @@
 Many CTAs add to each of its elements, in no certain order, and sums of floats depend on the order. How large
 the terms are isn't known before the pass, as a bias's are (fixed_point.py): they have the function's
 derivative as a factor. So the sums are exact. An element has a row of 64-bit words, each for 24 binary
-places: 12 words hold all places of a float32. A term adds the halves of its mantissa to two of them. This is
-the long accumulator of Kulisch (Computer Arithmetic and Validity, 2008), with room in each word so that
-nothing is carried while terms are added.
+places: 12 words hold all places of a float32. A term's mantissa lies in one word or in two neighbours, and
+adds to each what lies there. This is the long accumulator of Kulisch (Computer Arithmetic and Validity,
+2008), with room in each word so that nothing is carried while terms are added.
 
 cuda/kernels/common/exact_sum.cuh adds.
 """
@@ -33,12 +33,17 @@ def shape_of_sums(shape: tuple[int, ...]) -> tuple[int, ...]:
 def to_float32(sums: jax.Array) -> jax.Array:
     """The sums, rounded, from the array that the kernel leaves."""
     digits, rest = _carried(sums[..., :WORDS, :])
-    # A negative sum has ones for leading digits, and less of them is as much in magnitude.
+    # The digits of a negative sum are those of its magnitude, less one in the lowest place, with zeros and
+    # ones exchanged. That one is far below float32's rounding.
     negative = rest < 0
-    digits = [jnp.where(negative, (1 << BITS) - 1 - digit, digit) for digit in digits]
+    digits = [jnp.where(negative, (1 << BITS) - 1 - x, x).astype(jnp.float32) for x in digits]
     rest = jnp.where(negative, -1 - rest, rest)
-    terms = [_scaled(rest.astype(jnp.float32), WORDS)]
-    terms += [_scaled(digit.astype(jnp.float32), place) for place, digit in reversed(list(enumerate(digits)))]
+    # 2**LOWEST is no normal float32, so the lowest digit joins the next one. Nor would a power in two steps
+    # be any, as the compiler multiplies constants with each other.
+    first, second, *others = digits
+    digits = [second + first * jnp.float32(2.0**-BITS), *others]
+    terms = [jnp.where(rest > 0, jnp.inf, jnp.float32(0))]  # of 2**139 and more
+    terms += [x * _power(place) for place, x in reversed(list(enumerate(digits, 1)))]
     magnitude = functools.reduce(jnp.add, terms)  # from the highest digit down
     return _or_not_finite(jnp.where(negative, -magnitude, magnitude), sums[..., WORDS, 0])
 
@@ -57,11 +62,9 @@ def _carried(words: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     return digits, fixed_point.to_float32(jnp.stack([carry_low, carry_high], -1), jnp.float32(1))
 
 
-def _scaled(digit: jax.Array, place: int) -> jax.Array:
-    """In two steps, as the whole power may be no float32."""
-    exponent = BITS * place + LOWEST
-    half = exponent // 2
-    return digit * jnp.float32(math.ldexp(1, half)) * jnp.float32(math.ldexp(1, exponent - half))
+def _power(place: int) -> jax.Array:
+    """What a digit counts."""
+    return jnp.float32(math.ldexp(1, BITS * place + LOWEST))
 
 
 def _or_not_finite(x: jax.Array, flags: jax.Array) -> jax.Array:

@@ -41,17 +41,13 @@ PARAMETERS = struct(
 
 def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Why the kernels can't take these operands, or None."""
-    if spec.block_mask is not None:
-        if shapes.query_offsets is not None:
-            return "its kernels take no block_mask with packed sequences yet"
-        if (reason := block_mask.unsupported(spec.block_mask, shapes)) is not None:
-            return reason
+    reason = None if spec.block_mask is None else block_mask.unsupported(spec.block_mask, shapes)
+    if reason is not None:
+        return reason
     if spec.score_mod is not None:
-        if shapes.query_offsets is not None:
-            return "its kernels take no score_mod with packed sequences yet"
         n = sizes(shapes)
-        exact_terms = n.B * n.N * n.T * n.S if spec.deterministic else 0
-        if (reason := user_score_mod.unsupported(spec.score_mod, exact_terms)) is not None:
+        added_exactly = n.B * n.N * n.T * n.S if spec.deterministic else 0
+        if (reason := user_score_mod.unsupported(spec.score_mod, added_exactly)) is not None:
             return reason
     if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:
         return f"bias's dtype is {shapes.bias.dtype.name}; it may be {', '.join(_C_TYPES)}"

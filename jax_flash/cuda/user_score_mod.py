@@ -26,17 +26,17 @@ _NAMESPACE, _OPERANDS, _GRADIENTS = "user_score_mod", "UserScoreMod", "UserScore
 
 
 @functools.cache
-def unsupported(function: StaticFunction, exact_terms: int) -> str | None:
+def unsupported(function: StaticFunction, added_exactly: int) -> str | None:
     """Why the kernels can't run a score_mod, or None.
 
     Args:
-      exact_terms: how many terms the gradient of a captured array may have, if its sums are to be exact;
-        else 0.
+      added_exactly: how many scores there are, if gradients of captured arrays are exact sums; else 0.
     """
     if (reason := user_function.unsupported("score_mod", function)) is not None:
         return reason
-    if exact_terms > exact_sum.MOST_TERMS and _derivative(function).gathers:
-        what = f"gradients of arrays that score_mod captures, of {exact_terms} terms"
+    terms = added_exactly * len(_derivative(function).gathers)
+    if terms > exact_sum.MOST_TERMS:
+        what = f"gradients of arrays that score_mod captures, of {terms} terms"
         return f"{what}, more than {exact_sum.MOST_TERMS}, have no exact sums (deterministic=True)"
     return None
 

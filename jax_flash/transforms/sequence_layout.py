@@ -40,7 +40,7 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
       layout: gives the layout with queries and keys sharded over these mesh axes along the sequence.
 
     Raises:
-      NotImplementedError: a strategy was named, and can't run the call.
+      RefusedStrategyError: a strategy was named, and can't run the call.
     """
     of_whole = layout((), ())
     queries, keys = _sequence_axes(whole, specs, of_whole)
@@ -65,8 +65,20 @@ def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, 
         reason = refused[candidates[0]]
     is_gathered = queries or (keys and named != "all_gather")
     if named != AUTO and is_gathered:
-        raise NotImplementedError(f'context_parallel="{named}"{_CANT_RUN}{reason}')
+        raise RefusedStrategyError(named, reason)
     return of_whole
+
+
+class RefusedStrategyError(NotImplementedError):
+    """A strategy that was named, and can't run the call.
+
+    Attributes:
+      reason: why it can't.
+    """
+
+    def __init__(self, name: str, reason: str | None):
+        super().__init__(f'context_parallel="{name}" can\'t run this call: {reason}')
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +86,9 @@ class StrategyChoice:
     """One strategy's answer to a call on sharded sequences."""
 
     name: Strategy
-    reason: str | None  # why it can't run the call; None where it can
-    exposed_bytes: (
-        float | None
-    )  # that a device sends beside no computation, forward and backward; where it can
+    reason: str | None  # why it can't run the call, or does nothing; None where it runs
+    # That a device sends beside no computation, forward and backward; None where it doesn't run.
+    exposed_bytes: float | None
 
     def __str__(self) -> str:
         if self.exposed_bytes is None:
@@ -89,17 +100,23 @@ def explained(
     call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, MeshAxes], Layout]
 ) -> tuple[StrategyChoice, ...]:
     """What `choose` has each strategy for; none where no sequence is sharded."""
-    if not any(_sequence_axes(whole, specs, layout((), ()))):
+    queries, keys = _sequence_axes(whole, specs, layout((), ()))
+    if not queries and not keys:
         return ()
 
     def choice(name: Strategy) -> StrategyChoice:
         try:
             found = choose(dataclasses.replace(call, context_parallel=name), whole, specs, layout)
-        except NotImplementedError as error:
-            return StrategyChoice(name, str(error).partition(_CANT_RUN)[2], None)
+        except RefusedStrategyError as error:
+            return StrategyChoice(name, error.reason, None)
+        if found.shards is None:
+            return StrategyChoice(name, "queries are whole, so keys are gathered", None)
         of, local = _on_device(call, whole, found)
         work = strategies.work_of(of, local, keeps_heads=False)
-        return StrategyChoice(name, None, strategies.exposed_bytes(name, work))
+        if found.shards.keys:
+            return StrategyChoice(name, None, strategies.exposed_bytes(name, work))
+        parts = math.prod(found.mesh[axis] for axis in keys)  # in which keys lie before they are gathered
+        return StrategyChoice(name, None, strategies.bytes_of_whole_keys(work, parts))
 
     return tuple(choice(name) for name in STRATEGIES)
 
@@ -111,9 +128,6 @@ def check_unnamed(call: Call, unknown: Iterable[str]) -> None:
             'context_parallel must be "auto" in an exported program, and inside of a shard_map that leaves '
             f'mesh axes Auto: it isn\'t known how arrays lie on {axes}; got "{call.context_parallel}"'
         )
-
-
-_CANT_RUN = " can't run this call: "
 
 
 def _sequence_axes(whole: Shapes, specs: Specs, layout: Layout) -> tuple[MeshAxes, MeshAxes]:
@@ -141,7 +155,8 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
     if strategy == "ulysses" and (reason := ulysses.refusal(of, local)) is not None:
         return reason
     shapes = _of_ordinary_call(of, layout, whole, local)
-    reasons = {name: _dispatch.reason(name, call.spec, shapes, call.device) for name in call.implementation}
+    spec = call.spec.wide() if strategy == "ring" else call.spec
+    reasons = {name: _dispatch.reason(name, spec, shapes, call.device) for name in call.implementation}
     return next((f'"{name}": {reason}' for name, reason in reasons.items() if reason is not None), None)
 
 

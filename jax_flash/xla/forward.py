@@ -15,8 +15,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """Attention.
 
     Returns:
-      out `(B, T, N, V)` in query's dtype, and lse `(B, N, T)` in float32 (float64 for float64
-      operands), −inf where a row has nothing to attend to.
+      out `(B, T, N, V)` in query's dtype, or as `spec.wide_results` says, and lse `(B, N, T)` in float32
+      (float64 for float64 operands), −inf where a row has nothing to attend to.
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)

@@ -426,7 +426,7 @@ def backward(
     d_captured = {
         name: (d_captured[name] * of.dropout_scale).astype(spec.result_dtype(x.dtype))
         if name in d_captured
-        else jnp.zeros_like(x)
+        else jnp.zeros_like(x, spec.result_dtype(x.dtype))
         for name, x in captured.items()
     }
     return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks, d_captured)

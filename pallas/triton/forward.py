@@ -143,7 +143,7 @@ def flash_forward(
 
 
 def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) in query's dtype, lse (B,N,T) float32."""
+    """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) and lse (B,N,T), as there."""
     size = sizes(operands)
     kernel = functools.partial(flash_forward, spec=spec, size=size, tile=tile)
     score_operands = scores.operands_of(spec, operands, tile.queries, tile.keys)

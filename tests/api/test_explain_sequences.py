@@ -86,6 +86,28 @@ def test_sequences_that_do_not_divide_are_gathered():
     assert "the same devices" in {choice.name: choice.reason for choice in found.sequences.choices}["ring"]
 
 
+def test_keys_that_each_device_has():
+    """Nothing is gathered, and their gradients are added up: an all-reduce of float32."""
+    query, *_ = shapes()
+    _, key, value = shapes(spec=P("data"))
+    found = explained(query, key, value, is_causal=True)
+    (cost,) = (x.exposed_bytes for x in found.sequences.choices if x.name == "all_gather")
+    assert cost == 2 * 2 * 4096 * 8 * 256 * 4 * 3 / 4
+    assert found.sequences.picked == "all_gather"
+
+
+@pytest.mark.parametrize("named", ("auto", *STRATEGIES))
+def test_whole_queries_and_sharded_keys(named):
+    """Keys are gathered, which "all_gather" says; the others are refused."""
+    query, *_ = shapes(spec=P("data"))
+    _, key, value = shapes()
+    found = explained(query, key, value, context_parallel=named)
+    assert found.sequences.picked is None
+    assert (found.sequences.refusal is None) == (named in ("auto", "all_gather"))
+    assert not any(choice.reason is None for choice in found.sequences.choices)
+    assert str(found)
+
+
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("batch", ((), (2,)))
 def test_arrays_and_any_kind_of_mesh(batch, kind):

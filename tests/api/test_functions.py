@@ -213,14 +213,14 @@ def test_lowered_for_cuda():
 
 
 def test_pallas_runs_functions_only_by_name():
-    """Its kernels for them have not run on a GPU."""
+    """Not all tests of its kernels for them have run on a GPU."""
     query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
     call = dict(score_mod=lambda score, b, h, q, k: score / 2)
     with jax_flash.planned_for("sm_80"):
         unnamed = jax_flash.explain(query, key, key, **call)
         named = jax_flash.explain(query, key, key, **call, implementation="pallas")
     assert (unnamed.picked, named.picked) == ("xla", "pallas")
-    assert "have not run on a GPU yet" in str(unnamed)
+    assert "have run on a GPU yet" in str(unnamed)
 
 
 def test_block_masks_lowered_for_cuda():

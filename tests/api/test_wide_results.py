@@ -66,6 +66,22 @@ def test_kernels_for_hopper_by_pallas_have_none():
         assert "no float32 results" in (lowering.mosaic_reason(spec, shapes_of(operands), H100) or "")
 
 
+def test_a_ring_asks_for_them():
+    """Kernels for Hopper by Pallas run no step, if they alone are allowed."""
+    x = jnp.ones((1, 128, 4, 64), jnp.bfloat16)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("s",))
+    of_shards = functools.partial(
+        jax_flash.context_parallel_attention, axis_name="s", strategy="ring", implementation="pallas"
+    )
+    ring = jax.shard_map(of_shards, mesh=mesh, in_specs=P(None, "s"), out_specs=P(None, "s"))
+    with (
+        _device.assume(H100),
+        lowering.only(lowering.MOSAIC),
+        pytest.raises(NotImplementedError, match="no float32 results, as steps of a ring have"),
+    ):
+        jax.eval_shape(ring, x, x, x)
+
+
 @pytest.mark.parametrize("shards", (4, 8))
 def test_a_ring_is_as_exact_as_one_device(shards):
     """Its steps' results are added up before they are rounded."""

@@ -19,11 +19,13 @@ constexpr int warp_arrivals = FOR_RACECHECK ? 32 : 1;
 // Whether a lane arrives.
 __device__ __forceinline__ bool arrives(int lane) { return FOR_RACECHECK || lane == 0; }
 
-// Two sides that meet at a named barrier: one tells, the other waits for it. `threads` counts both.
-constexpr int met = 15;  // a named barrier of no other use
+// A named barrier of no other use.
+constexpr int second_meeting = 15;
+
+// Two sides meet at a named barrier: one tells, the other waits for it. `threads` counts both.
 __device__ __forceinline__ void meet(int barrier, int threads) {
     named_barrier_sync(barrier, threads);
-    if (FOR_RACECHECK) named_barrier_sync(met, threads);
+    if (FOR_RACECHECK) named_barrier_sync(second_meeting, threads);
 }
 __device__ __forceinline__ void tell(int barrier, int threads) {
     if (FOR_RACECHECK) {

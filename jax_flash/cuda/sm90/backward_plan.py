@@ -1,7 +1,8 @@
 """Launch plans of the backward pass.
 
 A call has up to four launches: preprocess, the main kernel, and postprocesses of what is summed in float32:
-of dQ, unless the main kernel writes it, and of dK and dV where units of work share key tiles.
+of dQ, unless the main kernel writes it, and of dK and dV where units of work share key tiles or gradients are
+float32.
 """
 
 import itertools
@@ -159,8 +160,8 @@ def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], d
     dropout_columns those that the call has; the mask metadata; out, lse, d_out; d_lse if the spec returns the
     residual; and bias_factor if fixed_point.py is asked for one. Results are d_query, d_key, d_value; with a
     bias d_bias, in float32 or as fixed_point.py has it; with slopes d_slopes, in shares along further axes;
-    gradients of what score_mod captures, in float32; and scratch memory. Those of scores are yet to be
-    multiplied by dropout's factor.
+    gradients of what score_mod captures, in float32 or as exact_sum.py has them; and scratch memory. Those of
+    scores are yet to be multiplied by dropout's factor.
     """
     call = BackwardCall(spec, shapes, device)
     return LaunchPlan(

@@ -1,5 +1,5 @@
-// After the backward kernel, where several units share a key tile (key_sums.cuh): dK and dV from their float32 sums to
-// (B, S, K, H) and (B, S, K, V) as RESULT.
+// After the backward kernel, where dK and dV are float32 sums (key_sums.cuh): from these to (B, S, K, H) and
+// (B, S, K, V) as RESULT.
 #include "parameters.cuh"
 #include "sm90/backward/convert_sums.cuh"
 
