@@ -244,6 +244,7 @@ VARLEN = {
         for name in (
             *("scale", "is_causal", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks"),
             *("dropout_rate", "dropout_key", "deterministic", "return_residual", "implementation"),
+            *("score_mod", "block_mask"),
         )
     },
 }
