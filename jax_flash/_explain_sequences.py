@@ -13,7 +13,7 @@ from jax_flash._device import Device
 from jax_flash._spec import Operands
 from jax_flash.transforms import lowering, sequence_layout
 from jax_flash.transforms.layout import Layout, MeshAxes, letters_of
-from jax_flash.transforms.sequence_layout import StrategyChoice
+from jax_flash.transforms.sequence_layout import RefusedStrategyError, StrategyChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def of_call(
         return None
     try:
         found = sequence_layout.choose(on_its_way, *arguments)
-    except NotImplementedError as error:
+    except RefusedStrategyError as error:
         return Sequences(choices, None, str(error))
     return Sequences(choices, found.strategy if found.shards is not None else None, None)
 
