@@ -3,9 +3,8 @@
 An implementation is a module with `supports`, `describe`, `forward` and `backward`. Its submodule `decoding`,
 with the first three, runs calls on key-value caches. `supports` returns the
 limit that keeps it from running a call, as the support table in the README documents it, or None. It raises
-ImportError where the installation lacks something that the call needs. `only_by_name`, which a module may
-have, returns the reason why it doesn't run a call unless it is named, or None. Here are the order in which
-implementations are asked, and the warnings where a slower one runs than the device allows for.
+ImportError where the installation lacks something that the call needs. Here are the order in
+which implementations are asked, and the warnings where a slower one runs than the device allows for.
 """
 
 import dataclasses
@@ -27,7 +26,6 @@ __all__ = [
     "IMPLEMENTATIONS",
     "SlowerImplementationWarning",
     "get",
-    "only_by_name",
     "reason",
     "reasons",
     "select",
@@ -73,12 +71,6 @@ def reasons(spec: Spec, shapes: Shapes, device: Device) -> dict[str, str | None]
     return {name: reason(name, spec, shapes, device) for name in IMPLEMENTATIONS}
 
 
-def only_by_name(name: str, spec: Spec) -> str | None:
-    """Why the automatic choice leaves out an implementation that can run the call; None where it doesn't."""
-    implementation = get(name, spec.operation)
-    return implementation.only_by_name(spec) if hasattr(implementation, "only_by_name") else None
-
-
 def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Device) -> tuple[str, ...]:
     """The implementation to run, and what to run in its place on other platforms.
 
@@ -101,8 +93,6 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
     refused: dict[str, Refusal] = {}
     for position, name in enumerate(candidates):
         refusal = _refusal(name, spec, shapes, device)
-        if refusal is None and names is None and (why := only_by_name(name, spec)) is not None:
-            refusal = Refusal(why)
         if refusal is None:
             if refused and device.is_gpu:
                 _warn_of_slower(name, refused, device, is_automatic=names is None)

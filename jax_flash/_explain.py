@@ -49,16 +49,14 @@ class Choice:
     name: str
     reason: str | None  # why it can't run the call; None where it can
     kernel: str | None  # its kernel and tile shape, where it can
-    only_by_name: str | None = None  # why implementation=None doesn't pick it, though it can
 
     @property
     def runs(self) -> bool:
         return self.reason is None
 
     def __str__(self) -> str:
-        named = f"; {self.only_by_name}" if self.only_by_name else ""
         runs = "runs: " if self.runs else "does not run: "
-        return f"{self.name:<7} {runs}{self.kernel or self.reason}{named}"
+        return f"{self.name:<7} {runs}{self.kernel or self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _explanation(function: str, call: Call | CacheCall, requested: tuple[str, ..
         return Explanation(function, call.spec, call.shapes, device, (), None, requested, None)
     choices = tuple(_choice(name, call, device) for name in _dispatch.IMPLEMENTATIONS)
     runs = [choice.name for choice in choices if choice.runs]
-    automatic = next((choice.name for choice in choices if choice.runs and not choice.only_by_name), None)
+    automatic = runs[0] if runs else None
     return Explanation(
         function=function,
         spec=call.spec,
@@ -208,7 +206,7 @@ def _choice(name: str, call: Call | CacheCall, device: Device) -> Choice:
     reason = _dispatch.reason(name, call.spec, call.shapes, device)
     implementation = None if reason else _dispatch.get(name, call.spec.operation)
     kernel = None if implementation is None else implementation.describe(call.spec, call.shapes, device)
-    return Choice(name, reason, kernel, None if reason else _dispatch.only_by_name(name, call.spec))
+    return Choice(name, reason, kernel)
 
 
 def _described(spec: AttentionSpec | CacheSpec) -> str:

@@ -8,7 +8,7 @@ import jax
 from jax_flash import _device, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
-from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, functions_of, sizes
+from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat, features, limits, lowering
 from .mosaic import tiles as mosaic_tiles
@@ -36,15 +36,6 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     if not compat.interpreting():
         compat.require_triton()
     return None
-
-
-def only_by_name(spec: AttentionSpec) -> str | None:
-    """Why the automatic choice leaves these kernels out, or None."""
-    if (given := functions_of(spec)) is None:
-        return None
-    return (
-        f'not all tests of its kernels with {given} have run on a GPU yet; implementation="pallas" runs them'
-    )
 
 
 def _function_reason(spec: AttentionSpec) -> str | None:

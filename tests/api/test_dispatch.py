@@ -57,22 +57,6 @@ def test_none_picks_the_first_that_supports_the_call(support):
         assert select(None) == ("xla",)
 
 
-def test_one_that_runs_only_by_name(support, monkeypatch):
-    support(cuda="no", pallas=None, xla=None)
-    of_support = _dispatch.get
-
-    def get(name, operation="attention"):
-        module = of_support(name, operation)
-        if name == "pallas":
-            module.only_by_name = lambda spec: "not run on a GPU yet"
-        return module
-
-    monkeypatch.setattr(_dispatch, "get", get)
-    with pytest.warns(SlowerImplementationWarning, match="cuda: no; pallas: not run on a GPU yet"):
-        assert select(None) == ("xla",)
-    assert select(["pallas", "xla"]) == ("pallas", "xla")
-
-
 def test_a_named_one_stands_alone(support):
     support(cuda=None, pallas=None, xla=None)
     for name in _dispatch.IMPLEMENTATIONS:

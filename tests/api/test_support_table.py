@@ -110,7 +110,7 @@ def runs_on(name: str, call: Call) -> list[str]:
 
 
 def table() -> str:
-    """Markdown. "yes" is: wherever the implementation runs at all; "if named": there, not automatically."""
+    """Markdown. "yes" is: wherever the implementation runs at all;"""
     rows = calls()
     plainest = next(iter(rows.values()))
     names = _dispatch.IMPLEMENTATIONS
@@ -121,9 +121,7 @@ def table() -> str:
 
     def cell(name, call):
         there = runs_on(name, call)
-        if there != everywhere[name] or not there:
-            return listed(there)
-        return "yes" if _dispatch.only_by_name(name, call[0]) is None else "if named"
+        return "yes" if there and there == everywhere[name] else listed(there)
 
     lines = [["", *(f"`{name}`" for name in names)], ["---"] * (1 + len(names))]
     lines.append(["runs on", *(listed(everywhere[name]) for name in names)])
