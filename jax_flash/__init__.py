@@ -13,6 +13,7 @@ from jax_flash._dropout import dropout_mask
 from jax_flash._explain import explain
 from jax_flash._planned_for import planned_for
 from jax_flash._precompile import precompile
+from jax_flash._quantize import quantize
 from jax_flash._ragged_paged_attention import ragged_paged_attention
 from jax_flash._rotary import apply_rotary
 from jax_flash._varlen import flash_attention_varlen
@@ -42,6 +43,7 @@ __all__ = [
     "or_masks",
     "planned_for",
     "precompile",
+    "quantize",
     "ragged_paged_attention",
     "reorder_for_load_balance",
     "restore_order",

@@ -35,15 +35,21 @@ OWN_NAMES = Names()
 
 
 def query_key_value(
-    query: Any, key: Any, value: Any, names: Names = OWN_NAMES, given: tuple[Any, Any, Any] | None = None
+    query: Any,
+    key: Any,
+    value: Any,
+    names: Names = OWN_NAMES,
+    given: tuple[Any, Any, Any] | None = None,
+    kind: str = "floating",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The three as arrays that fit each other: one floating dtype, `(*B, T, N, H)` and its kin.
 
-    `given` is what the caller passed, with the shapes to show in errors, if it isn't these.
+    `given` is what the caller passed, with the shapes to show in errors, if it isn't these. `kind` is that of
+    `_validate`.
     """
-    query = _validate.array(names["query"], query, "floating")
-    key = _validate.array(names["key"], key, "floating")
-    value = _validate.array(names["value"], value, "floating")
+    query = _validate.array(names["query"], query, kind)
+    key = _validate.array(names["key"], key, kind)
+    value = _validate.array(names["value"], value, kind)
     query_given, key_given, value_given = given or (query, key, value)
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_flash import _arguments, _validate
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, attend, prepare
+from jax_flash._float8_arguments import Float8
 from jax_flash.context_parallel.strategy import AUTO, Strategy
 
 ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
@@ -39,6 +40,12 @@ def flash_attention(
     return_residual: Literal[False] = ...,
     score_mod: ScoreMod | None = ...,
     block_mask: BlockMask | None = ...,
+    quantization: Literal["fp8"] | None = ...,
+    quantization_key: ArrayLike | None = ...,
+    query_descale: ArrayLike | None = ...,
+    key_descale: ArrayLike | None = ...,
+    value_descale: ArrayLike | None = ...,
+    out_dtype: DTypeLike | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
     context_parallel: Literal["auto"] | Strategy = ...,
@@ -69,6 +76,12 @@ def flash_attention(
     return_residual: Literal[True],
     score_mod: ScoreMod | None = ...,
     block_mask: BlockMask | None = ...,
+    quantization: Literal["fp8"] | None = ...,
+    quantization_key: ArrayLike | None = ...,
+    query_descale: ArrayLike | None = ...,
+    key_descale: ArrayLike | None = ...,
+    value_descale: ArrayLike | None = ...,
+    out_dtype: DTypeLike | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
     context_parallel: Literal["auto"] | Strategy = ...,
@@ -98,6 +111,12 @@ def flash_attention(
     return_residual: bool = False,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    quantization: Literal["fp8"] | None = None,
+    quantization_key: ArrayLike | None = None,
+    query_descale: ArrayLike | None = None,
+    key_descale: ArrayLike | None = None,
+    value_descale: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     alignment: Alignment = BOTTOM_RIGHT,
     context_parallel: Literal["auto"] | Strategy = AUTO,
@@ -130,7 +149,7 @@ def flash_attention(
     dim of values.
 
     Args:
-      query: `(*B, T, N, H)`, floating.
+      query: `(*B, T, N, H)`, floating, or float8_e4m3fn.
       key: `(*B, S, K, H)`, query's dtype.
       value: `(*B, S, K, V)`, query's dtype.
       bias: broadcastable to `(*B, N, T, S)`, floating. Added to the logits.
@@ -163,6 +182,17 @@ def flash_attention(
         read arrays that it captures, and gradients flow to these. A score of -inf hides a key.
       block_mask: which queries see which keys, by blocks, as `jax_flash.create_block_mask` makes it. Blocks
         in which nothing is seen cost nothing. Allows what mask and the others allow too.
+      quantization: "fp8" computes the forward pass with query, key and value in e4m3, as `jax_flash.quantize`
+        makes them. They must be in 16 bits. The backward pass is that of the arrays as they are; it takes the
+        output and lse of the forward pass.
+      quantization_key: a key for the random signs of the quantization; by default they are the same for all
+        calls.
+      query_descale: `(*B, K)`, or `(*B, K, ceil(T / 128))` with one for each block of 128 rows, floating:
+        what query of dtype float8_e4m3fn is multiplied by; 1 by default. The query heads of a key head share
+        it. Arrays of 8 bits have no gradients.
+      key_descale: likewise, of key; its blocks are of S.
+      value_descale: likewise.
+      out_dtype: of the output for arrays of dtype float8_e4m3fn; bfloat16 by default.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the
         fastest that supports the call on this device (`jax_flash.explain` tells which, and why).
       alignment: "bottom_right" as above, or "top_left": query i is at key i, also where T ≠ S or lengths are
@@ -182,13 +212,13 @@ def flash_attention(
         `jax_flash.flax.dot_product_attention` is.
 
     Returns:
-      `(*B, T, N, V)` in query's dtype; with `return_residual`, also lse, float32 `(*B, T, N)`.
+      `(*B, T, N, V)` in query's dtype or out_dtype; with `return_residual`, also lse, float32 `(*B, T, N)`.
 
     Raises:
       TypeError: an argument is of the wrong dtype or kind.
       ValueError: an argument has a shape or value that doesn't fit.
       NotImplementedError: no implementation that was named can run the call; with the reason of each. The
-        strategy that context_parallel names can't run the call.
+        strategy that context_parallel names can't run the call. Arrays of 8 bits are differentiated.
 
     All three are raised when the call is traced. On Auto mesh axes the compiler alone knows how arrays are
     sharded, so a strategy that can't run the call is refused when the program is compiled, by a
@@ -229,6 +259,9 @@ def flash_attention(
         return_residual=return_residual,
         score_mod=score_mod,
         block_mask=block_mask,
+        quantization=quantization,
+        quantization_key=quantization_key,
+        float8=Float8(query_descale, key_descale, value_descale, out_dtype),
         alignment=alignment,
         context_parallel=context_parallel,
     )

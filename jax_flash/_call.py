@@ -18,6 +18,7 @@ from jax_flash import (
     _device,
     _dispatch,
     _dropout,
+    _float8_arguments,
     _functions,
     _sequences,
     _settings,
@@ -45,7 +46,8 @@ class Arguments:
     """What a caller passed, unchecked but for `window` and `packing`, by the names of `flash_attention`.
 
     `window` stands for is_causal and local_window_size: keys to the left and to the right of the diagonal,
-    integers of either sign; None is unbounded. `names` holds the caller's own names, for errors.
+    integers of either sign; None is unbounded. `float8` is there if the caller takes arrays of 8 bits.
+    `names` holds the caller's own names, for errors.
     """
 
     query: Any
@@ -69,6 +71,9 @@ class Arguments:
     return_residual: Any = False
     score_mod: Any = None
     block_mask: Any = None
+    quantization: Any = None
+    quantization_key: Any = None
+    float8: _float8_arguments.Float8 | None = None
     packing: Packing | None = None
     alignment: Any = _alignment.BOTTOM_RIGHT
     context_parallel: Any = AUTO
@@ -132,20 +137,25 @@ class _Shape(NamedTuple):
 def prepare(arguments: Arguments) -> Call:
     """Check the arguments and bring them to canonical form."""
     _check_symbolic(arguments)
+    kind = "floating" if arguments.float8 is None else "floating or e4m3"
     query, key, value = _arguments.query_key_value(
-        arguments.query, arguments.key, arguments.value, arguments.names
+        arguments.query, arguments.key, arguments.value, arguments.names, kind=kind
     )
     arguments = dataclasses.replace(arguments, query=query, key=key, value=value)
     arguments = _alignment.to_bottom_right(arguments)
     *batch, T, N, H = query.shape
     shape = _Shape(tuple(batch), T, key.shape[-3], N)
     rate, dropout_key = _arguments.dropout(arguments.dropout_rate, arguments.dropout_key, arguments.names)
+    out_dtype, descales = _float8_arguments.of_arrays(arguments.float8, (query, key, value), arguments.scale)
+    quantization, signs = _float8_arguments.quantization(arguments, query)
     scale, query = _arguments.scale(arguments.names["scale"], arguments.scale, 1 / math.sqrt(H), query)
     score_mod, block_mask, of_functions = _functions.operands(
         arguments.score_mod, arguments.block_mask, shape.batch, (T, shape.S, N)
     )
     spec = _spec(arguments, shape, scale, rate)
-    spec = dataclasses.replace(spec, score_mod=score_mod, block_mask=block_mask)
+    spec = dataclasses.replace(
+        spec, score_mod=score_mod, block_mask=block_mask, quantization=quantization, out_dtype=out_dtype
+    )
     operands = Operands(
         query=shape.with_batch(query),
         key=shape.with_batch(key),
@@ -155,6 +165,8 @@ def prepare(arguments: Arguments) -> Call:
         **_per_head(arguments, shape),
         **_per_sequence(arguments, shape),
         **_dropout_hashes(dropout_key, shape),
+        **{name: shape.with_batch(x) for name, x in descales.items()},
+        rotation_signs=None if signs is None else shape.for_all(signs),
     )
     context_parallel = _validate.one_of(
         "context_parallel", arguments.context_parallel, (AUTO, *sorted(STRATEGIES))
@@ -260,7 +272,8 @@ def attend(call: Call, implementation: Any) -> Any:
 def _nothing(call: Call) -> Any:
     """The results where no row has a key to attend to."""
     n = sizes(call.shapes)
-    out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), call.operands.query.dtype)
+    dtype = call.spec.result_dtype(call.operands.query.dtype)
+    out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), dtype)
     if not call.spec.return_residual:
         return out
     return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, jnp.float32)

@@ -24,6 +24,7 @@ from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._call import Arguments, Call, prepare
 from jax_flash._device import Device
 from jax_flash._explain_sequences import Sequences
+from jax_flash._float8_arguments import Float8
 from jax_flash._spec import AttentionSpec, Operands
 
 _ARRAYS = (
@@ -39,7 +40,9 @@ _ARRAYS = (
     "alibi_slopes",
     "sinks",
     "dropout_key",
+    "quantization_key",
 )
+_FLOAT8 = tuple(field.name for field in dataclasses.fields(Float8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +127,21 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     requested = _arguments.implementations(arguments.pop("implementation", None))
     window = _arguments.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
     # What is no array stays as it is, for `prepare` to take or refuse.
-    given = {name: arguments[name] for name in _ARRAYS if name in arguments}
+    given = {name: arguments[name] for name in (*_ARRAYS, *_FLOAT8) if name in arguments}
     arrays = {name: x for name, x in given.items() if _validate.has_shape(x)}
     others = {name: x for name, x in arguments.items() if name not in arrays}
+    of_float8 = {name: others.pop(name) for name in _FLOAT8 if name in others}
     # Offsets whose values are known are checked.
     traced_sequences = {i: x for i, x in enumerate(sequences) if isinstance(x, jax.ShapeDtypeStruct)}
     call: Call | None = None
 
     def trace(arrays: dict[str, Any], traced_sequences: dict[int, Any]) -> None:
         nonlocal call
-        checked = Arguments(**arrays, **others, window=window)
         if not is_packed:
-            call = prepare(checked)
+            float8 = Float8(**of_float8, **{name: arrays.pop(name) for name in _FLOAT8 if name in arrays})
+            call = prepare(Arguments(**arrays, **others, window=window, float8=float8))
             return
+        checked = Arguments(**arrays, **others, window=window)
         given = (traced_sequences.get(i, x) for i, x in enumerate(sequences))
         call, own = _varlen.prepare_packed(checked, _varlen.PackedSequences(*given))
         if own is not None and not call.is_empty:

@@ -115,6 +115,7 @@ def _attention(spec, operands, dtype, rounding):
     size = sizes(operands)
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
     narrow = (lambda x: x) if rounding is None else (lambda x: x.astype(rounding).astype(dtype))
+    operands = _without_descales(operands, dtype)
     query = operands.query.astype(dtype)
     key = jnp.repeat(operands.key.astype(dtype), size.group, axis=2)
     value = jnp.repeat(operands.value.astype(dtype), size.group, axis=2)
@@ -154,6 +155,18 @@ def _attention(spec, operands, dtype, rounding):
     if spec.dropout_rate:
         p = p * _kept(spec, operands).astype(dtype)
     return product("bnts,bsnv->btnv", narrow(p), value), lse
+
+
+def _without_descales(operands, dtype):
+    """Arrays of 8 bits times their scales, in `dtype`: one for each block of 128 rows, or for all rows."""
+    size, arrays = sizes(operands), operands.present()
+    for name, rows in (("query", size.T), ("key", size.S), ("value", size.S)):
+        scales = arrays.pop(f"{name}_descale", None)
+        if scales is not None:
+            block = jnp.arange(rows) // 128 if scales.shape[2] > 1 else jnp.zeros(rows, int)
+            scales = jnp.repeat(scales, arrays[name].shape[2] // size.K, axis=1)[:, :, block]
+            arrays[name] = arrays[name].astype(dtype) * scales.astype(dtype).transpose(0, 2, 1)[..., None]
+    return Operands.of(arrays)
 
 
 def _kept(spec, operands):

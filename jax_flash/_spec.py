@@ -29,6 +29,10 @@ class AttentionSpec:
     With `wide_results`, output and gradients of operands in 16 bits are float32, for a caller that adds
     several up. In the backward pass out and its cotangent stay in query's dtype.
 
+    With a `quantization`, the forward pass rounds query, key and value, as `_float8.py` says, and the
+    backward pass is that of the operands as they are. Operands of 8 bits have no backward pass. The call has
+    an `out_dtype` then.
+
     The two longest lengths are there where sequences are packed (`Operands.query_offsets`). What a sequence
     has beyond them counts as padding.
     """
@@ -47,14 +51,17 @@ class AttentionSpec:
     score_mod: StaticFunction | None = None
     block_mask: "BlockMaskSpec | None" = None
     wide_results: bool = False
+    quantization: str | None = None  # "fp8"
+    out_dtype: str | None = None  # None: query's
 
     def wide(self) -> "AttentionSpec":
         """The same call with wide results."""
         return dataclasses.replace(self, wide_results=True)
 
     def result_dtype(self, dtype: Any) -> np.dtype:
-        """Of the output or a gradient, for an operand of that dtype."""
-        return np.dtype(jnp.promote_types(dtype, jnp.float32) if self.wide_results else dtype)
+        """Of the output, or of a gradient, for an operand of that dtype."""
+        dtype = np.dtype(self.out_dtype or dtype)
+        return np.dtype(jnp.promote_types(dtype, jnp.float32)) if self.wide_results else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +133,10 @@ class Operands(Generic[Leaf]):
     batch_indices: Leaf | None = None  # (B,) int32
     head_indices: Leaf | None = None  # (B|1, N) int32
     block_kinds: Leaf | None = None  # (B|1, N|1, blocks of T, blocks of S) int8, see `_block_kinds.py`
+    query_descale: Leaf | None = None  # (B, K, blocks of T | 1) float32, see `_float8.py`
+    key_descale: Leaf | None = None  # (B, K, blocks of S | 1) float32
+    value_descale: Leaf | None = None  # (B, K, blocks of S | 1) float32
+    rotation_signs: Leaf | None = None  # (B|1, H) float32, of the quantization
     captured: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)  # (B|1, elements) each
 
     @staticmethod
@@ -154,7 +165,10 @@ class Operands(Generic[Leaf]):
 DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 """Fields that have a gradient. Arrays that a score_mod captures have one if they are floating."""
 
-_BATCH_AXIS_MAY_BE_ONE = ("bias", "mask", "alibi_slopes", "sinks", "diagonal", "head_indices", "block_kinds")
+_BATCH_AXIS_MAY_BE_ONE = (
+    *("bias", "mask", "alibi_slopes", "sinks", "diagonal", "head_indices", "block_kinds"),
+    "rotation_signs",
+)
 
 
 def batch_axis_may_be_one(name: str) -> bool:

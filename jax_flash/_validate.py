@@ -22,6 +22,7 @@ _FLOATING = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 # For each kind of array: its name, the dtypes it takes, and advice for who passed another one.
 _KINDS: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "floating": ("a floating", _FLOATING, ""),
+    "floating or e4m3": ("a floating", (*_FLOATING, jnp.float8_e4m3fn), ""),
     "integer": ("an integer", (jnp.integer,), ""),
     "mask": ("a bool", (jnp.bool_,), " (mask != 0 for a mask of numbers; an additive mask goes into bias)"),
     "floating or integer": ("a floating or integer", (*_FLOATING, jnp.integer), ""),
@@ -47,10 +48,16 @@ def unconverted(name: str, value: Any, kind: str) -> jax.Array | np.ndarray:
             raise TypeError(f"{name} must be an array; got {short(value)}")
     if not _is_of_kind(value.dtype, kind):
         a_kind, _, advice = _KINDS[kind]
-        if kind == "floating" and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize == 1:
-            advice = " of 16 bits at least"
+        if kind.startswith("floating") and _is_of_8_bits(value.dtype):
+            advice = (
+                " of 16 bits at least" if kind == "floating" else " of 16 bits at least, or float8_e4m3fn"
+            )
         raise TypeError(f"{name} must have {a_kind} dtype{advice}; got {described(value)}")
     return value
+
+
+def _is_of_8_bits(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 @functools.cache

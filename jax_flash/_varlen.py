@@ -40,6 +40,8 @@ def flash_attention_varlen(
     deterministic: bool = ...,
     score_mod: ScoreMod | None = ...,
     block_mask: BlockMask | None = ...,
+    quantization: Literal["fp8"] | None = ...,
+    quantization_key: ArrayLike | None = ...,
     return_residual: Literal[False] = ...,
     implementation: str | Sequence[str] | None = ...,
 ) -> jax.Array: ...
@@ -66,6 +68,8 @@ def flash_attention_varlen(
     deterministic: bool = ...,
     score_mod: ScoreMod | None = ...,
     block_mask: BlockMask | None = ...,
+    quantization: Literal["fp8"] | None = ...,
+    quantization_key: ArrayLike | None = ...,
     return_residual: Literal[True],
     implementation: str | Sequence[str] | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -91,6 +95,8 @@ def flash_attention_varlen(
     deterministic: bool = False,
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
+    quantization: Literal["fp8"] | None = None,
+    quantization_key: ArrayLike | None = None,
     return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -118,8 +124,10 @@ def flash_attention_varlen(
       block_mask: as in `flash_attention`, made for max_seqlen_q and max_seqlen_kv (or all tokens, if they are
         fewer), and for all sequences or each. Of a sequence its first blocks count. All implementations pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
-      deterministic, return_residual, implementation: as in `flash_attention`. In dropout i and j count
-        from the first packed token: what is kept is `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
+      deterministic, quantization, quantization_key, return_residual, implementation: as in
+        `flash_attention`. A quantization's blocks of rows are those of all tokens, so two sequences may share
+        one. In dropout i and j count from the first packed token: what is kept is
+        `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
 
     Offsets whose values are known are checked (JAX copies those on a device to the host once). Traced ones
     can't be. They are clipped to the tokens, so that nothing is read out of bounds. Tokens before the first
@@ -146,6 +154,8 @@ def flash_attention_varlen(
         deterministic=deterministic,
         score_mod=score_mod,
         block_mask=block_mask,
+        quantization=quantization,
+        quantization_key=quantization_key,
         return_residual=return_residual,
     )
     sequences = PackedSequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)

@@ -26,6 +26,8 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
     why_not = limits.device_reason(device) or _function_reason(spec)
+    if why_not is None and spec.quantization is not None:
+        why_not = "its kernels take no quantization"
     if why_not is not None:
         return why_not
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)

@@ -27,7 +27,12 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = device_limit(device) or score_mod.unsupported(spec, shapes) or dropout.unsupported(spec)
+    limit = (
+        device_limit(device)
+        or _quantization_limit(spec)
+        or score_mod.unsupported(spec, shapes)
+        or dropout.unsupported(spec)
+    )
     limit = limit or family(device).unsupported(spec, shapes)
     if limit is None:
         require_nvrtc()
@@ -43,6 +48,10 @@ def device_limit(device: Device) -> str | None:
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
     return None
+
+
+def _quantization_limit(spec: AttentionSpec) -> str | None:
+    return None if spec.quantization is None else "its kernels take no quantization"
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:

@@ -7,6 +7,9 @@ the log-sum-exp, nothing of size T×S. The last two have names for `jax.checkpoi
 
 a rematerialised block does not run its attention a second time.
 
+With a quantization the forward pass is that of rounded operands, and the backward pass that of the operands
+as they are, with the output and log-sum-exp of the forward pass.
+
 A second derivative differentiates the two passes. Their results come from the implementation, and their
 tangents from `xla/differentiable.py`, in memory linear in T and S.
 """
@@ -19,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash import _device, _settings
+from jax_flash import _device, _float8, _settings
 from jax_flash._spec import AttentionSpec, Gradients, Operands
 from jax_flash.transforms import batching
 from jax_flash.transforms.lowering import Call
@@ -159,6 +162,11 @@ def _attend(call: Call[AttentionSpec], operands: Operands) -> Any:
 
 
 def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
+    if _float8.is_float8(operands.query.dtype):
+        raise NotImplementedError(
+            "a call on float8_e4m3fn arrays has no gradients: differentiate "
+            'flash_attention(..., quantization="fp8") of the arrays they were made from'
+        )
     out, lse = _forward(call, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")

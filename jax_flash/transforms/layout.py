@@ -16,7 +16,7 @@ what a call with given shardings becomes: the part of every array on each device
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -261,7 +261,8 @@ class Layout:
             local[name] = tuple(size // n for size, n in zip(shape, parts, strict=True))
         heads = self._key_heads_taken(local["query"][-2], local["key"][-2])
         if heads is not None:
-            local |= {name: (*local[name][:-2], heads, local[name][-1]) for name in ("key", "value")}
+            of_heads = self._with_key_heads(shapes)
+            local |= {name: (*local[name][:-2], heads, local[name][-1]) for name in of_heads}
         return local
 
     def type_of(self, name: str, shape: Shape, inputs: Specs) -> PartitionSpec:
@@ -284,7 +285,8 @@ class Layout:
         key_heads = inputs["key"].shape[-2]
         heads = self._key_heads_needed(inputs["query"].shape[-2], key_heads)
         if heads is not None:
-            inputs = inputs | {name: jnp.take(inputs[name], heads, axis=-2) for name in ("key", "value")}
+            of_heads = self._with_key_heads(inputs)
+            inputs = inputs | {name: jnp.take(inputs[name], heads, axis=-2) for name in of_heads}
         results = local(inputs, self.shards)
         # In the results' order: all processes of a program must enter its collectives in the same order.
         for name, x in results.items():
@@ -301,6 +303,10 @@ class Layout:
                 x = jax.lax.psum(x.astype(wide), lacking).astype(x.dtype)
             results[name] = x
         return results
+
+    def _with_key_heads(self, names: Iterable[str]) -> list[str]:
+        """Those of the inputs that have an axis of key heads. It is the last but one."""
+        return [name for name in names if self.letters[name][-2:-1] == ("K",)]
 
     def _key_heads_needed(self, query_heads: int, key_heads: int) -> jax.Array | None:
         """Which of its key heads a device takes; None for all of them, each with a whole group."""

@@ -44,6 +44,10 @@ _AXES = {
     "batch_indices": "",
     "head_indices": "N",
     "block_kinds": "NIJ",
+    "query_descale": "KC",
+    "key_descale": "KD",
+    "value_descale": "KD",
+    "rotation_signs": "H",
     "out": "TNV",
     "lse": "NT",
 }
@@ -52,8 +56,8 @@ _AXES = {
 def axes_of(name: str) -> Sequence[str]:
     """The axes of an array after its batch axes, in the letters of `_spec.py`.
 
-    `O` is the offsets of packed sequences, `I` and `J` the blocks of a block mask. The elements of a captured
-    array have the array's name.
+    `O` is the offsets of packed sequences, `I` and `J` the blocks of a block mask, `C` and `D` the blocks of
+    queries and of keys that have a scale. The elements of a captured array have the array's name.
     """
     return (name,) if is_captured(name) else _AXES[name]
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _dispatch
+from jax_flash._float8 import is_float8
 from jax_flash._spec import Operands, batch_axis_may_be_one, functions_of
 from jax_flash.context_parallel import strategy as strategies
 from jax_flash.context_parallel import ulysses
@@ -147,6 +148,8 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
         size = x.shape[-3]
         if not isinstance(size, int) or size % shards.count:
             return f"the {size} {name} must be divisible by the {shards.count} devices of the sequence"
+    if is_float8(whole.query.dtype):
+        return "arrays of 8 bits go with whole sequences"
     if strategy != "ulysses" and (functions := functions_of(call.spec)) is not None:
         return f'{functions} with sharded sequences goes with "ulysses"'
     if strategy != "ulysses" and whole.query_offsets is not None:

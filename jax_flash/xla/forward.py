@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _varlen_unpacking
+from jax_flash import _device, _dropout, _float8, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops, symbolic
@@ -15,13 +15,17 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """Attention.
 
     Returns:
-      out `(B, T, N, V)` in query's dtype, or as `spec.wide_results` says, and lse `(B, N, T)` in float32
+      out `(B, T, N, V)` in `spec.result_dtype` of query's, and lse `(B, N, T)` in float32
       (float64 for float64 operands), −inf where a row has nothing to attend to.
     """
-    if operands.query_offsets is not None:
-        return _varlen_unpacking.forward(forward, spec, operands)
     if symbolic.needs_padding(operands):
         return symbolic.forward(forward, spec, operands)
+    if spec.quantization is not None:
+        spec, operands = _float8.quantized(spec, operands)
+    if _float8.is_float8(operands.query.dtype):
+        operands = _float8.dequantized(operands)
+    if operands.query_offsets is not None:
+        return _varlen_unpacking.forward(forward, spec, operands)
     cut = blocks.plan(spec, operands, _device.current())
     operands = vary_alike(operands)
 

@@ -351,6 +351,7 @@ def test_the_public_names():
         "or_masks",
         "planned_for",
         "precompile",
+        "quantize",
         "ragged_paged_attention",
         "reorder_for_load_balance",
         "restore_order",

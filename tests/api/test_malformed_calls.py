@@ -213,6 +213,12 @@ ATTENTION = {
     "return_residual": FLAG,
     "score_mod": NO_FUNCTIONS,
     "block_mask": [*NO_FUNCTIONS, int, lambda b, h, q, k: q >= k],
+    "quantization": [*NO_ARGUMENT, *NO_JAX_ARRAYS, "", "int8", "FP8", True],
+    "quantization_key": [*KEY, jax.random.key(0)],
+    "query_descale": [*NO_ARRAYS, ones(B, K)],  # which goes with arrays of 8 bits alone
+    "key_descale": [*NO_ARRAYS, ones(B, K)],
+    "value_descale": [*NO_ARRAYS, ones(B, K)],
+    "out_dtype": [*NO_ARGUMENT, *NO_JAX_ARRAYS, jnp.float32, "bfloat16"],
     "implementation": IMPLEMENTATION,
     "alignment": ALIGNMENT,
     "context_parallel": CONTEXT_PARALLEL,
@@ -244,7 +250,7 @@ VARLEN = {
         for name in (
             *("scale", "is_causal", "local_window_size", "logits_soft_cap", "alibi_slopes", "sinks"),
             *("dropout_rate", "dropout_key", "deterministic", "return_residual", "implementation"),
-            *("score_mod", "block_mask"),
+            *("score_mod", "block_mask", "quantization", "quantization_key"),
         )
     },
 }

@@ -82,6 +82,10 @@ def calls() -> dict[str, Call]:
             **indices,
             block_kinds=((1, 1, 8, 7), jnp.int8),
         ),
+        '`quantization="fp8"`': call(spec={"quantization": "fp8"}, rotation_signs=((1, 128), jnp.float32)),
+        "float8 arrays, without gradients": call(
+            "float8_e4m3fn", spec={"out_dtype": "bfloat16"}, query_descale=((B, N, 8), jnp.float32)
+        ),
         **calls_on_caches(),
     }
 
@@ -110,7 +114,7 @@ def runs_on(name: str, call: Call) -> list[str]:
 
 
 def table() -> str:
-    """Markdown. "yes" is: wherever the implementation runs at all;"""
+    """Markdown. "yes" is: wherever the implementation runs at all."""
     rows = calls()
     plainest = next(iter(rows.values()))
     names = _dispatch.IMPLEMENTATIONS

@@ -63,9 +63,10 @@ ERRORS = {
         "query must have a floating dtype; got int32 (2, 4, 4, 8)",
     ),
     "query of 8-bit floats": (
-        dict(query=zeros(B, T, N, H, dtype=jnp.float8_e4m3fn)),
+        dict(query=zeros(B, T, N, H, dtype=jnp.float8_e5m2)),
         TypeError,
-        "query must have a floating dtype of 16 bits at least; got float8_e4m3fn (2, 4, 4, 8)",
+        "query must have a floating dtype of 16 bits at least, or float8_e4m3fn; "
+        "got float8_e5m2 (2, 4, 4, 8)",
     ),
     "mixed dtypes": (
         dict(key=zeros(B, S, K, H, dtype=jnp.bfloat16)),

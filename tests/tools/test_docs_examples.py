@@ -131,3 +131,14 @@ def test_rematerialisation():
     assert forward_passes(code) == 1
     for name in ("jax_flash_out", "jax_flash_lse"):
         assert forward_passes(code.replace(f'"{name}"', '"another"')) == 2
+
+
+def test_8_bits():
+    (of_16_bits,) = examples("docs/fp8.md", "From 16-bit arrays, with gradients")
+    (of_8_bits,) = examples("docs/fp8.md", "Arrays of 8 bits")
+    found: dict = {}
+    exec(of_16_bits + of_8_bits, found)
+    arrays = [found[name] for name in ("query", "key", "value")]
+    assert [x.shape for x in found["gradients"]] == [x.shape for x in arrays]
+    expected = jax_flash.flash_attention(*arrays, is_causal=True, quantization="fp8")
+    np.testing.assert_array_equal(found["out"], expected)

@@ -1,0 +1,159 @@
+"""Rounding of queries, keys and values to e4m3, by blocks of rows, and back.
+
+An e4m3 number has 4 significant bits, and is between 2**-9 and 448 in magnitude. So a block of rows is
+divided by a scale that brings its largest element just below 448. All heads of a group share the scale, for
+queries too, as a kernel's tile holds them together. Scales are powers of two. Dividing by one is exact, so
+that the same numbers are rounded on every device; and an e4m3 number times its scale is exact in bfloat16.
+
+Incoherent processing (FlashAttention-3, section 3.3; QuIP, https://arxiv.org/abs/2307.13304) spreads outliers
+first. Queries and keys are multiplied by one orthogonal matrix, which leaves their products as they are:
+random signs on the diagonal, times a Hadamard matrix. Where the head dim is no power of two, the matrix has
+blocks of the largest that divides it.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash._spec import AttentionSpec, Operands
+
+DTYPE = jnp.float8_e4m3fn
+MAX = 448.0
+ROWS_PER_SCALE = 128
+
+
+def is_float8(dtype: np.dtype) -> bool:
+    return dtype == DTYPE
+
+
+def scales_of(rows: int) -> int:
+    """How many scales so many rows have, if each block of them has one."""
+    return -(-rows // ROWS_PER_SCALE)
+
+
+def hadamard_size(head_dim: int) -> int:
+    """The largest power of two that divides the head dim."""
+    return head_dim & -head_dim
+
+
+# In a `jit` each: outside of one, constants are sent to the device, which a transfer guard refuses.
+@functools.partial(jax.jit, static_argnums=1)
+def random_signs(key: jax.Array, head_dim: int) -> jax.Array:
+    """`(H,)` float32, each 1 or -1."""
+    return jax.random.rademacher(key, (head_dim,), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fixed_signs(head_dim: int) -> jax.Array:
+    """The same each time, whatever JAX's random numbers are made by."""
+    bits = np.random.RandomState(0).randint(0, 2, head_dim)
+    return jnp.asarray(2 * bits - 1, jnp.float32)
+
+
+def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
+    """`x (…, H)` in float32 times the orthogonal matrix of these signs, which broadcast to `x`.
+
+    Additions are in one order everywhere: neighbours first, then pairs of neighbours, and so on.
+    """
+    size = hadamard_size(x.shape[-1])
+    x = x.astype(jnp.float32) * signs
+    for stage in range(size.bit_length() - 1):
+        half = 2**stage
+        pairs = x.reshape(*x.shape[:-1], x.shape[-1] // (2 * half), 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([low + high, low - high], -2).reshape(x.shape)
+    return x * np.float32(1 / math.sqrt(size))
+
+
+def power_of_two_above(largest: jax.Array) -> jax.Array:
+    """The smallest power of two that brings a number of that magnitude to `MAX` at most, float32; 1 for 0."""
+    fraction, exponent = jnp.frexp(largest)  # fraction in [0.5, 1); 448 is 0.875 * 2**9
+    exponent = jnp.clip(exponent - 9 + (fraction > MAX / 512), -126, 126)
+    return jnp.where(largest == 0, 1.0, jnp.ldexp(jnp.float32(1), exponent))
+
+
+def rounded(
+    x: jax.Array, key_heads: int, valid: jax.Array | None = None, by: str = "block"
+) -> tuple[jax.Array, jax.Array]:
+    """`x (B, rows, heads, D)` as e4m3 numbers, and their scales, float32 `(B, K, blocks)`.
+
+    Elements that aren't finite become NaN, and count for no scale.
+
+    Args:
+      valid: bool `(B, rows)`: rows of padding count for no scale either.
+      by: whether each "block" of rows has a scale, each "head" (`(B, K, 1)`), or the "tensor" as a whole.
+    """
+    batch, rows, heads, dim = x.shape
+    x = x.astype(jnp.float32)
+    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    if valid is not None:
+        magnitude = jnp.where(valid[:, :, None, None], magnitude, 0)
+    blocks = scales_of(rows)
+    magnitude = jnp.pad(magnitude, ((0, 0), (0, blocks * ROWS_PER_SCALE - rows), (0, 0), (0, 0)))
+    grouped = magnitude.reshape(batch, blocks, ROWS_PER_SCALE, key_heads, heads // key_heads * dim)
+    largest = grouped.max((2, 4), initial=0).swapaxes(1, 2)
+    if by != "block":
+        largest = largest.max(2 if by == "head" else None, initial=0, keepdims=True)
+        largest = jnp.broadcast_to(largest, (batch, key_heads, 1))
+    scales = power_of_two_above(largest)
+    x = x / of_rows(scales, rows, heads)
+    x = jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX))
+    return x.astype(DTYPE), scales
+
+
+def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:
+    """`(B, rows, heads, 1)` of scales `(B, K, blocks)`, or `(B, K, 1)` for all rows."""
+    _, key_heads, blocks = scales.shape
+    if blocks > 1:
+        scales = jnp.repeat(scales, ROWS_PER_SCALE, axis=2, total_repeat_length=blocks * ROWS_PER_SCALE)
+        scales = scales[:, :, :rows]
+    by_head = jnp.repeat(scales, heads // key_heads, axis=1, total_repeat_length=heads)
+    return by_head.swapaxes(1, 2)[..., None]
+
+
+def quantized(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
+    """The call on e4m3 numbers that a call with `spec.quantization` is."""
+    n_keys = operands.key.shape[2]
+    query, key = operands.query, operands.key
+    if operands.rotation_signs is not None:
+        signs = operands.rotation_signs[:, None, None]
+        query, key = rotated(query, signs), rotated(key, signs)
+    queries_valid = _valid(operands, "query", query.shape[1])
+    keys_valid = _valid(operands, "key_value", key.shape[1])
+    query, query_descale = rounded(query, n_keys, queries_valid)
+    key, key_descale = rounded(key, n_keys, keys_valid)
+    value, value_descale = rounded(operands.value, n_keys, keys_valid)
+    changed = {"query": query, "key": key, "value": value}
+    changed |= {"query_descale": query_descale, "key_descale": key_descale, "value_descale": value_descale}
+    others = {name: x for name, x in operands.present().items() if name != "rotation_signs"}
+    out_dtype = np.dtype(operands.query.dtype).name
+    return dataclasses.replace(spec, quantization=None, out_dtype=out_dtype), Operands.of(others | changed)
+
+
+def _valid(operands: Operands, of: str, rows: int) -> jax.Array | None:
+    """Which rows are no padding, bool `(B, rows)`; None where all are."""
+    lengths, offsets = getattr(operands, f"{of}_seq_lengths"), getattr(operands, f"{of}_offsets")
+    row = jnp.arange(rows)
+    if lengths is not None:
+        return row < lengths[:, None]
+    if offsets is not None:
+        return (offsets[:, :1] <= row) & (row < offsets[:, -1:])
+    return None
+
+
+def dequantized(operands: Operands) -> Operands:
+    """The operands of a call on e4m3 numbers, in float32."""
+    key_heads = operands.key.shape[2]
+    arrays = operands.present()
+    for name in ("query", "key", "value"):
+        x = arrays[name].astype(jnp.float32)
+        scales = arrays.pop(f"{name}_descale", None)
+        if scales is not None:
+            assert scales.shape[1] == key_heads
+            x = x * of_rows(scales, x.shape[1], x.shape[2])
+        arrays[name] = x
+    return Operands.of(arrays)
