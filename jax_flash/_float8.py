@@ -21,6 +21,12 @@ import numpy as np
 
 from jax_flash._spec import AttentionSpec, Operands
 
+KERNELS = False
+"""Whether the CUDA kernel for arrays of 8 bits runs.
+
+It has run in the emulator alone so far (tests/cuda/test_fp8_emulated.py).
+"""
+
 DTYPE = jnp.float8_e4m3fn
 MAX = 448.0
 ROWS_PER_SCALE = 128

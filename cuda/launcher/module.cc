@@ -22,7 +22,7 @@ CUtensorMapDataType ElementType(const std::string& dtype) {
     if (dtype == "float16") return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     if (dtype == "float32") return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     if (dtype == "int32") return CU_TENSOR_MAP_DATA_TYPE_INT32;
-    if (dtype == "uint8") return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    if (dtype == "uint8" || dtype == "float8_e4m3fn") return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     throw std::invalid_argument("dtype is \"" + dtype + "\"; it may be bfloat16, float16, float32, int32 or uint8");
 }
 

@@ -11,6 +11,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
+from jax_flash import _float8, _varlen_unpacking
 from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
 from jax_flash.cuda import call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
@@ -29,7 +30,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
     """
     limit = (
         device_limit(device)
-        or _quantization_limit(spec)
+        or _float8_limit(spec, shapes)
         or score_mod.unsupported(spec, shapes)
         or dropout.unsupported(spec)
     )
@@ -50,8 +51,14 @@ def device_limit(device: Device) -> str | None:
     return None
 
 
-def _quantization_limit(spec: AttentionSpec) -> str | None:
-    return None if spec.quantization is None else "its kernels take no quantization"
+def _float8_limit(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> str | None:
+    if spec.quantization is None and not _float8.is_float8(shapes.query.dtype):
+        return None
+    if not _float8.KERNELS:
+        return "its kernel for 8 bits has not run on a GPU yet"
+    if spec.dropout_rate:
+        return "its kernel for 8 bits takes no dropout"
+    return None
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
@@ -79,12 +86,16 @@ def require_nvrtc() -> None:
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, V)` and the natural log-sum-exp `lse (B, N, T)`.
 
-    `out` is in query's dtype, or as `spec.wide_results` says; lse is float32.
+    `out` is in `spec.result_dtype` of query's; lse is float32.
     """
+    if spec.quantization is not None:
+        spec, operands = _float8.quantized(spec, operands)
+    if _float8.is_float8(operands.query.dtype) and operands.query_offsets is not None:
+        return _varlen_unpacking.forward(forward, spec, operands)
     n = sizes(operands)
     operands = _padded(operands)
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())
-    arrays = operands.present() | forward_metadata(spec, operands)
+    arrays = family(current()).forward_arrays(operands) | forward_metadata(spec, operands)
     arrays |= family(current()).forward_block_lists(spec, operands, arrays)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return _without_padding(results["out"], n.V), results["lse"]
@@ -145,14 +156,14 @@ def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Arra
 
 
 def _padded(operands: Operands) -> Operands:
-    """The same call with head dims that are multiples of 8: TMA copies rows of whole 16 bytes."""
+    """The same call with head dims that are multiples of 16 bytes, of which TMA copies whole ones."""
     query, key, value = map(_padded_rows, (operands.query, operands.key, operands.value))
     return operands.replace(query=query, key=key, value=value)
 
 
 def _padded_rows(x: jax.Array) -> jax.Array:
     """Adds columns of zeros. They add nothing to scores; results lose theirs by `_without_padding`."""
-    missing = -x.shape[-1] % 8
+    missing = -x.shape[-1] % (16 // x.dtype.itemsize)
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 

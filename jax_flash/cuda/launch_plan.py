@@ -20,7 +20,7 @@ import numpy as np
 from jax_flash.cuda.parameters import Slot, Struct, layout
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint32": 4}
-ELEMENT_BYTES |= {"int8": 1, "uint8": 1, "bool": 1}
+ELEMENT_BYTES |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1}
 
 
 def element_type(dtype: np.dtype | str) -> str:

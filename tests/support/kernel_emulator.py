@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_flash.cuda.compile import describe, generated_headers, kernels_folder
-from jax_flash.cuda.launch_plan import Kernel, Launch, LaunchPlan, Pointer, TensorMap, Zero
+from jax_flash.cuda.launch_plan import ELEMENT_BYTES, Kernel, Launch, LaunchPlan, Pointer, TensorMap, Zero
 from jax_flash.cuda.parameters import layout, pack
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -40,6 +40,7 @@ DTYPES = {
     "int8": np.int8,
     "uint8": np.uint8,
     "bool": np.bool_,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
 }
 
 
@@ -51,6 +52,7 @@ class _TensorMap(ctypes.Structure):
         ("sizes", ctypes.c_int64 * 5),
         ("strides", ctypes.c_int64 * 4),
         ("box", ctypes.c_int64 * 5),
+        ("element_bytes", ctypes.c_int64),
     )
 
 
@@ -207,6 +209,7 @@ def _parameters(launch: Launch, arrays: dict[str, np.ndarray]) -> np.ndarray:
                 (ctypes.c_int64 * 5)(*argument.sizes, *absent),
                 (ctypes.c_int64 * 4)(*argument.strides, *absent),
                 (ctypes.c_int64 * 5)(*argument.box, *absent),
+                ELEMENT_BYTES[argument.dtype],
             )
         else:
             continue

@@ -41,6 +41,18 @@ __device__ __forceinline__ uint32_t convert(float low, float high) {
     return pair;
 }
 
+// Converts four floats to e4m3 elements, rounding to nearest, and to 448 where they exceed it. `a` comes at the lowest address.
+__device__ __forceinline__ uint32_t convert_to_e4m3(float a, float b, float c, float d) {
+    uint32_t four;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}\n"
+        : "=r"(four)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return four;
+}
+
 // Converts a pair of 16-bit elements to floats, exactly.
 template <class Element>
 __device__ __forceinline__ float2 to_floats(uint32_t pair) {

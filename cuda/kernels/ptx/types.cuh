@@ -8,18 +8,31 @@ using uint64_t = unsigned long long;
 using int32_t = int;
 using int64_t = long long;
 
-// Element types of 16 bits. Kernels move them, and convert them by `convert` and `to_floats` (math.cuh).
+// Element types of 16 and 8 bits. Kernels move them, and convert them by the functions of math.cuh.
 struct bfloat16 {
     uint16_t bits;
 };
 struct float16 {
     uint16_t bits;
 };
+struct float8_e4m3fn {
+    unsigned char bits;
+};
 
 template <class A, class B>
 constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
+
+// `type` is A or B.
+template <bool is_first, class A, class B>
+struct Either {
+    using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    using type = B;
+};
 
 // A TMA descriptor (CUtensorMap); passed as a __grid_constant__ kernel parameter.
 struct alignas(64) TensorMap {

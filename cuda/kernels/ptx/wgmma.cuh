@@ -1,9 +1,11 @@
 // wgmma: D[64×N] (+)= A[64×16] · B[16×N], float32 accumulators in registers, 16-bit operands (PTX ISA,
-// "Asynchronous Warpgroup Level Matrix Instructions"). One specialisation of `Wgmma` for each N.
+// "Asynchronous Warpgroup Level Matrix Instructions"). One specialisation of `Wgmma` for each N. Of 8-bit operands a step
+// contracts 32 elements, and both must be K-major.
 //
 // Accumulator layout: element i of a thread lies in row 16·warp + lane/4 + 8·(i/2 % 2), column
 // 8·(i/4) + 2·(lane%4) + i%2. The A fragment of k16 step s holds the elements of columns 16·s … 16·s+15,
-// packed in pairs, in that same order: accumulators become A operands with no shuffle.
+// packed in pairs, in that same order: accumulators become A operands with no shuffle. With e4m3 elements, register r of the
+// A fragment of step s holds four of row lane/4 + 8·(r%2), from column 32·s + 16·(r/2) + 4·(lane%4) on.
 #pragma once
 #include "types.cuh"
 
@@ -46,6 +48,9 @@ __device__ __forceinline__ void use_first_rows(int) {}
 
 enum class Major { K = 0, MN = 1 };  // which axis of a shared-memory operand is contiguous
 
+template <class Element>
+constexpr bool is_e4m3 = is_same<Element, float8_e4m3fn>;
+
 template <int N>
 struct Wgmma;
 
@@ -63,13 +68,28 @@ struct Wgmma;
                  : JAX_FLASH_OUT##C                                                                                  \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                              \
                    "n"(static_cast<int>(b_major)))
+#define JAX_FLASH_WGMMA_FP8_SS(N, C, I0, I1, I2)                                                                     \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I2 ", 0;\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JAX_FLASH_REGS##C "}, %" I0 ", %" I1     \
+                 ", accumulate, 1, 1;\n}\n"                                                                          \
+                 : JAX_FLASH_OUT##C                                                                                  \
+                 : "l"(a), "l"(b), "r"(accumulate))
+#define JAX_FLASH_WGMMA_FP8_RS(N, C, I0, I1, I2, I3, I4, I5)                                                         \
+    asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I5 ", 0;\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JAX_FLASH_REGS##C "}, {%" I0 ", %" I1    \
+                 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1;\n}\n"                                              \
+                 : JAX_FLASH_OUT##C                                                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 #define JAX_FLASH_WGMMA(N, C, I0, I1, I2, I3, I4, I5, I6)                                                            \
     template <>                                                                                                      \
     struct Wgmma<N> {                                                                                                \
         /* A and B from shared memory, by descriptor */                                                              \
         template <class Element, Major a_major, Major b_major>                                                       \
         static __device__ __forceinline__ void issue(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {    \
-            if constexpr (is_same<Element, bfloat16>) {                                                              \
+            static_assert(!is_e4m3<Element> || (a_major == Major::K && b_major == Major::K), "8 bits are K-major");  \
+            if constexpr (is_e4m3<Element>) {                                                                        \
+                JAX_FLASH_WGMMA_FP8_SS(N, C, I0, I1, I2);                                                            \
+            } else if constexpr (is_same<Element, bfloat16>) {                                                       \
                 JAX_FLASH_WGMMA_SS(N, C, "bf16", I0, I1, I2, I3, I4);                                                \
             } else {                                                                                                 \
                 JAX_FLASH_WGMMA_SS(N, C, "f16", I0, I1, I2, I3, I4);                                                 \
@@ -79,7 +99,10 @@ struct Wgmma;
         template <class Element, Major b_major>                                                                      \
         static __device__ __forceinline__ void issue(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,          \
                                                      int accumulate) {                                               \
-            if constexpr (is_same<Element, bfloat16>) {                                                              \
+            static_assert(!is_e4m3<Element> || b_major == Major::K, "8 bits are K-major");                            \
+            if constexpr (is_e4m3<Element>) {                                                                        \
+                JAX_FLASH_WGMMA_FP8_RS(N, C, I0, I1, I2, I3, I4, I5);                                                \
+            } else if constexpr (is_same<Element, bfloat16>) {                                                       \
                 JAX_FLASH_WGMMA_RS(N, C, "bf16", I0, I1, I2, I3, I4, I5, I6);                                        \
             } else {                                                                                                 \
                 JAX_FLASH_WGMMA_RS(N, C, "f16", I0, I1, I2, I3, I4, I5, I6);                                         \

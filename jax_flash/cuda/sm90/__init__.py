@@ -7,6 +7,7 @@ import jax
 
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
+from jax_flash._float8 import is_float8
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod
 from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
@@ -15,6 +16,7 @@ from jax_flash.cuda.sm90 import (
     backward_tiles,
     decode_plan,
     decode_tiles,
+    float8,
     forward_plan,
     prefill_plan,
 )
@@ -27,6 +29,7 @@ __all__ = [
     "backward_block_lists",
     "describe",
     "describe_decode",
+    "forward_arrays",
     "forward_block_lists",
     "kernels",
     "plan_backward",
@@ -41,6 +44,7 @@ __all__ = [
 COMPUTE_CAPABILITIES = ((9, 0),)
 MAX_HEAD_DIM = 256
 _DTYPES = ("bfloat16", "float16")
+_OUT_DTYPES = (*_DTYPES, "float32")  # for arrays of 8 bits
 _LIMIT = 2**29  # sums of rows, keys and window sides must fit 32 bits
 
 _CACHE_BYTES_LIMIT = 2**40  # what a tensor map can stride over, from one layer of a cache to the next
@@ -57,7 +61,10 @@ def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]
 def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Why these kernels can't run the call, or None."""
     n = sizes(shapes)
-    if shapes.query.dtype.name not in _DTYPES:
+    if is_float8(shapes.query.dtype):
+        if spec.out_dtype not in _OUT_DTYPES:
+            return f"out_dtype is {spec.out_dtype}; it may be {' or '.join(_OUT_DTYPES)}"
+    elif shapes.query.dtype.name not in _DTYPES:
         return f"query's dtype is {shapes.query.dtype.name}; it may be {' or '.join(_DTYPES)}"
     for operand, head_dim in (("key", n.H), ("value", n.V)):
         if head_dim > MAX_HEAD_DIM:
@@ -69,9 +76,19 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     return None
 
 
+def forward_arrays(operands: Operands) -> dict[str, jax.Array]:
+    """The operands by the names of the forward kernel's buffers."""
+    return float8.arranged(operands) if is_float8(operands.query.dtype) else operands.present()
+
+
 def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     """The kernels' names and tile shapes for a call that `unsupported` accepts."""
     n = sizes(shapes)
+    if is_float8(shapes.query.dtype):
+        tile = forward_plan.configure(spec, shapes).tile
+        return (
+            f"sm_90 kernel for 8 bits: forward {tile.rows} queries × {tile.keys} keys, {tile.stages} stages"
+        )
     head_dim, value_dim = padded_head_dims(n)
     ahead = forward_plan.configure(spec, shapes).tile
     back = backward_tiles.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))

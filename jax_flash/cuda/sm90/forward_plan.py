@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from jax_flash._device import Device
+from jax_flash._float8 import is_float8
 from jax_flash._mask import UNBOUNDED, position_mask, window_of
 from jax_flash._spec import AttentionSpec, Operands, Sizes, shapes_of, sizes
 from jax_flash.cuda import (
@@ -31,7 +32,7 @@ from jax_flash.cuda.launch_plan import (
     launch,
 )
 from jax_flash.cuda.parameters import struct
-from jax_flash.cuda.sm90 import l2
+from jax_flash.cuda.sm90 import float8, l2
 from jax_flash.cuda.sm90.forward_tiles import (
     ForwardTile,
     TileRequirements,
@@ -74,6 +75,7 @@ _PARAMETERS = struct(
     mask_metadata=mask_metadata.FORWARD_PARAMETERS,
     next_repeat="int*",  # see cuda/kernels/sm90/forward/repeat.cuh
     dropout=dropout.PARAMETERS,
+    descales=struct("Descales", query="const float*", key="const float*", value="const float*"),  # of e4m3
     key_places="const KeyPlace*",  # (B), if K and V are a cache; see cuda/kernels/common/key_place.cuh
 )
 
@@ -109,7 +111,7 @@ def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]
 def requirements_of(spec: AttentionSpec, shapes: Shapes) -> TileRequirements:
     n = sizes(shapes)
     return TileRequirements(
-        *padded_head_dims(n),
+        *padded_head_dims(n, ELEMENT_BYTES[shapes.query.dtype.name]),
         window_of(spec, n),
         score_mods=score_mod.count(spec, shapes),
         loaded_operand=score_mod.loaded_operand(spec, shapes),
@@ -270,6 +272,7 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
         *user_score_mod.buffers(spec, shapes),
         *block_mask.buffers(spec, shapes),
         *block_mask.list_buffers(spec, shapes, block_grid(spec, shapes)),
+        *descale_buffers(shapes),
         *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / tile.keys), tile.keys)),
         *metadata_buffers(spec, shapes),
     )
@@ -285,7 +288,23 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
 def loaded_of(shapes: Shapes) -> Loaded:
     """The arrays that the kernel loads, in a call without a cache."""
     arrays = {"query": shapes.query, "key": shapes.key, "value": shapes.value}
-    return Loaded(**{name: Buffer(name, x.shape, x.dtype.name) for name, x in arrays.items()})
+    buffers = {name: Buffer(name, x.shape, x.dtype.name) for name, x in arrays.items()}
+    if is_float8(shapes.value.dtype):
+        buffers["value"] = Buffer(
+            "transposed_value", float8.transposed_shape(shapes), shapes.value.dtype.name
+        )
+    return Loaded(**buffers)
+
+
+def descale_buffers(shapes: Shapes) -> tuple[Buffer, ...]:
+    """The scales of arrays of 8 bits."""
+    if not is_float8(shapes.query.dtype):
+        return ()
+    return tuple(Buffer(name, shape, "float32") for name, shape in float8.descale_shapes(shapes).items())
+
+
+def _descale(shapes: Shapes, name: str) -> Pointer | None:
+    return Pointer(f"{name}_descale") if is_float8(shapes.query.dtype) else None
 
 
 def row_groups(spec: AttentionSpec, shapes: Shapes) -> int:
@@ -328,6 +347,9 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
         scratch, zeroed = (partials, arrived), ("arrived",)
     if requirements.isolates:
         scratch = (*scratch, next_repeat)
+    value_map = rows_map(loaded.value, tile.keys)
+    if requirements.fp8:
+        value_map = float8.value_map(loaded.value, requirements.value_dim)
     main = launch(
         kernel=_kernel(spec, shapes, device.arch, chosen, schedule.split_tiles > 0, loaded),
         grid=(schedule.ctas(device), 1, 1),
@@ -338,12 +360,13 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
             "maps": {
                 "query": rows_map(loaded.query, tile.rows, chosen.pack_gqa),
                 "key": rows_map(loaded.key, tile.keys),
-                "value": rows_map(loaded.value, tile.keys),
+                "value": value_map,
             },
             "tile_blocks": math.ceil(n.S / tile.keys),
             **_arguments(spec, shapes, schedule),
             "mask_metadata": mask_metadata.forward_arguments(metadata_buffers(spec, shapes)),
             **block_mask.arguments(spec, shapes, block_grid(spec, shapes)),
+            "descales": {name: _descale(shapes, name) for name in ("query", "key", "value")},
             "key_places": Pointer("key_places") if loaded.in_cache else None,
         },
     )

@@ -37,7 +37,11 @@ class TileRequirements:
     def isolates(self) -> bool:
         """Whether rows that see some keys of a block and not others are kept apart from what isn't finite."""
         hides_pairs = not self.window.unbounded or self.mask_metadata or self.mask or self.block_mask
-        return _isolation.KERNELS and hides_pairs
+        return _isolation.KERNELS and hides_pairs and not self.fp8
+
+    @property
+    def fp8(self) -> bool:
+        return self.element_bytes == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,7 @@ class ForwardTile:
     stages: int  # blocks of K, and of V, in flight
     pingpong: bool  # consumer warpgroups alternate on the tensor cores
     query_stages: int  # query tiles in shared memory
-    early_pv_steps: int  # 16-key steps of PV issued before the row maxima are computed; at most keys / 16
+    early_pv_steps: int  # steps of PV, of 32 bytes of keys each, issued before the row maxima are computed
 
     @property
     def rows(self) -> int:
@@ -67,6 +71,8 @@ class ForwardTile:
         )
         query = self.query_stages * self.rows * key_row
         key, value = (self.stages * self.keys * row for row in (key_row, value_row))
+        if needs.fp8:  # V^T, whose rows are a block of keys
+            value = self.stages * needs.value_dim * PANEL_BYTES
         staging = 4 * self.consumers * 16 * PANEL_BYTES  # 16 rows of a panel for each consumer warp
         hashes = (self.stages + 1) * self.keys * _INT_BYTES if needs.dropout else 0
         row_mask = self.rows * (_INTERVAL_BYTES * needs.mask_metadata + _INT_BYTES * needs.segments)
@@ -163,6 +169,15 @@ SCORE_MOD_TILES: dict[str | None, dict[int, ForwardTile]] = {
 }
 MANY_SCORE_MODS_TILES = _SMALLER_TILES | {128: ForwardTile(2, 80, 2, False, 1, 5)}
 
+# Tiles for arrays of 8 bits. A block of keys is one that has a scale. Not timed yet.
+FP8_TILES: dict[int, ForwardTile] = {
+    64: ForwardTile(3, 128, 2, True, 2, 3),
+    128: ForwardTile(2, 128, 2, True, 2, 3),
+    192: ForwardTile(2, 128, 2, True, 1, 3),
+    256: ForwardTile(2, 128, 2, True, 1, 3),
+}
+FP8_SCORE_MOD_TILES = {64: ForwardTile(2, 128, 2, True, 2, 3)}  # in place of those above
+
 _MAX_SPLITS = 8
 """CTAs that share a split tile, at most: the last of them reads all partials."""
 
@@ -173,7 +188,10 @@ def tile_options(requirements: TileRequirements) -> tuple[TileOption, ...]:
     The head dim of V decides on the row of the table, because registers hold scores, P and the output.
     """
     value_dim = requirements.value_dim
-    if requirements.score_mods:
+    if requirements.fp8:
+        tiles = FP8_TILES | (FP8_SCORE_MOD_TILES if requirements.score_mods else {})
+        row = (TileOption(next(tile for limit, tile in tiles.items() if value_dim <= limit)),)
+    elif requirements.score_mods:
         few = requirements.score_mods <= 2
         tiles = SCORE_MOD_TILES[requirements.loaded_operand] if few else MANY_SCORE_MODS_TILES
         row = (TileOption(next(tile for limit, tile in tiles.items() if value_dim <= limit)),)

@@ -25,14 +25,14 @@ def tile_row_bytes(columns: int, element_bytes: int) -> int:
     return math.ceil(columns * element_bytes / PANEL_BYTES) * PANEL_BYTES
 
 
-def padded_head_dim(head_dim: int) -> int:
+def padded_head_dim(head_dim: int, multiple: int = 16) -> int:
     """The head dim that kernels are compiled for. TMA fills the columns beyond `head_dim` with zeros."""
-    return math.ceil(head_dim / 16) * 16
+    return math.ceil(head_dim / multiple) * multiple
 
 
-def padded_head_dims(n: Sizes) -> tuple[int, int]:
-    """The padded head dim of queries and keys, and that of values."""
-    return padded_head_dim(n.H), padded_head_dim(n.V)
+def padded_head_dims(n: Sizes, element_bytes: int = 2) -> tuple[int, int]:
+    """The padded head dim of queries and keys, of which wgmma contracts 32 bytes a step; that of values."""
+    return padded_head_dim(n.H, 32 // element_bytes), padded_head_dim(n.V)
 
 
 def rows_map(buffer: Buffer, rows: int, pack_gqa: int = 1) -> TensorMap:

@@ -17,7 +17,7 @@ template <class Copy>
 void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t tile, std::array<int, 5> at,
                           Copy copy) {
     if (tile % 128 != 0) emulator::fail("a TMA tile off its alignment");
-    if (map.box[0] * 2 != 128) emulator::fail("a TMA box of other than 128 bytes a row");
+    if (map.box[0] * map.element_bytes != 128) emulator::fail("a TMA box of other than 128 bytes a row");
     if (map.box[3] != 1 || map.box[4] != 1) emulator::fail("a TMA box of several batch rows");
     for (int row = 0; row < map.box[1] * map.box[2]; ++row) {
         for (int column = 0; column < map.box[0]; ++column) {
@@ -25,9 +25,9 @@ void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t 
                                              static_cast<int>(at[2] + row / map.box[1]), at[3], at[4]};
             bool inside = true;
             for (int axis = 0; axis < 5; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
-            char* global = map.base + element[0] * 2;
+            char* global = map.base + element[0] * map.element_bytes;
             for (int axis = 1; axis < 5; ++axis) global += element[axis] * map.strides[axis - 1];
-            copy(memory + swizzled(tile + row * 128 + column * 2), inside ? global : nullptr);
+            copy(memory + swizzled(tile + row * 128 + column * map.element_bytes), inside ? global : nullptr);
         }
     }
 }
@@ -69,10 +69,11 @@ void load_box(uint32_t destination, const TensorMap& map, uint32_t barrier, uint
         if ((ctas >> rank & 1) == 0) continue;
         const uint32_t there = cluster::address_in(rank, destination);
         begin_copy(there, box_bytes(map), cluster::address_in(rank, barrier), races::copy_of_thread(from), [=] {
-            for_each_box_element(tensor, cta_at(there).shared, destination, at, [](unsigned char* to, char* from) {
-                if (from != nullptr) memcpy(to, from, 2);
-                if (from == nullptr) memset(to, 0, 2);
-            });
+            const auto copy = [bytes = tensor.element_bytes](unsigned char* to, char* from) {
+                if (from != nullptr) memcpy(to, from, bytes);
+                if (from == nullptr) memset(to, 0, bytes);
+            };
+            for_each_box_element(tensor, cta_at(there).shared, destination, at, copy);
         });
     }
 }
@@ -89,6 +90,7 @@ void load_multicast(uint32_t destination, const TensorMap& map, uint32_t barrier
 }
 void store(const TensorMap& map, uint32_t source, int c0, int c1, int c2, int c3) {
     const TensorMap tensor = map;
+    if (map.element_bytes != 2) emulator::fail("a TMA store of other than 16-bit elements");
     begin_store(source, box_bytes(map), __builtin_return_address(0), [=]() -> Action {
         std::vector<std::pair<char*, uint16_t>> elements;
         for_each_box_element(tensor, cta->shared, source, {c0, c1, c2, c3, 0},

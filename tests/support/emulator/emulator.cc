@@ -380,6 +380,10 @@ uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k) {
     memcpy(&bits, cta->shared + operand_place(descriptor, major, mn, k), 2);
     return bits;
 }
+unsigned char operand_byte(uint64_t descriptor, int mn, int k) {
+    // Pairs of bytes lie as 16-bit elements do.
+    return cta->shared[operand_place(descriptor, Major::K, mn, k / 2) + k % 2];
+}
 void use_first_rows(int rows) { cta->rows_in_use = rows; }
 void issue(Action product, const Operands& operands) {
     cta->products[emulator::warpgroup()].open.push_back(std::move(product));

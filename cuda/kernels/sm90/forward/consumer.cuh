@@ -15,6 +15,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 #include "common/warp_arrival.cuh"
+#include "sm90/forward/descales.cuh"
 #include "sm90/forward/hidden_values.cuh"
 #include "sm90/forward/repeat.cuh"
 #include "sm90/forward/scores.cuh"
@@ -57,17 +58,30 @@ __device__ __forceinline__ void issue_pv(float (&out)[out_count], const Probabil
     if constexpr (begin == 0) wgmma::fence();
 #pragma unroll
     for (int step = begin; step < end; ++step) {
-        Wgmma<Traits::value_dim>::issue<Traits::Element, Major::MN>(
-            out, probabilities[step], descriptor::at(value, descriptor::mn_major_offset(step)), 1);
+        constexpr Major major = Traits::fp8 ? Major::K : Major::MN;
+        const int offset = Traits::fp8 ? descriptor::k_major_offset(step, Traits::value_dim)
+                                       : descriptor::mn_major_offset(step);
+        Wgmma<Traits::value_dim>::issue<Traits::Element, major>(out, probabilities[step],
+                                                                descriptor::at(value, offset), 1);
     }
     wgmma::commit();
     wgmma::pin(out);
 }
 
+// In e4m3 the keys of V^T are in an order in which accumulators become A operands with no shuffle.
 __device__ __forceinline__ void convert_probabilities(Probabilities& converted, const float (&scores)[score_count]) {
+    if constexpr (Traits::fp8) {
 #pragma unroll
-    for (int i = 0; i < score_count / 2; ++i) {
-        converted[i / 4][i % 4] = convert<Traits::Element>(scores[2 * i], scores[2 * i + 1]);
+        for (int i = 0; i < score_count / 4; ++i) {
+            const int first = i / 2 * 8 + i % 2 * 2;
+            converted[i / 4][i % 4] =
+                convert_to_e4m3(scores[first], scores[first + 1], scores[first + 4], scores[first + 5]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < score_count / 2; ++i) {
+            converted[i / 4][i % 4] = convert<Traits::OutElement>(scores[2 * i], scores[2 * i + 1]);
+        }
     }
 }
 
@@ -107,6 +121,7 @@ struct ConsumerCall {
     const Sinks sinks;
     const Dropout& dropout;
     const float scale_log2;  // factor of scores in the exponent of 2; 1 where they are logits
+    const Descales& descales;  // of e4m3 operands
 };
 
 // What a consumer warpgroup keeps from tile to tile.
@@ -131,12 +146,16 @@ struct TileConsumer {
     float scores[score_count];
     Probabilities probabilities;
     bool rescales = false;  // whether a maximum of this thread's rows was raised, so that O has to be rescaled
+    TileDescales descales;  // these three of e4m3 operands alone
+    BlockFactors factors;         // of `block`
+    float out_unit = 1;           // what O is to be multiplied by
 
     __device__ __forceinline__ TileConsumer(const ConsumerCall& call, ConsumerRings& rings, const Tile& tile,
                                             int warpgroup, int lane, int row, float (&out)[out_count],
                                             OnlineSoftmax& softmax)
         : call(call), rings(rings), tile(tile), warpgroup(warpgroup), lane(lane), row(row), out(out),
           softmax(softmax) {
+        if constexpr (Traits::fp8) descales.load(call.descales, call.shape, tile, tile.first_row + 64 * warpgroup);
         const int stage = rings.query.stage;
         query = descriptor::k_major_low(call.shared.query_tile(stage) + warpgroup * descriptor::panel_bytes(64));
         if constexpr (Traits::dropout) load_row_hashes(row_hashes, call.dropout, call.shape, tile, row);
@@ -184,10 +203,11 @@ struct TileConsumer {
         pingpong_signal(warpgroup);
         wgmma::wait<0>();
         receive_scores<true>();
-        softmax.update_max<0>(scores, call.scale_log2, -infinity);
-        softmax.update_max<1>(scores, call.scale_log2, -infinity);
-        softmax.exponentiate<0, score_count>(scores, call.scale_log2);
+        softmax.update_max<0>(scores, scale(), -infinity);
+        softmax.update_max<1>(scores, scale(), -infinity);
+        softmax.exponentiate<0, score_count>(scores, scale());
         make_probabilities();
+        if constexpr (Traits::fp8) out_unit = factors.value;
     }
 
     // QK^T of `block`, then PV of the previous block beside the softmax of `block`.
@@ -199,24 +219,41 @@ struct TileConsumer {
         if constexpr (Traits::early_pv_steps == Traits::value_steps) pingpong_signal(warpgroup);
         wgmma::wait<1>();
         receive_scores<partial>();
-        rescales = softmax.update_max<0>(scores, call.scale_log2, -infinity);
+        rescales = softmax.update_max<0>(scores, scale(), -infinity);
         if (partial) wgmma::fence();  // the mask's branches would have ptxas insert one of its own
         issue_late_pv();
         if constexpr (Traits::early_pv_steps < Traits::value_steps) pingpong_signal(warpgroup);
         // -inf is loaded here because ptxas would otherwise compute both rows' maxima together, before the signal.
-        rescales |= softmax.update_max<1>(scores, call.scale_log2, volatile_load(call.shared.least_score()));
-        softmax.exponentiate<0, early_score_count>(scores, call.scale_log2);
+        rescales |= softmax.update_max<1>(scores, scale(), volatile_load(call.shared.least_score()));
+        if constexpr (Traits::fp8) change_out_unit();
+        softmax.exponentiate<0, early_score_count>(scores, scale());
         // With ping-pong, ptxas's own place for the wait is faster (docs/tuning/cuda.md).
         if constexpr (!Traits::pingpong) {
             wgmma::hold_wait_behind(softmax.row_sum[0] + softmax.row_sum[1], call.shared.query_tile(0));
         }
         wait_pv();
-        softmax.exponentiate<early_score_count, score_count>(scores, call.scale_log2);
+        softmax.exponentiate<early_score_count, score_count>(scores, scale());
         make_probabilities();
+    }
+
+    // Factor of the block's scores in the exponent.
+    __device__ __forceinline__ float scale() const {
+        return Traits::fp8 && !ScoreTraits::has_score_mod ? call.scale_log2 * factors.score : call.scale_log2;
+    }
+
+    // O is to be summed in the unit of the block's values from here on.
+    __device__ __forceinline__ void change_out_unit() {
+        if (factors.value == out_unit) return;
+        const float change = out_unit / factors.value;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) softmax.rescale[r] *= change;
+        rescales = true;
+        out_unit = factors.value;
     }
 
     // S = QK^T.
     __device__ __forceinline__ void issue_scores() {
+        if constexpr (Traits::fp8) factors = descales.of_block(block_at(block, tile, call.shape));
         mbarrier::wait(call.shared.key_full(rings.key.stage), rings.key.parity);
         pingpong_wait(warpgroup);
         issue_qk(scores, query, rings.first_key + rings.key.stage * (Traits::key_bytes >> 4));
@@ -229,6 +266,10 @@ struct TileConsumer {
         if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(rings.key.stage));
         rings.key.advance();
         const int first_key = block_at(block, tile, call.shape) * Traits::keys;
+        if constexpr (Traits::fp8 && ScoreTraits::has_score_mod) {
+#pragma unroll
+            for (float& score : scores) score *= factors.score;
+        }
         apply_score_mod(scores, call.score_operands, tile, row, first_key, call.shape);
         if (partial) {
             constexpr bool both = Traits::segments || Traits::block_mask;
@@ -299,7 +340,8 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     const int lane = threadIdx.x % 32;
     // Descriptors are in uniform registers from here on. Else ptxas computes them again in each block.
     ConsumerRings rings{{}, reload_uniform(descriptor::k_major_low(shared.key_block(0))),
-                        reload_uniform(descriptor::mn_major_low(shared.value_block(0), Traits::keys))};
+                        reload_uniform(Traits::fp8 ? descriptor::k_major_low(shared.value_block(0))
+                                                   : descriptor::mn_major_low(shared.value_block(0), Traits::keys))};
     // The last warpgroup signals warpgroup 0, which goes first.
     if (Traits::pingpong && warpgroup == Traits::consumers - 1) pingpong_signal(warpgroup);
 
@@ -312,20 +354,28 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         }
         const int row = tile.first_row + 16 * warp + lane / 4;
         float out[out_count] = {};
-        float normalise[2], row_lse[2];
+        float normalise[2], row_lse[2], out_unit = 1;
         OnlineSoftmax softmax;
         auto finalize = [&]() __attribute__((always_inline)) {
             softmax.finalize(normalise, row_lse, [&](int r) { return call.sinks.of_row(tile, row + 8 * r); });
             // The first time is right for all rows: scores of hidden keys are -inf, whatever they were.
             if (!is_repeat(shared)) write_lse(row_lse, call.results, call.shape, tile, row);
             for (float& factor : normalise) factor = with_dropout(factor, call.dropout.factor);
+            if constexpr (Traits::fp8) {
+                for (float& factor : normalise) factor *= out_unit;
+            }
         };
 
         if (tile.count() > 0) {
             TileConsumer consumer(call, rings, tile, warpgroup, lane, row, out, softmax);
             consumer.attend();
+            if constexpr (Traits::fp8) out_unit = consumer.out_unit;
             if constexpr (Traits::split_kv) {
                 consumer.wait_pv();
+                if constexpr (Traits::fp8) {  // partials have one unit
+                    for (float& x : out) x *= out_unit;
+                    out_unit = 1;
+                }
                 if (tile.is_split() && !combine_partials(out, softmax, call.partials, call.split_kv, tile,
                                                          is_repeat(shared))) {
                     continue;

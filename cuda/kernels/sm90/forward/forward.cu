@@ -77,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                  score_operands,
                  {parameters.sinks, parameters.sinks_stride},
                  dropout,
-                 softmax_scale});
+                 softmax_scale,
+                 parameters.descales});
     }
 }

@@ -93,8 +93,13 @@ __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& ri
     const SharedMemory& shared = call.shared;
     const KeyPlace place = key_place(call, batch);
     mbarrier::wait(shared.value_empty(rings.value.stage), rings.value.parity ^ 1);
-    load_panels(shared.value_block(rings.value.stage), call.maps.value, full, Traits::value_panels, Traits::keys,
-                key_head, place.first_key + block * Traits::keys, place.row);
+    if constexpr (Traits::fp8) {
+        mbarrier::arrive_expect(full, Traits::value_bytes);
+        tma::load(shared.value_block(rings.value.stage), call.maps.value, full, block * Traits::keys, 0, key_head, batch);
+    } else {
+        load_panels(shared.value_block(rings.value.stage), call.maps.value, full, Traits::value_panels, Traits::keys,
+                    key_head, place.first_key + block * Traits::keys, place.row);
+    }
 }
 
 // Tiles come by stride. Where they take unequally long they come from the counter `next_tile`, which all CTAs share.

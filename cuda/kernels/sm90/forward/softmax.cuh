@@ -19,7 +19,11 @@ struct OnlineSoftmax {
     // The maximum that probabilities are relative to is raised only when the row's maximum exceeds it by more than
     // this. Probabilities then stay below 2^8, and the output is hardly ever rescaled. The result is exact all the
     // same: the sum that normalises it has the same factor (FlashAttention-4's conditional rescaling).
-    static constexpr float rescale_threshold = natural ? 8 * ln_2 : 8;
+    //
+    // In e4m3, probabilities between 2^-6 and 2^8 keep all their bits. So those of the maximum are at 2^6 to 2^8.
+    static constexpr float exponent_offset = Traits::fp8 ? 6 : 0;
+    static constexpr float rescale_threshold = (natural ? ln_2 : 1) * (8 - exponent_offset);
+    static constexpr float max_offset = (natural ? ln_2 : 1) * exponent_offset;
     // The maximum of a row that has seen no key. Finite, so that scores of -inf give 0 and not NaN.
     static constexpr float initial_max = lowest_float;
 
@@ -51,12 +55,13 @@ struct OnlineSoftmax {
         return raised;
     }
 
-    // Scores [begin, end) become probabilities relative to the maxima.
+    // Scores [begin, end) become probabilities relative to the maxima, times 2^exponent_offset.
     template <int begin, int end, int count>
     __device__ __forceinline__ void exponentiate(float (&scores)[count], float scale) {
 #pragma unroll
         for (int i = begin; i < end; ++i) {
-            scores[i] = exponential(scores[i] * scale - row_max[row_of(i)]);
+            const float max = Traits::fp8 ? row_max[row_of(i)] - max_offset : row_max[row_of(i)];
+            scores[i] = exponential(scores[i] * scale - max);
             row_sum[row_of(i)] += scores[i];
         }
     }
@@ -77,10 +82,10 @@ struct OnlineSoftmax {
                 const float logit = sink(r) * (natural ? 1 : log2_e);
                 max = fmaxf(max, logit);
                 factor = exponential(row_max[r] - max);
-                total = sum * factor + exponential(logit - max);
+                total = sum * factor + exponential(Traits::fp8 ? logit - max + max_offset : logit - max);
             }
             normalise[r] = is_left ? factor * reciprocal_approx(total) : 0;
-            const float log_of_total = log2_approx(total < least_sum ? least_sum : total) * ln_2;
+            const float log_of_total = (log2_approx(total < least_sum ? least_sum : total) - exponent_offset) * ln_2;
             const bool saw_key = is_left || row_max[r] > initial_max;
             lse[r] = saw_key ? max * to_natural + log_of_total : -infinity;
         }

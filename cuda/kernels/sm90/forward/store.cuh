@@ -31,10 +31,10 @@ struct alignas(16) Chunk {
 
 // Adds the pairs of a chunk to a pair. The sum is not finite if any of them isn't.
 __device__ __forceinline__ uint32_t add_chunk(uint32_t sum, const Chunk& chunk) {
-    sum = add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.low));
-    sum = add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.low >> 32));
-    sum = add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.high));
-    return add_pairs<Traits::Element>(sum, static_cast<uint32_t>(chunk.high >> 32));
+    sum = add_pairs<Traits::OutElement>(sum, static_cast<uint32_t>(chunk.low));
+    sum = add_pairs<Traits::OutElement>(sum, static_cast<uint32_t>(chunk.low >> 32));
+    sum = add_pairs<Traits::OutElement>(sum, static_cast<uint32_t>(chunk.high));
+    return add_pairs<Traits::OutElement>(sum, static_cast<uint32_t>(chunk.high >> 32));
 }
 
 // Normalises and writes the warp's 16 rows from `first_row` on. A thread's accumulators hold pairs of columns. So one
@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t add_chunk(uint32_t sum, const Chunk& chunk) 
 __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
                                           const Results& results, const SharedMemory& shared, int staging,
                                           const Shape& shape, const Tile& tile, int first_row, bool is_repeat) {
-    constexpr int chunk_columns = sizeof(Chunk) / Traits::element_bytes;
-    constexpr int panel_count = Traits::panel_columns / 2;  // accumulators of a thread in a panel
+    constexpr int chunk_columns = sizeof(Chunk) / sizeof(Traits::OutElement);
+    constexpr int panel_count = Traits::out_panel_columns / 2;  // accumulators of a thread in a panel
     constexpr int rows_of_lane = 4;  // 8 lanes copy a row of a panel
     // With dropout registers are short: the lane is not kept from the tile's start.
     const int lane = (Traits::isolates && Traits::dropout ? reload_thread_index() : threadIdx.x) % 32;
@@ -70,18 +70,18 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
     }
     uint32_t sums = 0;  // of the columns of the first of the lane's rows, which are all of the warp's columns
 #pragma unroll
-    for (int panel = 0; panel < Traits::value_panels; ++panel) {
+    for (int panel = 0; panel < Traits::out_panels; ++panel) {
 #pragma unroll
         for (int i = panel_count * panel; i < min(panel_count * (panel + 1), Traits::value_dim / 2); i += 8) {
             const int chunk = i % panel_count / 4 + lane / 16;
             store_matrix_x4(shared.base + staging + descriptor::swizzled_offset(lane % 16, chunk),
-                            convert<Traits::Element>(out[i] * normalise[0], out[i + 1] * normalise[0]),
-                            convert<Traits::Element>(out[i + 2] * normalise[1], out[i + 3] * normalise[1]),
-                            convert<Traits::Element>(out[i + 4] * normalise[0], out[i + 5] * normalise[0]),
-                            convert<Traits::Element>(out[i + 6] * normalise[1], out[i + 7] * normalise[1]));
+                            convert<Traits::OutElement>(out[i] * normalise[0], out[i + 1] * normalise[0]),
+                            convert<Traits::OutElement>(out[i + 2] * normalise[1], out[i + 3] * normalise[1]),
+                            convert<Traits::OutElement>(out[i + 4] * normalise[0], out[i + 5] * normalise[0]),
+                            convert<Traits::OutElement>(out[i + 6] * normalise[1], out[i + 7] * normalise[1]));
         }
         __syncwarp();
-        const int column = Traits::panel_columns * panel + chunk_columns * (lane % 8);
+        const int column = Traits::out_panel_columns * panel + chunk_columns * (lane % 8);
 #pragma unroll
         for (int k = 0; k < rows_of_lane; ++k) {
             const int offset = staging + descriptor::swizzled_offset(4 * k + lane / 8, lane % 8);
@@ -91,7 +91,7 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
         }
         __syncwarp();
     }
-    return Traits::isolates && __any_sync(0xffffffff, finite_halves<Traits::Element>(sums) != all_finite);
+    return Traits::isolates && __any_sync(0xffffffff, finite_halves<Traits::OutElement>(sums) != all_finite);
 }
 
 // The same in float32, where Result is: each thread writes the pairs of columns that it has, of two rows.

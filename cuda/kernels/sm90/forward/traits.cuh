@@ -1,8 +1,8 @@
 // The forward kernel's compile-time facts, in one struct, and its shared-memory map.
 //
 // Defines, all set by jax_flash/cuda/sm90/forward_plan.py:
-//   ELEMENT        bfloat16 or float16
-//   RESULT         of the output: ELEMENT, or float
+//   ELEMENT        bfloat16, float16 or float8_e4m3fn
+//   RESULT         of the output: ELEMENT, or float; of e4m3 any floats
 //   HEAD_DIM       head dim of queries and keys, rounded up to a multiple of 16
 //   VALUE_DIM      head dim of values and of the output, likewise
 //   CONSUMERS      consumer warpgroups; each computes 64 rows of the tile
@@ -10,7 +10,7 @@
 //   STAGES         blocks of keys, and of values, in flight
 //   QUERY_STAGES   query tiles in shared memory: with 2 the next tile is loaded while this one is computed
 //   PINGPONG       1: consumer warpgroups alternate on the tensor cores
-//   EARLY_PV_STEPS how many of the steps of PV, of 16 keys each, are issued before the row maxima are computed
+//   EARLY_PV_STEPS how many of the steps of PV, of 32 bytes of keys each, are issued before the row maxima are computed
 //   PACK_GQA       query heads of one key head whose rows share a tile
 //   SPLIT_KV       1: the keys of the last tiles are split among CTAs
 //   ISOLATES       1: what isn't finite is kept from rows that don't see it (repeat.cuh)
@@ -36,8 +36,12 @@
 struct Traits {
     using Element = ELEMENT;
     using Result = RESULT;
-    static constexpr bool wide_results = !is_same<Result, Element>;
+    static constexpr bool wide_results = is_same<Result, float>;
     static constexpr int element_bytes = sizeof(Element);
+    // e4m3: blocks of rows have scales (descales.cuh), and V is stored transposed (jax_flash/cuda/sm90/float8.py).
+    static constexpr bool fp8 = is_same<Element, float8_e4m3fn>;
+    // What results of 16 bits are converted to.
+    using OutElement = Either<fp8, Either<wide_results, bfloat16, Result>::type, Element>::type;
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int value_dim = VALUE_DIM;
     static constexpr int consumers = CONSUMERS;
@@ -76,10 +80,14 @@ struct Traits {
 
     static constexpr int panel_columns = descriptor::row_bytes / element_bytes;
     static constexpr int key_panels = ceil_div(head_dim, panel_columns);  // of Q, too
-    static constexpr int value_panels = ceil_div(value_dim, panel_columns);
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(rows);
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
-    static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
+    // The columns of V^T are keys.
+    static constexpr int value_rows = fp8 ? value_dim : keys;
+    static constexpr int value_panels = ceil_div(fp8 ? keys : value_dim, panel_columns);
+    static constexpr int value_bytes = value_panels * descriptor::panel_bytes(value_rows);
+    static constexpr int out_panel_columns = descriptor::row_bytes / 2;
+    static constexpr int out_panels = ceil_div(value_dim, out_panel_columns);
     static constexpr int staging_bytes = descriptor::panel_bytes(16);  // a warp's rows of the output
     // Mask metadata of a tile's rows, which is loaded with Q.
     static constexpr int row_keys_bytes = mask_metadata ? rows * sizeof(Interval) : 0;
@@ -92,8 +100,10 @@ struct Traits {
     static constexpr int hash_stages = stages + 1;
     static constexpr int hash_bytes = dropout ? keys * sizeof(uint32_t) : 0;
 
-    static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
+    static_assert(head_dim % step_elements == 0 && head_dim <= 256, "wgmma contracts 32 bytes of columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "rows are stored 16 columns at a time; N is at most 256");
+    static_assert(!fp8 || keys == 128, "a block of keys is one that has a scale, and a panel of V^T");
+    static_assert(!fp8 || !(dropout || isolates || cache), "P is in another order; values are finite");
     static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
     static_assert(consumers > 1 || !pingpong, "one warpgroup has none to alternate with");

@@ -43,6 +43,26 @@ float widen(uint16_t bits) {
     }
 }
 
+inline uint32_t narrow_to_e4m3(float x) {
+    const uint32_t sign = bit_cast<uint32_t>(x) >> 24 & 0x80;
+    if (std::isnan(x)) return 0x7f;
+    const float clipped = std::min(fabsf(x), 448.0f);
+    const int exponent = clipped == 0 ? -6 : std::max(std::ilogb(clipped), -6);
+    const float magnitude = round_at(clipped, exponent - 3);
+    if (magnitude < 0x1p-6f) return sign | static_cast<uint32_t>(ldexpf(magnitude, 9));  // subnormals
+    const int rounded = std::ilogb(magnitude);
+    return sign | ((rounded + 7) << 3) + (static_cast<int>(ldexpf(magnitude, 3 - rounded)) - 8);
+}
+inline uint32_t convert_to_e4m3(float a, float b, float c, float d) {
+    return narrow_to_e4m3(a) | narrow_to_e4m3(b) << 8 | narrow_to_e4m3(c) << 16 | narrow_to_e4m3(d) << 24;
+}
+inline float widen_e4m3(unsigned char bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    float magnitude = exponent == 0 ? ldexpf(fraction, -9) : ldexpf(8 + fraction, exponent - 10);
+    if ((bits & 0x7f) == 0x7f) magnitude = NAN;
+    return bits & 0x80 ? -magnitude : magnitude;
+}
+
 template <class Element>
 uint32_t convert(float low, float high) {
     return narrow<Element>(low) | static_cast<uint32_t>(narrow<Element>(high)) << 16;

@@ -8,19 +8,32 @@ struct bfloat16 {
 struct float16 {
     uint16_t bits;
 };
+struct float8_e4m3fn {
+    unsigned char bits;
+};
 
 template <class A, class B>
 constexpr bool is_same = false;
 template <class A>
 constexpr bool is_same<A, A> = true;
 
-// What cuTensorMapEncodeTiled is given for 16-bit elements, axes innermost first, those beyond its rank of size 1. As large
-// as a real one.
+// `type` is A or B.
+template <bool is_first, class A, class B>
+struct Either {
+    using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    using type = B;
+};
+
+// What cuTensorMapEncodeTiled is given, axes innermost first, those beyond its rank of size 1. As large as a real one.
 struct alignas(64) TensorMap {
     char* base;
     int64_t sizes[5];
     int64_t strides[4];  // bytes, of axes 1…
     int64_t box[5];
+    int64_t element_bytes;
 };
 static_assert(sizeof(TensorMap) == 128, "");
 

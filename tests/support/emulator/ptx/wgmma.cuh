@@ -30,7 +30,14 @@ struct Operands {
 void issue(std::function<void()> product, const Operands& operands);  // by one thread for its warpgroup
 
 // The element at row or column `mn` and contraction index `k` of a shared-memory operand.
-uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k);
+uint16_t operand_bits(uint64_t descriptor, Major major, int mn, int k);  // of 16 bits
+unsigned char operand_byte(uint64_t descriptor, int mn, int k);          // of 8 bits, K-major
+
+template <class Element>
+float operand(uint64_t descriptor, Major major, int mn, int k) {
+    if constexpr (sizeof(Element) == 1) return widen_e4m3(operand_byte(descriptor, mn, k));
+    return widen<Element>(operand_bits(descriptor, major, mn, k));
+}
 
 template <int N>
 struct Wgmma {
@@ -67,24 +74,34 @@ struct Wgmma {
         });
     }
 
+    // Element (m, k) of an A operand that is in registers.
+    template <class Element>
+    static float of_registers(const std::vector<Thread>& threads, int m, int k) {
+        constexpr int of_register = 4 / sizeof(Element);
+        const Thread& thread = threads[m / 16 * 32 + m % 8 * 4 + k / of_register % 4];
+        const uint32_t bits = thread.a_registers[m % 16 / 8 + k / (4 * of_register) * 2];
+        if constexpr (sizeof(Element) == 1) return widen_e4m3(bits >> k % 4 * 8);
+        return widen<Element>(bits >> k % 2 * 16);
+    }
+
     // Its reads of shared memory are told as a whole (Operands).
     template <class Element, Major a_major, Major b_major>
     __attribute__((no_sanitize_thread)) static void multiply(const std::vector<Thread>& threads) {
-        static float a[64][16], b[16][N], d[64][N];
-        for (int k = 0; k < 16; ++k) {
-            for (int n = 0; n < N; ++n) b[k][n] = widen<Element>(operand_bits(threads[0].b, b_major, n, k));
+        constexpr int depth = 32 / sizeof(Element);
+        static float a[64][depth], b[depth][N], d[64][N];
+        for (int k = 0; k < depth; ++k) {
+            for (int n = 0; n < N; ++n) b[k][n] = operand<Element>(threads[0].b, b_major, n, k);
             for (int m = 0; m < 64; ++m) {
                 if (threads[0].a_registers == nullptr) {
-                    a[m][k] = widen<Element>(operand_bits(threads[0].a, a_major, m, k));
+                    a[m][k] = operand<Element>(threads[0].a, a_major, m, k);
                 } else {
-                    const Thread& thread = threads[m / 16 * 32 + m % 8 * 4 + k % 8 / 2];
-                    a[m][k] = widen<Element>(thread.a_registers[m % 16 / 8 + k / 8 * 2] >> k % 2 * 16);
+                    a[m][k] = of_registers<Element>(threads, m, k);
                 }
             }
         }
         for (int m = 0; m < 64; ++m) {
             for (int n = 0; n < N; ++n) d[m][n] = 0;
-            for (int k = 0; k < 16; ++k) {
+            for (int k = 0; k < depth; ++k) {
                 for (int n = 0; n < N; ++n) d[m][n] += a[m][k] * b[k][n];
             }
         }

@@ -1,0 +1,148 @@
+"""Forward on e4m3 arrays, by the Hopper kernel in the emulator, against the definition in float64."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_case import DEVICE, Case, draw
+
+import jax_flash
+from jax_flash import _float8, _reference
+from jax_flash._spec import Operands, shapes_of
+from jax_flash.cuda.sm90 import float8, forward_plan
+
+CASES = (
+    Case(H=128, T=200, S=300, N=2, B=2),
+    Case(H=64, T=200, S=300, N=4, K=2, B=2, right=0),
+    Case(H=32, V=48, T=130, S=140, N=2, left=40, right=10),
+    Case(H=192, V=128, T=130, S=260, right=0, dtype="float16"),
+    Case(H=256, T=100, S=260),
+    Case(H=96, T=9, S=300, N=8, K=2, right=0),  # whose heads share a tile
+    Case(H=128, T=260, S=300, N=2, B=2, lengths="qk", return_residual=True),
+    Case(H=64, T=130, S=300, segments="mixed", soft_cap=2.0),
+    Case(H=128, T=130, S=300, N=2, bias="1NTS", sinks="1N", alibi="1N", wide=True),
+    Case(H=64, T=200, S=300, N=2, score_mod="capped", block_mask="of_own_heads"),
+    Case(H=128, T=200, S=1100, N=1, sinks="1N"),  # split among CTAs
+)
+
+
+def of_8_bits(case, scales):
+    """A case's call on e4m3 arrays; of the scales some have other sizes, signs, and are no powers of two."""
+    spec, operands, _, _, seed = draw(case)
+    random = np.random.default_rng(seed)
+    # Blocks of rows of very different sizes.
+    of_key_rows = 4.0 ** random.integers(-3, 4, (case.B, -(-case.S // 128), 1, 1)).repeat(128, 1)[:, : case.S]
+    value = operands.value
+    operands = operands.replace(value=(value * of_key_rows).astype(value.dtype))
+    quantized = dataclasses.replace(spec, quantization="fp8")
+    if scales == "incoherent":
+        operands = operands.replace(rotation_signs=_float8.fixed_signs(case.H)[None])
+    spec, operands = _float8.quantized(quantized, operands)
+    if scales == "any":
+        names = ("query_descale", "key_descale", "value_descale")
+        changed = {
+            name: getattr(operands, name)
+            * random.choice([0.7, 1.3, -1.0, 0.0], getattr(operands, name).shape)
+            for name in names
+        }
+        operands = operands.replace(**{name: jnp.asarray(x, jnp.float32) for name, x in changed.items()})
+    if scales == "none":
+        arrays = operands.present()
+        operands = Operands.of({name: x for name, x in arrays.items() if not name.endswith("_descale")})
+        spec = dataclasses.replace(spec, scale=spec.scale * 2e-4)
+    return spec, operands, seed
+
+
+def run(spec, operands, emulator, seed):
+    shapes = shapes_of(operands)
+    plan = forward_plan.plan_forward(spec, shapes, DEVICE)
+    metadata_plan = forward_plan.plan_forward_metadata(spec, shapes, DEVICE)
+    arrays = {name: np.asarray(x) for name, x in float8.arranged(operands).items()}
+    if metadata_plan is not None:
+        arrays |= emulator.run(metadata_plan, arrays, seed)
+    arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
+    return emulator.run(plan, {name: np.asarray(x) for name, x in arrays.items()}, seed)
+
+
+def check(spec, operands, got):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(_reference._widen, operands)
+        out, lse = map(np.asarray, _reference.reference(spec, wide, jnp.float64))
+    np.testing.assert_allclose(got["lse"], lse, rtol=1e-4, atol=1e-4)
+    # P is rounded to 4 bits, relative to 2^-4 of its own size at most; an output averages many.
+    found = np.asarray(got["out"], np.float64)
+    assert np.all(np.isfinite(found))
+    error, size = np.linalg.norm(found - out, axis=-1), np.linalg.norm(out, axis=-1)
+    assert np.linalg.norm(error) < 0.03 * np.linalg.norm(size)
+    values = np.abs(np.asarray(_float8.dequantized(operands).value, np.float64))
+    assert np.all(error <= 0.04 * size + 0.04 * np.linalg.norm(values.max(1).max(1), axis=-1)[:, None, None])
+
+
+@pytest.mark.parametrize("scales", ("incoherent", "any", "none"))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(case, scales, emulator):
+    spec, operands, seed = of_8_bits(case, scales)
+    check(spec, operands, run(spec, operands, emulator, seed))
+
+
+def test_probabilities_in_another_order_are_found(emulator):
+    """The order of keys in which values are stored is the kernel's."""
+    spec, operands, seed = of_8_bits(CASES[0], "incoherent")
+    first_half = jnp.arange(operands.value.shape[1]) % 16 < 8
+    swapped = jnp.where(first_half[:, None, None], operands.value, jnp.roll(operands.value, 1, axis=1))
+    got = run(spec, operands.replace(value=swapped), emulator, seed)
+    with pytest.raises(AssertionError):
+        check(spec, operands, got)
+
+
+@pytest.mark.parametrize("where", ("value", "key", "query"))
+def test_what_is_not_finite_reaches_those_that_see_it(where, emulator):
+    case = Case(H=64, T=200, S=300, N=2, right=0)
+    spec, operands, seed = of_8_bits(case, "incoherent")
+    clean = run(spec, operands, emulator, seed)["out"]
+    x = getattr(operands, where)
+    spoilt = operands.replace(**{where: x.at[0, 250 if where != "query" else 50, 0, 3].set(jnp.nan)})
+    out = run(spec, spoilt, emulator, seed)["out"]
+    head, query = np.ogrid[:2, :200]
+    of_head = head == 0 if where == "query" else head >= 0  # both share the key head
+    sees = of_head & ((query == 50) if where == "query" else (query + 100 >= 250))
+    found = np.isnan(np.asarray(out, np.float32)[0]).all(-1).T
+    np.testing.assert_array_equal(found, sees)
+    np.testing.assert_array_equal(np.asarray(out)[0][~sees.T], np.asarray(clean)[0][~sees.T])
+
+
+def test_lowered_for_a_gpu(monkeypatch):
+    """Quantization, transposition and the kernel in one program; backward the usual kernels."""
+    monkeypatch.setattr(_float8, "KERNELS", True)
+    query = jnp.ones((1, 200, 4, 96), jnp.bfloat16)
+    key = jnp.ones((1, 300, 2, 96), jnp.bfloat16)
+
+    def loss(query, key, value):
+        out = jax_flash.flash_attention(query, key, value, is_causal=True, quantization="fp8")
+        return out.astype(jnp.float32).sum()
+
+    with jax_flash.planned_for("sm_90a"):
+        step = jax.jit(jax.grad(loss, (0, 1, 2)))
+        text = step.trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+        packed = functools.partial(
+            jax_flash.flash_attention_varlen,
+            **{"cu_seqlens_q": np.array([0, 90, 200]), "cu_seqlens_kv": np.array([0, 90, 300])},
+            **{"max_seqlen_q": 200, "max_seqlen_kv": 300, "quantization": "fp8"},
+        )
+        of_packed = (
+            jax.jit(packed).trace(query[0], key[0], key[0]).lower(lowering_platforms=("cuda",)).as_text()
+        )
+        explained = jax_flash.explain(query, key, key, quantization="fp8")
+        dropping = jax_flash.explain(
+            query, key, key, quantization="fp8", dropout_rate=0.1, dropout_key=jax.random.key(0)
+        )
+    assert "f8E4M3FN" in text and "float8_e4m3fn" in text
+    assert (
+        text.count("custom_call @jax_flash_forward(") == text.count("custom_call @jax_flash_backward(") == 1
+    )
+    assert of_packed.count("custom_call @jax_flash_forward(") == 1
+    assert explained.picked == "cuda"
+    assert dropping.choices[0].reason == "its kernel for 8 bits takes no dropout"
