@@ -1,0 +1,104 @@
+"""How exact attention in 8 bits is: the test of FlashAttention-3's paper (section 4.3), by length.
+
+    python benchmarks/fp8_accuracy.py --out benchmarks/results/fp8_accuracy.json
+
+Queries, keys and values are normal(0, 1), and one element in a thousand has a normal(0, 10) added. Each row
+has a number of keys, what was computed, by which implementation, and the root of the mean square error,
+against float64, of `QUERIES` queries of each of `HEADS` heads. `jax_flash.quantize` makes arrays of 8 bits.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import record
+
+import jax_flash
+from jax_flash import _float8
+
+QUERIES, HEADS, HEAD_DIM = 256, 8, 128
+LENGTHS = (1024, 4096, 16384, 65536, 131072)
+METHODS: dict[str, dict] = {
+    "fp8, one scale": {"scales": "tensor", "incoherent": False},
+    "fp8, a scale for each head": {"scales": "head", "incoherent": False},
+    "fp8, a scale for each block": {"scales": "block", "incoherent": False},
+    "fp8, a scale for each block, incoherent": {"scales": "block", "incoherent": True},
+}
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def inputs(keys: int, queries: int = QUERIES) -> Arrays:
+    """Queries, keys and values, float64."""
+    random = np.random.default_rng(keys)
+
+    def draw(rows: int) -> np.ndarray:
+        shape = (1, rows, HEADS, HEAD_DIM)
+        return random.normal(size=shape) + 10 * random.normal(size=shape) * (random.random(shape) < 0.001)
+
+    return draw(queries), draw(keys), draw(keys)
+
+
+def exact(arrays: Arrays) -> np.ndarray:
+    """By the definition, in float64, head by head."""
+
+    def of_head(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        scores = query @ key.T / np.sqrt(query.shape[-1])
+        exponentials = np.exp(scores - scores.max(1, keepdims=True))
+        return exponentials @ value / exponentials.sum(1, keepdims=True)
+
+    return np.stack([of_head(*(x[0, :, head] for x in arrays)) for head in range(HEADS)], 1)
+
+
+def methods(arrays: Arrays, implementation: str) -> dict[str, Callable[[], jax.Array]]:
+    """What computes the output, by name."""
+    attend = functools.partial(jax_flash.flash_attention, implementation=implementation)
+    halves = [jnp.asarray(x, jnp.float16) for x in arrays]
+    singles = [jnp.asarray(x, jnp.float32) for x in arrays]
+
+    def of_8_bits(options: dict) -> jax.Array:
+        return attend(**jax_flash.quantize(*singles, **options)._asdict(), out_dtype=jnp.float32)
+
+    found = {"float16": functools.partial(attend, *halves)}
+    return found | {name: functools.partial(of_8_bits, options) for name, options in METHODS.items()}
+
+
+def rows(lengths: Sequence[int], implementations: Sequence[str]) -> list[dict]:
+    measured = []
+    for keys in lengths:
+        arrays = inputs(keys)
+        expected = exact(arrays)
+        for implementation in implementations:
+            for method, compute in methods(arrays, implementation).items():
+                row = {"keys": keys, "method": method, "implementation": implementation}
+                try:
+                    error = np.asarray(compute(), np.float64)[0] - expected
+                    row["rmse"] = float(np.sqrt(np.mean(np.square(error))))
+                except NotImplementedError as exception:
+                    row["error"] = record.error(exception)
+                measured.append(row)
+                print(*(f"{name} {x}" for name, x in row.items()), flush=True)
+    return measured
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="numbers of keys")
+    parser.add_argument("--implementations", nargs="+", default=["xla"], choices=("xla", "cuda"))
+    parser.add_argument("--unproven", action="store_true", help="run kernels that are off (_float8.KERNELS)")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    _float8.KERNELS |= options.unproven
+    result = record.environment()
+    del result["timing"]
+    record.write(result | {"rows": rows(options.lengths, options.implementations)}, options.out)
+
+
+if __name__ == "__main__":
+    main()

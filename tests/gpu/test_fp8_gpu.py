@@ -1,0 +1,144 @@
+"""Forward in 8 bits by the CUDA kernel, against "xla", which keeps probabilities in float32."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from seeds import seed_of
+
+import jax_flash
+from jax_flash import _float8, masks
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setattr(_float8, "KERNELS", True)
+    jax.clear_caches()
+
+
+def arrays(seed, B, T, S, N, K, H, V, dtype):
+    """Normal numbers; blocks of values differ in size."""
+    rng = np.random.default_rng(seed)
+    sizes = 4.0 ** rng.integers(-2, 3, (B, -(-S // 128), 1, 1)).repeat(128, 1)[:, :S]
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V)
+    query, key, value = (rng.normal(size=shape) for shape in shapes)
+    return [jnp.asarray(x, dtype) for x in (query, key, value * sizes)]
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (150, 20)},
+    "soft cap": {"logits_soft_cap": 3.0, "is_causal": True},
+    "lengths": {"lengths": True, "is_causal": True},
+    "sinks": {"sinks": True},
+    "bias": {"bias": True},
+    "block mask": {"block_mask": True},
+}
+
+
+def options_of(name, seed, B, T, S, N):
+    rng = np.random.default_rng(seed + 1)
+    options = dict(OPTIONS[name])
+    if options.pop("lengths", False):
+        options["query_seq_lengths"] = jnp.asarray(rng.integers(0, T + 1, B), jnp.int32)
+        options["key_value_seq_lengths"] = jnp.asarray(rng.integers(0, S + 1, B), jnp.int32)
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.asarray(rng.normal(size=N), jnp.float32)
+    if options.pop("bias", False):
+        options["bias"] = jnp.asarray(rng.normal(size=(1, N, T, S)), jnp.bfloat16)
+    if options.pop("block_mask", False):
+        options["block_mask"] = jax_flash.create_block_mask(masks.CausalMask(S - T), None, None, T, S)
+    return options
+
+
+def check(found, expected, value):
+    """P is rounded to 4 bits, by 2.6% in the mean of its own size."""
+    (out, lse), (expected_out, expected_lse) = (
+        [np.asarray(x, np.float64) for x in results] for results in (found, expected)
+    )
+    assert np.all(np.isfinite(out))
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=2e-3)
+    error, size = np.linalg.norm(out - expected_out, axis=-1), np.linalg.norm(expected_out, axis=-1)
+    largest = np.linalg.norm(np.abs(np.asarray(value, np.float64)).max((0, 1, 2)))
+    assert np.linalg.norm(error) <= 0.035 * np.linalg.norm(size)
+    assert np.all(error <= 0.05 * size + 0.05 * largest)
+
+
+CALLS = [
+    (options, head_dims, heads, lengths)
+    for (options, head_dims), (heads, lengths) in zip(
+        itertools.product(OPTIONS, ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256))),
+        itertools.cycle(
+            itertools.product(((4, 4), (8, 2), (6, 1)), ((1000, 1000), (257, 3001), (1, 4096), (129, 77)))
+        ),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("options", "head_dims", "heads", "lengths"), CALLS, ids=str)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_equals_xla(options, head_dims, heads, lengths, dtype):
+    seed = seed_of((options, head_dims, heads, lengths, dtype))
+    B, (N, K), (T, S), (H, V) = 2, heads, lengths, head_dims
+    if options == "window" and S < T:
+        pytest.skip("rows without a key")
+    given = arrays(seed, B, T, S, N, K, H, V, dtype)
+    attend = functools.partial(
+        jax_flash.flash_attention,
+        **options_of(options, seed, B, T, S, N),
+        **{"quantization": "fp8", "return_residual": True},
+    )
+    found, expected = (attend(*given, implementation=name) for name in ("cuda", "xla"))
+    assert found[0].dtype == dtype
+    visible = np.isfinite(np.asarray(expected[1]))
+    np.testing.assert_array_equal(np.isneginf(np.asarray(found[1])), ~visible)
+    lses = (jnp.where(visible, x[1], 0) for x in (found, expected))
+    check(*zip((found[0], expected[0]), lses, strict=True), given[2])
+
+
+@pytest.mark.parametrize("out_dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("scales", ("block", "head"))
+def test_float8_arrays(out_dtype, scales):
+    given = jax_flash.quantize(*arrays(3, 2, 500, 700, 8, 2, 128, 128, "float32"), scales=scales)._asdict()
+    given["key_descale"] *= jnp.asarray([-1.3, 0.7])[None, :, *(None,) * (given["key_descale"].ndim - 2)]
+    attend = functools.partial(jax_flash.flash_attention, **given, out_dtype=out_dtype, return_residual=True)
+    found, expected = attend(implementation="cuda"), attend(implementation="xla")
+    assert found[0].dtype == out_dtype
+    value = given["value"].astype(jnp.float32) * jnp.max(given["value_descale"])
+    check(found, expected, value)
+
+
+def test_packed_sequences_and_gradients():
+    query, key, value = (x[0] for x in arrays(4, 1, 900, 900, 4, 2, 128, 128, "bfloat16"))
+    offsets = np.array([0, 100, 557, 900])
+    attend = functools.partial(
+        jax_flash.flash_attention_varlen,
+        **{"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 457, "max_seqlen_kv": 457},
+        **{"is_causal": True, "quantization": "fp8"},
+    )
+
+    def gradients(name):
+        out, vjp = jax.vjp(functools.partial(attend, implementation=name), query, key, value)
+        return out, *vjp(query)
+
+    for found, expected in zip(gradients("cuda"), gradients("xla"), strict=True):
+        found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("keys", (4096, 131072))
+def test_long_sequences(keys):
+    """Sums over many keys: what wgmma keeps of float32 decides on the error."""
+    query, key, value = arrays(5, 1, 128, keys, 2, 2, 128, 128, "float32")
+    value = 1 + value / jnp.max(jnp.abs(value))  # sums that grow
+    given = jax_flash.quantize(query, key, value)._asdict()
+    attend = functools.partial(jax_flash.flash_attention, **given, out_dtype="float32")
+    found, expected = (np.asarray(attend(implementation=name), np.float64) for name in ("cuda", "xla"))
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    print(f"{keys} keys: {error:.2e}")
+    assert error < 0.01

@@ -1,0 +1,47 @@
+"""benchmarks/fp8_accuracy.py and fp8.py, as far as they run without a GPU."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
+
+def test_accuracy(tmp_path):
+    import fp8_accuracy
+
+    path = tmp_path / "accuracy.json"
+    fp8_accuracy.main(["--lengths", "512", "--implementations", "xla", "cuda", "--out", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    by_xla = {row["method"]: row["rmse"] for row in rows if row["implementation"] == "xla"}
+    assert by_xla.keys() == {"float16", *fp8_accuracy.METHODS}
+    assert by_xla["float16"] < 2e-4
+    of_8_bits = [by_xla[method] for method in fp8_accuracy.METHODS]
+    assert 1e-3 < of_8_bits[3] < 0.8 * min(of_8_bits[:3])
+    assert all("NotImplementedError" in row["error"] for row in rows if row["implementation"] == "cuda")
+
+
+def test_the_definition():
+    import fp8_accuracy
+
+    query, key, value = fp8_accuracy.inputs(3, queries=2)
+    out = fp8_accuracy.exact((query, key, value))
+    for head, row in np.ndindex(fp8_accuracy.HEADS, 2):
+        exponentials = [np.exp(query[0, row, head] @ key[0, j, head] / 128**0.5) for j in range(3)]
+        expected = sum(e * value[0, j, head] for j, e in enumerate(exponentials)) / sum(exponentials)
+        np.testing.assert_allclose(out[row, head], expected)
+
+
+def test_rates_without_a_gpu(tmp_path):
+    """Each call says why it wasn't measured."""
+    import fp8
+
+    path = tmp_path / "rates.json"
+    fp8.main(["--match", "s4096 h16/16 d64 causal", "--out", str(path)])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert "NotImplementedError" in row["error"] or "AssertionError" in row["error"]
