@@ -15,6 +15,8 @@ from jax_flash._cache_arguments import CacheArrays
 NAMES = Names(
     key="cache.key",
     value="cache.value",
+    key_descale="cache.key_descale",
+    value_descale="cache.value_descale",
     lengths="cache.lengths",
     new_key="key",
     new_value="value",
@@ -38,6 +40,10 @@ class KVCache:
     """`(B, S_max, K, V)`, or `(layers, B, S_max, K, V)`"""
     lengths: jax.Array
     """`(B,)`, or `(layers, B)`, int32, in tokens. What lies beyond may be anything."""
+    key_descale: jax.Array | None = None
+    """`(K,)`, or `(layers, K)`, floating: what keys in float8_e4m3fn are multiplied by; None is 1."""
+    value_descale: jax.Array | None = None
+    """likewise, of values"""
 
     @staticmethod
     def create(
@@ -57,7 +63,8 @@ class KVCache:
           max_length: S_max, in tokens.
           key_heads: K.
           head_dim: H, of keys.
-          dtype: of keys and values, floating.
+          dtype: of keys and values, floating, or float8_e4m3fn: then queries and new keys have another dtype,
+            new ones are rounded, and `dataclasses.replace` sets the descales.
           value_dim: V, the head dim of values; H by default.
           layers: of how many layers it holds caches, in a leading axis; None for one, without that axis.
         """
@@ -72,8 +79,8 @@ class KVCache:
         Under `jit`, if the cache is donated or a loop's carry, it is changed in place.
 
         Args:
-          key: `(B, T_new, K, H)`, the cache's dtype.
-          value: `(B, T_new, K, V)`, the cache's dtype.
+          key: `(B, T_new, K, H)`, the cache's dtype; of another floating one if that is float8_e4m3fn.
+          value: `(B, T_new, K, V)`, key's dtype.
           layer: an int32 scalar, the layer whose cache it is; for a cache of all layers.
 
         Returns:
@@ -86,10 +93,10 @@ class KVCache:
         return self.with_arrays(arrays)
 
     def arrays(self) -> CacheArrays:
-        return CacheArrays(self.key, self.value, self.lengths, None)
+        return CacheArrays(self.key, self.value, self.lengths, None, self.key_descale, self.value_descale)
 
     def with_arrays(self, arrays: CacheArrays) -> "KVCache":
-        return KVCache(arrays.key, arrays.value, arrays.lengths)
+        return dataclasses.replace(self, key=arrays.key, value=arrays.value, lengths=arrays.lengths)
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +119,10 @@ class PagedKVCache:
     """`(B, pages_per_sequence)`, or `(layers, B, pages_per_sequence)`, int32, indices of pages"""
     lengths: jax.Array
     """`(B,)`, or `(layers, B)`, int32, in tokens"""
+    key_descale: jax.Array | None = None
+    """`(K,)`, or `(layers, K)`, floating: what keys in float8_e4m3fn are multiplied by; None is 1."""
+    value_descale: jax.Array | None = None
+    """likewise, of values"""
 
     @staticmethod
     def create(
@@ -148,10 +159,14 @@ class PagedKVCache:
         return self.with_arrays(arrays)
 
     def arrays(self) -> CacheArrays:
-        return CacheArrays(self.key_pages, self.value_pages, self.lengths, self.page_table)
+        return CacheArrays(
+            *(self.key_pages, self.value_pages, self.lengths, self.page_table),
+            *(self.key_descale, self.value_descale),
+        )
 
     def with_arrays(self, arrays: CacheArrays) -> "PagedKVCache":
-        return PagedKVCache(arrays.key, arrays.value, self.page_table, arrays.lengths)
+        pages = {"key_pages": arrays.key, "value_pages": arrays.value}
+        return dataclasses.replace(self, **pages, lengths=arrays.lengths)
 
 
 for _kind in (KVCache, PagedKVCache):  # programs that take or return caches can be exported
@@ -170,7 +185,7 @@ def _size(name: str, value: Any) -> int:
 def _zeros(
     place: tuple[int, ...], key_heads: int, head_dim: int, value_dim: int | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    dtype = _validate.floating_dtype("dtype", dtype)
+    dtype = _validate.floating_dtype("dtype", dtype, "floating or e4m3")
     heads, head_dim = _size("key_heads", key_heads), _size("head_dim", head_dim)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
     return jnp.zeros((*place, heads, head_dim), dtype), jnp.zeros((*place, heads, value_dim), dtype)

@@ -10,6 +10,7 @@ import numpy as np
 from jax_flash import _cache_rows, _settings, _validate
 from jax_flash._arguments import Names
 from jax_flash._cache_spec import CacheOperands, CacheSpec
+from jax_flash._float8 import is_float8
 from jax_flash._spec import AttentionSpec
 from jax_flash._validate import described, short
 from jax_flash.transforms import decoding
@@ -23,6 +24,8 @@ class CacheArrays:
     value: Any
     lengths: Any
     page_table: Any
+    key_descale: Any = None
+    value_descale: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +38,13 @@ class CheckedCache:
     page_table: jax.Array | None  # (B, pages) int32, of the call's layer
     layer: jax.Array | None  # () int32
     all_lengths: jax.Array  # as the caller has them
+    key_descale: jax.Array | None = None  # (K,) float32, of the call's layer
+    value_descale: jax.Array | None = None
 
     @property
     def operands(self) -> dict[str, jax.Array | None]:
         """By the names of `CacheOperands`."""
-        names = ("key", "value", "lengths", "page_table", "layer")
+        names = ("key", "value", "lengths", "page_table", "layer", "key_descale", "value_descale")
         return {name: getattr(self, name) for name in names}
 
     def lengths_after(self, lengths: jax.Array) -> jax.Array:
@@ -63,23 +68,25 @@ def append(arrays: CacheArrays, key: Any, value: Any, layer: Any, names: Names) 
     if key is None or value is None:
         raise TypeError(f"{names['new_key']} and {names['new_value']} must be arrays; got None")
     new_key, new_value = appended(key, value, checked, names)
-    return _append(checked, new_key, new_value, arrays.page_table)
+    return _append(checked, new_key, new_value, arrays)
 
 
 @_settings.as_written
-def _append(checked: CheckedCache, new_key: jax.Array, new_value: jax.Array, table: Any) -> CacheArrays:
+def _append(
+    checked: CheckedCache, new_key: jax.Array, new_value: jax.Array, arrays: CacheArrays
+) -> CacheArrays:
     operands = CacheOperands(new_key, **checked.operands, new_key=new_key, new_value=new_value)
     key, value = checked.key, checked.value
     if 0 not in (new_key.size, key.size):
         key, value = decoding.append(CacheSpec(AttentionSpec(1.0)), operands)
     after = checked.lengths_after(_cache_rows.lengths_after(operands))
-    return CacheArrays(key, value, after, table)
+    return dataclasses.replace(arrays, key=key, value=value, lengths=after)
 
 
 def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
     """The cache, if its arrays fit each other."""
-    key = _validate.array(names["key"], arrays.key, "floating")
-    value = _validate.array(names["value"], arrays.value, "floating")
+    key = _validate.array(names["key"], arrays.key, "floating or e4m3")
+    value = _validate.array(names["value"], arrays.value, "floating or e4m3")
     is_paged = arrays.page_table is not None
     shape = "(P, page, K, H)" if is_paged else "(B, S_max, K, H)"
     if key.ndim not in (4, 5):
@@ -111,7 +118,29 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
     lengths = _validate.shaped_unconverted(names["lengths"], arrays.lengths, shapes, "integer")
     clipped = _validate.clipped(lengths, min(S, _validate.INT32_MAX))
     all_lengths = lengths if isinstance(lengths, jax.Array) else clipped
-    return CheckedCache(key, value, of_layer(clipped, layer), table, layer, all_lengths)
+    descales = _descales(arrays, key, layer, names)
+    return CheckedCache(key, value, of_layer(clipped, layer), table, layer, all_lengths, *descales)
+
+
+def _descales(
+    arrays: CacheArrays, key: jax.Array, layer: jax.Array | None, names: Names
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of keys and of values, `(K,)`, of the call's layer."""
+    (*layers, _, _, K, _), found = key.shape[-5:] if key.ndim == 5 else key.shape, []
+    shapes = {"(layers, K)" if layers else "(K,)": (*layers, K)}
+    for name in ("key_descale", "value_descale"):
+        given = getattr(arrays, name)
+        if given is None:
+            found.append(None)
+            continue
+        if not is_float8(key.dtype):
+            raise ValueError(
+                f"{names[name]} goes with a cache in float8_e4m3fn, and must be None for one in {key.dtype}; "
+                f"got {short(given)}"
+            )
+        x = _validate.shaped(names[name], given, shapes, "floating")
+        found.append(of_layer(x.astype(jnp.float32), layer))
+    return found[0], found[1]
 
 
 def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
@@ -170,11 +199,16 @@ def appended(key: Any, value: Any, checked: CheckedCache, names: Names) -> tuple
 def fitting(
     key: Any, value: Any, B: int, K: int, H: int, V: int, dtype: Any, names: Names
 ) -> tuple[jax.Array, jax.Array]:
-    """New keys `(B, U, K, H)` and values `(B, U, K, V)`."""
-    new = []
+    """New keys `(B, U, K, H)` and values `(B, U, K, V)`; those for a cache in e4m3 have another dtype."""
+    new: list[jax.Array] = []
     for name, x, columns, letter in (("new_key", key, H, "H"), ("new_value", value, V, "V")):
         x = _validate.array(names[name], x, "floating")
-        if x.dtype != dtype:
+        if is_float8(dtype):
+            if new and x.dtype != new[0].dtype:
+                raise TypeError(
+                    f"{names[name]} must have the dtype of {names['new_key']}, {new[0].dtype}; got {x.dtype}"
+                )
+        elif x.dtype != dtype:
             raise TypeError(f"{names[name]} must have the cache's dtype, {dtype}; got {x.dtype}")
         if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (B, K, columns):
             raise ValueError(

@@ -11,6 +11,7 @@ import numpy as np
 from jax_flash import _arguments, _cache_rows, _device, _dispatch, _rotary, _settings, _validate
 from jax_flash._arguments import Names
 from jax_flash._cache_spec import CacheOperands, CacheSpec, QueryPositions, cache_sizes
+from jax_flash._float8 import is_float8
 from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._spec import AttentionSpec
 from jax_flash._validate import described, short
@@ -121,7 +122,13 @@ def _query(arguments: CacheArguments) -> jax.Array:
             f"{names['query']} must have shape (B, T, N, H) with B = {B} and H = {H} as the cache; "
             f"got {described(query)}"
         )
-    if query.dtype != key.dtype:
+    if is_float8(key.dtype):
+        if arguments.new is not None and arguments.new[0].dtype != query.dtype:
+            raise TypeError(
+                f"{names['new_key']} must have the dtype of {names['query']}, {query.dtype}; "
+                f"got {arguments.new[0].dtype}"
+            )
+    elif query.dtype != key.dtype:
         raise TypeError(f"{names['query']} must have the cache's dtype, {key.dtype}; got {query.dtype}")
     return query
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _rotary
+from jax_flash import _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 
 
@@ -52,10 +52,21 @@ def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Arr
         tables = operands.rotary_cos, operands.rotary_sin
         new_key = _rotary.rotated(new_key, *tables, positions, spec.rotary_interleaved)
     write = functools.partial(_write, operands, positions)
+    if _float8.is_float8(operands.key.dtype):
+        assert operands.value is not None
+        new_key = _quantized(new_key, operands.key_descale)
+        new_value = _quantized(operands.new_value, operands.value_descale)
+        return write(operands.key, new_key), write(operands.value, new_value)
     if operands.value is None:
         rows = jnp.stack([new_key, operands.new_value], axis=3)
         return write(operands.key, rows.reshape(n.B, n.U, 2 * n.K, n.H)), None
     return write(operands.key, new_key), write(operands.value, operands.new_value)
+
+
+def _quantized(rows: jax.Array, descale: jax.Array | None) -> jax.Array:
+    """`rows (B, U, K, columns)` as a cache in e4m3 has them."""
+    rows = rows.astype(jnp.float32)
+    return _float8.converted(rows if descale is None else rows / descale[:, None])
 
 
 def _write(operands: CacheOperands, positions: jax.Array, cache: jax.Array, rows: jax.Array) -> jax.Array:

@@ -55,6 +55,9 @@ class CacheOperands(Generic[Leaf]):
 
     With `query_offsets`, the query is `(1, T, N, H)` and holds B packed sequences: sequence b has those from
     `query_offsets[b]` up to `query_offsets[b + 1]`. Queries beyond the last get 0. Nothing is appended then.
+
+    A cache may be in e4m3 beside queries and new keys of another dtype. Its numbers times the descales are
+    keys and values; new ones are divided by them and rounded.
     """
 
     query: Leaf  # (B, T, N, H)
@@ -72,6 +75,8 @@ class CacheOperands(Generic[Leaf]):
     alibi_slopes: Leaf | None = None  # (B|1, N) float32
     sinks: Leaf | None = None  # (1, N) float32
     query_offsets: Leaf | None = None  # (B + 1,) int32, ascending, in [0, T]
+    key_descale: Leaf | None = None  # (K,) float32, of a cache in e4m3
+    value_descale: Leaf | None = None  # (K,) float32
 
     def present(self) -> dict[str, Leaf]:
         """The operands that are there, by name, in field order."""

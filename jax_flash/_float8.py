@@ -106,9 +106,12 @@ def rounded(
         largest = largest.max(2 if by == "head" else None, initial=0, keepdims=True)
         largest = jnp.broadcast_to(largest, (batch, key_heads, 1))
     scales = power_of_two_above(largest)
-    x = x / of_rows(scales, rows, heads)
-    x = jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX))
-    return x.astype(DTYPE), scales
+    return converted(x / of_rows(scales, rows, heads)), scales
+
+
+def converted(x: jax.Array) -> jax.Array:
+    """`x` in e4m3: what exceeds its largest number becomes that, and infinities NaN."""
+    return jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX)).astype(DTYPE)
 
 
 def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:

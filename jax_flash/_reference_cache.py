@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from jax_flash import _reference
+from jax_flash import _float8, _reference
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._spec import Operands
 
@@ -26,13 +27,20 @@ class Results(NamedTuple):
 def reference(spec: CacheSpec, operands: CacheOperands) -> Results:
     """The call in float64."""
     with jax.enable_x64(True):
-        return _results(spec, jax.tree.map(_wide, operands), np.float64)
+        return _results(spec, jax.tree.map(_wide, operands), np.float64, _has_float8(operands))
 
 
 def plain(spec: CacheSpec, operands: CacheOperands) -> Results:
     """The call as plain attention computes it, in query's dtype."""
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
-    return _results(spec, jax.tree.map(np.asarray, operands), dtype)
+    return _results(spec, jax.tree.map(np.asarray, operands), dtype, _has_float8(operands))
+
+
+def _rounded(x: np.ndarray, descale: np.ndarray | None) -> np.ndarray:
+    """`x (K, columns)` as a cache in e4m3 has it."""
+    x = x.astype(np.float32)
+    x = x if descale is None else x / descale[:, None].astype(np.float32)
+    return np.where(np.isinf(x), np.nan, np.clip(x, -448, 448)).astype(ml_dtypes.float8_e4m3fn)
 
 
 def _wide(x):
@@ -43,7 +51,7 @@ def _wide(x):
 def without_cache(spec: CacheSpec, operands: CacheOperands) -> Operands:
     """What the call attends to, in float64: the keys of each sequence after the append, one after another."""
     with jax.enable_x64(True):
-        return _attended(spec, jax.tree.map(_wide, operands), np.float64)[0]
+        return _attended(spec, jax.tree.map(_wide, operands), np.float64, _has_float8(operands))[0]
 
 
 def packed_like(operands: CacheOperands, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -51,8 +59,12 @@ def packed_like(operands: CacheOperands, out: np.ndarray, lse: np.ndarray) -> tu
     return _packed(operands, out, lse, _queries(operands, cache_sizes(operands))[1])
 
 
-def _results(spec: CacheSpec, operands: Any, dtype) -> Results:
-    attention, cache, counts = _attended(spec, operands, dtype)
+def _has_float8(operands: CacheOperands) -> bool:
+    return _float8.is_float8(operands.key.dtype)
+
+
+def _results(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> Results:
+    attention, cache, counts = _attended(spec, operands, dtype, is_float8)
     if dtype == np.float64:
         out, lse = _reference.reference(spec.attention, attention, jnp.float64)
     else:
@@ -61,7 +73,7 @@ def _results(spec: CacheSpec, operands: Any, dtype) -> Results:
     return Results(out, lse, cache.key, cache.value)
 
 
-def _attended(spec: CacheSpec, operands: Any, dtype) -> tuple[Operands, "Cache", np.ndarray]:
+def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[Operands, "Cache", np.ndarray]:
     """What the call attends to, the cache after the append, and how many queries each sequence has."""
     n = cache_sizes(operands)
     cache = Cache(operands)
@@ -69,18 +81,26 @@ def _attended(spec: CacheSpec, operands: Any, dtype) -> tuple[Operands, "Cache",
         for t in range(n.U):
             position = int(operands.lengths[b]) + t
             new_key = _rotated(spec, operands, operands.new_key[b, t], position, dtype)
-            cache.write(b, position, new_key, operands.new_value[b, t])
+            new = new_key, operands.new_value[b, t]
+            descales = operands.key_descale, operands.value_descale
+            if is_float8:
+                new = (_rounded(x, descale) for x, descale in zip(new, descales, strict=True))
+            cache.write(b, position, *new)
 
     # The same caches with the keys of each sequence one after another; 0 for those that are hidden from all.
     lengths = np.minimum(operands.lengths + n.U, n.S)
-    key = np.zeros((n.B, n.S, n.K, n.H), operands.key.dtype)
-    value = np.zeros((n.B, n.S, n.K, n.V), operands.key.dtype)
+    key = np.zeros((n.B, n.S, n.K, n.H), operands.query.dtype)
+    value = np.zeros((n.B, n.S, n.K, n.V), operands.query.dtype)
     is_visible = np.zeros((n.B, 1, 1, n.S), bool)
     padding = np.zeros(n.B, np.int32) if operands.left_padding is None else operands.left_padding
     for b in range(n.B):
         for j in range(max(int(padding[b]), 0), lengths[b]):
             if (row := cache.read(b, j)) is not None:
                 key[b, j], value[b, j] = row
+                if operands.key_descale is not None:
+                    key[b, j] *= operands.key_descale[:, None].astype(key.dtype)
+                if operands.value_descale is not None:
+                    value[b, j] *= operands.value_descale[:, None].astype(key.dtype)
                 is_visible[b, 0, 0, j] = True
 
     query, counts = _queries(operands, n)

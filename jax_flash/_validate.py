@@ -89,12 +89,12 @@ def _as_jax(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name} must be an array that JAX takes; got {short(value)}: {error}") from error
 
 
-def floating_dtype(name: str, value: Any) -> np.dtype:
+def floating_dtype(name: str, value: Any, kind: str = "floating") -> np.dtype:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
         raise TypeError(f"{name} must be a floating dtype; got {short(value)}") from None
-    if not _is_of_kind(dtype, "floating"):
+    if not _is_of_kind(dtype, kind):
         raise TypeError(f"{name} must be a floating dtype; got {short(value)}")
     return dtype
 

@@ -1,5 +1,6 @@
 """`flash_attention_with_cache`: append to a key-value cache and attend to it, for decoding and prefill."""
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -107,8 +108,8 @@ def flash_attention_with_cache(
     if call.operands.new_key is None:
         return results, cache
     lengths = checked.lengths_after(_cache_rows.lengths_after(call.operands))
-    arrays = _cache_arguments.CacheArrays(key_after, value_after, lengths, None)
-    return results, cache.with_arrays(arrays)
+    changed = {"key": key_after, "value": value_after, "lengths": lengths}
+    return results, cache.with_arrays(dataclasses.replace(cache.arrays(), **changed))
 
 
 def prepare(

@@ -88,7 +88,7 @@ def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
 
 
 _CACHE = ("key", "value")
-_SHARED = {"layer", "rotary_cos", "rotary_sin", "sinks"}
+_SHARED = {"layer", "rotary_cos", "rotary_sin", "sinks", "key_descale", "value_descale"}
 """Operands that all sequences of a call share. If one is mapped, the mapped calls run one after another."""
 
 
@@ -200,6 +200,8 @@ def _letters(operands: CacheOperands) -> Letters:
         "alibi_slopes": (b, N),
         "sinks": (b, N),
         "query_offsets": ("O",),
+        "key_descale": (K,),
+        "value_descale": (K,),
         "out": (b, "T", N, "V"),
         "lse": (b, N, "T"),
     }

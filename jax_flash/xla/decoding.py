@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _cache_rows, _rotary
+from jax_flash import _cache_rows, _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash.transforms.varying import vary_alike
@@ -221,6 +221,7 @@ def _attend_tiles(
     if slopes is not None:
         slopes = slopes if slopes.shape[0] == 1 else jnp.take(slopes, sequence, axis=0, mode="clip")
         slopes = logits.by_group(slopes.astype(dtype), n.K)[..., None, None]
+    descale = None if operands.key_descale is None else operands.key_descale.reshape(-1, 1, 1, 1)
 
     def step(i, state):
         top, total, accumulated = state
@@ -233,7 +234,7 @@ def _attend_tiles(
             is_finite = jnp.isfinite(value)
             key = jnp.where(jnp.all(is_finite, -1, keepdims=True), key, jnp.nan)
             value = jnp.where(is_finite, value, 0)
-        x = _logits(spec, tiles, query, key, positions, is_there, slopes, dtype)
+        x = _logits(spec, tiles, query, key, positions, is_there, slopes, descale, dtype)
         new_top = jnp.maximum(top, x.max(-1))
         p = jnp.exp(x - new_top[..., None])
         shrink = jnp.exp(top - new_top)
@@ -258,6 +259,8 @@ def _attend_tiles(
         accumulated *= shrink[..., None]
         top = new_top
     total = jnp.where(sees_nothing, 1, total)
+    if operands.value_descale is not None:
+        accumulated *= operands.value_descale.reshape(-1, 1, 1, 1)
     out = logits.by_head(accumulated / total[..., None]).astype(operands.query.dtype)
     # Rows beyond the queries stay finite, for users who have JAX look for infinities.
     sees_nothing &= tiles.is_row[:, None, None]
@@ -273,6 +276,7 @@ def _logits(
     positions: jax.Array,
     is_there: jax.Array,
     slopes: jax.Array | None,
+    descale: jax.Array | None,
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Logits of tiles on a block of keys, `(tiles, K, G, queries, keys)`; -inf where a key is hidden."""
@@ -284,7 +288,8 @@ def _logits(
     if options.right is not None:
         is_visible &= distance <= options.right
     limits = jnp.finfo(dtype)
-    x = logits.product(query, key, ((4,), (3,)), dtype) * options.scale
+    x = logits.product(query, key, ((4,), (3,)), dtype)
+    x = x * options.scale if descale is None else x * (descale * options.scale)
     x = jnp.clip(x, limits.min, limits.max)  # as in `logits.block`
     if options.logits_soft_cap is not None:
         x = options.logits_soft_cap * jnp.tanh(x / options.logits_soft_cap)
@@ -348,6 +353,9 @@ def _block(
 
     key = take(operands.key)
     value = None if operands.value is None else take(operands.value)
+    if _float8.is_float8(key.dtype):  # exact
+        key = key.astype(operands.query.dtype)
+        value = None if value is None else value.astype(operands.query.dtype)
     if value is None:
         key, value = key[:, 0::2], key[:, 1::2]
     tiles = block.shape[0]

@@ -30,6 +30,8 @@ class CacheCase:
     H: int = 64
     V: int | None = None
     dtype: str = "bfloat16"
+    float8: bool = False  # a cache in e4m3
+    descales: bool = False  # and its descales
     page: int | None = None
     shares_pages: bool = False  # between sequences; for a call that appends nothing
     interleaved: bool = False  # pages hold keys and values
@@ -139,6 +141,11 @@ class Draw:
             key, value = self.normal(*shape, 2 * c.K, c.H), None
         else:
             key, value = self.normal(*shape, c.K, c.H), self.normal(*shape, c.K, V)
+        if c.float8:
+            key, value = (x.astype(ml_dtypes.float8_e4m3fn) for x in (key, value))
+        if c.descales:
+            for name in ("key_descale", "value_descale"):
+                arrays[name] = random.uniform(0.5, 2, c.K).astype(np.float32)
         operands = CacheOperands(query, key, value, **arrays)
         for x in (key, value):
             if x is not None:
@@ -222,7 +229,7 @@ def _check_cache(operands: CacheOperands, plain, key: np.ndarray, value: np.ndar
     if operands.rotary_cos is None:
         np.testing.assert_array_equal(new, right)
     else:
-        unit = float(jnp.finfo(operands.query.dtype).eps)
+        unit = float(jnp.finfo(operands.key.dtype).eps)
         np.testing.assert_allclose(new, right, rtol=2 * unit, atol=2 * unit)
 
 

@@ -136,8 +136,16 @@ def test_rematerialisation():
 def test_8_bits():
     (of_16_bits,) = examples("docs/fp8.md", "From 16-bit arrays, with gradients")
     (of_8_bits,) = examples("docs/fp8.md", "Arrays of 8 bits")
+    (of_cache,) = examples("docs/fp8.md", "Key-value caches")
     found: dict = {}
     exec(of_16_bits + of_8_bits, found)
+    with_cache = dict(found)
+    exec(of_cache, with_cache)
+    assert with_cache["cache"].key.dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(with_cache["cache"].lengths, [21, 21])
+    seen = [found[name][:, :21] for name in ("key", "value")]
+    expected = jax_flash.flash_attention(found["query"][:, 20:21], *seen)
+    np.testing.assert_allclose(with_cache["out"].astype(float), expected.astype(float), atol=0.1)
     arrays = [found[name] for name in ("query", "key", "value")]
     assert [x.shape for x in found["gradients"]] == [x.shape for x in arrays]
     expected = jax_flash.flash_attention(*arrays, is_causal=True, quantization="fp8")

@@ -30,6 +30,10 @@ CASES = (
     CacheCase(S=600, full=True, U=3, dtype="float32", H=16),
     CacheCase(T=9, U=2, B=2, right=0, S=12),  # more queries than keys
     CacheCase(dtype="float64", U=1, rotary=32, page=16),
+    CacheCase(U=3, float8=True, descales=True, T=2, right=0),
+    CacheCase(U=2, float8=True, rotary=32, dtype="float16", layers=2, sinks=True),
+    CacheCase(page=16, float8=True, descales=True, U=1, left=60, right=0, dtype="float32"),
+    CacheCase(T=40, packed=True, right=0, B=4, S=128, V=32, float8=True, descales=True),
 )
 
 
