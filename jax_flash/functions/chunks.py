@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from jax_flash.functions.derivative import Derivative, Gather
 from jax_flash.functions.graph import INT32, Graph, Node, substituted
@@ -31,12 +32,13 @@ def on_chunks(function: StaticFunction, stride: int) -> StaticFunction:
     """
     # Derived, so that it is equal for equal functions; one without a graph is equal to itself.
     key = hashlib.sha256(f"{function.key} on chunks, stride {stride}".encode()).hexdigest()[:32]
+    shapes = (*function.shapes, jax.ShapeDtypeStruct((len(STARTS),), np.int32))
     derivative = function.derivative
     return dataclasses.replace(
         function,
         key=key,
-        jaxpr=_jaxpr(function, stride),
-        shapes=(*function.shapes, jax.ShapeDtypeStruct((len(STARTS),), np.int32)),
+        jaxpr=_jaxpr(function, shapes, stride),
+        shapes=shapes,
         value=None if function.value is None else _nodes([function.value], Graph(), function, stride)[0],
         derivative=None if derivative is None else _derivative(derivative, function, stride),
     )
@@ -63,7 +65,7 @@ def _derivative(of: Derivative, function: StaticFunction, stride: int) -> Deriva
     return dataclasses.replace(of, graph=graph, value=value, d_score=d_score, gathers=tuple(gathers))
 
 
-def _jaxpr(function: StaticFunction, stride: int) -> Any:
+def _jaxpr(function: StaticFunction, shapes: Any, stride: int) -> Any:
     """With the starts as the last of the captured arrays, which are `constvars`.
 
     The user's equations stay as they are. Those of the indices stand ahead of them.
@@ -74,16 +76,17 @@ def _jaxpr(function: StaticFunction, stride: int) -> Any:
     def whole(starts, *indices):
         return [starts[axis] + stride * index for axis, index in enumerate(indices)]
 
-    index = jax.ShapeDtypeStruct((), np.int32)
-    ahead = jax.make_jaxpr(whole)(
-        jax.ShapeDtypeStruct((len(STARTS),), np.int32), *(index for _ in STARTS)
-    ).jaxpr
-    results = dict(zip(ahead.outvars, (jaxpr.invars[i] for i in positions), strict=True))
-    equations = [x.replace(outvars=[results.get(out, out) for out in x.outvars]) for x in ahead.eqns]
+    indices = [jax.ShapeDtypeStruct((), np.int32)] * len(STARTS)
+    ahead = jax.make_jaxpr(whole)(shapes[-1], *indices).jaxpr
+    # What is computed ahead takes the place of the arguments that the user's equations read.
+    places = dict(zip(ahead.outvars, (jaxpr.invars[i] for i in positions), strict=True))
+    equations = [x.replace(outvars=[places.get(out, out) for out in x.outvars]) for x in ahead.eqns]
     starts, *own = ahead.invars
     arguments = list(jaxpr.invars)
     for position, variable in zip(positions, own, strict=True):
         arguments[position] = variable
-    return jaxpr.replace(
+    found = jaxpr.replace(
         constvars=[*jaxpr.constvars, starts], invars=arguments, eqns=[*equations, *jaxpr.eqns]
     )
+    # From JAX 0.12 on, `constvars` are the first variables that have a value.
+    return ClosedJaxpr(found, shapes).jaxpr
