@@ -58,15 +58,12 @@ def refusal(spec: AttentionSpec, queries: Chunk, keys: Chunk) -> str | None:
     """Why calls on such chunks can't have the block mask, or None."""
     if spec.block_mask is None or spec.block_mask.mask_mod is not None:
         return None
-    for what, chunk, size in zip(
-        ("queries", "keys"), (queries, keys), spec.block_mask.block_size, strict=True
-    ):
+    chunks = ("queries", queries), ("keys", keys)
+    for (what, chunk), size in zip(chunks, spec.block_mask.block_size, strict=True):
         if _most_overlapped(chunk, size) > 1:
-            tokens = (
-                f"{chunk.length} {what}" if chunk.stride == 1 else f"every {chunk.stride}th of the {what}"
-            )
+            share = f"{chunk.length} {what}" if chunk.stride == 1 else f"every {chunk.stride}th of the {what}"
             return (
-                f"block_mask has no mask function, and a chunk of {tokens} is not of whole blocks of {size}; "
+                f"block_mask has no mask function, and a chunk of {share} is not of whole blocks of {size}; "
                 'jax_flash.create_block_mask makes one that has, and "ulysses" takes both'
             )
     return None

@@ -122,9 +122,8 @@ class Sharded:
         Args:
           keys_are_whole: a call has all keys, and a chunk of the queries alone.
         """
-        device = min(
-            1, self.order.shards - 1
-        )  # the first one's chunk starts with a block, whatever its length
+        # The first device's chunk starts with a block, whatever its length is.
+        device = min(1, self.order.shards - 1)
         lengths = self.queries_per_chunk, self.keys_per_chunk
         queries, keys = (self.order.chunk(device, 0, length) for length in lengths)
         return functions.refusal(self.spec, queries, Chunk(0, 1, self.keys) if keys_are_whole else keys)

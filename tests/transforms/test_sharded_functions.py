@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded_calls import axis_of_sequences, reorder, restore, sequence_mesh
 from sharded_jit import KINDS, mesh_of, put
+from strict_settings import SETTINGS, setting
 
 import jax_flash
 from jax_flash.pallas import compat, lowering
@@ -317,6 +318,37 @@ def test_vmap_and_scan(strategy):
     sharded = [put(x, mesh, P(None, "s")) for x in (query, key, value)]
     call = functools.partial(jax_flash.flash_attention, context_parallel=strategy)
     cases.assert_close(of(call)(*sharded, tables, gates), expected, 1e-4)
+
+
+MIXED = ("dtype promotion strict", "rank promotion raise")
+STRICT = sorted(set(SETTINGS) - {"disable jit", *MIXED})
+
+
+@pytest.mark.parametrize("layout", [("ring", "zigzag"), *thorough(("all_gather", None))], ids=str)
+@pytest.mark.parametrize("option", [*MIXED, *thorough(*STRICT)])
+def test_strict_settings(option, layout):
+    """Within shard_map, and without a load balance also under jit."""
+    case, mesh = Case(ALL_INDICES, "window", 12), sequence_mesh(2)
+    *own, captured = case.arrays()
+    arrays = (
+        *(put(x, mesh, P(None, "sequence")) for x in own),
+        jax.tree.map(lambda x: put(x, mesh, P()), captured),
+    )
+    calls = [context_parallel(2, *layout)]
+    if layout[1] is None:
+        calls.append(functools.partial(jax_flash.flash_attention, context_parallel=layout[0]))
+    for call in calls:
+        with setting(option):
+            jax.block_until_ready(jax.jit(functools.partial(case.with_gradients, call))(*arrays))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_no_tracer_stays(strategy):
+    case = Case(ALL_INDICES, "window")
+    call, arrays = context_parallel(2, strategy, "zigzag"), case.arrays()
+    with jax.checking_leaks():
+        jax.jit(functools.partial(case.with_gradients, call))(*arrays)
+        under_jit(case, strategy, dict(s=2), KINDS[0], arrays)
 
 
 # What steps compute ----------------------------------------------------------------------------------------
