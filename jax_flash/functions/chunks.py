@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from jax_flash.functions.derivative import Derivative, Gather
 from jax_flash.functions.graph import INT32, Graph, Node, substituted
-from jax_flash.functions.static import StaticFunction
+from jax_flash.functions.static import StaticFunction, without_arrays
 
 STARTS = ("query", "key")
 """The arguments whose starts the further array has, in this order: int32 `(2,)`."""
@@ -88,5 +87,4 @@ def _jaxpr(function: StaticFunction, shapes: Any, stride: int) -> Any:
     found = jaxpr.replace(
         constvars=[*jaxpr.constvars, starts], invars=arguments, eqns=[*equations, *jaxpr.eqns]
     )
-    # From JAX 0.12 on, `constvars` are the first variables that have a value.
-    return ClosedJaxpr(found, shapes).jaxpr
+    return without_arrays(found, shapes)
