@@ -298,7 +298,7 @@ def test_keys_that_each_device_has(kind):
     assert not any(re.search(rf" {move}\(", compiled.as_text()) for move in MOVES.values())
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", ["all_gather", *thorough("ring")])
 def test_vmap_and_scan(strategy):
     """Over captured arrays, in a loop of layers."""
     case, mesh = Case(ALL_INDICES, "window"), mesh_of(dict(s=4), KINDS[0])
@@ -407,7 +407,7 @@ def test_by_pallas(strategy):
     arrays = case.arrays()
 
     def call(*args, **options):
-        return context_parallel(2, strategy, "zigzag", False)(*args, **options | {"implementation": "pallas"})
+        return context_parallel(2, strategy, None, False)(*args, **options | {"implementation": "pallas"})
 
     with lowering.only(lowering.TRITON), compat.interpret():
         results = case.with_gradients(call, *arrays)
