@@ -9,6 +9,7 @@
     ulysses        shards of heads in place of shards of the sequence
     two_axes       Ulysses over one mesh axis, another strategy over the other
     sharded        how parts of a call on shards become ordinary calls
+    functions      score_mod and block_mask of these calls
     load_balance   the order of tokens on devices
 
 It stands above the implementations: each step is an ordinary call, through the same transforms as any other.

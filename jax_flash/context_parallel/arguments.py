@@ -1,7 +1,7 @@
 """From what a caller passed, for shards of the sequences, to a checked call.
 
 `_call.prepare` checks what is the same on shards. The rest speaks of whole sequences: window, lengths, the
-keys of bias and mask, and dropout, whose hashes are those of the tokens' positions.
+keys of bias and mask, functions, block mask, and dropout, whose hashes are those of the tokens' positions.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _alignment, _arguments, _call, _dropout, _sequences, _settings, _validate
+from jax_flash import _alignment, _arguments, _call, _dropout, _functions, _sequences, _settings, _validate
 from jax_flash._call import Arguments, Call
 from jax_flash._mask import Window
 from jax_flash.context_parallel.load_balance import KINDS, LoadBalance, Order, check_divides
@@ -25,6 +25,8 @@ OF_WHOLE_SEQUENCES: dict[str, Any] = {
     "key_value_seq_lengths": None,
     "dropout_rate": 0.0,
     "dropout_key": None,
+    "score_mod": None,
+    "block_mask": None,
 }
 """The arguments that `_call.prepare` doesn't see, beside the window."""
 
@@ -67,12 +69,18 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
             'alignment must be "bottom_right" where there are lengths or not as many keys as queries; '
             f'got "{alignment}"'
         )
+    score_mod, block_mask, of_functions = _functions.operands(
+        whole["score_mod"], whole["block_mask"], batch, (T, S, N)
+    )
+    given |= of_functions
     rate, key = _arguments.dropout(whole["dropout_rate"], whole["dropout_key"], arguments.names)
     if key is not None:
         given |= _dropout_hashes(key, axis_name, order, (*(batch or (1,)), N, t, s))
 
     left, right = arguments.window.normalised(T, S)
-    spec = dataclasses.replace(call.spec, left=left, right=right, dropout_rate=rate)
+    spec = dataclasses.replace(
+        call.spec, left=left, right=right, dropout_rate=rate, score_mod=score_mod, block_mask=block_mask
+    )
     own_rows = frozenset(
         name
         for name in ("bias", "mask")

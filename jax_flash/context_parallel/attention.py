@@ -10,6 +10,8 @@ from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _call, _device, _dispatch, _settings
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
+from jax_flash._attention import ScoreMod
+from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call
 from jax_flash._spec import Operands
 from jax_flash.context_parallel import arguments, gather, ring, two_axes, ulysses
@@ -45,6 +47,8 @@ def context_parallel_attention(
     dropout_key: ArrayLike | None = ...,
     deterministic: bool = ...,
     return_residual: Literal[False] = ...,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
 ) -> jax.Array: ...
@@ -75,6 +79,8 @@ def context_parallel_attention(
     dropout_key: ArrayLike | None = ...,
     deterministic: bool = ...,
     return_residual: Literal[True],
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
     implementation: str | Sequence[str] | None = ...,
     alignment: Alignment = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -104,6 +110,8 @@ def context_parallel_attention(
     dropout_key: ArrayLike | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     implementation: str | Sequence[str] | None = None,
     alignment: Alignment = BOTTOM_RIGHT,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -111,8 +119,8 @@ def context_parallel_attention(
 
     To be called inside of `jax.shard_map` or `jax.pmap`, on one device's shards. Queries and keys are sharded
     evenly over `axis_name`, in the order that `load_balance` says. The result is that of `flash_attention` on
-    the whole sequences: causality, windows and ALiBi go by the positions in them, and dropout keeps the same
-    probabilities.
+    the whole sequences: causality, windows, ALiBi and functions go by the positions in them, and dropout
+    keeps the same probabilities.
 
     Letters as in `flash_attention`: `T` queries and `S` keys are those of the whole sequences, and `n` is the
     size of the mesh axis.
@@ -140,6 +148,9 @@ def context_parallel_attention(
       query_segment_ids: `(*B, T / n)`, integer, of the device's tokens.
       key_value_segment_ids: `(*B, S / n)`, integer.
       dropout_key: the same on all devices.
+      score_mod: takes indices in the whole sequences, in their own order; batch rows and heads count from the
+        first one of the device.
+      block_mask: of the whole sequences in their own order, `(T, S)`, the same on all devices.
       alignment: "top_left" takes T = S and no lengths, and is then the same as "bottom_right".
 
       The other arguments are those of `flash_attention`: scale, is_causal, local_window_size,
@@ -179,6 +190,8 @@ def context_parallel_attention(
         dropout_key=dropout_key,
         deterministic=deterministic,
         return_residual=return_residual,
+        score_mod=score_mod,
+        block_mask=block_mask,
         alignment=alignment,
     )
     return _attend(*arguments.prepare(given, axis_name, load_balance), strategy, implementation)

@@ -59,7 +59,7 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
 
     def of_chunk(q: int) -> Operands:
         parts = {name: sharded.take(name, x, {"T": (q * t, t)}) for name, x in whole.items()}
-        return of.placed(Operands(**parts), of.order.chunk(device, q, t), keys)[0]
+        return of.placed(Operands.of(parts), of.order.chunk(device, q, t), keys)[0]
 
     return [of_chunk(q) for q in range(of.chunks)]
 

@@ -57,10 +57,15 @@ class Order:
     def chunks_per_device(self) -> int:
         return 2 if self.kind == ZIGZAG else 1
 
+    @property
+    def stride(self) -> int:
+        """From one token of a chunk to the next one."""
+        return self.shards if self.kind == STRIPED else 1
+
     def chunk(self, device: Index, index: Index, length: int) -> Chunk:
         """Chunk `index` of a device, of `length` tokens."""
         if self.kind == STRIPED:
-            return Chunk(device, self.shards, length)
+            return Chunk(device, self.stride, length)
         # The second one of zigzag is as far from the end as the first is from the beginning.
         place = device + index * (2 * self.shards - 1 - 2 * device)
         return Chunk(place * length, 1, length)

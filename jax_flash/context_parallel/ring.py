@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _gradients, _settings
+from jax_flash._block_kinds import Kind
 from jax_flash._mask import Index, PositionMask, both
-from jax_flash._spec import DIFFERENTIABLE, Gradients, Operands
+from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Sharded, Spans
@@ -104,7 +105,7 @@ def _pair(
         if name != "sinks"
     }
     chunks = of.order.chunk(of.device(), q, t), of.order.chunk(source, k, s)
-    placed, mask = of.placed(Operands(**parts), *chunks)
+    placed, mask = of.placed(Operands.of(parts), *chunks)
     return Pair(placed, mask, own, of_keys)
 
 
@@ -132,7 +133,8 @@ def _over_pairs(
 def _may_see(of: Sharded, pair: Pair) -> jax.Array | None:
     """Whether any query of the pair may see a key, for each batch row or all; None if all may.
 
-    Segments are compared by their least and greatest ids. A mask is not looked at.
+    Segments are compared by their least and greatest ids, and blocks of a block mask are looked at. A mask is
+    not.
     """
     may_see = None
     if of.may_be_skipped():
@@ -142,6 +144,8 @@ def _may_see(of: Sharded, pair: Pair) -> jax.Array | None:
     if queries is not None and keys is not None:
         share = (queries.min(-1) <= keys.max(-1)) & (keys.min(-1) <= queries.max(-1))
         may_see = both(may_see, share)
+    if pair.operands.block_kinds is not None:
+        may_see = both(may_see, jnp.any(pair.operands.block_kinds != Kind.HIDDEN))
     return may_see
 
 
@@ -175,9 +179,9 @@ def _attend_backward(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Opera
     operands, out, lse = residuals
     d_out, d_lse = cotangents if ring.sharded.spec.return_residual else (cotangents, None)
     gradients = backward(ring, operands, out, lse, d_out, d_lse)
-    given = {name: getattr(gradients, name) for name in DIFFERENTIABLE}
-    rest = {name: None for name in operands.present() if name not in DIFFERENTIABLE}
-    return (Operands(**given, **rest),)
+    # None stands for the absent cotangent of an operand that is not differentiable.
+    none = dict.fromkeys(operands.present())
+    return (Operands.of(none | gradients.present()),)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -223,7 +227,7 @@ def backward(
     def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
         results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
-        gradients = vars(ring.passes.backward(ring.step_call, pair.operands, *results))
+        gradients = ring.passes.backward(ring.step_call, pair.operands, *results).present()
 
         def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
             return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}
@@ -244,7 +248,7 @@ def backward(
 
     keys = sharded.key_side(operands)
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
-    wide = {name: x.astype(dtype) for name, x in operands.present().items() if name in DIFFERENTIABLE}
+    wide = {name: x.astype(dtype) for name, x in operands.differentiable().items()}
     d_own = _zeros({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
     d_keys = _zeros({name: x for name, x in wide.items() if name in keys})
     sent = ring.passed_on(keys) if ring.steps > 1 else keys
@@ -260,7 +264,7 @@ def backward(
     if operands.sinks is not None:
         d_own["sinks"] = _of_sinks(operands.sinks, out, lse, d_out, d_lse)
     present = operands.present()
-    return Gradients(**{name: x.astype(present[name].dtype) for name, x in (d_own | d_keys).items()})
+    return Gradients.of({name: x.astype(present[name].dtype) for name, x in (d_own | d_keys).items()})
 
 
 @backward.defjvp

@@ -2,7 +2,8 @@
 
 A device has a shard of the queries and one of the keys, in one chunk or two (`load_balance.py`). An ordinary
 call takes a chunk of queries and some keys, and gets told where they lie in the whole sequences: the operand
-`diagonal` holds how they are aligned, and lengths become those of the chunks.
+`diagonal` holds how they are aligned, lengths become those of the chunks, and functions get where these start
+(`functions.py`).
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._mask import PositionMask, Window
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._spec import AttentionSpec, Operands, functions_of
+from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
 from jax_flash.transforms.lowering import axes_of, batch_shape
 
@@ -47,9 +49,14 @@ class Sharded:
         return Window(self.spec.left, self.spec.right)
 
     @property
+    def has_diagonal(self) -> bool:
+        """Whether attention depends on how queries and keys are aligned."""
+        return self.has_alibi or not self.window.unbounded
+
+    @property
     def is_positional(self) -> bool:
         """Whether attention depends on where queries and keys lie."""
-        return self.has_alibi or not self.window.unbounded
+        return self.has_diagonal or functions_of(self.spec) is not None
 
     @property
     def chunks(self) -> int:
@@ -68,7 +75,8 @@ class Sharded:
     def local_spec(self) -> AttentionSpec:
         """The spec of a call on chunks."""
         left, right = self.order.local_window(self.window)
-        return dataclasses.replace(self.spec, left=left, right=right)
+        spec = dataclasses.replace(self.spec, left=left, right=right)
+        return functions.local_spec(spec, self.order.stride)
 
     def device(self) -> jax.Array:
         """The number of this device's shards, int32."""
@@ -90,10 +98,10 @@ class Sharded:
         return x if self.shard_of is None else _rearranged(x, axis, list(self.shard_of))
 
     def placed(self, operands: Operands, queries: Chunk, keys: Chunk) -> tuple[Operands, PositionMask]:
-        """The operands of a call on chunks, with lengths and a diagonal of their own; and what is visible.
+        """The operands of a call on chunks; and what is visible by causality, the window and lengths.
 
         Args:
-          operands: of the chunks, but with the lengths of the whole sequences.
+          operands: of the chunks, but with lengths and block mask of the whole sequences.
         """
         given = operands.query_seq_lengths, operands.key_value_seq_lengths
         lengths = (n if x is None else x for n, x in zip((self.queries, self.keys), given, strict=True))
@@ -102,11 +110,23 @@ class Sharded:
             operands = operands.replace(query_seq_lengths=mask.rows)
         if given[1] is not None:
             operands = operands.replace(key_value_seq_lengths=mask.columns)
-        if self.is_positional:
+        if self.has_diagonal:
             diagonal = jnp.asarray(mask.shift, jnp.int32)
             one = (1,) * len(batch_shape(operands))
             operands = operands.replace(diagonal=diagonal if diagonal.ndim else diagonal.reshape(one))
-        return operands, mask
+        return functions.placed(self.spec, operands, queries, keys), mask
+
+    def refusal_of_functions(self, keys_are_whole: bool) -> str | None:
+        """Why calls on chunks can't have the call's block mask, or None.
+
+        Args:
+          keys_are_whole: a call has all keys, and a chunk of the queries alone.
+        """
+        # The first device's chunk starts with a block, whatever its length is.
+        device = min(1, self.order.shards - 1)
+        lengths = self.queries_per_chunk, self.keys_per_chunk
+        queries, keys = (self.order.chunk(device, 0, length) for length in lengths)
+        return functions.refusal(self.spec, queries, Chunk(0, 1, self.keys) if keys_are_whole else keys)
 
     def may_be_skipped(self) -> bool:
         """Whether there may be chunks of which no query sees a key, by their positions."""

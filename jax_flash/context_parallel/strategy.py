@@ -85,7 +85,8 @@ def work_of(of: Sharded, operands: Operands, keeps_heads: bool = True) -> Work:
     *batch, T, N, H = operands.query.shape
     S, K, V = operands.value.shape[-3:]
     local = Sizes(math.prod(batch), T, S, N, K, H, V)
-    visible = 1.0 if of.window.unbounded else 0.5  # as under a causal mask; narrow windows have fewer steps
+    # As under a causal mask; narrow windows have fewer steps. How much a block mask hides is data.
+    visible = 1.0 if of.window.unbounded and of.spec.block_mask is None else 0.5
     itemsize = operands.query.dtype.itemsize
     return Work(local, of.order.shards, ring.steps(of), itemsize, visible, keeps_heads)
 
@@ -134,10 +135,17 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     automatic = tuple(name for name in mesh.auto_axes if mesh.shape[name] > 1)
     if strategy == "ring" and automatic:
         return f"the surrounding shard_map leaves the Auto axes {automatic}; it must map over them too"
-    if of.order.kind != STRIPED or not of.is_positional:
-        return None
+    if of.order.kind == STRIPED and of.is_positional and (reason := _refusal_of_stripes(strategy, of)):
+        return reason
+    return of.refusal_of_functions(keys_are_whole=strategy == "all_gather")
+
+
+def _refusal_of_stripes(strategy: Strategy, of: Sharded) -> str | None:
     if strategy == "all_gather":
-        return 'load_balance "striped" under a causal mask, window or ALiBi goes with "ring" and "ulysses"'
+        return (
+            'load_balance "striped" under a causal mask, window, ALiBi, score_mod or block_mask goes with '
+            '"ring" and "ulysses"'
+        )
     if of.has_alibi:
         return 'alibi_slopes with load_balance "striped" goes with "ulysses"; with "zigzag" each has it'
     if None not in of.window:

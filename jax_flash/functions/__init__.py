@@ -3,6 +3,7 @@
 
     traced = trace_score_mod(score_mod)            function.py: one trace by JAX, read into a graph of scalars
     derivative = differentiate(traced)             derivative.py: by JAX's jvp and vjp
+    on_chunks(function, stride)                    chunks.py: of indices in parts of sequences
 
 A primitive that is no scalar's raises `UnsupportedPrimitiveError`, with its name and the line of the user's
 code.

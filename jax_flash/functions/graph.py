@@ -173,6 +173,12 @@ class Graph:
         bind = functools.partial(lax.convert_element_type, new_dtype=np.dtype(dtype))
         return self.apply("convert_element_type", (a,), dtype, bind)
 
+    def copied(self, node: Node, arguments: Iterable[Node]) -> Node:
+        """A node of another graph, computed from arguments in this one."""
+        arguments = tuple(arguments)
+        inputs = frozenset().union(*(x.inputs for x in arguments)) if arguments else node.inputs
+        return self._node(node.operation, node.dtype, arguments, node.detail, inputs, node.bind)
+
     def _node(self, operation, dtype, arguments, detail, inputs, bind=None) -> Node:
         key = operation, dtype, tuple(argument.number for argument in arguments), detail
         if key not in self._nodes:
@@ -191,6 +197,16 @@ def reachable(outputs: Iterable[Node]) -> list[Node]:
             found[node.number] = node
             pending += node.arguments
     return [found[number] for number in sorted(found)]
+
+
+def substituted(graph: Graph, outputs: Sequence[Node], given: Mapping[str, Node]) -> list[Node]:
+    """`outputs` of another graph, in this one, with its nodes in the place of inputs of these names."""
+    found: dict[int, Node] = {}
+    for node in reachable(outputs):
+        own = given.get(str(node.detail)) if node.operation == INPUT else None
+        arguments = (found[argument.number] for argument in node.arguments)
+        found[node.number] = graph.copied(node, arguments) if own is None else own
+    return [found[node.number] for node in outputs]
 
 
 def _detail(name: str, params: Mapping[str, Any]) -> Hashable:

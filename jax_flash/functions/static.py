@@ -217,7 +217,7 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
     found = StaticFunction(
         traced.name,
         key,
-        traced.jaxpr.jaxpr,
+        without_arrays(traced.jaxpr.jaxpr, shapes),
         shapes,
         traced.arguments,
         traced.result,
@@ -226,6 +226,11 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
         refusal,
     )
     return found, tuple(traced.jaxpr.consts)
+
+
+def without_arrays(jaxpr: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """A jaxpr whose `constvars` are of these shapes. From JAX 0.12 on it would hold their values."""
+    return ClosedJaxpr(jaxpr, shapes).jaxpr
 
 
 def flat(x: Any) -> jax.Array:

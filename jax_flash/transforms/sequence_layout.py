@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jax_flash import _dispatch
 from jax_flash._float8 import is_float8
-from jax_flash._spec import Operands, batch_axis_may_be_one, functions_of
+from jax_flash._spec import Operands, batch_axis_may_be_one
+from jax_flash.context_parallel import functions, ulysses
 from jax_flash.context_parallel import strategy as strategies
-from jax_flash.context_parallel import ulysses
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.context_parallel.strategy import AUTO, STRATEGIES, Strategy
 from jax_flash.transforms import lowering
@@ -150,15 +150,18 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
             return f"the {size} {name} must be divisible by the {shards.count} devices of the sequence"
     if is_float8(whole.query.dtype):
         return "arrays of 8 bits go with whole sequences"
-    if strategy != "ulysses" and (functions := functions_of(call.spec)) is not None:
-        return f'{functions} with sharded sequences goes with "ulysses"'
     if strategy != "ulysses" and whole.query_offsets is not None:
         return 'packed sequences that are sharded go with "ulysses"'
     of, local = _on_device(call, whole, layout)
-    if strategy == "ulysses" and (reason := ulysses.refusal(of, local)) is not None:
+    if strategy == "ulysses":
+        reason = ulysses.refusal(of, local)
+    else:
+        reason = of.refusal_of_functions(keys_are_whole=strategy == "all_gather")
+    if reason is not None:
         return reason
     shapes = _of_ordinary_call(of, layout, whole, local)
-    spec = call.spec.wide() if strategy == "ring" else call.spec
+    spec = call.spec if strategy == "ulysses" else of.local_spec
+    spec = spec.wide() if strategy == "ring" else spec
     reasons = {name: _dispatch.reason(name, spec, shapes, call.device) for name in call.implementation}
     return next((f'"{name}": {reason}' for name, reason in reasons.items() if reason is not None), None)
 
@@ -193,7 +196,10 @@ def _of_ordinary_call(of: Sharded, layout: Layout, whole: Shapes, local: Shapes)
 
     is_one = {name: [size == 1 for size in x.shape] for name, x in whole.present().items()}
     shapes = Operands.of({name: of_call(name, x, is_one[name]) for name, x in local.present().items()})
-    if of.is_positional and not by_heads:
+    if of.has_diagonal and not by_heads:
         rows = batch if of.has_lengths else 1
         shapes = shapes.replace(diagonal=jax.ShapeDtypeStruct((rows,), jnp.int32))
+    if not by_heads:
+        chunks = (of.order.chunk(0, 0, sizes[letter]) for letter in "TS")
+        shapes = jax.eval_shape(lambda x: functions.placed(of.spec, x, *chunks), shapes)
     return shapes.replace(sinks=None) if is_step else shapes

@@ -13,6 +13,8 @@ A call on parts of sequences is told where they lie by the operand `diagonal` (`
 `sequence_layout.py` chooses the strategy.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +35,7 @@ def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.
     if shards is None:
         return lowering.forward(call, operands)
     of = sharded(call, operands, shards)
+    call = _ordinary_call(of, call, shards)
     if shards.strategy == "ring":
         batch = lowering.batch_shape(operands)
         query = jnp.broadcast_to(operands.query, (*batch, *operands.query.shape[-3:]))
@@ -59,6 +62,7 @@ def backward(
     if shards is None:
         return lowering.backward(call, operands, out, lse, d_out, d_lse)
     of = sharded(call, operands, shards)
+    call = _ordinary_call(of, call, shards)
     if shards.strategy == "ring":
         return ring.backward(ring.Ring(of, call, PASSES), operands, out, lse, d_out, d_lse)
 
@@ -89,6 +93,11 @@ def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
         has_lengths=any(x is not None for x in lengths),
         shard_of=shards.shard_of,
     )
+
+
+def _ordinary_call(of: Sharded, call: Call, shards: Shards) -> Call:
+    """The ordinary call that a device runs, in each step of a ring."""
+    return call if shards.strategy == "ulysses" else dataclasses.replace(call, spec=of.local_spec)
 
 
 def _ordinary_operands(of: Sharded, operands: Operands, shards: Shards) -> Operands:

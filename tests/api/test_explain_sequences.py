@@ -71,9 +71,17 @@ def test_reasons_of_those_that_do_not_run():
     assert str(found).endswith(found.sequences.refusal)
 
 
-def test_a_function_goes_by_ulysses():
-    found = explained(*shapes(), score_mod=lambda score, *_: 2 * score)
-    assert [choice.reason is None for choice in found.sequences.choices] == [False, True, False]
+def test_functions_and_block_masks():
+    """Each strategy runs them, but a mask without a mask function needs chunks of whole blocks."""
+    mask = jax_flash.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096, block_size=96)
+    found = explained(*shapes(), score_mod=lambda score, *_: 2 * score, block_mask=mask)
+    assert all(choice.reason is None for choice in found.sequences.choices)
+    layout = jnp.ones((1, 1, 43, 43), bool)
+    blocks = jax_flash.BlockMask.from_blocks(layout, lengths=(4096, 4096), block_size=96)
+    found = explained(*shapes(), block_mask=blocks)
+    reasons = {choice.name: choice.reason or "" for choice in found.sequences.choices}
+    assert [name for name, reason in reasons.items() if not reason] == ["ulysses"]
+    assert "a chunk of 1024 queries is not of whole blocks of 96" in reasons["ring"]
     assert found.sequences.picked == "ulysses"
 
 

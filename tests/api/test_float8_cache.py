@@ -1,7 +1,6 @@
 """Key-value caches in e4m3 through the public functions; tests/xla/test_xla_decoding.py has the values."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp

@@ -9,7 +9,7 @@ import pytest
 from attention_case import Case
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from seeds import seed_of
-from sharded_calls import ShardedCalls
+from sharded_calls import AXIS, ShardedCalls, reorder, restore, sequence_mesh
 
 import jax_flash
 
@@ -117,6 +117,45 @@ def test_sharded_sequences(layout, option, head_dim):
     fields = dict(T=512, S=512, N=8, K=2, H=head_dim) | OPTIONS[option]
     case = Case("sharded", "bfloat16", **fields)
     ShardedCalls(2, *layout, options={"implementation": "cuda"}).check(case)
+
+
+@pytest.mark.parametrize("block_size", (128, 96))  # chunks are of whole blocks, and of others
+@pytest.mark.parametrize("layout", STRATEGIES, ids=str)
+def test_functions_of_sharded_sequences(layout, block_size):
+    """score_mod and a block mask go by positions in the whole sequences; a captured table has a gradient."""
+    strategy, kind = layout
+    generator = np.random.default_rng(seed_of("functions"))
+    shapes = ((2, 512, N, H), (2, 512, K, H), (2, 512, K, H), (2, 512, N, H))
+    *arrays, d_out = (generator.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
+    table = generator.standard_normal((N, 65)).astype(np.float32)
+    block_mask = jax_flash.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 200), None, None, 512, 512, block_size=block_size
+    )
+
+    def of_shards(query, key, value, **options):
+        call = functools.partial(
+            jax_flash.context_parallel_attention,
+            axis_name=AXIS,
+            strategy=strategy,
+            load_balance=kind,
+            **options,
+        )
+        spec = PartitionSpec(None, AXIS)
+        mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=spec, out_specs=spec)
+        return restore(mapped(*(reorder(x, 1, 2, kind) for x in (query, key, value))), 1, 2, kind)
+
+    def run(attend, table, *arrays):
+        def score_mod(score, b, h, q, k):
+            return score * (1 + b) + table[h, jnp.clip((q - k) // 8, -32, 32) + 32]
+
+        return attend(*arrays, score_mod=score_mod, block_mask=block_mask, implementation="cuda")
+
+    def results(attend):
+        out, vjp = jax.vjp(functools.partial(run, attend), table, *arrays)
+        return out, *vjp(jnp.asarray(d_out))
+
+    expected = jax.jit(functools.partial(results, jax_flash.flash_attention))()
+    assert_equal(jax.jit(functools.partial(results, of_shards))(), expected)
 
 
 MOVES = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}

@@ -282,7 +282,10 @@ def test_auto_takes_the_cheapest(monkeypatch):
 
 def test_auto_takes_what_can_run():
     assert taken_by_auto(arrays(N=6, K=6)) == {"all_gather"}
-    assert taken_by_auto(arrays(N=8, K=8), score_mod=lambda score, b, n, t, s: score - 0.1 * n) == {"ulysses"}
+    layout = jnp.ones((1, 1, 3, 4), bool)
+    blocks = jax_flash.BlockMask.from_blocks(layout, lengths=(32, 32), block_size=(12, 8))  # chunks are of 8
+    assert taken_by_auto(arrays(N=4, K=1)) == {"all_gather"}
+    assert taken_by_auto(arrays(N=4, K=1), block_mask=blocks) == {"ulysses"}
 
 
 # What is refused --------------------------------------------------------------------------------------------
@@ -304,10 +307,6 @@ def bias_for_all_heads(name, *args):
     return attention(name, bias=jnp.ones((1, 1, 32, 32)))(*args)
 
 
-def score_mod(name, *args):
-    return attention(name, score_mod=lambda score, b, n, t, s: score - 0.1 * n)(*args)
-
-
 def no_diagonal(name, *args):
     return cases.attend(Operands(*args), cases.SPEC, ("never_diagonal",), name)[0]
 
@@ -322,7 +321,6 @@ REFUSED = {
     "queries_are_whole": ("ulysses", attention, {}, (WHOLE, SEQUENCE, SEQUENCE), "sharded over the same dev"),
     "heads": ("ulysses", attention, dict(N=6, K=3), SEQUENCE, "6 query heads must be divisible by the 4 dev"),
     "bias_for_all_heads": ("ulysses", bias_for_all_heads, {}, SEQUENCE, "bias must have an axis of 4 heads"),
-    "score_mod": ("ring", score_mod, {}, SEQUENCE, 'score_mod with sharded sequences goes with "ulysses"'),
     "packed": ("all_gather", packed, {}, SEQUENCE, 'packed sequences that are sharded go with "ulysses"'),
     "implementation": ("ring", no_diagonal, {}, SEQUENCE, '"never_diagonal": no diagonal'),
 }
