@@ -17,6 +17,7 @@ over a sharded batch, or by `jax.pmap` with --pmap. Long sequences are sharded o
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import pathlib
 import time
@@ -51,6 +52,9 @@ class Settings:
 
     implementation: str | None = flag(
         None, "Implementation of attention. Default: the fastest that supports it.", ["cuda", "pallas", "xla"]
+    )
+    quantization: str | None = flag(
+        None, "Compute attention's forward pass in 8 bits; goes with bfloat16. Default: don't.", ["fp8"]
     )
     dtype: str | None = flag(
         None, "Dtype of activations. Default: float32 on a CPU, else bfloat16.", ["float32", "bfloat16"]
@@ -144,10 +148,14 @@ def explain(settings: Settings, config: gpt.GPTConfig, devices: int) -> str:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
 
     query, key = operand(config.heads), operand(config.key_heads)
-    return str(jax_flash.explain(query, key, key, is_causal=True, implementation=settings.implementation))
+    options = {"implementation": settings.implementation, "quantization": settings.quantization}
+    return str(jax_flash.explain(query, key, key, is_causal=True, **options))
 
 
 def model_config(settings: Settings, device: jax.Device) -> gpt.GPTConfig:
+    attention = jax_flash.flash_attention
+    if settings.quantization is not None:
+        attention = functools.partial(attention, quantization=settings.quantization)
     return gpt.GPTConfig(
         layers=settings.layers,
         heads=settings.heads,
@@ -156,6 +164,7 @@ def model_config(settings: Settings, device: jax.Device) -> gpt.GPTConfig:
         dtype=settings.dtype or ("float32" if device.platform == "cpu" else "bfloat16"),
         implementation=settings.implementation,
         remat=settings.remat,
+        attention=attention,
     )
 
 

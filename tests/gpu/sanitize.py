@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 if __name__ == "__main__":
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = (
@@ -27,6 +28,7 @@ from attention_case import Case, draw
 from cache_case import CacheCase, Draw, as_jax
 from implementation_suite import Implementation
 
+from jax_flash import _float8
 from jax_flash.cuda import compile
 from jax_flash.transforms import decoding
 
@@ -117,6 +119,21 @@ GROUPS = {
     ),
 }
 
+FP8_GROUPS = {
+    "8 bits": (
+        *(case(H, is_causal=H != 192, K=1) for H in HEAD_DIMS),
+        case(192, V=128, T=300, local_window_size=(70, 20)),
+        case(96, T=10, N=8, is_causal=True),  # heads share a tile
+        case(128, *SCORES, is_causal=True),
+        case(64, "score_mod", "block_mask"),
+        case(128, "seq_lengths", B=2, is_causal=True),
+        case(64, "segment_ids", B=2),
+        case(128, "packed", T=300, is_causal=True),
+        case(128, S=3000),
+    ),
+}
+"""Calls with `quantization="fp8"`."""
+
 CACHE_GROUPS = {
     "decoding": (
         CacheCase(U=1, rotary=64),
@@ -143,6 +160,8 @@ CACHE_GROUPS = {
 """Calls on key-value caches: every way to load keys, every way to append, one split and several; and those of
 many queries, which the forward kernel runs."""
 
+ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *CACHE_GROUPS)
+
 
 def run_on_cache(case: CacheCase, implementation: str = "cuda"):
     """Raises where the call fails, or its output isn't finite. Unused rows of the cache are NaN."""
@@ -152,9 +171,14 @@ def run_on_cache(case: CacheCase, implementation: str = "cuda"):
         raise RuntimeError(f"the output of {case} is not finite")
 
 
-def run(case: Case, implementation: str = "cuda", spoils: bool = False):
+class In8Bits(Implementation):
+    def attend(self, arguments, **options):
+        return super().attend(arguments, **options, quantization="fp8")
+
+
+def run(case: Case, implementation: str = "cuda", spoils: bool = False, kind: type = Implementation):
     """Raises where the call fails, or its results aren't finite though its inputs are."""
-    runner = Implementation()
+    runner = kind()
     runner.implementation = implementation
     arguments, _, _, d_out, d_lse = draw(case)
     for name in ("query", "key", "value") if spoils else ():
@@ -169,9 +193,7 @@ def run(case: Case, implementation: str = "cuda", spoils: bool = False):
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "groups", nargs="*", default=[*GROUPS, *CACHE_GROUPS], help=", ".join((*GROUPS, *CACHE_GROUPS))
-    )
+    parser.add_argument("groups", nargs="*", default=list(ALL_GROUPS), help=", ".join(ALL_GROUPS))
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--for-racecheck", action="store_true", help="kernels whose order it can follow")
     options = parser.parse_args(arguments)
@@ -181,6 +203,10 @@ def main(arguments: list[str]) -> None:
         for case in GROUPS.get(group, ()):
             print(case, flush=True)
             run(case, options.implementation, spoils=group == NOT_FINITE)
+        for case in FP8_GROUPS.get(group, ()):
+            print(case, flush=True)
+            with mock.patch.object(_float8, "KERNELS", True):
+                run(case, options.implementation, kind=In8Bits)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
             run_on_cache(case, options.implementation)

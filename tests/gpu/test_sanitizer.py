@@ -20,7 +20,7 @@ TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
 
 
 @pytest.mark.skipif(not Path(SANITIZER).exists(), reason="compute-sanitizer is not installed")
-@pytest.mark.parametrize("group", [*sanitize.GROUPS, *sanitize.CACHE_GROUPS])
+@pytest.mark.parametrize("group", sanitize.ALL_GROUPS)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_finds_nothing(tool, group, record_property):
     calls = [sys.executable, sanitize.__file__, group]

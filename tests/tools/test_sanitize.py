@@ -8,7 +8,7 @@ import pytest
 from cache_case import Draw
 from implementation_suite import FEATURES
 
-from jax_flash import cuda
+from jax_flash import _dispatch, _float8, cuda
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
@@ -57,12 +57,20 @@ def test_some_are_split_along_keys(case):
 def test_run_forward_and_backward(capsys, monkeypatch):
     some = {"scores": sanitize.GROUPS["scores"][:1], "data": sanitize.GROUPS["data"][-1:]}
     monkeypatch.setattr(sanitize, "GROUPS", some)
-    monkeypatch.setattr(
-        sanitize, "CACHE_GROUPS", {name: cases[:1] for name, cases in sanitize.CACHE_GROUPS.items()}
-    )
+    for name in ("CACHE_GROUPS", "FP8_GROUPS"):
+        groups = getattr(sanitize, name)
+        monkeypatch.setattr(sanitize, name, {group: cases[:1] for group, cases in groups.items()})
     sanitize.main(["--implementation", "xla"])
     said = capsys.readouterr().out
-    assert "scores done" in said and "decoding pages done" in said
+    assert all(f"{group} done" in said for group in ("scores", "8 bits", "decoding pages"))
+
+
+@pytest.mark.parametrize("case", sanitize.FP8_GROUPS["8 bits"], ids=str)
+def test_calls_in_8_bits_are_taken(case, monkeypatch):
+    spec, shapes = dataclasses.replace(case.spec(), quantization="fp8"), shapes_of(case.operands())
+    assert _dispatch.reason("cuda", spec, shapes, H100) == "its kernel for 8 bits has not run on a GPU yet"
+    monkeypatch.setattr(_float8, "KERNELS", True)
+    assert _dispatch.reason("cuda", spec, shapes, H100) is None
 
 
 def test_calls_on_caches_load_keys_in_every_way():

@@ -122,6 +122,9 @@ def test_bfloat16_and_remat(settings):
     np.testing.assert_allclose(remat.training, plain.training, rtol=1e-5)
     bfloat16 = train_gpt.train(dataclasses.replace(settings, dtype="bfloat16"))
     np.testing.assert_allclose(bfloat16.training, plain.training, rtol=2e-2)
+    in_8_bits = train_gpt.train(dataclasses.replace(settings, dtype="bfloat16", quantization="fp8"))
+    np.testing.assert_allclose(in_8_bits.training, plain.training, rtol=2e-2)
+    assert np.any(in_8_bits.training != bfloat16.training)
 
 
 def test_a_folder_of_text(tmp_path):
