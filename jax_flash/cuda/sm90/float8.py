@@ -17,16 +17,30 @@ from jax_flash.cuda.launch_plan import Buffer, TensorMap
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
-KEYS = _float8.ROWS_PER_SCALE
-"""Of a block of the kernel, so that it has one scale."""
+PANEL = 128
+"""Keys of a panel of transposed values, which has so many bytes a row."""
+
+MOST_COLUMNS = 192
+"""Of values in blocks of 128 keys. With more, registers have no room for the scores of so many keys."""
 
 _ORDERED = 16
 """Keys that are permuted among themselves."""
 
 
+def keys_of_block(value_dim: int) -> int:
+    """Keys of a block of the kernel. All have one scale."""
+    return PANEL if value_dim <= MOST_COLUMNS else PANEL // 2
+
+
 def transposed_shape(shapes: Shapes) -> tuple[int, int, int, int]:
+    """`(B * K, blocks, rows, keys)`, each block a panel.
+
+    A row has the keys of a block, of one column of V; or, of blocks of half as many keys, those of two
+    columns that are V / 2 apart.
+    """
     n = sizes(shapes)
-    return n.B, n.K, n.V, math.ceil(n.S / _ORDERED) * _ORDERED
+    keys = keys_of_block(n.V)
+    return n.B * n.K, math.ceil(n.S / keys), n.V * keys // PANEL, PANEL
 
 
 def descale_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
@@ -35,10 +49,11 @@ def descale_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
     return {"query_descale": queries, "key_descale": keys, "value_descale": keys}
 
 
-def value_map(buffer: Buffer, rows: int) -> TensorMap:
-    """A tensor map over `(B, K, V, S)` whose box is the keys of a block, with `rows` rows for V."""
-    B, K, V, S = buffer.shape
-    return TensorMap(buffer.name, buffer.dtype, (S, V, K, B), (S, S * V, S * V * K), (KEYS, rows, 1, 1))
+def value_map(buffer: Buffer) -> TensorMap:
+    """A tensor map over transposed values whose box is a block."""
+    heads, blocks, rows, keys = buffer.shape
+    strides = (keys, rows * keys, blocks * rows * keys)
+    return TensorMap(buffer.name, buffer.dtype, (keys, rows, blocks, heads), strides, (keys, rows, 1, 1))
 
 
 def arranged(operands: Operands) -> dict[str, jax.Array]:
@@ -48,7 +63,6 @@ def arranged(operands: Operands) -> dict[str, jax.Array]:
     the key, whose logit is NaN, and no others. Descales become positive, which the kernel relies on.
     """
     arrays = operands.present()
-    n = sizes(operands)
     for name, shape in descale_shapes(operands).items():
         given = arrays.get(name, jnp.ones((1, 1, 1), jnp.float32))
         arrays[name] = jnp.broadcast_to(given, shape)
@@ -66,9 +80,14 @@ def arranged(operands: Operands) -> dict[str, jax.Array]:
         jnp.all(finite, -1, keepdims=True), arrays["key"], jnp.full_like(arrays["key"], jnp.nan)
     )
     value = jnp.where(finite, value, jnp.zeros_like(value))
-    S = transposed_shape(operands)[-1]
-    value = jnp.pad(value, ((0, 0), (0, S - n.S), (0, 0), (0, 0)))
-    in_order = value.reshape(n.B, S // _ORDERED, 2, 4, 2, n.K, n.V)  # (…, upper half, t, one of a pair, …)
-    in_order = in_order.transpose(0, 5, 6, 1, 3, 2, 4)
-    arrays["transposed_value"] = in_order.reshape(n.B, n.K, n.V, S)
+    arrays["transposed_value"] = _transposed(value, operands)
     return arrays
+
+
+def _transposed(value: jax.Array, operands: Operands) -> jax.Array:
+    n, shape, keys = sizes(operands), transposed_shape(operands), keys_of_block(sizes(operands).V)
+    parts = PANEL // keys
+    value = jnp.pad(value, ((0, 0), (0, shape[1] * keys - n.S), (0, 0), (0, 0)))
+    # Of each 16 keys: upper half, t, one of a pair.
+    value = value.reshape(n.B, shape[1], keys // _ORDERED, 2, 4, 2, n.K, parts, n.V // parts)
+    return value.transpose(0, 6, 1, 8, 7, 2, 4, 3, 5).reshape(shape)

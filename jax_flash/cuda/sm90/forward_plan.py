@@ -349,7 +349,8 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
         scratch = (*scratch, next_repeat)
     value_map = rows_map(loaded.value, tile.keys)
     if requirements.fp8:
-        value_map = float8.value_map(loaded.value, requirements.value_dim)
+        assert tile.keys == float8.keys_of_block(requirements.value_dim)
+        value_map = float8.value_map(loaded.value)
     main = launch(
         kernel=_kernel(spec, shapes, device.arch, chosen, schedule.split_tiles > 0, loaded),
         grid=(schedule.ctas(device), 1, 1),

@@ -58,11 +58,19 @@ __device__ __forceinline__ void issue_pv(float (&out)[out_count], const Probabil
     if constexpr (begin == 0) wgmma::fence();
 #pragma unroll
     for (int step = begin; step < end; ++step) {
-        constexpr Major major = Traits::fp8 ? Major::K : Major::MN;
-        const int offset = Traits::fp8 ? descriptor::k_major_offset(step, Traits::value_dim)
-                                       : descriptor::mn_major_offset(step);
-        Wgmma<Traits::value_dim>::issue<Traits::Element, major>(out, probabilities[step],
-                                                                descriptor::at(value, offset), 1);
+        if constexpr (Traits::fp8) {
+            constexpr int columns = Traits::value_rows;
+#pragma unroll
+            for (int part = 0; part < Traits::value_parts; ++part) {
+                float (&of_part)[columns / 2] = *reinterpret_cast<float (*)[columns / 2]>(out + part * columns / 2);
+                const int offset = descriptor::k_major_offset(part * Traits::value_steps + step, columns);
+                Wgmma<columns>::issue<Traits::Element, Major::K>(of_part, probabilities[step],
+                                                                 descriptor::at(value, offset), 1);
+            }
+        } else {
+            Wgmma<Traits::value_dim>::issue<Traits::Element, Major::MN>(
+                out, probabilities[step], descriptor::at(value, descriptor::mn_major_offset(step)), 1);
+        }
     }
     wgmma::commit();
     wgmma::pin(out);
@@ -253,7 +261,7 @@ struct TileConsumer {
 
     // S = QK^T.
     __device__ __forceinline__ void issue_scores() {
-        if constexpr (Traits::fp8) factors = descales.of_block(block_at(block, tile, call.shape));
+        if constexpr (Traits::fp8) factors = descales.of_keys(block_at(block, tile, call.shape) * Traits::keys);
         mbarrier::wait(call.shared.key_full(rings.key.stage), rings.key.parity);
         pingpong_wait(warpgroup);
         issue_qk(scores, query, rings.first_key + rings.key.stage * (Traits::key_bytes >> 4));

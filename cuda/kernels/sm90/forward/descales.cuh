@@ -25,7 +25,8 @@ struct TileDescales {
         query = global::read_only(descales.query + head * ceil_div(shape.queries, rows) + block);
     }
 
-    __device__ __forceinline__ BlockFactors of_block(int block) const {
+    __device__ __forceinline__ BlockFactors of_keys(int first_key) const {
+        const int block = first_key / rows;
         return {query * global::read_only(key + block), global::read_only(value + block)};
     }
 };

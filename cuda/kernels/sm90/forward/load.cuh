@@ -95,7 +95,8 @@ __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& ri
     mbarrier::wait(shared.value_empty(rings.value.stage), rings.value.parity ^ 1);
     if constexpr (Traits::fp8) {
         mbarrier::arrive_expect(full, Traits::value_bytes);
-        tma::load(shared.value_block(rings.value.stage), call.maps.value, full, block * Traits::keys, 0, key_head, batch);
+        const int head = batch * (call.shape.query_heads / call.shape.group) + key_head;
+        tma::load(shared.value_block(rings.value.stage), call.maps.value, full, 0, 0, block, head);
     } else {
         load_panels(shared.value_block(rings.value.stage), call.maps.value, full, Traits::value_panels, Traits::keys,
                     key_head, place.first_key + block * Traits::keys, place.row);

@@ -38,7 +38,8 @@ struct Traits {
     using Result = RESULT;
     static constexpr bool wide_results = is_same<Result, float>;
     static constexpr int element_bytes = sizeof(Element);
-    // e4m3: blocks of rows have scales (descales.cuh), and V is stored transposed (jax_flash/cuda/sm90/float8.py).
+    // e4m3: blocks of rows have scales (descales.cuh), and V is stored transposed, its keys permuted
+    // (jax_flash/cuda/sm90/float8.py).
     static constexpr bool fp8 = is_same<Element, float8_e4m3fn>;
     // What results of 16 bits are converted to.
     using OutElement = Either<fp8, Either<wide_results, bfloat16, Result>::type, Element>::type;
@@ -82,9 +83,10 @@ struct Traits {
     static constexpr int key_panels = ceil_div(head_dim, panel_columns);  // of Q, too
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(rows);
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
-    // The columns of V^T are keys.
-    static constexpr int value_rows = fp8 ? value_dim : keys;
-    static constexpr int value_panels = ceil_div(fp8 ? keys : value_dim, panel_columns);
+    // A panel of V^T has 128 keys of each column of V; or 64 of each of two columns, which are half of V apart.
+    static constexpr int value_parts = fp8 ? panel_columns / keys : 1;
+    static constexpr int value_rows = fp8 ? value_dim / value_parts : keys;
+    static constexpr int value_panels = fp8 ? 1 : ceil_div(value_dim, panel_columns);
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(value_rows);
     static constexpr int out_panel_columns = descriptor::row_bytes / 2;
     static constexpr int out_panels = ceil_div(value_dim, out_panel_columns);
@@ -102,7 +104,7 @@ struct Traits {
 
     static_assert(head_dim % step_elements == 0 && head_dim <= 256, "wgmma contracts 32 bytes of columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "rows are stored 16 columns at a time; N is at most 256");
-    static_assert(!fp8 || keys == 128, "a block of keys is one that has a scale, and a panel of V^T");
+    static_assert(!fp8 || keys == 128 || keys == 64, "a panel of V^T has one block of keys, of one scale");
     static_assert(!fp8 || !(dropout || isolates || cache), "P is in another order; values are finite");
     static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
