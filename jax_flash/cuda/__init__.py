@@ -4,6 +4,7 @@ A family of kernels (`sm90/`) turns a call into launch plans. From a plan, `call
 `compile.py` the machine code, and the module `_launcher` (cuda/launcher) runs it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from types import ModuleType
@@ -88,17 +89,41 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
 
     `out` is in `spec.result_dtype` of query's; lse is float32.
     """
-    if spec.quantization is not None:
-        spec, operands = _float8.quantized(spec, operands)
-    if _float8.is_float8(operands.query.dtype) and operands.query_offsets is not None:
+    is_float8 = spec.quantization is not None or _float8.is_float8(operands.query.dtype)
+    if is_float8 and operands.query_offsets is not None:
+        if spec.quantization is not None:
+            spec, operands = _float8.quantized(spec, operands)
         return _varlen_unpacking.forward(forward, spec, operands)
     n = sizes(operands)
-    operands = _padded(operands)
+    if spec.quantization is not None:
+        spec, operands, arrays = _quantized(spec, operands)
+    else:
+        operands = _padded(operands)
+        arrays = family(current()).forward_arrays(operands)
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())
-    arrays = family(current()).forward_arrays(operands) | forward_metadata(spec, operands)
+    arrays |= forward_metadata(spec, operands)
     arrays |= family(current()).forward_block_lists(spec, operands, arrays)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return _without_padding(results["out"], n.V), results["lse"]
+
+
+def _quantized(
+    spec: AttentionSpec, operands: Operands
+) -> tuple[AttentionSpec, Operands, dict[str, jax.Array]]:
+    """The call on e4m3 numbers, and the arrays that the forward kernel takes, by a kernel.
+
+    It writes values as the forward kernel takes them, so the operands' value has their shape alone.
+    """
+    operands = _padded(operands, multiple=16)
+    plan = family(current()).plan_quantize(shapes_of(operands), current())
+    results = _call("jax_flash_quantize", plan, operands.present())
+    changed = {"query": results.pop("quantized_query"), "key": results.pop("quantized_key")}
+    changed["value"] = jnp.zeros(operands.value.shape, _float8.DTYPE)
+    others = {name: x for name, x in operands.present().items() if name != "rotation_signs"}
+    quantized = Operands.of(others | changed)
+    out_dtype = operands.query.dtype.name
+    spec = dataclasses.replace(spec, quantization=None, out_dtype=out_dtype)
+    return spec, quantized, quantized.present() | results
 
 
 def backward(
@@ -155,15 +180,15 @@ def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Arra
     return _call("jax_flash_bounds", plan, arrays)
 
 
-def _padded(operands: Operands) -> Operands:
+def _padded(operands: Operands, multiple: int | None = None) -> Operands:
     """The same call with head dims that are multiples of 16 bytes, of which TMA copies whole ones."""
-    query, key, value = map(_padded_rows, (operands.query, operands.key, operands.value))
-    return operands.replace(query=query, key=key, value=value)
+    rows = {name: getattr(operands, name) for name in ("query", "key", "value")}
+    return operands.replace(**{name: _padded_rows(x, multiple) for name, x in rows.items()})
 
 
-def _padded_rows(x: jax.Array) -> jax.Array:
+def _padded_rows(x: jax.Array, multiple: int | None = None) -> jax.Array:
     """Adds columns of zeros. They add nothing to scores; results lose theirs by `_without_padding`."""
-    missing = -x.shape[-1] % (16 // x.dtype.itemsize)
+    missing = -x.shape[-1] % (multiple or 16 // x.dtype.itemsize)
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 

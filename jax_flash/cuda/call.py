@@ -30,7 +30,10 @@ except ModuleNotFoundError:
     ) from None
 
 # The names that operations have in HLO and in profiles. All run the same launcher.
-TARGETS = ("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds", "jax_flash_decode")
+TARGETS = (
+    *("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds", "jax_flash_decode"),
+    "jax_flash_quantize",
+)
 
 # A call's state is its decoded plan. XLA has to know the type ahead of the handlers.
 jax.ffi.register_ffi_type("jax_flash_plan", _launcher.state_type(), platform="CUDA")

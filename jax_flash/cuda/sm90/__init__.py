@@ -22,6 +22,7 @@ from jax_flash.cuda.sm90 import (
 )
 from jax_flash.cuda.sm90.backward_plan import backward_block_lists, plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import forward_block_lists, plan_forward, plan_forward_metadata
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "plan_decode",
     "plan_forward",
     "plan_forward_metadata",
+    "plan_quantize",
     "unsupported",
     "unsupported_decode",
 ]

@@ -1,0 +1,62 @@
+"""The kernel that rounds queries, keys and values to e4m3, in the emulator: the bits of its definition."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_case import DEVICE, Case, draw
+
+from jax_flash import _float8
+from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90 import float8
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+
+CASES = (
+    Case(H=128, T=200, S=300, N=4, K=2, B=2),
+    Case(H=64, T=130, S=140, N=6, K=1, dtype="float16", lengths="qk", B=2),
+    Case(H=96, V=48, T=9, S=128, N=2, K=2),
+    Case(H=256, T=40, S=270, N=1),
+    Case(H=80, V=256, T=128, S=65, N=3, K=3, dtype="float16"),
+    Case(H=32, V=16, T=1, S=1),
+)
+
+
+def operands_of(case, incoherent):
+    """With outliers, and some elements that aren't finite."""
+    _, operands, _, _, seed = draw(case)
+    random = np.random.default_rng(seed)
+
+    def spoilt(x):
+        x = np.array(x, np.float32) * np.where(random.random(x.shape) < 0.01, 30, 1)
+        for odd in (np.nan, np.inf, -np.inf):
+            x[tuple(random.integers(size) for size in x.shape)] = odd
+        return jnp.asarray(x, case.dtype)
+
+    arrays = {name: spoilt(getattr(operands, name)) for name in ("query", "key", "value")}
+    if incoherent:
+        arrays["rotation_signs"] = jnp.stack(
+            [_float8.random_signs(jax.random.key(b), case.H) for b in range(case.B)]
+        )
+    return operands.replace(**arrays), seed
+
+
+@pytest.mark.parametrize("incoherent", (True, False))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_the_definition(case, incoherent, emulator):
+    operands, seed = operands_of(case, incoherent)
+    plan = plan_quantize(shapes_of(operands), DEVICE)
+    got = emulator.run(plan, {name: np.asarray(x) for name, x in operands.present().items()}, seed)
+    spec = dataclasses.replace(draw(case)[0], quantization="fp8")
+    _, quantized = _float8.quantized(spec, operands)
+    expected = float8.arranged(quantized)
+    for name, buffer in (("query", "quantized_query"), ("key", "quantized_key")):
+        found, right = (np.asarray(x, np.float32) for x in (got[buffer], expected[name]))
+        np.testing.assert_array_equal(found, right, err_msg=name)
+    found, right = (
+        np.asarray(x, np.float32) for x in (got["transposed_value"], expected["transposed_value"])
+    )
+    np.testing.assert_array_equal(found, right)
+    for name in ("query_descale", "key_descale", "value_descale"):
+        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
