@@ -51,31 +51,32 @@ __device__ __forceinline__ void load_columns(float (&x)[lane_columns], const Ele
 
 // Random signs, then the Hadamard matrix: sums and differences of elements that are 1, 2, 4 … columns apart.
 __device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&signs)[lane_columns], float scale) {
-    if constexpr (HADAMARD == 1) return;
+    if constexpr (HADAMARD > 1) {
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) x[i] *= signs[i];
+        for (int i = 0; i < lane_columns; ++i) x[i] *= signs[i];
 #pragma unroll
-    for (int half = 1; half < HADAMARD; half *= 2) {
-        if (half < lane_columns) {
+        for (int half = 1; half < HADAMARD; half *= 2) {
+            if (half < lane_columns) {
 #pragma unroll
-            for (int i = 0; i < lane_columns; ++i) {
-                if (i & half) continue;
-                const float low = x[i], high = x[i | half];
-                x[i] = low + high;
-                x[i | half] = low - high;
-            }
-        } else {
-            const int distance = half / lane_columns;
-            const bool is_high = threadIdx.x & distance;
+                for (int i = 0; i < lane_columns; ++i) {
+                    if (i & half) continue;
+                    const float low = x[i], high = x[i | half];
+                    x[i] = low + high;
+                    x[i | half] = low - high;
+                }
+            } else {
+                const int distance = half / lane_columns;
+                const bool is_high = threadIdx.x & distance;
 #pragma unroll
-            for (int i = 0; i < lane_columns; ++i) {
-                const float other = __shfl_xor_sync(all_lanes, x[i], distance);
-                x[i] = is_high ? other - x[i] : x[i] + other;
+                for (int i = 0; i < lane_columns; ++i) {
+                    const float other = __shfl_xor_sync(all_lanes, x[i], distance);
+                    x[i] = is_high ? other - x[i] : x[i] + other;
+                }
             }
         }
-    }
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) x[i] *= scale;
+        for (int i = 0; i < lane_columns; ++i) x[i] *= scale;
+    }
 }
 
 __device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const Parameters& of, int batch) {

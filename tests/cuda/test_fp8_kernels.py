@@ -1,0 +1,62 @@
+"""The kernels for 8 bits as their compiler sees them, and their plans, with no GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash import _float8
+from jax_flash._device import H100
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.cuda import plan_check
+from jax_flash.cuda.compile import compile_kernel
+from jax_flash.cuda.sm90 import forward_plan
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
+
+B, T, S, N, K = 2, 1000, 777, 8, 2
+INTEGERS = jax.ShapeDtypeStruct((B,), jnp.int32)
+LENGTHS = {"query_seq_lengths": INTEGERS, "key_value_seq_lengths": INTEGERS}
+HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+OPTIONS = {
+    "plain": ({}, {}),
+    "causal": ({"right": 0}, {}),
+    "window": ({"left": 100, "right": 30}, {}),
+    "lengths": ({}, LENGTHS),
+    "soft cap": ({"logits_soft_cap": 30.0, "right": 0}, {"sinks": jax.ShapeDtypeStruct((1, N), jnp.float32)}),
+}
+
+
+def arrays(dtype, H, V, **others):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, V)
+    return Operands(*(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes), **others)
+
+
+def check(plan, spilled=0):
+    """The plan is one that is accepted, and its kernels don't wait for their products, nor spill more bytes."""
+    plan_check.check(plan)
+    for launch in plan.launches:
+        log = compile_kernel(launch.kernel).log
+        assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+        assert max(map(int, re.findall(r"(\d+) bytes spill", log))) <= spilled, log
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_forward(options, head_dims):
+    static, operands = OPTIONS[options]
+    out_dtype = {"plain": "float32", "window": "float16"}.get(options, "bfloat16")
+    spec = AttentionSpec(scale=0.1, out_dtype=out_dtype, **static)
+    plan = forward_plan.plan_forward(spec, arrays(_float8.DTYPE, *head_dims, **operands), H100)
+    check(plan, spilled=8 if options == "soft cap" and head_dims == (192, 192) else 0)
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("incoherent", (True, False))
+def test_quantize(incoherent, head_dims):
+    signs = jax.ShapeDtypeStruct((1, head_dims[0] - 8 * incoherent), jnp.float32)
+    others = LENGTHS | ({"rotation_signs": signs} if incoherent else {})
+    dtype = "bfloat16" if incoherent else "float16"
+    check(plan_quantize(arrays(dtype, *head_dims, **others), H100))
