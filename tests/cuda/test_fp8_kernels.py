@@ -35,7 +35,7 @@ def arrays(dtype, H, V, **others):
 
 
 def check(plan, spilled=0):
-    """The plan is one that is accepted, and its kernels don't wait for their products, nor spill more bytes."""
+    """The plan is accepted; its kernels' products aren't serialised, and no more bytes are spilled."""
     plan_check.check(plan)
     for launch in plan.launches:
         log = compile_kernel(launch.kernel).log
