@@ -76,10 +76,12 @@ def rotated(x: jax.Array, signs: jax.Array) -> jax.Array:
 
 
 def power_of_two_above(largest: jax.Array) -> jax.Array:
-    """The smallest power of two that brings a number of that magnitude to `MAX` at most, float32; 1 for 0."""
-    fraction, exponent = jnp.frexp(largest)  # fraction in [0.5, 1); 448 is 0.875 * 2**9
-    exponent = jnp.clip(exponent - 9 + (fraction > MAX / 512), -126, 126)
-    return jnp.where(largest == 0, 1.0, jnp.ldexp(jnp.float32(1), exponent))
+    """The smallest power of two that brings a float32 of that magnitude to `MAX` at most; 1 for 0."""
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF  # the exponent is biased by 127
+    exponent = exponent - 8 + (mantissa > 0x600000)  # 448 is 1.75 * 2**8
+    scale = jax.lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, jnp.float32)
+    return jnp.where(largest == 0, jnp.ones_like(scale), scale)
 
 
 def rounded(
