@@ -22,9 +22,9 @@ import numpy as np
 from jax_flash._spec import AttentionSpec, Operands
 
 KERNELS = False
-"""Whether the CUDA kernel for arrays of 8 bits runs.
+"""Whether the CUDA kernels for 8 bits run: quantization, and the forward pass.
 
-It has run in the emulator alone so far (tests/cuda/test_fp8_emulated.py).
+They have run in the emulator alone so far (tests/cuda/test_quantize_emulated.py, test_fp8_emulated.py).
 """
 
 DTYPE = jnp.float8_e4m3fn

@@ -45,8 +45,8 @@ def of_arrays(
         return None, {}
     if isinstance(scale, Tracer):
         raise TypeError(
-            "scale must be a Python number where query is float8_e4m3fn, "
-            f"multiply query_descale by a traced one; got the traced value {scale}"
+            "scale must be a Python number where query is float8_e4m3fn "
+            f"(multiply query_descale by a traced one); got the traced value {scale}"
         )
     *batch, queries, _, _ = query.shape
     keys, heads = key.shape[-3:-1]

@@ -221,7 +221,10 @@ def _attend_tiles(
     if slopes is not None:
         slopes = slopes if slopes.shape[0] == 1 else jnp.take(slopes, sequence, axis=0, mode="clip")
         slopes = logits.by_group(slopes.astype(dtype), n.K)[..., None, None]
-    descale = None if operands.key_descale is None else operands.key_descale.reshape(-1, 1, 1, 1)
+    scale = spec.attention.scale
+    if operands.key_descale is not None:
+        scale = scale * operands.key_descale.reshape(-1, 1, 1, 1)
+    of_heads = _OfHeads(scale, slopes)
 
     def step(i, state):
         top, total, accumulated = state
@@ -234,7 +237,7 @@ def _attend_tiles(
             is_finite = jnp.isfinite(value)
             key = jnp.where(jnp.all(is_finite, -1, keepdims=True), key, jnp.nan)
             value = jnp.where(is_finite, value, 0)
-        x = _logits(spec, tiles, query, key, positions, is_there, slopes, descale, dtype)
+        x = _logits(spec, tiles, query, key, positions, is_there, of_heads, dtype)
         new_top = jnp.maximum(top, x.max(-1))
         p = jnp.exp(x - new_top[..., None])
         shrink = jnp.exp(top - new_top)
@@ -268,6 +271,14 @@ def _attend_tiles(
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class _OfHeads:
+    """What logits of a head are made with."""
+
+    scale: float | jax.Array  # or `(K, 1, 1, 1)`, with the descales of keys
+    slopes: jax.Array | None  # (tiles | 1, K, G, 1, 1)
+
+
 def _logits(
     spec: CacheSpec,
     tiles: _Tiles,
@@ -275,8 +286,7 @@ def _logits(
     key: jax.Array,
     positions: jax.Array,
     is_there: jax.Array,
-    slopes: jax.Array | None,
-    descale: jax.Array | None,
+    of_heads: _OfHeads,
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Logits of tiles on a block of keys, `(tiles, K, G, queries, keys)`; -inf where a key is hidden."""
@@ -288,13 +298,12 @@ def _logits(
     if options.right is not None:
         is_visible &= distance <= options.right
     limits = jnp.finfo(dtype)
-    x = logits.product(query, key, ((4,), (3,)), dtype)
-    x = x * options.scale if descale is None else x * (descale * options.scale)
+    x = logits.product(query, key, ((4,), (3,)), dtype) * of_heads.scale
     x = jnp.clip(x, limits.min, limits.max)  # as in `logits.block`
     if options.logits_soft_cap is not None:
         x = options.logits_soft_cap * jnp.tanh(x / options.logits_soft_cap)
-    if slopes is not None:
-        x -= slopes * jnp.abs(distance).astype(dtype)[:, None, None]
+    if of_heads.slopes is not None:
+        x -= of_heads.slopes * jnp.abs(distance).astype(dtype)[:, None, None]
     return jnp.where(is_visible[:, None, None], x, -jnp.inf)
 
 

@@ -390,6 +390,18 @@ def test_export():
     np.testing.assert_array_equal(restored.call(*given), attend(given))
 
 
+def test_symbolic_lengths():
+    batch, length = jax.export.symbolic_shape("b, t")
+    shape = jax.ShapeDtypeStruct((batch, length, 4, 32), jnp.bfloat16)
+    attend = jax.jit(lambda *qkv: jax_flash.flash_attention(*qkv, is_causal=True, quantization="fp8"))
+    exported = jax.export.export(attend)(shape, shape, shape)
+    given = arrays(18, T=300, S=300, K=4)
+    assert error(exported.call(*given), attend(*given)) < 1e-3
+    of_8_bits = jax.ShapeDtypeStruct(shape.shape, E4M3)
+    with pytest.raises(ValueError, match="lengths must not be symbolic where query is float8_e4m3fn"):
+        jax.export.export(jax.jit(jax_flash.flash_attention))(of_8_bits, of_8_bits, of_8_bits)
+
+
 Q, K_, V_ = arrays(17, T=140, S=130)
 Q8, K8, V8 = (x.astype(E4M3) for x in (Q, K_, V_))
 ONES = jnp.ones((2, 2))

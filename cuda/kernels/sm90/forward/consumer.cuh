@@ -128,7 +128,7 @@ struct ConsumerCall {
     const ScoreOperands& score_operands;
     const Sinks sinks;
     const Dropout& dropout;
-    const float scale_log2;  // factor of scores in the exponent of 2; 1 where they are logits
+    const float scale_log2;    // factor of scores in the exponent of 2; 1 where they are logits
     const Descales& descales;  // of e4m3 operands
 };
 
@@ -154,9 +154,9 @@ struct TileConsumer {
     float scores[score_count];
     Probabilities probabilities;
     bool rescales = false;  // whether a maximum of this thread's rows was raised, so that O has to be rescaled
-    TileDescales descales;  // these three of e4m3 operands alone
-    BlockFactors factors;         // of `block`
-    float out_unit = 1;           // what O is to be multiplied by
+    TileDescales descales;  // this and the next two: with e4m3 operands
+    BlockFactors factors;   // of `block`
+    float out_unit = 1;     // what O is to be multiplied by
 
     __device__ __forceinline__ TileConsumer(const ConsumerCall& call, ConsumerRings& rings, const Tile& tile,
                                             int warpgroup, int lane, int row, float (&out)[out_count],
