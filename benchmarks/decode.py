@@ -13,6 +13,7 @@ kernel reads half as many bytes and writes them: its time is that of the call at
   lengths      lengths drawn from 1 to the capacity; one sequence of 131072 keys among 63 short ones
   paged        pages of several sizes, anywhere in their pool, beside the same keys without pages
   speculative  four and eight queries of each sequence beside one
+  8 bits       full caches in e4m3, beside queries in bfloat16
   append       a new key of each sequence, and rotary embeddings, beside attention alone
   prefill      chunks of prompts, 256 to 2048 queries, beside `flash_attention` to the same keys, in TFLOP/s
                JAX has no cuDNN for them: its causal attention is aligned to the first key
@@ -46,11 +47,13 @@ import timing
 from decode_cases import GROUPS, MEGABYTE, TARGETS, Case
 from decode_programs import ALL, COPY, LONG_CHAIN, SHORT_CHAIN
 
+from jax_flash import _float8
+
 OURS = "jax_flash_cuda"  # which the targets are for
 REFERENCE = "jax_flash_xla"
 MINUTES = 8.0
 MICROSECONDS_IN_FLIGHT = 50_000.0  # of calls at once, where `step_us` is measured
-MERGED_GROUPS = ("contiguous", "speculative")
+MERGED_GROUPS = ("contiguous", "speculative", "8 bits")
 
 
 def measure(
@@ -217,6 +220,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS, help="whose median counts")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after which no other case is begun")
     parser.add_argument("--merge", type=Path, help="JSON of another program's measurements")
+    parser.add_argument("--unproven", action="store_true", help="run kernels that are off (_float8.KERNELS)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--list", action="store_true", help="print the calls and targets; measure nothing")
     options = parser.parse_args(arguments)
@@ -240,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.list:
         return list_cases(options.groups)
+    _float8.KERNELS |= options.unproven
     # Peers warn of their own affairs.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 
-ELEMENT_BYTES = 2  # bfloat16
+ELEMENT_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1}
 MEGABYTE = 1 << 20
 
 
@@ -24,13 +24,14 @@ class Call:
     appended: int = 0  # of `key_lengths`
     rotary: bool = False
     dtype: str = "bfloat16"
+    cache_dtype: str = "bfloat16"
     by_flash_attention: bool = False  # causal attention to the same keys, which isn't told of a cache
 
     @property
     def label(self) -> str:
         """The name of the call; measurements of other programs that have it are taken for the same call."""
         heads, dims = f"h{self.heads}/{self.kv_heads}", f"d{self.head_dim}/{self.head_dim}"
-        label = f"decode b{self.batch} s{self.capacity} {heads} {dims} q{self.queries} {self.dtype}"
+        label = f"decode b{self.batch} s{self.capacity} {heads} {dims} q{self.queries} {self.cache_dtype}"
         return label if self.lengths == "full" else f"{label} {self.lengths} lengths"
 
     @functools.cached_property
@@ -53,7 +54,9 @@ class Call:
     @property
     def bytes_read(self) -> int:
         """Of the keys and values that sequences have."""
-        return int(self.key_lengths.sum()) * self.kv_heads * 2 * self.head_dim * ELEMENT_BYTES
+        return (
+            int(self.key_lengths.sum()) * self.kv_heads * 2 * self.head_dim * ELEMENT_BYTES[self.cache_dtype]
+        )
 
     @property
     def flops(self) -> int:
@@ -123,6 +126,10 @@ GROUPS: dict[str, list[Case]] = {
         _variants("paged", LARGE, {"contiguous": {}} | {f"pages of {page}": {"page": page} for page in PAGES})
     ],
     "speculative": [_variants("speculative", base, SPECULATIVE) for base in (LARGE, SMALL)],
+    "8 bits": [
+        _case("8 bits", *shape, cache_dtype="float8_e4m3fn")
+        for shape in ((16, 8192, 32, 8), (1, 131072, 32, 8), (64, 2048, 32, 8), (8, 16384, 64, 8))
+    ],
     "append": [_variants("append", base, APPENDED) for base in (LARGE, SMALL)],
     "prefill": [_variants("prefill", base, PREFILL) for base in CHUNKS],
 }
@@ -163,6 +170,7 @@ TARGETS: dict[str, list[Target]] = {
     "lengths": [Target("to_copy", at_least=1 / 1.08)],
     "paged": [Target("to_base", at_least=0.95, variants=tuple(f"pages of {page}" for page in PAGES[:3]))],
     "speculative": [Target("to_base", at_least=1 / 1.1, variants=tuple(SPECULATIVE)[1:])],
+    "8 bits": [Target("to_copy", at_least=0.90)],
     "append": [
         Target(figure, at_most=3.0, variants=("append rotary",))
         for figure in ("beyond_base_us", "step_beyond_base_us")

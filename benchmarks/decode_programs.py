@@ -24,7 +24,7 @@ from jax_flash import KVCache, PagedKVCache
 COPY = "copy"
 PEERS = ("cudnn",)
 ALL = (*contenders.OURS, *PEERS, COPY)
-PEER_GROUPS = ("contiguous", "lengths", "paged")  # whose first variant all contenders may run
+PEER_GROUPS = ("contiguous", "lengths", "paged", "8 bits")  # whose first variant all contenders may run
 SHORT_CHAIN, LONG_CHAIN = 1, 9
 DISTINCT = 8  # sequences whose keys are drawn; the others repeat them
 
@@ -45,10 +45,11 @@ def shapes(call: Call) -> Inputs:
 
     query, lengths = array(B, call.queries, call.heads, H), array(B, dtype="int32")
     if call.page is None:
-        cache = KVCache(array(B, S, K, H), array(B, S, K, H), lengths)
+        rows = array(B, S, K, H, dtype=call.cache_dtype)
+        cache = KVCache(rows, rows, lengths)
     else:
         pages = S // call.page
-        rows = array(B * pages, call.page, K, H)
+        rows = array(B * pages, call.page, K, H, dtype=call.cache_dtype)
         cache = PagedKVCache(rows, rows, array(B, pages, dtype="int32"), lengths)
     new = (array(B, call.appended, K, H),) * 2 if call.appended else None
     rotary = (array(S + 1, H // 2, dtype="float32"),) * 2 if call.rotary else None
@@ -66,7 +67,8 @@ class Arrays:
     def __init__(self, base: Call):
         shape = (min(base.batch, DISTINCT), base.capacity, base.kv_heads, base.head_dim)
         repeated = jnp.arange(base.batch) % DISTINCT
-        self.key, self.value = (_normal(seed, shape, base.dtype)[repeated] for seed in (0, 1))
+        drawn = (_normal(seed, shape, base.dtype).astype(base.cache_dtype) for seed in (0, 1))
+        self.key, self.value = (x[repeated] for x in drawn)
 
     def inputs(self, call: Call) -> Inputs:
         """The arrays of `shapes(call)`. The pages of a sequence are anywhere in the pool."""
@@ -96,8 +98,10 @@ def attend(call: Call, name: str) -> Callable[..., jax.Array]:
     Raises NotImplementedError for a call that the contender has no function for.
     """
     if name == "cudnn":
-        if call.page is not None or call.appended or call.queries > 1:
-            raise NotImplementedError("JAX has cuDNN's attention to one query and contiguous caches alone")
+        if call.page is not None or call.appended or call.queries > 1 or call.cache_dtype != call.dtype:
+            raise NotImplementedError(
+                "JAX has cuDNN's attention to one query and contiguous caches of its dtype alone"
+            )
         return _cudnn
     implementation = name.removeprefix("jax_flash_")
 

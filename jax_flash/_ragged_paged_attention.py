@@ -39,7 +39,8 @@ def ragged_paged_attention(
 
     Args:
       q: `(tokens, N, H)`, floating: the queries of all sequences, one after another.
-      kv_pages: `(P, page, 2 · K, H)`, q's dtype; head 2k is key head k, and head 2k + 1 its values.
+      kv_pages: `(P, page, 2 · K, H)`, q's dtype or float8_e4m3fn; head 2k is key head k, and head 2k + 1 its
+        values.
       kv_lens: `(max_seqs,)`, integer, in tokens.
       page_indices: `(max_seqs, pages_per_seq)`, integer. One outside of [0, P) is no page: its keys are
         hidden.
@@ -93,7 +94,7 @@ def prepare(
 ) -> tuple[_cache_call.CacheCall, float]:
     """The checked call, and what its output is multiplied by."""
     q = _validate.array("q", q, "floating")
-    pages = _validate.array("kv_pages", kv_pages, "floating")
+    pages = _validate.array("kv_pages", kv_pages, "floating or e4m3")
     if q.ndim != 3:
         raise ValueError(f"q must have shape (tokens, N, H); got {described(q)}")
     if pages.ndim != 4 or pages.shape[2] % 2 or 0 in pages.shape[1:] or pages.shape[3] != q.shape[2]:

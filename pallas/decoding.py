@@ -7,7 +7,7 @@ the cache as it lies, pages and layers too.
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _cache_rows, _device, _rotary
+from jax_flash import _cache_rows, _device, _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash.transforms.varying import vary_alike
@@ -21,7 +21,7 @@ def supports(spec: CacheSpec, shapes: CacheOperands, device: Device) -> str | No
 
     Raises ImportError where it could if the installed JAX had the Triton lowering of Pallas.
     """
-    why_not = limits.device_reason(device) or _call_reason(shapes)
+    why_not = limits.device_reason(device) or _float8_reason(shapes, device) or _call_reason(shapes)
     if why_not is not None:
         return why_not
     if not lowering.allowed(lowering.TRITON):
@@ -31,9 +31,22 @@ def supports(spec: CacheSpec, shapes: CacheOperands, device: Device) -> str | No
     return None
 
 
+def _float8_reason(shapes: CacheOperands, device: Device) -> str | None:
+    if not _float8.is_float8(shapes.key.dtype) or compat.interpreting():
+        return None
+    if not _float8.KERNELS:
+        return _float8.UNPROVEN
+    assert device.compute_capability is not None
+    if device.compute_capability < (8, 9):
+        return f"a cache in float8_e4m3fn needs compute capability 8.9 or newer, not {device.kind}'s"
+    return None
+
+
 def _call_reason(shapes: CacheOperands) -> str | None:
     n = cache_sizes(shapes)
     arrays = [x for x in (shapes.query, shapes.key, shapes.value) if x is not None]
+    if _float8.is_float8(shapes.key.dtype):
+        arrays = [shapes.query]
     if why_not := limits.operand_reason(arrays, (n.H, n.V), (n.T, n.S)):
         return why_not
     if shapes.query_offsets is not None and n.B > decode_tiles.MOST_SEQUENCES:

@@ -56,7 +56,7 @@ def _float8_limit(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -
     if spec.quantization is None and not _float8.is_float8(shapes.query.dtype):
         return None
     if not _float8.KERNELS:
-        return "its kernel for 8 bits has not run on a GPU yet"
+        return _float8.UNPROVEN
     if spec.dropout_rate:
         return "its kernel for 8 bits takes no dropout"
     return None

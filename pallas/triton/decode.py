@@ -161,6 +161,10 @@ def _attend(
     if "alibi_slopes" in refs:
         b = share.sequence if refs["alibi_slopes"].shape[0] > 1 else np.int32(0)
         slopes = triton.load(refs["alibi_slopes"].at[b, tile.head]) * LOG2_E
+    cap = spec.logits_soft_cap
+    scale = spec.scale * LOG2_E if cap is None else spec.scale / cap
+    if "key_descale" in refs:
+        scale = scale * cache.descale("key_descale")
 
     def step(j, carry):
         row_max, row_sum, acc = carry
@@ -171,11 +175,9 @@ def _attend(
             visible = visible & (distance >= -spec.left)
         if spec.right is not None:
             visible = visible & (distance <= spec.right)
-        products, cap = dot_transposed(query, key), spec.logits_soft_cap
-        if cap is None:
-            x = products * (spec.scale * LOG2_E)
-        else:
-            x = accurate_tanh(products * (spec.scale / cap)) * (cap * LOG2_E)
+        x = dot_transposed(query, key) * scale
+        if cap is not None:
+            x = accurate_tanh(x) * (cap * LOG2_E)
         if slopes is not None:
             x = x - slopes[:, None] * jnp.abs(distance).astype(jnp.float32)
         x = jnp.where(visible, x, -jnp.inf)
@@ -192,7 +194,10 @@ def _attend(
         jnp.zeros((rows,), jnp.float32),
         jnp.zeros((rows, padded(n.V)), jnp.float32),
     )
-    return lax.fori_loop(first, last, step, carry)
+    row_max, row_sum, acc = lax.fori_loop(first, last, step, carry)
+    if "value_descale" in refs:
+        acc = acc * cache.descale("value_descale")
+    return row_max, row_sum, acc
 
 
 def combine_splits(problem: _Problem, partial: Any, out: Any, lse: Any) -> None:
@@ -265,8 +270,11 @@ def _store_rows(ref: Any, index: tuple[Any, ...], rows: jax.Array, where: jax.Ar
 def forward(spec: CacheSpec, operands: CacheOperands, cut: Cut) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse` for a cache that has the new keys, and for queries that are rotated."""
     n, query = cache_sizes(operands), operands.query
-    names = ("lengths", "key", "value", "page_table", "batch_index", "left_padding", "alibi_slopes", "layer")
-    arrays = {name: x for name, x in operands.present().items() if name in (*names, "query_offsets")}
+    names = (
+        *("lengths", "key", "value", "page_table", "batch_index", "left_padding", "alibi_slopes", "layer"),
+        *("query_offsets", "key_descale", "value_descale"),
+    )
+    arrays = {name: x for name, x in operands.present().items() if name in names}
     arrays["query"] = query.reshape(-1, n.N, n.H)
     if operands.sinks is not None:
         arrays["sinks"] = operands.sinks.reshape(n.N)

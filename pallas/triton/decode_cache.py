@@ -42,8 +42,8 @@ class SequenceCache:
         return found
 
     def block(self, j: jax.Array, begin: jax.Array, end: jax.Array) -> tuple[Any, ...]:
-        """Block `j`: keys (keys, H) and values (keys, V), head dims padded; which keys are there, (keys,),
-        and the keys' positions, (keys,).
+        """Block `j`: keys (keys, H) and values (keys, V) in query's dtype, head dims padded; which keys are
+        there, (keys,), and the keys' positions, (keys,).
 
         Keys outside of `[begin, end)` count as not there. Rows of keys that aren't there are 0, as the cache
         may hold NaN where a sequence has no key, and 0 times NaN is NaN.
@@ -91,7 +91,12 @@ class SequenceCache:
         mask = jnp.broadcast_to(is_there[:, None], (self.block_keys, padded(width)))
         if width != padded(width):
             mask = mask & (columns < width)
-        return triton.load(ref.at[index], mask=mask, other=np.zeros((), ref.dtype))
+        rows = triton.load(ref.at[index], mask=mask, other=np.zeros((), ref.dtype))
+        return rows.astype(self.refs["query"].dtype)  # e4m3 numbers stay as they are
+
+    def descale(self, name: str) -> jax.Array:
+        """What the key head's numbers are multiplied by. `name` is that of an operand, which is there."""
+        return triton.load(self.refs[name].at[self.head])
 
     @property
     def _has_index(self) -> bool:

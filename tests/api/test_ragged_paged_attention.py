@@ -61,6 +61,17 @@ def test_equals_the_plain_form(case, options):
     assert not got[tokens:].any()
 
 
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float32))
+def test_pages_in_8_bits(dtype):
+    """Their numbers times the scales are keys and values."""
+    q, pages, *rest = draw("8 bits", *CASES["mixed"], dtype)
+    pages, options = pages.astype(jnp.float8_e4m3fn), {"k_scale": 0.3, "v_scale": 1.7}
+    got = jax_flash.ragged_paged_attention(q, pages, *rest, **options)
+    want = jax_flash.ragged_paged_attention(q, pages.astype(dtype), *rest, **options)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, want)
+
+
 def test_no_sequence():
     arguments = draw("none", (), ())
     assert not jax_flash.ragged_paged_attention(*arguments).any()

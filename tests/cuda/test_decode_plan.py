@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from decode_schedule import Work, parts
 from exhaustive import thinned
 from seeds import seed_of
 
+from jax_flash import _float8
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device, assume
 from jax_flash._spec import AttentionSpec, shapes_of
@@ -46,6 +48,7 @@ def call(
     left=None,
     right=0,
     dtype="bfloat16",
+    cache_dtype=None,
     num_splits=None,
     query_positions="own",
 ) -> tuple[CacheSpec, CacheOperands]:
@@ -68,15 +71,16 @@ def call(
         optional["query_offsets"] = array(B + 1, dtype="int32")
     operands = CacheOperands(
         array(1 if packed else B, T, N, H, dtype=dtype),
-        array(*rows, K * (1 + interleaved), H, dtype=dtype),
-        None if interleaved else array(*rows, K, V, dtype=dtype),
+        array(*rows, K * (1 + interleaved), H, dtype=cache_dtype or dtype),
+        None if interleaved else array(*rows, K, V, dtype=cache_dtype or dtype),
         array(B, dtype="int32"),
         **optional,
     )
     spec = CacheSpec(
         AttentionSpec(0.1, left, right, logits_soft_cap=soft_cap), rotary == 2, query_positions, num_splits
     )
-    assert decoding.supports(spec, operands, H100) is None
+    with mock.patch.object(_float8, "KERNELS", True):
+        assert decoding.supports(spec, operands, H100) is None
     return spec, operands
 
 
@@ -105,6 +109,10 @@ CALLS = (
     {"S": 64, "U": 1},
     {"B": 65536, "S": 1024, "K": 1, "N": 1, "H": 8},
     {"B": 2, "T": 4096, "S": 1 << 17, "H": 128, "N": 32, "K": 8},
+    {"cache_dtype": "float8_e4m3fn", "U": 1, "rotary": 1},
+    {"cache_dtype": "float8_e4m3fn", "H": 64, "page": 16, "S": 640, "dtype": "float16", "U": 2, "K": 1},
+    {"cache_dtype": "float8_e4m3fn", "H": 256, "soft_cap": 30.0, "alibi": True, "page": 3, "S": 1023, "T": 4},
+    {"cache_dtype": "float8_e4m3fn", "H": 16, "V": 80, "num_splits": 1, "T": 100},
 )
 IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
 
@@ -345,7 +353,17 @@ def of_source(kernel: Kernel) -> set:
         return {(kernel.entry, *define) for define in defines.items()}
     return {
         (name, defines[name])
-        for name in ("ELEMENT", "KEYS", "CTAS_OF_SM", "PAGED", "SPLIT", "SOFT_CAP", "ALIBI", "ROTARY")
+        for name in (
+            "ELEMENT",
+            "CACHE_ELEMENT",
+            "KEYS",
+            "CTAS_OF_SM",
+            "PAGED",
+            "SPLIT",
+            "SOFT_CAP",
+            "ALIBI",
+            "ROTARY",
+        )
     }
 
 

@@ -18,7 +18,7 @@ from cache_case import CacheCase, Draw, as_jax, check
 from gpu_memory import poison
 
 import jax_flash
-from jax_flash import _device, _dispatch, _reference_cache
+from jax_flash import _device, _dispatch, _float8, _reference_cache
 from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.transforms import decoding
@@ -49,6 +49,7 @@ CASES = dict.fromkeys(  # without those that both files have
         *EMULATED.CONTIGUOUS,
         *EMULATED.PAGED,
         *EMULATED.SHARED,
+        *module_of("cuda/test_decode_float8.py").CASES,
         *module_of("xla/test_*decoding.py").CASES,
     )
     for dtype in DTYPES
@@ -67,6 +68,11 @@ LARGE = {
     "wide values": CacheCase(B=4, S=4000, N=16, K=2, H=64, V=256, U=1),
     "speculative": CacheCase(B=8, S=4096, N=32, K=8, H=128, T=8, U=8, right=0, rotary=128),
     "window": CacheCase(B=8, S=8192, N=8, K=2, H=128, U=1, left=1000, right=0),
+    "8 bits": CacheCase(B=8, S=8192, N=32, K=8, H=128, U=1, rotary=128, float8=True, descales=True),
+    "8 bits in pages": CacheCase(B=12, S=4096, N=8, K=1, H=64, U=1, page=16, float8=True, descales=True),
+    "8 bits, many queries": CacheCase(
+        B=2, S=3000, N=8, K=2, H=128, T=300, U=300, right=0, float8=True, descales=True
+    ),
     "chunk of a prompt": CacheCase(B=2, S=3000, N=8, K=2, H=128, T=300, U=300, right=0, rotary=64),
     "prompts and steps": CacheCase(B=12, S=1024, N=8, K=2, H=128, T=300, page=16, packed=True, right=0),
     "interleaved": CacheCase(
@@ -100,6 +106,11 @@ LONG_AND_SHORT = {
     "one split": CacheCase(B=32, S=8192, N=8, K=2, H=64, num_splits=1),
     "layers": CacheCase(B=33, S=4096, N=4, K=1, H=64, U=1, layers=2),
 }
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_8_bits(monkeypatch):
+    monkeypatch.setattr(_float8, "KERNELS", True)
 
 
 def program(implementation, case, operands):

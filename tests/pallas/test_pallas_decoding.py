@@ -13,7 +13,7 @@ from exhaustive import fields, thinned, thorough
 from jax.experimental import pallas as pl
 
 import jax_flash
-from jax_flash import _device
+from jax_flash import _device, _float8
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._spec import AttentionSpec
 from jax_flash.pallas import compat, decoding, lowering, scores
@@ -49,6 +49,10 @@ CASES = (
     CacheCase(S=300, full=True, num_splits=2),
     CacheCase(T=9, U=2, B=2, right=0, S=12),  # more queries than keys
     CacheCase(T=2, U=2, right=-3, left=9, S=40, H=16),
+    CacheCase(T=3, U=2, right=0, S=60, float8=True, descales=True, soft_cap=2.0, rotary=32),
+    CacheCase(page=16, S=64, U=1, H=40, V=24, layers=2, float8=True, descales=True, dtype="float16"),
+    CacheCase(page=3, S=60, float8=True),
+    CacheCase(page=16, T=12, packed=True, interleaved=True, right=0, B=3, S=64, float8=True),
 )
 
 # So few and small that a short sequence has many blocks in many splits, and several tiles of queries.
@@ -106,7 +110,8 @@ def test_a_layer_that_is_not_there_has_no_keys(layer):
 def exported_for(device: _device.Device, case: CacheCase) -> jax.export.Exported:
     """The call, as kernels for that GPU."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), Draw(case).operands)
-    assert decoding.supports(case.spec, shapes, device) is None
+    with mock.patch.object(_float8, "KERNELS", True):
+        assert decoding.supports(case.spec, shapes, device) is None
     with _device.assume(device), compat.lowering_for(device.kind):
         function = jax.jit(functools.partial(decoding.forward, case.spec))
         checks = [jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)]

@@ -142,7 +142,7 @@ class Draw:
         else:
             key, value = self.normal(*shape, c.K, c.H), self.normal(*shape, c.K, V)
         if c.float8:
-            key, value = (x.astype(ml_dtypes.float8_e4m3fn) for x in (key, value))
+            key, value = (None if x is None else x.astype(ml_dtypes.float8_e4m3fn) for x in (key, value))
         if c.descales:
             for name in ("key_descale", "value_descale"):
                 arrays[name] = random.uniform(0.5, 2, c.K).astype(np.float32)

@@ -52,7 +52,8 @@ class _TensorMap(ctypes.Structure):
         ("sizes", ctypes.c_int64 * 5),
         ("strides", ctypes.c_int64 * 4),
         ("box", ctypes.c_int64 * 5),
-        ("element_bytes", ctypes.c_int64),
+        ("element_bytes", ctypes.c_int32),
+        ("swizzle", ctypes.c_int32),
     )
 
 
@@ -202,7 +203,7 @@ def _parameters(launch: Launch, arrays: dict[str, np.ndarray]) -> np.ndarray:
         if isinstance(argument, Pointer):
             value = ctypes.c_void_p(arrays[argument.buffer].ctypes.data)
         elif isinstance(argument, TensorMap):
-            assert argument.swizzle == 128
+            assert argument.swizzle in (0, 128)
             absent = (1,) * (5 - len(argument.sizes))  # axes
             value = _TensorMap(
                 arrays[argument.buffer].ctypes.data,
@@ -210,6 +211,7 @@ def _parameters(launch: Launch, arrays: dict[str, np.ndarray]) -> np.ndarray:
                 (ctypes.c_int64 * 4)(*argument.strides, *absent),
                 (ctypes.c_int64 * 5)(*argument.box, *absent),
                 ELEMENT_BYTES[argument.dtype],
+                argument.swizzle,
             )
         else:
             continue

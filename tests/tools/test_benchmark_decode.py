@@ -37,6 +37,7 @@ def tiny_cases():
         "lengths": [case("lengths", {"": {"lengths": "uniform"}})],
         "paged": [case("paged", {"contiguous": {}, "pages of 16": {"page": 16}, "pages of 1": {"page": 1}})],
         "speculative": [case("speculative", dict(list(SPECULATIVE.items())[:2]))],
+        "8 bits": [case("8 bits", {"": {"cache_dtype": "float8_e4m3fn"}})],
         "append": [case("append", APPENDED)],
         "prefill": [case("prefill", {name: {"queries": 9} | options for name, options in PREFILL.items()})],
     }
@@ -48,7 +49,7 @@ def test_cases_are_those_that_have_targets():
     assert (
         list(GROUPS)
         == list(TARGETS)
-        == ["contiguous", "lengths", "paged", "speculative", "append", "prefill"]
+        == ["contiguous", "lengths", "paged", "speculative", "8 bits", "append", "prefill"]
     )
     labels = [case.label for case in GROUPS["contiguous"]]
     assert len(labels) == len(set(labels)) == 9
@@ -72,6 +73,9 @@ def test_bytes_are_those_of_keys_that_sequences_have():
     assert list(full.key_lengths) == [64, 63, 62]
     assert full.bytes_read == (64 + 63 + 62) * 2 * (16 + 16) * 2
     assert full.label == "decode b3 s64 h4/2 d16/16 q1 bfloat16"
+    of_8_bits = dataclasses.replace(full, cache_dtype="float8_e4m3fn")
+    assert of_8_bits.bytes_read == full.bytes_read / 2
+    assert of_8_bits.label == "decode b3 s64 h4/2 d16/16 q1 float8_e4m3fn"
     uniform = dataclasses.replace(full, batch=2000, lengths="uniform")
     assert uniform.key_lengths.min() == 1 and uniform.key_lengths.max() == 64
     one = Call(64, 131072, 16, 2, lengths="one long")
@@ -99,6 +103,8 @@ def test_pages_hold_the_keys_of_the_contiguous_cache():
     assert sorted(table.ravel()) == list(range(12)) and list(table.ravel()) != list(range(12))
     np.testing.assert_array_equal(cache.key_pages[table].reshape(3, 64, 2, 16), arrays.key)
     append = dataclasses.replace(call, appended=1, rotary=True)
+    of_8_bits = dataclasses.replace(call, cache_dtype="float8_e4m3fn")
+    assert Arrays(of_8_bits).inputs(of_8_bits)[1].key.dtype == jnp.float8_e4m3fn
     for each in (call, of_pages, append):
         got, described = (jax.tree.flatten(x) for x in (arrays.inputs(each), shapes(each)))
         assert got[1] == described[1]

@@ -1,6 +1,7 @@
 """The calls that run under compute-sanitizer on a GPU: what they have to have, and that they are run."""
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
@@ -73,21 +74,23 @@ def test_calls_in_8_bits_are_taken(case, monkeypatch):
     assert _dispatch.reason("cuda", spec, shapes, H100) is None
 
 
-def test_calls_on_caches_load_keys_in_every_way():
-    cases = [case for group in ("decoding", "decoding pages") for case in sanitize.CACHE_GROUPS[group]]
+def test_calls_on_caches_load_keys_in_every_way(monkeypatch):
+    monkeypatch.setattr(_float8, "KERNELS", True)
+    groups = ("decoding", "decoding pages", "decoding 8 bits")
+    cases = [case for group in groups for case in sanitize.CACHE_GROUPS[group]]
     tiles, splits, options = set(), set(), set()
     for case in cases:
         operands = shapes_of(Draw(case).operands)
         assert decoding.supports(case.spec, operands, H100) is None
         tile = choose_tile(operands)
-        tiles.add("rows" if tile.box == 0 else "block" if tile.box == tile.keys else "pages")
+        box = "rows" if tile.box == 0 else "block" if tile.box == tile.keys else "pages"
+        tiles.add((box, tile.float8))
         assert not prefill_plan.suits(case.spec, operands, H100)
         kernels = [launch.kernel for launch in plan_decode(case.spec, operands, H100).launches]
         splits |= {dict(kernel.defines)["SPLIT"] for kernel in kernels if kernel.entry == "decode"}
         options |= set(operands.present())
-    assert tiles == {"rows", "block", "pages"} and splits == {0, 1}
-    of_8_bits = {"key_descale", "value_descale"}  # no kernel reads such caches
-    assert options == {field.name for field in dataclasses.fields(CacheOperands)} - of_8_bits
+    assert tiles == set(itertools.product(("rows", "block", "pages"), (False, True))) and splits == {0, 1}
+    assert options == {field.name for field in dataclasses.fields(CacheOperands)}
 
 
 @pytest.mark.parametrize("case", sanitize.CACHE_GROUPS["chunks of prompts"], ids=str)

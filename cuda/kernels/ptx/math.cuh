@@ -69,6 +69,16 @@ __device__ __forceinline__ float2 to_floats(uint32_t pair) {
     return values;
 }
 
+// Converts the pair of e4m3 elements in the lower 16 bits to 16-bit elements, exactly.
+template <class Element>
+__device__ __forceinline__ uint32_t widen_e4m3(uint32_t pair) {
+    uint32_t wide;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n" : "=r"(wide) : "r"(pair));
+    if constexpr (is_same<Element, float16>) return wide;
+    const float2 values = to_floats<float16>(wide);
+    return convert<Element>(values.x, values.y);
+}
+
 // The upper 16 bits of two words. Those of `low` come at the lower address.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
     uint32_t halves;

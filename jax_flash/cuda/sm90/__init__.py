@@ -104,15 +104,20 @@ def describe(spec: AttentionSpec, shapes: Shapes) -> str:
 def unsupported_decode(shapes: CacheShapes) -> str | None:
     """Why the decode kernel can't run the call, or None."""
     n, dtype = cache_sizes(shapes), shapes.query.dtype.name
+    in_8_bits = is_float8(shapes.key.dtype)
     if dtype not in _DTYPES:
         return f"query's dtype is {dtype}; it may be {' or '.join(_DTYPES)}"
-    for operand in ("key", "value", "new_key", "new_value"):
+    for operand in ("new_key", "new_value") if in_8_bits else ("key", "value", "new_key", "new_value"):
         array = getattr(shapes, operand)
         if array is not None and array.dtype.name != dtype:
             return f"{operand}'s dtype is {array.dtype.name}; it must be query's, {dtype}"
+    multiple, of_dtype = (16, " of a cache in float8_e4m3fn") if in_8_bits else (8, "")
     for operand, head_dim in (("key", n.H), ("value", n.V)):
-        if head_dim > MAX_HEAD_DIM or head_dim % 8:
-            return f"{operand}'s head dim is {head_dim}; it may be a multiple of 8 up to {MAX_HEAD_DIM}"
+        if head_dim > MAX_HEAD_DIM or head_dim % multiple:
+            return (
+                f"{operand}'s head dim is {head_dim}; it may be a multiple of {multiple} up to "
+                f"{MAX_HEAD_DIM}{of_dtype}"
+            )
     if min(n.B, n.T, n.S, n.N, n.K, n.H, n.V, *shapes.key.shape) == 0:
         return "the call has an empty array"
     if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:

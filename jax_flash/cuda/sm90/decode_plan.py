@@ -7,6 +7,7 @@ import jax
 
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
+from jax_flash._float8 import is_float8
 from jax_flash._mask import Window
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
@@ -23,7 +24,7 @@ from jax_flash.cuda.launch_plan import (
 )
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, ROWS, TILE_BYTES, DecodeTile, choose_tile
-from jax_flash.cuda.sm90.tensor_maps import PANEL
+from jax_flash.cuda.sm90.tensor_maps import PANEL, PANEL_BYTES
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
@@ -58,7 +59,8 @@ SHAPE = struct(
 ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
 
 _TMA_CACHE = struct("Cache", key="TensorMap", value="TensorMap")
-_GATHERED_CACHE = struct("Cache", key="const ELEMENT*", value="const ELEMENT*")
+_GATHERED_CACHE = struct("Cache", key="const CACHE_ELEMENT*", value="const CACHE_ELEMENT*")
+_DESCALES = struct("Descales", key="const float*", value="const float*")  # (K) each, of a cache in e4m3
 
 
 def _parameters(box: int):
@@ -70,6 +72,7 @@ def _parameters(box: int):
         lse="float*",  # (B, N, T)
         shape=SHAPE,
         rotary=ROTARY,
+        descales=_DESCALES,
         scale="float",  # see ConsumerCall
         soft_cap="float",
         slopes="const float*",
@@ -87,8 +90,9 @@ _PREPROCESS_PARAMETERS = struct(
     "Parameters",
     new_key="const ELEMENT*",  # (B, U, K, H)
     new_value="const ELEMENT*",  # (B, U, K, V)
-    key="ELEMENT*",  # the cache
-    value="ELEMENT*",
+    key="CACHE_ELEMENT*",  # the cache
+    value="CACHE_ELEMENT*",
+    descales=_DESCALES,
     out="ELEMENT*",
     lse="float*",
     shape=SHAPE,
@@ -185,6 +189,7 @@ def _decode(
         arch=device.arch,
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
+            ("CACHE_ELEMENT", shapes.key.dtype.name),
             ("HEAD_DIM", tile.head_dim),
             ("VALUE_DIM", tile.value_dim),
             ("KEYS", tile.keys),
@@ -215,6 +220,7 @@ def _decode(
             "lse": Pointer("lse"),
             "shape": shape_arguments(spec, shapes),
             "rotary": rotary_arguments(shapes),
+            "descales": _descale_arguments(shapes),
             "scale": scale,
             "soft_cap": cap or 0.0,
             "slopes": _pointer(shapes, "alibi_slopes"),
@@ -268,7 +274,11 @@ def preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
         source="sm90/decode/preprocess.cu",
         entry="decode_preprocess",
         arch=device.arch,
-        defines=(("ELEMENT", shapes.query.dtype.name), ("ROTARY", rotary_pairs(spec, shapes) if n.U else 0)),
+        defines=(
+            ("ELEMENT", shapes.query.dtype.name),
+            ("CACHE_ELEMENT", shapes.key.dtype.name),
+            ("ROTARY", rotary_pairs(spec, shapes) if n.U else 0),
+        ),
         parameters=_PREPROCESS_PARAMETERS,
     )
     return launch(
@@ -281,6 +291,7 @@ def preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
             "new_value": _pointer(shapes, "new_value"),
             "key": Pointer(cache_buffer(shapes, "key")) if n.U else None,
             "value": Pointer(cache_buffer(shapes, "value")) if n.U else None,
+            "descales": _descale_arguments(shapes),
             "out": Pointer("out"),
             "lse": Pointer("lse"),
             "shape": shape_arguments(spec, shapes),
@@ -303,6 +314,10 @@ def rotary_arguments(shapes: Shapes) -> Arguments:
     positions, half = (0, 0) if shapes.rotary_cos is None else shapes.rotary_cos.shape
     cos, sin = (_pointer(shapes, name) for name in ("rotary_cos", "rotary_sin"))
     return {"cos": cos, "sin": sin, "positions": positions, "half": half}
+
+
+def _descale_arguments(shapes: Shapes) -> Arguments:
+    return {name: _pointer(shapes, f"{name}_descale") for name in ("key", "value")}
 
 
 def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
@@ -340,7 +355,7 @@ def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
 
 
 def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
-    """A tensor map over a cache. Its box is a panel of one head of `box` keys.
+    """A tensor map over a cache. Its box is a panel of one head of `box` keys; in 8 bits all columns.
 
     The panels of a row are loaded one by one, and are neighbours in memory: L2 fetches two for one.
     """
@@ -348,6 +363,7 @@ def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
     layers = math.prod(array.shape[:-4])
     element = ELEMENT_BYTES[array.dtype.name]
     strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
-    sizes, box_of_panel = (H, K, S, C, layers), (PANEL, 1, box, 1, 1)
-    l2_fetch = 256 if H > PANEL else 128
-    return TensorMap(buffer, array.dtype.name, sizes, strides, box_of_panel, l2_fetch=l2_fetch)
+    sizes = (H, K, S, C, layers)
+    columns, swizzle = (H, 0) if is_float8(array.dtype) else (PANEL, PANEL_BYTES)
+    l2_fetch = 256 if H * element > PANEL_BYTES else 128
+    return TensorMap(buffer, array.dtype.name, sizes, strides, (columns, 1, box, 1, 1), swizzle, l2_fetch)

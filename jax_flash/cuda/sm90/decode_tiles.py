@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 from jax_flash._cache_spec import CacheOperands, cache_sizes
+from jax_flash._float8 import is_float8
 from jax_flash.cuda.sm90.tensor_maps import (
     MAX_SHARED_BYTES,
     PANEL_BYTES,
@@ -33,6 +34,7 @@ class DecodeTile:
     box: int  # keys that one TMA copy loads; 0: threads gather the rows
     paged: bool
     rotary: bool  # Q is rotated
+    float8: bool  # the cache is in e4m3
     ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
@@ -45,7 +47,7 @@ class DecodeTile:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out by `SharedMemory` in cuda/kernels/sm90/decode/traits.cuh."""
         key_row, value_row = (tile_row_bytes(x, _ELEMENT_BYTES) for x in (self.head_dim, self.value_dim))
-        stage = self.keys * (key_row + value_row)
+        stage = self.keys * (self.head_dim + self.value_dim if self.float8 else key_row + value_row)
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
@@ -54,7 +56,8 @@ class DecodeTile:
             query += _TILE_STAGES * self.query_rows * self.head_dim * _ELEMENT_BYTES  # as it is, before
         else:
             query *= _TILE_STAGES
-        return query + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
+        widened = self.keys * (key_row + value_row) * self.float8
+        return query + widened + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
 
     def fitted(self) -> "DecodeTile":
         """With as many stages as there is room for."""
@@ -78,7 +81,9 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     rows = next((rows for rows in (8, 16, 32) if n.T * n.group <= rows), ROWS)  # few kernels to compile
     keys = 128 if sum(dims) <= 128 and (_box(n.page, 128) or not _box(n.page, 64)) else 64
     rotary = shapes.rotary_cos is not None
-    tile = DecodeTile(*dims, rows, keys, _box(n.page, keys), n.page is not None, rotary)
+    tile = DecodeTile(
+        *dims, rows, keys, _box(n.page, keys), n.page is not None, rotary, is_float8(shapes.key.dtype)
+    )
     options = (dataclasses.replace(tile, ctas_of_sm=ctas).fitted() for ctas in (2, 1))
     return max(options, key=lambda tile: min(tile.stages, 3))
 

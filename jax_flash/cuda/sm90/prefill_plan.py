@@ -13,6 +13,7 @@ import jax
 
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
+from jax_flash._float8 import is_float8
 from jax_flash._spec import Operands
 from jax_flash.cuda import mask_metadata
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
@@ -50,10 +51,10 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
     half as fast. Where this rule should draw the line was not measured.
 
-    It takes no pages, of which any may be missing, and no packed queries, whose tiles would have keys of
-    several sequences.
+    It takes no pages, of which any may be missing, no packed queries, whose tiles would have keys of several
+    sequences, and no cache in 8 bits beside queries in 16.
     """
-    if shapes.page_table is not None or shapes.query_offsets is not None:
+    if shapes.page_table is not None or shapes.query_offsets is not None or is_float8(shapes.key.dtype):
         return False
     n = cache_sizes(shapes)
     chosen = _configuration(spec, shapes)

@@ -17,7 +17,8 @@ template <class Copy>
 void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t tile, std::array<int, 5> at,
                           Copy copy) {
     if (tile % 128 != 0) emulator::fail("a TMA tile off its alignment");
-    if (map.box[0] * map.element_bytes != 128) emulator::fail("a TMA box of other than 128 bytes a row");
+    const int row_bytes = map.box[0] * map.element_bytes;
+    if (map.swizzle != 0 && row_bytes != 128) emulator::fail("a swizzled TMA box of other than 128 bytes a row");
     if (map.box[3] != 1 || map.box[4] != 1) emulator::fail("a TMA box of several batch rows");
     for (int row = 0; row < map.box[1] * map.box[2]; ++row) {
         for (int column = 0; column < map.box[0]; ++column) {
@@ -27,12 +28,13 @@ void for_each_box_element(const TensorMap& map, unsigned char* memory, uint32_t 
             for (int axis = 0; axis < 5; ++axis) inside &= element[axis] >= 0 && element[axis] < map.sizes[axis];
             char* global = map.base + element[0] * map.element_bytes;
             for (int axis = 1; axis < 5; ++axis) global += element[axis] * map.strides[axis - 1];
-            copy(memory + swizzled(tile + row * 128 + column * map.element_bytes), inside ? global : nullptr);
+            const uint32_t place = tile + row * row_bytes + column * map.element_bytes;
+            copy(memory + (map.swizzle == 0 ? place : swizzled(place)), inside ? global : nullptr);
         }
     }
 }
 
-int64_t box_bytes(const TensorMap& map) { return map.box[1] * map.box[2] * 128; }
+int64_t box_bytes(const TensorMap& map) { return map.box[0] * map.box[1] * map.box[2] * map.element_bytes; }
 
 void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
     if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || shared % 16 != 0 || bytes % 16 != 0) {
@@ -63,7 +65,9 @@ namespace tma {
 namespace {
 void load_box(uint32_t destination, const TensorMap& map, uint32_t barrier, uint16_t ctas, std::array<int, 5> at,
               const void* from) {
-    if (destination % 1024 != 0) emulator::fail("a swizzled tile that starts within a period of the swizzle");
+    if (map.swizzle != 0 && destination % 1024 != 0) {
+        emulator::fail("a swizzled tile that starts within a period of the swizzle");
+    }
     const TensorMap tensor = map;
     for (int rank = 0; rank < 16; ++rank) {
         if ((ctas >> rank & 1) == 0) continue;

@@ -13,12 +13,16 @@
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/store.cuh"
+#include "sm90/decode/widen.cuh"
 
 using wgmma::Major;
 using wgmma::Wgmma;
 
 constexpr int score_count = Traits::keys / 2;     // accumulators of S that a thread holds
 constexpr int out_count = Traits::value_dim / 2;  // … of O
+// From what wgmma reads of one stage to that of the next, in units of descriptors.
+constexpr int key_step = Traits::is_float8 ? 0 : Traits::key_bytes >> 4;
+constexpr int value_step = Traits::is_float8 ? 0 : Traits::value_bytes >> 4;
 
 struct ConsumerCall {
     const SharedMemory& shared;
@@ -26,6 +30,7 @@ struct ConsumerCall {
     const Rotary& rotary;
     const Results results;
     const TilePartials partials;
+    const Descales& descales;
     const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
     const float soft_cap;
     const float* const slopes;  // ALiBi's, (B | 1, N)
@@ -59,10 +64,13 @@ __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Til
 // What a thread knows of its two rows: which keys they see, and what their logits depend on.
 struct ThreadRows {
     int begin[2], end[2];
+    float scale;
     float slope[2], diagonal[2];
 
     __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile) {
         const Sequence sequence = sequence_of(tile);
+        scale = call.scale;
+        if constexpr (Traits::is_float8) scale *= descale_of(call.descales.key, tile.key_head);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const Row row(call.shape, tile, min(upper_row() + 8 * r, tile.rows - 1));
@@ -92,7 +100,7 @@ __device__ __forceinline__ void make_logits(float (&scores)[score_count], const 
     const int first_column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
-        float logit = scores[i] * call.scale;
+        float logit = scores[i] * rows.scale;
         if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
         if constexpr (Traits::alibi) {
             const float key = static_cast<float>(first_column + column_of(i));
@@ -134,7 +142,7 @@ __device__ __forceinline__ void clean_values(const SharedMemory& shared, int sta
             for (int chunk = 0; chunk < 8 * Traits::value_panels; ++chunk) {
                 const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
                 const int offset = panel + descriptor::swizzled_offset(row, chunk % 8);
-                unsigned char* const block = shared.data + SharedMemory::value + stage * Traits::value_bytes;
+                unsigned char* const block = shared.data + shared.value_operand(stage);
                 *reinterpret_cast<uint4*>(block + offset) = {0, 0, 0, 0};
             }
         }
@@ -192,17 +200,21 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
     const ThreadRows rows(call, tile);
     const Interval seen_by_all = keys_of_all_rows(call.shape, tile);
     const uint32_t query = descriptor::k_major_low(shared.query_tile(tile_stage));
-    const uint32_t first_key_block = descriptor::k_major_low(shared.key_block(0));
-    const uint32_t first_value_block = descriptor::mn_major_low(shared.value_block(0), Traits::keys);
+    const uint32_t first_key = descriptor::k_major_low(shared.base + shared.key_operand(0));
+    const uint32_t first_value = descriptor::mn_major_low(shared.base + shared.value_operand(0), Traits::keys);
 #pragma unroll 1
     for (int block = tile.first; block < tile.last; ++block, ring.advance()) {
-        const int stage = ring.stage, first_key = block * Traits::keys, end_key = first_key + Traits::keys;
+        const int stage = ring.stage, first = block * Traits::keys, end = first + Traits::keys;
         float scores[score_count];
         mbarrier::wait(shared.key_full(stage), ring.parity);
-        if constexpr (Traits::gathers) fence_proxy_async();
-        multiply_keys(scores, query, first_key_block + stage * (Traits::key_bytes >> 4));
-        make_logits(scores, call, rows, first_key);
-        if (first_key < seen_by_all.begin || end_key > seen_by_all.end) mask_logits(scores, rows, first_key);
+        if constexpr (Traits::is_float8) {
+            widen_block<Traits::head_dim>(shared, shared.key_block(stage), shared.key_operand(stage));
+        } else if constexpr (Traits::gathers) {
+            fence_proxy_async();
+        }
+        multiply_keys(scores, query, first_key + stage * key_step);
+        make_logits(scores, call, rows, first);
+        if (first < seen_by_all.begin || end > seen_by_all.end) mask_logits(scores, rows, first);
         bool has_missing = false;
         if constexpr (Traits::paged) {
             const uint4 missing = shared.has_missing(stage);
@@ -213,12 +225,21 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
 #pragma unroll
         for (int i = 0; i < out_count; ++i) out[i] *= row_of(i) == 0 ? rescale.x : rescale.y;
         mbarrier::wait(shared.value_full(stage), ring.parity);
-        if constexpr (Traits::gathers) fence_proxy_async();
-        if (has_missing || first_key < tile.keys.begin || end_key > tile.keys.end) {
-            clean_values(shared, stage, tile, first_key, has_missing);
+        if constexpr (Traits::is_float8) {
+            widen_block<Traits::value_dim>(shared, shared.value_block(stage), shared.value_operand(stage));
+        } else if constexpr (Traits::gathers) {
+            fence_proxy_async();
         }
-        multiply_values(out, scores, first_value_block + stage * (Traits::value_bytes >> 4));
+        if (has_missing || first < tile.keys.begin || end > tile.keys.end) {
+            clean_values(shared, stage, tile, first, has_missing);
+        }
+        multiply_values(out, scores, first_value + stage * value_step);
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.empty(stage));
+    }
+    if constexpr (Traits::is_float8) {
+        const float descale = descale_of(call.descales.value, tile.key_head);
+#pragma unroll
+        for (int i = 0; i < out_count; ++i) out[i] *= descale;
     }
 }
 

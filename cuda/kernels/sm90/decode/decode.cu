@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  parameters.rotary,
                  {parameters.out, parameters.lse, parameters.sinks},
                  {parameters.partial_out, parameters.partial_statistics},
+                 parameters.descales,
                  parameters.scale,
                  parameters.soft_cap,
                  parameters.slopes,

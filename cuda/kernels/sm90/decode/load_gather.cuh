@@ -6,9 +6,10 @@ __device__ __forceinline__ void prepare_loads(const Cache&) {}
 // Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory.
 // Rows that aren't there, and columns beyond the head, become 0. The thread arrives at `full` when its copies are there.
 template <int padded>
-__device__ __forceinline__ void gather(uint32_t block, const Traits::Element* cache, const int64_t* rows,
+__device__ __forceinline__ void gather(uint32_t block, const Traits::CacheElement* cache, const int64_t* rows,
                                        int64_t row_elements, int columns, uint32_t full) {
-    constexpr int row_chunks = padded / 8;
+    constexpr int chunk_columns = 16 / sizeof(Traits::CacheElement);
+    constexpr int row_chunks = padded / chunk_columns;
     constexpr int per_thread = Traits::keys * row_chunks / Traits::producer_threads;
     const int thread = threadIdx.x - Traits::consumer_threads;
 #pragma unroll 8
@@ -16,10 +17,10 @@ __device__ __forceinline__ void gather(uint32_t block, const Traits::Element* ca
         const int index = i * Traits::producer_threads + thread;
         const int key = index / row_chunks, chunk = index % row_chunks;
         const int64_t row = rows[key];
-        const bool is_there = row != no_row && 8 * chunk < columns;
+        const bool is_there = row != no_row && chunk_columns * chunk < columns;
         const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
-        async_copy::load(block + panel + descriptor::swizzled_offset(key, chunk % 8),
-                         cache + (is_there ? row * row_elements + 8 * chunk : 0), is_there);
+        const int place = Traits::is_float8 ? 16 * index : panel + descriptor::swizzled_offset(key, chunk % 8);
+        async_copy::load(block + place, cache + (is_there ? row * row_elements + chunk_columns * chunk : 0), is_there);
     }
     async_copy::arrive_when_done(full);
 }
@@ -56,10 +57,10 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
             }
         }
         sync_producer();
-        gather<Traits::head_dim>(shared.key_block(stage), keys, shared.cache_rows(stage), heads * shape.head_dim,
-                                 shape.head_dim, shared.key_full(stage));
-        gather<Traits::value_dim>(shared.value_block(stage), values, shared.cache_rows(stage), heads * shape.value_dim,
-                                  shape.value_dim, shared.value_full(stage));
+        gather<Traits::head_dim>(shared.base + shared.key_block(stage), keys, shared.cache_rows(stage),
+                                 heads * shape.head_dim, shape.head_dim, shared.key_full(stage));
+        gather<Traits::value_dim>(shared.base + shared.value_block(stage), values, shared.cache_rows(stage),
+                                  heads * shape.value_dim, shape.value_dim, shared.value_full(stage));
         page = next_page;
         ring.advance();
     }

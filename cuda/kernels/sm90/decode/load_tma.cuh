@@ -8,14 +8,22 @@ __device__ __forceinline__ void prepare_loads(const Cache& cache) {
     tma::prefetch_descriptor(cache.value);
 }
 
-// Copies the panels of a box to their places in a block. `full` expects their bytes.
-__device__ __forceinline__ void load_box(uint32_t block, const TensorMap& map, uint32_t full, int panels, int box,
-                                         int head, int row, int page, int layer) {
-    mbarrier::arrive_expect(full, panels * descriptor::panel_bytes(BOX));
+// Copies a box, `columns` wide, to its place in a block: panel by panel, or rows of 8 bits one after another. `full` expects
+// its bytes.
+template <int columns>
+__device__ __forceinline__ void load_box(uint32_t block, const TensorMap& map, uint32_t full, int box, int head, int row,
+                                         int page, int layer) {
+    if constexpr (Traits::is_float8) {
+        mbarrier::arrive_expect(full, BOX * columns);
+        tma::load(block + box * BOX * columns, map, full, 0, head, row, page, layer);
+    } else {
+        constexpr int panels = ceil_div(columns, descriptor::panel_columns);
+        mbarrier::arrive_expect(full, panels * descriptor::panel_bytes(BOX));
 #pragma unroll
-    for (int panel = 0; panel < panels; ++panel) {
-        tma::load(block + panel * descriptor::panel_bytes(Traits::keys) + descriptor::panel_bytes(box * BOX), map, full,
-                  panel * descriptor::panel_columns, head, row, page, layer);
+        for (int panel = 0; panel < panels; ++panel) {
+            tma::load(block + panel * descriptor::panel_bytes(Traits::keys) + descriptor::panel_bytes(box * BOX), map,
+                      full, panel * descriptor::panel_columns, head, row, page, layer);
+        }
     }
 }
 
@@ -58,10 +66,10 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
             const uint32_t key_full = shared.key_full(stage), value_full = shared.value_full(stage);
             if (is_there) {
                 const int row = Traits::paged ? first_key(block) % shape.page : first_key(block);
-                load_box(shared.key_block(stage), call.cache.key, key_full, Traits::key_panels, box,
-                         key_head_of(shape, tile.key_head), row, page, layer);
-                load_box(shared.value_block(stage), call.cache.value, value_full, Traits::value_panels, box,
-                         value_head_of(shape, tile.key_head), row, page, layer);
+                load_box<Traits::head_dim>(shared.base + shared.key_block(stage), call.cache.key, key_full, box,
+                                           key_head_of(shape, tile.key_head), row, page, layer);
+                load_box<Traits::value_dim>(shared.base + shared.value_block(stage), call.cache.value, value_full, box,
+                                            value_head_of(shape, tile.key_head), row, page, layer);
             } else {
                 mbarrier::arrive(key_full);
                 mbarrier::arrive(value_full);

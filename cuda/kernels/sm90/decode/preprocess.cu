@@ -1,17 +1,43 @@
 // Runs before the decode kernel: appends new keys, rotated, and new values to the cache. If sequences are packed, it also
 // writes the rows of queries that belong to none.
 //
-// Defines: ELEMENT; ROTARY, as in traits.cuh.
+// Defines: ELEMENT, CACHE_ELEMENT, ROTARY, as in traits.cuh.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
+#include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
 #include "common/constants.cuh"
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/sequences.cuh"
 
 using Element = ELEMENT;
+using CacheElement = CACHE_ELEMENT;
 constexpr int threads = 128;
 constexpr int chunk_elements = 16 / sizeof(Element);
+
+// Writes a chunk to chunk `index` of a row of the cache; to one in 8 bits divided by the descale of its head, and rounded. Of
+// what isn't finite e4m3 has only NaN.
+__device__ __forceinline__ void write_chunk(CacheElement* row, int index, uint4 chunk, const float* descales, int head) {
+    if constexpr (is_same<Element, CacheElement>) {
+        reinterpret_cast<uint4*>(row)[index] = chunk;
+    } else {
+        const float descale = descales ? descales[head] : 1;
+        const uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        float x[chunk_elements];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = to_floats<Element>(pairs[i]);
+            x[2 * i] = pair.x / descale;
+            x[2 * i + 1] = pair.y / descale;
+        }
+#pragma unroll
+        for (int i = 0; i < chunk_elements; ++i) {
+            if (!(fabsf(x[i]) < infinity)) x[i] = float_nan;
+        }
+        reinterpret_cast<uint2*>(row)[index] = {convert_to_e4m3(x[0], x[1], x[2], x[3]),
+                                                convert_to_e4m3(x[4], x[5], x[6], x[7])};
+    }
+}
 
 // Copies chunk `index` of all new keys and values to its place: a row has a chunk for each 8 columns of its key, and then of
 // its value. A row without a place is dropped.
@@ -30,13 +56,14 @@ __device__ __forceinline__ void append(const Parameters& parameters, int64_t ind
     const int64_t heads = shape.key_heads * shape.head_step;  // of a row of the cache
     if (chunk < key_chunks) {
         const Element* source = parameters.new_key + row * shape.head_dim;
-        Element* to = parameters.key + (place * heads + key_head_of(shape, head)) * shape.head_dim;
-        reinterpret_cast<uint4*>(to)[chunk] =
-            rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position);
+        CacheElement* to = parameters.key + (place * heads + key_head_of(shape, head)) * shape.head_dim;
+        write_chunk(to, chunk, rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position),
+                    parameters.descales.key, head);
     } else {
         const Element* source = parameters.new_value + row * shape.value_dim;
-        Element* to = parameters.value + (place * heads + value_head_of(shape, head)) * shape.value_dim;
-        reinterpret_cast<uint4*>(to)[chunk - key_chunks] = reinterpret_cast<const uint4*>(source)[chunk - key_chunks];
+        CacheElement* to = parameters.value + (place * heads + value_head_of(shape, head)) * shape.value_dim;
+        write_chunk(to, chunk - key_chunks, reinterpret_cast<const uint4*>(source)[chunk - key_chunks],
+                    parameters.descales.value, head);
     }
 }
 

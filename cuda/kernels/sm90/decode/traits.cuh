@@ -1,7 +1,8 @@
 // The decode kernel's compile-time facts, in one struct, and its shared-memory map.
 //
 // Defines, all set by jax_flash/cuda/sm90/decode_plan.py:
-//   ELEMENT        bfloat16 or float16
+//   ELEMENT        of queries and the output: bfloat16 or float16
+//   CACHE_ELEMENT  of the cache: ELEMENT, or float8_e4m3fn
 //   HEAD_DIM       head dim of queries and keys, rounded up to a multiple of 16
 //   VALUE_DIM      head dim of values and of the output, likewise
 //   KEYS           keys in a block
@@ -23,6 +24,8 @@
 
 struct Traits {
     using Element = ELEMENT;
+    using CacheElement = CACHE_ELEMENT;
+    static constexpr bool is_float8 = !is_same<Element, CacheElement>;  // the cache is
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int value_dim = VALUE_DIM;
     static constexpr int rows = 64;  // of a tile: those of a warpgroup's wgmma …
@@ -50,8 +53,11 @@ struct Traits {
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(query_rows);
-    static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
-    static constexpr int value_bytes = value_panels * descriptor::panel_bytes(keys);
+    // What wgmma reads of a block. It is what the producer loaded, or what consumers made of that, if it is in 8 bits.
+    static constexpr int key_operand_bytes = key_panels * descriptor::panel_bytes(keys);
+    static constexpr int value_operand_bytes = value_panels * descriptor::panel_bytes(keys);
+    static constexpr int key_bytes = is_float8 ? keys * head_dim : key_operand_bytes;  // one stage
+    static constexpr int value_bytes = is_float8 ? keys * value_dim : value_operand_bytes;
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers rotate
     // it on its way to its one place.
@@ -72,7 +78,9 @@ struct SharedMemory {
     uint32_t base;  // the address of `data`
 
     static constexpr int query = 0;
-    static constexpr int key = query + Traits::query_tiles * Traits::query_bytes;
+    static constexpr int widened_key = query + Traits::query_tiles * Traits::query_bytes;  // of a cache in 8 bits
+    static constexpr int widened_value = widened_key + (Traits::is_float8 ? Traits::key_operand_bytes : 0);
+    static constexpr int key = widened_value + (Traits::is_float8 ? Traits::value_operand_bytes : 0);
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int rows = value + Traits::stages * Traits::value_bytes;
     static constexpr int plain_query = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
@@ -99,8 +107,12 @@ struct SharedMemory {
         const unsigned char* rows = data + plain_query + tile_stage * Traits::plain_query_bytes;
         return reinterpret_cast<const Traits::Element*>(rows) + row * Traits::head_dim;
     }
-    __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::key_bytes; }
-    __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::value_bytes; }
+    // Where the producer puts a block …
+    __device__ static int key_block(int stage) { return key + stage * Traits::key_bytes; }
+    __device__ static int value_block(int stage) { return value + stage * Traits::value_bytes; }
+    // … and where wgmma reads it.
+    __device__ static int key_operand(int stage) { return Traits::is_float8 ? widened_key : key_block(stage); }
+    __device__ static int value_operand(int stage) { return Traits::is_float8 ? widened_value : value_block(stage); }
     // Of gathered blocks: which row of the cache each key is; -1: none.
     __device__ int64_t* cache_rows(int stage) const {
         return reinterpret_cast<int64_t*>(data + rows) + stage * Traits::keys;

@@ -72,6 +72,12 @@ float2 to_floats(uint32_t pair) {
     return {widen<Element>(pair), widen<Element>(pair >> 16)};
 }
 
+template <class Element>
+uint32_t widen_e4m3(uint32_t pair) {
+    const auto low = static_cast<unsigned char>(pair), high = static_cast<unsigned char>(pair >> 8);
+    return convert<Element>(widen_e4m3(low), widen_e4m3(high));
+}
+
 inline uint32_t upper_halves(uint32_t low, uint32_t high) { return low >> 16 | (high & 0xffff0000u); }
 
 inline uint32_t halves_below(uint32_t x, uint32_t limit) {

@@ -33,7 +33,8 @@ struct alignas(64) TensorMap {
     int64_t sizes[5];
     int64_t strides[4];  // bytes, of axes 1…
     int64_t box[5];
-    int64_t element_bytes;
+    int32_t element_bytes;
+    int32_t swizzle;  // bytes: 0 or 128
 };
 static_assert(sizeof(TensorMap) == 128, "");
 
