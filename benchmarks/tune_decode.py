@@ -2,8 +2,8 @@
 
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
 
-A setting changes constants of jax_flash/cuda/sm90/decode_tiles.py, or how many CTAs share a multiprocessor.
-Each row has a call, a setting, and the kernel time of the call, in shuffled rounds.
+A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, or how many CTAs share a multiprocessor.
+Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
 """
 
 import argparse
@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import decode
 import decode_programs
 import jax
 import record
 import rounds
-import timing
 from decode_cases import LARGE, SMALL, Call
 
 from jax_flash.cuda.sm90 import decode_plan, decode_tiles
@@ -25,7 +25,10 @@ from jax_flash.cuda.sm90 import decode_plan, decode_tiles
 CALLS = (
     LARGE,
     SMALL,
+    Call(1, 4096, 32, 8),
     Call(1, 8192, 32, 8),
+    Call(4, 2048, 32, 8),
+    Call(4, 4096, 32, 8, lengths="uniform"),
     Call(4, 32768, 32, 32),
     Call(64, 2048, 32, 8),
     Call(128, 512, 28, 4),
@@ -40,6 +43,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "shares of 1 block": {"LEAST_SHARE": 1},
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
+    "clusters": {"CLUSTERS": True},
 }
 
 
@@ -76,7 +80,7 @@ def measure(call: Call, of_rounds: int) -> list[dict]:
         return compiled, compiled(*inputs)
 
     def figures(compiled) -> dict[str, float]:
-        return {"kernel_us": 1e3 * timing.milliseconds(compiled, *inputs)}
+        return decode.figures((compiled,), inputs)
 
     found = rounds.measure(list(SETTINGS), prepare, figures, of_rounds)
     return [
@@ -100,7 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for call in CALLS:
         rows = measure(call, options.rounds)
         result["rows"] += rows
-        cells = [f"{row['setting']} {row.get('kernel_us', float('nan')):.1f}" for row in rows]
+        nan = float("nan")
+        cells = [
+            f"{row['setting']} {row.get('kernel_us', nan):.1f} (step {row.get('step_us', nan):.1f})"
+            for row in rows
+        ]
         print(f"{name_of(call)}: {'; '.join(cells)}", flush=True)
         for row in rows:
             if "error" in row:

@@ -14,7 +14,7 @@ from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import decode_plan
 
 # So few multiprocessors that CTAs have several tiles, and share them.
-DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 3, 7, 20)}
+DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 3, 7, 20, 132)}
 
 
 def run(case, emulator, multiprocessors, resident, operands=None):

@@ -98,6 +98,7 @@ CALLS = (
     {"H": 256, "soft_cap": 30.0, "rotary": 2, "U": 4, "T": 4},
     {"H": 256, "soft_cap": 30.0, "alibi": True, "page": 3, "S": 1023, "rotary": 1, "U": 1},
     {"H": 64, "V": 256, "page": 1},
+    {"H": 64, "page": 3, "S": 1023, "soft_cap": 30.0},
     {"H": 8, "V": 16, "page": 8, "interleaved": False},
     {"page": 16, "interleaved": True, "packed": True, "T": 100, "layers": 3},
     {"page": 64, "H": 256, "U": 1},

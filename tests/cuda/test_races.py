@@ -59,9 +59,23 @@ MISTAKES = {
     "products read gathered keys that are behind no fence": (
         CacheCase(page=3, S=300),
         DECODE + "consumer.cuh",
-        "ring.parity);\n        if constexpr (Traits::gathers) fence_proxy_async();\n        multiply_keys",
-        "ring.parity);\n        multiply_keys",
+        "            fence_proxy_async();\n        }\n        multiply_keys",
+        "        }\n        multiply_keys",
         "another proxy",
+    ),
+    "products read widened keys that are behind no fence": (
+        CacheCase(S=300, float8=True),
+        DECODE + "widen.cuh",
+        "fence_proxy_async();",
+        "",
+        "another proxy",
+    ),
+    "values are widened where not all have widened the keys": (
+        CacheCase(S=300, float8=True),
+        DECODE + "widen.cuh",
+        "sync_consumers();",
+        "",
+        "a write and a read",
     ),
 }
 """A call, the file, a text and what is there in its place, and what is said of that."""

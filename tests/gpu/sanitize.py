@@ -30,6 +30,7 @@ from implementation_suite import Implementation
 
 from jax_flash import _float8
 from jax_flash.cuda import compile
+from jax_flash.cuda.sm90 import decode_plan
 from jax_flash.transforms import decoding
 
 HEAD_DIMS = (64, 128, 192, 256)
@@ -134,6 +135,7 @@ FP8_GROUPS = {
 }
 """Calls with `quantization="fp8"`."""
 
+CLUSTERS = "decoding clusters"
 CACHE_GROUPS = {
     "decoding": (
         CacheCase(U=1, rotary=64),
@@ -159,6 +161,11 @@ CACHE_GROUPS = {
         CacheCase(page=3, U=2, T=3, right=0, S=300, alibi="BN", float8=True, descales=True),
         CacheCase(page=16, T=40, packed=True, interleaved=True, right=0, B=4, S=320, float8=True),
     ),
+    CLUSTERS: (
+        CacheCase(S=1000, B=2, full=True, H=128, sinks=True),
+        CacheCase(S=900, N=8, K=1, H=256, T=9, U=2, rotary=32, left=200, right=0, soft_cap=2.0),
+        CacheCase(S=600, page=3, T=5, right=0, B=2, V=32, float8=True, descales=True),
+    ),
     "chunks of prompts": (
         CacheCase(B=17, S=200, N=8, K=1, H=128, T=70, U=70, right=0, rotary=128),
         CacheCase(B=20, S=200, N=4, K=2, H=64, T=128, U=20, right=0, left=60, left_padding=True, alibi="BN"),
@@ -166,7 +173,7 @@ CACHE_GROUPS = {
     ),
 }
 """Calls on key-value caches: every way to load keys, every way to append, one split and several; and those of
-many queries, which the forward kernel runs. Kernels for 8 bits run though they may be off."""
+many queries, which the forward kernel runs. Kernels for 8 bits, and clusters, run though they may be off."""
 
 ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *CACHE_GROUPS)
 
@@ -217,7 +224,8 @@ def main(arguments: list[str]) -> None:
                 run(case, options.implementation, kind=In8Bits)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
-            with mock.patch.object(_float8, "KERNELS", True):
+            clusters = mock.patch.object(decode_plan, "CLUSTERS", group == CLUSTERS)
+            with mock.patch.object(_float8, "KERNELS", True), clusters:
                 run_on_cache(case, options.implementation)
         print(group, "done", flush=True)
 

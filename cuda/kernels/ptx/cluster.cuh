@@ -35,6 +35,21 @@ __device__ __forceinline__ void store(uint32_t address, int value) {
     asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// Loads from the shared memory of any CTA of the cluster.
+__device__ __forceinline__ float2 load2(uint32_t address) {
+    float2 x;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ float4 load4(uint32_t address) {
+    float4 x;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
 // Orders this thread's writes before a `sync`, for all CTAs of the cluster.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 

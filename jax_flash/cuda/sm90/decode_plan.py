@@ -117,6 +117,13 @@ UNBOUNDED_SIDE = 1 << 30
 UNITS_LIMIT = 2**30
 """Sums of `max_units`, and of shares of them, must fit 32 bits."""
 
+CLUSTERS = False
+"""Whether CTAs that share a tile may form clusters. Such kernels have run in the emulator alone so far."""
+
+CLUSTER_SIZES = (8, 4, 2)
+MOST_CLUSTER_BLOCKS = 16
+"""Of one CTA in a cluster. Where this should lie was not measured."""
+
 _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _PREPROCESS_THREADS = 128
@@ -130,10 +137,33 @@ def window_of(spec: CacheSpec, n: CacheSizes) -> Window:
 
 def max_units(shapes: Shapes) -> int:
     """Blocks that all tiles visit, at most, where one without any counts one."""
+    return _tiles(shapes) * math.ceil(cache_sizes(shapes).S / choose_tile(shapes).keys)
+
+
+def _tiles(shapes: Shapes) -> int:
+    """Of all sequences and key heads; of packed queries at most."""
     n = cache_sizes(shapes)
     tiles = math.ceil(n.T * n.group / ROWS)
-    tiles = tiles * n.B if shapes.query_offsets is None else tiles + n.B
-    return tiles * n.K * math.ceil(n.S / choose_tile(shapes).keys)
+    return n.K * (tiles * n.B if shapes.query_offsets is None else tiles + n.B)
+
+
+def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
+    """How many CTAs share each tile in clusters; 1 where partials go through global memory.
+
+    With clusters no kernel has to combine partials. But a tile's parts are equal whatever others have to do:
+    so all CTAs must run at once, and none may have so many blocks that sequences of different lengths matter.
+    """
+    n, tiles = cache_sizes(shapes), _tiles(shapes)
+    blocks = math.ceil(n.S / tile.keys)
+    if not CLUSTERS or shapes.query_offsets is not None or not tile.holds_partial:
+        return 1
+    fits = (
+        size
+        for size in CLUSTER_SIZES
+        if tiles * size <= tile.ctas_of_sm * device.sm_count
+        and LEAST_SHARE * size <= blocks <= MOST_CLUSTER_BLOCKS * size
+    )
+    return next(fits, 1)
 
 
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
@@ -143,6 +173,9 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     shares = math.ceil(max_units(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
+    cluster = cluster_size(shapes, tile, device) if split else 1
+    if cluster > 1:
+        ctas, split = _tiles(shapes) * cluster, False
     scratch = ()
     if split:
         scratch = (
@@ -150,7 +183,7 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
             Buffer("split_tiles", (ctas, TILE_BYTES // 4), "int32"),
         )
-    launches = [_decode(spec, shapes, device, tile, ctas, split)]
+    launches = [_decode(spec, shapes, device, tile, ctas, split, cluster)]
     if n.U or packed:
         launches.insert(0, preprocess(spec, shapes, device))
     if split:
@@ -175,7 +208,13 @@ def plan_of(shapes: Shapes, launches: Iterable[Launch], scratch: Iterable[Buffer
 
 
 def _decode(
-    spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int, split: bool
+    spec: CacheSpec,
+    shapes: Shapes,
+    device: Device,
+    tile: DecodeTile,
+    ctas: int,
+    split: bool,
+    cluster: int,
 ) -> Launch:
     n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
     scale = spec.attention.scale
@@ -199,6 +238,7 @@ def _decode(
             ("PAGED", int(tile.paged)),
             ("BOX", tile.box),
             ("SPLIT", int(split)),
+            ("CLUSTER", cluster),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
             ("ROTARY", rotary_pairs(spec, shapes)),
@@ -210,6 +250,7 @@ def _decode(
     return launch(
         kernel=kernel,
         grid=(ctas, 1, 1),
+        cluster=cluster,
         block=tile.threads,
         shared_bytes=tile.shared_bytes,
         overlap_previous=True,

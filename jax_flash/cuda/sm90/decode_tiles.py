@@ -59,6 +59,14 @@ class DecodeTile:
         widened = self.keys * (key_row + value_row) * self.float8
         return query + widened + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
 
+    @property
+    def holds_partial(self) -> bool:
+        """Whether the stages have room for a partial (`ClusterPartials` in cluster_parts.cuh)."""
+        widths = self.head_dim, self.value_dim
+        if not self.float8:
+            widths = tuple(tile_row_bytes(x, _ELEMENT_BYTES) for x in widths)
+        return self.query_rows * (8 + 4 * (self.value_dim + 8)) <= self.stages * self.keys * sum(widths)
+
     def fitted(self) -> "DecodeTile":
         """With as many stages as there is room for."""
         room = min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
@@ -74,12 +82,13 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     """The tile of a call.
 
     Two CTAs on a multiprocessor hide each other's waits, if shared memory has room for three stages of each.
-    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages.
+    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages, or threads
+    gather the rows: with as many threads as a block has keys, 128 would leave each too few registers.
     """
     n = cache_sizes(shapes)
     dims = padded_head_dim(n.H), padded_head_dim(n.V)
     rows = next((rows for rows in (8, 16, 32) if n.T * n.group <= rows), ROWS)  # few kernels to compile
-    keys = 128 if sum(dims) <= 128 and (_box(n.page, 128) or not _box(n.page, 64)) else 64
+    keys = 128 if sum(dims) <= 128 and _box(n.page, 128) else 64
     rotary = shapes.rotary_cos is not None
     tile = DecodeTile(
         *dims, rows, keys, _box(n.page, keys), n.page is not None, rotary, is_float8(shapes.key.dtype)

@@ -258,6 +258,12 @@ void carry_out_together(int warp) {
     done = true;
 }
 
+void reads(int thread, Cta& owner, uint32_t offset, uint32_t bytes) {
+    if (!sought) return;
+    const int actor = actor_of(thread);
+    access<false>(owner, offset, bytes, {actor, clock_of(actor).seen[actor], emulator::called_from}, clock_of(actor),
+                  true);
+}
 void writes(int thread, Cta& owner, uint32_t offset, uint32_t bytes) {
     if (!sought) return;
     const int actor = actor_of(thread);

@@ -83,6 +83,7 @@ void complete_phase(Order& order);
 void meet(int warp);
 void carry_out_together(int warp);
 
+void reads(int thread, Cta& cta, uint32_t offset, uint32_t bytes);
 void writes(int thread, Cta& cta, uint32_t offset, uint32_t bytes);
 Operation work_of_thread();                             // what the running thread did so far
 Operation copy_of_thread(const void* from);             // told to a barrier when done

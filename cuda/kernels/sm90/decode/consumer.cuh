@@ -263,7 +263,9 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         __syncwarp();
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));
         tile_ring.advance();
-        if (!Traits::split || tile.is_whole()) {
+        if constexpr (Traits::cluster > 1) {
+            combine_in_cluster(out, softmax, shared, call.results, call.shape, tile);
+        } else if (!Traits::split || tile.is_whole()) {
             write_row<0>(out, softmax, call.results, call.shape, tile);
             write_row<1>(out, softmax, call.results, call.shape, tile);
         } else {

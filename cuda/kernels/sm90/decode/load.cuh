@@ -4,7 +4,7 @@
 #include "ptx/async_copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
-#include "sm90/decode/schedule.cuh"
+#include "sm90/decode/cluster_parts.cuh"
 
 struct LoadCall {
     const Cache& cache;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
 }
 
 __device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int least_share) {
-    Schedule schedule(call.shape, max_parts, least_share);
+    TileSchedule schedule(call.shape, max_parts, least_share);
     AppendedKeys appended(call.shape);
     Ring ring;
     TileRing tile_ring;
@@ -90,4 +90,5 @@ __device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int
     tile.batch = Tile::no_more;
     hand_out(call, tile_ring, tile);
     if (Traits::split && threadIdx.x == Traits::consumer_threads) call.split_tiles[blockIdx.x] = split_tile;
+    if constexpr (Traits::cluster > 1) meet_twice();
 }

@@ -49,6 +49,22 @@ __device__ __forceinline__ int head_units(const Shape& shape, const Sequence& se
     return units;
 }
 
+// Describes the part [begin, end) of a tile, in blocks from the tile's first.
+__device__ __forceinline__ void describe(Tile& found, const Shape& shape, const Sequence& sequence, int batch, int head,
+                                         int tile, Interval keys, int units, int begin, int end) {
+    const bool sees_none = keys.begin == keys.end;
+    found.batch = batch, found.key_head = head;
+    found.first_row = tile * Traits::rows;
+    found.rows = min(row_count(shape, sequence) - found.first_row, Traits::rows);
+    found.first_query = sequence.first_query, found.queries = sequence.queries;
+    found.length = sequence.length, found.first_key = sequence.first_key;
+    found.cache_row = sequence.cache_row;
+    found.first = sees_none ? 0 : keys.begin / Traits::keys + begin;
+    found.last = sees_none ? 0 : keys.begin / Traits::keys + end;
+    found.keys = keys;
+    found.units = units, found.part_begin = begin, found.part_end = end;
+}
+
 // A CTA's way along its share. All lanes of a warp have one, and make it together.
 struct Schedule {
     const Shape& shape;
@@ -90,7 +106,10 @@ struct Schedule {
             const int units = units_of(keys);
             const int begin = part_boundary(-start, units, max_parts);
             const int end = part_boundary(share - start, units, max_parts);
-            if (begin < end) describe(found, keys, units, begin, end);
+            if (begin < end) {
+                describe(found, shape, sequence, batch, head, tile, keys, units, begin, end);
+                found.start = blockIdx.x * share + start, found.share = share;
+            }
             start += units;
             advance();
             if (begin < end) return true;
@@ -137,20 +156,5 @@ private:
         do {
             enter(batch + 1);
         } while (batch < shape.batch && sequence.queries == 0);
-    }
-
-    __device__ __forceinline__ void describe(Tile& found, Interval keys, int units, int begin, int end) const {
-        const bool sees_none = keys.begin == keys.end;
-        found.batch = batch, found.key_head = head;
-        found.first_row = tile * Traits::rows;
-        found.rows = min(row_count(shape, sequence) - found.first_row, Traits::rows);
-        found.first_query = sequence.first_query, found.queries = sequence.queries;
-        found.length = sequence.length, found.first_key = sequence.first_key;
-        found.cache_row = sequence.cache_row;
-        found.first = sees_none ? 0 : keys.begin / Traits::keys + begin;
-        found.last = sees_none ? 0 : keys.begin / Traits::keys + end;
-        found.keys = keys;
-        found.units = units, found.part_begin = begin, found.part_end = end;
-        found.start = blockIdx.x * share + start, found.share = share;
     }
 };

@@ -39,9 +39,10 @@ __device__ __forceinline__ void write_row(const float (&out)[Traits::value_dim /
     }
 }
 
-// Writes what a CTA made of its part of a tile, for the combine kernel.
+// Writes what a CTA made of its part of a tile, for whoever adds up the parts.
+template <class AnyPartials>
 __device__ __forceinline__ void write_partial(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
-                                              const TilePartials& partials, int partial, const Tile& tile) {
+                                              const AnyPartials& partials, int partial, const Tile& tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -12,6 +12,7 @@
 //   PAGED          1: the cache consists of pages
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
+//   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no clusters
 //   SOFT_CAP, ALIBI   1: the call has it
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
 //   SHARED_BYTES   dynamic shared memory of the launch
@@ -37,6 +38,7 @@ struct Traits {
     static constexpr bool gathers = BOX == 0;
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
     static constexpr bool split = SPLIT;
+    static constexpr int cluster = CLUSTER;
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
     static constexpr bool natural = soft_cap || alibi;  // logits are; else they are in base 2
     static constexpr bool rotary = ROTARY != 0;
@@ -70,6 +72,7 @@ struct Traits {
     static_assert(query_rows % 8 == 0 && query_rows <= rows, "panels of Q consist of the swizzle's atoms");
     static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
+    static_assert(!split || cluster == 1, "CTAs that share tiles through global memory form no clusters");
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.

@@ -1,0 +1,112 @@
+// Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA attends
+// to an equal part of the tile's blocks and leaves its partial in its own shared memory. Then each adds up a share of the
+// output, which it reads from all of them. So such a call is one kernel: no other one has to be launched behind it.
+#pragma once
+#include "ptx/cluster.cuh"
+#include "sm90/decode/row_result.cuh"
+#include "sm90/decode/schedule.cuh"
+#include "sm90/decode/store.cuh"
+
+// A CTA's part of the one tile of its cluster. It may be empty: of sequences with few keys, or if a call limits the parts.
+struct ClusterSchedule {
+    const Shape& shape;
+    const int max_parts;
+    bool is_done = false;
+
+    __device__ __forceinline__ ClusterSchedule(const Shape& shape, int max_parts, int) : shape(shape), max_parts(max_parts) {}
+
+    __device__ __forceinline__ bool next(Tile& found) {
+        if (is_done) return false;
+        is_done = true;
+        const int index = blockIdx.x / Traits::cluster, tiles = ceil_div(shape.queries * shape.group, Traits::rows);
+        const int tile = index % tiles, head = index / tiles % shape.key_heads, batch = index / tiles / shape.key_heads;
+        const Sequence sequence = sequence_at(shape, batch);
+        const Interval keys = tile_keys(shape, sequence, tile);
+        const int units = units_of(keys), step = ceil_div(units, min(Traits::cluster, max_parts));
+        const int begin = min(cluster::rank() * step, units), end = min(begin + step, units);
+        describe(found, shape, sequence, batch, head, tile, keys, units, begin, end);
+        return true;
+    }
+};
+
+using TileSchedule = Either<(Traits::cluster > 1), ClusterSchedule, Schedule>::type;
+
+// A CTA's partial in its shared memory, where its blocks of keys and values were.
+struct ClusterPartials {
+    static constexpr int row_floats = Traits::value_dim + 8;  // so that a warp writes its rows to different banks
+    static constexpr int statistics_place = SharedMemory::key;
+    static constexpr int rows_place = statistics_place + Traits::query_rows * 8;
+    static constexpr int end = rows_place + Traits::query_rows * row_floats * 4;
+    static_assert(Traits::cluster == 1 || end <= SharedMemory::rows, "a partial fits where the blocks were");
+
+    const SharedMemory& shared;
+
+    __device__ __forceinline__ float* row(int, int row) const {
+        return reinterpret_cast<float*>(shared.data + rows_place) + row * row_floats;
+    }
+    __device__ __forceinline__ float2* row_statistics(int, int row) const {
+        return reinterpret_cast<float2*>(shared.data + statistics_place) + row;
+    }
+    // The same of CTA `rank`, as addresses in the cluster.
+    __device__ __forceinline__ float4 chunk_of(int rank, int row, int chunk) const {
+        const uint32_t own = shared.base + rows_place + row * row_floats * 4 + chunk * 16;
+        return cluster::load4(cluster::address_in(rank, own));
+    }
+    __device__ __forceinline__ float2 statistics_of(int rank, int row) const {
+        return cluster::load2(cluster::address_in(rank, shared.base + statistics_place + row * 8));
+    }
+};
+
+// Adds up four columns of a row.
+__device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, const Results& results, const Shape& shape,
+                                              const Tile& tile, int index, int chunk) {
+    float2 statistics[Traits::cluster];
+    float4 values[Traits::cluster];
+    float max = initial_max, sum = 0;
+    float4 out = {0, 0, 0, 0};
+#pragma unroll
+    for (int rank = 0; rank < Traits::cluster; ++rank) {
+        statistics[rank] = partials.statistics_of(rank, index);
+        values[rank] = partials.chunk_of(rank, index, chunk);
+    }
+#pragma unroll
+    for (int rank = 0; rank < Traits::cluster; ++rank) max = fmaxf(max, statistics[rank].x);
+#pragma unroll
+    for (int rank = 0; rank < Traits::cluster; ++rank) {
+        const float factor = exponential<Traits::natural>(statistics[rank].x - max);
+        sum += statistics[rank].y * factor;
+        out.x += values[rank].x * factor, out.y += values[rank].y * factor;
+        out.z += values[rank].z * factor, out.w += values[rank].w * factor;
+    }
+    const Row row(shape, tile, index);
+    const RowResult<Traits::natural> result(max, sum, sink_of(results.sinks, row.head));
+    if (chunk == 0) results.lse[row.in_lse(shape)] = result.lse;
+    const uint32_t low = convert<Traits::Element>(out.x * result.factor, out.y * result.factor);
+    const uint32_t high = convert<Traits::Element>(out.z * result.factor, out.w * result.factor);
+    reinterpret_cast<uint64_t*>(results.out + row.in_out(shape))[chunk] = static_cast<uint64_t>(high) << 32 | low;
+}
+
+// All threads of the cluster come together twice: when all partials are there, and when they have been read. Those that
+// have no part in it come by `meet_twice`.
+__device__ __forceinline__ void meet_twice() {
+    cluster::sync();
+    cluster::sync();
+}
+
+// Writes a CTA's partial and its share of the cluster's results.
+__device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
+                                                   const SharedMemory& shared, const Results& results,
+                                                   const Shape& shape, const Tile& tile) {
+    const ClusterPartials partials{shared};
+    sync_consumers();  // all have read the blocks
+    write_partial(out, softmax, partials, 0, tile);
+    cluster::fence();
+    cluster::sync();
+    const int row_chunks = shape.value_dim / 4, chunks = tile.rows * row_chunks;
+    const int share = ceil_div(chunks, Traits::cluster), first = cluster::rank() * share;
+#pragma unroll 1
+    for (int i = first + threadIdx.x; i < min(first + share, chunks); i += Traits::consumer_threads) {
+        combine_chunk(partials, results, shape, tile, i / row_chunks, i % row_chunks);
+    }
+    cluster::sync();
+}

@@ -1,0 +1,108 @@
+"""The decode kernel with clusters of CTAs, which share a tile and combine its parts, run on a CPU."""
+
+import dataclasses
+import re
+
+import pytest
+from cache_case import CacheCase, Draw
+from exhaustive import thinned
+from kernel_emulator import KernelEmulator
+from test_decode_emulated import run, traits
+
+from jax_flash._device import H100
+from jax_flash._spec import shapes_of
+from jax_flash.cuda import plan_check
+from jax_flash.cuda.compile import compile_kernel
+from jax_flash.cuda.sm90 import decode_plan
+
+CASES = (
+    CacheCase(S=1000, B=2, full=True, H=128),
+    CacheCase(S=1000, T=3, U=2, right=0, rotary=32, soft_cap=2.0),
+    CacheCase(S=700, N=8, K=1, H=256, B=2, sinks=True, dtype="float16"),
+    CacheCase(S=900, T=9, left=200, right=0, alibi="BN", V=80, H=72, left_padding=True),
+    CacheCase(S=640, page=16, U=1, H=128),
+    CacheCase(S=600, page=3, T=5, right=0, B=2, layers=2),
+    CacheCase(S=1000, T=70, N=2, K=1, right=0, B=1, U=70),  # two tiles of a head
+    CacheCase(S=900, num_splits=3, N=2, K=2, B=2),
+    CacheCase(S=1100, float8=True, descales=True, U=1, B=2, H=128),
+    CacheCase(S=900, B=1, N=40, K=1, H=64, V=256, U=3, T=2, batch_index=True),
+)
+PARTS = "sm90/decode/cluster_parts.cuh"
+MISTAKES = {
+    "partials are read where not all are written": (
+        """write_partial(out, softmax, partials, 0, tile);
+    cluster::fence();
+    cluster::sync();""",
+        """cluster::fence();
+    cluster::sync();
+    write_partial(out, softmax, partials, 0, tile);""",
+    ),
+    "a partial is written where products still read values": (
+        "sync_consumers();  // all have read",
+        "// all have read",
+    ),
+}
+
+
+def device(multiprocessors):
+    return dataclasses.replace(H100, sm_count=multiprocessors)
+
+
+def planned(case, multiprocessors=132):
+    """Clusters, CTAs and launches of a call."""
+    shapes = shapes_of(Draw(case).operands)
+    plan = decode_plan.plan_decode(case.spec, shapes, device(multiprocessors))
+    plan_check.check(plan)
+    (launch,) = (x for x in plan.launches if x.kernel.entry == "decode")
+    return launch.cluster, launch.grid[0], len(plan.launches)
+
+
+@pytest.fixture(autouse=True)
+def clusters(monkeypatch):
+    monkeypatch.setattr(decode_plan, "CLUSTERS", True)
+
+
+@pytest.mark.parametrize("case", thinned(CASES, traits), ids=str)
+def test_equals_the_definition(case, emulator):
+    """With so few CTAs at once that not all clusters are among them."""
+    cluster, *_ = planned(case)
+    assert cluster > 1
+    run(case, emulator, 132, 2 * cluster)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_races_are_found(mistake, tmp_path):
+    text, other = MISTAKES[mistake]
+    emulator = KernelEmulator(tmp_path, edits={(PARTS, text): other})
+    with pytest.raises(AssertionError, match="races in"):
+        run(CASES[0], emulator, 132, 8)
+
+
+def test_what_is_split_by_clusters():
+    """Calls of so few tiles and blocks that all CTAs run at once, and have few blocks each."""
+    usual = CacheCase(B=1, S=1024, N=32, K=8, H=128)
+    assert planned(usual) == (8, 64, 1)
+    assert planned(dataclasses.replace(usual, U=1)) == (8, 64, 2)  # the append
+    assert planned(dataclasses.replace(usual, B=4)) == (8, 256, 1)
+    assert planned(dataclasses.replace(usual, B=16)) == (2, 256, 1)
+    assert planned(dataclasses.replace(usual, S=200)) == (2, 16, 1)
+    assert planned(dataclasses.replace(usual, num_splits=1))[0] == 1
+    for more in ({"B": 32}, {"S": 16384}, {"packed": True, "T": 4}):  # another kernel combines
+        cluster, _, launches = planned(dataclasses.replace(usual, **more))
+        assert cluster == 1 and launches == 2 + ("packed" in more)
+    assert planned(usual, 8)[0] == 2
+
+
+def test_clusters_are_off(monkeypatch):
+    monkeypatch.undo()  # the fixture's change
+    assert planned(CASES[0])[0] == 1
+
+
+@pytest.mark.parametrize("case", (*CASES[:4], *CASES[5:9]), ids=str)
+def test_compiles_without_spills_or_warnings(case):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    plan = decode_plan.plan_decode(case.spec, shapes_of(Draw(case).operands), H100)
+    (launch,) = (x for x in plan.launches if x.kernel.entry == "decode")
+    log = compile_kernel(launch.kernel).log
+    assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
+    assert re.findall(r"(\d+) bytes (?:stack|spill)", log) == ["0"] * 3, log
