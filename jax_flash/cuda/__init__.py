@@ -55,11 +55,7 @@ def device_limit(device: Device) -> str | None:
 def _float8_limit(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> str | None:
     if spec.quantization is None and not _float8.is_float8(shapes.query.dtype):
         return None
-    if not _float8.KERNELS:
-        return _float8.UNPROVEN
-    if spec.dropout_rate:
-        return "its kernel for 8 bits takes no dropout"
-    return None
+    return None if _float8.KERNELS else _float8.UNPROVEN
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:

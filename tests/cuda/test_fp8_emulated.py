@@ -12,6 +12,7 @@ from emulated_case import DEVICE, Case, draw
 import jax_flash
 from jax_flash import _float8, _reference
 from jax_flash._spec import Operands, shapes_of
+from jax_flash.cuda import dropout
 from jax_flash.cuda.sm90 import float8, forward_plan
 
 CASES = (
@@ -26,6 +27,8 @@ CASES = (
     Case(H=128, T=130, S=300, N=2, bias="1NTS", sinks="1N", alibi="1N", wide=True),
     Case(H=64, T=200, S=300, N=2, score_mod="capped", block_mask="of_own_heads"),
     Case(H=128, T=200, S=1100, N=1, sinks="1N"),  # split among CTAs
+    Case(H=64, T=200, S=300, N=4, K=2, B=2, right=0, dropout=0.3),
+    Case(H=256, T=100, S=200, dropout=0.6),
 )
 
 
@@ -64,7 +67,8 @@ def run(spec, operands, emulator, seed):
     if metadata_plan is not None:
         arrays |= emulator.run(metadata_plan, arrays, seed)
     arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
-    return emulator.run(plan, {name: np.asarray(x) for name, x in arrays.items()}, seed)
+    arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    return emulator.run(plan, dropout.arranged(plan, arrays), seed)
 
 
 def check(spec, operands, got):
@@ -136,13 +140,9 @@ def test_lowered_for_a_gpu(monkeypatch):
             jax.jit(packed).trace(query[0], key[0], key[0]).lower(lowering_platforms=("cuda",)).as_text()
         )
         explained = jax_flash.explain(query, key, key, quantization="fp8")
-        dropping = jax_flash.explain(
-            query, key, key, quantization="fp8", dropout_rate=0.1, dropout_key=jax.random.key(0)
-        )
     assert "f8E4M3FN" in text and "float8_e4m3fn" in text
     for target in ("jax_flash_quantize", "jax_flash_forward", "jax_flash_backward"):
         assert text.count(f"custom_call @{target}(") == 1
     assert of_packed.count("custom_call @jax_flash_forward(") == 1
     assert "jax_flash_quantize" not in of_packed  # whose blocks are those of all sequences' tokens
     assert explained.picked == "cuda"
-    assert dropping.choices[0].reason == "its kernel for 8 bits takes no dropout"

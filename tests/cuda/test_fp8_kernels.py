@@ -25,6 +25,7 @@ OPTIONS = {
     "causal": ({"right": 0}, {}),
     "window": ({"left": 100, "right": 30}, {}),
     "lengths": ({}, LENGTHS),
+    "dropout": ({"dropout_rate": 0.1, "right": 0}, {}),
     "soft cap": ({"logits_soft_cap": 30.0, "right": 0}, {"sinks": jax.ShapeDtypeStruct((1, N), jnp.float32)}),
 }
 

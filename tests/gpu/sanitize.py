@@ -131,6 +131,7 @@ FP8_GROUPS = {
         case(64, "segment_ids", B=2),
         case(128, "packed", T=300, is_causal=True),
         case(128, S=3000),
+        case(128, "dropout", is_causal=True),
     ),
 }
 """Calls with `quantization="fp8"`."""

@@ -37,6 +37,7 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "bias": {"bias": True},
     "block mask": {"block_mask": True},
+    "dropout": {"dropout_rate": 0.3, "dropout_key": jax.random.key(7), "is_causal": True},
 }
 
 

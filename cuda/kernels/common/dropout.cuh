@@ -45,6 +45,23 @@ __device__ __forceinline__ void drop(uint32_t (&probabilities)[steps][4], const 
                      [](uint32_t& pair, uint32_t dropped) { pair &= ~dropped; });
 }
 
+// The same of e4m3 probabilities, of which a word has those four of a row: step s of 32 columns has rows 0 and 1 of 16, and
+// then of the other 16.
+template <int steps>
+__device__ __forceinline__ void drop_e4m3(uint32_t (&probabilities)[steps][4], const uint32_t (&row_hashes)[2],
+                                          const uint4* column_hashes, uint32_t threshold) {
+#pragma unroll
+    for (int half_step = 0; half_step < 2 * steps; ++half_step) {
+        const uint4 columns = column_hashes[4 * half_step + threadIdx.x % 4];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const uint32_t low = dropped_pair(row_hashes[row], columns.x, columns.y, threshold);
+            const uint32_t high = dropped_pair(row_hashes[row], columns.z, columns.w, threshold);
+            probabilities[half_step / 2][half_step % 2 * 2 + row] &= ~bytes_of_halves(low, high);
+        }
+    }
+}
+
 // Marks dropped probabilities by the sign bit, which probabilities don't use. Their values are kept.
 template <int steps>
 __device__ __forceinline__ void mark_dropped(uint32_t (&probabilities)[steps][4], const uint32_t (&row_hashes)[2],

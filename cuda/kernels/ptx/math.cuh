@@ -86,6 +86,13 @@ __device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
     return halves;
 }
 
+// A byte of each half of two words, the lower one. Those of `low` come at the lower address.
+__device__ __forceinline__ uint32_t bytes_of_halves(uint32_t low, uint32_t high) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, 0x6420;" : "=r"(bytes) : "r"(low), "r"(high));
+    return bytes;
+}
+
 // Compares the lower 15 bits of each half of `x` with that half of `limit`, which is at most 0x7c00, and sets all bits of
 // the halves that are less. The instruction compares magnitudes of float16, which are ordered as their bits are. Bits
 // above 0x7c00, which is infinity, are NaN: they compare as not less, as they should.

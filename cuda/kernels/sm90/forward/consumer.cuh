@@ -288,11 +288,16 @@ struct TileConsumer {
         }
     }
 
-    // P in 16 bits, some of it dropped.
+    // P as wgmma takes it, some of it dropped.
     __device__ __forceinline__ void make_probabilities() {
         convert_probabilities(probabilities, scores);
         if constexpr (Traits::dropout) {
-            drop(probabilities, row_hashes, call.shared.key_hashes(rings.hash.stage), call.dropout.threshold);
+            const uint4* const columns = call.shared.key_hashes(rings.hash.stage);
+            if constexpr (Traits::fp8) {
+                drop_e4m3(probabilities, row_hashes, columns, call.dropout.threshold);
+            } else {
+                drop(probabilities, row_hashes, columns, call.dropout.threshold);
+            }
             rings.hash.advance();
         }
     }

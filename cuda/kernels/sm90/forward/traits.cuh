@@ -105,7 +105,7 @@ struct Traits {
     static_assert(head_dim % step_elements == 0 && head_dim <= 256, "wgmma contracts 32 bytes of columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "rows are stored 16 columns at a time; N is at most 256");
     static_assert(!fp8 || keys == 128 || keys == 64, "a panel of V^T has one block of keys, of one scale");
-    static_assert(!fp8 || !(dropout || isolates || cache), "P is in another order; values are finite");
+    static_assert(!fp8 || !(isolates || cache), "values are finite, and V^T is made before the launch");
     static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
     static_assert(consumers > 1 || !pingpong, "one warpgroup has none to alternate with");

@@ -79,6 +79,9 @@ uint32_t widen_e4m3(uint32_t pair) {
 }
 
 inline uint32_t upper_halves(uint32_t low, uint32_t high) { return low >> 16 | (high & 0xffff0000u); }
+inline uint32_t bytes_of_halves(uint32_t low, uint32_t high) {
+    return low & 0xff | low >> 8 & 0xff00 | (high & 0xff) << 16 | (high & 0xff0000) << 8;
+}
 
 inline uint32_t halves_below(uint32_t x, uint32_t limit) {
     const bool low = (x & 0x7fff) < (limit & 0xffff), high = (x >> 16 & 0x7fff) < limit >> 16;
