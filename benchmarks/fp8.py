@@ -3,18 +3,22 @@
     python benchmarks/fp8.py --out benchmarks/results/fp8_h100.json
 
 Each row has a call and the milliseconds of what `programs` lists, in shuffled rounds: the kernel alone, on
-arrays as it takes them; `flash_attention` of e4m3 arrays, which transposes values first; with
-`quantization="fp8"`, which also quantizes; `quantize` alone, and a copy of as many bytes as it reads and
-writes; and `flash_attention` in bfloat16. Then the rates of the first and the last, and their ratio.
+arrays as it takes them, and with other numbers of blocks whose PV tensor cores sum by themselves, where
+shared memory has room for sums (cuda/kernels/sm90/forward/out_sums.cuh); `flash_attention` of e4m3 arrays,
+which transposes values first; with `quantization="fp8"`, which also quantizes; `quantize` alone, and a copy of
+as many bytes as it reads and writes; and `flash_attention` in bfloat16. Then the rates of the first and the
+last, and their ratio.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +34,10 @@ from jax_flash._call import Arguments, prepare
 from jax_flash._float8_arguments import Float8
 from jax_flash._mask import Window
 from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90 import forward_tiles
 
 KERNEL, OF_16_BITS = "kernel", "bfloat16"
+SUM_BLOCKS = (0, 4, 16)
 CASES = [
     Case(batch, length, length, 16, 16, head_dim, causal=causal)
     for head_dim in (64, 128, 192, 256)
@@ -43,7 +49,7 @@ Programs = dict[str, tuple]
 """By name: a compiled function, and its arguments."""
 
 
-def kernel_alone(case: Case, quantized: Any) -> tuple[Callable[..., Any], Any]:
+def kernel_alone(case: Case, quantized: Any, sum_blocks: int | None = None) -> tuple[Callable[..., Any], Any]:
     """The custom call of a call on e4m3 arrays, and the arrays that it takes."""
     *arrays, query_descale, key_descale, value_descale = quantized
     window = Window(None, 0 if case.causal else None)
@@ -51,11 +57,24 @@ def kernel_alone(case: Case, quantized: Any) -> tuple[Callable[..., Any], Any]:
     call = prepare(Arguments(*arrays, window=window, float8=float8))
     device = _device.current()
     family = by_cuda.family(device)
-    plan = family.plan_forward(call.spec, shapes_of(call.operands), device)
+    with summing(sum_blocks):
+        plan = family.plan_forward(call.spec, shapes_of(call.operands), device)
     given = jax.jit(family.forward_arrays)(call.operands)
     return lambda given: by_cuda.call.call(
         "jax_flash_forward", plan, *(given[b.name] for b in plan.operands)
     ), given
+
+
+def summing(sum_blocks: int | None) -> contextlib.AbstractContextManager:
+    """Plans made meanwhile have so many blocks whose PV tensor cores sum by themselves; None: as it is."""
+    if sum_blocks is None:
+        return contextlib.nullcontext()
+    changed = {
+        head_dim: dataclasses.replace(tile, sum_blocks=sum_blocks)
+        for head_dim, tile in forward_tiles.FP8_TILES.items()
+        if tile.sum_blocks > 0
+    }
+    return mock.patch.dict(forward_tiles.FP8_TILES, changed)
 
 
 def programs(case: Case) -> Programs:
@@ -67,6 +86,11 @@ def programs(case: Case) -> Programs:
     copied = jnp.zeros(moved // 2, jnp.uint8)
     calls: dict[str, tuple] = {
         KERNEL: (kernel, given),
+        **{
+            f"kernel, sums of {blocks or 'all'} blocks": kernel_alone(case, quantized, blocks)
+            for blocks in SUM_BLOCKS
+            if case.head_dim <= 128
+        },
         "e4m3 arrays": (lambda x: attend(**x._asdict()), quantized),
         'quantization="fp8"': (functools.partial(attend, quantization="fp8"), *inputs),
         "quantize": (jax_flash.quantize, *inputs),

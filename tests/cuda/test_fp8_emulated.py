@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_case import DEVICE, Case, draw
+from kernel_emulator import KernelEmulator
 
 import jax_flash
 from jax_flash import _float8, _reference
 from jax_flash._spec import Operands, shapes_of
 from jax_flash.cuda import dropout
-from jax_flash.cuda.sm90 import float8, forward_plan
+from jax_flash.cuda.sm90 import float8, forward_plan, forward_tiles
 
 CASES = (
     Case(H=128, T=200, S=300, N=2, B=2),
@@ -29,6 +30,7 @@ CASES = (
     Case(H=128, T=200, S=1100, N=1, sinks="1N"),  # split among CTAs
     Case(H=64, T=200, S=300, N=4, K=2, B=2, right=0, dropout=0.3),
     Case(H=256, T=100, S=200, dropout=0.6),
+    Case(H=128, T=130, S=2500, N=2, K=1, right=0),  # sums of several times eight blocks
 )
 
 
@@ -90,6 +92,33 @@ def check(spec, operands, got):
 def test_forward(case, scales, emulator):
     spec, operands, seed = of_8_bits(case, scales)
     check(spec, operands, run(spec, operands, emulator, seed))
+
+
+def long_sum(keys):
+    """A call whose scores are 0 and whose values have one sign; causal, so that no CTAs share a tile."""
+    case = Case(H=64, T=64, S=keys, N=1, right=0)
+    spec, operands, _, _, seed = draw(case)
+    value = 1 + jnp.abs(operands.value) / jnp.max(jnp.abs(operands.value))
+    operands = operands.replace(query=jnp.zeros_like(operands.query), value=value)
+    return *_float8.quantized(dataclasses.replace(spec, quantization="fp8"), operands), seed
+
+
+def error_of_long_sum(keys, emulator):
+    spec, operands, seed = long_sum(keys)
+    got = np.asarray(run(spec, operands, emulator, seed)["out"], np.float64)
+    value = np.asarray(_float8.dequantized(operands).value, np.float64)
+    seen = np.arange(keys - 64, keys) + 1
+    right = np.cumsum(value, 1)[:, -64:] / seen[:, None, None]
+    return np.linalg.norm(got - right) / np.linalg.norm(right)
+
+
+def test_long_sums(tmp_path, monkeypatch):
+    """With tensor cores that keep 14 bits of a sum: by themselves they cut much off a long one."""
+    emulator = KernelEmulator(tmp_path, SUM_BITS=14)
+    assert error_of_long_sum(4096, emulator) < 0.01
+    without = {dim: dataclasses.replace(tile, sum_blocks=0) for dim, tile in forward_tiles.FP8_TILES.items()}
+    monkeypatch.setattr(forward_tiles, "FP8_TILES", without)
+    assert error_of_long_sum(4096, emulator) > 0.03
 
 
 def test_probabilities_in_another_order_are_found(emulator):

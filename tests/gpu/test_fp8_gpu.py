@@ -1,5 +1,6 @@
 """Forward in 8 bits by the CUDA kernel, against "xla", which keeps probabilities in float32."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,6 +12,7 @@ from seeds import seed_of
 
 import jax_flash
 from jax_flash import _float8, masks
+from jax_flash.cuda.sm90 import forward_tiles
 
 
 @pytest.fixture(autouse=True)
@@ -132,14 +134,21 @@ def test_packed_sequences_and_gradients():
         assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("sum_blocks", (None, 0, 16))
 @pytest.mark.parametrize("keys", (4096, 131072))
-def test_long_sequences(keys):
-    """Sums over many keys: what wgmma keeps of float32 decides on the error."""
+def test_long_sequences(keys, sum_blocks, monkeypatch):
+    """Sums over many keys: what wgmma keeps of float32 decides on the error.
+
+    Errors with other numbers of blocks that wgmma sums by itself are only printed.
+    """
+    if sum_blocks is not None:
+        tile = dataclasses.replace(forward_tiles.FP8_TILES[128], sum_blocks=sum_blocks)
+        monkeypatch.setitem(forward_tiles.FP8_TILES, 128, tile)
     query, key, value = arrays(5, 1, 128, keys, 2, 2, 128, 128, "float32")
     value = 1 + value / jnp.max(jnp.abs(value))  # sums that grow
     given = jax_flash.quantize(query, key, value)._asdict()
     attend = functools.partial(jax_flash.flash_attention, **given, out_dtype="float32")
     found, expected = (np.asarray(attend(implementation=name), np.float64) for name in ("cuda", "xla"))
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-    print(f"{keys} keys: {error:.2e}")
-    assert error < 0.01
+    print(f"{keys} keys, sums of {sum_blocks} blocks: {error:.2e}")
+    assert sum_blocks is not None or error < 0.01

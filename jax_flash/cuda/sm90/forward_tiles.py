@@ -54,6 +54,7 @@ class ForwardTile:
     pingpong: bool  # consumer warpgroups alternate on the tensor cores
     query_stages: int  # query tiles in shared memory
     early_pv_steps: int  # steps of PV, of 32 bytes of keys each, issued before the row maxima are computed
+    sum_blocks: int = 0  # whose PV tensor cores sum by themselves (out_sums.cuh); 0: of all
 
     @property
     def rows(self) -> int:
@@ -73,6 +74,7 @@ class ForwardTile:
         key, value = (self.stages * self.keys * row for row in (key_row, value_row))
         if needs.fp8:  # a panel holds a block of V^T
             value = self.stages * needs.value_dim * self.keys
+        sums = 4 * self.rows * needs.value_dim * (self.sum_blocks > 0)
         staging = 4 * self.consumers * 16 * PANEL_BYTES  # 16 rows of a panel for each consumer warp
         hashes = (self.stages + 1) * self.keys * _INT_BYTES if needs.dropout else 0
         row_mask = self.rows * (_INTERVAL_BYTES * needs.mask_metadata + _INT_BYTES * needs.segments)
@@ -81,7 +83,8 @@ class ForwardTile:
         of_query_stages = self.query_stages * (row_mask + full_blocks + _TILE_BYTES)
         least_score = 8
         repeats = (2 * _BARRIER_BYTES + _REPEATS_BYTES + _RINGS_BYTES) * needs.isolates
-        return query + key + value + staging + hashes + of_query_stages + barriers + least_score + repeats
+        tiles = query + key + value + sums + staging
+        return tiles + hashes + of_query_stages + barriers + least_score + repeats
 
     def fitted(self, requirements: TileRequirements) -> "ForwardTile":
         """This tile if shared memory has room for it; else with one stage for Q, then with fewer keys."""
@@ -169,14 +172,15 @@ SCORE_MOD_TILES: dict[str | None, dict[int, ForwardTile]] = {
 }
 MANY_SCORE_MODS_TILES = _SMALLER_TILES | {128: ForwardTile(2, 80, 2, False, 1, 5)}
 
-# Tiles for arrays of 8 bits, with the keys that float8.py says. Not timed yet.
+# Tiles for arrays of 8 bits, with the keys that float8.py says. Not timed yet. Shared memory has no room for
+# sums where values have more than 128 columns.
 FP8_TILES: dict[int, ForwardTile] = {
-    64: ForwardTile(3, 128, 2, True, 2, 3),
-    128: ForwardTile(2, 128, 2, True, 2, 3),
+    64: ForwardTile(3, 128, 2, True, 2, 3, sum_blocks=8),
+    128: ForwardTile(2, 128, 2, True, 2, 3, sum_blocks=8),
     192: ForwardTile(2, 128, 2, True, 1, 3),
     256: ForwardTile(2, 64, 2, True, 2, 1),
 }
-FP8_SCORE_MOD_TILES = {64: ForwardTile(2, 128, 2, True, 2, 3)}  # in place of those above
+FP8_SCORE_MOD_TILES = {64: ForwardTile(2, 128, 2, True, 2, 3, sum_blocks=8)}  # in place of those above
 
 _MAX_SPLITS = 8
 """CTAs that share a split tile, at most: the last of them reads all partials."""

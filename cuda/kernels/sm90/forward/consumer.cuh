@@ -18,6 +18,7 @@
 #include "sm90/forward/descales.cuh"
 #include "sm90/forward/hidden_values.cuh"
 #include "sm90/forward/repeat.cuh"
+#include "sm90/forward/out_sums.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/split_kv.cuh"
 #include "sm90/forward/store.cuh"
@@ -157,6 +158,7 @@ struct TileConsumer {
     TileDescales descales;  // this and the next two: with e4m3 operands
     BlockFactors factors;   // of `block`
     float out_unit = 1;     // what O is to be multiplied by
+    OutSums sums;           // with `Traits::sum_blocks`
 
     __device__ __forceinline__ TileConsumer(const ConsumerCall& call, ConsumerRings& rings, const Tile& tile,
                                             int warpgroup, int lane, int row, float (&out)[out_count],
@@ -223,6 +225,7 @@ struct TileConsumer {
     __device__ __forceinline__ void next_block() {
         issue_scores();
         rescale_out();  // beside QK^T
+        if constexpr (Traits::sum_blocks > 0) sums.add_block(call.shared, out);
         issue_early_pv();
         if constexpr (Traits::early_pv_steps == Traits::value_steps) pingpong_signal(warpgroup);
         wgmma::wait<1>();
@@ -306,6 +309,7 @@ struct TileConsumer {
         if (__any_sync(0xffffffff, rescales)) {
 #pragma unroll
             for (int i = 0; i < out_count; ++i) out[i] *= softmax.rescale[row_of(i)];
+            if constexpr (Traits::sum_blocks > 0) sums.rescale(softmax.rescale);
         }
     }
 
@@ -324,6 +328,11 @@ struct TileConsumer {
         wgmma::pin(out);
         if (arrives(lane)) mbarrier::arrive(call.shared.value_empty(rings.value.stage));
         rings.value.advance();
+    }
+    // Waits for the last one; then O is whole.
+    __device__ __forceinline__ void wait_last_pv() {
+        wait_pv();
+        if constexpr (Traits::sum_blocks > 0) sums.add_to(call.shared, out);
     }
 
     __device__ static __forceinline__ void release_query(const ConsumerCall& call, ConsumerRings& rings, int lane) {
@@ -384,7 +393,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             consumer.attend();
             if constexpr (Traits::fp8) out_unit = consumer.out_unit;
             if constexpr (Traits::split_kv) {
-                consumer.wait_pv();
+                consumer.wait_last_pv();
                 if constexpr (Traits::fp8) {  // partials have one unit
                     for (float& x : out) x *= out_unit;
                     out_unit = 1;
@@ -396,7 +405,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
                 finalize();
             } else {
                 finalize();  // beside the last PV
-                consumer.wait_pv();
+                consumer.wait_last_pv();
             }
         } else {
             TileConsumer::release_query(call, rings, lane);

@@ -11,6 +11,7 @@
 //   QUERY_STAGES   query tiles in shared memory: with 2 the next tile is loaded while this one is computed
 //   PINGPONG       1: consumer warpgroups alternate on the tensor cores
 //   EARLY_PV_STEPS how many of the steps of PV, of 32 bytes of keys each, are issued before the row maxima are computed
+//   SUM_BLOCKS     see Traits::sum_blocks
 //   PACK_GQA       query heads of one key head whose rows share a tile
 //   SPLIT_KV       1: the keys of the last tiles are split among CTAs
 //   ISOLATES       1: what isn't finite is kept from rows that don't see it (repeat.cuh)
@@ -71,6 +72,7 @@ struct Traits {
     static constexpr int key_steps = head_dim / step_elements;  // wgmmas of QK^T
     static constexpr int value_steps = keys / step_elements;    // … of PV
     static constexpr int early_pv_steps = EARLY_PV_STEPS;
+    static constexpr int sum_blocks = SUM_BLOCKS;  // whose PV wgmma sums by itself (out_sums.cuh); 0: of all
 
     static constexpr int threads = 128 * (1 + consumers);
     // setmaxnreg: all warpgroups together have the 64K registers of a multiprocessor.
@@ -91,6 +93,7 @@ struct Traits {
     static constexpr int out_panel_columns = descriptor::row_bytes / 2;
     static constexpr int out_panels = ceil_div(value_dim, out_panel_columns);
     static constexpr int staging_bytes = descriptor::panel_bytes(16);  // a warp's rows of the output
+    static constexpr int sum_bytes = sum_blocks > 0 ? 4 * rows * value_dim : 0;  // of the output, in float32
     // Mask metadata of a tile's rows, which is loaded with Q.
     static constexpr int row_keys_bytes = mask_metadata ? rows * sizeof(Interval) : 0;
     static constexpr int row_segments_bytes = segments ? rows * sizeof(int) : 0;
@@ -172,7 +175,8 @@ struct SharedMemory {
     static constexpr int query = 0;
     static constexpr int key = query + Traits::query_stages * Traits::query_bytes;
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
-    static constexpr int staging = value + Traits::stages * Traits::value_bytes;
+    static constexpr int sums = value + Traits::stages * Traits::value_bytes;
+    static constexpr int staging = sums + Traits::sum_bytes;
     static constexpr int first_key_hash = staging + 4 * Traits::consumers * Traits::staging_bytes;
     static constexpr int row_mask = first_key_hash + Traits::hash_stages * Traits::hash_bytes;
     static constexpr int full = row_mask + Traits::query_stages * Traits::row_mask_bytes;
@@ -190,6 +194,10 @@ struct SharedMemory {
     __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(data + tiles)[stage]; }
     __device__ uint32_t key_block(int stage) const { return base + key + stage * Traits::key_bytes; }
     __device__ uint32_t value_block(int stage) const { return base + value + stage * Traits::value_bytes; }
+    // Vector `index` of a consumer thread's own sums.
+    __device__ float4& sum(int index) const {
+        return reinterpret_cast<float4*>(data + sums)[index * 128 * Traits::consumers + threadIdx.x - 128];
+    }
     // A consumer warp's own staging buffer for rows of the output.
     __device__ int staging_offset(int consumer_warp) const { return staging + consumer_warp * Traits::staging_bytes; }
 

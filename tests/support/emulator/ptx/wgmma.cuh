@@ -6,6 +6,11 @@
 #include "math.cuh"
 #include "types.cuh"
 
+// How many bits of a sum the tensor cores keep of products in 8 bits, accumulators included. 0: all.
+#ifndef SUM_BITS
+#define SUM_BITS 0
+#endif
+
 namespace wgmma {
 
 void commit();
@@ -84,6 +89,18 @@ struct Wgmma {
         return widen<Element>(bits >> k % 2 * 16);
     }
 
+    // What is left of `before` and of products if all are cut off at the same place, SUM_BITS from the largest's first.
+    template <int depth>
+    static float cut_off_sum(float before, const float* a, const float* b, int stride) {
+        float largest = fabsf(before);
+        for (int k = 0; k < depth; ++k) largest = std::max(largest, fabsf(a[k] * b[k * stride]));
+        if (!(largest > 0) || std::isinf(largest)) return before;
+        const float unit = ldexpf(1, std::ilogb(largest) - SUM_BITS + 1);
+        double sum = std::trunc(before / unit);
+        for (int k = 0; k < depth; ++k) sum += std::trunc(a[k] * b[k * stride] / unit);
+        return static_cast<float>(sum * unit);
+    }
+
     // Its reads of shared memory are told as a whole (Operands).
     template <class Element, Major a_major, Major b_major>
     __attribute__((no_sanitize_thread)) static void multiply(const std::vector<Thread>& threads) {
@@ -101,6 +118,7 @@ struct Wgmma {
         }
         for (int m = 0; m < 64; ++m) {
             for (int n = 0; n < N; ++n) d[m][n] = 0;
+            if (SUM_BITS && sizeof(Element) == 1) continue;
             for (int k = 0; k < depth; ++k) {
                 for (int n = 0; n < N; ++n) d[m][n] += a[m][k] * b[k][n];
             }
@@ -108,7 +126,12 @@ struct Wgmma {
         for (int i = 0; i < 128; ++i) {
             for (int j = 0; j < N / 2; ++j) {
                 const int row = i / 32 * 16 + i % 32 / 4 + j / 2 % 2 * 8, column = j / 4 * 8 + i % 4 * 2 + j % 2;
-                threads[i].d[j] = d[row][column] + (threads[i].accumulate ? threads[i].d[j] : 0);
+                const float before = threads[i].accumulate ? threads[i].d[j] : 0;
+                if (SUM_BITS && sizeof(Element) == 1) {
+                    threads[i].d[j] = cut_off_sum<depth>(before, a[row], &b[0][column], N);
+                } else {
+                    threads[i].d[j] = d[row][column] + before;
+                }
             }
         }
     }
