@@ -35,12 +35,12 @@ def on_path(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class TileOfLater(ForwardTile):
-    lazy: bool
+    lazy: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class TileWithoutChoices(ForwardTile):
-    depth: int
+    depth: int = 1
 
 
 def test_every_field_has_choices():
@@ -323,7 +323,8 @@ def test_tunes_a_head_dim_with_made_up_times(monkeypatch, capsys):
         return operands.query * (-1 if planned_tile() == wrong else 1), None
 
     choices = {"consumers": (2, 3), "keys": (64, 128, 160), "stages": (2,), "query_stages": (1, 2)}
-    monkeypatch.setattr(tune, "CHOICES", choices | {"early_pv_steps": (2, 6, 8)})
+    choices |= {"early_pv_steps": (2, 6, 8), "sum_blocks": (0,)}
+    monkeypatch.setattr(tune, "CHOICES", choices)
     monkeypatch.setattr(cuda, "forward", fake_forward)
     table = ((TileOption(START), TileOption(other, 0.97)), (TileOption(wrong),))
     monkeypatch.setattr(forward_tiles, "TILES", {128: table})
