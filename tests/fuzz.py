@@ -3,6 +3,7 @@
     python tests/fuzz.py --implementation xla --cases 200
     python tests/fuzz.py --implementation cuda --cases 2000 --jobs 15 --out FILE     on a machine with a GPU
     python tests/fuzz.py --implementation cuda-decoding --cases 2000 --jobs 15     calls on key-value caches
+    python tests/fuzz.py --implementation cuda-fp8 --cases 1000 --jobs 15     forward in e4m3
     python tests/fuzz.py --implementation xla --case '{"dtype": "float32", …}'     a case again, as printed
 
 Values of all factors of a call are drawn at random, those that the implementation refuses left out; output,
@@ -28,14 +29,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import call_factors
+import call_forms
+import float8_bounds
 import fuzz_jobs
 import hypothesis
 import jax
-from attention_case import Case
+from attention_case import Case, draw
 from call_factors import Factors
 from fuzz_jobs import Report
 from fuzzed_caches import CudaDecoding, FuzzedDecoding, PallasDecoding, XlaDecoding
@@ -46,6 +50,7 @@ from pairwise_suite import supported
 from run_environment import environment
 from small_blocks import small_blocks
 
+from jax_flash import _device, _dispatch, _float8
 from jax_flash.pallas import compat
 
 FORMS = (*call_factors.BROADCAST_FORMS, "NTS", "N1S", "TS", "1S", "S")
@@ -110,6 +115,35 @@ class Cuda(Fuzzed):
         }
 
 
+class CudaFp8(Cuda):
+    """Forward with `quantization="fp8"`, against "xla", which defines it."""
+
+    definition = "xla"
+
+    def environment(self):
+        return mock.patch.object(_float8, "KERNELS", True)
+
+    def refusal(self, case):
+        spec = dataclasses.replace(case.spec(), quantization="fp8")
+        with self.environment():
+            return _dispatch.reason(self.implementation, spec, case.operands(), _device.current())
+
+    def check(self, case):
+        arguments, *_ = draw(case)
+
+        @functools.partial(jax.jit, static_argnums=1, compiler_options=self.compiler_options)
+        def run(arrays, implementation):
+            options = {"quantization": "fp8", "implementation": implementation}
+            attend = functools.partial(call_forms.attend, **options)
+            return call_forms.in_form_of(case, attend)(arguments | arrays, return_residual=True)
+
+        arrays = {name: x for name, x in arguments.items() if hasattr(x, "shape")}
+        with self.environment():
+            found, right = (run(arrays, name) for name in (self.implementation, self.definition))
+        float8_bounds.check(found, right, arguments["value"])
+        return {}
+
+
 class Pallas(Fuzzed):
     implementation = "pallas"
 
@@ -135,6 +169,7 @@ class Xla(Fuzzed):
 FUZZED = {fuzzed.implementation: fuzzed for fuzzed in (Cuda, Pallas, Xla)} | {
     f"{fuzzed.implementation}-decoding": fuzzed for fuzzed in (CudaDecoding, PallasDecoding, XlaDecoding)
 }
+FUZZED["cuda-fp8"] = CudaFp8
 
 
 class Enough(BaseException):

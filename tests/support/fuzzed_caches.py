@@ -16,7 +16,7 @@ import numpy as np
 from cache_case import CacheCase, Draw, as_jax, check
 from hypothesis import strategies
 
-from jax_flash import _device, _dispatch
+from jax_flash import _device, _dispatch, _float8
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._spec import shapes_of
 from jax_flash.transforms import decoding
@@ -127,6 +127,8 @@ class FuzzedDecoding:
         return strategies.fixed_dictionaries(
             {
                 "dtype": one_of(("bfloat16", "float16")),
+                "float8": one_of((False, False, True)),
+                "descales": strategies.booleans(),
                 "H": one_of(self.head_dims),
                 "V": one_of((None, None, *self.head_dims)),
                 "page": one_of(self.pages),
@@ -188,6 +190,11 @@ class FuzzedDecoding:
             fields["interleaved"] = False
         if fields["packed"]:
             fields["U"] = 0
+        if any(x is not None and x % 16 for x in (fields["H"], fields["V"])):
+            fields["float8"] = False
+        fields["descales"] &= fields["float8"]
+        if fields["float8"] and fields["U"]:  # nothing is appended to pages of both in 8 bits
+            fields["interleaved"] = False
         return self.case_type(**fields)
 
     def refusal(self, case: FuzzedCache) -> None:
@@ -209,8 +216,11 @@ class FuzzedDecoding:
 class CudaDecoding(FuzzedDecoding):
     implementation = "cuda"
 
+    def environment(self):
+        return mock.patch.object(_float8, "KERNELS", True)
 
-class PallasDecoding(FuzzedDecoding):
+
+class PallasDecoding(CudaDecoding):
     implementation = "pallas"
 
 

@@ -8,6 +8,7 @@ import os
 import time
 import types
 
+import float8_bounds
 import fuzz
 import fuzz_jobs
 import fuzzed_caches
@@ -20,7 +21,7 @@ from attention_case import Case
 from flawed import add_flawed_implementation
 from fuzzed_caches import FuzzedCache
 
-from jax_flash import _device
+from jax_flash import _device, _float8
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import decoding
 from jax_flash.cuda.sm90.backward_plan import plan_backward
@@ -33,6 +34,36 @@ def test_random_calls_agree_with_the_definition(seed):
     assert not report.failures, fuzz.describe("xla", report.failures[0])
     assert report.ran == 7
     assert not report.refused
+
+
+class XlaFp8(fuzz.CudaFp8, fuzz.Xla):
+    """The fuzz of kernels in e4m3, with what defines them in their place."""
+
+    implementation = "xla"
+    dtypes = fuzz.Fuzzed.dtypes
+    head_dims = (16, 40)
+
+    def __init__(self):
+        fuzz.Xla.__init__(self)
+
+
+def test_random_calls_in_8_bits():
+    report = fuzz.fuzz(XlaFp8(), 4, 0)
+    assert not report.failures, report.failures[0]
+    assert report.ran == 4
+
+
+def test_bounds_of_8_bits():
+    random = np.random.default_rng(0)
+    out, lse, value = random.normal(size=(2, 9, 4, 16)), random.normal(size=(2, 4, 9)), np.ones((2, 9, 4, 16))
+    lse[0, 0, 0], out[0, 0, 0] = -np.inf, 0
+    rounded = out * (1 + 0.02 * random.normal(size=out.shape))
+    float8_bounds.check((rounded, lse), (out, lse), value)
+    one_row = rounded.copy()
+    one_row[1, 3, 2] += 0.2
+    for wrong in ((1.05 * out, lse), (one_row, lse), (out, lse + 0.01), (out, np.maximum(lse, -9))):
+        with pytest.raises(AssertionError):
+            float8_bounds.check(wrong, (out, lse), value)
 
 
 class Flawed(fuzz.Xla):
@@ -178,8 +209,9 @@ def drawn_caches(count):
     return drawn
 
 
-def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
+def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take(monkeypatch):
     """Those of a list have the same kernel, but for whether its tiles are split, and for their rows."""
+    monkeypatch.setattr(_float8, "KERNELS", True)
     several, tables, lengths = 0, set(), set()
     for cases in drawn_caches(40):
         kernels = set()

@@ -1,0 +1,19 @@
+"""By how much a kernel that computes in e4m3 may differ from "xla", which keeps probabilities in float32."""
+
+import numpy as np
+
+
+def check(found, expected, value) -> None:
+    """Compares `(out, lse)`. Probabilities are rounded to 4 bits, by 2.6% of their own size in the mean."""
+    (out, lse), (right, right_lse) = (
+        [np.asarray(x, np.float64) for x in results] for results in (found, expected)
+    )
+    nowhere = np.isneginf(right_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), nowhere)
+    lse, right_lse = (np.where(nowhere, 0, x) for x in (lse, right_lse))
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-3, atol=2e-3)
+    assert np.all(np.isfinite(out))
+    error, size = np.linalg.norm(out - right, axis=-1), np.linalg.norm(right, axis=-1)
+    largest = np.linalg.norm(np.abs(np.asarray(value, np.float64)).max(tuple(range(np.ndim(value) - 1))))
+    assert np.linalg.norm(error) <= 0.035 * np.linalg.norm(size) + 1e-3 * largest * np.sqrt(error.size)
+    assert np.all(error <= 0.05 * size + 0.05 * largest)
