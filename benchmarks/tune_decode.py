@@ -1,6 +1,7 @@
 """Times the CUDA decode kernel under several settings of its plan, on one GPU.
 
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
+    python benchmarks/tune_decode.py --settings "as it is,clusters" --match "b[14] s"
 
 A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, or how many CTAs share a multiprocessor.
 Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
@@ -9,6 +10,7 @@ Each row has a call, a setting, and its times as decode.py takes them, in shuffl
 import argparse
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
@@ -69,7 +71,7 @@ def _tile_of(ctas: int):
     return choose
 
 
-def measure(call: Call, of_rounds: int) -> list[dict]:
+def measure(call: Call, settings: Sequence[str], of_rounds: int) -> list[dict]:
     inputs = decode_programs.Arrays(call).inputs(call)
     attend = decode_programs.attend(call, "jax_flash_cuda")
 
@@ -82,10 +84,10 @@ def measure(call: Call, of_rounds: int) -> list[dict]:
     def figures(compiled) -> dict[str, float]:
         return decode.figures((compiled,), inputs)
 
-    found = rounds.measure(list(SETTINGS), prepare, figures, of_rounds)
+    found = rounds.measure(list(settings), prepare, figures, of_rounds)
     return [
         {"case": name_of(call), "setting": setting, "bytes": call.bytes_read, **found[setting]}
-        for setting in SETTINGS
+        for setting in settings
     ]
 
 
@@ -97,12 +99,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--settings", default=",".join(SETTINGS), help="by default all: %(default)s")
+    parser.add_argument("--match", default="", help="calls whose names this regular expression finds")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
+    settings = options.settings.split(",")
+    if unknown := set(settings) - set(SETTINGS):
+        parser.error(f"--settings: {', '.join(sorted(unknown))}; may be {', '.join(SETTINGS)}")
     result = record.environment() | {"rows": []}
     print(record.heading(result))
-    for call in CALLS:
-        rows = measure(call, options.rounds)
+    for call in (call for call in CALLS if re.search(options.match, name_of(call))):
+        rows = measure(call, settings, options.rounds)
         result["rows"] += rows
         nan = float("nan")
         cells = [
