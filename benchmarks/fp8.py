@@ -3,11 +3,11 @@
     python benchmarks/fp8.py --out benchmarks/results/fp8_h100.json
 
 Each row has a call and the milliseconds of what `programs` lists, in shuffled rounds: the kernel alone, on
-arrays as it takes them, and of long calls with other numbers of blocks whose PV tensor cores sum by themselves,
-where shared memory has room for sums (cuda/kernels/sm90/forward/out_sums.cuh); `flash_attention` of e4m3
-arrays, which transposes values first; with `quantization="fp8"`, which also quantizes; `quantize` alone, and a
-copy of as many bytes as it reads and writes; and `flash_attention` in bfloat16. Then the rates of the first
-and the last, and their ratio.
+arrays as it takes them, and of long calls with other numbers of blocks whose PV tensor cores sum by
+themselves, where shared memory has room for sums (cuda/kernels/sm90/forward/out_sums.cuh); `flash_attention`
+of e4m3 arrays, which transposes values first; with `quantization="fp8"`, which also quantizes; `quantize`
+alone, and a copy of as many bytes as it reads and writes; and `flash_attention` in bfloat16. Then the rates
+of the first and the last, and their ratio.
 """
 
 import argparse
