@@ -40,6 +40,9 @@ class Settings(loading.ModelSettings):
     batch: int = flag(1, "Sequences to generate at once.")
     temperature: float = flag(0.7, "Temperature of sampling; 0 takes the most likely byte.")
     top_p: float = flag(1.0, "Sample from the fewest bytes whose probabilities add up to this.")
+    cache_dtype: str | None = flag(
+        None, "Of the keys and values in the cache: float8_e4m3fn halves them. By default the model's."
+    )
     tokens_per_report: int = flag(32, "Decoding steps in one compiled loop, between updates of the bar.")
     check: bool = flag(False, "Compare with full recomputation. Needs --temperature=0.")
     out: str | None = flag(None, "JSON file for the rates.")
@@ -60,6 +63,8 @@ def generate(settings: Settings) -> Generated:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
     if settings.check and settings.temperature != 0:
         raise ValueError(f"--check needs --temperature=0, got {settings.temperature}")
+    if settings.check and settings.cache_dtype is not None:
+        raise ValueError(f"--check needs a cache of the model's dtype, got {settings.cache_dtype}")
     sampling = Sampling(settings.temperature, settings.top_p)
     model = loading.load(settings)
     print(f"model: {model.name}, on {jax.devices()[0].device_kind}", flush=True)
@@ -78,6 +83,7 @@ def generate(settings: Settings) -> Generated:
         print(f"all {generated.tokens.size} tokens are those of full recomputation")
     if settings.out is not None:
         case = {"batch": settings.batch, "prompt": len(prompt), "tokens": settings.tokens}
+        case["cache"] = settings.cache_dtype or model.config.dtype
         figures = {
             "prefill_tokens_per_second": generated.prefill_rate,
             "decode_tokens_per_second": generated.decode_rate,
@@ -103,9 +109,10 @@ def _generate(settings: Settings, model: loading.Model, prompt: np.ndarray, samp
     prompts = jnp.broadcast_to(jnp.asarray(prompt), (settings.batch, len(prompt)))
     lengths = jnp.full(settings.batch, len(prompt), jnp.int32)
     weights = model.graph, model.parameters
+    capacity = len(prompt) + max(chunks, 1) * chunk
 
     def start(key: jax.Array):
-        cache = inference.empty_cache(model.config, settings.batch, len(prompt) + max(chunks, 1) * chunk)
+        cache = inference.empty_cache(model.config, settings.batch, capacity, settings.cache_dtype)
         jax.block_until_ready(cache)
         begin = time.perf_counter()
         cache, tokens = inference.prefill(*weights, cache, prompts, lengths, sampling, key)

@@ -63,11 +63,10 @@ def sample(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
     return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def empty_cache(config: gpt.GPTConfig, batch: int, max_length: int) -> KVCache:
-    """A cache of all layers."""
-    return KVCache.create(
-        batch, max_length, config.key_heads, config.head_dim, config.dtype, layers=config.layers
-    )
+def empty_cache(config: gpt.GPTConfig, batch: int, max_length: int, dtype: str | None = None) -> KVCache:
+    """A cache of all layers, of the model's dtype if no other is given."""
+    dtype = dtype or config.dtype
+    return KVCache.create(batch, max_length, config.key_heads, config.head_dim, dtype, layers=config.layers)
 
 
 def _run(

@@ -91,6 +91,22 @@ def test_greedy_output_of_random_weights_is_that_of_full_recomputation():
     assert len(set(expected)) > 5
 
 
+def test_a_cache_in_8_bits(trained):
+    """What is generated with keys and values in e4m3 is the likeliest there is, or nearly."""
+    settings = dataclasses.replace(
+        SMALL, random=False, checkpoint_dir=trained[0].checkpoint_dir, cache_dtype="float8_e4m3fn"
+    )
+    model = loading.load(settings)
+    assert inference.empty_cache(model.config, 1, 8, settings.cache_dtype).key.dtype == jnp.float8_e4m3fn
+    generated = generate.generate(settings)
+    tokens = np.concatenate([generated.prompt[None], generated.tokens], axis=1)
+    logits = inference.recompute(model.graph, model.parameters, tokens[:, :-1])[:, -SMALL.tokens :]
+    chosen = np.take_along_axis(np.asarray(logits), generated.tokens[..., None], axis=-1)[..., 0]
+    assert np.max(logits.max(-1) - chosen) < 0.3
+    with pytest.raises(ValueError, match="--check needs a cache of the model's dtype, got float8_e4m3fn"):
+        generate.generate(dataclasses.replace(settings, check=True))
+
+
 def test_checkpoints_hold_the_trained_parameters(trained):
     settings, history = trained
     model = loading.load(dataclasses.replace(SMALL, random=False, checkpoint_dir=settings.checkpoint_dir))
