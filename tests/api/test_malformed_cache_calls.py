@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_malformed_calls import (
-    ATTENTION,
+from malformed_values import (
     FLAG,
     FLOATING,
     IMPLEMENTATION,
@@ -17,10 +16,8 @@ from test_malformed_calls import (
     NO_INTEGERS,
     NO_NUMBERS,
     NO_SIZES,
-    OFFICIAL,
     SCALE,
     SOFT_CAP,
-    flaw_of,
     integers,
     of_other_dtypes,
     ones,
@@ -28,6 +25,7 @@ from test_malformed_calls import (
     tensor,
     whole_numbers,
 )
+from test_malformed_calls import ATTENTION, OFFICIAL, flaw_of
 
 import jax_flash
 from jax_flash import KVCache, flash_attn
@@ -74,7 +72,11 @@ WITH_CACHE = {
 }
 RAGGED = {
     "q": [*tensor(T, N, H), ones(T, 3, H)],
-    "kv_pages": [*tensor(5, PAGE, 2 * K, H), ones(5, PAGE, 3, H), ones(5, 0, 2 * K, H)],
+    "kv_pages": [
+        *tensor(5, PAGE, 2 * K, H, also=(jnp.float8_e4m3fn,)),
+        ones(5, PAGE, 3, H),
+        ones(5, 0, 2 * K, H),
+    ],
     "kv_lens": [None, *whole_numbers(B)],
     "page_indices": [None, *(x for x in whole_numbers(B, 3) if not is_table(x))],
     "cu_q_lens": [None, *whole_numbers(B + 1)],
