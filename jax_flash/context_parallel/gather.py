@@ -5,6 +5,8 @@ are small beside queries. The gathered ones are not kept for the backward pass, 
 and lse are kept, so attention runs once. The gradients of keys and values are added up in float32, by a
 reduce-scatter.
 
+Of a narrow window, a device gets only what its queries see (`halo.py`).
+
 It is how Llama 3 was trained on long contexts (https://arxiv.org/abs/2407.21783, section 3.3.2).
 """
 
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 
 from jax_flash._spec import Operands
 from jax_flash.context_parallel import sharded
+from jax_flash.context_parallel.halo import Halo, halo_of, reached
 from jax_flash.context_parallel.load_balance import Chunk, restored
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.transforms.lowering import axes_of
@@ -46,6 +49,9 @@ def attend(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands)
 
 def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
     """The operands of the call for each chunk of this device's queries, on all keys in their own order."""
+    halo = halo_of(of)
+    if halo is not None:
+        return [_halo_operands(of, halo, operands)]
     whole: dict[str, jax.Array] = {}
     for name, x in operands.present().items():
         if "S" in axes_of(name):
@@ -62,6 +68,25 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
         return of.placed(Operands.of(parts), of.order.chunk(device, q, t), keys)[0]
 
     return [of_chunk(q) for q in range(of.chunks)]
+
+
+def _halo_operands(of: Sharded, halo: Halo, operands: Operands) -> Operands:
+    """The operands of the call for this device's queries, on the keys that they see."""
+    keys, parts = halo.chunk(of), {}
+    for name, x in operands.present().items():
+        if sharded.goes_with_keys(name):
+            parts[name] = reached(of, halo, sharded.axis_of(name, x, "S"), x)
+        else:
+            parts[name] = sharded.take(name, x, {"S": (keys.first, halo.length)})
+    queries = of.order.chunk(of.device(), 0, of.queries_per_chunk)
+    return of.placed(Operands.of(parts), queries, keys)[0]
+
+
+def gathered_keys(of: Sharded) -> int:
+    """How many keys of other devices a device gets."""
+    halo = halo_of(of)
+    own = of.keys // of.order.shards
+    return of.keys - own if halo is None else halo.before + halo.after
 
 
 def first_chunk(of: Sharded, operands: Operands) -> Operands:

@@ -10,7 +10,7 @@ import jax
 
 from jax_flash import _validate
 from jax_flash._spec import Operands, Sizes
-from jax_flash.context_parallel import ring, ulysses
+from jax_flash.context_parallel import gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import STRIPED
 from jax_flash.context_parallel.sharded import Sharded
 
@@ -37,13 +37,14 @@ class Work:
     itemsize: int
     visible: float  # the share of pairs of a query and a key that attention computes
     keeps_heads: bool = True  # whether Ulysses keeps each device's heads for the backward pass
+    gathered: int | None = None  # keys that an all-gather gets; None: all of other devices
 
 
 def exposed_bytes(strategy: Strategy, work: Work) -> float:
     """The bytes that a device sends, forward and backward, and that no computation hides.
 
-    - all_gather: keys and values go to each other device, forward and again backward, and come back as
-      float32 gradients.
+    - all_gather: keys and values go to each other device, or what a window reaches to the next ones, forward
+      and again backward, and come back as float32 gradients.
     - ring: the same bytes, one device at a time, and the gradients once more, to go home. A window needs
       fewer steps. Transfers run beside the steps' computation; only what takes longer than that counts.
     - ulysses: all but one part in n of queries, keys, values and output, there or back, forward and backward;
@@ -57,7 +58,8 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
         exchanges = 2 if work.keeps_heads else 3
         return exchanges * elements * work.itemsize * (shards - 1) / shards
     if strategy == "all_gather":
-        return (shards - 1) * key_elements * (2 * work.itemsize + 4)
+        gathered = (shards - 1) * n.S if work.gathered is None else work.gathered
+        return gathered * n.B * n.K * (n.H + n.V) * (2 * work.itemsize + 4)
     sends = work.steps - 1
     sent = key_elements * (2 * sends * work.itemsize + 4 * (sends + 1 if sends else 0))
     flops = (1 + BACKWARD_FLOPS) * 2 * n.B * n.N * n.T * n.S * (n.H + n.V) * work.steps * work.visible
@@ -85,10 +87,14 @@ def work_of(of: Sharded, operands: Operands, keeps_heads: bool = True) -> Work:
     *batch, T, N, H = operands.query.shape
     S, K, V = operands.value.shape[-3:]
     local = Sizes(math.prod(batch), T, S, N, K, H, V)
+    steps, window = ring.steps(of), of.window
     # As under a causal mask; narrow windows have fewer steps. How much a block mask hides is data.
-    visible = 1.0 if of.window.unbounded and of.spec.block_mask is None else 0.5
+    visible = 1.0 if window.unbounded and of.spec.block_mask is None else 0.5
+    if window.left is not None and window.right is not None:
+        visible = min(visible, max(window.left + window.right + 1, 0) / (steps * max(S, 1)))
     itemsize = operands.query.dtype.itemsize
-    return Work(local, of.order.shards, ring.steps(of), itemsize, visible, keeps_heads)
+    gathered = gather.gathered_keys(of)
+    return Work(local, of.order.shards, steps, itemsize, visible, keeps_heads, gathered)
 
 
 def choose(of: Sharded, operands: Operands, named: str, exchange: Sharded | None = None) -> Strategy:

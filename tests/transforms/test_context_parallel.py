@@ -190,6 +190,30 @@ def test_a_ring_for_a_window_is_exact(left):
     assert bool(count(compiled.as_text(), "collective-permute")) == (left > 0)
 
 
+@pytest.mark.parametrize("window", [(5, 0), (12, 4), *thorough((0, 0), (0, 12), (12, 12), (3, 1))])
+@pytest.mark.parametrize("shards", [4, *thorough(2, 8)])
+def test_all_gather_sends_what_a_window_reaches(window, shards):
+    """48 tokens: no keys but the neighbours', and of those no more rows than the window has."""
+    call = sharded_call(shards, local_window_size=window, strategy="all_gather")
+    whole = functools.partial(jax_flash.flash_attention, local_window_size=window)
+    compiled = jax.jit(with_gradients(call)).lower(*arrays(T=48)).compile()
+    cases.assert_close(compiled(*arrays(T=48)), with_gradients(whole)(*arrays(T=48)))
+    own, reach = 48 // shards, [max(side, 0) for side in window]
+    is_narrow = max(reach) <= own and own + sum(reach) < 48
+    assert bool(count(compiled.as_text(), "all-gather")) != is_narrow
+    if is_narrow:
+        assert bool(count(compiled.as_text(), "collective-permute")) == (sum(reach) > 0)
+
+
+@pytest.mark.parametrize("shards", [4, *thorough(2)])
+def test_every_option_with_a_narrow_window(shards):
+    features = "logits_soft_cap alibi_slopes sinks dropout segment_ids bias mask:BNTS deterministic".split()
+    for dtype, options in (("float32", {"is_causal": True}), ("bfloat16", {})):
+        window = (6, 0) if options else (6, 3)
+        case = make_case(("all_gather", None), dtype, features=features, local_window_size=window, **options)
+        ShardedCalls(shards, "all_gather", None).check(case)
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_rematerialisation_by_names(name):
     """With the policy of `transforms/autodiff.py`, attention does not run a second time."""

@@ -1,5 +1,6 @@
 """Arguments of `context_parallel_attention`, orders of tokens, and which strategy takes a call."""
 
+import dataclasses
 import functools
 
 import jax
@@ -169,6 +170,15 @@ class TestAuto:
         long, short = self.work(tokens=2048, K=32), self.work(tokens=2048, K=32, steps=2)
         assert strategy.cheapest(long) == "ulysses"
         assert strategy.cheapest(short) == "ring"
+
+    def test_a_narrow_window_gathers_what_it_reaches(self):
+        """A ring would send whole shards, beside few products."""
+        few = dataclasses.replace(self.work(tokens=65536, steps=2), gathered=512, visible=513 / 131072)
+        keys = 512 * 8 * 256  # elements
+        assert strategy.exposed_bytes("all_gather", few) == (2 * 2 + 4) * keys
+        assert strategy.cheapest(few) == "all_gather"
+        text = program(sharded_call(4, local_window_size=(3, 0)), *arrays(T=64))
+        assert count(text, "collective-permute") and "f32[2,19," in text
 
     def test_one_device_moves_nothing(self):
         assert all(strategy.exposed_bytes(name, self.work(shards=1)) == 0 for name in STRATEGIES)
