@@ -22,8 +22,8 @@ import numpy as np
 from jax_flash._spec import AttentionSpec, Operands
 
 KERNELS = False
-"""Whether kernels for 8 bits run: CUDA's for quantization, the forward pass and decoding on caches in e4m3, and
-Triton's for decoding.
+"""Whether kernels for 8 bits run: CUDA's for quantization, the forward pass and decoding on caches in e4m3,
+and Triton's for decoding.
 
 They have run in the emulator and the interpreter alone so far (tests/cuda/test_quantize_emulated.py,
 test_fp8_emulated.py, test_decode_float8.py, tests/pallas/test_pallas_decoding.py).
