@@ -38,7 +38,11 @@ def _float8_reason(shapes: CacheOperands, device: Device) -> str | None:
         return _float8.UNPROVEN
     assert device.compute_capability is not None
     if device.compute_capability < (8, 9):
-        return f"a cache in float8_e4m3fn needs compute capability 8.9 or newer, not {device.kind}'s"
+        major, minor = device.compute_capability
+        return (
+            "key's dtype is float8_e4m3fn, which needs compute capability 8.9 (Ada) or newer, and "
+            f"{device.kind} has {major}.{minor}"
+        )
     return None
 
 

@@ -5,7 +5,7 @@ are small beside queries. The gathered ones are not kept for the backward pass, 
 and lse are kept, so attention runs once. The gradients of keys and values are added up in float32, by a
 reduce-scatter.
 
-Of a narrow window, a device gets only what its queries see (`halo.py`).
+For a narrow window, a device gets only the keys that its queries see (`halo.py`).
 
 It is how Llama 3 was trained on long contexts (https://arxiv.org/abs/2407.21783, section 3.3.2).
 """

@@ -5,8 +5,8 @@ An all-gather for such a window sends these rows alone. A device's queries then 
     device 0           device 1           device 2
     K0 K0 K0 k1 ·      k0 K1 K1 K1 k2     · k1 K2 K2 K2
 
-All devices' pieces are equally long. At the ends of the sequence a piece reaches further than it need: rows
-there (·) are 0, and no query of the device sees them.
+All devices' pieces are equally long. At the ends of the sequence a device lacks a neighbour. The rows in that
+place (·) are 0, and no query of the device sees them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax_flash.context_parallel.sharded import Sharded
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """Rows of the device before and of the next one; `own` are those of the device itself."""
+    """How many keys a piece has of the device before, of the device itself, and of the next one."""
 
     before: int
     own: int
@@ -38,7 +38,7 @@ class Halo:
 
 
 def halo_of(of: Sharded) -> Halo | None:
-    """What a call's window reaches; None where it may be more than the neighbours' keys."""
+    """The keys that a call's window reaches; None if they may be more than the neighbours'."""
     window, own = of.window, of.keys // of.order.shards
     # With lengths, how queries and keys are aligned is data.
     is_moved = of.order.kind is not None or of.has_lengths or of.queries != of.keys
@@ -50,7 +50,7 @@ def halo_of(of: Sharded) -> Halo | None:
 
 
 def reached(of: Sharded, halo: Halo, axis: int, x: jax.Array) -> jax.Array:
-    """This device's piece of an array of which it has a shard along `axis`."""
+    """This device's piece of an array that is sharded as keys are: `halo.length` rows along `axis`."""
     exchange = _reached if jnp.issubdtype(x.dtype, jnp.floating) else _exchanged
     return exchange(of, halo, axis, x)
 
@@ -78,7 +78,7 @@ def _reached_forward(of: Sharded, halo: Halo, axis: int, x: jax.Array) -> tuple[
 
 
 def _reached_backward(of: Sharded, halo: Halo, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    """Neighbours' shares go home and are added in float32."""
+    """Gradients of neighbours' rows go back to these devices, which add them in float32."""
     wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
     own = _own_start(of, halo)
 

@@ -200,6 +200,21 @@ def test_says_what_it_can_not_do(operands, device, reason):
     assert said is None if reason is None else said is not None and reason in said
 
 
+def test_caches_in_8_bits_need_their_conversion(monkeypatch):
+    case = CacheCase(float8=True)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), Draw(case).operands)
+    assert (
+        decoding.supports(case.spec, shapes, _device.H100) == "its kernel for 8 bits has not run on a GPU yet"
+    )
+    monkeypatch.setattr(_float8, "KERNELS", True)
+    with compat.lowering_for(_device.H100.kind):
+        assert decoding.supports(case.spec, shapes, _device.H100) is None
+    assert decoding.supports(case.spec, shapes, A10) == (
+        "key's dtype is float8_e4m3fn, which needs compute capability 8.9 (Ada) or newer, and "
+        "NVIDIA A10 has 8.6"
+    )
+
+
 def test_mosaic_has_no_kernels_for_it():
     with lowering.only(lowering.MOSAIC):
         said = decoding.supports(CacheSpec(AttentionSpec(0.1)), shapes(), _device.H100)

@@ -375,14 +375,24 @@ MIXED = {"rank promotion raise", "dtype promotion strict"}
 @pytest.mark.parametrize("name", ["ring", *thorough("all_gather", "ulysses")])
 @pytest.mark.parametrize("option", [*sorted(MIXED), *thorough(*sorted(STRICT - MIXED))])
 def test_strict_settings(name, option):
+    check_strict(option, name, "zigzag")
+
+
+@pytest.mark.parametrize("option", [*sorted(MIXED), *thorough(*sorted(STRICT - MIXED))])
+def test_strict_settings_with_a_narrow_window(option):
+    check_strict(option, "all_gather", None, local_window_size=(3, 0))
+
+
+def check_strict(option, name, kind, **options):
     features = ["sinks", "alibi_slopes", "dropout", "segment_ids", "bias:BNTS"]
-    arguments, *_ = draw(make_case((name, "zigzag"), T=16, S=16, is_causal=True, features=features))
+    case = make_case((name, kind), T=16, S=16, is_causal=True, features=features, **options)
+    arguments, *_ = draw(case)
     on_mesh = functools.partial(jax.device_put, device=NamedSharding(sequence_mesh(2), P()))
     inputs = {k: on_mesh(arguments.pop(k)) for k in ("query", "key", "value", "bias", "sinks")}
     arguments = {k: on_mesh(x) if hasattr(x, "shape") else x for k, x in arguments.items()}
 
     def loss(inputs):
-        return jnp.sum(sharded_calls.attend(inputs | arguments, 2, name, "zigzag"))
+        return jnp.sum(sharded_calls.attend(inputs | arguments, 2, name, kind))
 
     with setting(option):
         jax.block_until_ready(jax.jit(jax.grad(loss))(inputs))

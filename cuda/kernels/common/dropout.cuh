@@ -45,8 +45,8 @@ __device__ __forceinline__ void drop(uint32_t (&probabilities)[steps][4], const 
                      [](uint32_t& pair, uint32_t dropped) { pair &= ~dropped; });
 }
 
-// The same of e4m3 probabilities, of which a word has those four of a row: step s of 32 columns has rows 0 and 1 of 16, and
-// then of the other 16.
+// The same for e4m3 probabilities. A word has four of one row, which lie in 16 columns. The words of a step are those of its
+// first 16 columns, for both rows, and then those of its last 16.
 template <int steps>
 __device__ __forceinline__ void drop_e4m3(uint32_t (&probabilities)[steps][4], const uint32_t (&row_hashes)[2],
                                           const uint4* column_hashes, uint32_t threshold) {

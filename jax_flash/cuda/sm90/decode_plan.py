@@ -141,7 +141,7 @@ def max_units(shapes: Shapes) -> int:
 
 
 def _tiles(shapes: Shapes) -> int:
-    """Of all sequences and key heads; of packed queries at most."""
+    """The tiles of all sequences and key heads; if queries are packed, the most that there may be."""
     n = cache_sizes(shapes)
     tiles = math.ceil(n.T * n.group / ROWS)
     return n.K * (tiles * n.B if shapes.query_offsets is None else tiles + n.B)

@@ -54,7 +54,7 @@ class ForwardTile:
     pingpong: bool  # consumer warpgroups alternate on the tensor cores
     query_stages: int  # query tiles in shared memory
     early_pv_steps: int  # steps of PV, of 32 bytes of keys each, issued before the row maxima are computed
-    sum_blocks: int = 0  # whose PV tensor cores sum by themselves (out_sums.cuh); 0: of all
+    sum_blocks: int = 0  # blocks whose PV tensor cores sum by themselves (out_sums.cuh); 0: all
 
     @property
     def rows(self) -> int:

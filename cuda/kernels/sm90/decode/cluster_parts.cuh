@@ -86,8 +86,8 @@ __device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, c
     reinterpret_cast<uint64_t*>(results.out + row.in_out(shape))[chunk] = static_cast<uint64_t>(high) << 32 | low;
 }
 
-// All threads of the cluster come together twice: when all partials are there, and when they have been read. Those that
-// have no part in it come by `meet_twice`.
+// All threads of the cluster come together twice: when all partials are there, and when they have been read. Threads that
+// neither write nor read partials call this.
 __device__ __forceinline__ void meet_twice() {
     cluster::sync();
     cluster::sync();

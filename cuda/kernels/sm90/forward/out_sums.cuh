@@ -1,9 +1,9 @@
-// Sums of the output over many blocks, of products in 8 bits.
+// Sums of the output over many blocks, where products are in 8 bits.
 //
-// wgmma keeps about 14 bits of a sum of e4m3 products, those that are in its accumulators included (DeepSeek-V3,
-// arXiv:2412.19437, section 3.3.2). Of a long sum of one sign, that cuts much off each new term. So after each
-// `sum_blocks` blocks a thread adds its accumulators, in float32, to sums in shared memory, which are its own, and they
-// start from 0.
+// wgmma keeps about 14 bits of a sum of e4m3 products and of the accumulators that it adds them to (DeepSeek-V3,
+// arXiv:2412.19437, section 3.3.2). When a sum has grown large, that cuts much off each new term. So after each
+// `sum_blocks` blocks a thread adds its accumulators, in float32, to sums of its own in shared memory, and sets the
+// accumulators to 0.
 #pragma once
 #include "sm90/forward/softmax.cuh"
 
@@ -17,7 +17,7 @@ struct OutSums {
         for (int r = 0; r < 2; ++r) factor[r] *= by[r];
     }
 
-    // Of vector `index`: the sums so far, and with them four accumulators.
+    // Vector `index` of the sums, rescaled, plus the four accumulators at `out`.
     __device__ __forceinline__ float4 with(const SharedMemory& shared, int index, const float* out) const {
         float4 sum = {0, 0, 0, 0};
         if (exist) sum = shared.sum(index);
@@ -25,7 +25,7 @@ struct OutSums {
                 sum.w * factor[1] + out[3]};
     }
 
-    // Tells of another block in O.
+    // Counts another block in O, and after `sum_blocks` of them adds O to the sums.
     template <int count>
     __device__ __forceinline__ void add_block(const SharedMemory& shared, float (&out)[count]) {
         if (++blocks < Traits::sum_blocks) return;

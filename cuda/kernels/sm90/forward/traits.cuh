@@ -72,7 +72,7 @@ struct Traits {
     static constexpr int key_steps = head_dim / step_elements;  // wgmmas of QK^T
     static constexpr int value_steps = keys / step_elements;    // … of PV
     static constexpr int early_pv_steps = EARLY_PV_STEPS;
-    static constexpr int sum_blocks = SUM_BLOCKS;  // whose PV wgmma sums by itself (out_sums.cuh); 0: of all
+    static constexpr int sum_blocks = SUM_BLOCKS;  // blocks whose PV wgmma sums by itself (out_sums.cuh); 0: all
 
     static constexpr int threads = 128 * (1 + consumers);
     // setmaxnreg: all warpgroups together have the 64K registers of a multiprocessor.
