@@ -47,8 +47,6 @@ import timing
 from decode_cases import GROUPS, MEGABYTE, TARGETS, Case
 from decode_programs import ALL, COPY, LONG_CHAIN, SHORT_CHAIN
 
-from jax_flash import _float8
-
 OURS = "jax_flash_cuda"  # which the targets are for
 REFERENCE = "jax_flash_xla"
 MINUTES = 8.0
@@ -220,7 +218,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS, help="whose median counts")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after which no other case is begun")
     parser.add_argument("--merge", type=Path, help="JSON of another program's measurements")
-    parser.add_argument("--unproven", action="store_true", help="run kernels that are off (_float8.KERNELS)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--list", action="store_true", help="print the calls and targets; measure nothing")
     options = parser.parse_args(arguments)
@@ -244,7 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.list:
         return list_cases(options.groups)
-    _float8.KERNELS |= options.unproven
     # Peers warn of their own affairs.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

@@ -28,7 +28,7 @@ import timing
 from calls import Case
 
 import jax_flash
-from jax_flash import _device, _float8
+from jax_flash import _device
 from jax_flash import cuda as by_cuda
 from jax_flash._call import Arguments, prepare
 from jax_flash._float8_arguments import Float8
@@ -133,10 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--match", default="", help="cases that have this text")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
-    parser.add_argument("--unproven", action="store_true", help="run kernels that are off (_float8.KERNELS)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
-    _float8.KERNELS |= options.unproven
     result = record.environment() | {"ceiling": record.product_ceiling("bfloat16"), "rows": []}
     print(record.heading(result))
     for case in [case for case in CASES if options.match in str(case)]:

@@ -18,7 +18,6 @@ import numpy as np
 import record
 
 import jax_flash
-from jax_flash import _float8
 
 QUERIES, HEADS, HEAD_DIM = 256, 8, 128
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -91,10 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="numbers of keys")
     parser.add_argument("--implementations", nargs="+", default=["xla"], choices=("xla", "cuda"))
-    parser.add_argument("--unproven", action="store_true", help="run kernels that are off (_float8.KERNELS)")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    _float8.KERNELS |= options.unproven
     result = record.environment()
     del result["timing"]
     record.write(result | {"rows": rows(options.lengths, options.implementations)}, options.out)

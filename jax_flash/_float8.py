@@ -21,18 +21,10 @@ import numpy as np
 
 from jax_flash._spec import AttentionSpec, Operands
 
-KERNELS = False
-"""Whether kernels for 8 bits run: CUDA's for quantization, the forward pass and decoding on caches in e4m3,
-and Triton's for decoding.
-
-They have run in the emulator and the interpreter alone so far (tests/cuda/test_quantize_emulated.py,
-test_fp8_emulated.py, test_decode_float8.py, tests/pallas/test_pallas_decoding.py).
-"""
-
-UNPROVEN = "its kernel for 8 bits has not run on a GPU yet"
-
 DTYPE = jnp.float8_e4m3fn
 MAX = 448.0
+LEAST = 2.0**-9
+"""The least positive number."""
 ROWS_PER_SCALE = 128
 
 
@@ -116,8 +108,15 @@ def rounded(
 
 
 def converted(x: jax.Array) -> jax.Array:
-    """`x` in e4m3: what exceeds its largest number becomes that, and infinities NaN."""
-    return jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX)).astype(DTYPE)
+    """`x` in e4m3: what exceeds its largest number becomes that, and infinities NaN.
+
+    XLA may leave out a conversion to fewer bits and back, and on GPUs it does. So `x` is rounded before: to
+    three bits behind the leading one, or to multiples of the least positive number. The conversion is exact.
+    """
+    x = jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX))
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    subnormal = jnp.round(x * (1 / LEAST)) * LEAST
+    return jnp.where(jnp.abs(x) < 8 * LEAST, subnormal, normal).astype(DTYPE)
 
 
 def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:

@@ -125,8 +125,8 @@ def flash_attention_varlen(
         fewer), and for all sequences or each. Of a sequence its first blocks count. All implementations pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
       deterministic, quantization, quantization_key, return_residual, implementation: as in
-        `flash_attention`. A quantization's blocks of rows are those of all tokens, so two sequences may share
-        one. In dropout i and j count from the first packed token: what is kept is
+        `flash_attention`. A quantization's blocks of rows begin anew with each sequence. In dropout i and j
+        count from the first packed token: what is kept is
         `dropout_mask(dropout_key, dropout_rate, (N, ΣT, ΣS))`.
 
     Offsets whose values are known are checked (JAX copies those on a device to the host once). Traced ones

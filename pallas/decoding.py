@@ -34,8 +34,6 @@ def supports(spec: CacheSpec, shapes: CacheOperands, device: Device) -> str | No
 def _float8_reason(shapes: CacheOperands, device: Device) -> str | None:
     if not _float8.is_float8(shapes.key.dtype) or compat.interpreting():
         return None
-    if not _float8.KERNELS:
-        return _float8.UNPROVEN
     assert device.compute_capability is not None
     if device.compute_capability < (8, 9):
         major, minor = device.compute_capability

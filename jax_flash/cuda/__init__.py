@@ -29,12 +29,7 @@ def supports(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = (
-        device_limit(device)
-        or _float8_limit(spec, shapes)
-        or score_mod.unsupported(spec, shapes)
-        or dropout.unsupported(spec)
-    )
+    limit = device_limit(device) or score_mod.unsupported(spec, shapes) or dropout.unsupported(spec)
     limit = limit or family(device).unsupported(spec, shapes)
     if limit is None:
         require_nvrtc()
@@ -50,12 +45,6 @@ def device_limit(device: Device) -> str | None:
             f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
         )
     return None
-
-
-def _float8_limit(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> str | None:
-    if spec.quantization is None and not _float8.is_float8(shapes.query.dtype):
-        return None
-    return None if _float8.KERNELS else _float8.UNPROVEN
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
@@ -87,8 +76,6 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     is_float8 = spec.quantization is not None or _float8.is_float8(operands.query.dtype)
     if is_float8 and operands.query_offsets is not None:
-        if spec.quantization is not None:
-            spec, operands = _float8.quantized(spec, operands)
         return _varlen_unpacking.forward(forward, spec, operands)
     n = sizes(operands)
     if spec.quantization is not None:

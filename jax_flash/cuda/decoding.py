@@ -2,7 +2,7 @@
 
 import jax
 
-from jax_flash import _float8, cuda
+from jax_flash import cuda
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import Device, current
 from jax_flash._spec import shapes_of
@@ -16,10 +16,7 @@ def supports(spec: CacheSpec, shapes: Shapes, device: Device) -> str | None:
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = cuda.device_limit(device)
-    if limit is None and _float8.is_float8(shapes.key.dtype) and not _float8.KERNELS:
-        limit = _float8.UNPROVEN
-    limit = limit or cuda.family(device).unsupported_decode(shapes)
+    limit = cuda.device_limit(device) or cuda.family(device).unsupported_decode(shapes)
     if limit is None:
         cuda.require_nvrtc()
     return limit

@@ -20,12 +20,13 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     if symbolic.needs_padding(operands):
         return symbolic.forward(forward, spec, operands)
-    if spec.quantization is not None:
-        spec, operands = _float8.quantized(spec, operands)
     if _float8.is_float8(operands.query.dtype):
         operands = _float8.dequantized(operands)
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
+    if spec.quantization is not None:
+        spec, operands = _float8.quantized(spec, operands)
+        operands = _float8.dequantized(operands)
     cut = blocks.plan(spec, operands, _device.current())
     operands = vary_alike(operands)
 

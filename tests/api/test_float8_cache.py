@@ -133,16 +133,12 @@ def test_vmap_and_sharded_heads():
     np.testing.assert_array_equal(step(query, sharded), expected)
 
 
-def test_which_implementations_run_it(monkeypatch):
+def test_which_implementations_run_it():
     cache = KVCache.create(B, S, K, 128, E4M3)
     query = draw(B, 1, N, 128)
     with jax_flash.planned_for("sm_90a"):
         explained = jax_flash.explain(query, cache)
-        assert explained.picked == "xla"
-        for choice in explained.choices[:2]:
-            assert choice.reason == "its kernel for 8 bits has not run on a GPU yet"
-        monkeypatch.setattr(_float8, "KERNELS", True)
-        explained = jax_flash.explain(query, cache)
+    assert explained.picked == "cuda"
     assert [choice.reason for choice in explained.choices] == [None] * 3
 
 

@@ -249,6 +249,7 @@ def test_incoherent_processing_keeps_outliers_apart():
 
 
 def test_packed_sequences():
+    """Each is rounded as it is alone."""
     query, key, value = (x[0] for x in arrays(9))
     offsets = np.array([0, 100, 100, 290]), np.array([0, 90, 95, 260])
     packed = functools.partial(
@@ -257,16 +258,11 @@ def test_packed_sequences():
         **{"max_seqlen_q": 190, "max_seqlen_kv": 165, "is_causal": True},
     )
     found = packed(query, key, value, quantization="fp8")
-    numbers = jax_flash.quantize(query[None], key[None], value[None])
     for (t, t_end), (s, s_end) in zip(*(np.stack([x[:-1], x[1:]], 1) for x in offsets), strict=True):
         if t_end > t:
-            exact = [
-                (x.astype(jnp.float32) * _float8.of_rows(scale, *x.shape[1:3])).astype(jnp.bfloat16)
-                for x, scale in zip(numbers[:3], numbers[3:], strict=True)
-            ]
-            rows = exact[0][:, t:t_end], exact[1][:, s:s_end], exact[2][:, s:s_end]
-            expected = jax_flash.flash_attention(*rows, is_causal=True)[0]
-            assert error(found[t:t_end], expected) < 0.01
+            alone = query[None, t:t_end], key[None, s:s_end], value[None, s:s_end]
+            expected = jax_flash.flash_attention(*alone, is_causal=True, quantization="fp8")[0]
+            assert error(found[t:t_end], expected) < 1e-3
     gradient = jax.grad(lambda x: packed(x, key, value, quantization="fp8").astype(jnp.float32).sum())(query)
     assert np.all(np.isfinite(np.asarray(gradient, np.float32)))
     assert np.all(np.asarray(gradient[290:]) == 0)
@@ -356,9 +352,7 @@ def test_explain():
     with jax_flash.planned_for("sm_90a"):
         found = jax_flash.explain(*given, quantization="fp8")
         of_arrays = jax_flash.explain(**jax_flash.quantize(*given)._asdict(), out_dtype="float16")
-    assert found.picked == of_arrays.picked == "xla"
-    for choices in (found.choices, of_arrays.choices):
-        assert choices[0].reason == "its kernel for 8 bits has not run on a GPU yet"
+    assert found.picked == of_arrays.picked == "cuda"
     assert found.choices[1].reason == "its kernels take no quantization"
     assert "float8_e4m3fn" in of_arrays.choices[1].reason
     assert "out_dtype=float16" in str(of_arrays)

@@ -28,7 +28,6 @@ from attention_case import Case, draw
 from cache_case import CacheCase, Draw, as_jax
 from implementation_suite import Implementation
 
-from jax_flash import _float8
 from jax_flash.cuda import compile
 from jax_flash.cuda.sm90 import decode_plan
 from jax_flash.transforms import decoding
@@ -221,12 +220,10 @@ def main(arguments: list[str]) -> None:
             run(case, options.implementation, spoils=group == NOT_FINITE)
         for case in FP8_GROUPS.get(group, ()):
             print(case, flush=True)
-            with mock.patch.object(_float8, "KERNELS", True):
-                run(case, options.implementation, kind=In8Bits)
+            run(case, options.implementation, kind=In8Bits)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
-            clusters = mock.patch.object(decode_plan, "CLUSTERS", group == CLUSTERS)
-            with mock.patch.object(_float8, "KERNELS", True), clusters:
+            with mock.patch.object(decode_plan, "CLUSTERS", group == CLUSTERS):
                 run_on_cache(case, options.implementation)
         print(group, "done", flush=True)
 

@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from cache_case import CacheCase, Draw, as_jax, check
 from gpu_memory import poison
 
 import jax_flash
-from jax_flash import _device, _dispatch, _float8, _reference_cache
+from jax_flash import _device, _dispatch, _reference_cache
 from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import decode_plan, prefill_plan
 from jax_flash.transforms import decoding
@@ -32,12 +34,13 @@ implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
 def module_of(pattern: str):
-    """The test module of another folder, by its path: several folders have modules of one name."""
+    """The test module of another folder, by its path. It may import its neighbours."""
     (path,) = TESTS.glob(pattern)
     spec = importlib.util.spec_from_file_location(f"cases_of_{path.parent.name}_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with mock.patch.object(sys, "path", [*sys.path, str(path.parent)]):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -107,11 +110,6 @@ LONG_AND_SHORT = {
     "one split": CacheCase(B=32, S=8192, N=8, K=2, H=64, num_splits=1),
     "layers": CacheCase(B=33, S=4096, N=4, K=1, H=64, U=1, layers=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def kernels_for_8_bits(monkeypatch):
-    monkeypatch.setattr(_float8, "KERNELS", True)
 
 
 def program(implementation, case, operands):

@@ -12,14 +12,8 @@ from float8_bounds import check
 from seeds import seed_of
 
 import jax_flash
-from jax_flash import _float8, masks
+from jax_flash import masks
 from jax_flash.cuda.sm90 import forward_tiles
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    monkeypatch.setattr(_float8, "KERNELS", True)
-    jax.clear_caches()
 
 
 def arrays(seed, B, T, S, N, K, H, V, dtype):

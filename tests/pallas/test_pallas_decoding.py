@@ -13,7 +13,7 @@ from exhaustive import fields, thinned, thorough
 from jax.experimental import pallas as pl
 
 import jax_flash
-from jax_flash import _device, _float8
+from jax_flash import _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._spec import AttentionSpec
 from jax_flash.pallas import compat, decoding, lowering, scores
@@ -110,8 +110,7 @@ def test_a_layer_that_is_not_there_has_no_keys(layer):
 def exported_for(device: _device.Device, case: CacheCase) -> jax.export.Exported:
     """The call, as kernels for that GPU."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), Draw(case).operands)
-    with mock.patch.object(_float8, "KERNELS", True):
-        assert decoding.supports(case.spec, shapes, device) is None
+    assert decoding.supports(case.spec, shapes, device) is None
     with _device.assume(device), compat.lowering_for(device.kind):
         function = jax.jit(functools.partial(decoding.forward, case.spec))
         checks = [jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
@@ -200,13 +199,9 @@ def test_says_what_it_can_not_do(operands, device, reason):
     assert said is None if reason is None else said is not None and reason in said
 
 
-def test_caches_in_8_bits_need_their_conversion(monkeypatch):
+def test_caches_in_8_bits_need_their_conversion():
     case = CacheCase(float8=True)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), Draw(case).operands)
-    assert (
-        decoding.supports(case.spec, shapes, _device.H100) == "its kernel for 8 bits has not run on a GPU yet"
-    )
-    monkeypatch.setattr(_float8, "KERNELS", True)
     with compat.lowering_for(_device.H100.kind):
         assert decoding.supports(case.spec, shapes, _device.H100) is None
     assert decoding.supports(case.spec, shapes, A10) == (

@@ -16,7 +16,7 @@ import numpy as np
 from cache_case import CacheCase, Draw, as_jax, check
 from hypothesis import strategies
 
-from jax_flash import _device, _dispatch, _float8
+from jax_flash import _device, _dispatch
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._spec import shapes_of
 from jax_flash.transforms import decoding
@@ -215,9 +215,6 @@ class FuzzedDecoding:
 
 class CudaDecoding(FuzzedDecoding):
     implementation = "cuda"
-
-    def environment(self):
-        return mock.patch.object(_float8, "KERNELS", True)
 
 
 class PallasDecoding(CudaDecoding):

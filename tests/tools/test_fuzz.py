@@ -21,7 +21,7 @@ from attention_case import Case
 from flawed import add_flawed_implementation
 from fuzzed_caches import FuzzedCache
 
-from jax_flash import _device, _float8
+from jax_flash import _device
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import decoding
 from jax_flash.cuda.sm90.backward_plan import plan_backward
@@ -209,9 +209,8 @@ def drawn_caches(count):
     return drawn
 
 
-def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take(monkeypatch):
+def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
     """Those of a list have the same kernel, but for whether its tiles are split, and for their rows."""
-    monkeypatch.setattr(_float8, "KERNELS", True)
     several, tables, lengths = 0, set(), set()
     for cases in drawn_caches(40):
         kernels = set()

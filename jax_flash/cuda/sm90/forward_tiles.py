@@ -55,6 +55,7 @@ class ForwardTile:
     query_stages: int  # query tiles in shared memory
     early_pv_steps: int  # steps of PV, of 32 bytes of keys each, issued before the row maxima are computed
     sum_blocks: int = 0  # blocks whose PV tensor cores sum by themselves (out_sums.cuh); 0: all
+    fma_exponentials: int = 0  # of eight, those made of multiplications and additions
 
     @property
     def rows(self) -> int:
