@@ -58,7 +58,6 @@ CHOICES: dict[str, tuple[int, ...]] = {
     "query_stages": (1, 2),
     "early_pv_steps": tuple(range(1, 17)),  # those that a tile's keys allow: see `possible`
     "sum_blocks": (0,),  # for 8 bits alone
-    "fma_exponentials": tuple(range(5)),
 }
 # What is given up for another field's choice that can't run beside it, the last one first.
 GIVEN_UP = ("keys", "stages", "query_stages", "pingpong")

@@ -9,13 +9,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// The larger, or NaN if either is.
-__device__ __forceinline__ float max_or_nan(float x, float y) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-    return larger;
-}
-
 __device__ __forceinline__ float log2_approx(float x) {
     float y;
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -195,7 +195,6 @@ def _kernel(
             ("QUERY_STAGES", tile.query_stages),
             ("PINGPONG", int(tile.pingpong)),
             ("EARLY_PV_STEPS", tile.early_pv_steps),
-            ("FMA_EXPONENTIALS", tile.fma_exponentials),
             ("SUM_BLOCKS", tile.sum_blocks),
             ("PACK_GQA", configuration.pack_gqa),
             ("SPLIT_KV", int(split_kv)),

@@ -55,7 +55,6 @@ class ForwardTile:
     query_stages: int  # query tiles in shared memory
     early_pv_steps: int  # steps of PV, of 32 bytes of keys each, issued before the row maxima are computed
     sum_blocks: int = 0  # blocks whose PV tensor cores sum by themselves (out_sums.cuh); 0: all
-    fma_exponentials: int = 0  # of eight, those made of multiplications and additions
 
     @property
     def rows(self) -> int:
@@ -178,7 +177,7 @@ MANY_SCORE_MODS_TILES = _SMALLER_TILES | {128: ForwardTile(2, 80, 2, False, 1, 5
 FP8_TILES: dict[int, ForwardTile] = {
     64: ForwardTile(3, 128, 2, True, 2, 3, sum_blocks=8),
     128: ForwardTile(2, 128, 2, True, 2, 3, sum_blocks=8),
-    192: ForwardTile(2, 128, 2, True, 1, 3),
+    192: ForwardTile(2, 128, 2, True, 1, 4),
     256: ForwardTile(2, 64, 2, True, 2, 1),
 }
 FP8_SCORE_MOD_TILES = {64: ForwardTile(2, 128, 2, True, 2, 3, sum_blocks=8)}  # in place of those above

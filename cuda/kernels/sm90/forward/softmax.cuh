@@ -6,7 +6,6 @@
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
-#include "common/exponential.cuh"
 #include "common/score_traits.cuh"
 #include "sm90/forward/traits.cuh"
 
@@ -62,10 +61,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = begin; i < end; ++i) {
             const float max = Traits::fp8 ? row_max[row_of(i)] - max_offset : row_max[row_of(i)];
-            const float difference = scores[i] * scale - max;
-            // Spread evenly over the eight, and over both rows.
-            const bool by_fma = (i % 8 * 3 + i / 8) % 8 < Traits::fma_exponentials;
-            scores[i] = by_fma ? exp2_by_fma(natural ? difference * log2_e : difference) : exponential(difference);
+            scores[i] = exponential(scores[i] * scale - max);
             row_sum[row_of(i)] += scores[i];
         }
     }

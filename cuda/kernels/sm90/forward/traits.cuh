@@ -12,7 +12,6 @@
 //   PINGPONG       1: consumer warpgroups alternate on the tensor cores
 //   EARLY_PV_STEPS how many of the steps of PV, of 32 bytes of keys each, are issued before the row maxima are computed
 //   SUM_BLOCKS     see Traits::sum_blocks
-//   FMA_EXPONENTIALS   see Traits::fma_exponentials
 //   PACK_GQA       query heads of one key head whose rows share a tile
 //   SPLIT_KV       1: the keys of the last tiles are split among CTAs
 //   ISOLATES       1: what isn't finite is kept from rows that don't see it (repeat.cuh)
@@ -73,9 +72,6 @@ struct Traits {
     static constexpr int key_steps = head_dim / step_elements;  // wgmmas of QK^T
     static constexpr int value_steps = keys / step_elements;    // … of PV
     static constexpr int early_pv_steps = EARLY_PV_STEPS;
-    // Of each eight exponentials, those that are made of multiplications and additions: the special-function unit takes as
-    // long for a block's as the tensor cores for its products where the head dim is small, or elements have 8 bits.
-    static constexpr int fma_exponentials = FMA_EXPONENTIALS;
     static constexpr int sum_blocks = SUM_BLOCKS;  // blocks whose PV wgmma sums by itself (out_sums.cuh); 0: all
 
     static constexpr int threads = 128 * (1 + consumers);

@@ -7,7 +7,6 @@
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 inline float divide_full(float a, float b) { return a / b; }
-inline float max_or_nan(float x, float y) { return isnan(x) || isnan(y) ? NAN : fmaxf(x, y); }
 inline float log2_approx(float x) { return log2f(x); }
 
 // Rounds `x` to nearest even at a multiple of 2^`exponent`.
