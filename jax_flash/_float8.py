@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash._rounding import rounded as rounded_to
 from jax_flash._spec import AttentionSpec, Operands
 
 DTYPE = jnp.float8_e4m3fn
 MAX = 448.0
-LEAST = 2.0**-9
-"""The least positive number."""
 ROWS_PER_SCALE = 128
 
 
@@ -108,15 +107,8 @@ def rounded(
 
 
 def converted(x: jax.Array) -> jax.Array:
-    """`x` in e4m3: what exceeds its largest number becomes that, and infinities NaN.
-
-    XLA may leave out a conversion to fewer bits and back, and on GPUs it does. So `x` is rounded before: to
-    three bits behind the leading one, or to multiples of the least positive number. The conversion is exact.
-    """
-    x = jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX))
-    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
-    subnormal = jnp.round(x * (1 / LEAST)) * LEAST
-    return jnp.where(jnp.abs(x) < 8 * LEAST, subnormal, normal).astype(DTYPE)
+    """`x` in e4m3: what exceeds its largest number becomes that, and infinities NaN."""
+    return rounded_to(jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX)), DTYPE)
 
 
 def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:
