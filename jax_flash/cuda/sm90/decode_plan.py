@@ -24,7 +24,7 @@ from jax_flash.cuda.launch_plan import (
 )
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, ROWS, TILE_BYTES, DecodeTile, choose_tile
-from jax_flash.cuda.sm90.tensor_maps import PANEL, PANEL_BYTES
+from jax_flash.cuda.sm90.tensor_maps import PANEL_BYTES
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
@@ -396,7 +396,7 @@ def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
 
 
 def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
-    """A tensor map over a cache. Its box is a panel of one head of `box` keys; in 8 bits all columns.
+    """A tensor map over a cache. Its box is a panel of one head of `box` keys, 128 bytes wide.
 
     The panels of a row are loaded one by one, and are neighbours in memory: L2 fetches two for one.
     """
@@ -405,6 +405,5 @@ def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
     element = ELEMENT_BYTES[array.dtype.name]
     strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
     sizes = (H, K, S, C, layers)
-    columns, swizzle = (H, 0) if is_float8(array.dtype) else (PANEL, PANEL_BYTES)
     l2_fetch = 256 if H * element > PANEL_BYTES else 128
-    return TensorMap(buffer, array.dtype.name, sizes, strides, (columns, 1, box, 1, 1), swizzle, l2_fetch)
+    return TensorMap(buffer, array.dtype.name, sizes, strides, (PANEL_BYTES // element, 1, box, 1, 1), PANEL_BYTES, l2_fetch)

@@ -44,10 +44,15 @@ class DecodeTile:
         return 128 + (32 if self.box else self.keys)
 
     @property
+    def by_warps(self) -> bool:
+        """Whether each warp attends to keys of its own (cuda/kernels/sm90/decode/warp_tile.cuh)."""
+        return self.float8 and self.query_rows <= 16
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out by `SharedMemory` in cuda/kernels/sm90/decode/traits.cuh."""
         key_row, value_row = (tile_row_bytes(x, _ELEMENT_BYTES) for x in (self.head_dim, self.value_dim))
-        stage = self.keys * (self.head_dim + self.value_dim if self.float8 else key_row + value_row)
+        stage = self._stage_bytes
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
@@ -56,16 +61,19 @@ class DecodeTile:
             query += _TILE_STAGES * self.query_rows * self.head_dim * _ELEMENT_BYTES  # as it is, before
         else:
             query *= _TILE_STAGES
-        widened = self.keys * (key_row + value_row) * self.float8
-        return query + widened + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
+        widened = self.keys * (key_row + value_row) * (self.float8 and not self.by_warps)
+        warp_parts = 4 * self.query_rows * (8 + 4 * (self.value_dim + 8)) * self.by_warps
+        return query + widened + warp_parts + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
 
     @property
     def holds_partial(self) -> bool:
         """Whether the stages have room for a partial (`ClusterPartials` in cluster_parts.cuh)."""
-        widths = self.head_dim, self.value_dim
-        if not self.float8:
-            widths = tuple(tile_row_bytes(x, _ELEMENT_BYTES) for x in widths)
-        return self.query_rows * (8 + 4 * (self.value_dim + 8)) <= self.stages * self.keys * sum(widths)
+        return self.query_rows * (8 + 4 * (self.value_dim + 8)) <= self.stages * self._stage_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        element_bytes = 1 if self.float8 else _ELEMENT_BYTES
+        return self.keys * sum(tile_row_bytes(x, element_bytes) for x in (self.head_dim, self.value_dim))
 
     def fitted(self) -> "DecodeTile":
         """With as many stages as there is room for."""
@@ -82,17 +90,17 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     """The tile of a call.
 
     Two CTAs on a multiprocessor hide each other's waits, if shared memory has room for three stages of each.
-    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages, or threads
-    gather the rows: with as many threads as a block has keys, 128 would leave each too few registers.
+    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages, each warp
+    attends to 16 of them, or threads gather the rows: with as many threads as a block has keys, 128 would leave
+    each too few registers.
     """
     n = cache_sizes(shapes)
     dims = padded_head_dim(n.H), padded_head_dim(n.V)
     rows = next((rows for rows in (8, 16, 32) if n.T * n.group <= rows), ROWS)  # few kernels to compile
-    keys = 128 if sum(dims) <= 128 and _box(n.page, 128) else 64
-    rotary = shapes.rotary_cos is not None
-    tile = DecodeTile(
-        *dims, rows, keys, _box(n.page, keys), n.page is not None, rotary, is_float8(shapes.key.dtype)
-    )
+    rotary, float8 = shapes.rotary_cos is not None, is_float8(shapes.key.dtype)
+    tile = DecodeTile(*dims, rows, 64, _box(n.page, 64), n.page is not None, rotary, float8)
+    if sum(dims) <= 128 and _box(n.page, 128) and not tile.by_warps:
+        tile = dataclasses.replace(tile, keys=128, box=_box(n.page, 128))
     options = (dataclasses.replace(tile, ctas_of_sm=ctas).fitted() for ctas in (2, 1))
     return max(options, key=lambda tile: min(tile.stages, 3))
 

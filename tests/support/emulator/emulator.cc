@@ -302,6 +302,27 @@ void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint3
     });
 }
 
+uint2 load_matrix_x2_transposed(uint32_t address) {
+    struct Lane {
+        uint32_t address;
+        uint16_t elements[4] = {};
+    } mine{address};
+    emulator::together(emulator::warp, &mine, [from = __builtin_return_address(0)](void** of_each) {
+        emulator::called_from = from;
+        for (int row = 0; row < 16; ++row) {  // eight of each of the two matrices
+            const uint32_t at = static_cast<Lane*>(of_each[row])->address;
+            if (at % 16 != 0) emulator::fail("a matrix row off its alignment");
+            races::reads(threadIdx.x / 32 * 32 + row, *cta, at, 16);
+            for (int column = 0; column < 8; ++column) {
+                Lane& lane = *static_cast<Lane*>(of_each[column * 4 + row % 8 / 2]);
+                memcpy(&lane.elements[row / 8 * 2 + row % 2], cta->shared + at + 2 * column, 2);
+            }
+        }
+    });
+    auto pair = [&](int i) { return mine.elements[i] | static_cast<uint32_t>(mine.elements[i + 1]) << 16; };
+    return {pair(0), pair(2)};
+}
+
 namespace cluster {
 int rank() { return cta->rank; }
 uint32_t address_in(int rank, uint32_t address) { return (address & 0xffffff) | rank + 1 << 24; }

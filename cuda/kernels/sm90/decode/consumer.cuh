@@ -5,14 +5,12 @@
 // The kernel is bound by the loads of K and V, which run ahead of it. So its steps follow each other, and nothing of its own
 // overlaps: another CTA of the multiprocessor computes meanwhile.
 #pragma once
-#include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
-#include "common/tanh.cuh"
 #include "common/warp_arrival.cuh"
 #include "sm90/decode/load.cuh"
-#include "sm90/decode/rotary.cuh"
-#include "sm90/decode/store.cuh"
+#include "sm90/decode/logits.cuh"
+#include "sm90/decode/warp_tile.cuh"
 #include "sm90/decode/widen.cuh"
 
 using wgmma::Major;
@@ -21,22 +19,8 @@ using wgmma::Wgmma;
 constexpr int score_count = Traits::keys / 2;     // accumulators of S that a thread holds
 constexpr int out_count = Traits::value_dim / 2;  // … of O
 // From what wgmma reads of one stage to that of the next, in units of descriptors.
-constexpr int key_step = Traits::is_float8 ? 0 : Traits::key_bytes >> 4;
-constexpr int value_step = Traits::is_float8 ? 0 : Traits::value_bytes >> 4;
-
-struct ConsumerCall {
-    const SharedMemory& shared;
-    const Shape& shape;
-    const Rotary& rotary;
-    const Results results;
-    const TilePartials partials;
-    const Descales& descales;
-    const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
-    const float soft_cap;
-    const float* const slopes;  // ALiBi's, (B | 1, N)
-    const int slopes_stride;    // from batch row to batch row
-    const int max_parts;        // of a tile
-};
+constexpr int key_step = Traits::widens ? 0 : Traits::key_bytes >> 4;
+constexpr int value_step = Traits::widens ? 0 : Traits::value_bytes >> 4;
 
 // ---------------------------------------------------------------------------------------- Q
 
@@ -57,75 +41,6 @@ __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Til
     }
     fence_proxy_async();
     sync_consumers();
-}
-
-// ---------------------------------------------------------------------------------------- logits
-
-// What a thread knows of its two rows: which keys they see, and what their logits depend on.
-struct ThreadRows {
-    int begin[2], end[2];
-    float scale;
-    float slope[2], diagonal[2];
-
-    __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile) {
-        const Sequence sequence = sequence_of(tile);
-        scale = call.scale;
-        if constexpr (Traits::is_float8) scale *= descale_of(call.descales.key, tile.key_head);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const Row row(call.shape, tile, min(upper_row() + 8 * r, tile.rows - 1));
-            const Interval keys = keys_of(call.shape, sequence, row.query);
-            begin[r] = keys.begin, end[r] = keys.end;
-            if constexpr (Traits::alibi) {
-                slope[r] = global::read_only(call.slopes + tile.batch * call.slopes_stride + row.head);
-                diagonal[r] = static_cast<float>(diagonal_of(sequence, row.query));
-            }
-        }
-    }
-
-    __device__ static __forceinline__ Sequence sequence_of(const Tile& tile) {
-        return {tile.first_query, tile.queries, tile.length, tile.first_key, tile.cache_row, true};
-    }
-};
-
-// The keys that all rows of the tile see.
-__device__ __forceinline__ Interval keys_of_all_rows(const Shape& shape, const Tile& tile) {
-    const Sequence sequence = ThreadRows::sequence_of(tile);
-    return {keys_of(shape, sequence, (tile.first_row + tile.rows - 1) / shape.group).begin,
-            keys_of(shape, sequence, tile.first_row / shape.group).end};
-}
-
-__device__ __forceinline__ void make_logits(float (&scores)[score_count], const ConsumerCall& call,
-                                            const ThreadRows& rows, int first_key) {
-    const int first_column = first_key + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int i = 0; i < score_count; ++i) {
-        float logit = scores[i] * rows.scale;
-        if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
-        if constexpr (Traits::alibi) {
-            const float key = static_cast<float>(first_column + column_of(i));
-            logit -= rows.slope[row_of(i)] * fabsf(rows.diagonal[row_of(i)] - key);
-        }
-        scores[i] = logit;
-    }
-}
-
-// Sets the logits of keys that a row doesn't see to -inf.
-__device__ __forceinline__ void mask_logits(float (&logits)[score_count], const ThreadRows& rows, int first_key) {
-    const int first_column = first_key + 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int i = 0; i < score_count; ++i) {
-        const int key = first_column + column_of(i);
-        if (key < rows.begin[row_of(i)] || key >= rows.end[row_of(i)]) logits[i] = -infinity;
-    }
-}
-
-// … and those of keys that aren't in the cache.
-__device__ __forceinline__ void mask_missing(float (&logits)[score_count], const unsigned char* is_missing) {
-#pragma unroll
-    for (int i = 0; i < score_count; ++i) {
-        if (is_missing[2 * (threadIdx.x % 4) + column_of(i)]) logits[i] = -infinity;
-    }
 }
 
 // ---------------------------------------------------------------------------------------- a tile
@@ -192,12 +107,7 @@ __device__ __forceinline__ void multiply_values(float (&out)[out_count], const f
 __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, const Tile& tile, int tile_stage,
                                        float (&out)[out_count], OnlineSoftmax& softmax) {
     const SharedMemory& shared = call.shared;
-    if constexpr (Traits::rotary) {
-        rotate_query(call, tile, tile_stage);
-    } else {
-        fence_proxy_async();  // Q has come by asynchronous copies, and wgmma reads it
-    }
-    const ThreadRows rows(call, tile);
+    const ThreadRows rows(call, tile, upper_row());
     const Interval seen_by_all = keys_of_all_rows(call.shape, tile);
     const uint32_t query = descriptor::k_major_low(shared.query_tile(tile_stage));
     const uint32_t first_key = descriptor::k_major_low(shared.base + shared.key_operand(0));
@@ -207,7 +117,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
         const int stage = ring.stage, first = block * Traits::keys, end = first + Traits::keys;
         float scores[score_count];
         mbarrier::wait(shared.key_full(stage), ring.parity);
-        if constexpr (Traits::is_float8) {
+        if constexpr (Traits::widens) {
             widen_block<Traits::head_dim>(shared, shared.key_block(stage), shared.key_operand(stage));
         } else if constexpr (Traits::gathers) {
             fence_proxy_async();
@@ -225,7 +135,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
 #pragma unroll
         for (int i = 0; i < out_count; ++i) out[i] *= row_of(i) == 0 ? rescale.x : rescale.y;
         mbarrier::wait(shared.value_full(stage), ring.parity);
-        if constexpr (Traits::is_float8) {
+        if constexpr (Traits::widens) {
             widen_block<Traits::value_dim>(shared, shared.value_block(stage), shared.value_operand(stage));
         } else if constexpr (Traits::gathers) {
             fence_proxy_async();
@@ -259,10 +169,22 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
 
         float out[out_count] = {};
         OnlineSoftmax softmax;
-        if (tile.first < tile.last) attend(call, ring, tile, stage, out, softmax);
+        if (tile.first < tile.last) {
+            if constexpr (Traits::rotary) {
+                rotate_query(call, tile, stage);
+            } else if constexpr (!Traits::by_warps) {
+                fence_proxy_async();  // Q has come by asynchronous copies, and wgmma reads it
+            }
+            if constexpr (Traits::by_warps) {
+                WarpTile(call, tile, stage, out, softmax).attend(ring);
+            } else {
+                attend(call, ring, tile, stage, out, softmax);
+            }
+        }
         __syncwarp();
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));
         tile_ring.advance();
+        if constexpr (Traits::by_warps) combine_warps(shared, out, softmax);
         if constexpr (Traits::cluster > 1) {
             combine_in_cluster(out, softmax, shared, call.results, call.shape, tile);
         } else if (!Traits::split || tile.is_whole()) {

@@ -19,8 +19,8 @@ __device__ __forceinline__ void gather(uint32_t block, const Traits::CacheElemen
         const int64_t row = rows[key];
         const bool is_there = row != no_row && chunk_columns * chunk < columns;
         const int panel = chunk / 8 * descriptor::panel_bytes(Traits::keys);
-        const int place = Traits::is_float8 ? 16 * index : panel + descriptor::swizzled_offset(key, chunk % 8);
-        async_copy::load(block + place, cache + (is_there ? row * row_elements + chunk_columns * chunk : 0), is_there);
+        const uint32_t place = block + panel + descriptor::swizzled_offset(key, chunk % 8);
+        async_copy::load(place, cache + (is_there ? row * row_elements + chunk_columns * chunk : 0), is_there);
     }
     async_copy::arrive_when_done(full);
 }

@@ -8,22 +8,16 @@ __device__ __forceinline__ void prepare_loads(const Cache& cache) {
     tma::prefetch_descriptor(cache.value);
 }
 
-// Copies a box, `columns` wide, to its place in a block: panel by panel, or rows of 8 bits one after another. `full` expects
-// its bytes.
+// Copies a box, `columns` wide, to its place in a block, panel by panel. `full` expects its bytes.
 template <int columns>
 __device__ __forceinline__ void load_box(uint32_t block, const TensorMap& map, uint32_t full, int box, int head, int row,
                                          int page, int layer) {
-    if constexpr (Traits::is_float8) {
-        mbarrier::arrive_expect(full, BOX * columns);
-        tma::load(block + box * BOX * columns, map, full, 0, head, row, page, layer);
-    } else {
-        constexpr int panels = ceil_div(columns, descriptor::panel_columns);
-        mbarrier::arrive_expect(full, panels * descriptor::panel_bytes(BOX));
+    constexpr int panels = ceil_div(columns, Traits::panel_columns);
+    mbarrier::arrive_expect(full, panels * descriptor::panel_bytes(BOX));
 #pragma unroll
-        for (int panel = 0; panel < panels; ++panel) {
-            tma::load(block + panel * descriptor::panel_bytes(Traits::keys) + descriptor::panel_bytes(box * BOX), map,
-                      full, panel * descriptor::panel_columns, head, row, page, layer);
-        }
+    for (int panel = 0; panel < panels; ++panel) {
+        tma::load(block + panel * descriptor::panel_bytes(Traits::keys) + descriptor::panel_bytes(box * BOX), map, full,
+                  panel * Traits::panel_columns, head, row, page, layer);
     }
 }
 

@@ -58,8 +58,15 @@ struct Traits {
     // What wgmma reads of a block. It is what the producer loaded, or what consumers made of that, if it is in 8 bits.
     static constexpr int key_operand_bytes = key_panels * descriptor::panel_bytes(keys);
     static constexpr int value_operand_bytes = value_panels * descriptor::panel_bytes(keys);
-    static constexpr int key_bytes = is_float8 ? keys * head_dim : key_operand_bytes;  // one stage
-    static constexpr int value_bytes = is_float8 ? keys * value_dim : value_operand_bytes;
+    // A stage: panels as the producer loads them, which are 128 bytes wide. Blocks in 8 bits need half as many.
+    static constexpr int panel_columns = descriptor::row_bytes / static_cast<int>(sizeof(CacheElement));
+    static constexpr int key_bytes = ceil_div(head_dim, panel_columns) * descriptor::panel_bytes(keys);
+    static constexpr int value_bytes = ceil_div(value_dim, panel_columns) * descriptor::panel_bytes(keys);
+    // Caches in 8 bits and tiles of few rows: each warp attends to keys of its own (warp_tile.cuh).
+    static constexpr bool by_warps = is_float8 && query_rows <= 16;
+    static constexpr bool widens = is_float8 && !by_warps;  // blocks, in shared memory (widen.cuh)
+    static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
+    static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers rotate
     // it on its way to its one place.
@@ -69,6 +76,7 @@ struct Traits {
     static_assert(head_dim % 16 == 0 && head_dim <= 256, "wgmma contracts 16 columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "N of PV is at most 256");
     static_assert(keys == 64 || keys == 128, "a thread of the warpgroup looks after each key of a block");
+    static_assert(!by_warps || keys == 64, "each of four warps attends to 16 keys of a block");
     static_assert(query_rows % 8 == 0 && query_rows <= rows, "panels of Q consist of the swizzle's atoms");
     static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
@@ -82,13 +90,14 @@ struct SharedMemory {
 
     static constexpr int query = 0;
     static constexpr int widened_key = query + Traits::query_tiles * Traits::query_bytes;  // of a cache in 8 bits
-    static constexpr int widened_value = widened_key + (Traits::is_float8 ? Traits::key_operand_bytes : 0);
-    static constexpr int key = widened_value + (Traits::is_float8 ? Traits::value_operand_bytes : 0);
+    static constexpr int widened_value = widened_key + (Traits::widens ? Traits::key_operand_bytes : 0);
+    static constexpr int key = widened_value + (Traits::widens ? Traits::value_operand_bytes : 0);
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
     static constexpr int rows = value + Traits::stages * Traits::value_bytes;
     static constexpr int plain_query = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
     static constexpr int tiles = plain_query + Traits::tile_stages * Traits::plain_query_bytes;
-    static constexpr int missing = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
+    static constexpr int warp_parts = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
+    static constexpr int missing = warp_parts + Traits::warp_parts_bytes;
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
     static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
@@ -114,8 +123,15 @@ struct SharedMemory {
     __device__ static int key_block(int stage) { return key + stage * Traits::key_bytes; }
     __device__ static int value_block(int stage) { return value + stage * Traits::value_bytes; }
     // … and where wgmma reads it.
-    __device__ static int key_operand(int stage) { return Traits::is_float8 ? widened_key : key_block(stage); }
-    __device__ static int value_operand(int stage) { return Traits::is_float8 ? widened_value : value_block(stage); }
+    __device__ static int key_operand(int stage) { return Traits::widens ? widened_key : key_block(stage); }
+    __device__ static int value_operand(int stage) { return Traits::widens ? widened_value : value_block(stage); }
+    // A row, of float32, and the maximum and sum of its softmax, as a warp leaves them for another.
+    __device__ float* warp_row(int warp, int row) const {
+        return reinterpret_cast<float*>(data + warp_parts) + (warp * Traits::query_rows + row) * Traits::warp_row_floats;
+    }
+    __device__ float2& warp_statistics(int warp, int row) const {
+        return reinterpret_cast<float2*>(warp_row(4, 0))[warp * Traits::query_rows + row];
+    }
     // Of gathered blocks: which row of the cache each key is; -1: none.
     __device__ int64_t* cache_rows(int stage) const {
         return reinterpret_cast<int64_t*>(data + rows) + stage * Traits::keys;

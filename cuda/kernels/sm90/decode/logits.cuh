@@ -1,0 +1,95 @@
+// Scores become logits: what of them a consumer of the decode kernel knows of the rows that it computes.
+#pragma once
+#include "ptx/global.cuh"
+#include "common/tanh.cuh"
+#include "sm90/decode/rotary.cuh"
+#include "sm90/decode/store.cuh"
+
+struct ConsumerCall {
+    const SharedMemory& shared;
+    const Shape& shape;
+    const Rotary& rotary;
+    const Results results;
+    const TilePartials partials;
+    const Descales& descales;
+    const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
+    const float soft_cap;
+    const float* const slopes;  // ALiBi's, (B | 1, N)
+    const int slopes_stride;    // from batch row to batch row
+    const int max_parts;        // of a tile
+};
+
+// What numbers of a key head are multiplied by. `descales` (K) is null if that is 1.
+__device__ __forceinline__ float descale_of(const float* descales, int key_head) {
+    return descales ? global::read_only(descales + key_head) : 1;
+}
+
+// What a thread knows of its two rows: which keys they see, and what their logits depend on.
+struct ThreadRows {
+    int begin[2], end[2];
+    float scale[2];
+    float slope[2], diagonal[2];
+
+    __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile, int upper_row) {
+        const Sequence sequence = sequence_of(tile);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scale[r] = call.scale;
+            if constexpr (Traits::is_float8) scale[r] *= descale_of(call.descales.key, tile.key_head);
+            const Row row(call.shape, tile, min(upper_row + 8 * r, tile.rows - 1));
+            const Interval keys = keys_of(call.shape, sequence, row.query);
+            begin[r] = keys.begin, end[r] = keys.end;
+            if constexpr (Traits::alibi) {
+                slope[r] = global::read_only(call.slopes + tile.batch * call.slopes_stride + row.head);
+                diagonal[r] = static_cast<float>(diagonal_of(sequence, row.query));
+            }
+        }
+    }
+
+    __device__ static __forceinline__ Sequence sequence_of(const Tile& tile) {
+        return {tile.first_query, tile.queries, tile.length, tile.first_key, tile.cache_row, true};
+    }
+};
+
+// The keys that all rows of the tile see.
+__device__ __forceinline__ Interval keys_of_all_rows(const Shape& shape, const Tile& tile) {
+    const Sequence sequence = ThreadRows::sequence_of(tile);
+    return {keys_of(shape, sequence, (tile.first_row + tile.rows - 1) / shape.group).begin,
+            keys_of(shape, sequence, tile.first_row / shape.group).end};
+}
+
+template <int count>
+__device__ __forceinline__ void make_logits(float (&scores)[count], const ConsumerCall& call,
+                                            const ThreadRows& rows, int first_key) {
+    const int first_column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        float logit = scores[i] * rows.scale[row_of(i)];
+        if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
+        if constexpr (Traits::alibi) {
+            const float key = static_cast<float>(first_column + column_of(i));
+            logit -= rows.slope[row_of(i)] * fabsf(rows.diagonal[row_of(i)] - key);
+        }
+        scores[i] = logit;
+    }
+}
+
+// Sets the logits of keys that a row doesn't see to -inf.
+template <int count>
+__device__ __forceinline__ void mask_logits(float (&logits)[count], const ThreadRows& rows, int first_key) {
+    const int first_column = first_key + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        const int key = first_column + column_of(i);
+        if (key < rows.begin[row_of(i)] || key >= rows.end[row_of(i)]) logits[i] = -infinity;
+    }
+}
+
+// … and those of keys that aren't in the cache.
+template <int count>
+__device__ __forceinline__ void mask_missing(float (&logits)[count], const unsigned char* is_missing) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        if (is_missing[2 * (threadIdx.x % 4) + column_of(i)]) logits[i] = -infinity;
+    }
+}
