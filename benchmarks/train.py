@@ -16,6 +16,7 @@ tokens, and all temporaries. A speed-up is the first contender's over another.
 
 import argparse
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -46,6 +47,10 @@ from steps import State, make_optimizer, make_steps
 
 ATTENTION = {
     "jax_flash_cuda": {"attention": jax_flash.flash_attention, "implementation": "cuda"},
+    "jax_flash_cuda_fp8": {
+        "attention": functools.partial(jax_flash.flash_attention, quantization="fp8"),
+        "implementation": "cuda",
+    },
     "jax_flash_xla": {"attention": jax_flash.flash_attention, "implementation": "xla"},
     "cudnn": {"attention": jax.nn.dot_product_attention, "implementation": "cudnn"},
     "plain": {"attention": jax.nn.dot_product_attention, "implementation": "xla"},

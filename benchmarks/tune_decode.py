@@ -39,6 +39,7 @@ CALLS = (
     dataclasses.replace(LARGE, queries=8),
     dataclasses.replace(LARGE, page=16),
     dataclasses.replace(LARGE, page=1),
+    dataclasses.replace(LARGE, cache_dtype="float8_e4m3fn"),
 )
 SETTINGS: dict[str, dict[str, int]] = {
     "as it is": {},
@@ -46,6 +47,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
     "clusters": {"CLUSTERS": True},
+    "clusters, one CTA": {"CLUSTERS": True, "ctas_of_sm": 1},
 }
 
 

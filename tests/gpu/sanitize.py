@@ -10,6 +10,7 @@ process for each tool and group, several at once, and reads the verdicts.
 """
 
 import argparse
+import faulthandler
 import functools
 import os
 import sys
@@ -212,6 +213,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--for-racecheck", action="store_true", help="kernels whose order it can follow")
     options = parser.parse_args(arguments)
+    faulthandler.enable()
     if options.for_racecheck:
         compile.OPTIONS = (*compile.OPTIONS, "-DFOR_RACECHECK=1")
     for group in options.groups:

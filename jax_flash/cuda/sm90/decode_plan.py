@@ -7,7 +7,6 @@ import jax
 
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
-from jax_flash._float8 import is_float8
 from jax_flash._mask import Window
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
@@ -406,4 +405,12 @@ def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
     strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
     sizes = (H, K, S, C, layers)
     l2_fetch = 256 if H * element > PANEL_BYTES else 128
-    return TensorMap(buffer, array.dtype.name, sizes, strides, (PANEL_BYTES // element, 1, box, 1, 1), PANEL_BYTES, l2_fetch)
+    return TensorMap(
+        buffer,
+        array.dtype.name,
+        sizes,
+        strides,
+        (PANEL_BYTES // element, 1, box, 1, 1),
+        PANEL_BYTES,
+        l2_fetch,
+    )

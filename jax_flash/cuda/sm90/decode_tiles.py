@@ -90,9 +90,9 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     """The tile of a call.
 
     Two CTAs on a multiprocessor hide each other's waits, if shared memory has room for three stages of each.
-    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages, each warp
-    attends to 16 of them, or threads gather the rows: with as many threads as a block has keys, 128 would leave
-    each too few registers.
+    A block has 128 keys where these have few columns, unless only blocks of 64 consist of pages, or each warp
+    attends to 16 keys of a block, or threads gather the rows: with as many threads as a block has keys, 128
+    would leave each too few registers.
     """
     n = cache_sizes(shapes)
     dims = padded_head_dim(n.H), padded_head_dim(n.V)
