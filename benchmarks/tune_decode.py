@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
     "clusters": {"CLUSTERS": True},
-    "clusters, one CTA": {"CLUSTERS": True, "ctas_of_sm": 1},
+    "clusters with one CTA": {"CLUSTERS": True, "ctas_of_sm": 1},
 }
 
 

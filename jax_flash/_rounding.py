@@ -9,8 +9,8 @@ import jax.numpy as jnp
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """`x` in a floating `dtype` of fewer bits, or of as many.
 
-    XLA may leave out a conversion to fewer bits and back, and on GPUs it does. So `x` is rounded before: to the
-    significant bits of `dtype`, or, if it is small, to multiples of the least positive number.
+    XLA may leave out a conversion to fewer bits and back, and on GPUs it does. So `x` is rounded before: to
+    the significant bits of `dtype`, or, if it is small, to multiples of the least positive number.
     """
     to, of = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if to.nmant < of.nmant:
