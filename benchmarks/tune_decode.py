@@ -1,7 +1,7 @@
 """Times the CUDA decode kernel under several settings of its plan, on one GPU.
 
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
-    python benchmarks/tune_decode.py --settings "as it is,clusters" --match "b[14] s"
+    python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
 A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, or how many CTAs share a multiprocessor.
 Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
@@ -46,8 +46,8 @@ SETTINGS: dict[str, dict[str, int]] = {
     "shares of 1 block": {"LEAST_SHARE": 1},
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
-    "clusters": {"CLUSTERS": True},
-    "clusters with one CTA": {"CLUSTERS": True, "ctas_of_sm": 1},
+    "no clusters": {"CLUSTERS": False},
+    "clusters of up to 16 blocks": {"MOST_CLUSTER_BLOCKS": 16},
 }
 
 

@@ -135,7 +135,8 @@ class CudaFp8(Cuda):
         arrays = {name: x for name, x in arguments.items() if hasattr(x, "shape")}
         with self.environment():
             found, right = (run(arrays, name) for name in (self.implementation, self.definition))
-        float8_bounds.check(found, right, arguments["value"])
+        operands = (arguments[name] for name in ("query", "key", "value"))
+        float8_bounds.check(found, right, *operands, arguments.get("scale"))
         return {}
 
 

@@ -57,11 +57,6 @@ def planned(case, multiprocessors=132):
     return launch.cluster, launch.grid[0], len(plan.launches)
 
 
-@pytest.fixture(autouse=True)
-def clusters(monkeypatch):
-    monkeypatch.setattr(decode_plan, "CLUSTERS", True)
-
-
 @pytest.mark.parametrize("case", thinned(CASES, traits), ids=str)
 def test_equals_the_definition(case, emulator):
     """With so few CTAs at once that not all clusters are among them."""
@@ -79,23 +74,18 @@ def test_races_are_found(mistake, tmp_path):
 
 
 def test_what_is_split_by_clusters():
-    """Calls of so few tiles and blocks that all CTAs run at once, and have few blocks each."""
+    """Calls of so few tiles that CTAs are left over, and of few blocks for each."""
     usual = CacheCase(B=1, S=1024, N=32, K=8, H=128)
     assert planned(usual) == (8, 64, 1)
     assert planned(dataclasses.replace(usual, U=1)) == (8, 64, 2)  # the append
-    assert planned(dataclasses.replace(usual, B=4)) == (8, 256, 1)
-    assert planned(dataclasses.replace(usual, B=16)) == (2, 256, 1)
+    assert planned(dataclasses.replace(usual, S=4096)) == (8, 64, 1)
+    assert planned(dataclasses.replace(usual, B=4)) == (2, 64, 1)
     assert planned(dataclasses.replace(usual, S=200)) == (2, 16, 1)
     assert planned(dataclasses.replace(usual, num_splits=1))[0] == 1
-    for more in ({"B": 32}, {"S": 16384}, {"packed": True, "T": 4}):  # another kernel combines
+    for more in ({"B": 9}, {"S": 4160}, {"packed": True, "T": 4}):  # another kernel combines
         cluster, _, launches = planned(dataclasses.replace(usual, **more))
         assert cluster == 1 and launches == 2 + ("packed" in more)
     assert planned(usual, 8)[0] == 2
-
-
-def test_clusters_are_off(monkeypatch):
-    monkeypatch.undo()  # the fixture's change
-    assert planned(CASES[0])[0] == 1
 
 
 @pytest.mark.parametrize("case", (*CASES[:4], *CASES[5:9]), ids=str)

@@ -105,8 +105,9 @@ SHARED = (
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_tiles_that_many_ctas_share(case, emulator):
+def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
     """Partials are combined in groups first."""
+    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
     for resident in (1, 20):
         run(case, emulator, 20, resident)
 

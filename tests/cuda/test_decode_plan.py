@@ -169,8 +169,9 @@ def test_custom_call_has_the_aliases():
 
 
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
-def test_scratch_memory_is_bounded(options):
+def test_scratch_memory_is_bounded(options, monkeypatch):
     """Two partials a CTA, whatever the lengths are."""
+    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
@@ -182,7 +183,8 @@ def test_scratch_memory_is_bounded(options):
     assert [launch.kernel.entry for launch in made.launches] == kernels
 
 
-def test_few_blocks_take_few_ctas():
+def test_few_blocks_take_few_ctas(monkeypatch):
+    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
     assert plan(B=1, S=300, K=2).launches[0].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
     assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
 

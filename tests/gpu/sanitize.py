@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 if __name__ == "__main__":
+    faulthandler.enable()
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = (
         "false"  # before JAX starts: processes share the GPU's memory
     )
@@ -213,7 +214,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--for-racecheck", action="store_true", help="kernels whose order it can follow")
     options = parser.parse_args(arguments)
-    faulthandler.enable()
     if options.for_racecheck:
         compile.OPTIONS = (*compile.OPTIONS, "-DFOR_RACECHECK=1")
     for group in options.groups:

@@ -80,7 +80,7 @@ def test_equals_xla(options, head_dims, heads, lengths, dtype):
     )
     found, expected = (attend(*given, implementation=name) for name in ("cuda", "xla"))
     assert found[0].dtype == dtype
-    check(found, expected, given[2])
+    check(found, expected, *given)
 
 
 @pytest.mark.parametrize("out_dtype", ("bfloat16", "float16", "float32"))
@@ -91,8 +91,8 @@ def test_float8_arrays(out_dtype, scales):
     attend = functools.partial(jax_flash.flash_attention, **given, out_dtype=out_dtype, return_residual=True)
     found, expected = attend(implementation="cuda"), attend(implementation="xla")
     assert found[0].dtype == out_dtype
-    value = given["value"].astype(jnp.float32) * jnp.max(given["value_descale"])
-    check(found, expected, value)
+    names = ("query", "key", "value")
+    check(found, expected, *(given[x].astype(jnp.float32) * jnp.max(given[f"{x}_descale"]) for x in names))
 
 
 def test_packed_sequences_and_gradients():

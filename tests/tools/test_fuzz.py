@@ -58,12 +58,15 @@ def test_bounds_of_8_bits():
     out, lse, value = random.normal(size=(2, 9, 4, 16)), random.normal(size=(2, 4, 9)), np.ones((2, 9, 4, 16))
     lse[0, 0, 0], out[0, 0, 0] = -np.inf, 0
     rounded = out * (1 + 0.02 * random.normal(size=out.shape))
-    float8_bounds.check((rounded, lse), (out, lse), value)
+    small = np.full((2, 9, 4, 16), 1e-3)  # of query and key: their products' error counts for nothing
+    float8_bounds.check((rounded, lse), (out, lse), small, small, value)
+    large = 3 * np.ones_like(small)
+    float8_bounds.check((rounded, lse + 3e-3), (out, lse), large, large, value)
     one_row = rounded.copy()
     one_row[1, 3, 2] += 0.2
     for wrong in ((1.05 * out, lse), (one_row, lse), (out, lse + 0.01), (out, np.maximum(lse, -9))):
         with pytest.raises(AssertionError):
-            float8_bounds.check(wrong, (out, lse), value)
+            float8_bounds.check(wrong, (out, lse), small, small, value)
 
 
 class Flawed(fuzz.Xla):
@@ -219,7 +222,7 @@ def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
             operands = shapes_of(draw.operands)
             assert decoding.supports(case.spec, operands, _device.H100) is None
             launches = {x.kernel.entry: x for x in plan_decode(case.spec, operands, _device.H100).launches}
-            of_rows = ("SPLIT", "QUERY_ROWS", "STAGES", "CTAS_OF_SM", "SHARED_BYTES")
+            of_rows = ("SPLIT", "QUERY_ROWS", "STAGES", "CTAS_OF_SM", "SHARED_BYTES", "CLUSTER")
             defines = {name: x for name, x in launches["decode"].kernel.defines if name not in of_rows}
             kernels.add(tuple(defines.items()))
             tables.add(case.table)

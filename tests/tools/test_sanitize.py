@@ -14,7 +14,7 @@ from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import decoding
-from jax_flash.cuda.sm90 import decode_plan, prefill_plan
+from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.cuda.sm90.decode_plan import plan_decode
 from jax_flash.cuda.sm90.decode_tiles import choose_tile
 from jax_flash.cuda.sm90.forward_plan import plan_forward
@@ -91,8 +91,7 @@ def test_calls_on_caches_load_keys_in_every_way():
 
 
 @pytest.mark.parametrize("case", sanitize.CACHE_GROUPS[sanitize.CLUSTERS], ids=str)
-def test_clusters_share_tiles(case, monkeypatch):
-    monkeypatch.setattr(decode_plan, "CLUSTERS", True)
+def test_clusters_share_tiles(case):
     assert (
         max(
             launch.cluster for launch in plan_decode(case.spec, shapes_of(Draw(case).operands), H100).launches

@@ -116,12 +116,13 @@ UNBOUNDED_SIDE = 1 << 30
 UNITS_LIMIT = 2**30
 """Sums of `max_units`, and of shares of them, must fit 32 bits."""
 
-CLUSTERS = False
-"""Whether CTAs that share a tile may form clusters. Such kernels have run in the emulator alone so far."""
+CLUSTERS = True
+"""Whether CTAs that share a tile may form clusters. benchmarks/tune_decode.py times plans without them."""
 
 CLUSTER_SIZES = (8, 4, 2)
-MOST_CLUSTER_BLOCKS = 16
-"""Of one CTA in a cluster. Where this should lie was not measured."""
+MOST_CLUSTER_BLOCKS = 8
+"""Of one CTA in a cluster. With 2 a call on an H100 took 0.70 of its time by two kernels, with 8 0.94, with 16
+1.21 (benchmarks/results/tune_clusters_h100.json)."""
 
 _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
@@ -149,8 +150,9 @@ def _tiles(shapes: Shapes) -> int:
 def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """How many CTAs share each tile in clusters; 1 where partials go through global memory.
 
-    With clusters no kernel has to combine partials. But a tile's parts are equal whatever others have to do:
-    so all CTAs must run at once, and none may have so many blocks that sequences of different lengths matter.
+    With clusters no kernel has to combine partials. But a cluster has 8 CTAs at most, and a tile's parts are
+    equal whatever others have to do. So clusters suit tiles that are few and short: for half of the
+    multiprocessors, as calls of more took longer by clusters, and of few blocks.
     """
     n, tiles = cache_sizes(shapes), _tiles(shapes)
     blocks = math.ceil(n.S / tile.keys)
@@ -159,8 +161,7 @@ def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     fits = (
         size
         for size in CLUSTER_SIZES
-        if tiles * size <= tile.ctas_of_sm * device.sm_count
-        and LEAST_SHARE * size <= blocks <= MOST_CLUSTER_BLOCKS * size
+        if tiles * size <= device.sm_count // 2 and LEAST_SHARE * size <= blocks <= MOST_CLUSTER_BLOCKS * size
     )
     return next(fits, 1)
 
