@@ -11,21 +11,25 @@ from jax_flash._rounding import rounded
 DTYPES = (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float16)
 
 
+def numbers(dtype):
+    """Of all magnitudes that `dtype` has, ties between two of its numbers, and small ones."""
+    rng = np.random.default_rng(0)
+    info, bits = ml_dtypes.finfo(dtype), 8 * np.dtype(dtype).itemsize
+    low, high = np.log2(float(info.smallest_subnormal)) - 2, np.log2(float(info.max)) - 1e-3
+    drawn = 2.0 ** rng.uniform(max(low, -126), min(high, 126), 200_000) * rng.choice([-1, 1], 200_000)
+    every = rng.integers(0, 2**bits, 50_000).astype(f"uint{bits}").view(dtype).astype(np.float64)
+    every = every[np.isfinite(every) & (np.abs(every) < float(info.max) / 2) & (np.abs(every) > 2.0**-125)]
+    ties = every * (1 + float(info.eps) / 2)
+    small = (np.arange(-40, 41) / 2) * float(info.smallest_subnormal) * (info.nexp != 8)
+    return np.concatenate([drawn, every, ties, small, [0.0, -0.0, np.nan]])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("of", (np.float32, ml_dtypes.bfloat16))
 def test_is_the_nearest(of, dtype):
-    """Halfway to the even one. Numbers of all magnitudes that `dtype` has, and ties."""
-    rng = np.random.default_rng(0)
-    info = ml_dtypes.finfo(dtype)
-    low, high = np.log2(float(info.smallest_subnormal)) - 2, np.log2(float(info.max)) - 1e-3
-    drawn = 2.0 ** rng.uniform(max(low, -126), min(high, 126), 200_000) * rng.choice([-1, 1], 200_000)
-    every = rng.integers(0, 2 ** (8 * np.dtype(dtype).itemsize), 50_000)
-    every = every.astype(f"uint{8 * np.dtype(dtype).itemsize}").view(dtype).astype(np.float64)
-    every = every[np.isfinite(every) & (np.abs(every) < float(info.max) / 2) & (np.abs(every) > 2.0**-125)]
-    ties = every * (1 + float(info.eps) / 2)
-    small = (np.arange(-40, 41) / 2) * float(info.smallest_subnormal)
-    x = np.concatenate([drawn, every, ties, small * (info.nexp != 8), [0.0, -0.0, np.nan]]).astype(of)
+    """Of a tie the even one."""
     with np.errstate(invalid="ignore", over="ignore"):
+        x = numbers(dtype).astype(of)
         expected = x.astype(np.float64).astype(dtype)
     found = np.asarray(jax.jit(rounded, static_argnums=1)(x, dtype))
     np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))

@@ -85,7 +85,7 @@ def test_what_is_split_by_clusters():
     for more in ({"B": 9}, {"S": 4160}, {"packed": True, "T": 4}):  # another kernel combines
         cluster, _, launches = planned(dataclasses.replace(usual, **more))
         assert cluster == 1 and launches == 2 + ("packed" in more)
-    assert planned(usual, 8)[0] == 2
+    assert planned(usual, 32)[0] == 2
 
 
 @pytest.mark.parametrize("case", (*CASES[:4], *CASES[5:9]), ids=str)

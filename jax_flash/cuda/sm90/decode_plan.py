@@ -121,8 +121,8 @@ CLUSTERS = True
 
 CLUSTER_SIZES = (8, 4, 2)
 MOST_CLUSTER_BLOCKS = 8
-"""Of one CTA in a cluster. With 2 a call on an H100 took 0.70 of its time by two kernels, with 8 0.94, with 16
-1.21 (benchmarks/results/tune_clusters_h100.json)."""
+"""Of one CTA in a cluster. With 2 a call on an H100 took 0.70 of its time by two kernels, with 8 0.94, with
+16 1.21 (benchmarks/results/tune_clusters_h100.json)."""
 
 _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
