@@ -36,6 +36,9 @@ class Work:
     steps: int  # of a ring
     itemsize: int
     visible: float  # the share of pairs of a query and a key that attention computes
+    busiest: float = (
+        1.0  # pairs that the device with most of them computes, unless heads are exchanged; 1: the mean
+    )
     keeps_heads: bool = True  # whether Ulysses keeps each device's heads for the backward pass
     gathered: int | None = None  # keys that an all-gather gets; None: all of other devices
 
@@ -62,8 +65,23 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
         return gathered * n.B * n.K * (n.H + n.V) * (2 * work.itemsize + 4)
     sends = work.steps - 1
     sent = key_elements * (2 * sends * work.itemsize + 4 * (sends + 1 if sends else 0))
-    flops = (1 + BACKWARD_FLOPS) * 2 * n.B * n.N * n.T * n.S * (n.H + n.V) * work.steps * work.visible
-    return max(0.0, sent - flops / FLOPS_PER_BYTE)
+    return max(0.0, sent - flops(work) / FLOPS_PER_BYTE)
+
+
+def flops(work: Work) -> float:
+    """What a device computes in the mean, forward and backward."""
+    n = work.local
+    return (1 + BACKWARD_FLOPS) * 2 * n.B * n.N * n.T * n.S * (n.H + n.V) * work.steps * work.visible
+
+
+def cost(strategy: Strategy, work: Work) -> float:
+    """Of a call, in bytes: those that are exposed, and those of the time that devices wait for the busiest.
+
+    By Ulysses all devices compute alike. On two H200 under a causal mask, tokens in order, it took 0.69 of a
+    ring's time (benchmarks/results/scale_out_2xh200.json).
+    """
+    waiting = 0.0 if strategy == "ulysses" else (work.busiest - 1) * flops(work)
+    return exposed_bytes(strategy, work) + waiting / FLOPS_PER_BYTE
 
 
 def bytes_of_whole_keys(work: Work, parts: int) -> float:
@@ -78,8 +96,8 @@ def bytes_of_whole_keys(work: Work, parts: int) -> float:
 
 
 def cheapest(work: Work, strategies: Sequence[Strategy] = STRATEGIES) -> Strategy:
-    """The strategy of these that exposes the fewest bytes; the first of `STRATEGIES` among equals."""
-    return min((x for x in STRATEGIES if x in strategies), key=lambda strategy: exposed_bytes(strategy, work))
+    """The strategy of these that costs least; the first of `STRATEGIES` among equals."""
+    return min((x for x in STRATEGIES if x in strategies), key=lambda strategy: cost(strategy, work))
 
 
 def work_of(of: Sharded, operands: Operands, keeps_heads: bool = True) -> Work:
@@ -92,9 +110,12 @@ def work_of(of: Sharded, operands: Operands, keeps_heads: bool = True) -> Work:
     visible = 1.0 if window.unbounded and of.spec.block_mask is None else 0.5
     if window.left is not None and window.right is not None:
         visible = min(visible, max(window.left + window.right + 1, 0) / (steps * max(S, 1)))
-    itemsize = operands.query.dtype.itemsize
+    # Of tokens in order, the last of n devices sees n - 1/2 shards of keys, and they see n / 2 in the mean.
+    one_sided = (window.left is None) != (window.right is None)
+    shards = of.order.shards
+    busiest = 2 - 1 / shards if one_sided and of.order.kind is None else 1.0
     gathered = gather.gathered_keys(of)
-    return Work(local, of.order.shards, steps, itemsize, visible, keeps_heads, gathered)
+    return Work(local, shards, steps, operands.query.dtype.itemsize, visible, busiest, keeps_heads, gathered)
 
 
 def choose(of: Sharded, operands: Operands, named: str, exchange: Sharded | None = None) -> Strategy:

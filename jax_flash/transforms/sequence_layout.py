@@ -90,11 +90,13 @@ class StrategyChoice:
     reason: str | None  # why it can't run the call, or does nothing; None where it runs
     # That a device sends beside no computation, forward and backward; None where it doesn't run.
     exposed_bytes: float | None
+    busiest: float = 1.0  # what the device with most work computes, in means over devices
 
     def __str__(self) -> str:
         if self.exposed_bytes is None:
             return f"{self.name:<10} does not run: {self.reason}"
-        return f"{self.name:<10} runs: a device sends {self.exposed_bytes / 1e6:.3g} MB beside no computation"
+        text = f"{self.name:<10} runs: a device sends {self.exposed_bytes / 1e6:.3g} MB beside no computation"
+        return text if self.busiest == 1 else f"{text}, and one computes {self.busiest:.3g} times the mean"
 
 
 def explained(
@@ -114,10 +116,11 @@ def explained(
             return StrategyChoice(name, "queries are whole, so keys are gathered", None)
         of, local = _on_device(call, whole, found)
         work = strategies.work_of(of, local, keeps_heads=False)
+        busiest = 1.0 if name == "ulysses" else work.busiest
         if found.shards.keys:
-            return StrategyChoice(name, None, strategies.exposed_bytes(name, work))
+            return StrategyChoice(name, None, strategies.exposed_bytes(name, work), busiest)
         parts = math.prod(found.mesh[axis] for axis in keys)  # in which keys lie before they are gathered
-        return StrategyChoice(name, None, strategies.bytes_of_whole_keys(work, parts))
+        return StrategyChoice(name, None, strategies.bytes_of_whole_keys(work, parts), busiest)
 
     return tuple(choice(name) for name in STRATEGIES)
 

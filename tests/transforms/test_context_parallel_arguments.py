@@ -180,6 +180,16 @@ class TestAuto:
         text = program(sharded_call(4, local_window_size=(3, 0)), *arrays(T=64))
         assert count(text, "collective-permute") and "f32[2,19," in text
 
+    def test_devices_that_wait_cost_as_bytes_do(self):
+        """A causal mask leaves the last of eight devices 1.875 times the mean of the pairs."""
+        work = dataclasses.replace(self.work(tokens=65536), busiest=1.875)
+        waiting = 0.875 * 3.5 * 2 * 32 * 65536**2 * 256 * 8 * 0.5 / strategy.FLOPS_PER_BYTE
+        for name in ("ring", "all_gather"):
+            assert strategy.cost(name, work) == strategy.exposed_bytes(name, work) + waiting
+        assert strategy.cost("ulysses", work) == strategy.exposed_bytes("ulysses", work)
+        assert strategy.cheapest(work) == "ulysses"
+        assert strategy.cheapest(work, ("ring", "all_gather")) == "ring"
+
     def test_one_device_moves_nothing(self):
         assert all(strategy.exposed_bytes(name, self.work(shards=1)) == 0 for name in STRATEGIES)
 
