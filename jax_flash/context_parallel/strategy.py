@@ -36,9 +36,7 @@ class Work:
     steps: int  # of a ring
     itemsize: int
     visible: float  # the share of pairs of a query and a key that attention computes
-    busiest: float = (
-        1.0  # pairs that the device with most of them computes, unless heads are exchanged; 1: the mean
-    )
+    busiest: float = 1.0  # pairs of the device with most of them, over the mean; by Ulysses it is 1
     keeps_heads: bool = True  # whether Ulysses keeps each device's heads for the backward pass
     gathered: int | None = None  # keys that an all-gather gets; None: all of other devices
 

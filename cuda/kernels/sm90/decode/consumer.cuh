@@ -3,7 +3,8 @@
 //     S = QK^T;  P = softmax(S) relative to the row's maximum so far;  O = O · rescale + PV
 //
 // The kernel is bound by the loads of K and V, which run ahead of it. So its steps follow each other, and nothing of its own
-// overlaps: another CTA of the multiprocessor computes meanwhile.
+// overlaps: another CTA of the multiprocessor computes meanwhile. Tiles of few rows on a cache in e4m3 are computed otherwise
+// (warp_tile.cuh).
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"

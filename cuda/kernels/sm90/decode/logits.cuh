@@ -1,28 +1,8 @@
-// Scores become logits: what of them a consumer of the decode kernel knows of the rows that it computes.
+// How a consumer of the decode kernel makes logits of scores, and which keys its rows see.
 #pragma once
 #include "ptx/global.cuh"
 #include "common/tanh.cuh"
-#include "sm90/decode/rotary.cuh"
-#include "sm90/decode/store.cuh"
-
-struct ConsumerCall {
-    const SharedMemory& shared;
-    const Shape& shape;
-    const Rotary& rotary;
-    const Results results;
-    const TilePartials partials;
-    const Descales& descales;
-    const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
-    const float soft_cap;
-    const float* const slopes;  // ALiBi's, (B | 1, N)
-    const int slopes_stride;    // from batch row to batch row
-    const int max_parts;        // of a tile
-};
-
-// What numbers of a key head are multiplied by. `descales` (K) is null if that is 1.
-__device__ __forceinline__ float descale_of(const float* descales, int key_head) {
-    return descales ? global::read_only(descales + key_head) : 1;
-}
+#include "sm90/decode/consumer_call.cuh"
 
 // What a thread knows of its two rows: which keys they see, and what their logits depend on.
 struct ThreadRows {

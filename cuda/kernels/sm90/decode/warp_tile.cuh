@@ -16,9 +16,9 @@
 #include "sm90/decode/logits.cuh"
 
 struct WarpTile {
-    static constexpr int steps = Traits::head_dim / 16;  // products of QK^T for eight keys
-    static constexpr int wide_steps = steps / 4 * 4;     // those of whole 64 columns
-    static constexpr int row_groups = Traits::query_rows / 8;  // of eight rows, of a thread
+    static constexpr int steps = Traits::head_dim / 16;        // products of QK^T for eight keys
+    static constexpr int wide_steps = steps / 4 * 4;           // those of whole 64 columns
+    static constexpr int row_groups = Traits::query_rows / 8;  // a thread has a row of each eight
     static constexpr int query_exponent = 12;
 
     const ConsumerCall& call;

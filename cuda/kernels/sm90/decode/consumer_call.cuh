@@ -1,0 +1,24 @@
+// What consumers of the decode kernel know of the call.
+#pragma once
+#include "ptx/global.cuh"
+#include "sm90/decode/rotary.cuh"
+#include "sm90/decode/store.cuh"
+
+struct ConsumerCall {
+    const SharedMemory& shared;
+    const Shape& shape;
+    const Rotary& rotary;
+    const Results results;
+    const TilePartials partials;
+    const Descales& descales;
+    const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
+    const float soft_cap;
+    const float* const slopes;  // ALiBi's, (B | 1, N)
+    const int slopes_stride;    // from batch row to batch row
+    const int max_parts;        // of a tile
+};
+
+// What numbers of a key head are multiplied by. `descales` (K) is null if that is 1.
+__device__ __forceinline__ float descale_of(const float* descales, int key_head) {
+    return descales ? global::read_only(descales + key_head) : 1;
+}
