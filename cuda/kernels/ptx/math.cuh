@@ -79,6 +79,14 @@ __device__ __forceinline__ uint32_t widen_e4m3(uint32_t pair) {
     return convert<Element>(values.x, values.y);
 }
 
+// The bytes of two words that a selector names, its lowest digit first: 0 to 3 are those of `low`, 4 to 7 those of `high`.
+template <uint32_t selector>
+__device__ __forceinline__ uint32_t byte_permute(uint32_t low, uint32_t high) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "n"(selector));
+    return bytes;
+}
+
 // The upper 16 bits of two words. Those of `low` come at the lower address.
 __device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
     uint32_t halves;

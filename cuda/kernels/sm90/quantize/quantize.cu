@@ -2,8 +2,9 @@
 // of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward kernel takes
 // them (jax_flash/cuda/sm90/float8.py).
 //
-// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. It reads its rows twice: to
-// find the largest element, and to convert them. The second time they are in L2.
+// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. A thread loads all that it has of a
+// head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
+// twice, the second time from L2.
 //
 // Defines:
 //   ELEMENT    of the input
@@ -22,24 +23,29 @@ constexpr uint32_t all_lanes = 0xffffffff;
 
 __device__ constexpr int power_of_two_above(int x) { return x <= 1 ? 1 : 2 * power_of_two_above((x + 1) / 2); }
 
-// How a warp holds rows of `dim` elements.
+// How threads hold rows of `dim` elements: several lanes a row, which is in one warp.
 template <int dim>
 struct Lanes {
     static constexpr int width = power_of_two_above(dim / lane_columns);  // of a row
     static constexpr int rows = 32 / width;                               // of a warp
+    static constexpr int at_once = warps * rows;                          // of the CTA
     static_assert(dim % 16 == 0 && dim <= 256, "a warp holds whole rows");
 
-    __device__ static int row() { return threadIdx.x % 32 / width; }
+    // The thread's place among rows that the CTA holds at once.
+    __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
     __device__ static int column() { return threadIdx.x % width * lane_columns; }
 };
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// Loads a lane's columns; zeros where there is no row.
+// A lane's columns of a row, as they are; zeros where there is no row.
 template <int dim>
-__device__ __forceinline__ void load_columns(float (&x)[lane_columns], const Element* row, bool is_row) {
-    uint4 bits = {0, 0, 0, 0};
-    if (is_row && Lanes<dim>::column() < dim) bits = *reinterpret_cast<const uint4*>(row + Lanes<dim>::column());
+__device__ __forceinline__ uint4 load_columns(const Element* row, bool is_row) {
+    if (!is_row || Lanes<dim>::column() >= dim) return {0, 0, 0, 0};
+    return *reinterpret_cast<const uint4*>(row + Lanes<dim>::column());
+}
+
+__device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bits) {
     const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -66,11 +72,10 @@ __device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&s
                 }
             } else {
                 const int distance = half / lane_columns;
-                const bool is_high = threadIdx.x & distance;
+                const float sign = threadIdx.x & distance ? -1 : 1;
 #pragma unroll
                 for (int i = 0; i < lane_columns; ++i) {
-                    const float other = __shfl_xor_sync(all_lanes, x[i], distance);
-                    x[i] = is_high ? other - x[i] : x[i] + other;
+                    x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(all_lanes, x[i], distance));  // exactly ±x[i] and the other
                 }
             }
         }
@@ -122,40 +127,90 @@ __device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inver
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
 }
 
-// Rows of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid` on
-// are padding, and count for no scale. Those that `is_usable` denies become NaN.
-template <class IsUsable>
+// What a thread has of a head's block of queries or keys: columns of `own` rows.
+struct HeadRows {
+    using Row = Lanes<HEAD_DIM>;
+    static constexpr int own = block_rows > Row::at_once ? block_rows / Row::at_once : 1;
+
+    uint4 bits[own];
+
+    __device__ static int row(int i) { return i * Row::at_once + Row::row(); }
+
+    __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
+#pragma unroll
+        for (int i = 0; i < own; ++i) {
+            bits[i] = load_columns<HEAD_DIM>(first + row(i) * row_stride, row(i) < min(count, block_rows));
+        }
+    }
+};
+
+// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid` on
+// are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
+template <bool one_head, class IsUsable>
 __device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out, int batch,
                                                int count, int valid, int group, int64_t row_stride, IsUsable is_usable) {
-    using Row = Lanes<HEAD_DIM>;
-    float signs[lane_columns], x[lane_columns], largest = 0;
+    constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
+    HeadRows rows;
+    float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
     load_signs(signs, of, batch);
-    const int tasks = block_rows * group, step = warps * Row::rows;
-    const int first_task = threadIdx.x / 32 * Row::rows + Row::row();
-    for (int task = first_task; task < tasks; task += step) {
-        const int row = task / group, head = task % group;
-        load_columns<HEAD_DIM>(x, first + row * row_stride + head * HEAD_DIM, row < count);
-        rotate(x, signs, of.rotation_scale);
-        if (row < valid) largest = fmaxf(largest, largest_of(x));
+#pragma unroll 1
+    for (int head = 0; head < group; ++head) {
+        rows.load(first + head * HEAD_DIM, count, row_stride);
+#pragma unroll
+        for (int i = 0; i < HeadRows::own; ++i) {
+            float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
+            unpack(x, rows.bits[i]);
+            rotate(x, signs, of.rotation_scale);
+            if (rows.row(i) < valid) largest = fmaxf(largest, largest_of(x));
+        }
     }
     const float scale = block_scale(largest);
-    for (int task = first_task; task < tasks; task += step) {
-        const int row = task / group, head = task % group;
-        const int64_t place = row * row_stride + head * HEAD_DIM;
-        load_columns<HEAD_DIM>(x, first + place, row < count);
-        rotate(x, signs, of.rotation_scale);
-        if (!is_usable(row)) x[0] = x[1] = x[2] = x[3] = x[4] = x[5] = x[6] = x[7] = __uint_as_float(0x7fffffffu);
-        const Bytes bytes = converted(x, 1 / scale);
-        if (row < count && Row::column() < HEAD_DIM) *reinterpret_cast<Bytes*>(out + place + Row::column()) = bytes;
+#pragma unroll 1
+    for (int head = 0; head < group; ++head) {
+        if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
+#pragma unroll
+        for (int i = 0; i < HeadRows::own; ++i) {
+            const int row = rows.row(i), column = HeadRows::Row::column();
+            float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
+            if constexpr (!keeps_rotated) {
+                unpack(x, rows.bits[i]);
+                rotate(x, signs, of.rotation_scale);
+            }
+            const bool is_there = row < min(count, block_rows);
+            if (is_there && !is_usable(row)) {
+#pragma unroll
+                for (int j = 0; j < lane_columns; ++j) x[j] = __uint_as_float(0x7fffffffu);
+            }
+            const Bytes bytes = converted(x, 1 / scale);
+            unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
+            if (is_there && column < HEAD_DIM) *reinterpret_cast<Bytes*>(to) = bytes;
+        }
     }
     return scale;
 }
 
-// Where the key of a block, and a column of V, lie in the panels of V^T.
-__device__ __forceinline__ int transposed_place(int key, int column) {
+// Four keys, whose elements of a column are neighbours in the panels of V^T: of 16 keys two and the two that are 8 behind.
+__device__ __forceinline__ int key_of_four(int four, int i) { return four / 4 * 16 + four % 4 * 2 + i / 2 * 8 + i % 2; }
+
+// Where those of a column lie in the panels. A row has a column, or more if panels have fewer keys.
+__device__ __forceinline__ int transposed_place(int four, int column) {
     constexpr int parts = block_rows / VALUE_KEYS, rows = VALUE_DIM / parts;
-    const int within = key % 16, ordered = key % VALUE_KEYS / 16 * 16 + within % 8 / 2 * 4 + within / 8 * 2 + within % 2;
-    return (key / VALUE_KEYS * rows + column % rows) * block_rows + column / rows * VALUE_KEYS + ordered;
+    const int key = 4 * four;  // as they are ordered
+    return (key / VALUE_KEYS * rows + column % rows) * block_rows + column / rows * VALUE_KEYS + key % VALUE_KEYS;
+}
+
+// … and in shared memory, where rows of neighbouring lanes have their chunks of 16 bytes in different orders: they would
+// begin in one bank.
+__device__ __forceinline__ int spread(int place) { return place ^ place / (8 * block_rows) % 8 * 16; }
+
+// Bytes of four rows, of four columns each, become bytes of four columns.
+__device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
+    const uint32_t first = byte_permute<0x5140>(words[0], words[1]), second = byte_permute<0x5140>(words[2], words[3]);
+    const uint32_t third = byte_permute<0x7362>(words[0], words[1]), last = byte_permute<0x7362>(words[2], words[3]);
+    words[0] = byte_permute<0x5410>(first, second);
+    words[1] = byte_permute<0x7632>(first, second);
+    words[2] = byte_permute<0x5410>(third, last);
+    words[3] = byte_permute<0x7632>(third, last);
 }
 
 struct AlwaysUsable {
@@ -173,28 +228,35 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int row = block * block_rows, length = of.query_lengths ? of.query_lengths[batch] : of.queries;
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
-    const float scale = quantize_rows(of, of.query + first, of.query_out + first, batch, of.queries - row, length - row,
-                                      group, stride, AlwaysUsable{});
+    const int count = of.queries - row, valid = length - row;
+    const float scale = group == 1 ? quantize_rows<true>(of, of.query + first, of.query_out + first, batch, count, valid, 1,
+                                                         stride, AlwaysUsable{})
+                                   : quantize_rows<false>(of, of.query + first, of.query_out + first, batch, count, valid,
+                                                          group, stride, AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
-__device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
+// Values of a block: written as the forward kernel takes them. Says of each key whether its value is finite, and returns the
+// scale.
+__device__ __forceinline__ float quantize_values(const Element* value, unsigned char* out, int bytes, int count, int valid,
+                                                 int64_t row_stride, unsigned char* finite) {
     using Row = Lanes<VALUE_DIM>;
-    __shared__ unsigned char finite[block_rows];
+    constexpr int fours = block_rows / 4, own = fours > Row::at_once ? fours / Row::at_once : 1;
     __shared__ uint4 chunks[block_rows * VALUE_DIM / 16];
     unsigned char* const transposed = reinterpret_cast<unsigned char*>(chunks);
-    const int blocks = ceil_div(of.keys, block_rows);
-    const int block = index % blocks, head = index / blocks % of.key_heads, batch = index / blocks / of.key_heads;
-    const int row = block * block_rows, count = of.keys - row;
-    const int valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
-    const int64_t first_row = static_cast<int64_t>(batch) * of.keys + row;
-    const int64_t value_stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
-    const Element* value = of.value + first_row * value_stride + head * VALUE_DIM;
+    uint4 bits[own][4];
     float x[lane_columns], largest = 0;
-    const int step = warps * Row::rows, first_key = threadIdx.x / 32 * Row::rows + Row::row();
-    for (int key = first_key; key < block_rows; key += step) {
-        load_columns<VALUE_DIM>(x, value + key * value_stride, key < count);
-        if (key < valid) largest = fmaxf(largest, largest_of(x));
+    const int column = Row::column();
+#pragma unroll
+    for (int j = 0; j < 4 * own; ++j) {
+        const int four = j / 4 * Row::at_once + Row::row(), key = key_of_four(four, j % 4);
+        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * row_stride, four < fours && key < count);
+    }
+#pragma unroll
+    for (int j = 0; j < 4 * own; ++j) {
+        const int four = j / 4 * Row::at_once + Row::row(), key = key_of_four(four, j % 4);
+        unpack(x, bits[j / 4][j % 4]);
+        if (four < fours && key < valid) largest = fmaxf(largest, largest_of(x));
         int all_finite = 1;
 #pragma unroll
         for (int i = 0; i < lane_columns; ++i) all_finite &= is_finite(x[i]);
@@ -202,35 +264,59 @@ __device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
         for (int distance = 1; distance < Row::width; distance *= 2) {
             all_finite &= __shfl_xor_sync(all_lanes, all_finite, distance);
         }
-        if (Row::column() == 0) finite[key] = all_finite;
+        if (column == 0 && four < fours) finite[key] = all_finite;
     }
     const float scale = block_scale(largest);
-    for (int key = first_key; key < block_rows; key += step) {
-        load_columns<VALUE_DIM>(x, value + key * value_stride, key < count);
 #pragma unroll
-        for (int i = 0; i < lane_columns; ++i) x[i] = is_finite(x[i]) ? x[i] : 0;
-        const Bytes bytes = converted(x, 1 / scale);
-        if (Row::column() >= VALUE_DIM) continue;
+    for (int j = 0; j < own; ++j) {
+        const int four = j * Row::at_once + Row::row();
+        uint32_t words[2][4];  // of the first and the last four columns, a key each
 #pragma unroll
-        for (int i = 0; i < lane_columns; ++i) {
-            const uint32_t word = i < 4 ? bytes.low : bytes.high;
-            transposed[transposed_place(key, Row::column() + i)] = static_cast<unsigned char>(word >> i % 4 * 8);
+        for (int k = 0; k < 4; ++k) {
+            unpack(x, bits[j][k]);
+#pragma unroll
+            for (int i = 0; i < lane_columns; ++i) x[i] = is_finite(x[i]) ? x[i] : 0;
+            const Bytes of_key = converted(x, 1 / scale);
+            words[0][k] = of_key.low;
+            words[1][k] = of_key.high;
+        }
+        if (column >= VALUE_DIM || four >= fours) continue;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            transpose(words[half]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int place = spread(transposed_place(four, column + 4 * half + i));
+                *reinterpret_cast<uint32_t*>(transposed + place) = words[half][i];
+            }
         }
     }
     __syncthreads();
-    const int panels = ceil_div(of.keys, VALUE_KEYS);
-    constexpr int panel_bytes = VALUE_KEYS * VALUE_DIM;
-    const int first_panel = row / VALUE_KEYS;
-    const int bytes = min(block_rows / VALUE_KEYS, panels - first_panel) * panel_bytes;
-    unsigned char* out =
-        of.value_out + (static_cast<int64_t>(batch * of.key_heads + head) * panels + first_panel) * panel_bytes;
     for (int place = 16 * threadIdx.x; place < bytes; place += 16 * 32 * warps) {
-        *reinterpret_cast<uint4*>(out + place) = chunks[place / 16];
+        *reinterpret_cast<uint4*>(out + place) = chunks[spread(place) / 16];
     }
+    return scale;
+}
+
+__device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
+    __shared__ unsigned char finite[block_rows];
+    const int blocks = ceil_div(of.keys, block_rows);
+    const int block = index % blocks, head = index / blocks % of.key_heads, batch = index / blocks / of.key_heads;
+    const int row = block * block_rows, count = of.keys - row;
+    const int valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
+    const int64_t first_row = static_cast<int64_t>(batch) * of.keys + row;
+    const int64_t value_stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
+    const int panels = ceil_div(of.keys, VALUE_KEYS), first_panel = row / VALUE_KEYS;
+    constexpr int panel_bytes = VALUE_KEYS * VALUE_DIM;
+    const int bytes = min(block_rows / VALUE_KEYS, panels - first_panel) * panel_bytes;
+    unsigned char* const value_out =
+        of.value_out + (static_cast<int64_t>(batch * of.key_heads + head) * panels + first_panel) * panel_bytes;
+    const float scale = quantize_values(of.value + first_row * value_stride + head * VALUE_DIM, value_out, bytes, count, valid,
+                                        value_stride, finite);
 
     const int64_t key_stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
     const int64_t first = first_row * key_stride + head * HEAD_DIM;
-    const float key_scale = quantize_rows(of, of.key + first, of.key_out + first, batch, count, valid, 1, key_stride,
+    const float key_scale = quantize_rows<true>(of, of.key + first, of.key_out + first, batch, count, valid, 1, key_stride,
                                           WithFiniteValue{finite});
     if (threadIdx.x == 0) {
         const int descale = (batch * of.key_heads + head) * blocks + block;

@@ -78,6 +78,13 @@ uint32_t widen_e4m3(uint32_t pair) {
     return convert<Element>(widen_e4m3(low), widen_e4m3(high));
 }
 
+template <uint32_t selector>
+uint32_t byte_permute(uint32_t low, uint32_t high) {
+    const uint64_t both = low | static_cast<uint64_t>(high) << 32;
+    uint32_t bytes = 0;
+    for (int i = 0; i < 4; ++i) bytes |= (both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return bytes;
+}
 inline uint32_t upper_halves(uint32_t low, uint32_t high) { return low >> 16 | (high & 0xffff0000u); }
 inline uint32_t bytes_of_halves(uint32_t low, uint32_t high) {
     return low & 0xff | low >> 8 & 0xff00 | (high & 0xff) << 16 | (high & 0xff0000) << 8;
