@@ -1,4 +1,4 @@
-"""benchmarks/fp8_accuracy.py and fp8.py, as far as they run without a GPU."""
+"""Benchmarks of 8 bits, as far as they run without a GPU."""
 
 import json
 from pathlib import Path
@@ -45,3 +45,35 @@ def test_rates_without_a_gpu(tmp_path):
     fp8.main(["--match", "s4096 h16/16 d64 causal", "--out", str(path)])
     (row,) = json.loads(path.read_text())["rows"]
     assert "NotImplementedError" in row["error"] or "AssertionError" in row["error"]
+
+
+def test_training_curves_are_compared_over_seeds():
+    import fp8_training
+
+    def row(peer, seed, losses):
+        return {"peer": peer, "seed": seed, "losses": losses}
+
+    rows = [
+        *(row("bfloat16", seed, [3.0, 1.0 + 0.1 * seed]) for seed in range(3)),
+        *(row("float8_e4m3fn", seed, [3.0, 1.05 + 0.1 * seed]) for seed in range(3)),
+    ]
+    told = fp8_training.differences(rows)
+    assert "8 bits less 16 bits +0.0500, at most 0.0500; standard deviation of seeds 0.1000" in told
+    assert "nan" in fp8_training.differences([rows[0], rows[3]])
+
+
+def test_tiles_are_changed_where_that_is_possible():
+    import fp8
+    import jax.numpy as jnp
+    import tune_fp8
+
+    from jax_flash._device import H100
+
+    case = fp8.CASES[0]
+    inputs = [jnp.zeros((1, 256, 2, case.head_dim), jnp.bfloat16)] * 3
+    for dtype in ("float8_e4m3fn", "bfloat16"):
+        plans = tune_fp8.plans(tune_fp8.call_of(case, inputs, dtype), H100, "")
+        assert {tune_fp8.AS_IT_IS, "pingpong 0", "stages 3"} <= plans.keys()
+        assert len(set(map(str, plans.values()))) == len(plans)
+        few = tune_fp8.plans(tune_fp8.call_of(case, inputs, dtype), H100, "pingpong")
+        assert list(few) == [tune_fp8.AS_IT_IS, "pingpong 0"]
