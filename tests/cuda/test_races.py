@@ -64,14 +64,14 @@ MISTAKES = {
         "another proxy",
     ),
     "products read widened keys that are behind no fence": (
-        CacheCase(S=300, float8=True),
+        CacheCase(T=9, S=300, float8=True),
         DECODE + "widen.cuh",
         "fence_proxy_async();",
         "",
         "another proxy",
     ),
     "values are widened where not all have widened the keys": (
-        CacheCase(S=300, float8=True),
+        CacheCase(T=9, S=300, float8=True),
         DECODE + "widen.cuh",
         "sync_consumers();",
         "",
