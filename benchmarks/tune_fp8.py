@@ -71,7 +71,7 @@ def call_of(case: Case, inputs: Sequence, dtype: str):
 
 
 def plans(call, device, pattern: str) -> dict[str, LaunchPlan]:
-    """By what is changed. Without those that don't fit, whose kernels spill, or that are as another."""
+    """By the changes that `pattern` finds, without those that don't fit, or make the tile of another."""
     found: dict[str, LaunchPlan] = {}
     for changes in CHANGES:
         with changed_tiles(changes):
@@ -89,6 +89,7 @@ def plans(call, device, pattern: str) -> dict[str, LaunchPlan]:
 
 
 def spills(plan: LaunchPlan) -> bool:
+    """Whether a kernel of the plan spills registers, or isn't compiled at all."""
     try:
         logs = [compile_kernel(launch.kernel).log for launch in plan.launches]
     except CompileError:

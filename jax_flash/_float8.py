@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash._rounding import rounded as rounded_to
+from jax_flash._rounding import round_to
 from jax_flash._spec import AttentionSpec, Operands
 
 DTYPE = jnp.float8_e4m3fn
@@ -108,7 +108,7 @@ def rounded(
 
 def converted(x: jax.Array) -> jax.Array:
     """`x` in e4m3: what exceeds its largest number becomes that, and infinities NaN."""
-    return rounded_to(jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX)), DTYPE)
+    return round_to(jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX)), DTYPE)
 
 
 def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """`x` in a floating `dtype` of fewer bits, or of as many.
 
     XLA may leave out a conversion to fewer bits and back, and on GPUs it does. So `x` is rounded before: to

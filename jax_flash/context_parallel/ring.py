@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_flash import _gradients, _settings
 from jax_flash._block_kinds import Kind
 from jax_flash._mask import Index, PositionMask, both
-from jax_flash._rounding import rounded
+from jax_flash._rounding import round_to
 from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.partial import Partial
@@ -208,7 +208,7 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     if ring.steps > 1:
         carry, _ = jax.lax.scan(step_and_send, carry, jnp.arange(ring.steps - 1, dtype=jnp.int32))
     out, lse = step(ring.steps - 1, *carry).results(operands.sinks)
-    return rounded(out, operands.query.dtype), lse  # the backward pass takes what the caller gets
+    return round_to(out, operands.query.dtype), lse  # the backward pass takes what the caller gets
 
 
 # A second derivative would differentiate a step as if lse were that of its own keys.

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jax_flash._rounding import rounded
+from jax_flash._rounding import round_to
 
 DTYPES = (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float16)
 
@@ -31,7 +31,7 @@ def test_is_the_nearest(of, dtype):
     with np.errstate(invalid="ignore", over="ignore"):
         x = numbers(dtype).astype(of)
         expected = x.astype(np.float64).astype(dtype)
-    found = np.asarray(jax.jit(rounded, static_argnums=1)(x, dtype))
+    found = np.asarray(jax.jit(round_to, static_argnums=1)(x, dtype))
     np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
     assert found.dtype == dtype
 
@@ -39,12 +39,12 @@ def test_is_the_nearest(of, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_is_a_step_of_its_own(dtype):
     """A compiler that leaves out a conversion and its inverse finds rounded numbers all the same."""
-    text = jax.jit(lambda x: rounded(x, dtype).astype(jnp.float32)).lower(np.ones(3, np.float32)).as_text()
+    text = jax.jit(lambda x: round_to(x, dtype).astype(jnp.float32)).lower(np.ones(3, np.float32)).as_text()
     assert "reduce_precision" in text
 
 
 def test_of_as_few_bits_is_a_conversion():
     x = jnp.arange(5, dtype=jnp.bfloat16)
-    assert rounded(x, jnp.bfloat16) is x or "reduce_precision" not in str(
-        jax.make_jaxpr(lambda x: rounded(x, x.dtype))(x)
+    assert round_to(x, jnp.bfloat16) is x or "reduce_precision" not in str(
+        jax.make_jaxpr(lambda x: round_to(x, x.dtype))(x)
     )

@@ -97,6 +97,21 @@ def test_what_is_appended_is_rounded(emulator):
             np.testing.assert_array_equal(found.astype(np.float32), np.asarray(expected[:, 0], np.float32))
 
 
+@pytest.mark.parametrize("T", (1, 3))
+def test_queries_of_any_magnitude(T, emulator):
+    """Beyond float16's range, by which warps compute; descales bring the logits back. A row of zeros, too."""
+    case = CacheCase(T=T, S=333, B=2, H=80, V=48, float8=True, descales=True, right=0)
+    operands = Draw(case).operands
+    factors = np.array([2.0**60, 2.0**-60], np.float32)
+    of_heads = np.repeat(factors, case.N // case.K)[:, None]
+    query = np.asarray(operands.query, np.float32) * of_heads
+    query[0, 0, 1] = 0
+    operands = operands.replace(
+        query=query.astype(operands.query.dtype), key_descale=operands.key_descale / factors
+    )
+    run(case, emulator, 3, 2, operands)
+
+
 def reason(case, **changes):
     operands = Draw(dataclasses.replace(case, float8=True)).operands.replace(**changes)
     return _dispatch.reason("cuda", case.spec, shapes_of(operands), H100)

@@ -172,9 +172,9 @@ SCORE_MOD_TILES: dict[str | None, dict[int, ForwardTile]] = {
 }
 MANY_SCORE_MODS_TILES = _SMALLER_TILES | {128: ForwardTile(2, 80, 2, False, 1, 5)}
 
-# Tiles for arrays of 8 bits, with the keys that float8.py says. No other field that was tried gains more than
-# 1% (benchmarks/results/tune_fp8_h100.json). Sums are in shared memory, which has no room for those of values
-# with more than 128 columns.
+# Tiles for arrays of 8 bits, with the keys that float8.py says. No other choice of a field that was tried
+# gains 2% both full and causal (benchmarks/results/tune_fp8_h100.json). Sums are in shared memory, which has
+# no room for those of values with more than 128 columns.
 FP8_TILES: dict[int, ForwardTile] = {
     64: ForwardTile(3, 128, 2, True, 2, 3, sum_blocks=8),
     128: ForwardTile(2, 128, 2, True, 2, 3, sum_blocks=8),
