@@ -2,23 +2,27 @@
 
     python benchmarks/scale_out.py --out benchmarks/results/scale_out_2xh100.json
 
-Causal calls of 32K to 512K tokens, a window, and for comparison a sharded batch: by each strategy and order
-of tokens, and under a sharded `jit`. One device runs the whole call. Times are wall clock with calls in
-flight, transfers among them, in shuffled rounds. Each row has a call, how it is sharded, a pass, the time of
-both, and the efficiency: the time on one device over that on all, times their number. 1.00 is linear.
+Causal calls of 32K to 1M tokens, a window, and for comparison a sharded batch: by each strategy and order of
+tokens, and under a sharded `jit`. Times are wall clock, transfers among them, in shuffled rounds. Each row has
+a call, how it is sharded, a pass, the time on one device and on all, and the efficiency: the first over the
+second times the number of devices. 1.00 is linear. One device runs at most `ON_ONE` tokens; its time for a
+longer call is computed from its rate there, and the row has `one_tokens`. `links` has the collectives alone.
 """
 
 import argparse
+import dataclasses
 import functools
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import links
 import record
 import rounds
-import timing
 from calls import Case
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,16 +30,19 @@ from jax.sharding import PartitionSpec as P
 import jax_flash
 
 AXIS = "devices"
+TWO_AXES = ("groups", "members")
 CASES = [
     Case(1, 32768, 32768, 32, 8, 128, causal=True),
     Case(1, 131072, 131072, 32, 8, 128, causal=True),
     Case(1, 524288, 524288, 32, 8, 128, causal=True),
+    Case(1, 1048576, 1048576, 32, 8, 128, causal=True),
     Case(1, 262144, 262144, 48, 12, 128, causal=True, window=512),
     Case(1, 262144, 262144, 48, 12, 128, causal=True),
     Case(8, 8192, 8192, 32, 8, 128, causal=True),
 ]
+ON_ONE = 262144
 ONE = "one device"
-BATCH, JIT = "batch", "jit"
+BATCH, JIT, PAIRS = "batch", "jit", "ring × Ulysses, zigzag"
 WAYS = {
     BATCH: None,
     JIT: None,
@@ -44,8 +51,19 @@ WAYS = {
     "ring, striped": ("ring", "striped"),
     "all-gather, zigzag": ("all_gather", "zigzag"),
     "Ulysses": ("ulysses", None),
+    PAIRS: ("ring", "zigzag"),
 }
-"""How a call is sharded: along its batch; along its sequence under `jit`; or by a strategy and an order."""
+"""How a call is sharded: along its batch; along its sequence under `jit`; or by a strategy and an order.
+
+The last one has two mesh axes: a ring of pairs of devices, which exchange heads.
+"""
+
+
+def runs(way: str, case: Case, devices: int) -> bool:
+    """Whether so many devices can run a call so."""
+    if way == BATCH:
+        return case.batch % devices == 0
+    return way != PAIRS or (devices >= 4 and devices % 2 == 0)
 
 
 def attend(case: Case, implementation: str) -> Callable[..., jax.Array]:
@@ -58,10 +76,16 @@ def attend(case: Case, implementation: str) -> Callable[..., jax.Array]:
     )
 
 
+def mesh_of(way: str, devices: Sequence[jax.Device]) -> Mesh:
+    shape, names = ((len(devices) // 2, 2), TWO_AXES) if way == PAIRS else ((len(devices),), (AXIS,))
+    return jax.make_mesh(shape, names, (jax.sharding.AxisType.Auto,) * len(shape), devices=devices)
+
+
 def sharded(way: str, case: Case, mesh: Mesh, implementation: str) -> tuple[Callable[..., jax.Array], P]:
     """The call on all devices, and how its arrays are sharded."""
     call = attend(case, implementation)
-    along_sequence = P(None, AXIS)
+    axis: str | tuple[str, ...] = TWO_AXES if way == PAIRS else AXIS
+    along_sequence = P(None, axis)
     if way == BATCH:
         return call, P(AXIS)
     if way == JIT:
@@ -69,7 +93,7 @@ def sharded(way: str, case: Case, mesh: Mesh, implementation: str) -> tuple[Call
     strategy, order = WAYS[way]
     call = functools.partial(
         jax_flash.context_parallel_attention,
-        axis_name=AXIS,
+        axis_name=axis,
         strategy=strategy,
         load_balance=order,
         **call.keywords,
@@ -77,11 +101,13 @@ def sharded(way: str, case: Case, mesh: Mesh, implementation: str) -> tuple[Call
     return jax.shard_map(call, mesh=mesh, in_specs=along_sequence, out_specs=along_sequence), along_sequence
 
 
-def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> dict[str, tuple]:
-    """By pass, forward and both together, compiled, with its arguments. Results stay as they are sharded."""
-    d_out = jax.device_put(
-        jax.random.normal(jax.random.key(3), inputs[0].shape, inputs[0].dtype), inputs[0].sharding
-    )
+Programs = dict[str, tuple]
+"""By pass, forward and both together: a compiled function, and its arguments."""
+
+
+def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Programs:
+    """Results stay as they are sharded."""
+    *inputs, d_out = inputs
 
     def both(d_out: jax.Array, *inputs: jax.Array) -> Any:
         out, vjp = jax.vjp(call, *inputs)
@@ -94,36 +120,65 @@ def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> dic
     }
 
 
-def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation: str) -> dict[str, tuple]:
-    inputs = case.inputs()
+def inputs_of(case: Case, sharding: jax.sharding.Sharding) -> list[jax.Array]:
+    """Query, key, value and the output's cotangent, made where they are."""
+    arrays = [(i, x.shape, x.dtype) for i, x in enumerate((*case.shapes(), case.shapes()[0]))]
+    return [
+        jax.jit(lambda i=i, s=s, t=t: jax.random.normal(jax.random.key(i), s, t), out_shardings=sharding)()
+        for i, s, t in arrays
+    ]
+
+
+def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation: str) -> Programs:
     if way == ONE:
-        return compiled(attend(case, implementation), [jax.device_put(x, devices[0]) for x in inputs])
-    mesh = jax.make_mesh((len(devices),), (AXIS,), (jax.sharding.AxisType.Auto,), devices=devices)
+        inputs = inputs_of(case, jax.sharding.SingleDeviceSharding(devices[0]))
+        return compiled(attend(case, implementation), inputs)
+    mesh = mesh_of(way, devices)
     call, spec = sharded(way, case, mesh, implementation)
-    return compiled(call, [jax.device_put(x, NamedSharding(mesh, spec)) for x in inputs])
+    return compiled(call, inputs_of(case, NamedSharding(mesh, spec)))
 
 
-def rows(case: Case, devices: Sequence[jax.Device], of_rounds: int, implementation: str) -> list[dict]:
+def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
+    """Wall clock of a call, once it has run: the least of several, of as many calls in flight as 0.2 s take."""
+
+    def seconds(calls: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready([function(*arguments) for _ in range(calls)])
+        return (time.perf_counter() - start) / calls
+
+    estimate = seconds(1)
+    if estimate > 1:  # nothing is lost in such a time
+        return estimate * 1e3
+    calls = min(max(math.ceil(0.2 / estimate), 1), 8)
+    repeats = min(max(math.ceil(0.5 / estimate / calls), 2), 5)
+    return min(seconds(calls) for _ in range(repeats)) * 1e3
+
+
+def rows(
+    case: Case, devices: Sequence[jax.Device], ways: Sequence[str], of_rounds: int, implementation: str
+) -> list[dict]:
     """A row of each way and pass; of a way that doesn't take the call, why."""
-    of_one, found = programs(ONE, case, devices, implementation), []
-    for way in WAYS:
-        if way == BATCH and case.batch % len(devices):
-            continue
+    on_one = case
+    if case.queries > ON_ONE:
+        on_one = dataclasses.replace(case, queries=ON_ONE, keys=ON_ONE)
+    found, prepared = [], {ONE: programs(ONE, on_one, devices, implementation)}
+    for way in ways:
         try:
-            of_all = programs(way, case, devices, implementation)
+            prepared[way] = programs(way, case, devices, implementation)
+            jax.block_until_ready(prepared[way]["both"][0](*prepared[way]["both"][1:]))  # warm
         except Exception as error:  # the other ways are measured nevertheless
+            prepared.pop(way, None)
             found.append({"way": way, "error": record.error(error)})
-            continue
-        for direction in of_one:
-            times: dict[str, list[float]] = {ONE: [], way: []}
-            for order in rounds.orders(list(times), of_rounds):
-                for name in order:
-                    of = of_one if name == ONE else of_all
-                    times[name].append(timing.span_milliseconds(*of[direction], calls=4))
-            one, every = (statistics.median(times[name]) for name in (ONE, way))
-            efficiency = one / (every * len(devices))
-            found.append({"way": way, "pass": direction, "one": one, "all": every, "efficiency": efficiency})
-        del of_all
+    for direction in ("forward", "both"):
+        times: dict[str, list[float]] = {name: [] for name in prepared}
+        for order in rounds.orders(list(times), of_rounds):
+            for name in order:
+                times[name].append(milliseconds(*prepared[name][direction]))
+        median = {name: statistics.median(times[name]) for name in times}
+        one = median.pop(ONE) * case.flops / on_one.flops
+        for way, of_all in median.items():
+            row = {"way": way, "pass": direction, "one": one, "all": of_all}
+            found.append(row | {"efficiency": one / (of_all * len(devices)), "one_tokens": on_one.queries})
     return found
 
 
@@ -133,22 +188,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--match", default="", help="cases that have one of these texts, by commas")
+    parser.add_argument("--ways", default="", help="ways that have one of these texts, by semicolons")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--links", type=int, default=0, help="MiB a device sends at most, collectives alone")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     devices = jax.devices()[: options.devices]
     if len(devices) < options.devices:
         raise SystemExit(f"{options.devices} devices are needed, and there are {len(devices)}")
-    result = record.environment() | {"devices": len(devices), "rows": []}
+    result = record.environment() | {"timing": "wall clock", "devices": len(devices), "links": [], "rows": []}
     print(record.heading(result))
+    if options.links:
+        result["links"] = links.rows(devices, options.links)
+        for row in result["links"]:
+            print(f"{row['collective']:20} {row['bytes']:12} bytes {row['milliseconds']:9.3f} ms", flush=True)
     for case in CASES:
         if not any(text in str(case) for text in options.match.split(",")):
             continue
-        for row in rows(case, devices, options.rounds, options.implementation):
+        ways = [way for way in WAYS if any(text in way for text in options.ways.split(";"))]
+        ways = [way for way in ways if runs(way, case, len(devices))]
+        for row in rows(case, devices, ways, options.rounds, options.implementation):
             row = {"case": str(case)} | row
             result["rows"].append(row)
             told = f"{row['efficiency']:.3f}" if "efficiency" in row else row["error"][:160]
-            print(f"{row['case']:40} {row['way']:20} {row.get('pass', ''):9} {told}", flush=True)
+            print(f"{row['case']:40} {row['way']:24} {row.get('pass', ''):9} {told}", flush=True)
         jax.clear_caches()
         if options.out:
             record.write(result, options.out)

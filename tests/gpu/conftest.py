@@ -56,7 +56,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 def _devices_needed(path):
-    return 2 if "two_gpus" in path.name else 1
+    return 2 if "several_gpus" in path.name else 1
 
 
 def pytest_configure(config):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+import jax_flash
+
 
 @pytest.fixture
 def scale_out(monkeypatch):
@@ -17,26 +19,22 @@ def scale_out(monkeypatch):
     return scale_out
 
 
-@pytest.mark.parametrize("way", ("batch", "jit", "ring", "all-gather, zigzag", "Ulysses"))
+@pytest.mark.parametrize(
+    "way", ("batch", "jit", "ring", "all-gather, zigzag", "Ulysses", "ring × Ulysses, zigzag")
+)
 def test_ways_compute_the_same(scale_out, way):
-    case = scale_out.Case(2, 32, 32, 4, 2, 8, causal=True, dtype="float32")
-    axes = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), (scale_out.AXIS,), axes, devices=jax.devices()[:2])
+    case = scale_out.Case(4, 32, 32, 4, 2, 8, causal=True, dtype="float32")
+    mesh = scale_out.mesh_of(way, jax.devices()[:4])
     call, spec = scale_out.sharded(way, case, mesh, "xla")
-    order = "zigzag" if "zigzag" in way else None
-    inputs = case.inputs()
-
-    def run(*arrays):
-        return jax.jit(call)(*(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays))
-
-    expected = scale_out.attend(case, "xla")(*inputs)
-    if order is not None:
-        import jax_flash
-
-        inputs = [jax_flash.reorder_for_load_balance(x, 1, 2, order) for x in inputs]
-        out = jax_flash.restore_order(run(*inputs), 1, 2, order)
+    *whole, _ = scale_out.inputs_of(case, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    expected = scale_out.attend(case, "xla")(*whole)
+    *inputs, d_out = scale_out.inputs_of(case, NamedSharding(mesh, spec))
+    assert d_out.sharding.spec == spec
+    if "zigzag" not in way:
+        out = jax.jit(call)(*inputs)
     else:
-        out = run(*inputs)
+        inputs = [jax_flash.reorder_for_load_balance(x, 1, 4, "zigzag") for x in inputs]
+        out = jax_flash.restore_order(jax.jit(call)(*inputs), 1, 4, "zigzag")
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -49,11 +47,14 @@ def test_command_line(scale_out, monkeypatch, tmp_path, capsys):
         {"all-gather, striped": ("all_gather", "striped")} | {w: scale_out.WAYS[w] for w in ways[:2]},
     )
     out = tmp_path / "scale_out.json"
-    scale_out.main(["--implementation", "xla", "--rounds", "1", "--out", str(out)])
-    rows = json.loads(out.read_text())["rows"]
+    scale_out.main(["--implementation", "xla", "--rounds", "1", "--links", "1", "--out", str(out)])
+    result = json.loads(out.read_text())
+    rows = result["rows"]
+    collectives = {row["collective"] for row in result["links"] if row["milliseconds"] > 0}
+    assert collectives == {"ppermute", "all_gather", "all_to_all", "psum_scatter"}
     assert "striped" in rows[0]["error"]
     measured = [(row["way"], row["pass"]) for row in rows[1:]]
-    assert measured == [(way, direction) for way in ways[:2] for direction in ("forward", "both")]
+    assert measured == [(way, direction) for direction in ("forward", "both") for way in ways[:2]]
     assert all(row["efficiency"] > 0 for row in rows[1:])
     assert "ring, zigzag" in capsys.readouterr().out
 
@@ -61,3 +62,11 @@ def test_command_line(scale_out, monkeypatch, tmp_path, capsys):
 def test_too_few_devices(scale_out):
     with pytest.raises(SystemExit, match="64 devices are needed, and there are 8"):
         scale_out.main(["--devices", "64"])
+
+
+def test_long_calls_count_by_a_shorter_ones_rate(scale_out, monkeypatch):
+    monkeypatch.setattr(scale_out, "ON_ONE", 16)
+    case = scale_out.Case(1, 64, 64, 4, 2, 8, causal=True)
+    rows = scale_out.rows(case, jax.devices()[:2], ["Ulysses"], 1, "xla")
+    assert [row["one_tokens"] for row in rows] == [16, 16]
+    assert all(row["efficiency"] == row["one"] / row["all"] / 2 for row in rows)

@@ -1,4 +1,7 @@
-"""Batch, heads and sequences spread over two GPUs: the same numbers, and nothing gathered that needn't be."""
+"""Batch, heads and sequences spread over GPUs: the same numbers, and nothing gathered that needn't be.
+
+Everything runs on two GPUs, and sequences with keys of one head dim on four and eight too, where these are.
+"""
 
 import functools
 
@@ -40,8 +43,8 @@ def expected(inputs):
     return jax.tree.map(np.asarray, (attend(*one[:3]), *gradients(*one)))
 
 
-def mesh(axis):
-    return Mesh(np.array(jax.devices()[:2]), (axis,))
+def mesh(axis, devices=2):
+    return Mesh(np.array(jax.devices()[:devices]), (axis,))
 
 
 def assert_equal(results, expected):
@@ -107,21 +110,38 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", (64, 128, 256))
+SHARDS = [n for n in (2, 4, 8) if n <= len(jax.devices())]
+
+
+def check(shards, layout, option, head_dim):
+    fields = dict(T=512, S=512, N=8, K=2, H=head_dim) | OPTIONS[option]
+    case = Case("sharded", "bfloat16", **fields)
+    ShardedCalls(shards, *layout, options={"implementation": "cuda"}).check(case)
+
+
+@pytest.mark.parametrize(
+    ("shards", "head_dim"), [(n, h) for n in SHARDS for h in ((64, 128, 256) if n == 2 else (128,))]
+)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("layout", STRATEGIES, ids=str)
-def test_sharded_sequences(layout, option, head_dim):
+def test_sharded_sequences(layout, option, shards, head_dim):
     """Each strategy by the CUDA kernels, against the definition."""
     if layout == ("ring", "striped") and option in ("window", "alibi"):
         pytest.skip("a ring of stripes has neither")
-    fields = dict(T=512, S=512, N=8, K=2, H=head_dim) | OPTIONS[option]
-    case = Case("sharded", "bfloat16", **fields)
-    ShardedCalls(2, *layout, options={"implementation": "cuda"}).check(case)
+    check(shards, layout, option, head_dim)
 
 
+@pytest.mark.parametrize("shards", [(n // 2, 2) for n in SHARDS if n > 2], ids=str)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("strategy", ("ring", "all_gather"))
+def test_sequences_over_two_mesh_axes(strategy, option, shards):
+    check(shards, (strategy, "zigzag"), option, 128)
+
+
+@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("block_size", (128, 96))  # chunks are of whole blocks, and of others
 @pytest.mark.parametrize("layout", STRATEGIES, ids=str)
-def test_functions_of_sharded_sequences(layout, block_size):
+def test_functions_of_sharded_sequences(layout, block_size, shards):
     """score_mod and a block mask go by positions in the whole sequences; a captured table has a gradient."""
     strategy, kind = layout
     generator = np.random.default_rng(seed_of("functions"))
@@ -141,8 +161,8 @@ def test_functions_of_sharded_sequences(layout, block_size):
             **options,
         )
         spec = PartitionSpec(None, AXIS)
-        mapped = jax.shard_map(call, mesh=sequence_mesh(2), in_specs=spec, out_specs=spec)
-        return restore(mapped(*(reorder(x, 1, 2, kind) for x in (query, key, value))), 1, 2, kind)
+        mapped = jax.shard_map(call, mesh=sequence_mesh(shards), in_specs=spec, out_specs=spec)
+        return restore(mapped(*(reorder(x, 1, shards, kind) for x in (query, key, value))), 1, shards, kind)
 
     def run(attend, table, *arrays):
         def score_mod(score, b, h, q, k):
@@ -161,9 +181,10 @@ def test_functions_of_sharded_sequences(layout, block_size):
 MOVES = {"ring": "collective-permute", "all_gather": "all-gather", "ulysses": "all-to-all"}
 
 
+@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("strategy", MOVES)
 @pytest.mark.parametrize("is_causal", (False, True))
-def test_sharded_jit_keeps_sequences(is_causal, strategy):
+def test_sharded_jit_keeps_sequences(is_causal, strategy, shards):
     """By the CUDA kernels, and nothing moves but what the strategy moves."""
     generator = np.random.default_rng(seed_of("sequences"))
     shapes = ((2, 512, N, H), (2, 512, K, H), (2, 512, K, H), (2, 512, N, H))
@@ -177,7 +198,7 @@ def test_sharded_jit_keeps_sequences(is_causal, strategy):
         return out, *vjp(arrays[3])
 
     expected = jax.tree.map(np.asarray, run(*jax.device_put((*arrays, d_out), jax.devices()[0])))
-    sharding = NamedSharding(mesh("x"), PartitionSpec(None, "x"))
+    sharding = NamedSharding(mesh("x", shards), PartitionSpec(None, "x"))
     sharded = jax.device_put((*arrays, d_out), sharding)
     compiled = run.lower(*sharded).compile()
     text = compiled.as_text()
