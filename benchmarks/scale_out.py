@@ -2,11 +2,12 @@
 
     python benchmarks/scale_out.py --out benchmarks/results/scale_out_2xh100.json
 
-Causal calls of 32K to 1M tokens, a window, and for comparison a sharded batch: by each strategy and order of
-tokens, and under a sharded `jit`. Times are wall clock, transfers among them, in shuffled rounds. Each row has
-a call, how it is sharded, a pass, the time on one device and on all, and the efficiency: the first over the
-second times the number of devices. 1.00 is linear. One device runs at most `ON_ONE` tokens; its time for a
-longer call is computed from its rate there, and the row has `one_tokens`. `links` has the collectives alone.
+Causal calls of 32K to 1M tokens, a window, and for comparison a sharded batch: by each strategy and order
+of tokens, and under a sharded `jit`. Times are wall clock, transfers among them, in shuffled rounds. Each
+row has a call, how it is sharded, a pass, the time on one device and on all, and the efficiency: the first
+over the second times the number of devices. 1.00 is linear. One device runs at most `ON_ONE` tokens; its
+time for a longer call is computed from its rate there, and the row has `one_tokens`. `links` has the
+collectives alone.
 """
 
 import argparse
@@ -139,7 +140,7 @@ def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation
 
 
 def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Wall clock of a call, once it has run: the least of several, of as many calls in flight as 0.2 s take."""
+    """Wall clock of a call: the least of several, of as many calls in flight as 0.2 s take."""
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()
@@ -161,17 +162,20 @@ def rows(
     on_one = case
     if case.queries > ON_ONE:
         on_one = dataclasses.replace(case, queries=ON_ONE, keys=ON_ONE)
-    found, prepared = [], {ONE: programs(ONE, on_one, devices, implementation)}
-    for way in ways:
+    found, prepared = [], {}
+    for way in (ONE, *ways):
         try:
-            prepared[way] = programs(way, case, devices, implementation)
-            jax.block_until_ready(prepared[way]["both"][0](*prepared[way]["both"][1:]))  # warm
+            prepared[way] = programs(way, on_one if way == ONE else case, devices, implementation)
+            for function, *arguments in prepared[way].values():
+                jax.block_until_ready(function(*arguments))  # the first call is slow
+                if case.queries > ON_ONE:
+                    break  # forward alone, which sets up the links for both
         except Exception as error:  # the other ways are measured nevertheless
             prepared.pop(way, None)
             found.append({"way": way, "error": record.error(error)})
     for direction in ("forward", "both"):
         times: dict[str, list[float]] = {name: [] for name in prepared}
-        for order in rounds.orders(list(times), of_rounds):
+        for order in rounds.orders(list(times), of_rounds if case.queries <= ON_ONE else 1):
             for name in order:
                 times[name].append(milliseconds(*prepared[name][direction]))
         median = {name: statistics.median(times[name]) for name in times}
