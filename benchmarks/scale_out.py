@@ -50,6 +50,7 @@ WAYS = {
     "ring": ("ring", None),
     "ring, zigzag": ("ring", "zigzag"),
     "ring, striped": ("ring", "striped"),
+    "all-gather": ("all_gather", None),
     "all-gather, zigzag": ("all_gather", "zigzag"),
     "Ulysses": ("ulysses", None),
     PAIRS: ("ring", "zigzag"),

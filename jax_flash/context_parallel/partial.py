@@ -24,6 +24,13 @@ class Partial:
     total: jax.Array  # (*B, N, T), the sum of exp(lse - top)
 
     @staticmethod
+    def of(out: jax.Array, lse: jax.Array) -> "Partial":
+        """After the first keys, with these results."""
+        sees_nothing = lse == -jnp.inf
+        top = jnp.where(sees_nothing, jnp.finfo(lse.dtype).min, lse)
+        return Partial(out, top, (~sees_nothing).astype(lse.dtype))
+
+    @staticmethod
     def of_no_keys(query: jax.Array, value_dim: int) -> "Partial":
         *batch, T, N, _ = query.shape
         dtype = jnp.promote_types(query.dtype, jnp.float32)

@@ -29,10 +29,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _gradients, _settings
 from jax_flash._block_kinds import Kind
-from jax_flash._mask import Index, PositionMask, both
+from jax_flash._mask import Index, PositionMask, Window, both
 from jax_flash._rounding import round_to
-from jax_flash._spec import Gradients, Operands
+from jax_flash._spec import Gradients, Operands, functions_of
 from jax_flash.context_parallel import sharded
+from jax_flash.context_parallel.load_balance import ZIGZAG, Chunk
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Sharded, Spans
 from jax_flash.transforms.lowering import Call
@@ -98,14 +99,27 @@ def _pair(
 ) -> Pair:
     """Chunk `q` of this device's queries, and chunk `k` of the keys of device `source`."""
     t, s = of.queries_per_chunk, of.keys_per_chunk
-    own: Spans = {"T": (q * t, t), "S": ((source * of.chunks + k) * s, s)}
-    of_keys: Spans = {"S": (k * s, s)}
+    chunks = of.order.chunk(of.device(), q, t), of.order.chunk(source, k, s)
+    return _placed(of, operands, keys, source, (q * t, k * s), chunks)
+
+
+def _placed(
+    of: Sharded,
+    operands: Operands,
+    keys: Arrays,
+    source: jax.Array,
+    starts: tuple[Index, Index],
+    chunks: tuple[Chunk, Chunk],
+) -> Pair:
+    """Queries and keys from these places on in what devices have, which are these chunks of the sequences."""
+    (q, k), (t, s) = starts, (chunk.length for chunk in chunks)
+    own: Spans = {"T": (q, t), "S": (source * (of.keys // of.order.shards) + k, s)}
+    of_keys: Spans = {"S": (k, s)}
     parts = {
         name: sharded.take(name, keys[name], of_keys) if name in keys else sharded.take(name, x, own)
         for name, x in operands.present().items()
         if name != "sinks"
     }
-    chunks = of.order.chunk(of.device(), q, t), of.order.chunk(source, k, s)
     placed, mask = of.placed(Operands.of(parts), *chunks)
     return Pair(placed, mask, own, of_keys)
 
@@ -118,17 +132,70 @@ def _over_pairs(
     visit: Callable[[Pair, State], State],
     state: State,
 ) -> State:
-    """`state` after `visit(pair, state)` for the pairs of a step of which a query may see a key."""
+    """`state` after `visit(pair, state)` for the pairs of a step of which a query may see a key.
+
+    A state of None is that before the first pair, which is visited.
+    """
     source = (of.device() - step) % of.order.shards
+    if _is_folded(of, operands):
+        return _over_folded(of, operands, keys, step, visit, state)
 
     def one(index: Index, state: State) -> State:
         pair = _pair(of, operands, keys, source, index // of.chunks, index % of.chunks)
-        may_see = _may_see(of, pair)
+        may_see = None if state is None else _may_see(of, pair)
         if may_see is None:
             return visit(pair, state)
         return jax.lax.cond(jnp.any(may_see), lambda state: visit(pair, state), lambda state: state, state)
 
     return one(0, state) if of.chunks == 1 else jax.lax.fori_loop(0, of.chunks**2, one, state)
+
+
+def _is_folded(of: Sharded, operands: Operands) -> bool:
+    """Whether the pairs of a zigzag step are one: under a causal mask, with nothing else that has positions.
+
+    Segment ids can hide some of the pairs, so these stay apart.
+    """
+    is_causal = of.window == Window(None, 0) and of.queries == of.keys and not of.has_lengths
+    is_plain = not of.has_alibi and functions_of(of.spec) is None and operands.query_segment_ids is None
+    return of.order.kind == ZIGZAG and is_causal and is_plain
+
+
+def _has_one_pair(of: Sharded, operands: Operands) -> bool:
+    """Whether the first step has one pair, of all that the device has."""
+    return of.chunks == 1 or _is_folded(of, operands)
+
+
+def _over_folded(
+    of: Sharded,
+    operands: Operands,
+    keys: Arrays,
+    step: Index,
+    visit: Callable[[Pair, State], State],
+    state: State,
+) -> State:
+    """A step of zigzag as one pair, of whole shards or halves of them. All devices have the same work.
+
+    own keys                  keys of a lower device    keys of a higher device
+    early queries  ◣ ·        early queries  ■ ·        early queries  · ·
+    late queries   ■ ◣        late queries   ■ ·        late queries   ■ ■
+    """
+    t, s = of.queries // of.order.shards, of.keys // of.order.shards
+    device = of.device()
+    source = (device - step) % of.order.shards
+
+    def pair(rows: slice, columns: slice, first: int) -> Pair:
+        chunks = Chunk(first, 1, rows.stop - rows.start), Chunk(0, 1, columns.stop - columns.start)
+        return _placed(of, operands, keys, source, (rows.start, columns.start), chunks)
+
+    if isinstance(step, int) and step == 0:
+        return visit(pair(slice(0, t), slice(0, s), 0), state)
+    # Queries behind all keys of the sequence see each of them.
+    return jax.lax.cond(
+        source < device,
+        lambda state: visit(pair(slice(0, t), slice(0, s // 2), of.keys), state),
+        lambda state: visit(pair(slice(t // 2, t), slice(0, s), of.keys), state),
+        state,
+    )
 
 
 def _may_see(of: Sharded, pair: Pair) -> jax.Array | None:
@@ -192,11 +259,13 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries; query has all batch axes in full."""
 
-    def attended(pair: Pair, partial: Partial) -> Partial:
+    def attended(pair: Pair, partial: Partial | None) -> Partial:
         out, lse = ring.passes.forward(ring.step_call, pair.operands)
+        if partial is None:
+            return Partial.of(out, lse)
         return partial.put(partial.take(pair.own).merged(out, lse), pair.own)
 
-    def step(index: Index, keys: Arrays, partial: Partial) -> Partial:
+    def step(index: Index, keys: Arrays, partial: Any) -> Partial:
         return _over_pairs(ring.sharded, operands, keys, index, attended, partial)
 
     def step_and_send(carry: tuple[Arrays, Partial], index: jax.Array) -> Any:
@@ -204,10 +273,16 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
         sent = ring.passed_on(keys)  # issued before the step's computation
         return (sent, step(index, keys, partial)), None
 
-    carry = sharded.key_side(operands), Partial.of_no_keys(operands.query, operands.value.shape[-1])
-    if ring.steps > 1:
-        carry, _ = jax.lax.scan(step_and_send, carry, jnp.arange(ring.steps - 1, dtype=jnp.int32))
-    out, lse = step(ring.steps - 1, *carry).results(operands.sinks)
+    keys = sharded.key_side(operands)
+    partial = None
+    if not _has_one_pair(ring.sharded, operands):
+        partial = Partial.of_no_keys(operands.query, operands.value.shape[-1])
+    sent = ring.passed_on(keys) if ring.steps > 1 else keys
+    carry = sent, step(0, keys, partial)
+    if ring.steps > 2:
+        carry, _ = jax.lax.scan(step_and_send, carry, jnp.arange(1, ring.steps - 1, dtype=jnp.int32))
+    partial = step(ring.steps - 1, *carry) if ring.steps > 1 else carry[1]
+    out, lse = partial.results(operands.sinks)
     return round_to(out, operands.query.dtype), lse  # the backward pass takes what the caller gets
 
 

@@ -86,7 +86,8 @@ def _is_controller() -> bool:
 
 def pytest_sessionfinish(session, exitstatus):
     """Writes the summary, from the process that sees all reports, if a GPU test ran."""
-    calls = [r for r in _reports if r.when == "call" or (r.when == "setup" and not r.passed)]
+    # A process that crashes leaves a report too, with a `when` of its own.
+    calls = [r for r in _reports if r.when == "call" or not r.passed]
     if not _is_controller() or not any(r.when == "call" for r in calls):
         return
     on = environment(cuda_devices()[0])
