@@ -14,7 +14,7 @@ from jax_flash._attention import ScoreMod
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call
 from jax_flash._spec import Operands
-from jax_flash.context_parallel import arguments, gather, ring, two_axes, ulysses
+from jax_flash.context_parallel import arguments, gather, pairs, ring, two_axes, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.context_parallel.strategy import AUTO, Strategy, choose
@@ -220,7 +220,7 @@ def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
 def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands) -> Any:
     """`out (*B, T, N, V)`, and with `return_residual` also `lse (*B, N, T)`; by a strategy over one axis."""
     spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
-    part = {"ring": ring.step_operands, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
+    part = {"ring": pairs.first_pair, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
     of_part = jax.eval_shape(functools.partial(part, of), operands)
     shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
     names, device = _arguments.implementations(implementation), _device.current()

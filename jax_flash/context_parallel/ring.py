@@ -21,26 +21,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _gradients, _settings
-from jax_flash._block_kinds import Kind
-from jax_flash._mask import Index, PositionMask, Window, both
+from jax_flash._mask import Index
 from jax_flash._rounding import round_to
-from jax_flash._spec import Gradients, Operands, functions_of
+from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import sharded
-from jax_flash.context_parallel.load_balance import ZIGZAG, Chunk
+from jax_flash.context_parallel.packed import Arrays, Packed
+from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Sharded, Spans
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
-
-Arrays = dict[str, jax.Array]
-State = TypeVar("State")
 
 
 class Passes(NamedTuple):
@@ -84,144 +81,6 @@ def steps(of: Sharded) -> int:
     return min(n, 1 + math.ceil(max(window.left, 0) / (of.keys // n)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A chunk of this device's queries and one of the keys that it has in a step."""
-
-    operands: Operands  # of an ordinary call; without sinks, which are left to the last step
-    mask: PositionMask
-    own: Spans  # the pair's part of this device's operands
-    of_keys: Spans  # and of those that go with the keys
-
-
-def _pair(
-    of: Sharded, operands: Operands, keys: Arrays, source: jax.Array, q: Index = 0, k: Index = 0
-) -> Pair:
-    """Chunk `q` of this device's queries, and chunk `k` of the keys of device `source`."""
-    t, s = of.queries_per_chunk, of.keys_per_chunk
-    chunks = of.order.chunk(of.device(), q, t), of.order.chunk(source, k, s)
-    return _placed(of, operands, keys, source, (q * t, k * s), chunks)
-
-
-def _placed(
-    of: Sharded,
-    operands: Operands,
-    keys: Arrays,
-    source: jax.Array,
-    starts: tuple[Index, Index],
-    chunks: tuple[Chunk, Chunk],
-) -> Pair:
-    """Queries and keys from these places on in what devices have, which are these chunks of the sequences."""
-    (q, k), (t, s) = starts, (chunk.length for chunk in chunks)
-    own: Spans = {"T": (q, t), "S": (source * (of.keys // of.order.shards) + k, s)}
-    of_keys: Spans = {"S": (k, s)}
-    parts = {
-        name: sharded.take(name, keys[name], of_keys) if name in keys else sharded.take(name, x, own)
-        for name, x in operands.present().items()
-        if name != "sinks"
-    }
-    placed, mask = of.placed(Operands.of(parts), *chunks)
-    return Pair(placed, mask, own, of_keys)
-
-
-def _over_pairs(
-    of: Sharded,
-    operands: Operands,
-    keys: Arrays,
-    step: Index,
-    visit: Callable[[Pair, State], State],
-    state: State,
-) -> State:
-    """`state` after `visit(pair, state)` for the pairs of a step of which a query may see a key.
-
-    A state of None is that before the first pair, which is visited.
-    """
-    source = (of.device() - step) % of.order.shards
-    if _is_folded(of, operands):
-        return _over_folded(of, operands, keys, step, visit, state)
-
-    def one(index: Index, state: State) -> State:
-        pair = _pair(of, operands, keys, source, index // of.chunks, index % of.chunks)
-        may_see = None if state is None else _may_see(of, pair)
-        if may_see is None:
-            return visit(pair, state)
-        return jax.lax.cond(jnp.any(may_see), lambda state: visit(pair, state), lambda state: state, state)
-
-    return one(0, state) if of.chunks == 1 else jax.lax.fori_loop(0, of.chunks**2, one, state)
-
-
-def _is_folded(of: Sharded, operands: Operands) -> bool:
-    """Whether the pairs of a zigzag step are one: under a causal mask, with nothing else that has positions.
-
-    Segment ids can hide some of the pairs, so these stay apart.
-    """
-    is_causal = of.window == Window(None, 0) and of.queries == of.keys and not of.has_lengths
-    is_plain = not of.has_alibi and functions_of(of.spec) is None and operands.query_segment_ids is None
-    return of.order.kind == ZIGZAG and is_causal and is_plain
-
-
-def _has_one_pair(of: Sharded, operands: Operands) -> bool:
-    """Whether the first step has one pair, of all that the device has."""
-    return of.chunks == 1 or _is_folded(of, operands)
-
-
-def _over_folded(
-    of: Sharded,
-    operands: Operands,
-    keys: Arrays,
-    step: Index,
-    visit: Callable[[Pair, State], State],
-    state: State,
-) -> State:
-    """A step of zigzag as one pair, of whole shards or halves of them. All devices have the same work.
-
-    own keys                  keys of a lower device    keys of a higher device
-    early queries  ◣ ·        early queries  ■ ·        early queries  · ·
-    late queries   ■ ◣        late queries   ■ ·        late queries   ■ ■
-    """
-    t, s = of.queries // of.order.shards, of.keys // of.order.shards
-    device = of.device()
-    source = (device - step) % of.order.shards
-
-    def pair(rows: slice, columns: slice, first: int) -> Pair:
-        chunks = Chunk(first, 1, rows.stop - rows.start), Chunk(0, 1, columns.stop - columns.start)
-        return _placed(of, operands, keys, source, (rows.start, columns.start), chunks)
-
-    if isinstance(step, int) and step == 0:
-        return visit(pair(slice(0, t), slice(0, s), 0), state)
-    # Queries behind all keys of the sequence see each of them.
-    return jax.lax.cond(
-        source < device,
-        lambda state: visit(pair(slice(0, t), slice(0, s // 2), of.keys), state),
-        lambda state: visit(pair(slice(t // 2, t), slice(0, s), of.keys), state),
-        state,
-    )
-
-
-def _may_see(of: Sharded, pair: Pair) -> jax.Array | None:
-    """Whether any query of the pair may see a key, for each batch row or all; None if all may.
-
-    Segments are compared by their least and greatest ids, and blocks of a block mask are looked at. A mask is
-    not.
-    """
-    may_see = None
-    if of.may_be_skipped():
-        visited = pair.mask.block_range(0, pair.mask.rows, of.keys_per_chunk)
-        may_see = visited.first < visited.last
-    queries, keys = pair.operands.query_segment_ids, pair.operands.key_value_segment_ids
-    if queries is not None and keys is not None:
-        share = (queries.min(-1) <= keys.max(-1)) & (keys.min(-1) <= queries.max(-1))
-        may_see = both(may_see, share)
-    if pair.operands.block_kinds is not None:
-        may_see = both(may_see, jnp.any(pair.operands.block_kinds != Kind.HIDDEN))
-    return may_see
-
-
-def step_operands(of: Sharded, operands: Operands) -> Operands:
-    """The operands of the first step, as implementations are asked about them."""
-    return _pair(of, operands, sharded.key_side(operands), of.device()).operands
-
-
 def attend(ring: Ring, operands: Operands) -> Any:
     """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
 
@@ -259,31 +118,49 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries; query has all batch axes in full."""
 
+    def results(partial: Partial) -> tuple[jax.Array, jax.Array]:
+        out, lse = partial.results(operands.sinks)
+        return round_to(out, operands.query.dtype), lse  # the backward pass takes what the caller gets
+
+    def with_rows_of(pair: Pair, partial: Partial | None) -> Partial:
+        """The pair's rows, with its keys."""
+        found = ring.passes.forward(ring.step_call, pair.operands)
+        return Partial.of(*found) if partial is None else partial.take(pair.own).merged(*found)
+
     def attended(pair: Pair, partial: Partial | None) -> Partial:
-        out, lse = ring.passes.forward(ring.step_call, pair.operands)
-        if partial is None:
-            return Partial.of(out, lse)
-        return partial.put(partial.take(pair.own).merged(out, lse), pair.own)
+        rows = with_rows_of(pair, partial)
+        return rows if partial is None else partial.put(rows, pair.own)
 
-    def step(index: Index, keys: Arrays, partial: Any) -> Partial:
-        return _over_pairs(ring.sharded, operands, keys, index, attended, partial)
+    def finished(pair: Pair, partial: Partial | None) -> tuple[jax.Array, jax.Array]:
+        """The results after the only pair of the last step: its rows, and those before them."""
+        found = results(with_rows_of(pair, partial))
+        start, _ = pair.own["T"]
+        if partial is None or (isinstance(start, int) and start == 0):
+            return found
+        assert isinstance(start, int)
+        (out_before, lse_before), (out, lse) = results(partial.take({"T": (0, start)})), found
+        return jnp.concatenate([out_before, out], axis=-3), jnp.concatenate([lse_before, lse], axis=-1)
 
-    def step_and_send(carry: tuple[Arrays, Partial], index: jax.Array) -> Any:
+    def step(index: Index, keys: Packed, partial: Any) -> Partial:
+        return over_pairs(ring.sharded, operands, keys, index, attended, partial)
+
+    def step_and_send(carry: tuple[Packed, Partial], index: jax.Array) -> Any:
         keys, partial = carry
         sent = ring.passed_on(keys)  # issued before the step's computation
         return (sent, step(index, keys, partial)), None
 
-    keys = sharded.key_side(operands)
-    partial = None
-    if not _has_one_pair(ring.sharded, operands):
-        partial = Partial.of_no_keys(operands.query, operands.value.shape[-1])
-    sent = ring.passed_on(keys) if ring.steps > 1 else keys
-    carry = sent, step(0, keys, partial)
+    keys = Packed.of(sharded.key_side(operands))
+    is_one = has_one_pair(ring.sharded, operands)
+    partial = None if is_one else Partial.of_no_keys(operands.query, operands.value.shape[-1])
+    if ring.steps == 1:
+        return results(step(0, keys, partial))
+    carry = ring.passed_on(keys), step(0, keys, partial)
     if ring.steps > 2:
         carry, _ = jax.lax.scan(step_and_send, carry, jnp.arange(1, ring.steps - 1, dtype=jnp.int32))
-    partial = step(ring.steps - 1, *carry) if ring.steps > 1 else carry[1]
-    out, lse = partial.results(operands.sinks)
-    return round_to(out, operands.query.dtype), lse  # the backward pass takes what the caller gets
+    keys, partial = carry
+    if not is_one:
+        return results(step(ring.steps - 1, keys, partial))
+    return over_pairs(ring.sharded, operands, keys, ring.steps - 1, finished, partial, results)
 
 
 # A second derivative would differentiate a step as if lse were that of its own keys.
@@ -311,24 +188,28 @@ def backward(
         d_own, d_keys = sums
         return with_its_part(d_own, pair.own), with_its_part(d_keys, pair.of_keys)
 
-    def step(index: Index, keys: Arrays, d_own: Arrays, d_keys: Arrays) -> tuple[Arrays, Arrays]:
-        return _over_pairs(ring.sharded, operands, keys, index, added, (d_own, d_keys))
+    def step(index: Index, keys: Packed, d_own: Arrays, d_keys: Arrays) -> tuple[Arrays, Arrays]:
+        return over_pairs(ring.sharded, operands, keys, index, added, (d_own, d_keys))
 
     def sent_and_step(carry: Any, index: Index, *, is_last: bool) -> Any:
         keys, d_own, d_keys = carry
         # Both issued before the step's computation. What the step adds to the sums is added afterwards.
         sent = keys if is_last else ring.passed_on(keys)
+        # XLA runs the last of them beside the computation: let it be the longer one.
+        d_keys, sent = jax.lax.optimization_barrier((d_keys, sent))
         arrived = ring.passed_on(d_keys)
-        d_own, added = step(index, keys, d_own, _zeros(d_keys))
-        return (sent, d_own, jax.tree.map(jnp.add, arrived, added)), None
+        d_own, added = step(index, keys, d_own, _zeros(d_keys.unpacked()))
+        return (sent, d_own, jax.tree.map(jnp.add, arrived, Packed.of(added))), None
 
     keys = sharded.key_side(operands)
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
     wide = {name: x.astype(dtype) for name, x in operands.differentiable().items()}
     d_own = _zeros({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
     d_keys = _zeros({name: x for name, x in wide.items() if name in keys})
-    sent = ring.passed_on(keys) if ring.steps > 1 else keys
-    carry = sent, *step(0, keys, d_own, d_keys)
+    packed = Packed.of(keys)
+    sent = ring.passed_on(packed) if ring.steps > 1 else packed
+    d_own, d_keys = step(0, packed, d_own, d_keys)
+    carry = sent, d_own, Packed.of(d_keys)
     if ring.steps > 2:
         middle = functools.partial(sent_and_step, is_last=False)
         carry, _ = jax.lax.scan(middle, carry, jnp.arange(1, ring.steps - 1, dtype=jnp.int32))
@@ -337,6 +218,7 @@ def backward(
     _, d_own, d_keys = carry
     if ring.steps > 1:
         d_keys = ring.passed_on(d_keys, 1 - ring.steps)
+    d_keys = d_keys.unpacked()
     if operands.sinks is not None:
         d_own["sinks"] = _of_sinks(operands.sinks, out, lse, d_out, d_lse)
     present = operands.present()

@@ -163,6 +163,15 @@ def take(name: str, x: jax.Array, spans: Spans) -> jax.Array:
     return x
 
 
+def take_of(index: int, name: str, stacked: jax.Array, spans: Spans) -> jax.Array:
+    """`take` of one of several arrays that are stacked along a first axis, as one slice."""
+    starts, sizes = [jnp.int32(0)] * stacked.ndim, list(stacked.shape)
+    starts[0], sizes[0] = jnp.int32(index), 1
+    for axis, start, length in _axes(name, jax.eval_shape(lambda x: x[0], stacked), spans):
+        starts[axis + 1], sizes[axis + 1] = jnp.asarray(start, jnp.int32), length
+    return jax.lax.dynamic_slice(stacked, starts, sizes)[0]
+
+
 def put(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
     """`x` with `part` where `take` would take it from."""
     if part.shape == x.shape:

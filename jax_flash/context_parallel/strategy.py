@@ -19,9 +19,9 @@ STRATEGIES: tuple[Strategy, ...] = ("ring", "ulysses", "all_gather")
 """In order of preference among those of equal cost."""
 AUTO: Literal["auto"] = "auto"
 
-FLOPS_PER_BYTE = 1500
-"""What a device computes while it sends a byte to its neighbour: an H100's 600 TFLOP/s of attention in
-bfloat16, over NVLink's 400 GB/s in one direction. Round numbers of the data sheet, not measured."""
+FLOPS_PER_BYTE = 2200
+"""What a device computes while it sends a byte to its neighbour: of H100s, 626 TFLOP/s of attention forward and
+backward, over the 283 GB/s of a `ppermute` by NVLink (benchmarks/results/scale_out_2xh100.json)."""
 
 BACKWARD_FLOPS = 2.5
 """Of the backward pass for each of the forward pass: five products to two."""
