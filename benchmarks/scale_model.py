@@ -28,7 +28,7 @@ MEMORY = 2.9e12
 ETHERNET = 0.9 * 400e9 / 8
 """Bytes a second of a device's link of 400 Gb/s, with what protocols take off."""
 ETHERNET_LATENCY = 30e-6
-TOKENS, DEVICES = (8192, 32768), tuple(2**i for i in range(1, 11))
+TOKENS, DEVICES = (16384, 32768), tuple(2**i for i in range(1, 11))
 WAYS = ("all-gather, zigzag", "ring, zigzag", "Ulysses", "ring × Ulysses, zigzag")
 
 
@@ -206,6 +206,7 @@ def draw(found: Sequence[dict], rows: Sequence[dict], out: Path) -> None:
                 ]
                 panel.plot(*(zip(*dots, strict=True) if dots else ([], [])), "o", color=colour)
         panel.set_xscale("log", base=2)
+        panel.set_xticks([2, 8, 32, 128, 1024], ["2", "8", "32", "128", "1024"])
         panel.set_ylim(0, 1.05)
         panel.set_xlabel("devices")
         panel.set_title(f"{tokens} tokens a device, link {link}", fontsize=9)

@@ -20,8 +20,8 @@ STRATEGIES: tuple[Strategy, ...] = ("ring", "ulysses", "all_gather")
 AUTO: Literal["auto"] = "auto"
 
 FLOPS_PER_BYTE = 2200
-"""What a device computes while it sends a byte to its neighbour: of H100s, 626 TFLOP/s of attention forward and
-backward, over the 283 GB/s of a `ppermute` by NVLink (benchmarks/results/scale_out_2xh100.json)."""
+"""What a device computes while it sends a byte to its neighbour: of H100s, 610 to 630 TFLOP/s of attention
+forward and backward, over the 283 GB/s of a `ppermute` by NVLink (`scale_out_2xh100.json`)."""
 
 BACKWARD_FLOPS = 2.5
 """Of the backward pass for each of the forward pass: five products to two."""
