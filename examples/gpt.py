@@ -53,6 +53,20 @@ class GPTConfig:
         return self.width // self.heads
 
 
+@jax.custom_vjp
+def _in_turn(state: nnx.State, x: jax.Array) -> tuple[nnx.State, jax.Array]:
+    """A layer's parameters and input. Their gradients are all computed before those of the layer before.
+
+    XLA may leave those of parameters for the end, and keep what they are computed from, of all layers.
+    """
+    return state, x
+
+
+_in_turn.defvjp(
+    lambda state, x: ((state, x), None), lambda _, gradients: jax.lax.optimization_barrier(gradients)
+)
+
+
 def _linear(
     features_in: int, features_out: int, stddev: float, config: GPTConfig, rngs: nnx.Rngs
 ) -> nnx.Linear:
@@ -150,7 +164,10 @@ class GPT(nnx.Module):
             def layer(state: nnx.State, x: jax.Array, graph: nnx.GraphDef = graph) -> jax.Array:
                 return nnx.merge(graph, state)(x)
 
-            x = (jax.checkpoint(layer) if self.config.remat else layer)(state, x)
+            if self.config.remat:
+                state, x = _in_turn(state, x)
+                layer = jax.checkpoint(layer)
+            x = layer(state, x)
         return self.logits(x)
 
     def with_cache(

@@ -88,7 +88,7 @@ def of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     elif tokens is not None and heads is None:
         x = jax.lax.all_gather(x, of.axis_name, axis=tokens, tiled=True)
     elif tokens is not None:
-        x = jax.lax.all_to_all(x, of.axis_name, split_axis=heads, concat_axis=tokens, tiled=True)
+        x = _all_to_all(of, x, heads, tokens)
     if tokens is not None:
         x = of.by_shard(x, tokens)
     for letter in "TS":
@@ -116,4 +116,17 @@ def by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """A result for this device's heads as that for its tokens."""
     heads, tokens = (sharded.axis_of(name, x, letter) for letter in "NT")
     x = of.by_place(reordered(x, tokens, of.order), tokens)
-    return jax.lax.all_to_all(x, of.axis_name, split_axis=tokens, concat_axis=heads, tiled=True)
+    return _all_to_all(of, x, tokens, heads)
+
+
+def _all_to_all(of: Sharded, x: jax.Array, split: int, joined: int) -> jax.Array:
+    """Parts along axis `split` go to the devices, and those that come from them are joined along the other.
+
+    They are an axis of their own meanwhile, the first one. XLA would transpose all of `x` twice otherwise; so
+    it does once, where the heads are split or joined.
+    """
+    n, shape = of.order.shards, x.shape
+    parts = x.reshape(*shape[:split], n, shape[split] // n, *shape[split + 1 :])
+    parts = jax.lax.all_to_all(jnp.moveaxis(parts, split, 0), of.axis_name, split_axis=0, concat_axis=0)
+    parts = jnp.moveaxis(parts, 0, joined)
+    return parts.reshape(*parts.shape[:joined], n * parts.shape[joined + 1], *parts.shape[joined + 2 :])
