@@ -18,6 +18,8 @@ Arrays = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
+    """Arrays by name, stacked in groups."""
+
     stacked: tuple[jax.Array, ...]  # one for each group; of a group of one, the array itself
     groups: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
 

@@ -79,9 +79,9 @@ def over_pairs(
       skip: what takes the place of `visit` if no query may see a key. Both make something other than a state
         only where a step has one pair.
     """
-    source = (of.device() - step) % of.order.shards
     if _is_folded(of, operands):
         return _over_folded(of, operands, keys, step, visit, state)
+    source = (of.device() - step) % of.order.shards
 
     def one(index: Index, state: State) -> State:
         pair = _pair(of, operands, keys, source, index // of.chunks, index % of.chunks)
@@ -118,9 +118,9 @@ def _over_folded(
 ) -> Result:
     """A step of zigzag as one pair, of whole shards or halves of them. All devices have the same work.
 
-    own keys                  keys of a lower device    keys of a higher device
-    early queries  ◣ ·        early queries  ■ ·        early queries  · ·
-    late queries   ■ ◣        late queries   ■ ·        late queries   ■ ■
+    keys of          the device itself    a lower one    a higher one
+    early queries          ◣ ·                ■ ·             · ·
+    late queries           ■ ◣                ■ ·             ■ ■
     """
     t, s = of.queries // of.order.shards, of.keys // of.order.shards
     device = of.device()
@@ -161,5 +161,8 @@ def _may_see(of: Sharded, pair: Pair) -> jax.Array | None:
 
 
 def first_pair(of: Sharded, operands: Operands) -> Operands:
-    """The operands of the first step, as implementations are asked about them."""
-    return _pair(of, operands, Packed.of(sharded.key_side(operands)), of.device()).operands
+    """The operands of the first call of a ring, as implementations are asked about them."""
+    keys = Packed.of(sharded.key_side(operands))
+    if has_one_pair(of, operands):
+        return over_pairs(of, operands, keys, 0, lambda pair, _: pair.operands, None)
+    return _pair(of, operands, keys, of.device()).operands
