@@ -125,6 +125,9 @@ def _all_to_all(of: Sharded, x: jax.Array, split: int, joined: int) -> jax.Array
     They are an axis of their own meanwhile, the first one. XLA would transpose all of `x` twice otherwise; so
     it does once, where the heads are split or joined.
     """
+    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
+        # Over an Explicit axis. A reshape must keep the parts of such an axis; this does without one.
+        return jax.lax.all_to_all(x, of.axis_name, split_axis=split, concat_axis=joined, tiled=True)
     n, shape = of.order.shards, x.shape
     parts = x.reshape(*shape[:split], n, shape[split] // n, *shape[split + 1 :])
     parts = jax.lax.all_to_all(jnp.moveaxis(parts, split, 0), of.axis_name, split_axis=0, concat_axis=0)
