@@ -20,7 +20,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import chart  # noqa: F401  its style of figures
 import matplotlib.pyplot as plt
 
 MEMORY = 2.9e12
