@@ -81,13 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), metavar=("QUERY", "KEY"))
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--window", type=int, help="keys that a query sees at most, its own included")
     parser.add_argument("--way", default="ring, zigzag", choices=list(scale_out.WAYS))
     parser.add_argument("--backward", action="store_true", help="forward and backward")
     options = parser.parse_args(arguments)
     dump = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     batch = options.devices if options.way == scale_out.BATCH else 1
     lengths = (options.tokens, options.tokens)
-    case = Case(batch, *lengths, *options.heads, options.head_dim, causal=True)
+    case = Case(batch, *lengths, *options.heads, options.head_dim, causal=True, window=options.window)
     memory = compiled(options.way, case, options.backward, options.devices).memory_analysis()
     print(f"{case}, {options.way}: {memory.temp_size_in_bytes / 2**30:.2f} GiB beside arguments and results")
     if dump is not None:

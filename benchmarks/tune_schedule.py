@@ -42,6 +42,7 @@ CALLS = [
     ((1, 4096, 8, 8, 128), True),
     ((1, 8192, 32, 8, 128), True),
     ((1, 8192, 64, 8, 128), True),
+    ((1, 32768, 32, 8, 128), True),
     ((4, 4096, 32, 8, 128), True),
     ((1, 4096, 32, 32, 64), True),
     ((2, 4096, 12, 12, 192), True),
@@ -117,12 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--match", default="", help="parts of the calls' names, with commas between them")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     result = record.environment() | {"rows": []}
     print(record.heading(result))
-    for shape, causal in CALLS:
-        for row in measure(case_of(shape, causal), options.rounds):
+    cases = [case_of(shape, causal) for shape, causal in CALLS]
+    for case in cases:
+        if not any(part in str(case) for part in options.match.split(",")):
+            continue
+        for row in measure(case, options.rounds):
             result["rows"].append(row)
             writes = "main writes dQ" if row["main_writes_dq"] else ""
             print(

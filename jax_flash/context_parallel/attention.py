@@ -14,9 +14,9 @@ from jax_flash._attention import ScoreMod
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call
 from jax_flash._spec import Operands
-from jax_flash.context_parallel import arguments, gather, pairs, ring, two_axes, ulysses
+from jax_flash.context_parallel import arguments, gather, halo, pairs, ring, two_axes, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
-from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.sharded import Passes, Sharded
 from jax_flash.context_parallel.strategy import AUTO, Strategy, choose
 from jax_flash.transforms import autodiff, lowering
 from jax_flash.transforms.varying import vary_alike
@@ -197,8 +197,8 @@ def context_parallel_attention(
     return _attend(*arguments.prepare(given, axis_name, load_balance), strategy, implementation)
 
 
-PASSES = ring.Passes(autodiff.jax_flash_forward, autodiff.jax_flash_backward)
-"""Of a ring's step. They are below autodiff, as the ring has a derivative of its own."""
+PASSES = Passes(autodiff.jax_flash_forward, autodiff.jax_flash_backward)
+"""Of calls whose results are put together: below autodiff, as what does that has its own derivative."""
 
 
 @_settings.as_written
@@ -225,7 +225,11 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
     names, device = _arguments.implementations(implementation), _device.current()
     selected = _dispatch.select(spec.wide() if chosen == "ring" else spec, shapes, names, device)
+    ordinary_call = lowering.Call(spec, selected, device)
     if chosen == "ring":
-        return ring.attend(ring.Ring(of, lowering.Call(spec, selected, device), PASSES), operands)
+        return ring.attend(ring.Ring(of, ordinary_call, PASSES), operands)
     attend = gather.attend if chosen == "all_gather" else ulysses.attend
-    return attend(of, functools.partial(autodiff.attend, spec, selected), operands)
+    run = functools.partial(attend, of, functools.partial(autodiff.attend, spec, selected))
+    if chosen == "all_gather" and halo.edges_of(of) is not None:
+        return halo.attend(halo.Halo(of, ordinary_call, PASSES), run, operands)
+    return run(operands)

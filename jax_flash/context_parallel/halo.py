@@ -1,111 +1,273 @@
-"""What a narrow window reaches of other devices' keys: the last of the one before, the first of the next.
+"""A window that reaches no keys but a device's own and the nearest of its neighbours, tokens in order.
 
-An all-gather for such a window sends these rows alone. A device's queries then see one piece of the sequence:
+A device's queries attend to its own keys, where they lie, in one call. The few at an edge also attend to the
+keys of the neighbour that they reach, in a small call (+):
 
-    device 0           device 1           device 2
-    K0 K0 K0 k1 ·      k0 K1 K1 K1 k2     · k1 K2 K2 K2
+    keys of          device 0   device 1   device 2
+    device 1                +   ◥■■■■■◣   +
 
-All devices' pieces are equally long. At the ends of the sequence a device lacks a neighbour. The rows in that
-place (·) are 0, and no query of the device sees them.
+Results of the two are merged by lse, in these rows alone. The backward pass computes both parts of the
+gradients from lse of the whole rows, and sends those of a neighbour's keys home.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_flash._spec import functions_of
+from jax_flash import _settings
+from jax_flash._rounding import round_to
+from jax_flash._spec import Gradients, Operands, functions_of
+from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import Chunk
-from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.packed import Arrays, Packed
+from jax_flash.context_parallel.partial import Partial
+from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
+from jax_flash.transforms.lowering import Call
 
 
 @dataclasses.dataclass(frozen=True)
-class Halo:
-    """How many keys a piece has of the device before, of the device itself, and of the next one."""
+class Edge:
+    """Queries at one end of a device's shard, and the keys of the neighbour there that they see."""
 
-    before: int
-    own: int
-    after: int
+    neighbour: int  # -1: the device before; 1: the next one
+    rows: int  # queries, and as many keys
+    own: int  # queries of a device, and keys
 
     @property
-    def length(self) -> int:
-        return self.before + self.own + self.after
+    def first_query(self) -> int:
+        """Of those that the device has."""
+        return 0 if self.neighbour < 0 else self.own - self.rows
 
-    def chunk(self, of: Sharded) -> Chunk:
-        """Which keys this device's piece has."""
-        start = of.device() * self.own - self.before
-        return Chunk(jnp.clip(start, 0, of.keys - self.length), 1, self.length)
+    @property
+    def first_key(self) -> int:
+        """Of those that the neighbour has."""
+        return self.own - self.rows if self.neighbour < 0 else 0
 
 
-def halo_of(of: Sharded) -> Halo | None:
-    """The keys that a call's window reaches; None if they may be more than the neighbours'."""
+def edges_of(of: Sharded) -> tuple[Edge, ...] | None:
+    """Where a call's window reaches neighbours' keys; None if it may reach more than these."""
     window, own = of.window, of.keys // of.order.shards
     # With lengths, how queries and keys are aligned is data.
     is_moved = of.order.kind is not None or of.has_lengths or of.queries != of.keys
     if window.left is None or window.right is None or is_moved or functions_of(of.spec) is not None:
         return None
-    halo = Halo(max(window.left, 0), own, max(window.right, 0))
-    is_narrow = max(halo.before, halo.after) <= own and halo.length < of.keys
-    return halo if is_narrow else None
+    before, after = max(window.left, 0), max(window.right, 0)
+    if max(before, after) > own or before + own + after >= of.keys:
+        return None
+    return tuple(Edge(side, rows, own) for side, rows in ((-1, before), (1, after)) if rows)
 
 
-def reached(of: Sharded, halo: Halo, axis: int, x: jax.Array) -> jax.Array:
-    """This device's piece of an array that is sharded as keys are: `halo.length` rows along `axis`."""
-    exchange = _reached if jnp.issubdtype(x.dtype, jnp.floating) else _exchanged
-    return exchange(of, halo, axis, x)
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """Everything static about a call."""
+
+    sharded: Sharded
+    call: Call  # of an ordinary call, on a device's own keys or on a neighbour's
+    passes: Passes
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        edges = edges_of(self.sharded)
+        assert edges is not None, self.sharded
+        return edges
 
 
-def _exchanged(of: Sharded, halo: Halo, axis: int, x: jax.Array) -> jax.Array:
-    def rows(start: int, count: int) -> jax.Array:
-        return jax.lax.slice_in_dim(x, start, start + count, axis=axis)
-
-    before = _passed_on(of, rows(halo.own - halo.before, halo.before), 1)
-    after = _passed_on(of, rows(0, halo.after), -1)
-    shape = (*x.shape[:axis], halo.length, *x.shape[axis + 1 :])
-    piece = jnp.zeros_like(x, shape=shape)
-    own = _own_start(of, halo)
-    # Where a neighbour isn't there, its rows are put over others; so the device's own come last.
-    for part, start in ((before, own - halo.before), (after, own + halo.own), (x, own)):
-        piece = jax.lax.dynamic_update_slice_in_dim(piece, part, start, axis)
-    return piece
+Whole = Callable[[Operands], Any]
+"""The same attention, whose derivatives are right to any order."""
 
 
-_reached = jax.custom_vjp(_exchanged, nondiff_argnums=(0, 1, 2))
+def attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
+    """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
+
+    The operands are typed alike (`varying.py`).
+    """
+    return _attend(halo, whole, operands)
 
 
-def _reached_forward(of: Sharded, halo: Halo, axis: int, x: jax.Array) -> tuple[jax.Array, None]:
-    return _exchanged(of, halo, axis, x), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
+    out, lse = forward(halo, operands)
+    return (out, lse) if halo.sharded.spec.return_residual else out
 
 
-def _reached_backward(of: Sharded, halo: Halo, axis: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    """Gradients of neighbours' rows go back to these devices, which add them in float32."""
-    wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
-    own = _own_start(of, halo)
-
-    def rows(start: jax.Array, count: int) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(wide, start, count, axis)
-
-    # What lies in place of a neighbour that isn't there is sent to nobody.
-    of_last = _passed_on(of, rows(own - halo.before, halo.before), -1)
-    of_first = _passed_on(of, rows(own + halo.own, halo.after), 1)
-    summed = rows(own, halo.own)
-    at = (slice(None),) * axis
-    summed = summed.at[*at, halo.own - halo.before :].add(of_last)
-    summed = summed.at[*at, : halo.after].add(of_first)
-    return (summed.astype(cotangent.dtype),)
+def _attend_forward(halo: Halo, whole: Whole, operands: Operands) -> Any:
+    out, lse = forward(halo, operands)
+    out = checkpoint_name(out, "jax_flash_out")
+    lse = checkpoint_name(lse, "jax_flash_lse")
+    return (out, lse) if halo.sharded.spec.return_residual else out, (operands, out, lse)
 
 
-_reached.defvjp(_reached_forward, _reached_backward)
+def _attend_backward(halo: Halo, whole: Whole, residuals: Any, cotangents: Any) -> tuple[Operands]:
+    gradients = _gradients(halo, whole, *residuals, cotangents)
+    # None stands for the absent cotangent of an operand that is not differentiable.
+    none = dict.fromkeys(residuals[0].present())
+    return (Operands.of(none | gradients.present()),)
 
 
-def _own_start(of: Sharded, halo: Halo) -> jax.Array:
-    """Where a device's own rows are in its piece."""
-    return of.device() * halo.own - halo.chunk(of).first
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _passed_on(of: Sharded, x: jax.Array, places: int) -> jax.Array:
-    """An array as the device so many places before this one has it; zeros where there is none."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _gradients(
+    halo: Halo, whole: Whole, operands: Operands, out: jax.Array, lse: jax.Array, cotangents: Any
+) -> Gradients:
+    d_out, d_lse = cotangents if halo.sharded.spec.return_residual else (cotangents, None)
+    return backward(halo, operands, out, lse, d_out, d_lse)
+
+
+# A second derivative would differentiate a call as if lse were that of its own keys.
+@_gradients.defjvp
+def _gradients_jvp(halo: Halo, whole: Whole, primals: Any, tangents: Any) -> Any:
+    operands, _, _, cotangents = primals
+    # out and lse are functions of the operands, so the gradients are functions of the others alone.
+    d_operands, _, _, d_cotangents = tangents
+
+    def gradients(values: Arrays, cotangents: Any) -> Arrays:
+        _, pullback = jax.vjp(lambda values: whole(operands.replace(**values)), values)
+        return pullback(cotangents)[0]
+
+    values, of_values = operands.differentiable(), d_operands.present()
+    given = (values, cotangents), ({name: of_values[name] for name in values}, d_cotangents)
+    return _gradients(halo, whole, *primals), Gradients.of(jax.jvp(gradients, *given)[1])
+
+
+@_settings.as_written
+def forward(halo: Halo, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries."""
+    of, attended = halo.sharded, functools.partial(halo.passes.forward, halo.call)
+    arrived = [_arrived(of, edge, operands) for edge in halo.edges]
+    out, lse = jax.lax.optimization_barrier(attended(own_operands(of, operands)))
+    for edge, keys in zip(halo.edges, arrived, strict=True):
+        part, spans = _edge_operands(of, edge, operands, keys), _spans(of, edge)
+        rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
+        merged_out, merged_lse = _merged(*rows, *attended(part), operands.sinks)
+        out, lse = _put("out", out, merged_out, spans), _put("lse", lse, merged_lse, spans)
+    return out, lse
+
+
+@_settings.as_written
+def backward(
+    halo: Halo,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Gradients of this device's operands. Those of operands that devices share are its own queries' part."""
+    of, present = halo.sharded, operands.present()
+    arrived = [_arrived(of, edge, operands) for edge in halo.edges]
+    results = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
+
+    def part(operands: Operands, spans: Spans) -> Arrays:
+        rows = (
+            None if x is None else sharded.take(name.removeprefix("d_"), x, spans)
+            for name, x in results.items()
+        )
+        return halo.passes.backward(halo.call, operands, *rows).present()
+
+    own = _own_spans(of)
+    gradients = {
+        name: sharded.put(name, jnp.zeros_like(present[name]), x, own)
+        for name, x in jax.lax.optimization_barrier(part(own_operands(of, operands), own)).items()
+    }
+    for edge, keys in zip(halo.edges, arrived, strict=True):
+        of_edge = part(_edge_operands(of, edge, operands, keys), _spans(of, edge))
+        home = Packed.of({name: x for name, x in of_edge.items() if sharded.goes_with_keys(name)})
+        for name, x in of_edge.items():
+            if not sharded.goes_with_keys(name):
+                gradients[name] = _added(name, gradients[name], x, _spans(of, edge))
+        for name, x in _passed_on(of, home, edge.neighbour).unpacked().items():
+            gradients[name] = _added(name, gradients[name], x, {"S": (edge.first_key, edge.rows)})
+    return Gradients.of(gradients)
+
+
+def own_operands(of: Sharded, operands: Operands) -> Operands:
+    """The operands of the call for this device's queries, on its own keys."""
+    parts = {
+        name: x if sharded.goes_with_keys(name) else sharded.take(name, x, _own_spans(of))
+        for name, x in operands.present().items()
+    }
+    return of.placed(Operands.of(parts), *(of.order.chunk(of.device(), 0, _own(of)) for _ in "qk"))[0]
+
+
+def _edge_operands(of: Sharded, edge: Edge, operands: Operands, keys: Packed) -> Operands:
+    """The operands of the call for an edge. Sinks are counted with a device's own keys."""
+    parts = keys.unpacked()
+    for name, x in operands.present().items():
+        if name not in parts and name != "sinks":
+            parts[name] = sharded.take(name, x, _spans(of, edge))
+    first = of.device() * edge.own
+    queries = Chunk(first + edge.first_query, 1, edge.rows)
+    place = first + edge.neighbour * edge.own + edge.first_key
+    # Where there is no neighbour, its keys are where no query sees them.
+    is_there = (place >= 0) & (place < of.keys)
+    keys_chunk = Chunk(jnp.where(is_there, place, place + edge.neighbour * of.keys), 1, edge.rows)
+    return of.placed(Operands.of(parts), queries, keys_chunk)[0]
+
+
+def _own(of: Sharded) -> int:
+    return of.keys // of.order.shards
+
+
+def _own_spans(of: Sharded) -> Spans:
+    """What is a device's own, of operands that have its queries or all keys."""
+    return {"T": (0, _own(of)), "S": (of.device() * _own(of), _own(of))}
+
+
+def _spans(of: Sharded, edge: Edge) -> Spans:
+    """What is an edge's, likewise."""
+    place = (of.device() + edge.neighbour) * edge.own + edge.first_key
+    # Where there is no neighbour it is any keys.
+    return {"T": (edge.first_query, edge.rows), "S": (jnp.maximum(place, 0), edge.rows)}
+
+
+def _arrived(of: Sharded, edge: Edge, operands: Operands) -> Packed:
+    """The neighbour's keys, and what goes with them."""
+    spans: Spans = {"S": (edge.first_key, edge.rows)}
+    rows = {name: sharded.take(name, x, spans) for name, x in sharded.key_side(operands).items()}
+    return _passed_on(of, Packed.of(rows), -edge.neighbour)
+
+
+def _passed_on(of: Sharded, x: Packed, places: int) -> Packed:
+    """Arrays as the device so many places before this one has them; zeros where there is none."""
     place_of = of.place_of
     pairs = [(i, i + places) for i in range(len(place_of)) if 0 <= i + places < len(place_of)]
     sends = [(place_of[i], place_of[j]) for i, j in pairs]
-    return jax.lax.ppermute(x, of.axis_name, sends)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, of.axis_name, sends), x)
+
+
+def _merged(
+    out: jax.Array, lse: jax.Array, other_out: jax.Array, other_lse: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """An edge's results with its own keys, and with the neighbour's (without sinks), as one."""
+    wide, other = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (out, other_out))
+    results = Partial.of(wide, lse).merged(other, other_lse).results(None)
+    if sinks is not None:
+        # A row that sees no key has none, so those of a row that sees a neighbour's keys alone are missing.
+        alone = Partial.of(other, other_lse).results(sinks)
+        sees_none = lse == -jnp.inf
+        of_out = jnp.swapaxes(sees_none, -1, -2)[..., None]
+        results = jnp.where(of_out, alone[0], results[0]), jnp.where(sees_none, alone[1], results[1])
+    return round_to(results[0], out.dtype), results[1]
+
+
+def _added(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
+    """`x` with `part` added where `take` would take it from, in float32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    there = sharded.take(name, x, spans).astype(wide) + part.astype(wide)
+    return _put(name, x, there.astype(x.dtype), spans)
+
+
+def _put(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
+    """`sharded.put`, into what a kernel wrote, without a copy of the rest.
+
+    The barrier makes XLA compute `part` before. And without the one around a kernel's results, XLA would take
+    what is put into them for a part of the kernel, and fail.
+    """
+    return sharded.put(name, x, jax.lax.optimization_barrier(part), spans)

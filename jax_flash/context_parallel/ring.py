@@ -20,8 +20,7 @@ Ring Attention: https://arxiv.org/abs/2310.01889.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +34,9 @@ from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
-from jax_flash.context_parallel.sharded import Sharded, Spans
+from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
-
-
-class Passes(NamedTuple):
-    """The functions that run a step: those of `lowering.py`, or of a transform above it."""
-
-    forward: Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
-    backward: Callable[..., Gradients]
 
 
 @dataclasses.dataclass(frozen=True)

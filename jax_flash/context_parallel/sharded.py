@@ -7,22 +7,30 @@ call takes a chunk of queries and some keys, and gets told where they lie in the
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash._mask import PositionMask, Window
-from jax_flash._spec import AttentionSpec, Operands, functions_of
+from jax_flash._spec import AttentionSpec, Gradients, Operands, functions_of
 from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
-from jax_flash.transforms.lowering import axes_of, batch_shape
+from jax_flash.transforms.lowering import Call, axes_of, batch_shape
 
 Spans = dict[str, tuple[jax.Array | int, int]]
 """A part of an array, by letters of its axes (`lowering.axes_of`): where it starts and how long it is."""
 
 AxisName = str | tuple[str, ...]
 """A mesh axis; or several, in the mesh's order."""
+
+
+class Passes(NamedTuple):
+    """The functions that run an ordinary call: those of `lowering.py`, or of a transform above it."""
+
+    forward: Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
+    backward: Callable[..., Gradients]
 
 
 @dataclasses.dataclass(frozen=True)

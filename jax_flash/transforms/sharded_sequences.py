@@ -4,7 +4,8 @@ Whole sequences are one ordinary call on the device's arrays (`lowering.py`). Of
 consecutive tokens, and `Shards.strategy` says how devices see each other's keys:
 
 - "ring": keys go round, and a device runs one ordinary call in each step (`context_parallel/ring.py`).
-- "all_gather": one ordinary call of the device's queries on all keys (`context_parallel/gather.py`). If each
+- "all_gather": one ordinary call of the device's queries on all keys (`context_parallel/gather.py`); for a
+  narrow window, one on its own keys, and small ones on neighbours' keys (`context_parallel/halo.py`). If each
   device has all keys already, nothing is gathered. A device then has a part of the gradients of keys and
   values, which `Layout.run` adds up.
 - "ulysses": one ordinary call of the device's heads on whole sequences (`context_parallel/ulysses.py`).
@@ -19,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import Gradients, Operands
-from jax_flash.context_parallel import gather, ring, ulysses
+from jax_flash.context_parallel import gather, halo, ring, ulysses
 from jax_flash.context_parallel.load_balance import Chunk, Order
-from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.sharded import Passes, Sharded
 from jax_flash.transforms import lowering
 from jax_flash.transforms.layout import Shards
 from jax_flash.transforms.lowering import Call
 
-PASSES = ring.Passes(lowering.forward, lowering.backward)
-"""Of a ring's step, whose arrays are local."""
+PASSES = Passes(lowering.forward, lowering.backward)
+"""Of calls whose results are put together. Their arrays are local."""
 
 
 def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.Array, jax.Array]:
@@ -40,6 +41,8 @@ def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.
         batch = lowering.batch_shape(operands)
         query = jnp.broadcast_to(operands.query, (*batch, *operands.query.shape[-3:]))
         return ring.forward(ring.Ring(of, call, PASSES), operands.replace(query=query))
+    if _has_halo(of, shards):
+        return halo.forward(halo.Halo(of, call, PASSES), operands)
     out, lse = lowering.forward(call, _ordinary_operands(of, operands, shards))
     if shards.strategy == "ulysses":
         out, lse = ulysses.by_tokens(of, "out", out), ulysses.by_tokens(of, "lse", lse)
@@ -65,6 +68,8 @@ def backward(
     call = _ordinary_call(of, call, shards)
     if shards.strategy == "ring":
         return ring.backward(ring.Ring(of, call, PASSES), operands, out, lse, d_out, d_lse)
+    if _has_halo(of, shards):
+        return halo.backward(halo.Halo(of, call, PASSES), operands, out, lse, d_out, d_lse)
 
     def ordinary(differentiable: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Operands]:
         moved = _ordinary_operands(of, operands.replace(**differentiable), shards)
@@ -93,6 +98,10 @@ def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
         has_lengths=any(x is not None for x in lengths),
         shard_of=shards.shard_of,
     )
+
+
+def _has_halo(of: Sharded, shards: Shards) -> bool:
+    return shards.strategy == "all_gather" and shards.keys and halo.edges_of(of) is not None
 
 
 def _ordinary_call(of: Sharded, call: Call, shards: Shards) -> Call:

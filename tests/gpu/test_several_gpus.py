@@ -100,6 +100,7 @@ OPTIONS = {
     "plain": {},
     "causal": dict(is_causal=True),
     "window": dict(is_causal=True, local_window_size=(100, 0)),
+    "two_sides": dict(local_window_size=(90, 30), features=("sinks",)),
     "lengths": dict(is_causal=True, features=("seq_lengths",)),
     "segments": dict(features=("segment_ids", "sinks")),
     "dropout": dict(is_causal=True, features=("dropout", "logits_soft_cap")),
@@ -126,7 +127,7 @@ def check(shards, layout, option, head_dim):
 @pytest.mark.parametrize("layout", STRATEGIES, ids=str)
 def test_sharded_sequences(layout, option, shards, head_dim):
     """Each strategy by the CUDA kernels, against the definition."""
-    if layout == ("ring", "striped") and option in ("window", "alibi"):
+    if layout == ("ring", "striped") and option in ("window", "two_sides", "alibi"):
         pytest.skip("a ring of stripes has neither")
     check(shards, layout, option, head_dim)
 

@@ -214,6 +214,35 @@ def test_every_option_with_a_narrow_window(shards):
         ShardedCalls(shards, "all_gather", None).check(case)
 
 
+def test_queries_that_see_keys_of_a_neighbour_alone():
+    """Sinks count in each row that sees a key, whoever has it."""
+    query, key, value = arrays(T=32)
+    place = jnp.arange(32)
+    is_own = place[:, None] // 8 == place // 8
+    mask = ~(is_own & (place[:, None] % 8 < 3))
+    sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+
+    def both(attend):
+        def loss(*args):
+            out, lse = attend(*args)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(jnp.where(jnp.isinf(lse), 0, lse)))
+
+        return jax.jit(lambda *args: (attend(*args), jax.grad(loss, (0, 1, 2, 3))(*args)))
+
+    options = dict(local_window_size=(6, 0), return_residual=True)
+
+    def on_shards(query, key, value, sinks, mask):
+        attend = functools.partial(jax_flash.context_parallel_attention, strategy="all_gather", **options)
+        return attend(query, key, value, mask=mask, sinks=sinks, axis_name=AXIS)
+
+    shards = P(None, AXIS)
+    specs = (*(shards,) * 3, P(), P(AXIS))
+    sharded = jax.shard_map(on_shards, mesh=sequence_mesh(4), in_specs=specs, out_specs=(shards, shards))
+    expected = both(lambda *args: jax_flash.flash_attention(*args[:3], mask=mask, sinks=args[3], **options))
+    actual = both(lambda *args: sharded(*args, mask))
+    cases.assert_close(actual(query, key, value, sinks), expected(query, key, value, sinks))
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_rematerialisation_by_names(name):
     """With the policy of `transforms/autodiff.py`, attention does not run a second time."""
@@ -406,10 +435,15 @@ def second_derivative(function, *args):
     return jax.jit(jax.grad(norm_of_gradient))(*args)
 
 
-@pytest.mark.parametrize("name", ["all_gather", "ulysses"])
-def test_second_derivative(name):
-    whole = functools.partial(jax_flash.flash_attention, is_causal=True)
-    actual = second_derivative(sharded_call(2, strategy=name, is_causal=True), *arrays())
+@pytest.mark.parametrize(
+    "name, options",
+    [("all_gather", {}), ("ulysses", {}), ("all_gather", {"local_window_size": (3, 1)})],
+    ids=["all_gather", "ulysses", "narrow_window"],
+)
+def test_second_derivative(name, options):
+    options = options or {"is_causal": True}
+    whole = functools.partial(jax_flash.flash_attention, **options)
+    actual = second_derivative(sharded_call(2, strategy=name, **options), *arrays())
     cases.assert_close(actual, second_derivative(whole, *arrays()), 1e-4)
 
 
