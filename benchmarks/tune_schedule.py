@@ -43,6 +43,10 @@ CALLS = [
     ((1, 8192, 32, 8, 128), True),
     ((1, 8192, 64, 8, 128), True),
     ((1, 32768, 32, 8, 128), True),
+    ((2, 4096, 64, 8, 128), True),
+    ((1, 16384, 32, 8, 128), True),
+    ((1, 16384, 16, 16, 128), True),
+    ((1, 16384, 16, 16, 128), False),
     ((4, 4096, 32, 8, 128), True),
     ((1, 4096, 32, 32, 64), True),
     ((2, 4096, 12, 12, 192), True),
@@ -65,13 +69,20 @@ def picked(case: Case) -> Schedule:
 
 
 def candidates(case: Case) -> list[Schedule]:
-    """Undivided tiles first; then every number of head shares, a few parts, and what the plan picks."""
+    """Undivided tiles first; then every number of head shares, two parts, and what the plan picks.
+
+    Each with dQ written by the main kernel, if it can, and by another; undivided tiles in head groups of
+    several sizes.
+    """
     group, best = case.heads // case.kv_heads, picked(case)
     shares = [Units(n) for n in range(1, group + 1) if group % n == 0]
-    found = [Schedule(units, best.main_writes_dq) for units in (*shares, Units(group, 2), best.units)]
+    writers = [best.main_writes_dq]
     if not call_of(case).tile.split_products:
-        found += [Schedule(units, not best.main_writes_dq) for units in (Units(), best.units)]
-    return list(dict.fromkeys(found))
+        writers.append(not best.main_writes_dq)
+    units = dict.fromkeys((*shares, Units(group, 2), best.units))
+    found = [Schedule(x, main_writes_dq) for main_writes_dq in writers for x in units]
+    widths = [n for n in (1, 2, 4) if n < min(case.batch * case.kv_heads, 8)] if group > 1 else []
+    return found + [Schedule(Units(), best.main_writes_dq, l2_head_group=n) for n in widths]
 
 
 def estimate(case: Case, schedule: Schedule) -> float:
@@ -105,6 +116,7 @@ def measure(case: Case, of_rounds: int) -> list[dict]:
     for schedule in known:
         row = {"case": str(case), **dataclasses.asdict(schedule.units)}
         row |= {"main_writes_dq": schedule.main_writes_dq, "picked": schedule == best} | found[schedule]
+        row["l2_head_group"] = call_of(case, schedule).l2_head_group
         row["expected"] = estimate(case, schedule) / estimate(case, undivided)
         if "milliseconds" in row:
             row["backward"] = 2.5 * case.flops / row["milliseconds"] / 1e9
@@ -131,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result["rows"].append(row)
             writes = "main writes dQ" if row["main_writes_dq"] else ""
             print(
-                f"{row['case']:28} {row['shares']:>3} × {row['parts']} {writes:14}"
+                f"{row['case']:28} {row['shares']:>3} × {row['parts']} {row['l2_head_group']:>3} {writes:14}"
                 f"  {record.rate(row.get('backward')):>6}  expected {row['expected']:.3f}"
                 f"  measured {row.get('measured', float('nan')):.3f} {'picked' if row['picked'] else ''}"
                 f" {row.get('error', '')[:120]}",

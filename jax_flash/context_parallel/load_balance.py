@@ -199,10 +199,5 @@ def _restored(x: jax.Array, axis: int, order: Order) -> jax.Array:
     return jnp.stack([early, jnp.flip(late, axis)], axis).reshape(shape)
 
 
-def backwards(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """So many chunks along `axis`, the last one first."""
-    return jnp.flip(_split(x, axis, (count, x.shape[axis] // count)), axis).reshape(x.shape)
-
-
 def _split(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> jax.Array:
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])

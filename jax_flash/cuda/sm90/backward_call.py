@@ -33,6 +33,7 @@ class Schedule:
     units: Units
     main_writes_dq: bool  # in calls whose main kernel can
     dq_sums: int | None = None  # in deterministic calls; None for as many as they need
+    l2_head_group: int | None = None  # None for what the units suggest
 
 
 def tile_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> BackwardTile:
@@ -156,7 +157,9 @@ class BackwardCall:
         workers = self.workers
         if self.spec.deterministic:
             workers = backward_scheduler.ASSUMED_CTAS // self.tile.cluster
-        return Tiles(blocks, n.B * n.K, n.group, workers)
+        visited = self._head_bytes * max(blocks, default=0) / max(self.query_blocks, 1)
+        heads_in_l2 = l2.backward_bytes(self.device) / max(visited, 1)
+        return Tiles(blocks, n.B * n.K, n.group, workers, heads_in_l2)
 
     @functools.cached_property
     def _head_bytes(self) -> int:
@@ -197,6 +200,8 @@ class BackwardCall:
 
     @functools.cached_property
     def l2_head_group(self) -> int:
+        if self.chosen is not None and self.chosen.l2_head_group is not None:
+            return self.chosen.l2_head_group
         tiles, head_bytes, l2_bytes = self.head_shares, self._head_bytes, l2.backward_bytes(self.device)
         if self.spec.deterministic:
             tiles_alike = self.window.unbounded and not self.has_metadata

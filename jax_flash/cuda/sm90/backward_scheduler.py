@@ -8,7 +8,7 @@ tile (backward_units.py), each head share counts as a head here.
 import functools
 import math
 
-from jax_flash.cuda.sm90.backward_units import ENDS, Tiles, makespan, widths
+from jax_flash.cuda.sm90.backward_units import ENDS, Tiles, makespan, slowdown, widths
 
 # A finished head of dQ is assumed to wait for this many blocks' time until it is written.
 _WRITING = 30
@@ -54,8 +54,8 @@ def l2_head_group(tiles: Tiles, bytes_per_head: int, l2_bytes: int, parts: int =
         return 1
     most = most_heads_in_l2(tiles.heads, bytes_per_head, l2_bytes)
     if len(tiles.blocks) * tiles.heads * parts > _SIMULATED:
-        return most
-    times = {width: makespan(tiles, width, parts, span) for width in widths(most)}
+        return max(width for width in widths(most) if slowdown(tiles, width) == slowdown(tiles, 1))
+    times = {width: makespan(tiles, width, parts, span) * slowdown(tiles, width) for width in widths(most)}
     return next(width for width, time in times.items() if time <= 1.005 * min(times.values()))
 
 

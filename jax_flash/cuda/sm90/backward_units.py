@@ -41,6 +41,9 @@ _LAUNCH_US = 6.0  # of one more kernel, and the gap before it
 # them: the last one ends later by this share of what the longest takes beyond the mean.
 _UNEVENNESS = 0.12
 
+# Each doubling of what CTAs at work read beyond what L2 holds takes this share of the time more.
+_MISSES = 0.04
+
 # Shares have to gain this much to be worth the scratch memory.
 _LEAST_GAIN = 0.02
 # Up to this many units schedules are simulated. Longer ones end evenly enough.
@@ -90,11 +93,25 @@ class Tiles:
     heads: int  # key heads, of all batch rows
     group: int  # query heads of each
     workers: int  # CTAs, or clusters, that take units at a time
+    heads_in_l2: float = math.inf
+    """Query heads whose Q, dO and sum of dQ fit in L2, as far as a tile visits these."""
 
     def share(self, units: Units) -> "Tiles":
         """The same with each head share for a head of its own."""
         heads = self.heads * units.shares
         return dataclasses.replace(self, heads=heads, group=self.group // units.shares)
+
+
+def slowdown(tiles: Tiles, width: int) -> float:
+    """How much longer the pass takes than if all heads at work were in L2, as a factor.
+
+    Tiles that are not alike get apart, so that those of a key head are at any of its query heads.
+
+    Args:
+      width: heads in an L2 head group.
+    """
+    fills = width * tiles.group / tiles.heads_in_l2
+    return 1 + _MISSES * math.log2(max(1.0, fills))
 
 
 def part_lengths(count: int, parts: int, span: int) -> list[int]:
@@ -187,7 +204,10 @@ def estimate(tiles: Tiles, width: int, units: Units, costs: Costs, span: int) ->
     extra = _extra(units, costs, beyond_mean)
     shared = tiles.share(units)
     if len(tiles.blocks) * shared.heads * units.parts > _SIMULATED:
-        return max(total / tiles.workers + beyond_mean / 2, longest) + extra
+        time = max(total / tiles.workers + beyond_mean / 2, longest)
+        return time * slowdown(shared, 1) + extra
     adding = costs.adding if units.count > 1 else 0
-    known = [1] if len(set(tiles.blocks)) == 1 else widths(min(width, shared.heads))
-    return min(makespan(shared, w, units.parts, span, adding) for w in known) + extra
+    if len(set(tiles.blocks)) == 1:
+        return makespan(shared, 1, units.parts, span, adding) + extra
+    known = widths(min(width, shared.heads))
+    return min(makespan(shared, w, units.parts, span, adding) * slowdown(shared, w) for w in known) + extra
