@@ -2,7 +2,8 @@
 
     python tests/gpu/join_summaries.py one.json other.json --out benchmarks/results/gpu_suite_h100.json
 
-The runs must be of the same commit, on the same kind of device with the same versions.
+The runs must be of the same commit, on the same kind of device with the same versions. The number of devices
+is that of the run with most.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-SAME = ("commit", "device", "driver", "nvrtc", "jax", "jaxlib", "python", "devices")
+SAME = ("commit", "device", "driver", "nvrtc", "jax", "jaxlib", "python")
 
 
 def join(summaries: Sequence[dict]) -> dict:
@@ -33,6 +34,7 @@ def join(summaries: Sequence[dict]) -> dict:
     sanitizers = [x["sanitizer"] for x in summaries if isinstance(x["sanitizer"], dict)]
     return {
         **{key: first[key] for key in SAME},
+        "devices": max(summary["devices"] for summary in summaries),
         "date": max(summary["date"] for summary in summaries),
         "runs": len(summaries),
         "counts": {key: sum(summary["counts"][key] for summary in summaries) for key in first["counts"]},

@@ -4,6 +4,7 @@ By default a CTA has a key tile of a key head, and visits the blocks of all of i
 heads there are few such tiles, of unequal length under a causal mask: some multiprocessors have none, or are
 done long before the others. Then a tile's visits are divided into units: by its query heads, into equal head
 shares; and each share by its blocks of queries, into parts (`Units` in cuda/kernels/sm90/backward/shape.cuh).
+So they are where L2 doesn't hold all query heads that CTAs are at.
 Units of a tile add what they contribute to dK and dV to float32 sums. These take as much scratch memory as
 dK and dV in float32, however many units there are.
 """
@@ -41,8 +42,8 @@ _LAUNCH_US = 6.0  # of one more kernel, and the gap before it
 # them: the last one ends later by this share of what the longest takes beyond the mean.
 _UNEVENNESS = 0.12
 
-# Each doubling of what CTAs at work read beyond what L2 holds takes this share of the time more.
-_MISSES = 0.04
+# Each doubling of what CTAs at work read beyond what L2 holds takes this share of the time more, on an H100.
+_MISSES = 0.06
 
 # Shares have to gain this much to be worth the scratch memory.
 _LEAST_GAIN = 0.02
