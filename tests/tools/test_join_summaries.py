@@ -15,6 +15,7 @@ def summary(**changes) -> dict:
     of_run = dict.fromkeys(join_summaries.SAME, "same")
     return {
         **of_run,
+        "devices": 1,
         "date": "2026-01-01",
         "counts": {"passed": 3, "failed": 0, "skipped": 1},
         "failed": [],
@@ -32,6 +33,7 @@ def summary(**changes) -> dict:
 def test_runs_are_joined(tmp_path):
     other = summary(
         date="2026-01-02",
+        devices=4,
         counts={"passed": 5, "failed": 1, "skipped": 0},
         failed=["test_that"],
         skipped=[],
@@ -47,6 +49,7 @@ def test_runs_are_joined(tmp_path):
     join_summaries.main([*map(str, paths), "--out", str(tmp_path / "joined.json")])
     assert json.loads((tmp_path / "joined.json").read_text()) == {
         **dict.fromkeys(join_summaries.SAME, "same"),
+        "devices": 4,
         "date": "2026-01-02",
         "runs": 2,
         "counts": {"passed": 8, "failed": 1, "skipped": 1},
