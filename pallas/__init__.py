@@ -18,6 +18,7 @@ from .triton import tiles as triton_tiles
 name = "pallas"
 
 _BIAS_DTYPES = ("bfloat16", "float16", "float32")
+_SIDE_LIMIT = 2**29  # positions and window sides are added up in 32 bits
 
 
 def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
@@ -56,8 +57,8 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
         return why_not
     if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
-    if shapes.diagonal is not None:
-        return "the diagonal is an operand, as in steps of context_parallel_attention with a mask or ALiBi"
+    if shapes.diagonal is not None and max(abs(spec.left or 0), abs(spec.right or 0)) >= _SIDE_LIMIT:
+        return f"with a diagonal as an operand, a window's sides are limited to {_SIDE_LIMIT}"
     of_bytes = {"a mask": shapes.mask, "blocks of a block_mask": shapes.block_kinds}
     of_bytes |= {f"a captured array ({name})": x for name, x in shapes.captured.items()}
     for name, x in of_bytes.items():

@@ -12,6 +12,7 @@ OPERANDS = (
     "key_value_segment_ids",
     "dropout_rows",
     "dropout_columns",
+    "diagonal",
 )
 """The operands that modify or mask scores."""
 
@@ -19,7 +20,7 @@ OPERANDS = (
 def names(spec: AttentionSpec, shapes: Operands) -> list[str]:
     """The options that the call has, by the names of its arguments."""
     present = [name for name in (*OPERANDS, "sinks") if getattr(shapes, name) is not None]
-    present = [name for name in present if not name.startswith("dropout")]
+    present = [name for name in present if not name.startswith("dropout") and name != "diagonal"]
     static = {
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "dropout_rate": spec.dropout_rate != 0,

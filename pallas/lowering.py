@@ -59,6 +59,8 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
         return f"it needs a Hopper GPU, not {device.kind}"
     if unknown := features.names(spec, shapes):
         return f"its kernels for Hopper take no {' and no '.join(unknown)}"
+    if shapes.diagonal is not None:
+        return "its kernels for Hopper take no diagonal as an operand, as calls on parts of sequences have"
     if spec.wide_results:
         return "its kernels for Hopper write no float32 results, as steps of a ring have"
     size = sizes(shapes)

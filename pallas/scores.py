@@ -115,7 +115,8 @@ class Scores:
         (triton/nonfinite.py)."""
         has_lengths = "query_seq_lengths" in self.refs or "key_value_seq_lengths" in self.refs
         hides_pairs = self.masked or has_lengths or self.spec.block_mask is not None
-        hides_pairs = hides_pairs or not window_of(self.spec, self.size).unbounded
+        is_shifted = "diagonal" in self.refs
+        hides_pairs = hides_pairs or not window_of(self.spec, self.size, is_shifted=is_shifted).unbounded
         return _isolation.KERNELS and hides_pairs
 
     @property
@@ -146,7 +147,8 @@ class Scores:
     def position_mask(self, batch: Index | None = None) -> PositionMask:
         """The mask by position, with queries as rows."""
         queries = self._length("query", self.size.T, batch)
-        return keys_of_queries(self.spec, self.size, queries, self._length("key_value", self.size.S, batch))
+        keys = self._length("key_value", self.size.S, batch)
+        return keys_of_queries(self.spec, self.size, queries, keys, self._shift(batch))
 
     def block_range(
         self, mask: PositionMask, block: Index, rows: int, columns: int, batch: Index | None = None
@@ -313,6 +315,13 @@ class Scores:
         if ref is None:
             return None
         return jnp.clip(triton.load(ref if batch is None else ref.at[batch]), 0, longest)
+
+    def _shift(self, batch: Index | None) -> jax.Array | None:
+        """Of the diagonal, where an operand says so."""
+        ref = self.refs.get("diagonal")
+        if ref is None:
+            return None
+        return triton.load(ref if batch is None else ref.at[batch if ref.shape[0] > 1 else np.int32(0)])
 
     def _load(self, name: str, place: Place) -> jax.Array:
         """The tile of an operand, with axes of 1 where it broadcasts."""

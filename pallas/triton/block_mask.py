@@ -36,7 +36,8 @@ def lists(
     assert operands.block_kinds is not None
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     size = sizes(operands)
-    found = _lists(spec, size, tile, transposed, operands.block_kinds, lengths, segment_blocks)
+    of_positions = lengths, operands.diagonal
+    found = _lists(spec, size, tile, transposed, operands.block_kinds, *of_positions, segment_blocks)
     return dict(zip(LISTS, found, strict=True))
 
 
@@ -49,6 +50,7 @@ def _lists(
     transposed: bool,
     kinds: jax.Array,
     lengths: tuple[jax.Array | None, jax.Array | None],
+    diagonal: jax.Array | None,
     segment_blocks: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array]:
     assert spec.block_mask is not None
@@ -58,7 +60,7 @@ def _lists(
         None if x is None else jnp.clip(x, 0, longest)[:, None]
         for x, longest in zip(lengths, (size.T, size.S), strict=True)
     )
-    mask = keys_of_queries(spec, size, *rows)
+    mask = keys_of_queries(spec, size, *rows, None if diagonal is None else diagonal[:, None])
     if transposed:
         low, high = (jnp.swapaxes(x, -1, -2) for x in (low, high))
         mask = mask.transposed()

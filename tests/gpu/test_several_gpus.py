@@ -114,10 +114,10 @@ OPTIONS = {
 SHARDS = [n for n in (2, 4, 8) if n <= len(jax.devices())]
 
 
-def check(shards, layout, option, head_dim):
+def check(shards, layout, option, head_dim, implementation="cuda"):
     fields = dict(T=512, S=512, N=8, K=2, H=head_dim) | OPTIONS[option]
     case = Case("sharded", "bfloat16", **fields)
-    ShardedCalls(shards, *layout, options={"implementation": "cuda"}).check(case)
+    ShardedCalls(shards, *layout, options={"implementation": implementation}).check(case)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,14 @@ def test_sharded_sequences(layout, option, shards, head_dim):
     if layout == ("ring", "striped") and option in ("window", "two_sides", "alibi"):
         pytest.skip("a ring of stripes has neither")
     check(shards, layout, option, head_dim)
+
+
+@pytest.mark.parametrize("option", ("causal", "two_sides", "alibi"))
+@pytest.mark.parametrize("layout", STRATEGIES, ids=str)
+def test_by_pallas(layout, option):
+    if layout == ("ring", "striped") and option != "causal":
+        pytest.skip("a ring of stripes has neither")
+    check(2, layout, option, 64, "pallas")
 
 
 @pytest.mark.parametrize("shards", [(n // 2, 2) for n in SHARDS if n > 2], ids=str)
