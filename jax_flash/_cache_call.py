@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _arguments, _cache_rows, _device, _dispatch, _rotary, _settings, _validate
+from jax_flash import (
+    _arguments,
+    _cache_rows,
+    _device,
+    _dispatch,
+    _functions,
+    _rotary,
+    _settings,
+    _validate,
+)
 from jax_flash._arguments import Names
 from jax_flash._cache_spec import CacheOperands, CacheSpec, QueryPositions, cache_sizes
 from jax_flash._float8 import is_float8
@@ -43,6 +52,7 @@ class CacheArguments:
     query_offsets: jax.Array | None = None
     num_splits: Any = None
     return_residual: Any = False
+    score_mod: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +86,14 @@ def prepare(arguments: CacheArguments) -> CacheCall:
         )
     scale, query = _arguments.scale(names["scale"], arguments.scale, 1 / math.sqrt(n.H), query)
     left, right = arguments.window.normalised(n.T, n.S)
+    score_mod, _, of_functions = _functions.operands(arguments.score_mod, None, (n.B,), (n.T, n.S, n.N))
     attention = AttentionSpec(
         scale=scale,
         left=left,
         right=right,
         logits_soft_cap=_arguments.soft_cap(names["logits_soft_cap"], arguments.logits_soft_cap),
         return_residual=_validate.flag(names["return_residual"], arguments.return_residual),
+        score_mod=score_mod,
     )
     cos, sin = _rotary_tables(arguments, n.H)
     spec = CacheSpec(
@@ -103,7 +115,7 @@ def prepare(arguments: CacheArguments) -> CacheCall:
         **_per_head(arguments, n.B, n.N),
         query_offsets=arguments.query_offsets,
     )
-    return CacheCall(spec, operands)
+    return CacheCall(spec, CacheOperands.of(operands.present() | of_functions))
 
 
 def _required(cache: dict[str, jax.Array | None]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ paged one, the size of a page times the pages that a sequence may have.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Literal
 
 import jax
 
-from jax_flash._spec import AttentionSpec, Leaf
+from jax_flash._spec import AttentionSpec, Leaf, present_of, with_captured
 
 QueryPositions = Literal["own", "appended", "first"]
 """Where query t of T is rotated, if the cache holds n keys before the append: "own", at its own position, as
@@ -24,8 +25,9 @@ queries are the last T of the sequence; "appended", at n + t, as new key t is; "
 class CacheSpec:
     """Everything static about a call. Hashable.
 
-    Of `attention`, the scale, the window, the soft cap and `return_residual` are in use. The window's
-    diagonal is aligned to the bottom right, with the lengths after the append.
+    Of `attention`, the scale, the window, the soft cap, `score_mod` and `return_residual` are in use. The
+    window's diagonal is aligned to the bottom right, with the lengths after the append. A `score_mod` takes
+    positions in a sequence: that of a query is the key that it is aligned with.
     """
 
     operation: ClassVar[str] = "decoding"
@@ -56,6 +58,8 @@ class CacheOperands(Generic[Leaf]):
     With `query_offsets`, the query is `(1, T, N, H)` and holds B packed sequences: sequence b has those from
     `query_offsets[b]` up to `query_offsets[b + 1]`. Queries beyond the last get 0. Nothing is appended then.
 
+    With a `score_mod`, each sequence and head brings its index in the whole call, as in `Operands`.
+
     A cache may be in e4m3 beside queries and new keys of another dtype. Its numbers times the descales are
     keys and values; new ones are divided by them and rounded.
     """
@@ -77,11 +81,18 @@ class CacheOperands(Generic[Leaf]):
     query_offsets: Leaf | None = None  # (B + 1,) int32, ascending, in [0, T]
     key_descale: Leaf | None = None  # (K,) float32, of a cache in e4m3
     value_descale: Leaf | None = None  # (K,) float32
+    batch_indices: Leaf | None = None  # (B,) int32
+    head_indices: Leaf | None = None  # (1, N) int32
+    captured: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)  # (1, elements) each
+
+    @staticmethod
+    def of(arrays: Mapping[str, Any]) -> "CacheOperands":
+        """From operands by name, as `present` gives them."""
+        return CacheOperands(**{"value": None} | with_captured(arrays))
 
     def present(self) -> dict[str, Leaf]:
-        """The operands that are there, by name, in field order."""
-        fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {name: leaf for name, leaf in fields if leaf is not None}
+        """The operands that are there, by name, in field order, and behind them those captured."""
+        return present_of(self)
 
     def replace(self, **changes: Any) -> "CacheOperands":
         return dataclasses.replace(self, **changes)

@@ -3,6 +3,7 @@
 Written sequence by sequence in NumPy, for tests. Attention itself is `_reference.py`'s.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 
 from jax_flash import _float8, _reference
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
-from jax_flash._spec import Operands
+from jax_flash._spec import AttentionSpec, Operands, captured_name
+from jax_flash.functions.chunks import on_chunks
 
 
 class Results(NamedTuple):
@@ -54,6 +56,13 @@ def without_cache(spec: CacheSpec, operands: CacheOperands) -> Operands:
         return _attended(spec, jax.tree.map(_wide, operands), np.float64, _has_float8(operands))[0]
 
 
+def attention_spec(spec: CacheSpec) -> AttentionSpec:
+    """That of `without_cache`, whose queries count from 0."""
+    function = spec.attention.score_mod
+    score_mod = None if function is None else on_chunks(function, stride=1)
+    return dataclasses.replace(spec.attention, score_mod=score_mod)
+
+
 def packed_like(operands: CacheOperands, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Results of `without_cache`, packed if the queries are."""
     return _packed(operands, out, lse, _queries(operands, cache_sizes(operands))[1])
@@ -65,10 +74,11 @@ def _has_float8(operands: CacheOperands) -> bool:
 
 def _results(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> Results:
     attention, cache, counts = _attended(spec, operands, dtype, is_float8)
+    of_attention = attention_spec(spec)
     if dtype == np.float64:
-        out, lse = _reference.reference(spec.attention, attention, jnp.float64)
+        out, lse = _reference.reference(of_attention, attention, jnp.float64)
     else:
-        out, lse = _reference.plain_attention(spec.attention, attention)
+        out, lse = _reference.plain_attention(of_attention, attention)
     out, lse = _packed(operands, np.asarray(out), np.asarray(lse), counts)
     return Results(out, lse, cache.key, cache.value)
 
@@ -114,6 +124,13 @@ def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[O
             position = int(first[spec.query_positions]) + (t if spec.query_positions != "first" else 0)
             query[b, t] = _rotated(spec, operands, query[b, t], position, dtype)
 
+    of_function = {name: jnp.asarray(x) for name, x in operands.captured.items()}
+    if spec.attention.score_mod is not None:
+        starts = np.stack([lengths - counts, np.zeros(n.B)], axis=1).astype(np.int32)
+        of_function[captured_name("score_mod", len(of_function))] = jnp.asarray(starts)
+        of_function |= {
+            name: jnp.asarray(getattr(operands, name)) for name in ("batch_indices", "head_indices")
+        }
     attention = Operands(
         *(jnp.asarray(x) for x in (query, key, value)),
         mask=jnp.asarray(is_visible),
@@ -122,7 +139,7 @@ def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[O
         query_seq_lengths=jnp.asarray(counts, jnp.int32),
         key_value_seq_lengths=jnp.asarray(lengths, jnp.int32),
     )
-    return attention, cache, counts
+    return attention.replace(**of_function), cache, counts
 
 
 class Cache:

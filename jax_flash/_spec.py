@@ -142,11 +142,11 @@ class Operands(Generic[Leaf]):
     @staticmethod
     def of(arrays: Mapping[str, Any]) -> "Operands":
         """From operands by name, as `present` gives them."""
-        return Operands(**_with_captured(arrays))
+        return Operands(**with_captured(arrays))
 
     def present(self) -> dict[str, Leaf]:
         """The operands that are there, by name, in field order, and behind them those captured."""
-        return _present(self)
+        return present_of(self)
 
     def differentiable(self) -> dict[str, Leaf]:
         """The operands that have a gradient, by name."""
@@ -186,13 +186,14 @@ def is_captured(name: str, *functions: str) -> bool:
     return name.startswith(tuple(f"{function}_" for function in functions or ("score_mod", "mask_mod")))
 
 
-def _present(arrays: Any) -> dict[str, Any]:
+def present_of(arrays: Any) -> dict[str, Any]:
+    """The fields that are there, by name, in their order, and behind them the captured arrays."""
     fields = ((f.name, getattr(arrays, f.name)) for f in dataclasses.fields(arrays) if f.name != "captured")
     return {name: leaf for name, leaf in fields if leaf is not None} | dict(arrays.captured)
 
 
-def _with_captured(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """By fields: those captured in one."""
+def with_captured(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays by the fields that have them: those captured in one."""
     captured = {name: x for name, x in arrays.items() if is_captured(name)}
     return {name: x for name, x in arrays.items() if name not in captured} | {"captured": captured}
 
@@ -216,11 +217,11 @@ class Gradients(Generic[Leaf]):
     @staticmethod
     def of(arrays: Mapping[str, Any]) -> "Gradients":
         """From gradients by their operands' names, as `present` gives them."""
-        return Gradients(**_with_captured(arrays))
+        return Gradients(**with_captured(arrays))
 
     def present(self) -> dict[str, Leaf]:
         """The gradients that are there, by their operands' names."""
-        return _present(self)
+        return present_of(self)
 
 
 @dataclasses.dataclass(frozen=True)

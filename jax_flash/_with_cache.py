@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _cache, _cache_arguments, _cache_call, _cache_rows
+from jax_flash._attention import ScoreMod
 from jax_flash._cache import KVCache, PagedKVCache
 from jax_flash._cache_call import CacheArguments, CacheCall
 from jax_flash._validate import short
@@ -33,6 +34,7 @@ def flash_attention_with_cache(
     layer: ArrayLike | None = None,
     num_splits: int | None = None,
     return_residual: bool = False,
+    score_mod: ScoreMod | None = None,
     implementation: str | Any = None,
 ) -> Any:
     """Attention of the last queries of each sequence to all that a cache holds of it.
@@ -68,6 +70,9 @@ def flash_attention_with_cache(
       num_splits: in how many parts at most a sequence's keys are attended to at once; None for as many as
         keep the GPU busy. It changes rounding and time, and nothing else.
       return_residual: return lse beside the output.
+      score_mod: `(score, batch, head, query_index, key_index) -> score` as `flash_attention` takes it; but
+        indices are positions in the sequence, so query t has the one that it is rotated at,
+        `length - T + t`. A function that a model was trained with serves as it is.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the fastest
         that supports the call on this device.
 
@@ -102,6 +107,7 @@ def flash_attention_with_cache(
         layer=layer,
         num_splits=num_splits,
         return_residual=return_residual,
+        score_mod=score_mod,
     )
     out, lse, key_after, value_after = _cache_call.attend(call, implementation)
     results = (out, jnp.swapaxes(lse, -1, -2)) if call.spec.attention.return_residual else out

@@ -22,6 +22,8 @@ def supports(spec: CacheSpec, shapes: CacheOperands, device: Device) -> str | No
     Raises ImportError where it could if the installed JAX had the Triton lowering of Pallas.
     """
     why_not = limits.device_reason(device) or _float8_reason(shapes, device) or _call_reason(shapes)
+    if why_not is None and spec.attention.score_mod is not None:
+        why_not = "its kernels for key-value caches take no score_mod"
     if why_not is not None:
         return why_not
     if not lowering.allowed(lowering.TRITON):

@@ -4,8 +4,11 @@
     arguments      its checks
     strategy       which strategy runs a call: `ring.py`, `gather.py` or `ulysses.py`
     ring           keys and values go round from device to device
-    partial        how results of a ring's steps are combined
+    pairs          queries and keys that a ring's step has, and which of them it visits
+    packed         arrays that travel as one
+    partial        how results with several sets of keys are combined
     gather         keys and values of all devices on each
+    halo           of a narrow window, what it reaches of neighbours' keys
     ulysses        shards of heads in place of shards of the sequence
     two_axes       Ulysses over one mesh axis, another strategy over the other
     sharded        how parts of a call on shards become ordinary calls

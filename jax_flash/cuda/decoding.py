@@ -16,7 +16,10 @@ def supports(spec: CacheSpec, shapes: Shapes, device: Device) -> str | None:
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = cuda.device_limit(device) or cuda.family(device).unsupported_decode(shapes)
+    limit = cuda.device_limit(device)
+    if limit is None and spec.attention.score_mod is not None:
+        limit = "its kernels for key-value caches take no score_mod"
+    limit = limit or cuda.family(device).unsupported_decode(shapes)
     if limit is None:
         cuda.require_nvrtc()
     return limit

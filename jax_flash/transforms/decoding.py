@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from jax_flash import _cache_rows, _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
+from jax_flash._spec import is_captured
 from jax_flash.transforms import lowering, partitioning
 from jax_flash.transforms.layout import Arrays, Letters, Shards
 from jax_flash.transforms.lowering import Call
@@ -41,6 +42,7 @@ def attend(spec: CacheSpec, implementation: tuple[str, ...], operands: CacheOper
 def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Array | None]:
     """The cache's key and value with the new ones in them."""
     # The new keys stand for queries, of which there are none: they are partitioned alike.
+    operands = operands.replace(batch_indices=None, head_indices=None, captured={})
     operands = vary_alike(operands.replace(query=operands.new_key))
     results = jax_flash_append(Call(spec, APPEND, _device.current()), operands)
     return results["key"], results.get("value")
@@ -75,8 +77,8 @@ def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     @mappable.def_vmap
     def rule(size: int, in_batched: Any, operands: CacheOperands) -> Any:
         (is_mapped,) = in_batched
-        mapped = {name for name in operands.present() if getattr(is_mapped, name)}
-        if mapped & _SHARED or operands.query_offsets is not None:
+        mapped = {name for name, mapped in is_mapped.present().items() if mapped}
+        if any(map(_is_shared, mapped)) or operands.query_offsets is not None:
             results = _one_after_another(call, operands, mapped)
             return results, jax.tree.map(lambda _: True, results)
         fold = _Fold(operands, mapped, size)
@@ -88,14 +90,18 @@ def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
 
 
 _CACHE = ("key", "value")
-_SHARED = {"layer", "rotary_cos", "rotary_sin", "sinks", "key_descale", "value_descale"}
-"""Operands that all sequences of a call share. If one is mapped, the mapped calls run one after another."""
+_SHARED = {"layer", "rotary_cos", "rotary_sin", "sinks", "key_descale", "value_descale", "head_indices"}
+
+
+def _is_shared(name: str) -> bool:
+    """Whether all sequences of a call share the operand. If it is mapped, the calls run one after another."""
+    return name in _SHARED or is_captured(name)
 
 
 def _one_after_another(call: Call[CacheSpec], operands: CacheOperands, mapped: set[str]) -> Arrays:
-    rest = {"value": None} | operands.present()
+    rest = operands.present()
     each = {name: rest.pop(name) for name in mapped}
-    return jax.lax.map(lambda each: _mappable(call, CacheOperands(**rest, **each)), each)
+    return jax.lax.map(lambda each: _mappable(call, CacheOperands.of(rest | each)), each)
 
 
 class _Fold:
@@ -110,19 +116,22 @@ class _Fold:
         shapes = {
             name: jax.ShapeDtypeStruct(shape, self.arrays[name].dtype) for name, shape in of_one.items()
         }
-        self.sizes = cache_sizes(CacheOperands(**{"value": None} | shapes))
+        self.sizes = cache_sizes(CacheOperands.of(shapes))
         self.places = of_one["key"][self.is_layered]  # pages, or sequences, that the cache of one call has
 
     def operands(self) -> CacheOperands:
-        kept = _SHARED | (set(_CACHE) if self.shares_cache else set())
-        folded = {name: x if name in kept else self._folded(name) for name, x in self.arrays.items()}
+        kept = _CACHE if self.shares_cache else ()
+        folded = {
+            name: x if name in kept or _is_shared(name) else self._folded(name)
+            for name, x in self.arrays.items()
+        }
         if not self.shares_cache:
             folded |= {
                 name: self._moved(folded[name]) for name in ("batch_index", "page_table") if name in folded
             }
         elif self.sizes.page is None and "batch_index" not in folded:
             folded["batch_index"] = jnp.tile(jnp.arange(self.sizes.B, dtype=jnp.int32), self.size)
-        return CacheOperands(**{"value": None} | folded)
+        return CacheOperands.of(folded)
 
     def _folded(self, name: str) -> jax.Array:
         x = self.arrays[name]
@@ -153,7 +162,7 @@ class _Fold:
 
 def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     def local(inputs: Arrays, _shards: Shards | None) -> Arrays:
-        operands = CacheOperands(**{"value": None} | inputs)
+        operands = CacheOperands.of(inputs)
         results = {}
         if call.implementation == APPEND:
             key, value = _cache_rows.append(call.spec, operands)
@@ -202,6 +211,9 @@ def _letters(operands: CacheOperands) -> Letters:
         "query_offsets": ("O",),
         "key_descale": (K,),
         "value_descale": (K,),
+        "batch_indices": (b,),
+        "head_indices": (b, N),
+        **{name: (b, name) for name in operands.captured},
         "out": (b, "T", N, "V"),
         "lse": (b, N, "T"),
     }

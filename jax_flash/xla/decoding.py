@@ -14,7 +14,7 @@ from jax_flash import _cache_rows, _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash.transforms.varying import vary_alike
-from jax_flash.xla import logits, loops
+from jax_flash.xla import functions, logits, loops
 
 KEYS_PER_BLOCK = 256
 QUERIES_PER_TILE = 64
@@ -224,7 +224,7 @@ def _attend_tiles(
     scale = spec.attention.scale
     if operands.key_descale is not None:
         scale = scale * operands.key_descale.reshape(-1, 1, 1, 1)
-    of_heads = _OfHeads(scale, slopes)
+    of_heads = _OfHeads(scale, slopes, _indices(spec, operands, sequence, n), _captured(spec, operands))
 
     def step(i, state):
         top, total, accumulated = state
@@ -277,6 +277,24 @@ class _OfHeads:
 
     scale: float | jax.Array  # or `(K, 1, 1, 1)`, with the descales of keys
     slopes: jax.Array | None  # (tiles | 1, K, G, 1, 1)
+    indices: dict[str, jax.Array]  # of sequence and head, as a score_mod takes them
+    captured: list[jax.Array]  # by it
+
+
+def _indices(
+    spec: CacheSpec, operands: CacheOperands, sequence: jax.Array, n: CacheSizes
+) -> dict[str, jax.Array]:
+    if spec.attention.score_mod is None:
+        return {}
+    assert operands.batch_indices is not None and operands.head_indices is not None
+    batch = jnp.take(operands.batch_indices, sequence, mode="clip")
+    heads = logits.by_group(operands.head_indices, n.K)
+    return {"batch": batch.reshape(-1, 1, 1, 1, 1), "head": heads[..., None, None]}
+
+
+def _captured(spec: CacheSpec, operands: CacheOperands) -> list[jax.Array]:
+    function = spec.attention.score_mod
+    return [] if function is None else functions.captured(function, "score_mod", operands)
 
 
 def _logits(
@@ -302,6 +320,10 @@ def _logits(
     x = jnp.clip(x, limits.min, limits.max)  # as in `logits.block`
     if options.logits_soft_cap is not None:
         x = options.logits_soft_cap * jnp.tanh(x / options.logits_soft_cap)
+    if options.score_mod is not None:
+        own = {"query": tiles.diagonal[:, None, None, :, None], "key": positions[:, None, None, None, :]}
+        score = of_heads.indices | own | {"score": x}
+        x = jnp.broadcast_to(options.score_mod(score, of_heads.captured).astype(dtype), x.shape)
     if of_heads.slopes is not None:
         x -= of_heads.slopes * jnp.abs(distance).astype(dtype)[:, None, None]
     return jnp.where(is_visible[:, None, None], x, -jnp.inf)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._block_kinds import Kind
+from jax_flash._cache_spec import CacheOperands
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, captured_name
 from jax_flash.functions.static import StaticFunction
 
@@ -68,6 +69,6 @@ def visible(block_mask: BlockMaskSpec, operands: Operands, indices: dict[str, ja
     return (kind == Kind.FULL) | (sees & (kind == Kind.PARTIAL))
 
 
-def captured(function: StaticFunction, name: str, operands: Operands) -> list[jax.Array]:
+def captured(function: StaticFunction, name: str, operands: Operands | CacheOperands) -> list[jax.Array]:
     """The arrays that a function captures, flat."""
     return [operands.captured[captured_name(name, number)] for number in range(len(function.shapes))]

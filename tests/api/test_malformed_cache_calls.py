@@ -25,7 +25,7 @@ from malformed_values import (
     tensor,
     whole_numbers,
 )
-from test_malformed_calls import ATTENTION, OFFICIAL, flaw_of
+from test_malformed_calls import ATTENTION, NO_FUNCTIONS, OFFICIAL, flaw_of
 
 import jax_flash
 from jax_flash import KVCache, flash_attn
@@ -57,6 +57,7 @@ WITH_CACHE = {
     "cache": [None, *NO_ARRAYS, CACHE.key],
     "key": [None, *NEW],
     "value": [None, *NEW],
+    "score_mod": NO_FUNCTIONS,
     "rotary_cos": [None, *TABLE],
     "rotary_sin": [None, *TABLE],
     "rotary_interleaved": FLAG,

@@ -11,9 +11,10 @@ import rounding
 from bits import bits
 from seeds import seed_of
 
-from jax_flash import _reference, _reference_cache
+from jax_flash import _functions, _reference, _reference_cache
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._spec import AttentionSpec
+from jax_flash.functions.static import StaticFunction
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
 FEW = 256  # roundings, so few that plain attention may be lucky
@@ -48,6 +49,7 @@ class CacheCase:
     sinks: bool = False
     packed: bool = False  # queries of several sequences, T in all
     num_splits: int | None = None
+    score_mod: bool = False
     full: bool = False  # lengths are such that the append fills the cache
 
     def __str__(self):
@@ -62,8 +64,28 @@ class CacheCase:
             right=self.right,
             logits_soft_cap=self.soft_cap,
             return_residual=True,
+            score_mod=self.function[0],
         )
         return CacheSpec(attention, self.rotary_interleaved, self.query_positions, self.num_splits)
+
+    @property
+    def function(self) -> tuple[StaticFunction | None, dict[str, np.ndarray]]:
+        """A score_mod that takes all indices, and its operands."""
+        return _function(self) if self.score_mod else (None, {})
+
+
+@functools.lru_cache
+def _function(case: CacheCase) -> tuple[StaticFunction | None, dict[str, np.ndarray]]:
+    random = np.random.default_rng(seed_of(case))
+    table = jnp.asarray(random.normal(size=(case.N, 33)), jnp.float32)
+    scales = jnp.asarray(random.uniform(0.5, 2, case.B), jnp.float32)
+
+    def score_mod(score, batch, head, query, key):
+        near = score * scales[batch] + table[head, jnp.clip(query - key, -4, 28) + 4]
+        return jnp.where((query - key > 9) & (key % 5 == 3), -jnp.inf, near)
+
+    function, _, operands = _functions.operands(score_mod, None, (case.B,), (case.T, case.S, case.N))
+    return function, {name: np.asarray(x) for name, x in operands.items()}
 
 
 @dataclasses.dataclass
@@ -146,7 +168,7 @@ class Draw:
         if c.descales:
             for name in ("key_descale", "value_descale"):
                 arrays[name] = random.uniform(0.5, 2, c.K).astype(np.float32)
-        operands = CacheOperands(query, key, value, **arrays)
+        operands = CacheOperands.of(arrays | dict(query=query, key=key, value=value) | c.function[1])
         for x in (key, value):
             if x is not None:
                 x[~self.used(operands)] = np.nan
@@ -210,10 +232,11 @@ def check(case: CacheCase, operands: CacheOperands, got) -> None:
 def _cut_off(spec: CacheSpec, operands: CacheOperands, lse: np.ndarray) -> np.ndarray:
     """What tensor cores, which cut sums off, may take from log-sum-exp: the mean of what scores lose."""
     attention = _reference_cache.without_cache(spec, operands)
+    of_attention = _reference_cache.attention_spec(spec)
     with jax.enable_x64(True):
-        out, lse_of_sequences = _reference.reference(spec.attention, attention, jnp.float64)
+        out, lse_of_sequences = _reference.reference(of_attention, attention, jnp.float64)
     references = {"out": out, "lse": np.asarray(lse_of_sequences).transpose(0, 2, 1)}
-    terms = rounding.terms_of(operands.query.dtype.name, spec.attention, attention, references, out, None)
+    terms = rounding.terms_of(operands.query.dtype.name, of_attention, attention, references, out, None)
     lost = np.sum(terms.p * rounding.cut_off(terms), -1)
     _, packed = _reference_cache.packed_like(operands, np.asarray(out), lost)
     return np.where(np.isneginf(lse), 0, packed)

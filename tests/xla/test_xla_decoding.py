@@ -34,6 +34,10 @@ CASES = (
     CacheCase(U=2, float8=True, rotary=32, dtype="float16", layers=2, sinks=True),
     CacheCase(page=16, float8=True, descales=True, U=1, left=60, right=0, dtype="float32"),
     CacheCase(T=40, packed=True, right=0, B=4, S=128, V=32, float8=True, descales=True),
+    CacheCase(U=1, right=0, score_mod=True, dtype="float32"),
+    CacheCase(T=5, U=5, right=0, left=30, score_mod=True, soft_cap=2.0, alibi="BN", sinks=True, rotary=32),
+    CacheCase(page=8, T=33, packed=True, right=0, B=5, S=96, score_mod=True),
+    CacheCase(T=9, U=2, B=2, S=12, score_mod=True, batch_index=True, dtype="float16"),
 )
 
 
