@@ -13,7 +13,7 @@ from jax_flash._device import Device
 from jax_flash.transforms.varying import vary_alike
 
 from . import compat, limits, lowering
-from .triton import decode_tiles
+from .triton import decode_tiles, functions
 
 
 def supports(spec: CacheSpec, shapes: CacheOperands, device: Device) -> str | None:
@@ -23,7 +23,7 @@ def supports(spec: CacheSpec, shapes: CacheOperands, device: Device) -> str | No
     """
     why_not = limits.device_reason(device) or _float8_reason(shapes, device) or _call_reason(shapes)
     if why_not is None and spec.attention.score_mod is not None:
-        why_not = "its kernels for key-value caches take no score_mod"
+        why_not = functions.score_mod_limit(spec.attention.score_mod, deterministic=False)
     if why_not is not None:
         return why_not
     if not lowering.allowed(lowering.TRITON):

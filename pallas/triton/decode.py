@@ -7,7 +7,7 @@ sum. The second kernel combines the splits of each query and head.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -18,9 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
+from jax_flash._spec import captured_name, is_captured
 
 from ..compat import result, triton_call
 from ..scores import LN_2, LOG2_E, accurate_tanh, whole
+from . import functions
 from .decode_cache import SequenceCache
 from .decode_schedule import Schedule, Share, ceil_divided, divided, remainder
 from .decode_tiles import Cut
@@ -162,7 +164,8 @@ def _attend(
         b = share.sequence if refs["alibi_slopes"].shape[0] > 1 else np.int32(0)
         slopes = triton.load(refs["alibi_slopes"].at[b, tile.head]) * LOG2_E
     cap = spec.logits_soft_cap
-    scale = spec.scale * LOG2_E if cap is None else spec.scale / cap
+    unit = LOG2_E if spec.score_mod is None else 1.0  # of the logits that it takes
+    scale = spec.scale * unit if cap is None else spec.scale / cap
     if "key_descale" in refs:
         scale = scale * cache.descale("key_descale")
 
@@ -177,7 +180,9 @@ def _attend(
             visible = visible & (distance <= spec.right)
         x = dot_transposed(query, key) * scale
         if cap is not None:
-            x = accurate_tanh(x) * (cap * LOG2_E)
+            x = accurate_tanh(x) * (cap * unit)
+        if spec.score_mod is not None:
+            x = _of_function(problem, share, tile, x, positions) * LOG2_E
         if slopes is not None:
             x = x - slopes[:, None] * jnp.abs(distance).astype(jnp.float32)
         x = jnp.where(visible, x, -jnp.inf)
@@ -198,6 +203,28 @@ def _attend(
     if "value_descale" in refs:
         acc = acc * cache.descale("value_descale")
     return row_max, row_sum, acc
+
+
+def _of_function(
+    problem: _Problem, share: Share, tile: _Tile, scores: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """What the call's score_mod makes of the scores of a tile's rows on keys at `positions`."""
+    function, refs = problem.spec.attention.score_mod, problem.refs
+    assert function is not None and function.value is not None  # or the call would be refused
+    inputs = {
+        "score": scores,
+        "batch": triton.load(refs["batch_indices"].at[share.sequence]).reshape(1, 1),
+        "head": triton.load(refs["head_indices"].at[np.int32(0), tile.head])[:, None],
+        "query": tile.diagonal[:, None],
+        "key": positions[None, :],
+    }
+
+    def load(operand: Hashable, index: jax.Array) -> jax.Array:
+        assert isinstance(operand, int)
+        return triton.load(refs[captured_name("score_mod", operand)].at[np.int32(0), index])
+
+    (x,) = functions.values([function.value], inputs, load)
+    return jnp.broadcast_to(x, scores.shape)
 
 
 def combine_splits(problem: _Problem, partial: Any, out: Any, lse: Any) -> None:
@@ -272,9 +299,10 @@ def forward(spec: CacheSpec, operands: CacheOperands, cut: Cut) -> tuple[jax.Arr
     n, query = cache_sizes(operands), operands.query
     names = (
         *("lengths", "key", "value", "page_table", "batch_index", "left_padding", "alibi_slopes", "layer"),
-        *("query_offsets", "key_descale", "value_descale"),
+        *("query_offsets", "key_descale", "value_descale", "batch_indices", "head_indices"),
     )
-    arrays = {name: x for name, x in operands.present().items() if name in names}
+    present = operands.present()
+    arrays = {name: x for name, x in present.items() if name in names or is_captured(name)}
     arrays["query"] = query.reshape(-1, n.N, n.H)
     if operands.sinks is not None:
         arrays["sinks"] = operands.sinks.reshape(n.N)

@@ -28,6 +28,8 @@ TRITON_CALL = "__gpu$xla.gpu.triton"
 
 CASES = (
     CacheCase(),
+    CacheCase(T=5, U=5, right=0, left=30, score_mod=True, soft_cap=2.0, sinks=True, rotary=32),
+    CacheCase(page=8, T=33, packed=True, right=0, B=5, S=96, score_mod=True, alibi="BN"),
     CacheCase(U=1, dtype="float16", N=6, K=1, H=16),
     CacheCase(T=5, U=5, right=0, dtype="float16", rotary=64),
     CacheCase(T=3, U=2, right=0, left=40, rotary=32, rotary_interleaved=True, soft_cap=2.0),
@@ -126,7 +128,7 @@ def test_lowers_for_cuda(case):
     exported_for(_device.H100, dataclasses.replace(case, S=8 * case.S))
 
 
-@pytest.mark.parametrize("case", [CacheCase(num_splits=1), CASES[2], CASES[15]], ids=str)
+@pytest.mark.parametrize("case", [CacheCase(num_splits=1), CASES[1], CASES[4], CASES[17]], ids=str)
 def test_lowers_with_64_bit_types(case):
     with jax.enable_x64(True):
         exported_for(A10, case)
