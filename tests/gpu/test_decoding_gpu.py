@@ -139,6 +139,8 @@ def run(implementation, case, operands=None):
 @implementations
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_definition(case, implementation):
+    if case.score_mod and implementation == "cuda":
+        pytest.skip("CUDA kernels for caches take no score_mod")
     run(implementation, case)
 
 
