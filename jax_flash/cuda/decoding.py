@@ -1,12 +1,16 @@
 """Attention on key-value caches by CUDA kernels: which calls they take, and how they run."""
 
-import jax
+import dataclasses
 
-from jax_flash import cuda
-from jax_flash._cache_spec import CacheOperands, CacheSpec
+import jax
+import jax.numpy as jnp
+
+from jax_flash import _cache_rows, cuda
+from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device, current
-from jax_flash._spec import shapes_of
+from jax_flash._spec import captured_name, shapes_of
 from jax_flash.cuda import call
+from jax_flash.functions.chunks import on_chunks
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
@@ -16,10 +20,7 @@ def supports(spec: CacheSpec, shapes: Shapes, device: Device) -> str | None:
 
     Raises NvrtcNotFoundError, an ImportError, where they could if NVRTC were installed.
     """
-    limit = cuda.device_limit(device)
-    if limit is None and spec.attention.score_mod is not None:
-        limit = "its kernels for key-value caches take no score_mod"
-    limit = limit or cuda.family(device).unsupported_decode(shapes)
+    limit = cuda.device_limit(device) or cuda.family(device).unsupported_decode(spec, shapes)
     if limit is None:
         cuda.require_nvrtc()
     return limit
@@ -40,10 +41,31 @@ def forward(
       cache's key and value after the append. They have their operands' memory, and XLA copies a cache
       before the call only if it is still needed as it was.
     """
-    plan = cuda.family(current()).plan_decode(spec, shapes_of(operands), current())
+    family = cuda.family(current())
+    if spec.attention.score_mod is not None:
+        spec, operands = from_positions(spec, operands, family.keys_of_block(spec, shapes_of(operands)))
+    plan = family.plan_decode(spec, shapes_of(operands), current())
     arrays = operands.present()
     results = call.call("jax_flash_decode", plan, *(arrays[buffer.name] for buffer in plan.operands))
     named = {buffer.name: result for buffer, result in zip(plan.results, results, strict=True)}
     if operands.new_key is None:
         return named["out"], named["lse"], operands.key, operands.value
     return named["out"], named["lse"], named["key_after"], named.get("value_after")
+
+
+def from_positions(
+    spec: CacheSpec, operands: CacheOperands, keys_of_block: int
+) -> tuple[CacheSpec, CacheOperands]:
+    """The call whose score_mod takes indices as the forward kernel counts them.
+
+    It counts queries from 0, and keys so that the last block ends with the sequence's last key
+    (cuda/kernels/sm90/prefill/preprocess.cu).
+    """
+    function, lengths = spec.attention.score_mod, _cache_rows.lengths_after(operands)
+    assert function is not None
+    first_key = lengths - -(-lengths // keys_of_block) * keys_of_block
+    starts = jnp.stack([lengths - cache_sizes(operands).T, first_key], axis=1).astype(jnp.int32)
+    name = captured_name("score_mod", len(function.shapes))
+    operands = operands.replace(captured={**operands.captured, name: starts})
+    attention = dataclasses.replace(spec.attention, score_mod=on_chunks(function, stride=1))
+    return dataclasses.replace(spec, attention=attention), operands

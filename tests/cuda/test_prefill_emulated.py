@@ -10,6 +10,7 @@ from seeds import seed_of
 
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
+from jax_flash.cuda import decoding
 from jax_flash.cuda.sm90 import prefill_plan
 
 # So few multiprocessors that CTAs have several tiles.
@@ -17,7 +18,11 @@ DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 
 
 
 def results_of(case, operands, emulator, multiprocessors, resident):
-    plan = prefill_plan.plan_prefill(case.spec, shapes_of(operands), DEVICES[multiprocessors])
+    spec = case.spec
+    if case.score_mod:
+        keys = prefill_plan.keys_of_block(spec, shapes_of(operands))
+        spec, operands = decoding.from_positions(spec, operands, keys)
+    plan = prefill_plan.plan_prefill(spec, shapes_of(operands), DEVICES[multiprocessors])
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan, arrays, seed_of((case, multiprocessors, resident)), resident)
     for name in ("key", "value"):
@@ -64,6 +69,9 @@ CASES = (
     CacheCase(T=6, S=200, N=16, K=2, left=40, right=0, left_padding=True, num_splits=2),
     CacheCase(T=200, U=200, right=0, S=4000, N=1, K=1, H=16, B=2),
     CacheCase(T=1, S=1, B=2, U=1),
+    CacheCase(T=130, U=130, right=0, S=300, score_mod=True, rotary=32, layers=2, batch_index=True),
+    CacheCase(T=1, U=1, right=0, N=6, K=2, S=200, H=128, score_mod=True, left=150, left_padding=True),
+    CacheCase(T=3, S=150, score_mod=True, soft_cap=2.0, alibi="BN", sinks=True, dtype="float16"),
 )
 
 

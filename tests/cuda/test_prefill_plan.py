@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from exhaustive import thinned
 
+from jax_flash import _functions
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import H100, Device, assume
 from jax_flash._spec import AttentionSpec
@@ -38,6 +39,7 @@ def call(
     right=0,
     dtype="bfloat16",
     operands=(),
+    score_mod=False,
 ) -> tuple[CacheSpec, CacheOperands]:
     V, U = V or H, T if U is None else U
     rows = (B + 3, S) if layers is None else (layers, B + 3, S)
@@ -61,8 +63,35 @@ def call(
         **{name: known[name] for name in operands},
     )
     spec = CacheSpec(AttentionSpec(0.1, left, right, logits_soft_cap=soft_cap), rotary == 2)
+    if score_mod:
+        spec, made = with_function(spec, made, (T, S, N))
     assert decoding.supports(spec, made, H100) is None
     return spec, made
+
+
+def with_function(
+    spec: CacheSpec, operands: CacheOperands, lengths_and_heads: tuple[int, int, int]
+) -> tuple[CacheSpec, CacheOperands]:
+    """The call with a relative-position bias, from positions."""
+    table = jnp.zeros((lengths_and_heads[2], 33))
+
+    def score_mod(score, batch, head, query, key):
+        return score + table[head, jnp.clip(query - key, 0, 32)]
+
+    function, _, arrays = _functions.operands(score_mod, None, operands.lengths.shape, lengths_and_heads)
+    spec = dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, score_mod=function))
+    operands = CacheOperands.of(
+        operands.present() | {name: array(*x.shape, dtype=x.dtype) for name, x in arrays.items()}
+    )
+    keys, specs = prefill_plan.keys_of_block(spec, operands), []
+
+    def positioned(operands: CacheOperands) -> CacheOperands:
+        of_positions, operands = decoding.from_positions(spec, operands, keys)
+        specs.append(of_positions)
+        return operands
+
+    operands = jax.eval_shape(positioned, operands)
+    return specs[0], operands
 
 
 def plan(**options) -> LaunchPlan:
@@ -89,6 +118,9 @@ CALLS = (
     {"T": 64, "S": 1000, "B": 40, "N": 8, "K": 1},
     {"T": 1 << 14, "S": 1 << 20, "left": 100},
     {"T": 100, "S": 1, "B": 4096, "N": 64, "K": 64, "H": 8},
+    {"T": 1, "B": 8, "score_mod": True},
+    {"T": 4, "H": 64, "left": 1000, "operands": ("sinks", "left_padding"), "score_mod": True},
+    {"H": 256, "soft_cap": 50.0, "operands": ("alibi_slopes",), "dtype": "float16", "score_mod": True},
 )
 IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
 
@@ -168,6 +200,13 @@ def test_few_queries_run_in_the_decode_kernel(options):
     assert main_kernel(*call(**options)) == "decode"
 
 
+def test_functions_go_with_caches_that_the_forward_kernel_takes():
+    spec, operands = call(U=0, score_mod=True)
+    rows = array(1024, 128, 8, 128)
+    paged = operands.replace(key=rows, value=rows, page_table=array(1, 128, dtype="int32"))
+    assert "a score_mod goes with caches" in str(decoding.supports(spec, paged, H100))
+
+
 def test_pages_and_packed_queries_run_in_the_decode_kernel():
     spec, operands = call(U=0)
     rows = array(1024, 128, 8, 128)
@@ -223,6 +262,7 @@ def of_source(kernel: Kernel) -> set:
         "SOFT_CAP",
         "ALIBI",
         "SINKS",
+        "SCORE_MOD",
     )
     return {(kernel.entry, name, defines.get(name)) for name in names}
 
@@ -246,7 +286,10 @@ def test_compiles_without_warnings_or_more_spills_than_without_a_cache(kernel):
     assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
     if spilled(log):  # as score modifications do (test_cuda_kernels.py)
         defines = dict(kernel.defines)
-        assert kernel.entry == "forward" and (defines["SOFT_CAP"] or defines["ALIBI"]), log
-        assert spilled(log) <= spilled(log_of(kernel, CACHE=0, HIDDEN_VALUES=0)), log
+        changed = defines["SOFT_CAP"] or defines["ALIBI"] or defines["SCORE_MOD"]
+        assert kernel.entry == "forward" and changed, log
+        # Beside a user's function, where the cache's keys are takes a few registers more.
+        more = 32 if defines["SCORE_MOD"] else 0
+        assert spilled(log) <= spilled(log_of(kernel, CACHE=0, HIDDEN_VALUES=0)) + more, log
     (registers,) = re.findall(r"Used (\d+) registers", log)
     assert int(registers) * LAUNCHES[kernel].block <= 65536

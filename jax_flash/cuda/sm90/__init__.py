@@ -33,6 +33,7 @@ __all__ = [
     "forward_arrays",
     "forward_block_lists",
     "kernels",
+    "keys_of_block",
     "plan_backward",
     "plan_backward_metadata",
     "plan_decode",
@@ -101,8 +102,8 @@ def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     )
 
 
-def unsupported_decode(shapes: CacheShapes) -> str | None:
-    """Why the decode kernel can't run the call, or None."""
+def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:
+    """Why no kernel for caches can run the call, or None."""
     n, dtype = cache_sizes(shapes), shapes.query.dtype.name
     in_8_bits = is_float8(shapes.key.dtype)
     if dtype not in _DTYPES:
@@ -126,7 +127,12 @@ def unsupported_decode(shapes: CacheShapes) -> str | None:
         return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
     if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
         return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"
-    return None
+    return prefill_plan.unsupported_function(spec, shapes)
+
+
+def keys_of_block(spec: CacheSpec, shapes: CacheShapes) -> int:
+    """Of the forward kernel, in a call on a cache that it takes."""
+    return prefill_plan.keys_of_block(spec, shapes)
 
 
 def plan_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> LaunchPlan:

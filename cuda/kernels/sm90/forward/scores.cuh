@@ -12,10 +12,13 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
                                                 const Tile& tile, int row, int first_key, const Shape& shape) {
     if constexpr (ScoreTraits::has_score_mod) {
         const int column = first_key + 2 * (threadIdx.x % 4);
+        // Keys of a cache are counted from a place before the first one, and so beyond their number. No operand has
+        // an axis of them.
+        const int keys = Traits::cache ? 1 << 30 : shape.keys;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
-            const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, shape.keys);
+            const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
             float derivative;  // which no one reads
 #pragma unroll
             for (int i = 0; i < count; ++i) {
