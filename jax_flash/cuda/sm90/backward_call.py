@@ -134,9 +134,9 @@ class BackwardCall:
             return False
         if self.chosen is not None:
             return self.chosen.main_writes_dq
-        return backward_scheduler.main_writes_dq(
-            self._heads_at_work, self.n.B * self.n.N, max(self.head_dims)
-        )
+        # As undivided tiles have them, whatever the units are: so measured (benchmarks/tune_schedule.py).
+        at_work = self._heads_at_work_of(self.key_heads, self._l2_head_group_of(self.key_heads, 1))
+        return backward_scheduler.main_writes_dq(at_work, self.n.B * self.n.N, max(self.head_dims))
 
     @property
     def counts_tiles(self) -> bool:
@@ -202,7 +202,11 @@ class BackwardCall:
     def l2_head_group(self) -> int:
         if self.chosen is not None and self.chosen.l2_head_group is not None:
             return self.chosen.l2_head_group
-        tiles, head_bytes, l2_bytes = self.head_shares, self._head_bytes, l2.backward_bytes(self.device)
+        return self._l2_head_group_of(self.head_shares, self.units.parts)
+
+    def _l2_head_group_of(self, tiles: Tiles, parts: int) -> int:
+        """Of tiles with a head for each head share."""
+        head_bytes, l2_bytes = self._head_bytes, l2.backward_bytes(self.device)
         if self.spec.deterministic:
             tiles_alike = self.window.unbounded and not self.has_metadata
             share_bytes = tiles.group * head_bytes
@@ -212,19 +216,22 @@ class BackwardCall:
             return backward_scheduler.l2_head_group_of_unknown_lengths(
                 tiles.heads, head_bytes, sequences, l2_bytes
             )
-        return backward_scheduler.l2_head_group(tiles, head_bytes, l2_bytes, self.units.parts, SPAN)
+        return backward_scheduler.l2_head_group(tiles, head_bytes, l2_bytes, parts, SPAN)
 
     @functools.cached_property
     def dq_accum_slots(self) -> int:
         return self._heads_at_work if self.main_writes_dq else self.n.B * self.n.N
 
-    @functools.cached_property
+    @property
     def _heads_at_work(self) -> int:
+        return self._heads_at_work_of(self.head_shares, self.l2_head_group)
+
+    def _heads_at_work_of(self, tiles: Tiles, l2_head_group: int) -> int:
         """Query heads whose dQ is summed at a time, as far as their number is limited."""
         # Where much of each head is skipped, more heads are at work.
         workers = self.workers * (4 if self.has_metadata else 1)
-        tiles = dataclasses.replace(self.head_shares, blocks=self._blocks_of_tiles, workers=workers)
-        return backward_scheduler.dq_accum_slots(tiles, self.l2_head_group)
+        tiles = dataclasses.replace(tiles, blocks=self._blocks_of_tiles, workers=workers)
+        return backward_scheduler.dq_accum_slots(tiles, l2_head_group)
 
     @functools.cached_property
     def dq_sums(self) -> int:
