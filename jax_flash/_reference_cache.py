@@ -57,7 +57,7 @@ def without_cache(spec: CacheSpec, operands: CacheOperands) -> Operands:
 
 
 def attention_spec(spec: CacheSpec) -> AttentionSpec:
-    """That of `without_cache`, whose queries count from 0."""
+    """The spec of the call on `without_cache`'s operands, whose queries are counted from 0."""
     function = spec.attention.score_mod
     score_mod = None if function is None else on_chunks(function, stride=1)
     return dataclasses.replace(spec.attention, score_mod=score_mod)

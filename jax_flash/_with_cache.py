@@ -70,9 +70,9 @@ def flash_attention_with_cache(
       num_splits: in how many parts at most a sequence's keys are attended to at once; None for as many as
         keep the GPU busy. It changes rounding and time, and nothing else.
       return_residual: return lse beside the output.
-      score_mod: `(score, batch, head, query_index, key_index) -> score` as `flash_attention` takes it; but
-        indices are positions in the sequence, so query t has the one that it is rotated at,
-        `length - T + t`. A function that a model was trained with serves as it is.
+      score_mod: `(score, batch, head, query_index, key_index) -> score`, as `flash_attention` takes it. Both
+        indices are positions in the sequence: query t is at `length - T + t`, with the length after the
+        append. So a function that a model was trained with decodes as it is.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the fastest
         that supports the call on this device.
 

@@ -198,7 +198,7 @@ def context_parallel_attention(
 
 
 PASSES = Passes(autodiff.jax_flash_forward, autodiff.jax_flash_backward)
-"""Of calls whose results are put together: below autodiff, as what does that has its own derivative."""
+"""What runs the calls of a ring or a halo: below autodiff, as both have a derivative of their own."""
 
 
 @_settings.as_written

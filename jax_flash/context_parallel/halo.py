@@ -1,4 +1,4 @@
-"""A window that reaches no keys but a device's own and the nearest of its neighbours, tokens in order.
+"""Attention with a window so narrow that a device needs few keys of its neighbours, and of no other device.
 
 A device's queries attend to its own keys, where they lie, in one call. The few at an edge also attend to the
 keys of the neighbour that they reach, in a small call (+):
@@ -216,14 +216,14 @@ def _own(of: Sharded) -> int:
 
 
 def _own_spans(of: Sharded) -> Spans:
-    """What is a device's own, of operands that have its queries or all keys."""
+    """The device's part of operands that have an axis of its queries or of all keys."""
     return {"T": (0, _own(of)), "S": (of.device() * _own(of), _own(of))}
 
 
 def _spans(of: Sharded, edge: Edge) -> Spans:
-    """What is an edge's, likewise."""
+    """The edge's part of such operands."""
     place = (of.device() + edge.neighbour) * edge.own + edge.first_key
-    # Where there is no neighbour it is any keys.
+    # Without a neighbour, any keys do: no query sees them.
     return {"T": (edge.first_query, edge.rows), "S": (jnp.maximum(place, 0), edge.rows)}
 
 
@@ -249,7 +249,7 @@ def _merged(
     wide, other = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (out, other_out))
     results = Partial.of(wide, lse).merged(other, other_lse).results(None)
     if sinks is not None:
-        # A row that sees no key has none, so those of a row that sees a neighbour's keys alone are missing.
+        # A row counts its sinks once it sees a key. If it sees none of its own, its sinks are added here.
         alone = Partial.of(other, other_lse).results(sinks)
         sees_none = lse == -jnp.inf
         of_out = jnp.swapaxes(sees_none, -1, -2)[..., None]
@@ -265,9 +265,10 @@ def _added(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
 
 
 def _put(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
-    """`sharded.put`, into what a kernel wrote, without a copy of the rest.
+    """`sharded.put` into a kernel's result, in place.
 
-    The barrier makes XLA compute `part` before. And without the one around a kernel's results, XLA would take
-    what is put into them for a part of the kernel, and fail.
+    Without this barrier XLA computes `part` and copies `x` in one pass over all of `x`. The kernel's results
+    have a barrier too: without it, XLA fuses the update with the kernel, and fails to compile
+    (docs/limits.md, "XLA").
     """
     return sharded.put(name, x, jax.lax.optimization_barrier(part), spans)

@@ -56,10 +56,11 @@ def forward(
 def from_positions(
     spec: CacheSpec, operands: CacheOperands, keys_of_block: int
 ) -> tuple[CacheSpec, CacheOperands]:
-    """The call whose score_mod takes indices as the forward kernel counts them.
+    """The same call with a score_mod of the forward kernel's indices, in place of one of positions.
 
-    It counts queries from 0, and keys so that the last block ends with the sequence's last key
-    (cuda/kernels/sm90/prefill/preprocess.cu).
+    The kernel counts queries from 0. It counts keys so that the last block ends with the sequence's last key
+    (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array, `(B, 2)`,
+    has what is added to both.
     """
     function, lengths = spec.attention.score_mod, _cache_rows.lengths_after(operands)
     assert function is not None

@@ -28,7 +28,7 @@ from jax_flash.transforms.layout import Shards
 from jax_flash.transforms.lowering import Call
 
 PASSES = Passes(lowering.forward, lowering.backward)
-"""Of calls whose results are put together. Their arrays are local."""
+"""What runs the calls of a ring or a halo, on a device's own arrays."""
 
 
 def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.Array, jax.Array]:

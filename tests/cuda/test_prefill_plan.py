@@ -204,7 +204,9 @@ def test_functions_go_with_caches_that_the_forward_kernel_takes():
     spec, operands = call(U=0, score_mod=True)
     rows = array(1024, 128, 8, 128)
     paged = operands.replace(key=rows, value=rows, page_table=array(1, 128, dtype="int32"))
-    assert "a score_mod goes with caches" in str(decoding.supports(spec, paged, H100))
+    assert "without pages, and queries that are not packed; got a paged cache" in str(
+        decoding.supports(spec, paged, H100)
+    )
 
 
 def test_pages_and_packed_queries_run_in_the_decode_kernel():

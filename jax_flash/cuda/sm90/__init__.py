@@ -131,7 +131,7 @@ def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:
 
 
 def keys_of_block(spec: CacheSpec, shapes: CacheShapes) -> int:
-    """Of the forward kernel, in a call on a cache that it takes."""
+    """How many keys a block of the forward kernel has, in a call on a cache that it runs."""
     return prefill_plan.keys_of_block(spec, shapes)
 
 

@@ -134,7 +134,7 @@ class BackwardCall:
             return False
         if self.chosen is not None:
             return self.chosen.main_writes_dq
-        # As undivided tiles have them, whatever the units are: so measured (benchmarks/tune_schedule.py).
+        # The heads that would be at work with undivided tiles decide (benchmarks/tune_schedule.py).
         at_work = self._heads_at_work_of(self.key_heads, self._l2_head_group_of(self.key_heads, 1))
         return backward_scheduler.main_writes_dq(at_work, self.n.B * self.n.N, max(self.head_dims))
 
@@ -205,7 +205,7 @@ class BackwardCall:
         return self._l2_head_group_of(self.head_shares, self.units.parts)
 
     def _l2_head_group_of(self, tiles: Tiles, parts: int) -> int:
-        """Of tiles with a head for each head share."""
+        """The L2 head group of `tiles`, which have a head for each head share."""
         head_bytes, l2_bytes = self._head_bytes, l2.backward_bytes(self.device)
         if self.spec.deterministic:
             tiles_alike = self.window.unbounded and not self.has_metadata
@@ -227,7 +227,7 @@ class BackwardCall:
         return self._heads_at_work_of(self.head_shares, self.l2_head_group)
 
     def _heads_at_work_of(self, tiles: Tiles, l2_head_group: int) -> int:
-        """Query heads whose dQ is summed at a time, as far as their number is limited."""
+        """How many query heads of `tiles` have their dQ summed at a time."""
         # Where much of each head is skipped, more heads are at work.
         workers = self.workers * (4 if self.has_metadata else 1)
         tiles = dataclasses.replace(tiles, blocks=self._blocks_of_tiles, workers=workers)

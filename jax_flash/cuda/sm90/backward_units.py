@@ -4,7 +4,7 @@ By default a CTA has a key tile of a key head, and visits the blocks of all of i
 heads there are few such tiles, of unequal length under a causal mask: some multiprocessors have none, or are
 done long before the others. Then a tile's visits are divided into units: by its query heads, into equal head
 shares; and each share by its blocks of queries, into parts (`Units` in cuda/kernels/sm90/backward/shape.cuh).
-So they are where L2 doesn't hold all query heads that CTAs are at.
+Tiles are also divided if L2 can't hold all query heads that CTAs work on at a time.
 Units of a tile add what they contribute to dK and dV to float32 sums. These take as much scratch memory as
 dK and dV in float32, however many units there are.
 """
@@ -42,7 +42,8 @@ _LAUNCH_US = 6.0  # of one more kernel, and the gap before it
 # them: the last one ends later by this share of what the longest takes beyond the mean.
 _UNEVENNESS = 0.12
 
-# Each doubling of what CTAs at work read beyond what L2 holds takes this share of the time more, on an H100.
+# The pass takes this share of its time more for each doubling of what CTAs at work read beyond what L2
+# holds. Measured on an H100.
 _MISSES = 0.06
 
 # Shares have to gain this much to be worth the scratch memory.
@@ -95,7 +96,7 @@ class Tiles:
     group: int  # query heads of each
     workers: int  # CTAs, or clusters, that take units at a time
     heads_in_l2: float = math.inf
-    """Query heads whose Q, dO and sum of dQ fit in L2, as far as a tile visits these."""
+    """How many query heads fit in L2: of each, the Q, dO and sum of dQ that a tile visits."""
 
     def share(self, units: Units) -> "Tiles":
         """The same with each head share for a head of its own."""
@@ -104,9 +105,10 @@ class Tiles:
 
 
 def slowdown(tiles: Tiles, width: int) -> float:
-    """How much longer the pass takes than if all heads at work were in L2, as a factor.
+    """The time of the pass over its time if L2 held all heads at work.
 
-    Tiles that are not alike get apart, so that those of a key head are at any of its query heads.
+    Tiles of different lengths don't stay in step. So the tiles of a key head work on different query heads of
+    it at a time, up to all of them.
 
     Args:
       width: heads in an L2 head group.

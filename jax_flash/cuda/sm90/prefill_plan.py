@@ -67,6 +67,7 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
 
 
 def _is_beyond(shapes: Shapes) -> bool:
+    """Whether the forward kernel can't read the cache or the queries."""
     return shapes.page_table is not None or shapes.query_offsets is not None or is_float8(shapes.key.dtype)
 
 
@@ -75,7 +76,12 @@ def unsupported_function(spec: CacheSpec, shapes: Shapes) -> str | None:
     if spec.attention.score_mod is None:
         return None
     if _is_beyond(shapes):
-        return "a score_mod goes with caches of 16 bits without pages, and not with packed queries"
+        what = "packed queries" if shapes.query_offsets is not None else "a paged cache"
+        if is_float8(shapes.key.dtype):
+            what = f"a cache in {shapes.key.dtype.name}"
+        return (
+            f"score_mod needs a cache of 16 bits without pages, and queries that are not packed; got {what}"
+        )
     return user_score_mod.unsupported(spec.attention.score_mod, 0)
 
 

@@ -6,15 +6,17 @@
 #include "sm90/forward/softmax.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
+// More keys than any sequence has. Keys of a cache are counted from its `KeyPlace`, which may lie before the first one, so
+// their indices can exceed the number of keys. No operand of such a call has an axis of keys.
+constexpr int any_key = 1 << 30;
+
 // Soft cap, the user's function, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
 template <int count>
 __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const ScoreOperands& operands,
                                                 const Tile& tile, int row, int first_key, const Shape& shape) {
     if constexpr (ScoreTraits::has_score_mod) {
         const int column = first_key + 2 * (threadIdx.x % 4);
-        // Keys of a cache are counted from a place before the first one, and so beyond their number. No operand has
-        // an axis of them.
-        const int keys = Traits::cache ? 1 << 30 : shape.keys;
+        const int keys = Traits::cache ? any_key : shape.keys;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
