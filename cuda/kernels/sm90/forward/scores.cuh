@@ -6,8 +6,8 @@
 #include "sm90/forward/softmax.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
-// More keys than any sequence has. Keys of a cache are counted from its `KeyPlace`, which may lie before the first one, so
-// their indices can exceed the number of keys. No operand of such a call has an axis of keys.
+// More keys than any sequence has. Keys of a cache are counted from its `KeyPlace`, which may lie before the first one,
+// so their indices can exceed the number of keys. No operand of such a call has an axis of keys.
 constexpr int any_key = 1 << 30;
 
 // Soft cap, the user's function, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
