@@ -138,6 +138,7 @@ FP8_GROUPS = {
 """Calls with `quantization="fp8"`."""
 
 CLUSTERS = "decoding clusters"
+FUNCTIONS = "score functions on caches"
 CACHE_GROUPS = {
     "decoding": (
         CacheCase(U=1, rotary=64),
@@ -173,9 +174,16 @@ CACHE_GROUPS = {
         CacheCase(B=20, S=200, N=4, K=2, H=64, T=128, U=20, right=0, left=60, left_padding=True, alibi="BN"),
         CacheCase(B=20, S=200, N=4, K=2, H=256, T=128, U=128, right=0, left=60, layers=2, sinks=True),
     ),
+    FUNCTIONS: (
+        CacheCase(score_mod=True, U=1, rotary=64),
+        CacheCase(score_mod=True, T=70, U=70, S=300, H=128, B=2, right=0, layers=2, soft_cap=3.0),
+        CacheCase(score_mod=True, T=9, S=300, H=192, left=40, left_padding=True, dtype="float16"),
+        CacheCase(score_mod=True, T=130, U=20, S=200, N=8, K=1, H=256, B=2, right=0, sinks=True),
+    ),
 }
 """Calls on key-value caches: every way to load keys, every way to append, one split and several; and those of
-many queries, which the forward kernel runs. Kernels for 8 bits, and clusters, run though they may be off."""
+many queries or with a function, which the forward kernel runs. Kernels for 8 bits, and clusters, run though
+they may be off."""
 
 ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *CACHE_GROUPS)
 

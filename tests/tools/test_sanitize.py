@@ -87,7 +87,8 @@ def test_calls_on_caches_load_keys_in_every_way():
         splits |= {dict(kernel.defines)["SPLIT"] for kernel in kernels if kernel.entry == "decode"}
         options |= set(operands.present())
     assert tiles == set(itertools.product(("rows", "block", "pages"), (False, True))) and splits == {0, 1}
-    assert options == {field.name for field in dataclasses.fields(CacheOperands)}
+    of_functions = {"captured", "batch_indices", "head_indices"}  # which the decode kernel doesn't take
+    assert options == {field.name for field in dataclasses.fields(CacheOperands)} - of_functions
 
 
 @pytest.mark.parametrize("case", sanitize.CACHE_GROUPS[sanitize.CLUSTERS], ids=str)
@@ -100,8 +101,10 @@ def test_clusters_share_tiles(case):
     )
 
 
-@pytest.mark.parametrize("case", sanitize.CACHE_GROUPS["chunks of prompts"], ids=str)
-def test_chunks_of_prompts_run_in_the_forward_kernel(case):
+@pytest.mark.parametrize(
+    "case", [*sanitize.CACHE_GROUPS["chunks of prompts"], *sanitize.CACHE_GROUPS[sanitize.FUNCTIONS]], ids=str
+)
+def test_chunks_of_prompts_and_functions_run_in_the_forward_kernel(case):
     operands = shapes_of(Draw(case).operands)
     assert decoding.supports(case.spec, operands, H100) is None
     assert prefill_plan.suits(case.spec, operands, H100)
