@@ -41,10 +41,13 @@ def forward(
       cache's key and value after the append. They have their operands' memory, and XLA copies a cache
       before the call only if it is still needed as it was.
     """
-    family = cuda.family(current())
+    device = current()
+    family = cuda.family(device)
     if spec.attention.score_mod is not None:
-        spec, operands = from_positions(spec, operands, family.keys_of_block(spec, shapes_of(operands)))
-    plan = family.plan_decode(spec, shapes_of(operands), current())
+        keys_of_block = family.keys_of_block(spec, shapes_of(operands), device)
+        if keys_of_block is not None:
+            spec, operands = from_positions(spec, operands, keys_of_block)
+    plan = family.plan_decode(spec, shapes_of(operands), device)
     arrays = operands.present()
     results = call.call("jax_flash_decode", plan, *(arrays[buffer.name] for buffer in plan.operands))
     named = {buffer.name: result for buffer, result in zip(plan.results, results, strict=True)}
@@ -58,9 +61,9 @@ def from_positions(
 ) -> tuple[CacheSpec, CacheOperands]:
     """The same call with a score_mod of the forward kernel's indices, in place of one of positions.
 
-    The kernel counts queries from 0. It counts keys so that the last block ends with the sequence's last key
-    (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array, `(B, 2)`,
-    has what is added to both.
+    That kernel counts queries from 0, and keys so that the last block ends with the sequence's last key
+    (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array, `(B, 2)`, has what is added to both.
+    The decode kernel takes positions.
     """
     function, lengths = spec.attention.score_mod, _cache_rows.lengths_after(operands)
     assert function is not None

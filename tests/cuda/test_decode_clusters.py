@@ -26,6 +26,7 @@ CASES = (
     CacheCase(S=900, num_splits=3, N=2, K=2, B=2),
     CacheCase(S=1100, float8=True, descales=True, U=1, B=2, H=128),
     CacheCase(S=900, B=1, N=40, K=1, H=64, V=256, U=3, T=2, batch_index=True),
+    CacheCase(S=700, B=2, U=1, score_mod=True, sinks=True),
 )
 PARTS = "sm90/decode/cluster_parts.cuh"
 MISTAKES = {

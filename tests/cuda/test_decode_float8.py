@@ -35,6 +35,8 @@ CASES = (
     CacheCase(descales=True, T=70, U=70, right=0, S=300),
     CacheCase(page=16, T=20, packed=True, interleaved=True, right=0, B=4, S=128, N=2, K=1),
     CacheCase(page=5, T=20, packed=True, interleaved=True, right=0, B=4, S=130, H=32),
+    CacheCase(descales=True, page=16, S=600, B=2, T=2, U=2, right=0, score_mod=True),
+    CacheCase(S=400, T=9, N=4, K=1, right=0, H=128, score_mod=True, soft_cap=2.0),
 )
 CASES = tuple(dataclasses.replace(case, float8=True) for case in CASES)
 E4M3 = ml_dtypes.float8_e4m3fn

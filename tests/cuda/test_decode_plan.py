@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cache_case import CacheCase, Draw
+from cache_functions import with_function
 from decode_schedule import Work, parts
 from exhaustive import thinned
 from seeds import seed_of
@@ -49,6 +50,7 @@ def call(
     cache_dtype=None,
     num_splits=None,
     query_positions="own",
+    score_mod=False,
 ) -> tuple[CacheSpec, CacheOperands]:
     V = V or H
     rows = (B, S) if page is None else (B * S // page, page)
@@ -77,6 +79,8 @@ def call(
     spec = CacheSpec(
         AttentionSpec(0.1, left, right, logits_soft_cap=soft_cap), rotary == 2, query_positions, num_splits
     )
+    if score_mod:
+        spec, operands = with_function(spec, operands)
     assert decoding.supports(spec, operands, H100) is None
     return spec, operands
 
@@ -111,6 +115,20 @@ CALLS = (
     {"cache_dtype": "float8_e4m3fn", "H": 64, "page": 16, "S": 640, "dtype": "float16", "U": 2, "K": 1},
     {"cache_dtype": "float8_e4m3fn", "H": 256, "soft_cap": 30.0, "alibi": True, "page": 3, "S": 1023, "T": 4},
     {"cache_dtype": "float8_e4m3fn", "H": 16, "V": 80, "num_splits": 1, "T": 100},
+    {"score_mod": True, "U": 1, "rotary": 1},
+    {"score_mod": True, "H": 64, "page": 16, "soft_cap": 30.0, "alibi": True, "dtype": "float16"},
+    {"score_mod": True, "H": 256, "page": 3, "S": 1023, "T": 4},
+    {"score_mod": True, "H": 64, "V": 256, "interleaved": False, "packed": True, "T": 100},
+    {"score_mod": True, "cache_dtype": "float8_e4m3fn", "U": 1, "page": 16},
+    {
+        "score_mod": True,
+        "cache_dtype": "float8_e4m3fn",
+        "H": 256,
+        "page": 3,
+        "S": 1023,
+        "T": 4,
+        "alibi": True,
+    },
 )
 IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
 

@@ -7,9 +7,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from cache_functions import with_function
 from exhaustive import thinned
 
-from jax_flash import _functions
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import H100, Device, assume
 from jax_flash._spec import AttentionSpec
@@ -64,25 +64,13 @@ def call(
     )
     spec = CacheSpec(AttentionSpec(0.1, left, right, logits_soft_cap=soft_cap), rotary == 2)
     if score_mod:
-        spec, made = with_function(spec, made, (T, S, N))
+        spec, made = from_positions(*with_function(spec, made))
     assert decoding.supports(spec, made, H100) is None
     return spec, made
 
 
-def with_function(
-    spec: CacheSpec, operands: CacheOperands, lengths_and_heads: tuple[int, int, int]
-) -> tuple[CacheSpec, CacheOperands]:
-    """The call with a relative-position bias, from positions."""
-    table = jnp.zeros((lengths_and_heads[2], 33))
-
-    def score_mod(score, batch, head, query, key):
-        return score + table[head, jnp.clip(query - key, 0, 32)]
-
-    function, _, arrays = _functions.operands(score_mod, None, operands.lengths.shape, lengths_and_heads)
-    spec = dataclasses.replace(spec, attention=dataclasses.replace(spec.attention, score_mod=function))
-    operands = CacheOperands.of(
-        operands.present() | {name: array(*x.shape, dtype=x.dtype) for name, x in arrays.items()}
-    )
+def from_positions(spec: CacheSpec, operands: CacheOperands) -> tuple[CacheSpec, CacheOperands]:
+    """The call as the forward kernel gets it, whose score_mod takes positions."""
     keys, specs = prefill_plan.keys_of_block(spec, operands), []
 
     def positioned(operands: CacheOperands) -> CacheOperands:
@@ -118,8 +106,8 @@ CALLS = (
     {"T": 64, "S": 1000, "B": 40, "N": 8, "K": 1},
     {"T": 1 << 14, "S": 1 << 20, "left": 100},
     {"T": 100, "S": 1, "B": 4096, "N": 64, "K": 64, "H": 8},
-    {"T": 1, "B": 8, "score_mod": True},
-    {"T": 4, "H": 64, "left": 1000, "operands": ("sinks", "left_padding"), "score_mod": True},
+    {"T": 256, "B": 8, "score_mod": True},
+    {"H": 64, "left": 1000, "operands": ("sinks", "left_padding"), "score_mod": True},
     {"H": 256, "soft_cap": 50.0, "operands": ("alibi_slopes",), "dtype": "float16", "score_mod": True},
 )
 IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
@@ -194,19 +182,11 @@ def test_many_queries_run_in_the_forward_kernel(options):
         {"T": 512, "N": 8, "K": 1},  # tiles for a quarter of the multiprocessors
         {"T": 260, "N": 4, "K": 4, "B": 8},  # for fewer than two thirds, and many rows beyond the last query
         {"T": 64, "N": 32, "K": 32, "B": 64},  # tiles that are half full
+        {"T": 1, "B": 8, "score_mod": True},
     ],
 )
 def test_few_queries_run_in_the_decode_kernel(options):
     assert main_kernel(*call(**options)) == "decode"
-
-
-def test_functions_go_with_caches_that_the_forward_kernel_takes():
-    spec, operands = call(U=0, score_mod=True)
-    rows = array(1024, 128, 8, 128)
-    paged = operands.replace(key=rows, value=rows, page_table=array(1, 128, dtype="int32"))
-    assert "without pages, and queries that are not packed; got a paged cache" in str(
-        decoding.supports(spec, paged, H100)
-    )
 
 
 def test_pages_and_packed_queries_run_in_the_decode_kernel():

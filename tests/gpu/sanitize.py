@@ -176,14 +176,15 @@ CACHE_GROUPS = {
     ),
     FUNCTIONS: (
         CacheCase(score_mod=True, U=1, rotary=64),
-        CacheCase(score_mod=True, T=70, U=70, S=300, H=128, B=2, right=0, layers=2, soft_cap=3.0),
-        CacheCase(score_mod=True, T=9, S=300, H=192, left=40, left_padding=True, dtype="float16"),
-        CacheCase(score_mod=True, T=130, U=20, S=200, N=8, K=1, H=256, B=2, right=0, sinks=True),
+        CacheCase(score_mod=True, T=9, S=300, H=192, left=40, left_padding=True, dtype="float16", page=24),
+        CacheCase(score_mod=True, T=40, S=320, B=4, page=16, packed=True, interleaved=True, right=0),
+        CacheCase(score_mod=True, U=1, S=640, H=128, float8=True, descales=True, page=16),
+        CacheCase(score_mod=True, B=20, N=8, T=70, U=70, S=300, H=128, right=0, layers=2, soft_cap=3.0),
+        CacheCase(score_mod=True, B=17, T=130, U=20, S=200, N=8, K=1, H=256, right=0, sinks=True),
     ),
 }
 """Calls on key-value caches: every way to load keys, every way to append, one split and several; and those of
-many queries or with a function, which the forward kernel runs. Kernels for 8 bits, and clusters, run though
-they may be off."""
+many queries, which the forward kernel runs. Kernels for 8 bits, and clusters, run though they may be off."""
 
 ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *CACHE_GROUPS)
 

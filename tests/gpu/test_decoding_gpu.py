@@ -139,8 +139,6 @@ def run(implementation, case, operands=None):
 @implementations
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_definition(case, implementation):
-    if implementation == "cuda" and case.score_mod and (case.packed or case.page):
-        pytest.skip("CUDA kernels take a score_mod on caches without pages")
     run(implementation, case)
 
 

@@ -136,6 +136,7 @@ class FuzzedDecoding:
                 "rotary_interleaved": strategies.booleans(),
                 "soft_cap": one_of((None, None, 2.0)),
                 "alibi": one_of((None, None, "1N", "BN")),
+                "score_mod": one_of((False, False, True)),
             }
         )
 

@@ -12,7 +12,7 @@ from implementation_suite import FEATURES
 from jax_flash import _dispatch, cuda
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
-from jax_flash._spec import shapes_of
+from jax_flash._spec import is_captured, shapes_of
 from jax_flash.cuda import decoding
 from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.cuda.sm90.decode_plan import plan_decode
@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 import sanitize
 
+OF_PREFILL = (*sanitize.CACHE_GROUPS["chunks of prompts"], *sanitize.CACHE_GROUPS[sanitize.FUNCTIONS][-2:])
 CASES = [case for cases in sanitize.GROUPS.values() for case in cases]
 
 
@@ -73,8 +74,8 @@ def test_calls_in_8_bits_are_taken(case):
 
 
 def test_calls_on_caches_load_keys_in_every_way():
-    groups = ("decoding", "decoding pages", "decoding 8 bits")
-    cases = [case for group in groups for case in sanitize.CACHE_GROUPS[group]]
+    groups = ("decoding", "decoding pages", "decoding 8 bits", sanitize.FUNCTIONS)
+    cases = [case for group in groups for case in sanitize.CACHE_GROUPS[group] if case not in OF_PREFILL]
     tiles, splits, options = set(), set(), set()
     for case in cases:
         operands = shapes_of(Draw(case).operands)
@@ -87,8 +88,9 @@ def test_calls_on_caches_load_keys_in_every_way():
         splits |= {dict(kernel.defines)["SPLIT"] for kernel in kernels if kernel.entry == "decode"}
         options |= set(operands.present())
     assert tiles == set(itertools.product(("rows", "block", "pages"), (False, True))) and splits == {0, 1}
-    of_functions = {"captured", "batch_indices", "head_indices"}  # which the decode kernel doesn't take
-    assert options == {field.name for field in dataclasses.fields(CacheOperands)} - of_functions
+    captured = {name for name in options if is_captured(name)}
+    assert captured
+    assert options - captured | {"captured"} == {field.name for field in dataclasses.fields(CacheOperands)}
 
 
 @pytest.mark.parametrize("case", sanitize.CACHE_GROUPS[sanitize.CLUSTERS], ids=str)
@@ -101,10 +103,8 @@ def test_clusters_share_tiles(case):
     )
 
 
-@pytest.mark.parametrize(
-    "case", [*sanitize.CACHE_GROUPS["chunks of prompts"], *sanitize.CACHE_GROUPS[sanitize.FUNCTIONS]], ids=str
-)
-def test_chunks_of_prompts_and_functions_run_in_the_forward_kernel(case):
+@pytest.mark.parametrize("case", OF_PREFILL, ids=str)
+def test_chunks_of_prompts_run_in_the_forward_kernel(case):
     operands = shapes_of(Draw(case).operands)
     assert decoding.supports(case.spec, operands, H100) is None
     assert prefill_plan.suits(case.spec, operands, H100)

@@ -7,9 +7,7 @@
 #include "common/constants.cuh"
 #include "common/score_traits.cuh"
 #include "common/tanh.cuh"
-#if SCORE_MOD
-#include "user_score_mod.cuh"
-#endif
+#include "common/user_row.cuh"
 
 __device__ __forceinline__ float load_float(const float* element) { return global::read_only(element); }
 template <class Element>
@@ -26,33 +24,6 @@ __device__ __forceinline__ float softcap_grad_of(float tanh) {
     const float derivative = 1 - tanh * tanh;
     return ISOLATES ? fmaxf(derivative, 0) : derivative;
 }
-
-// The user's score_mod for one query of a head. The header is written for the call (jax_flash/cuda/user_score_mod.py).
-#if SCORE_MOD
-struct UserRow {
-    const UserScoreMod operands;  // of the batch row
-    const int batch, head, query;  // indices in the whole call
-    const user_score_mod::Tile tile;
-    const user_score_mod::Row row;
-
-    __device__ __forceinline__ UserRow(const UserScoreMod& all, int own_batch, int own_head, int query)
-        : operands(user_score_mod::of_batch_row(all, own_batch)),
-          batch(global::read_only(all.batch_indices + own_batch)),
-          head(global::read_only(all.head_indices + own_batch * all.head_stride + own_head)),
-          query(query),
-          tile(user_score_mod::make_tile(operands, batch)),
-          row(user_score_mod::make_row(operands, tile, batch, head, query)) {}
-
-    __device__ __forceinline__ user_score_mod::Element element(float score, int key) const {
-        const user_score_mod::Column column = user_score_mod::make_column(operands, tile, batch, key);
-        return user_score_mod::make_element(operands, tile, row, column, score, batch, head, query, key);
-    }
-};
-#else
-struct UserRow {
-    __device__ __forceinline__ UserRow(int, int, int, int) {}
-};
-#endif
 
 // A row of scores: one query of a head. Queries and keys beyond the last use the operands of the last.
 struct ScoreRow {

@@ -9,7 +9,7 @@ from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._float8 import is_float8
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import score_mod
+from jax_flash.cuda import score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
 from jax_flash.cuda.sm90 import (
     backward_plan,
@@ -127,12 +127,13 @@ def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:
         return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
     if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
         return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"
-    return prefill_plan.unsupported_function(spec, shapes)
+    function = spec.attention.score_mod
+    return None if function is None else user_score_mod.unsupported(function, 0)
 
 
-def keys_of_block(spec: CacheSpec, shapes: CacheShapes) -> int:
-    """How many keys a block of the forward kernel has, in a call on a cache that it runs."""
-    return prefill_plan.keys_of_block(spec, shapes)
+def keys_of_block(spec: CacheSpec, shapes: CacheShapes, device: Device) -> int | None:
+    """How many keys a block has of a call on a cache that the forward kernel runs; None for other calls."""
+    return prefill_plan.keys_of_block(spec, shapes) if prefill_plan.suits(spec, shapes, device) else None
 
 
 def plan_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> LaunchPlan:

@@ -8,6 +8,7 @@ import jax
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._mask import Window
+from jax_flash.cuda import user_score_mod
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
     Alias,
@@ -21,7 +22,7 @@ from jax_flash.cuda.launch_plan import (
     TensorMap,
     launch,
 )
-from jax_flash.cuda.parameters import struct
+from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, ROWS, TILE_BYTES, DecodeTile, choose_tile
 from jax_flash.cuda.sm90.tensor_maps import PANEL_BYTES
 
@@ -62,8 +63,8 @@ _GATHERED_CACHE = struct("Cache", key="const CACHE_ELEMENT*", value="const CACHE
 _DESCALES = struct("Descales", key="const float*", value="const float*")  # (K) each, of a cache in e4m3
 
 
-def _parameters(box: int):
-    return struct(
+def _parameters(spec: CacheSpec, box: int) -> Struct:
+    common = struct(
         "Parameters",
         cache=_TMA_CACHE if box else _GATHERED_CACHE,
         query="const ELEMENT*",  # (B, T, N, H)
@@ -83,6 +84,7 @@ def _parameters(box: int):
         partial_statistics="float2*",
         split_tiles="int*",
     )
+    return user_score_mod.parameters(spec.attention, common)
 
 
 _PREPROCESS_PARAMETERS = struct(
@@ -220,7 +222,7 @@ def _decode(
     scale = spec.attention.scale
     if cap is not None:
         scale /= cap
-    elif shapes.alibi_slopes is None:
+    elif not _are_natural(spec, shapes):
         scale *= math.log2(math.e)
     kernel = Kernel(
         source="sm90/decode/decode.cu",
@@ -241,10 +243,12 @@ def _decode(
             ("CLUSTER", cluster),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
+            ("SCORE_MOD", int(spec.attention.score_mod is not None)),
             ("ROTARY", rotary_pairs(spec, shapes)),
             ("SHARED_BYTES", tile.shared_bytes),
         ),
-        parameters=_parameters(tile.box),
+        parameters=_parameters(spec, tile.box),
+        headers=user_score_mod.headers(spec.attention, backward=False),
     )
     slopes = shapes.alibi_slopes
     return launch(
@@ -270,13 +274,19 @@ def _decode(
             "max_parts": spec.num_splits or _ANY_PARTS,
             "least_share": LEAST_SHARE,
             **{name: Pointer(name) if split else None for name in _PARTIALS},
+            **user_score_mod.arguments(spec.attention, shapes),
         },
     )
 
 
+def _are_natural(spec: CacheSpec, shapes: Shapes) -> bool:
+    """Whether logits are natural, and not in base 2."""
+    of_attention = (spec.attention.logits_soft_cap, spec.attention.score_mod, shapes.alibi_slopes)
+    return any(x is not None for x in of_attention)
+
+
 def _combine(spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int) -> Launch:
     """Adds up the partials of tiles that CTAs share."""
-    natural = spec.attention.logits_soft_cap is not None or shapes.alibi_slopes is not None
     kernel = Kernel(
         source="sm90/decode/combine.cu",
         entry="decode_combine",
@@ -285,7 +295,7 @@ def _combine(spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, 
             ("ELEMENT", shapes.query.dtype.name),
             ("VALUE_DIM", tile.value_dim),
             ("QUERY_ROWS", tile.query_rows),
-            ("NATURAL", int(natural)),
+            ("NATURAL", int(_are_natural(spec, shapes))),
             ("ROWS", _COMBINE_ROWS),
         ),
         parameters=_COMBINE_PARAMETERS,

@@ -15,7 +15,7 @@ from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._float8 import is_float8
 from jax_flash._spec import Operands
-from jax_flash.cuda import mask_metadata, user_score_mod
+from jax_flash.cuda import mask_metadata
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import decode_plan, forward_plan
@@ -52,37 +52,15 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     half as fast. Where this rule should draw the line was not measured.
 
     It takes no pages, of which any may be missing, no packed queries, whose tiles would have keys of several
-    sequences, and no cache in 8 bits beside queries in 16. It takes all calls with a score_mod, as the decode
-    kernel has none.
+    sequences, and no cache in 8 bits beside queries in 16.
     """
-    if _is_beyond(shapes):
+    if shapes.page_table is not None or shapes.query_offsets is not None or is_float8(shapes.key.dtype):
         return False
-    if spec.attention.score_mod is not None:
-        return True
     n = cache_sizes(shapes)
     chosen = _configuration(spec, shapes)
     tiles = math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) * (n.N // chosen.pack_gqa) * n.B
     computed = max(tiles, device.sm_count) * chosen.tile.rows
     return n.T >= _LEAST_QUERIES and 2 * n.B * n.T * n.N > computed
-
-
-def _is_beyond(shapes: Shapes) -> bool:
-    """Whether the forward kernel can't read the cache or the queries."""
-    return shapes.page_table is not None or shapes.query_offsets is not None or is_float8(shapes.key.dtype)
-
-
-def unsupported_function(spec: CacheSpec, shapes: Shapes) -> str | None:
-    """Why a call's score_mod can't run, or None."""
-    if spec.attention.score_mod is None:
-        return None
-    if _is_beyond(shapes):
-        what = "packed queries" if shapes.query_offsets is not None else "a paged cache"
-        if is_float8(shapes.key.dtype):
-            what = f"a cache in {shapes.key.dtype.name}"
-        return (
-            f"score_mod needs a cache of 16 bits without pages, and queries that are not packed; got {what}"
-        )
-    return user_score_mod.unsupported(spec.attention.score_mod, 0)
 
 
 def describe(spec: CacheSpec, shapes: Shapes) -> str:

@@ -1,6 +1,7 @@
 // What consumers of the decode kernel know of the call.
 #pragma once
 #include "ptx/global.cuh"
+#include "common/user_row.cuh"
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/store.cuh"
 
@@ -16,6 +17,9 @@ struct ConsumerCall {
     const float* const slopes;  // ALiBi's, (B | 1, N)
     const int slopes_stride;    // from batch row to batch row
     const int max_parts;        // of a tile
+#if SCORE_MOD
+    const UserScoreMod& user;
+#endif
 };
 
 // What numbers of a key head are multiplied by. `descales` (K) is null if that is 1.

@@ -53,7 +53,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  parameters.soft_cap,
                  parameters.slopes,
                  parameters.slopes_stride,
-                 parameters.max_parts});
+                 parameters.max_parts,
+#if SCORE_MOD
+                 parameters.user
+#endif
+        });
     }
     wait_for_previous_kernel();
 }

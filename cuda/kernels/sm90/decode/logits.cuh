@@ -9,14 +9,16 @@ struct ThreadRows {
     int begin[2], end[2];
     float scale[2];
     float slope[2], diagonal[2];
+    const UserRow user[2];
 
-    __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile, int upper_row) {
+    __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile, int upper_row)
+        : user{user_row(call, tile, upper_row), user_row(call, tile, upper_row + 8)} {
         const Sequence sequence = sequence_of(tile);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             scale[r] = call.scale;
             if constexpr (Traits::is_float8) scale[r] *= descale_of(call.descales.key, tile.key_head);
-            const Row row(call.shape, tile, min(upper_row + 8 * r, tile.rows - 1));
+            const Row row = row_at(call, tile, upper_row + 8 * r);
             const Interval keys = keys_of(call.shape, sequence, row.query);
             begin[r] = keys.begin, end[r] = keys.end;
             if constexpr (Traits::alibi) {
@@ -28,6 +30,21 @@ struct ThreadRows {
 
     __device__ static __forceinline__ Sequence sequence_of(const Tile& tile) {
         return {tile.first_query, tile.queries, tile.length, tile.first_key, tile.cache_row, true};
+    }
+
+private:
+    // Rows beyond the tile's last are computed as that one.
+    __device__ static __forceinline__ Row row_at(const ConsumerCall& call, const Tile& tile, int row) {
+        return Row(call.shape, tile, min(row, tile.rows - 1));
+    }
+    // Of positions in the sequence: a query's is that of the key on its diagonal.
+    __device__ static __forceinline__ UserRow user_row(const ConsumerCall& call, const Tile& tile, int index) {
+#if SCORE_MOD
+        const Row row = row_at(call, tile, index);
+        return UserRow(call.user, tile.batch, row.head, diagonal_of(sequence_of(tile), row.query));
+#else
+        return UserRow(0, 0, 0, 0);
+#endif
     }
 };
 
@@ -46,6 +63,9 @@ __device__ __forceinline__ void make_logits(float (&scores)[count], const Consum
     for (int i = 0; i < count; ++i) {
         float logit = scores[i] * rows.scale[row_of(i)];
         if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
+#if SCORE_MOD
+        logit = rows.user[row_of(i)].element(logit, first_column + column_of(i)).value;
+#endif
         if constexpr (Traits::alibi) {
             const float key = static_cast<float>(first_column + column_of(i));
             logit -= rows.slope[row_of(i)] * fabsf(rows.diagonal[row_of(i)] - key);

@@ -13,7 +13,7 @@
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
 //   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no clusters
-//   SOFT_CAP, ALIBI   1: the call has it
+//   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
 //   SHARED_BYTES   dynamic shared memory of the launch
 #pragma once
@@ -40,7 +40,7 @@ struct Traits {
     static constexpr bool split = SPLIT;
     static constexpr int cluster = CLUSTER;
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
-    static constexpr bool natural = soft_cap || alibi;  // logits are; else they are in base 2
+    static constexpr bool natural = soft_cap || alibi || SCORE_MOD;  // logits are; else they are in base 2
     static constexpr bool rotary = ROTARY != 0;
 
     static constexpr int key_steps = head_dim / 16;  // wgmmas of QK^T

@@ -1,0 +1,33 @@
+// The user's score_mod for one query of a head. The header is written for the call (jax_flash/cuda/user_score_mod.py).
+// SCORE_MOD is 0 without a function.
+#pragma once
+#include "parameters.cuh"
+#include "ptx/global.cuh"
+
+#if SCORE_MOD
+#include "user_score_mod.cuh"
+
+struct UserRow {
+    const UserScoreMod operands;  // of the batch row
+    const int batch, head, query;  // indices in the whole call
+    const user_score_mod::Tile tile;
+    const user_score_mod::Row row;
+
+    __device__ __forceinline__ UserRow(const UserScoreMod& all, int own_batch, int own_head, int query)
+        : operands(user_score_mod::of_batch_row(all, own_batch)),
+          batch(global::read_only(all.batch_indices + own_batch)),
+          head(global::read_only(all.head_indices + own_batch * all.head_stride + own_head)),
+          query(query),
+          tile(user_score_mod::make_tile(operands, batch)),
+          row(user_score_mod::make_row(operands, tile, batch, head, query)) {}
+
+    __device__ __forceinline__ user_score_mod::Element element(float score, int key) const {
+        const user_score_mod::Column column = user_score_mod::make_column(operands, tile, batch, key);
+        return user_score_mod::make_element(operands, tile, row, column, score, batch, head, query, key);
+    }
+};
+#else
+struct UserRow {
+    __device__ __forceinline__ UserRow(int, int, int, int) {}
+};
+#endif
