@@ -244,17 +244,30 @@ def _of_function(function, name, operands, dtype=jnp.float32, *score, differs=(T
         (result,) = _evaluated(function.jaxpr, consts, scalars, dtype)
         return result
 
-    for axis in ("key", "query", "head", "batch"):  # in the order of the arguments, from the last
-        of_index = [axis == name for name in ("batch", "head", "query", "key")]
-        in_axes = (
-            0 if axis == "batch" else None,
-            *[0] * len(score),
-            *(0 if own else None for own in of_index),
-        )
+    # Axes of the call, from the last, and which indices differ along each.
+    for of_row, *of_index in ((0, 0, 0, 0, 1), (0, 1, 0, 1, 0), (0, 0, 1, 0, 0), (1, 1, 0, 1, 1)):
+        in_axes = (0 if of_row else None, *[0] * len(score), *(0 if own else None for own in of_index))
         of_pair = jax.vmap(of_pair, in_axes)
     heads = jnp.broadcast_to(operands.head_indices, (size.B, size.N))[0]
-    positions = (jnp.arange(n, dtype=jnp.int32) for n in (size.T, size.S))
-    return of_pair(captured, *score, operands.batch_indices * differs[0], heads * differs[1], *positions)
+    batch, queries, keys = _places(operands)
+    return of_pair(captured, *score, batch * differs[0], heads * differs[1], queries, keys)
+
+
+def _places(operands):
+    """What functions take: each query's batch and position, `(B, T)`, and each key's position, `(B, S)`."""
+    size = sizes(operands)
+    if operands.query_offsets is None:
+        batch = jnp.broadcast_to(operands.batch_indices[:, None], (size.B, size.T))
+        positions = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (size.B, n)) for n in (size.T, size.S))
+        return batch, *positions
+    is_of, starts, _ = _sequences(operands.query_offsets, size.T, size.T)
+    is_key_of, key_starts, _ = _sequences(operands.key_value_offsets, size.S, size.S)
+    sequence = jnp.argmax(is_of, axis=1).astype(jnp.int32)
+    queries, keys = (
+        jnp.arange(is_of.shape[2], dtype=jnp.int32) - jnp.sum(is_of * starts[:, :, None], axis=1)
+        for is_of, starts in ((is_of, starts), (is_key_of, key_starts))
+    )
+    return sequence, queries.astype(jnp.int32), keys.astype(jnp.int32)
 
 
 def _evaluated(jaxpr, consts, args, dtype):

@@ -101,8 +101,8 @@ class Operands(Generic[Leaf]):
     With offsets, a batch row holds P packed sequences: sequence p the queries from `query_offsets[p]` up to
     `query_offsets[p + 1]`, and keys likewise, the offsets ascending from 0 at least to T and S at most. It
     attends to itself alone, with its own lengths in every alignment. All other tokens are padding, which
-    attends to nothing. Both offsets are there or none, and then no bias, mask, lengths, segment ids or
-    functions.
+    attends to nothing. Both offsets are there or none, and then no bias, mask, lengths, segment ids or block
+    mask. A score_mod takes p as its batch, and positions in the sequence.
 
     A `diagonal` moves what causality, the window and ALiBi are relative to: query `i` is aligned with key
     `i + S - T + diagonal`. So queries and keys may be parts of longer sequences, from any place on. Causal

@@ -16,7 +16,6 @@ from jax_flash._attention import ScoreMod
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call, Packing, attend, prepare
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
-from jax_flash.functions.static import StaticFunction
 
 
 @overload
@@ -120,7 +119,8 @@ def flash_attention_varlen(
       max_seqlen_q: at least the queries of the longest sequence; a Python int, since it is a shape.
       max_seqlen_kv: the same for keys.
       alibi_slopes: `(N,)` or `(B, N)`, floating. With `(B, N)`, all implementations pad.
-      score_mod: as in `flash_attention`; its `batch` is the sequence's number. All implementations pad.
+      score_mod: as in `flash_attention`; its `batch` is the sequence's number, and positions are those in the
+        sequence.
       block_mask: as in `flash_attention`, made for max_seqlen_q and max_seqlen_kv (or all tokens, if they are
         fewer), and for all sequences or each. Of a sequence its first blocks count. All implementations pad.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, dropout_rate, dropout_key,
@@ -184,9 +184,8 @@ class OfSequences(NamedTuple):
 
     sequences: int
     slopes: jax.Array | None  # (B, N)
-    score_mod: StaticFunction | None
     block_mask: BlockMaskSpec | None
-    operands: dict[str, jax.Array]  # of the two functions
+    operands: dict[str, jax.Array]  # of the block mask
 
 
 def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Call, OfSequences | None]:
@@ -198,15 +197,13 @@ def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Ca
     packing = _packing_of(sequences, query.shape[0], key.shape[0], names)
     count, heads = packing.query_offsets.size - 1, query.shape[1]
     slopes = _slopes_of_sequences(arguments.alibi_slopes, count, heads)
-    score_mod, block_mask = arguments.score_mod, arguments.block_mask
+    block_mask = arguments.block_mask
     if slopes is not None:
         arguments = dataclasses.replace(arguments, alibi_slopes=None)
     call = prepare(
-        dataclasses.replace(
-            arguments, query=query, key=key, value=value, packing=packing, score_mod=None, block_mask=None
-        )
+        dataclasses.replace(arguments, query=query, key=key, value=value, packing=packing, block_mask=None)
     )
-    if slopes is None and score_mod is None and block_mask is None:
+    if slopes is None and block_mask is None:
         return call, None
     lengths = call.spec.max_query_length, call.spec.max_key_value_length
     if isinstance(block_mask, BlockMask) and block_mask.lengths != lengths:
@@ -214,8 +211,8 @@ def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Ca
             f"block_mask must be made for {lengths[0]} queries and {lengths[1]} keys, the longest that a "
             f"sequence may be; got one for {block_mask.lengths}"
         )
-    functions = _functions.operands(score_mod, block_mask, (count,), (*lengths, heads))
-    return call, OfSequences(count, slopes, *functions)
+    _, of_mask, operands = _functions.operands(None, block_mask, (count,), (*lengths, heads))
+    return call, OfSequences(count, slopes, of_mask, operands)
 
 
 def _packing_of(sequences: PackedSequences, queries: int, keys: int, names: Names) -> Packing:
@@ -249,7 +246,7 @@ def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.A
 def unpacked(call: Call, own: OfSequences) -> Call:
     """`call` with what sequences have of their own: each becomes a batch row."""
     spec, _ = _varlen_unpacking.unpacked_shapes(call.spec, call.shapes)
-    spec = dataclasses.replace(spec, score_mod=own.score_mod, block_mask=own.block_mask)
+    spec = dataclasses.replace(spec, block_mask=own.block_mask)
     rows = _unpack(call.spec, call.operands).replace(**own.operands)
     if own.slopes is not None:
         rows = rows.replace(alibi_slopes=own.slopes)

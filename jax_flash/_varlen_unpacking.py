@@ -34,6 +34,21 @@ class TokenAxis:
         """The length of every sequence, `(B * P,)`."""
         return jnp.clip(jnp.diff(self.offsets), 0, self.longest).reshape(-1)
 
+    def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of every token its sequence, its position in that, and whether it is of a sequence, `(B, tokens)`.
+
+        Of tokens of no sequence the first two may be anything.
+        """
+
+        def row(offsets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            token = jnp.arange(self.tokens, dtype=jnp.int32)
+            sequence = jnp.searchsorted(offsets, token, side="right").astype(jnp.int32) - 1
+            within = token - offsets[sequence]
+            is_there = (sequence >= 0) & (sequence < offsets.size - 1) & (within < self.longest)
+            return sequence, within, is_there
+
+        return jax.vmap(row)(self.offsets)
+
     def unpack(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
         """`x (B, …)` as `(B * P, …)`, a row for each sequence with `fill` behind its tokens.
 
@@ -53,16 +68,14 @@ class TokenAxis:
         """The inverse of `unpack`: `x (B * P, …)` as `(B, …)`, with `fill` for tokens of no sequence."""
         batch, count = self.offsets.shape[0], self.offsets.shape[1] - 1
 
-        def row(x: jax.Array, offsets: jax.Array) -> jax.Array:
-            token = jnp.arange(self.tokens, dtype=jnp.int32)
-            sequence = jnp.searchsorted(offsets, token, side="right") - 1
-            within = token - offsets[sequence]
-            is_there = (sequence >= 0) & (sequence < count) & (within < self.longest)
-            position = jnp.where(is_there, sequence * self.longest + within, count * self.longest)
+        sequence, within, is_there = self.places()
+        position = jnp.where(is_there, sequence * self.longest + within, count * self.longest)
+
+        def row(x: jax.Array, position: jax.Array) -> jax.Array:
             x = _merge(jnp.moveaxis(x, 0, axis), axis)
             return jnp.take(x, position, axis, mode="fill", fill_value=fill)
 
-        return jax.vmap(row)(x.reshape(batch, count, *x.shape[1:]), self.offsets)
+        return jax.vmap(row)(x.reshape(batch, count, *x.shape[1:]), position)
 
 
 def token_axes(spec: AttentionSpec, operands: Operands) -> tuple[TokenAxis, TokenAxis]:
@@ -82,6 +95,8 @@ def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Oper
     batch, count = queries.offsets.shape[0], queries.offsets.shape[1] - 1
 
     def unpack_one(name: str, x: jax.Array) -> jax.Array:
+        if name == "batch_indices":  # a function's batch is the sequence
+            return jnp.tile(jnp.arange(count, dtype=jnp.int32), batch)
         for letter, tokens in (("T", queries), ("S", keys)):
             if letter in axes_of(name):
                 return tokens.unpack(x, axes_of(name).index(letter))
@@ -90,7 +105,8 @@ def unpack(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Oper
         return jnp.repeat(x, count, axis=0, total_repeat_length=batch * count)
 
     rows = {name: unpack_one(name, x) for name, x in operands.present().items() if name not in OFFSETS}
-    rows = Operands(**rows, query_seq_lengths=queries.lengths(), key_value_seq_lengths=keys.lengths())
+    lengths = {"query_seq_lengths": queries.lengths(), "key_value_seq_lengths": keys.lengths()}
+    rows = Operands.of(rows | lengths)
     return dataclasses.replace(spec, max_query_length=None, max_key_value_length=None), rows
 
 
@@ -133,17 +149,19 @@ def backward(
         None if d_lse is None else queries.unpack(d_lse, t_of_lse),
     )
 
-    def of_all_sequences(gradient: jax.Array | None, operand: jax.Array | None) -> jax.Array | None:
+    def of_all_sequences(gradient: Any, operand: jax.Array | None) -> Any:
         if gradient is None or operand is None or gradient.shape == operand.shape:
             return gradient
         return gradient.reshape(operand.shape[0], -1, *gradient.shape[1:]).sum(1)
 
+    present = operands.present()
     return Gradients(
         query=queries.pack(gradients.query, axes_of("query").index("T")),
         key=keys.pack(gradients.key, axes_of("key").index("S")),
         value=keys.pack(gradients.value, axes_of("value").index("S")),
         alibi_slopes=of_all_sequences(gradients.alibi_slopes, operands.alibi_slopes),
         sinks=of_all_sequences(gradients.sinks, operands.sinks),
+        captured={name: of_all_sequences(x, present[name]) for name, x in gradients.captured.items()},
     )
 
 

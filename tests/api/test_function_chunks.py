@@ -1,4 +1,4 @@
-"""Functions of users on chunks of sequences: the same values at other indices."""
+"""Functions of users on chunks of sequences, and on packed ones: the same values at other indices."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.functions.chunks import on_chunks
 from jax_flash.functions.graph import LOAD, reachable
+from jax_flash.functions.packed import on_packed_tokens
 from jax_flash.functions.scopes import Scope, scope
 from jax_flash.functions.static import flat, static_mask_mod, static_score_mod
 
@@ -65,6 +66,32 @@ def test_values_and_gradients(name, first_query, first_key, stride):
         arguments = jnp.cos(whole["score"]), lambda x: x
         results = own.pullback(local, [*captured, starts], *arguments)
         jax.tree.map(np.testing.assert_array_equal, results, function.pullback(whole, captured, *arguments))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_packed_tokens(name):
+    """Of each token the function sees the sequence and the position there, by its graph and by its jaxpr."""
+    function, arrays = FUNCTIONS[name]
+    captured = [flat(x) for x in arrays]
+    sequences, queries, keys = (jnp.asarray(x, jnp.int32) for x in ([0, 0, 2], [4, 5, 0], [3, 4, 0, 1]))
+    own = on_packed_tokens(function, 3, 4)
+    whole = indices(queries, keys) | {"batch": sequences[None, :, None]}
+    local, tokens = indices(range(3), range(4)), [x[None] for x in (sequences, queries, keys)]
+    for call in (own, own.by_jax):
+        np.testing.assert_allclose(call(local, [*captured, *tokens]), function(whole, captured), rtol=1e-6)
+    if name != "mask":
+        arguments = jnp.cos(whole["score"]), lambda x: x
+        results = own.pullback(local, [*captured, *tokens], *arguments)
+        jax.tree.map(np.testing.assert_array_equal, results, function.pullback(whole, captured, *arguments))
+    assert own == on_packed_tokens(function, 3, 4) != on_packed_tokens(function, 4, 3)
+
+
+def test_places_of_packed_tokens_are_read_once_a_row():
+    """Or a column: they don't make a function look an array up for each score."""
+    function = on_packed_tokens(static_score_mod(lambda score, b, h, q, k: score * b - (q - k))[0], 9, 9)
+    loads = [node for node in reachable([function.value]) if node.operation == LOAD]
+    assert sorted(scope(node).name for node in loads) == ["COLUMN", "ROW", "ROW"]
+    assert not function.looks_up_each_score
 
 
 def test_equal_functions_on_chunks_are_equal():

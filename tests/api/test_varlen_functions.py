@@ -92,12 +92,27 @@ def test_one_mask_of_all_sequences_under_jit_and_vmap():
     np.testing.assert_allclose(got, jnp.stack([attend(query), attend(2 * query)]), atol=3e-6)
 
 
+@pytest.mark.parametrize("implementation", ("cuda", "pallas"))
+def test_lowers_for_a_gpu(implementation):
+    """Sequences stay packed in the CUDA kernels: nothing is as long as all of them padded."""
+    *given, table = arrays(jnp.bfloat16)
+
+    def loss(*x):
+        return jnp.sum(packed(*x, False, is_causal=True, implementation=implementation).astype(jnp.float32))
+
+    with jax_flash.planned_for("sm_90a"):
+        step = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+        text = step.trace(*given, table).lower(lowering_platforms=("cuda",)).as_text()
+    padded = f"tensor<{len(QUERIES)}x17x{N}x{H}xbf16>"
+    assert (padded in text) == (implementation == "pallas")
+
+
 def test_explain():
     *given, table = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(jnp.bfloat16))
     with jax_flash.planned_for("sm_90a"):
         found = jax_flash.explain(*given, **PACKED, score_mod=score_mod_of(jnp.zeros(table.shape)))
     assert {choice.name: choice.runs for choice in found.choices}["cuda"]
-    assert found.shapes.query.shape == (len(QUERIES), 17, N, H)
+    assert found.shapes.query.shape == (1, STARTS_Q[-1] + PADDING, N, H), "sequences stay packed"
 
 
 @pytest.mark.parametrize(

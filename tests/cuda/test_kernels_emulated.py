@@ -74,6 +74,10 @@ FUNCTIONS = (
     ),
     Case(H=192, T=70, S=90, N=2, K=1, B=2, score_mod="learned", lengths="qk", dtype="float16"),
     Case(H=256, T=100, S=90, N=2, B=2, score_mod="learned", soft_cap=2.0, mask="B11S"),
+    Case(H=64, T=150, S=200, N=2, B=2, packed=4, score_mod="hides", right=0, return_residual=True),
+    Case(H=128, T=200, S=180, N=4, K=2, B=2, packed=3, score_mod="learned", alibi="1N"),
+    Case(H=192, T=150, S=150, N=2, packed=3, score_mod="scaled", deterministic=True, right=0),
+    Case(H=256, T=90, S=150, N=2, packed=2, score_mod="relative_position", left=40),
 )
 # Block masks: of functions and of layouts, alike for all heads or not, with all that hides keys besides.
 BLOCK_MASKS = (

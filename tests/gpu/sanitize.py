@@ -73,6 +73,7 @@ GROUPS = {
         case(64, "score_mod", "seq_lengths", B=2),
         case(256, "score_mod", "segment_ids", local_window_size=(70, 0)),
         case(192, "score_mod", "deterministic"),
+        case(128, "score_mod", "packed", T=300, is_causal=True),
     ),
     "block masks": (
         *(case(H, "block_mask", K=1) for H in HEAD_DIMS),

@@ -41,7 +41,7 @@ NEVER_MEET = [
 
 
 # What `flash_attention_varlen` doesn't take.
-WITHOUT_PACKED = ("mask", "bias", "seq_lengths", "segment_ids", "score_mod", "block_mask")
+WITHOUT_PACKED = ("mask", "bias", "seq_lengths", "segment_ids", "block_mask")
 
 
 def factors(

@@ -14,6 +14,7 @@ from jax_flash import _dropout, _functions, _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import dropout, fixed_point, score_mod
+from jax_flash.cuda.packed import of_packed_tokens
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
 
 # So few multiprocessors that a persistent CTA has several tiles.
@@ -168,13 +169,15 @@ def tile(case: Case | tuple) -> set:
 
 
 def check_forward(case, device, emulator):
-    spec, operands, _, _, seed = draw(case)
+    of_call, given, _, _, seed = draw(case)
+    spec, operands = of_packed_tokens(of_call, given)
     plan = forward_plan.plan_forward(spec, shapes_of(operands), device)
     arrays = arrays_of(
         operands, forward_plan.plan_forward_metadata(spec, shapes_of(operands), device), emulator, seed
     )
     arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
     results = emulator.run(plan, dropout.arranged(plan, arrays), seed)
+    spec, operands = of_call, given
     d_out = np.zeros(results["out"].shape)
     out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out)
     references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
@@ -193,6 +196,8 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     spec, operands, d_out, d_lse, seed = draw(case)
     d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
     out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    of_call, given = spec, operands
+    spec, operands = of_packed_tokens(of_call, given)
     bounds = backward_plan.plan_backward_metadata(spec, shapes_of(operands), device)
     arrays = arrays_of(operands, bounds, emulator, seed)
     arrays |= backward_plan.backward_block_lists(spec, operands, arrays, device)
@@ -205,7 +210,7 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     of_runs = [emulator.run(plan, arrays, seed + i, count) for i, count in enumerate(resident)]
     references = {"out": out, "lse": lse, **agreement.by_name(gradients)}
     rounded_out = out.astype(DTYPES[case.dtype])
-    references, deviations = expected(case, spec, operands, d_out, d_lse, references, rounded_out)
+    references, deviations = expected(case, of_call, given, d_out, d_lse, references, rounded_out)
     for results in of_runs:
         gradients = {name: results[name] for name in ("d_query", "d_key", "d_value")}
         of_scores = score_mod.gradients(spec, operands, results, bias_factor)

@@ -124,14 +124,28 @@ def head_of_each(query, key, value):
     )
 
 
-def packed(query, key, value):
+def packed(query, key, value, score_mod=None):
     offsets = jnp.array([0, 5, 20, 32])
     attend = functools.partial(
         jax_flash.flash_attention_varlen,
         cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=15, max_seqlen_kv=15,
-        is_causal=True, implementation="xla",
+        is_causal=True, implementation="xla", score_mod=score_mod,
     )  # fmt: skip
     return jax.vmap(attend)(query, key, value)
+
+
+def packed_with_function(query, key, value):
+    def score_mod(score, sequence, head, query, key):
+        return score - 0.1 * (head + sequence) * jnp.abs(query - key) + 0.2 * (key % 3)
+
+    return packed(query, key, value, score_mod)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_with_a_function(kind):
+    """By heads: sequences stay whole."""
+    axes, spec = MESHES["four"]
+    check(packed_with_function, arrays(N=8, K=4), mesh_of(axes, kind), (spec,) * 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
