@@ -3,6 +3,7 @@
     python benchmarks/models.py --out benchmarks/results/models_h200.json
     python benchmarks/models.py --out benchmarks/results/models_h200.json --add
     python benchmarks/models.py --entries llama3-8b-8k,gemma2-9b --passes forward --peers jax_flash_cuda,cudnn
+    python benchmarks/models.py --out benchmarks/results/models_4xh100.json --every-gpu
 
 The calls are in model_entries.py, which says where each shape is published; --list prints them. Operations
 count visible pairs of query and key alone: neither what a mask hides nor padding. A backward time is that of
@@ -13,9 +14,12 @@ documents packed, by its varlen functions.
 Each entry is measured in shuffled rounds, each after a warm-up so that clocks settle; the median counts.
 A run ends after --minutes; --add goes on with the entries that the file lacks. All rows of an entry come from
 one run, and figures of different runs don't compare. A chart of the file goes beside it as PNG.
+
+With --every-gpu each GPU of the machine measures some of the entries, all at the same time.
 """
 
 import argparse
+import json
 import logging
 import statistics
 import time
@@ -25,6 +29,7 @@ from pathlib import Path
 
 import comparison
 import contenders
+import every_gpu
 import jax
 import jax.numpy as jnp
 import model_contenders
@@ -39,6 +44,7 @@ from model_programs import GRADIENTS, PASSES, EntryPrograms, Reference, compile_
 Run = tuple[Callable, list[jax.Array]]  # a program and its arguments
 
 MINUTES = 8.0
+MINUTES_OF_AN_ENTRY = 2.0  # at most
 COMPILED_AHEAD = 4  # entries whose programs are compiled together, on all cores, and then measured
 
 
@@ -118,6 +124,9 @@ def run(options: argparse.Namespace) -> dict:
     result = record.environment()
     earlier = record.earlier_rows(options.out, result) if options.add else []
     left = options.entries or [e for e in ENTRIES if e.name not in {row["case"] for row in earlier}]
+    if options.part:
+        number, count = options.part
+        left = left[number::count]
     result |= {"ceiling": record.product_ceiling("bfloat16"), "rows": _in_order(earlier)}
     result |= described(result["rows"])
     print(record.heading(result))
@@ -147,6 +156,30 @@ def run(options: argparse.Namespace) -> dict:
         if options.out:
             record.write(result, options.out)
     print_summary(result, [entry.name for entry in left], time.monotonic() - start)
+    return result
+
+
+def run_on_every_gpu(options: argparse.Namespace) -> dict:
+    """Measure a part of the entries on each GPU, and write what all parts have."""
+    names = every_gpu.gpus()
+    files = [options.out.with_suffix(f".part{number}.json") for number in range(len(names))]
+
+    def part(number: int, count: int) -> list[str]:
+        return every_gpu.own_command("--part", f"{number}/{count}", "--out", str(files[number]))
+
+    # The minutes are those in which a part begins to measure an entry.
+    statuses = every_gpu.run(part, 60 * (options.minutes + MINUTES_OF_AN_ENTRY), names)
+    print(f"parts ended with {statuses}")
+    written = [path for path in files if path.exists()]
+    if not written:
+        raise SystemExit("no part has measured an entry")
+    result = json.loads(written[0].read_text()) | {"gpus": len(names)}
+    rows = [row for path in written for row in json.loads(path.read_text())["rows"]]
+    result["rows"] = _in_order(rows)
+    result |= described(result["rows"])
+    record.write(result, options.out)
+    for path in written:
+        path.unlink()
     return result
 
 
@@ -197,10 +230,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="keep the other entries that --out has; by default measure the rest",
     )
+    parser.add_argument("--every-gpu", action="store_true", help="entries in parts, one on each GPU")
+    parser.add_argument("--part", help="number/count: each count-th entry, from that number on")
     parser.add_argument("--list", action="store_true", help="print the entries, and measure nothing")
     options = parser.parse_args(arguments)
     if options.add and not options.out:
         parser.error("--add needs --out")
+    if options.every_gpu and (options.add or not options.out):
+        parser.error("--every-gpu needs --out, and takes no --add")
+    options.part = options.part and tuple(map(int, options.part.split("/")))
     known = {entry.name: entry for entry in ENTRIES}
     for flag, values, choices in (
         ("entries", (options.entries or "").split(",") if options.entries else [], known),
@@ -225,8 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Peers warn of their own affairs.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    result = run(options)
-    if options.out and any(key in row for row in result["rows"] for key in PASSES):
+    in_parts = options.every_gpu and not options.part
+    result = run_on_every_gpu(options) if in_parts else run(options)
+    if options.out and not options.part and any(key in row for row in result["rows"] for key in PASSES):
         print(f"{options.out}, {models_chart.draw(options.out)}")
 
 

@@ -1,6 +1,6 @@
 """What every GPU test starts from, and the summary that the suite leaves behind.
 
-    pytest tests/gpu [-n 8] [--gpu-summary FILE]
+    pytest tests/gpu [-n 8 [--one-gpu-each]] [--gpu-summary FILE]
 
 Without a CUDA device each file is skipped as a whole, and says so. Time on a GPU can be short: a failure is
 shown at once, and a run that SIGTERM ends leaves a summary too, if it was asked for one.
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("NPROC", "2")  # of XLA's threads on the CPU, where yardsticks are computed
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import every_gpu
 import jax
 import pytest
 from refusals import count_refused
@@ -37,6 +41,11 @@ def pytest_addoption(parser):
         "--gpu-summary",
         default=None,
         help="where to write the suite's summary, JSON (benchmarks/results/gpu_suite_<device>.json)",
+    )
+    parser.addoption(
+        "--one-gpu-each",
+        action="store_true",
+        help="each process of -n sees one of the machine's GPUs; tests of several are skipped then",
     )
 
 
@@ -62,6 +71,11 @@ def _devices_needed(path):
 def pytest_configure(config):
     if _is_controller():
         signal.signal(signal.SIGTERM, _end)
+    elif config.getoption("--one-gpu-each"):
+        names = every_gpu.gpus()
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        if names:  # JAX looks at it when it first uses a device
+            os.environ["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
 
 
 def _end(*_) -> None:
@@ -90,22 +104,24 @@ def pytest_sessionfinish(session, exitstatus):
     calls = [r for r in _reports if r.when == "call" or not r.passed]
     if not _is_controller() or not any(r.when == "call" for r in calls):
         return
+    options = session.config.option
     on = environment(cuda_devices()[0])
+    devices = 1 if options.one_gpu_each else len(cuda_devices())  # that a test sees
     summary = {
         **on,
-        "devices": len(cuda_devices()),
+        "devices": devices,
         **summarise(calls),
         "seconds": round(time.time() - _started),
         "complete": exitstatus != pytest.ExitCode.INTERRUPTED and not _was_ended,
     }
     kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
     # A run of some tests must not pass for the suite: it is written only where it is asked to be.
-    options = session.config.option
     partial = options.keyword or options.markexpr or len(calls) < 20 or not summary["complete"]
     path = session.config.getoption("--gpu-summary", None)
     if path is None and partial:
         return
-    path = Path(path or RESULTS / f"gpu_suite_{kind}.json")
+    count = f"{devices}x" if devices > 1 else ""
+    path = Path(path or RESULTS / f"gpu_suite_{count}{kind}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=1) + "\n")
     print(f"\nsummary in {path}")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import re
+import signal
 import types
 import warnings
 from pathlib import Path
@@ -316,6 +317,52 @@ def test_a_run_ends_with_its_minutes(tmp_path, capsys, made_up, monkeypatch):
     assert f"not measured in 2.0 minutes: {','.join(made_up[2:])}" in capsys.readouterr().out
 
 
+def test_entries_in_parts_on_every_gpu(tmp_path, made_up, monkeypatch):
+    """Each part is measured as its command says; together they have all entries, in their order."""
+    import every_gpu
+    import models
+
+    out = tmp_path / "result.json"
+    flags = ["--peers", "jax_flash_cuda", "--rounds", "1", "--passes", "forward", "--out", str(out)]
+
+    def run(part, seconds, names):
+        for number in range(len(names)):
+            _, program, *arguments = part(number, len(names))
+            assert Path(program).name == "models.py"
+            models.main(arguments)
+        return [0] * len(names)
+
+    monkeypatch.setattr(every_gpu, "gpus", lambda: ["0", "3", "5"])
+    monkeypatch.setattr(every_gpu, "run", run)
+    monkeypatch.setattr("sys.argv", ["models.py", *flags, "--every-gpu"])
+    models.main([*flags, "--every-gpu"])
+    result = json.loads(out.read_text())
+    assert [row["case"] for row in result["rows"]] == made_up and result["gpus"] == 3
+    assert [entry["name"] for entry in result["entries"]] == made_up
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "result.png"]
+
+
+def test_commands_on_every_gpu(tmp_path):
+    import every_gpu
+
+    def part(number, count):
+        script = f'echo "$CUDA_VISIBLE_DEVICES of {count}" > {tmp_path}/{number}; exit {number}'
+        return ["sh", "-c", script if number < 2 else f"{script.partition(';')[0]}; exec sleep 600"]
+
+    statuses = every_gpu.run(part, 2.0, ["1", "4", "6"])
+    assert statuses == [0, 1, -signal.SIGTERM]
+    assert [(tmp_path / str(n)).read_text() for n in range(3)] == ["1 of 3\n", "4 of 3\n", "6 of 3\n"]
+
+
+def test_which_gpus_there_are(monkeypatch):
+    import every_gpu
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert every_gpu.gpus() == ["2", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert every_gpu.gpus() == []
+
+
 def test_results_that_differ_have_no_figures(monkeypatch):
     import contenders
     import models
@@ -344,7 +391,13 @@ def test_results_that_differ_have_no_figures(monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    (["--entries", "llama3-8b-8k,gpt-9"], ["--passes", "sideways"], ["--peers", "nobody"], ["--add"]),
+    (
+        ["--entries", "llama3-8b-8k,gpt-9"],
+        ["--passes", "sideways"],
+        ["--peers", "nobody"],
+        ["--add"],
+        ["--every-gpu"],
+    ),
 )
 def test_unknown_names_are_refused(wrong):
     import models
