@@ -1,15 +1,19 @@
 """Benchmarks of 8 bits, as far as they run without a GPU."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "examples"))
+
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 def test_accuracy(tmp_path):
@@ -24,6 +28,54 @@ def test_accuracy(tmp_path):
     of_8_bits = [by_xla[method] for method in fp8_accuracy.METHODS]
     assert 1e-3 < of_8_bits[3] < 0.8 * min(of_8_bits[:3])
     assert all("NotImplementedError" in row["error"] for row in rows if row["implementation"] == "cuda")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of checkpoints of a small model."""
+    import train_gpt
+
+    folder = tmp_path_factory.mktemp("gpt")
+    settings = train_gpt.Settings(
+        output_dir=str(folder),
+        checkpoint_dir=str(folder / "checkpoints"),
+        layers=2,
+        heads=2,
+        key_heads=1,
+        width=64,
+        sequence_length=48,
+        steps=3,
+        sample_length=2,
+    )
+    train_gpt.train(settings)
+    return folder / "checkpoints"
+
+
+def test_accuracy_on_a_trained_model(trained, tmp_path):
+    import fp8_accuracy
+
+    path = tmp_path / "accuracy.json"
+    fp8_accuracy.main(["--checkpoint-dir", str(trained), "--out", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["layer"], row["keys"]) for row in rows} == {(0, 48), (1, 48)}
+    for row in rows:
+        least, most = (1e-5, 1e-3) if row["method"] == "float16" else (1e-3, 0.1)
+        assert least < row["relative"] < most, row
+        assert row["rmse"] > 0
+
+
+def test_a_causal_definition_of_grouped_heads():
+    import fp8_accuracy
+
+    random = np.random.default_rng(0)
+    query, key, value = (random.normal(size=(1, 7, heads, 4)) for heads in (4, 2, 2))
+    out = fp8_accuracy.exact((query, key, value), is_causal=True)
+    for head, row in np.ndindex(4, 7):
+        of_head = (
+            query[:, row : row + 1, head : head + 1],
+            *(x[:, : row + 1, head // 2, None] for x in (key, value)),
+        )
+        np.testing.assert_allclose(out[row, head], fp8_accuracy.exact(of_head)[0, 0])
 
 
 def test_the_definition():
