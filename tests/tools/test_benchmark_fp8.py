@@ -71,10 +71,8 @@ def test_a_causal_definition_of_grouped_heads():
     query, key, value = (random.normal(size=(1, 7, heads, 4)) for heads in (4, 2, 2))
     out = fp8_accuracy.exact((query, key, value), is_causal=True)
     for head, row in np.ndindex(4, 7):
-        of_head = (
-            query[:, row : row + 1, head : head + 1],
-            *(x[:, : row + 1, head // 2, None] for x in (key, value)),
-        )
+        keys = (x[:, : row + 1, head // 2, None] for x in (key, value))
+        of_head = (query[:, row : row + 1, head : head + 1], *keys)
         np.testing.assert_allclose(out[row, head], fp8_accuracy.exact(of_head)[0, 0])
 
 
