@@ -145,6 +145,21 @@ def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits()
     assert head_group(0, T=1 << 20, S=1 << 20) == 1
 
 
+@pytest.mark.parametrize("right", (None, 0))
+def test_lengths_leave_the_order_of_tiles(right):
+    """They shorten all tiles of a head alike. What packed sequences make of tiles is not known."""
+    given = shapes(B=16, T=512, S=512, N=16, K=16, H=64)
+    rows = jax.ShapeDtypeStruct((16,), jnp.int32)
+    with_lengths = given.replace(query_seq_lengths=rows, key_value_seq_lengths=rows)
+    ids = jax.ShapeDtypeStruct((16, 512), jnp.int32)
+    with_segments = given.replace(query_segment_ids=ids, key_value_segment_ids=ids)
+    groups = [
+        main_launch(plan_backward(AttentionSpec(0.1, None, right), x, H100)).by_path["l2_head_group"]
+        for x in (given, with_lengths, with_segments)
+    ]
+    assert groups[0] == groups[1] < groups[2]
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("rate", (0.0, 0.1))
 def test_tiles_fit_the_hardware(head_dim, rate):

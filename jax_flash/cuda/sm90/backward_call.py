@@ -211,11 +211,12 @@ class BackwardCall:
             tiles_alike = self.window.unbounded and not self.has_metadata
             share_bytes = tiles.group * head_bytes
             return backward_scheduler.l2_head_group_in_order(tiles.heads, share_bytes, tiles_alike, l2_bytes)
-        if self.has_metadata:
-            sequences = mask_metadata.assumed_sequences(self.shapes)
+        sequences = mask_metadata.assumed_sequences(self.shapes)
+        if sequences > 1 or self.shapes.diagonal is not None:
             return backward_scheduler.l2_head_group_of_unknown_lengths(
                 tiles.heads, head_bytes, sequences, l2_bytes
             )
+        # Lengths of batch rows leave a head's tiles as alike as they are.
         return backward_scheduler.l2_head_group(tiles, head_bytes, l2_bytes, parts, SPAN)
 
     @functools.cached_property
