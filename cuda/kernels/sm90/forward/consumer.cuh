@@ -9,7 +9,7 @@
 //
 // A warp that issues a wgmma waits while the tensor cores are behind, so nothing of its own runs beside products that
 // it has yet to issue. PV is therefore issued in two parts. The row maxima are computed between them, and the
-// exponentials after the second. docs/tuning/cuda.md has what each of these gave.
+// exponentials after the second. docs/tuning/forward.md has what each of these gave.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
@@ -238,7 +238,7 @@ struct TileConsumer {
         rescales |= softmax.update_max<1>(scores, scale(), volatile_load(call.shared.least_score()));
         if constexpr (Traits::fp8) change_out_unit();
         softmax.exponentiate<0, early_score_count>(scores, scale());
-        // With ping-pong, ptxas's own place for the wait is faster (docs/tuning/cuda.md).
+        // With ping-pong, ptxas's own place for the wait is faster (docs/tuning/forward.md).
         if constexpr (!Traits::pingpong) {
             wgmma::hold_wait_behind(softmax.row_sum[0] + softmax.row_sum[1], call.shared.query_tile(0));
         }

@@ -160,7 +160,7 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
             load_next_value(place + 1);
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
-        // hold its next one while others run out (docs/tuning/cuda.md).
+        // hold its next one while others run out (docs/tuning/forward.md).
         if (index < split_kv.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
         const Tile next = take_tile();
         if (loads_query_early) load_query(call, rings, next);
