@@ -74,3 +74,25 @@ def test_huge_logits_overflow_no_float16(magnitude, emulator):
         arrays[name] = (arrays[name].astype(np.float32) * magnitude).astype(np.float16)
     results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
     assert np.isfinite(results["out"].astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("head_dim", (64, *thorough(128, 256)))
+def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
+    """With one key the log-sum-exp is its logit. Warps whose scores are all within the cap compute it otherwise."""
+    case = Case(H=head_dim, T=128, S=1, soft_cap=2.0, return_residual=True)
+    spec, operands, _, _, seed = draw(case)
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    for name in ("query", "key"):
+        arrays[name][:] = 0
+    arrays["key"][..., 0] = 1
+    magnitudes = np.geomspace(1e-4, 1e3, case.T)  # beyond the cap from the last third on
+    signs = np.where(np.arange(case.T) % 3 == 0, -1, 1)
+    arrays["query"][..., 0] = (signs * magnitudes)[None, :, None]
+    results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
+    scores = arrays["query"][..., 0].astype(np.float64) * spec.scale
+    assert (np.abs(scores) < 2).sum() > 64 and (np.abs(scores) > 2).sum() > 20
+    expected = 2 * np.tanh(scores / 2)
+    np.testing.assert_allclose(results["lse"], expected.swapaxes(1, 2), rtol=5e-6, atol=0)
+    is_within = np.abs(scores[0, :64, 0]) < 2
+    assert is_within.all()
+    np.testing.assert_allclose(results["lse"][:, :, :64], expected[:, :64].swapaxes(1, 2), rtol=4e-7, atol=0)

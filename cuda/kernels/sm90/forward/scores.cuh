@@ -17,14 +17,15 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
     if constexpr (ScoreTraits::has_score_mod) {
         const int column = first_key + 2 * (threadIdx.x % 4);
         const int keys = Traits::cache ? any_key : shape.keys;
+        cap_scores(scores, operands);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
-            float derivative;  // which no one reads
+            float derivative = 1;  // which no one reads
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                if (row_of(i) == r) scores[i] = score_row.logit(scores[i], column + column_of(i), derivative);
+                if (row_of(i) == r) scores[i] = score_row.logit_of_capped(scores[i], column + column_of(i), derivative);
             }
         }
     } else if constexpr (Traits::score_sign != 1) {
