@@ -27,6 +27,7 @@ from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
+from jax_flash.transforms import debugging
 from jax_flash.transforms.lowering import Call
 
 
@@ -91,12 +92,12 @@ def attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    out, lse = forward(halo, operands)
+    out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
     return (out, lse) if halo.sharded.spec.return_residual else out
 
 
 def _attend_forward(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    out, lse = forward(halo, operands)
+    out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")
     return (out, lse) if halo.sharded.spec.return_residual else out, (operands, out, lse)
@@ -117,7 +118,7 @@ def _gradients(
     halo: Halo, whole: Whole, operands: Operands, out: jax.Array, lse: jax.Array, cotangents: Any
 ) -> Gradients:
     d_out, d_lse = cotangents if halo.sharded.spec.return_residual else (cotangents, None)
-    return backward(halo, operands, out, lse, d_out, d_lse)
+    return debugging.backward(backward, halo, operands, out, lse, d_out, d_lse)
 
 
 # A second derivative would differentiate a call as if lse were that of its own keys.

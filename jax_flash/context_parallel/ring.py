@@ -35,6 +35,7 @@ from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
+from jax_flash.transforms import debugging
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
 
@@ -83,12 +84,12 @@ def attend(ring: Ring, operands: Operands) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: Ring, operands: Operands) -> Any:
-    out, lse = forward(ring, operands)
+    out, lse = debugging.forward(forward, ring.sharded.spec.return_residual, ring, operands)
     return (out, lse) if ring.sharded.spec.return_residual else out
 
 
 def _attend_forward(ring: Ring, operands: Operands) -> Any:
-    out, lse = forward(ring, operands)
+    out, lse = debugging.forward(forward, ring.sharded.spec.return_residual, ring, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")
     return (out, lse) if ring.sharded.spec.return_residual else out, (operands, out, lse)
@@ -97,7 +98,7 @@ def _attend_forward(ring: Ring, operands: Operands) -> Any:
 def _attend_backward(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if ring.sharded.spec.return_residual else (cotangents, None)
-    gradients = backward(ring, operands, out, lse, d_out, d_lse)
+    gradients = debugging.backward(backward, ring, operands, out, lse, d_out, d_lse)
     # None stands for the absent cotangent of an operand that is not differentiable.
     none = dict.fromkeys(operands.present())
     return (Operands.of(none | gradients.present()),)

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _device, _float8, _settings
 from jax_flash._spec import AttentionSpec, Gradients, Operands
-from jax_flash.transforms import batching
+from jax_flash.transforms import batching, debugging
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import differentiable
@@ -128,36 +128,9 @@ def _backward_tangent(
     return Gradients.of(jax.jvp(gradients, (values, cotangents), (d_operands, d_cotangents))[1])
 
 
-def _looks_for_nans_or_infinities() -> bool:
-    config: Any = jax.config
-    return config.jax_debug_nans or config.jax_debug_infs
-
-
-def _forward(call: Call[AttentionSpec], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`jax_flash_forward`, of which `jax_debug_nans` and `jax_debug_infs` check what the caller gets.
-
-    The lse of a row with nothing to attend to is -inf. And where JAX finds what it looks for, it runs the
-    function again, primitive by primitive, which has no end in a Pallas kernel. So copies are checked.
-    """
-    if not _looks_for_nans_or_infinities():
-        return jax_flash_forward(call, operands)
-    with jax.debug_nans(False), jax.debug_infs(False):
-        out, lse = jax_flash_forward(call, operands)
-    return jnp.copy(out), jnp.copy(lse) if call.spec.return_residual else lse
-
-
-def _backward(call: Call[AttentionSpec], *args: Any) -> Gradients:
-    """`jax_flash_backward`, checked likewise."""
-    if not _looks_for_nans_or_infinities():
-        return jax_flash_backward(call, *args)
-    with jax.debug_nans(False), jax.debug_infs(False):
-        gradients = jax_flash_backward(call, *args)
-    return jax.tree.map(jnp.copy, gradients)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call[AttentionSpec], operands: Operands) -> Any:
-    out, lse = _forward(call, operands)
+    out, lse = debugging.forward(jax_flash_forward, call.spec.return_residual, call, operands)
     return (out, lse) if call.spec.return_residual else out
 
 
@@ -167,7 +140,7 @@ def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
             "a call on float8_e4m3fn arrays has no gradients: differentiate "
             'flash_attention(..., quantization="fp8") of the arrays they were made from'
         )
-    out, lse = _forward(call, operands)
+    out, lse = debugging.forward(jax_flash_forward, call.spec.return_residual, call, operands)
     out = checkpoint_name(out, "jax_flash_out")
     lse = checkpoint_name(lse, "jax_flash_lse")
     return (out, lse) if call.spec.return_residual else out, (operands, out, lse)
@@ -176,7 +149,7 @@ def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
 def _attend_backward(call: Call[AttentionSpec], residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
-    gradients = _backward(call, operands, out, lse, d_out, d_lse)
+    gradients = debugging.backward(jax_flash_backward, call, operands, out, lse, d_out, d_lse)
     # None stands for the absent cotangent of an operand that is not differentiable.
     none = dict.fromkeys(operands.present())
     return (Operands.of(none | gradients.present()),)

@@ -6,8 +6,8 @@ import numpy as np
 def check(found, expected, query, key, value, scale=None) -> None:
     """Compares `(out, lse)`. Probabilities are rounded to 4 bits, by 2.6% of their own size in the mean.
 
-    Tensor cores cut sums of products off some 13 bits below their largest term (docs/tuning/8-bits.md). That is
-    at most the product of the rows' norms.
+    Tensor cores cut sums of products off some 13 bits below their largest term (docs/tuning/8-bits.md). That
+    is at most the product of the rows' norms.
     """
     query_norm, key_norm = (np.linalg.norm(np.asarray(x, np.float64), axis=-1).max() for x in (query, key))
     cut = 2.0**-13 * query_norm * key_norm * (np.shape(query)[-1] ** -0.5 if scale is None else abs(scale))

@@ -427,6 +427,28 @@ def check_strict(option, name, kind, **options):
         jax.block_until_ready(jax.jit(jax.grad(loss))(inputs))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [("ring", {}, False), *thorough(("ring", {}, True), ("all_gather", {"local_window_size": (3, 0)}, True))],
+)
+def test_results_alone_are_checked_outside_of_jit(call):
+    """On the way to them there are log-sum-exps of -inf, of steps that see nothing."""
+    name, options, differentiates = call
+    mesh = sequence_mesh(2)
+    inputs = [jax.device_put(x, NamedSharding(mesh, P(None, AXIS))) for x in arrays(T=16, B=1, N=1, K=1)]
+
+    def attend(query, key, value):
+        return jax_flash.context_parallel_attention(
+            query, key, value, axis_name=AXIS, strategy=name, is_causal=True, implementation="xla", **options
+        )
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=P(None, AXIS), out_specs=P(None, AXIS))
+    with setting("debug infs"):
+        assert jnp.all(jnp.isfinite(sharded(*inputs)))
+        if differentiates:
+            jax.block_until_ready(jax.grad(lambda query: jnp.sum(sharded(query, *inputs[1:])))(inputs[0]))
+
+
 def second_derivative(function, *args):
     def norm_of_gradient(query, key, value):
         first = jax.grad(lambda key: jnp.sum(jnp.sin(function(query, key, value))))(key)

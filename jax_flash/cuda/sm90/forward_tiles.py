@@ -115,9 +115,9 @@ class TileOption:
 
 # The largest padded head dim of V → options for full attention, and options for windowed attention, which
 # includes causal. Found on an H200 by varying the fields (benchmarks/results/schedule_forward_h200.json);
-# `benchmarks/tune.py` does so again, and docs/tuning/forward.md says what each gave. Head dim 160 was timed with
-# the row of 192, and 80 with the row of 96. Keys with another head dim than V's are not timed yet. A larger
-# tile costs less for each pair of query and key, provided that it divides queries and keys well.
+# `benchmarks/tune.py` does so again, and docs/tuning/forward.md says what each gave. Head dim 160 was timed
+# with the row of 192, and 80 with the row of 96. Keys with another head dim than V's are not timed yet. A
+# larger tile costs less for each pair of query and key, provided that it divides queries and keys well.
 TILES: dict[int, tuple[tuple[TileOption, ...], tuple[TileOption, ...]]] = {
     64: (
         (
