@@ -1,7 +1,6 @@
 """A benchmark in parts, one on each GPU of the machine, at the same time.
 
-GPUs that compute at the same time don't slow each other down, but what a benchmark compares must be measured
-on one of them: so each part has cases of its own, with all of their peers.
+What a benchmark compares is measured on one GPU: each part has cases of its own, with all of their peers.
 """
 
 import os
@@ -12,16 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-GRACE = 20.0  # seconds in which a part that was told to end may write what it has
+GRACE = 20.0  # seconds from SIGTERM to SIGKILL
 
 
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [name for name in visible.split(",") if name]
-    found = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(found, key=int)
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    # CUDA counts those that it sees from 0, whatever the numbers of their files.
+    return [str(number) for number, _ in enumerate(_files())]
+
+
+def _files() -> list[Path]:
+    return list(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def run(part: Callable[[int, int], Sequence[str]], seconds: float, names: Sequence[str]) -> list[int]:
@@ -29,36 +32,44 @@ def run(part: Callable[[int, int], Sequence[str]], seconds: float, names: Sequen
 
     Args:
       part: from the part's number and their count to its command.
-      seconds: after which commands that still run get SIGTERM.
+      seconds: after which commands that still run get SIGTERM, as they do if this process gets it.
       names: of the GPUs.
 
     Returns:
       the exit status of each.
     """
-    processes = [
-        subprocess.Popen(part(number, len(names)), env=os.environ | {"CUDA_VISIBLE_DEVICES": name})
-        for number, name in enumerate(names)
-    ]
+    processes: list[subprocess.Popen] = []
     end = time.monotonic() + seconds
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return [_wait(process, end) for process in processes]
+        for number, name in enumerate(names):
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": name}
+            processes.append(subprocess.Popen(part(number, len(names)), env=environment))
+        _wait(processes, end)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        _end(processes)
+        signal.signal(signal.SIGTERM, before)
+    return [process.returncode for process in processes]
 
 
-def _wait(process: subprocess.Popen, end: float) -> int:
-    try:
-        return process.wait(max(end - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-    try:
-        return process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+def _wait(processes: Sequence[subprocess.Popen], end: float) -> None:
+    for process in processes:
+        try:
+            process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            return
+
+
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    """Ends all that still run, at the same time."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    _wait(processes, time.monotonic() + GRACE)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
 
 
 def own_command(*more: str) -> list[str]:

@@ -4,11 +4,11 @@
     python benchmarks/fp8_accuracy.py --checkpoint-dir runs/checkpoints --out benchmarks/results/model.json
 
 Queries, keys and values are normal(0, 1), and one element in a thousand has a normal(0, 10) added. Each row
-has a number of keys, what was computed, by which implementation, and the root of the mean square error,
-against float64, of `QUERIES` queries of each of `HEADS` heads. `jax_flash.quantize` makes arrays of 8 bits.
+has a number of keys, what was computed, by which implementation, and the root of the mean square error
+against float64, as it is and relative to that of the output. `jax_flash.quantize` makes arrays of 8 bits.
 
 With --checkpoint-dir they are those of a model that examples/train_gpt.py trained, causal, and a row is of a
-layer. Each row also has the error relative to the root of the output's mean square.
+layer, counted from 0.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import model_arrays
 import numpy as np
 import record
 
@@ -96,6 +95,8 @@ def rows(cases: Iterable[tuple[dict, Arrays]], implementations: Sequence[str], i
 
 
 def of_model(checkpoint_dir: Path) -> Iterator[tuple[dict, Arrays]]:
+    import model_arrays  # which needs the packages of the examples
+
     for layer, arrays in enumerate(model_arrays.captured(checkpoint_dir)):
         yield {"layer": layer, "keys": arrays[1].shape[1]}, arrays
 

@@ -3,8 +3,9 @@
     python benchmarks/l2_traffic.py --lengths 512 300 61 --heads 16 --queries 512 --head-dim 64
 
 L2 keeps what was used last, and holds whole blocks. CTAs take key tiles in their order, and each tile visits
-the query blocks of its sequence at one pace. Widths are heads of an L2 head group (tile_scheduler.cuh). It
-needs no GPU, and says nothing of time.
+the query blocks of its sequence at one pace. Widths are heads of an L2 head group (tile_scheduler.cuh). There
+is no mask but lengths, there are as many keys as queries and as many key heads as heads, no tile waits for a
+slot to sum dQ in, and what is in L2 at the end counts as not written. It needs no GPU, and tells no times.
 """
 
 import argparse

@@ -21,6 +21,7 @@ With --every-gpu each GPU of the machine measures some of the entries, all at th
 import argparse
 import json
 import logging
+import signal
 import statistics
 import time
 import warnings
@@ -163,13 +164,14 @@ def run_on_every_gpu(options: argparse.Namespace) -> dict:
     """Measure a part of the entries on each GPU, and write what all parts have."""
     names = every_gpu.gpus()
     files = [options.out.with_suffix(f".part{number}.json") for number in range(len(names))]
+    for path in files:  # of a run that was ended
+        path.unlink(missing_ok=True)
 
     def part(number: int, count: int) -> list[str]:
         return every_gpu.own_command("--part", f"{number}/{count}", "--out", str(files[number]))
 
     # The minutes are those in which a part begins to measure an entry.
     statuses = every_gpu.run(part, 60 * (options.minutes + MINUTES_OF_AN_ENTRY), names)
-    print(f"parts ended with {statuses}")
     written = [path for path in files if path.exists()]
     if not written:
         raise SystemExit("no part has measured an entry")
@@ -180,6 +182,11 @@ def run_on_every_gpu(options: argparse.Namespace) -> dict:
     record.write(result, options.out)
     for path in written:
         path.unlink()
+    measured, wanted = {row["case"] for row in rows}, options.entries or ENTRIES
+    if missing := [entry.name for entry in wanted if entry.name not in measured]:
+        print(f"not measured: {','.join(missing)}")
+    if failed := [status for status in statuses if status not in (0, -signal.SIGTERM)]:
+        raise SystemExit(f"{len(failed)} of {len(names)} parts failed; {options.out} has what is measured")
     return result
 
 

@@ -125,7 +125,7 @@ def flash_attention(
     r"""Exact scaled dot-product attention that never stores the matrix of logits.
 
     For query row :math:`i` and key column :math:`j` of one head, in float32 whatever the
-    inputs' dtype:
+    inputs' dtype (but for 8 bits, which `docs/fp8.md` tells of):
 
     .. math::
 
@@ -181,7 +181,7 @@ def flash_attention(
         count from 0 in each sequence, batch rows from 0 over all of `*B`; head is the query head. It may
         read arrays that it captures, and gradients flow to these. A score of -inf hides a key.
       block_mask: which queries see which keys, by blocks, as `jax_flash.create_block_mask` makes it. Blocks
-        in which nothing is seen cost nothing. Allows what mask and the others allow too.
+        in which nothing is seen are skipped. A query sees a key only if all other masks let it, too.
       quantization: "fp8" computes the forward pass with query, key and value in e4m3, as `jax_flash.quantize`
         makes them. They must be in 16 bits. The backward pass is that of the arrays as they are; it takes the
         output and lse of the forward pass.

@@ -1,7 +1,7 @@
 """Rounding of queries, keys and values to e4m3, by blocks of rows, and back.
 
 An e4m3 number has 4 significant bits, and is between 2**-9 and 448 in magnitude. So a block of rows is
-divided by a scale that brings its largest element just below 448. All heads of a group share the scale, for
+divided by a scale that brings its largest element to 448 at most. All heads of a group share the scale, for
 queries too, as a kernel's tile holds them together. Scales are powers of two. Dividing by one is exact, so
 that the same numbers are rounded on every device; and an e4m3 number times its scale is exact in bfloat16.
 

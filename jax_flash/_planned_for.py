@@ -14,11 +14,12 @@ def planned_for(device: str | jax.Device) -> Iterator[None]:
     """Plans calls for a named GPU, in place of JAX's default device.
 
         with jax_flash.planned_for("sm_90a"):
-            exported = jax.export.export(jax.jit(step), platforms=["cuda"])(*arguments)
+            lowered = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",))
 
-    A call chooses its implementation when it is traced, by default for the device that JAX runs on. So a
-    program that is exported on a machine without a GPU holds plain JAX, unless it is traced in this context.
-    `explain` speaks of the named GPU too. Kernels are compiled as ever, which needs no GPU.
+    So may a program be exported; the README says how. A call chooses its implementation when it is traced, by
+    default for the device that JAX runs on. So a program that is exported on a machine without a GPU holds
+    plain JAX, unless it is traced in this context. `explain` speaks of the named GPU too. Kernels are
+    compiled as ever, which needs no GPU.
 
     Args:
       device: an architecture, as "sm_90a", or a CUDA device of JAX.

@@ -39,9 +39,9 @@ def quantize(
 
         out = jax_flash.flash_attention(**jax_flash.quantize(query, key, value)._asdict(), is_causal=True)
 
-    e4m3 numbers have 4 significant bits. A scale brings the largest element of a block of rows just below
-    448, the largest e4m3 number. Scales are powers of two. Elements that aren't finite become NaN, and count
-    for no scale. `flash_attention(..., quantization="fp8")` does the same, and has gradients.
+    e4m3 numbers have 4 significant bits. A scale is the smallest power of two that brings the largest element
+    of a block of rows to 448 at most, the largest e4m3 number. Elements that aren't finite become NaN, and
+    count for no scale. `flash_attention(..., quantization="fp8")` does the same, and has gradients.
 
     Args:
       query: `(*B, T, N, H)`, floating.

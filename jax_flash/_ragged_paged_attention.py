@@ -47,10 +47,10 @@ def ragged_paged_attention(
       cu_q_lens: `(max_seqs + 1,)`, integer, ascending from 0.
       num_seqs: `(1,)`, integer: how many sequences there are. What the arrays above have for others is not
         read.
-      sm_scale: of the logits.
+      sm_scale: what logits are multiplied by: 1 by default, and not `1 / sqrt(H)`.
       sliding_window: how many keys a query sees, its own and those before it; None for all.
       soft_cap: c > 0: logits x become `c * tanh(x / c)`; None for no cap.
-      k_scale, v_scale: that keys and values are multiplied by.
+      k_scale, v_scale: what keys and values are multiplied by; None for 1.
       implementation: as of `flash_attention_with_cache`.
 
     Returns:
@@ -58,6 +58,7 @@ def ragged_paged_attention(
 
     Raises:
       TypeError, ValueError: an argument of another kind, dtype or shape.
+      NotImplementedError: no implementation that was named can run the call; or it is differentiated.
     """
     call, v_factor = prepare(
         q,

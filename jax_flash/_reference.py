@@ -244,10 +244,17 @@ def _of_function(function, name, operands, dtype=jnp.float32, *score, differs=(T
         (result,) = _evaluated(function.jaxpr, consts, scalars, dtype)
         return result
 
-    # Axes of the call, from the last, and which indices differ along each.
-    for of_row, *of_index in ((0, 0, 0, 0, 1), (0, 1, 0, 1, 0), (0, 0, 1, 0, 0), (1, 1, 0, 1, 1)):
-        in_axes = (0 if of_row else None, *[0] * len(score), *(0 if own else None for own in of_index))
-        of_pair = jax.vmap(of_pair, in_axes)
+    differing = {
+        "S": {"key"},
+        "N": {"head"},
+        "T": {"batch", "query"},
+        "B": {"captured", "batch", "query", "key"},
+    }
+    for axis in "STNB":  # in the order of the results' axes, from the last
+        of_call, *of_index = (
+            0 if name in differing[axis] else None for name in ("captured", "batch", "head", "query", "key")
+        )
+        of_pair = jax.vmap(of_pair, (of_call, *[0] * len(score), *of_index))
     heads = jnp.broadcast_to(operands.head_indices, (size.B, size.N))[0]
     batch, queries, keys = _places(operands)
     return of_pair(captured, *score, batch * differs[0], heads * differs[1], queries, keys)

@@ -107,7 +107,7 @@ def flash_attention_varlen(
 
     Letters as in `flash_attention`; `ΣT` and `ΣS` are tokens of all sequences, `B` is their number. Memory
     is linear in `ΣT` and `ΣS` in "cuda", which takes sequences as they are packed, and in `B * max_seqlen_q`
-    and `B * max_seqlen_kv` in the others, which pad them.
+    and `B * max_seqlen_kv` in the others, which pad them, and in the forward pass of "cuda" in 8 bits.
 
     Args:
       query: `(ΣT, N, H)`, floating.

@@ -11,7 +11,7 @@ and its `supports` looks at `unpacked_shapes`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,14 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, batch_axis_may_b
 from jax_flash.transforms.lowering import axes_of
 
 OFFSETS = ("query_offsets", "key_value_offsets")
+
+
+class Places(NamedTuple):
+    """Where tokens are, `(B, tokens)` each. Of tokens of no sequence the first two may be anything."""
+
+    sequence: jax.Array
+    position: jax.Array  # in the sequence
+    is_there: jax.Array  # whether it is of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +42,15 @@ class TokenAxis:
         """The length of every sequence, `(B * P,)`."""
         return jnp.clip(jnp.diff(self.offsets), 0, self.longest).reshape(-1)
 
-    def places(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of every token its sequence, its position in that, and whether it is of a sequence, `(B, tokens)`.
-
-        Of tokens of no sequence the first two may be anything.
-        """
-
-        def row(offsets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def places(self) -> Places:
+        def row(offsets: jax.Array) -> Places:
             token = jnp.arange(self.tokens, dtype=jnp.int32)
-            sequence = jnp.searchsorted(offsets, token, side="right").astype(jnp.int32) - 1
+            # Unrolled, as each step of a loop would be a kernel of its own.
+            sequence = jnp.searchsorted(offsets, token, side="right", method="scan_unrolled")
+            sequence = sequence.astype(jnp.int32) - 1
             within = token - offsets[sequence]
             is_there = (sequence >= 0) & (sequence < offsets.size - 1) & (within < self.longest)
-            return sequence, within, is_there
+            return Places(sequence, within, is_there)
 
         return jax.vmap(row)(self.offsets)
 
@@ -68,8 +73,9 @@ class TokenAxis:
         """The inverse of `unpack`: `x (B * P, …)` as `(B, …)`, with `fill` for tokens of no sequence."""
         batch, count = self.offsets.shape[0], self.offsets.shape[1] - 1
 
-        sequence, within, is_there = self.places()
-        position = jnp.where(is_there, sequence * self.longest + within, count * self.longest)
+        places = self.places()
+        unpacked = places.sequence * self.longest + places.position
+        position = jnp.where(places.is_there, unpacked, count * self.longest)
 
         def row(x: jax.Array, position: jax.Array) -> jax.Array:
             x = _merge(jnp.moveaxis(x, 0, axis), axis)

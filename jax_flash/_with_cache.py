@@ -51,7 +51,8 @@ def flash_attention_with_cache(
 
     Args:
       query: `(B, T, N, H)`, floating.
-      cache: a `KVCache` or `PagedKVCache` of query's dtype. Lengths beyond its capacity count as it.
+      cache: a `KVCache` or `PagedKVCache`, of query's dtype or of float8_e4m3fn. A length beyond its capacity
+        counts as the capacity.
       key: `(B, T_new, K, H)`, query's dtype; goes with value.
       value: `(B, T_new, K, V)`, query's dtype.
       scale: of the logits; `1 / sqrt(H)` by default. A traced one multiplies query, rounded once more.

@@ -17,7 +17,7 @@ from jax_flash._device import Device, current
 from jax_flash._spec import AttentionSpec, Gradients, Operands, shapes_of, sizes
 from jax_flash.cuda import call, compile, dropout, fixed_point, mask_metadata, score_mod, sm90
 from jax_flash.cuda.launch_plan import LaunchPlan
-from jax_flash.cuda.packed import of_packed_tokens
+from jax_flash.cuda.varlen import of_varlen_tokens, spec_of_tokens
 
 name = "cuda"
 
@@ -50,7 +50,7 @@ def device_limit(device: Device) -> str | None:
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:
     """The kernels' names and tile shapes for a call that `supports` accepts."""
-    return family(device).describe(spec, shapes)
+    return family(device).describe(spec_of_tokens(spec, shapes), shapes)
 
 
 def family(device: Device) -> ModuleType:
@@ -78,7 +78,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     is_float8 = spec.quantization is not None or _float8.is_float8(operands.query.dtype)
     if is_float8 and operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
-    spec, operands = of_packed_tokens(spec, operands)
+    spec, operands = of_varlen_tokens(spec, operands)
     n = sizes(operands)
     if spec.quantization is not None:
         spec, operands, arrays = _quantized(spec, operands)
@@ -120,7 +120,7 @@ def backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of the differentiable operands; `d_lse (B, N, T)` is None if lse was not returned."""
-    spec, operands = of_packed_tokens(spec, operands)
+    spec, operands = of_varlen_tokens(spec, operands)
     n = sizes(operands)
     operands = _padded(operands)
     plan = family(current()).plan_backward(spec, shapes_of(operands), current())

@@ -46,7 +46,8 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
         return reason
     if spec.score_mod is not None:
         n = sizes(shapes)
-        added_exactly = n.B * n.N * n.T * n.S if spec.deterministic else 0
+        seen = n.S if spec.max_key_value_length is None else spec.max_key_value_length  # by a query, at most
+        added_exactly = n.B * n.N * n.T * seen if spec.deterministic else 0
         if (reason := user_score_mod.unsupported(spec.score_mod, added_exactly)) is not None:
             return reason
     if shapes.bias is not None and shapes.bias.dtype.name not in _C_TYPES:

@@ -1,6 +1,6 @@
 """A user's score_mod in the kernels: a header that is written for it, and the parameters that it reads.
 
-ScoreRow (cuda/kernels/common/score_mod.cuh) calls it for each score. The header's text depends on what the
+UserRow (cuda/kernels/common/user_row.cuh) calls it for each score. The header's text depends on what the
 function computes alone, so calls with equal functions share kernels.
 """
 
@@ -102,12 +102,12 @@ def _text(function: StaticFunction, backward: bool) -> str:
     return "\n".join([text, user_function.in_namespace(_NAMESPACE, *of_rows)])
 
 
-def parameters(spec: AttentionSpec, score_operands: Struct) -> Struct:
-    """`score_operands`, and a part for the function, if there is one."""
+def parameters(spec: AttentionSpec, others: Struct) -> Struct:
+    """`others`, and a part for the function, if there is one."""
     if spec.score_mod is None:
-        return score_operands
+        return others
     part = user_function.parameters(_OPERANDS, spec.score_mod)
-    return Struct(score_operands.name, (*score_operands.fields, ("user", part)))
+    return Struct(others.name, (*others.fields, ("user", part)))
 
 
 def arguments(spec: AttentionSpec, shapes: Shapes) -> Arguments:

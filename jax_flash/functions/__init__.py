@@ -4,7 +4,7 @@
     traced = trace_score_mod(score_mod)            function.py: one trace by JAX, read into a graph of scalars
     derivative = differentiate(traced)             derivative.py: by JAX's jvp and vjp
     on_chunks(function, stride)                    chunks.py: of indices in parts of sequences
-    on_packed_tokens(function, queries, keys)      packed.py: of tokens of packed sequences
+    on_varlen_tokens(function, queries, keys)      varlen.py: of tokens of varlen sequences
 
 A primitive that is no scalar's raises `UnsupportedPrimitiveError`, with its name and the line of the user's
 code.

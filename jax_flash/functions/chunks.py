@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_flash.functions.graph import INT32, Graph, Node
 from jax_flash.functions.static import StaticFunction
-from jax_flash.functions.substitution import of_indices
+from jax_flash.functions.substitution import with_indices
 
 STARTS = ("query", "key")
 """The arguments whose starts the further array has, in this order: int32 `(2,)`."""
@@ -29,7 +29,7 @@ def on_chunks(function: StaticFunction, stride: int) -> StaticFunction:
     Args:
       stride: from one token of a chunk to its next one, in the whole sequence.
     """
-    return of_indices(function, _WithinChunks(stride), f"on chunks, stride {stride}")
+    return with_indices(function, _WithinChunks(stride), f"on chunks, stride {stride}")
 
 
 @dataclasses.dataclass(frozen=True)

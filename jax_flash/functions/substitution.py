@@ -1,6 +1,6 @@
-"""A user's function of other indices, which are computed from its own and from further captured arrays.
+"""A user's function whose index arguments are computed from other indices and from further captured arrays.
 
-The user's function keeps its graph: what it took as an index is a node now. chunks.py and packed.py say
+The user's function keeps its graph: what it took as an index is a node now. chunks.py and varlen.py say
 which.
 """
 
@@ -17,14 +17,14 @@ from jax_flash.functions.graph import INT32, Graph, Node, substituted
 from jax_flash.functions.static import StaticFunction, without_arrays
 
 
-class Indices(Protocol):
-    """How indices follow from others: once as nodes of a graph, once as scalars of JAX."""
+class IndexSubstitution(Protocol):
+    """Computes a function's index arguments from a call's own indices: as nodes of a graph, and in JAX."""
 
     names: tuple[str, ...]
-    """The arguments that are computed. They are computed from these alone."""
+    """The arguments that are computed. They are computed from those of these names alone."""
 
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    """Of the further captured arrays, of one axis each. They are int32."""
+    """Of the further captured arrays, int32 of one axis each."""
 
     def nodes(self, graph: Graph, first: int, own: Mapping[str, Node]) -> dict[str, Node]:
         """Each of `names`, from the own indices; the further arrays have numbers from `first` on."""
@@ -35,14 +35,14 @@ class Indices(Protocol):
         ...
 
 
-def of_indices(function: StaticFunction, indices: Indices, described: str) -> StaticFunction:
-    """The function, computed at `indices`. Behind its captured arrays there are those of `indices`.
+def with_indices(function: StaticFunction, indices: IndexSubstitution, key_suffix: str) -> StaticFunction:
+    """The function of a call's own indices. Behind its captured arrays there are those of `indices`.
 
     Args:
-      described: tells these indices from others.
+      key_suffix: tells this substitution from others, in the key that says which functions are equal.
     """
     # Derived, so that it is equal for equal functions; one without a graph is equal to itself.
-    key = hashlib.sha256(f"{function.key} {described}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{function.key} {key_suffix}".encode()).hexdigest()[:32]
     shapes = (*function.shapes, *indices.shapes)
     derivative = function.derivative
     return dataclasses.replace(
@@ -55,13 +55,15 @@ def of_indices(function: StaticFunction, indices: Indices, described: str) -> St
     )
 
 
-def _nodes(outputs: list[Node], graph: Graph, function: StaticFunction, indices: Indices) -> list[Node]:
-    """The same at `indices`, in `graph`."""
+def _nodes(
+    outputs: list[Node], graph: Graph, function: StaticFunction, indices: IndexSubstitution
+) -> list[Node]:
+    """The same of the call's own indices, in `graph`."""
     own = {name: graph.input(name, INT32) for name in indices.names}
     return substituted(graph, outputs, indices.nodes(graph, len(function.shapes), own))
 
 
-def _derivative(of: Derivative, function: StaticFunction, indices: Indices) -> Derivative:
+def _derivative(of: Derivative, function: StaticFunction, indices: IndexSubstitution) -> Derivative:
     graph = Graph(of.graph.unsupported)
     value, *outputs = _nodes([of.value, *of.outputs], graph, function, indices)
     d_score, *rest = outputs
@@ -72,7 +74,7 @@ def _derivative(of: Derivative, function: StaticFunction, indices: Indices) -> D
     return dataclasses.replace(of, graph=graph, value=value, d_score=d_score, gathers=tuple(gathers))
 
 
-def _jaxpr(function: StaticFunction, indices: Indices, shapes: Any) -> Any:
+def _jaxpr(function: StaticFunction, indices: IndexSubstitution, shapes: Any) -> Any:
     """With the further arrays as the last of the captured ones, which are `constvars`.
 
     The user's equations stay as they are. Those of the indices stand ahead of them.
@@ -88,8 +90,8 @@ def _jaxpr(function: StaticFunction, indices: Indices, shapes: Any) -> Any:
     scalars = [jax.ShapeDtypeStruct((), np.int32)] * len(indices.names)
     ahead = jax.make_jaxpr(computed)(*indices.shapes, *scalars).jaxpr
     # What is computed ahead takes the place of the arguments that the user's equations read.
-    places = dict(zip(ahead.outvars, (jaxpr.invars[i] for i in positions), strict=True))
-    equations = [x.replace(outvars=[places.get(out, out) for out in x.outvars]) for x in ahead.eqns]
+    read_as = dict(zip(ahead.outvars, (jaxpr.invars[i] for i in positions), strict=True))
+    equations = [x.replace(outvars=[read_as.get(out, out) for out in x.outvars]) for x in ahead.eqns]
     arguments = list(jaxpr.invars)
     for position, variable in zip(positions, ahead.invars[count:], strict=True):
         arguments[position] = variable

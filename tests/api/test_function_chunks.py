@@ -11,9 +11,9 @@ from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.functions.chunks import on_chunks
 from jax_flash.functions.graph import LOAD, reachable
-from jax_flash.functions.packed import on_packed_tokens
 from jax_flash.functions.scopes import Scope, scope
 from jax_flash.functions.static import flat, static_mask_mod, static_score_mod
+from jax_flash.functions.varlen import on_varlen_tokens
 
 TABLE, IDS = jnp.linspace(-1, 1, 99), jnp.arange(40) // 7
 
@@ -74,7 +74,7 @@ def test_packed_tokens(name):
     function, arrays = FUNCTIONS[name]
     captured = [flat(x) for x in arrays]
     sequences, queries, keys = (jnp.asarray(x, jnp.int32) for x in ([0, 0, 2], [4, 5, 0], [3, 4, 0, 1]))
-    own = on_packed_tokens(function, 3, 4)
+    own = on_varlen_tokens(function, 3, 4)
     whole = indices(queries, keys) | {"batch": sequences[None, :, None]}
     local, tokens = indices(range(3), range(4)), [x[None] for x in (sequences, queries, keys)]
     for call in (own, own.by_jax):
@@ -83,12 +83,12 @@ def test_packed_tokens(name):
         arguments = jnp.cos(whole["score"]), lambda x: x
         results = own.pullback(local, [*captured, *tokens], *arguments)
         jax.tree.map(np.testing.assert_array_equal, results, function.pullback(whole, captured, *arguments))
-    assert own == on_packed_tokens(function, 3, 4) != on_packed_tokens(function, 4, 3)
+    assert own == on_varlen_tokens(function, 3, 4) != on_varlen_tokens(function, 4, 3)
 
 
-def test_places_of_packed_tokens_are_read_once_a_row():
+def test_places_of_varlen_tokens_are_read_once_a_row():
     """Or a column: they don't make a function look an array up for each score."""
-    function = on_packed_tokens(static_score_mod(lambda score, b, h, q, k: score * b - (q - k))[0], 9, 9)
+    function = on_varlen_tokens(static_score_mod(lambda score, b, h, q, k: score * b - (q - k))[0], 9, 9)
     loads = [node for node in reachable([function.value]) if node.operation == LOAD]
     assert sorted(scope(node).name for node in loads) == ["COLUMN", "ROW", "ROW"]
     assert not function.looks_up_each_score

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash.cuda import varlen
+from jax_flash.cuda.sm90 import forward_plan
 
 N, K, H = 4, 2, 16
 QUERIES, KEYS = (5, 0, 17, 9), (7, 4, 20, 9)
@@ -80,6 +82,49 @@ def test_sequences_get_what_they_get_alone(with_mask, options):
         np.testing.assert_allclose(got, right, atol=3e-5)
 
 
+def test_second_derivatives():
+    """Of the gradient by key, along a direction of all arrays."""
+    given = arrays()
+    directions = [jnp.cos(7 * x) for x in given]
+
+    def derivative(attend):
+        def gradient(*x):
+            return jax.grad(lambda key: jnp.sum(jnp.sin(attend(x[0], key, *x[2:], False))))(x[1])
+
+        return jax.jvp(gradient, given, tuple(directions))[1]
+
+    np.testing.assert_allclose(derivative(packed), derivative(alone), atol=3e-5)
+
+
+def test_slopes_of_each_sequence():
+    given, slopes = arrays(), jnp.linspace(0.1, 1, len(QUERIES) * N).reshape(-1, N)
+    got = packed(*given, False, alibi_slopes=slopes)
+    with_slopes = []
+    for i, (queries, keys) in enumerate(zip(QUERIES, KEYS, strict=True)):
+        tokens = slice(STARTS_Q[i], STARTS_Q[i] + queries), *[slice(STARTS_K[i], STARTS_K[i] + keys)] * 2
+        own = (x[own] for x, own in zip(given[:3], tokens, strict=True))
+        score_mod = score_mod_of(given[3], i)
+        with_slopes.append(jax_flash.flash_attention(*own, score_mod=score_mod, alibi_slopes=slopes[i]))
+    np.testing.assert_allclose(got[: STARTS_Q[-1]], jnp.concatenate(with_slopes), atol=3e-6)
+
+
+def test_vmap_over_what_a_function_captures():
+    *given, table = arrays()
+    tables = jnp.stack([table, -table])
+
+    def gradient(table):
+        return jax.grad(lambda table: jnp.sum(jnp.sin(packed(*given, table, False))))(table)
+
+    np.testing.assert_allclose(jax.vmap(gradient)(tables), jnp.stack([*map(gradient, tables)]), atol=3e-5)
+
+
+def test_8_bits():
+    """Blocks of rows begin anew with each sequence, so it is rounded as it is alone."""
+    given = arrays(jnp.bfloat16)
+    got, right = (attend(*given, False, quantization="fp8") for attend in (packed, alone))
+    np.testing.assert_allclose(got.astype(jnp.float32), right.astype(jnp.float32), atol=0.01)
+
+
 def test_one_mask_of_all_sequences_under_jit_and_vmap():
     query, key, value, _ = arrays()
     queries = jnp.stack([query, 2 * query])
@@ -113,6 +158,34 @@ def test_explain():
         found = jax_flash.explain(*given, **PACKED, score_mod=score_mod_of(jnp.zeros(table.shape)))
     assert {choice.name: choice.runs for choice in found.choices}["cuda"]
     assert found.shapes.query.shape == (1, STARTS_Q[-1] + PADDING, N, H), "sequences stay packed"
+
+
+def test_explain_tells_the_tile_that_runs():
+    """A look-up by the batch is one for each row, where sequences are packed."""
+    shapes = [jax.ShapeDtypeStruct((4096, heads, 128), jnp.bfloat16) for heads in (8, 8, 8)]
+    offsets = jax.ShapeDtypeStruct((5,), jnp.int32)
+    packing = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=2048, max_seqlen_kv=2048)
+    table = jnp.zeros((4, 2048))
+    with jax_flash.planned_for("sm_90a"):
+        found = jax_flash.explain(*shapes, **packing, score_mod=lambda s, b, h, q, k: s + table[b, k])
+    spec = varlen.spec_of_tokens(found.spec, found.shapes)
+    tile = forward_plan.configure(spec, found.shapes).tile
+    assert f"forward {tile.rows} queries × {tile.keys} keys" in str(found)
+    assert tile != forward_plan.configure(found.spec, found.shapes).tile
+
+
+def test_terms_of_exact_sums_are_of_pairs_that_see_each_other():
+    """Deterministic gradients of captured arrays have a limit of terms."""
+    tokens = 1 << 18
+    shapes = [jax.ShapeDtypeStruct((tokens, 16, 64), jnp.bfloat16)] * 3
+    offsets = jax.ShapeDtypeStruct((129,), jnp.int32)
+    packing = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=2048, max_seqlen_kv=2048)
+    table = jnp.zeros((16,))
+    with jax_flash.planned_for("sm_90a"):
+        found = jax_flash.explain(
+            *shapes, **packing, deterministic=True, score_mod=lambda s, b, h, q, k: s + table[h]
+        )
+    assert found.picked == "cuda"
 
 
 @pytest.mark.parametrize(

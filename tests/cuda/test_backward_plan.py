@@ -147,7 +147,7 @@ def test_additions_have_a_fixed_order_where_gradients_have_to_be_the_same_bits()
 
 @pytest.mark.parametrize("right", (None, 0))
 def test_lengths_leave_the_order_of_tiles(right):
-    """They shorten all tiles of a head alike. What packed sequences make of tiles is not known."""
+    """They shorten all tiles of a head alike, or leave them empty. What segments do is not known."""
     given = shapes(B=16, T=512, S=512, N=16, K=16, H=64)
     rows = jax.ShapeDtypeStruct((16,), jnp.int32)
     with_lengths = given.replace(query_seq_lengths=rows, key_value_seq_lengths=rows)

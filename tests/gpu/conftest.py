@@ -45,7 +45,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--one-gpu-each",
         action="store_true",
-        help="each process of -n sees one of the machine's GPUs; tests of several are skipped then",
+        help="each process of -n sees one of the machine's GPUs; it takes -n, and skips tests of several",
     )
 
 
@@ -106,7 +106,8 @@ def pytest_sessionfinish(session, exitstatus):
         return
     options = session.config.option
     on = environment(cuda_devices()[0])
-    devices = 1 if options.one_gpu_each else len(cuda_devices())  # that a test sees
+    # Those that a test sees.
+    devices = 1 if options.one_gpu_each and options.numprocesses else len(cuda_devices())
     summary = {
         **on,
         "devices": devices,

@@ -139,7 +139,7 @@ FP8_GROUPS = {
 """Calls with `quantization="fp8"`."""
 
 CLUSTERS = "decoding clusters"
-FUNCTIONS = "score functions on caches"
+FUNCTIONS, FUNCTIONS_OF_PROMPTS = "score functions on caches", "score functions on chunks of prompts"
 CACHE_GROUPS = {
     "decoding": (
         CacheCase(U=1, rotary=64),
@@ -180,6 +180,8 @@ CACHE_GROUPS = {
         CacheCase(score_mod=True, T=9, S=300, H=192, left=40, left_padding=True, dtype="float16", page=24),
         CacheCase(score_mod=True, T=40, S=320, B=4, page=16, packed=True, interleaved=True, right=0),
         CacheCase(score_mod=True, U=1, S=640, H=128, float8=True, descales=True, page=16),
+    ),
+    FUNCTIONS_OF_PROMPTS: (
         CacheCase(score_mod=True, B=20, N=8, T=70, U=70, S=300, H=128, right=0, layers=2, soft_cap=3.0),
         CacheCase(score_mod=True, B=17, T=130, U=20, S=200, N=8, K=1, H=256, right=0, sinks=True),
     ),

@@ -14,8 +14,8 @@ from jax_flash import _dropout, _functions, _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import dropout, fixed_point, score_mod
-from jax_flash.cuda.packed import of_packed_tokens
 from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.cuda.varlen import of_varlen_tokens
 
 # So few multiprocessors that a persistent CTA has several tiles.
 DEVICE = dataclasses.replace(H100, sm_count=2)
@@ -170,7 +170,7 @@ def tile(case: Case | tuple) -> set:
 
 def check_forward(case, device, emulator):
     of_call, given, _, _, seed = draw(case)
-    spec, operands = of_packed_tokens(of_call, given)
+    spec, operands = of_varlen_tokens(of_call, given)
     plan = forward_plan.plan_forward(spec, shapes_of(operands), device)
     arrays = arrays_of(
         operands, forward_plan.plan_forward_metadata(spec, shapes_of(operands), device), emulator, seed
@@ -197,7 +197,7 @@ def check_backward(case, emulator, multiprocessors=2, runs=1, magnitude=1.0, res
     d_out = (magnitude * d_out.astype(np.float32)).astype(d_out.dtype)
     out, lse, gradients = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
     of_call, given = spec, operands
-    spec, operands = of_packed_tokens(of_call, given)
+    spec, operands = of_varlen_tokens(of_call, given)
     bounds = backward_plan.plan_backward_metadata(spec, shapes_of(operands), device)
     arrays = arrays_of(operands, bounds, emulator, seed)
     arrays |= backward_plan.backward_block_lists(spec, operands, arrays, device)

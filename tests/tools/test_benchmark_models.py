@@ -342,6 +342,28 @@ def test_entries_in_parts_on_every_gpu(tmp_path, made_up, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "result.png"]
 
 
+def test_a_part_that_fails_is_told(tmp_path, made_up, monkeypatch, capsys):
+    """What the others measured is written; what an earlier run left is not."""
+    import every_gpu
+    import models
+
+    out = tmp_path / "result.json"
+    flags = ["--peers", "jax_flash_cuda", "--rounds", "1", "--passes", "forward", "--out", str(out)]
+    (tmp_path / "result.part0.json").write_text('{"rows": [{"case": "stale"}]}')
+
+    def run(part, seconds, names):
+        models.main(part(1, 2)[2:])
+        return [1, 0]
+
+    monkeypatch.setattr(every_gpu, "gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(every_gpu, "run", run)
+    monkeypatch.setattr("sys.argv", ["models.py", *flags, "--every-gpu"])
+    with pytest.raises(SystemExit, match="1 of 2 parts failed"):
+        models.main([*flags, "--every-gpu"])
+    assert [row["case"] for row in json.loads(out.read_text())["rows"]] == made_up[1::2]
+    assert f"not measured: {','.join(made_up[::2])}" in capsys.readouterr().out
+
+
 def test_commands_on_every_gpu(tmp_path):
     import every_gpu
 
@@ -359,8 +381,13 @@ def test_which_gpus_there_are(monkeypatch):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert every_gpu.gpus() == ["2", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1")
+    assert every_gpu.gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert every_gpu.gpus() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(every_gpu, "_files", lambda: [Path("/dev/nvidia2"), Path("/dev/nvidia7")])
+    assert every_gpu.gpus() == ["0", "1"]
 
 
 def test_results_that_differ_have_no_figures(monkeypatch):

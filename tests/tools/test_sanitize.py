@@ -23,7 +23,11 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 import sanitize
 
-OF_PREFILL = (*sanitize.CACHE_GROUPS["chunks of prompts"], *sanitize.CACHE_GROUPS[sanitize.FUNCTIONS][-2:])
+PROMPTS = [
+    case
+    for group in ("chunks of prompts", sanitize.FUNCTIONS_OF_PROMPTS)
+    for case in sanitize.CACHE_GROUPS[group]
+]
 CASES = [case for cases in sanitize.GROUPS.values() for case in cases]
 
 
@@ -75,7 +79,7 @@ def test_calls_in_8_bits_are_taken(case):
 
 def test_calls_on_caches_load_keys_in_every_way():
     groups = ("decoding", "decoding pages", "decoding 8 bits", sanitize.FUNCTIONS)
-    cases = [case for group in groups for case in sanitize.CACHE_GROUPS[group] if case not in OF_PREFILL]
+    cases = [case for group in groups for case in sanitize.CACHE_GROUPS[group]]
     tiles, splits, options = set(), set(), set()
     for case in cases:
         operands = shapes_of(Draw(case).operands)
@@ -103,7 +107,7 @@ def test_clusters_share_tiles(case):
     )
 
 
-@pytest.mark.parametrize("case", OF_PREFILL, ids=str)
+@pytest.mark.parametrize("case", PROMPTS, ids=str)
 def test_chunks_of_prompts_run_in_the_forward_kernel(case):
     operands = shapes_of(Draw(case).operands)
     assert decoding.supports(case.spec, operands, H100) is None

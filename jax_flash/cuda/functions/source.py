@@ -12,7 +12,8 @@ it has:
 
 `Element` has `value`, what the function returns; a function without a score has no such argument. The header
 of a derivative also has `add_gradients(gradients, element, d_value, add)`. A kernel may call these for rows
-and keys beyond the last: all loads stay within arrays.
+and keys beyond the last: all loads stay within arrays, but for those of a function on varlen tokens
+(functions/varlen.py).
 """
 
 from collections.abc import Sequence

@@ -213,10 +213,8 @@ class BackwardCall:
             return backward_scheduler.l2_head_group_in_order(tiles.heads, share_bytes, tiles_alike, l2_bytes)
         sequences = mask_metadata.assumed_sequences(self.shapes)
         if sequences > 1 or self.shapes.diagonal is not None:
-            return backward_scheduler.l2_head_group_of_unknown_lengths(
-                tiles.heads, head_bytes, sequences, l2_bytes
-            )
-        # Lengths of batch rows leave a head's tiles as alike as they are.
+            return self._most_heads_together(tiles)
+        # Lengths of batch rows leave a head's tiles as alike as they are, or empty.
         return backward_scheduler.l2_head_group(tiles, head_bytes, l2_bytes, parts, SPAN)
 
     @functools.cached_property
@@ -231,8 +229,19 @@ class BackwardCall:
         """How many query heads of `tiles` have their dQ summed at a time."""
         # Where much of each head is skipped, more heads are at work.
         workers = self.workers * (4 if self.has_metadata else 1)
+        if self.has_metadata:  # lengths may be short
+            l2_head_group = max(l2_head_group, self._most_heads_together(tiles))
         tiles = dataclasses.replace(tiles, blocks=self._blocks_of_tiles, workers=workers)
         return backward_scheduler.dq_accum_slots(tiles, l2_head_group)
+
+    def _most_heads_together(self, tiles: Tiles) -> int:
+        """The L2 head group of tiles of which nothing is known."""
+        return backward_scheduler.l2_head_group_of_unknown_lengths(
+            tiles.heads,
+            self._head_bytes,
+            mask_metadata.assumed_sequences(self.shapes),
+            l2.backward_bytes(self.device),
+        )
 
     @functools.cached_property
     def dq_sums(self) -> int:

@@ -60,10 +60,11 @@ def l2_head_group(tiles: Tiles, bytes_per_head: int, l2_bytes: int, parts: int =
 
 
 def l2_head_group_of_unknown_lengths(heads: int, bytes_per_head: int, sequences: int, l2_bytes: int) -> int:
-    """`l2_head_group` where mask metadata decides how long tiles take.
+    """`l2_head_group` of varlen sequences, of segments, and of chunks of sequences.
 
-    Tile lengths are known only at run time, so as many heads as L2 holds are interleaved, in groups of equal
-    size, to even out the tail. Tiles that are at work together read one of the head's `sequences`.
+    How long their tiles take is known only at run time, so as many heads as L2 holds are interleaved, in
+    groups of equal size, to even out the tail. Tiles that are at work together read one of the head's
+    `sequences`.
     """
     groups = math.ceil(heads * bytes_per_head / (sequences * l2_bytes))
     return math.ceil(heads / max(1, min(heads, groups)))

@@ -12,7 +12,7 @@ struct ConsumerCall {
     const Results results;
     const TilePartials partials;
     const Descales& descales;
-    const float scale;     // makes a logit of a score; with a soft cap, what is capped is in units of the cap
+    const float scale;     // what a score is multiplied by first; with a soft cap the product is in units of the cap
     const float soft_cap;
     const float* const slopes;  // ALiBi's, (B | 1, N)
     const int slopes_stride;    // from batch row to batch row

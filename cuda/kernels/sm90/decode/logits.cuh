@@ -37,7 +37,7 @@ private:
     __device__ static __forceinline__ Row row_at(const ConsumerCall& call, const Tile& tile, int row) {
         return Row(call.shape, tile, min(row, tile.rows - 1));
     }
-    // Of positions in the sequence: a query's is that of the key on its diagonal.
+    // The function takes positions in the sequence. A query's is that of the key on its diagonal.
     __device__ static __forceinline__ UserRow user_row(const ConsumerCall& call, const Tile& tile, int index) {
 #if SCORE_MOD
         const Row row = row_at(call, tile, index);

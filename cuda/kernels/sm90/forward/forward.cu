@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
-        // With score modifications the scale is applied there (ScoreRow::logit).
+        // With score modifications the scale is applied there (cap_scores).
         const float softmax_scale = ScoreTraits::has_score_mod ? 1.0f : parameters.scale_log2;
         consume({shared,
                  {parameters.out, parameters.lse},
