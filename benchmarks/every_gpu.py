@@ -3,20 +3,22 @@
 What a benchmark compares is measured on one GPU: each part has cases of its own, with all of their peers.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 GRACE = 20.0  # seconds from SIGTERM to SIGKILL
 
 
 def gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     # CUDA counts those that it sees from 0, whatever the numbers of their files.
@@ -25,6 +27,20 @@ def gpus() -> list[str]:
 
 def _files() -> list[Path]:
     return list(Path("/dev").glob("nvidia[0-9]*"))
+
+
+@contextlib.contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Processes that are started within see this GPU and no other."""
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before
 
 
 def run(part: Callable[[int, int], Sequence[str]], seconds: float, names: Sequence[str]) -> list[int]:
@@ -43,8 +59,8 @@ def run(part: Callable[[int, int], Sequence[str]], seconds: float, names: Sequen
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for number, name in enumerate(names):
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": name}
-            processes.append(subprocess.Popen(part(number, len(names)), env=environment))
+            with alone(name):
+                processes.append(subprocess.Popen(part(number, len(names))))
         _wait(processes, end)
     finally:
         _end(processes)

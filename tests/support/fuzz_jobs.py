@@ -1,12 +1,18 @@
 """What became of the cases of a fuzz, and processes that share them and tell of it."""
 
 import collections
+import contextlib
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import every_gpu
 from attention_case import Case
 
 SECONDS_BETWEEN_LINES = 10
@@ -58,16 +64,18 @@ def in_processes(
 ) -> list[Report]:
     """The reports of `work(*share, deadline, tell)` in a process for each of `shares`.
 
-    A process that dies, or is ended as it is still at work long after the `deadline`, has failed with the
-    case at hand.
+    Each process sees one of the machine's GPUs. One that dies, or is ended as it is still at work long after
+    the `deadline`, has failed with the case at hand.
     """
     spawn = multiprocessing.get_context("spawn")
     reports = [Report() for _ in shares]
     processes, job_of = [], {}
+    gpus = every_gpu.gpus()
     for job, share in enumerate(shares):
         receiver, sender = spawn.Pipe(duplex=False)
         processes.append(spawn.Process(target=_work, args=(work, share, deadline, sender), daemon=True))
-        processes[-1].start()
+        with every_gpu.alone(gpus[job % len(gpus)]) if gpus else contextlib.nullcontext():
+            processes[-1].start()
         sender.close()  # so that the pipe ends with the process
         job_of[receiver] = job
     while job_of and time.time() < deadline + SECONDS_PAST_DEADLINE:

@@ -212,6 +212,21 @@ def drawn_caches(count):
     return drawn
 
 
+def tells_its_gpu(deadline, tell):
+    report = fuzz_jobs.Report(ran=1)
+    report.refused[os.environ["CUDA_VISIBLE_DEVICES"]] += 1
+    tell(report)
+    return report
+
+
+def test_jobs_share_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    clock = fuzz_jobs.Progress()
+    reports = fuzz_jobs.in_processes(tells_its_gpu, [()] * 3, time.time() + 60, clock)
+    assert [list(report.refused) for report in reports] == [["3"], ["5"], ["3"]]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+
 def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
     """Those of a list have the same kernel, but for whether its tiles are split, and for their rows."""
     several, tables, lengths = 0, set(), set()
