@@ -30,21 +30,22 @@ __device__ __forceinline__ float softcap_grad_of(float tanh) {
 // which queries see what isn't finite.
 __device__ __forceinline__ float nan_if_not_finite(float score) { return 0.0f * score; }
 
-// Scales and caps the scores of a block, as ScoreRow::capped does one. Most caps are larger than most scores, and then the
-// tangent takes less.
+// Scales and caps the scores of a block, as ScoreRow::capped does one; with a soft cap alone, in units of the cap. Where all
+// scores of a warp are within the cap, as most are, the tangent takes less.
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
     const float factor = (ScoreTraits::soft_cap ? 2 : 1) * operands.scale;
 #pragma unroll
     for (int i = 0; i < count; ++i) scores[i] *= factor;
     if constexpr (ScoreTraits::soft_cap) {
+        const float unit = ScoreTraits::soft_cap_alone ? 1 : operands.soft_cap;
         if (are_within_one(scores)) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) scores[i] = operands.soft_cap * tanh_within_one(scores[i]);
+            for (int i = 0; i < count; ++i) scores[i] = unit * tanh_within_one(scores[i]);
         } else {
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                float capped = operands.soft_cap * tanh_of(0.5f * scores[i]);
+                float capped = unit * tanh_of(0.5f * scores[i]);
                 if constexpr (ISOLATES) capped += nan_if_not_finite(scores[i]);
                 scores[i] = capped;
             }

@@ -68,7 +68,7 @@ _PARAMETERS = struct(
     tile_blocks="int32_t",
     partials="float*",  # see Partials
     arrived="int*",
-    scale_log2="float",  # |scale|·log2(e)
+    scale_log2="float",  # |scale|·log2(e), or cap·log2(e) with a soft cap
     score=score_mod.PARAMETERS,
     sinks="const float*",  # (B | 1, N)
     sinks_stride="int64_t",  # from batch row to batch row
@@ -391,7 +391,7 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
         "partials": Pointer("partials") if schedule.split_tiles else None,
         "arrived": Pointer("arrived") if schedule.split_tiles else None,
         # A scale of zero makes all scores zero, so any factor does.
-        "scale_log2": abs(spec.scale) * math.log2(math.e) or 1.0,
+        "scale_log2": (spec.logits_soft_cap or abs(spec.scale)) * math.log2(math.e) or 1.0,
         "score": score_mod.arguments(spec, shapes),
         "sinks": score_mod.pointer("sinks", shapes.sinks),
         "sinks_stride": score_mod.batch_stride(shapes.sinks),
