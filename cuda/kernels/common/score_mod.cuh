@@ -1,6 +1,6 @@
 // Score modifications: soft cap, the user's function, bias, ALiBi and the boolean mask, in this order. Both passes use this code,
-// so that they compute the same logits, but for roundings of the soft cap. ScoreOperands, a part of the kernel's parameters, is
-// described in jax_flash/cuda/score_mod.py.
+// so that they compute the same logits, but for roundings of a soft cap alone. ScoreOperands, a part of the kernel's parameters,
+// is described in jax_flash/cuda/score_mod.py.
 #pragma once
 #include "parameters.cuh"
 #include "ptx/global.cuh"
@@ -24,33 +24,6 @@ __device__ __forceinline__ float bias_at(const void* bias, int64_t index) {
 __device__ __forceinline__ float softcap_grad_of(float tanh) {
     const float derivative = 1 - tanh * tanh;
     return ISOLATES ? fmaxf(derivative, 0) : derivative;
-}
-
-// What is added to a capped score. Of an infinite score the tangent is finite: its logit is NaN, so that the log-sum-exp tells
-// which queries see what isn't finite.
-__device__ __forceinline__ float nan_if_not_finite(float score) { return 0.0f * score; }
-
-// Scales and caps the scores of a block, as ScoreRow::capped does one; with a soft cap alone, in units of the cap. Where all
-// scores of a warp are within the cap, as most are, the tangent takes less.
-template <int count>
-__device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
-    const float factor = (ScoreTraits::soft_cap ? 2 : 1) * operands.scale;
-#pragma unroll
-    for (int i = 0; i < count; ++i) scores[i] *= factor;
-    if constexpr (ScoreTraits::soft_cap) {
-        const float unit = ScoreTraits::soft_cap_alone ? 1 : operands.soft_cap;
-        if (are_within_one(scores)) {
-#pragma unroll
-            for (int i = 0; i < count; ++i) scores[i] = unit * tanh_within_one(scores[i]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < count; ++i) {
-                float capped = unit * tanh_of(0.5f * scores[i]);
-                if constexpr (ISOLATES) capped += nan_if_not_finite(scores[i]);
-                scores[i] = capped;
-            }
-        }
-    }
 }
 
 // A row of scores: one query of a head. Queries and keys beyond the last use the operands of the last.
@@ -92,20 +65,17 @@ struct ScoreRow {
             const float tanh = tanh_of(x);
             x = operands.soft_cap * tanh;
             derivative = softcap_grad_of(tanh);
-            if constexpr (ISOLATES) x += nan_if_not_finite(score);
+            // Of an infinite score the tangent is finite. Its logit is NaN, so that the log-sum-exp tells which queries
+            // see what isn't finite.
+            if constexpr (ISOLATES) x += 0.0f * score;
         }
         return x;
     }
 
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
     __device__ __forceinline__ float logit(float score, int key, float& derivative) const {
-        const float x = capped(score, derivative);
-        return logit_of_capped(x, key, derivative);
-    }
-
-    // The logit of what `capped` gives. Multiplies the derivative.
-    __device__ __forceinline__ float logit_of_capped(float x, int key, float& derivative) const {
         const int own_key = min(key, last_key);
+        float x = capped(score, derivative);
 #if SCORE_MOD
         const user_score_mod::Element element = user.element(x, own_key);
         x = element.value;

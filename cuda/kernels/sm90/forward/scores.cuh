@@ -10,22 +10,42 @@
 // so their indices can exceed the number of keys. No operand of such a call has an axis of keys.
 constexpr int any_key = 1 << 30;
 
+// Scores that have a soft cap alone, in units of the cap. Where all of a warp are within it, as most are, the tangent takes less.
+template <int count>
+__device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
+    const float doubled = 2 * operands.scale;
+#pragma unroll
+    for (int i = 0; i < count; ++i) scores[i] *= doubled;
+    if (are_within_one(scores)) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) scores[i] = tanh_within_one(scores[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            // Of an infinite score the tangent is finite. It becomes NaN, as in ScoreRow::capped.
+            const float tanh = tanh_of(0.5f * scores[i]);
+            scores[i] = Traits::isolates ? tanh + 0.0f * scores[i] : tanh;
+        }
+    }
+}
+
 // Soft cap, the user's function, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
 template <int count>
 __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const ScoreOperands& operands,
                                                 const Tile& tile, int row, int first_key, const Shape& shape) {
-    if constexpr (ScoreTraits::has_score_mod) {
+    if constexpr (ScoreTraits::soft_cap_alone) {
+        cap_scores(scores, operands);
+    } else if constexpr (ScoreTraits::has_score_mod) {
         const int column = first_key + 2 * (threadIdx.x % 4);
         const int keys = Traits::cache ? any_key : shape.keys;
-        cap_scores(scores, operands);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
-            float derivative = 1;  // which no one reads
+            float derivative;  // which no one reads
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                if (row_of(i) == r) scores[i] = score_row.logit_of_capped(scores[i], column + column_of(i), derivative);
+                if (row_of(i) == r) scores[i] = score_row.logit(scores[i], column + column_of(i), derivative);
             }
         }
     } else if constexpr (Traits::score_sign != 1) {
