@@ -16,6 +16,7 @@ struct ScoreTraits {
     static constexpr bool bias = !is_same<Bias, void>;
     // Without any, the softmax applies the scale.
     static constexpr bool has_score_mod = soft_cap || user || bias || alibi || mask;
+    static constexpr bool all_operands = soft_cap && bias && alibi && mask;
     // Forward, what is capped stays in units of the cap then, which is the scale that the softmax applies.
     static constexpr bool soft_cap_alone = soft_cap && !(user || bias || alibi || mask);
     // Whether dS has the derivative of logits by scores as a factor, and whether gradients are made of dS without it.

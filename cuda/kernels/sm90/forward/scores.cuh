@@ -1,6 +1,7 @@
 // What happens to a block's scores between QK^T and the softmax: score modifications, then the mask.
 #pragma once
 #include "ptx/global.cuh"
+#include "ptx/wgmma.cuh"
 #include "common/score_mod.cuh"
 #include "sm90/forward/mask_metadata.cuh"
 #include "sm90/forward/softmax.cuh"
@@ -45,7 +46,11 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
             float derivative;  // which no one reads
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                if (row_of(i) == r) scores[i] = score_row.logit(scores[i], column + column_of(i), derivative);
+                if (row_of(i) != r) continue;
+                float logit[1] = {score_row.logit(scores[i], column + column_of(i), derivative)};
+                // One after another: operands of several at once have no room in registers.
+                if constexpr (ScoreTraits::all_operands) wgmma::pin(logit);
+                scores[i] = logit[0];
             }
         }
     } else if constexpr (Traits::score_sign != 1) {
