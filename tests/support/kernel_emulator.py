@@ -24,12 +24,14 @@ COMPILE = (
     "-std=c++17",
     "-O1",
     "-w",
+    "-Werror=invalid-pch",
     "-Wno-psabi",
     "-fPIC",
     "-fno-gnu-unique",
 )  # each has shared memory of its own
 STANDARD = "standard.h"  # the standard library's headers
 EMULATED_BY = ("emulator", "copies", "races")
+FOR_THIS_CPU = ("-O3", "-march=native", "-ffp-contract=off")  # joins of clocks take vector instructions
 INSTRUMENT = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-g1")
 DTYPES = {
     "bfloat16": ml_dtypes.bfloat16,
@@ -141,8 +143,7 @@ class KernelEmulator:
             (generated / header_name).write_text(text)
         named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
         defines = {**dict(kernel.defines), **self.defines, **named}
-        command = [*COMPILE, *(INSTRUMENT if self.seeks_races else ())]
-        command += ["-include", STANDARD, "-I.", f"-I{generated}"]
+        command = [*self._compile(), "-include", STANDARD, "-I.", f"-I{generated}"]
         command += [f"-D{name}={value}" for name, value in defines.items()]
         kernel_object, ready = generated / "kernel.o", generated / "kernel.so"
         subprocess.run([*command, "-c", "kernel.cc", "-o", str(kernel_object)], cwd=sources, check=True)
@@ -161,12 +162,16 @@ class KernelEmulator:
                 source = (sources / file).read_text()
                 assert source.count(text) == 1, (file, text)
                 (sources / file).write_text(source.replace(text, other))
-            # Compiled once, as it takes as long as a kernel.
-            subprocess.run([*COMPILE, "-x", "c++-header", STANDARD], cwd=sources, check=True)
+            # Compiled once, as it takes as long as a kernel. Kernels are compiled with the same flags, or g++
+            # passes it over.
+            subprocess.run([*self._compile(), "-x", "c++-header", STANDARD], cwd=sources, check=True)
             for name in EMULATED_BY:
-                command = [*COMPILE, "-O3", "-I.", "-c", f"{name}.cc"]
+                command = [*COMPILE, *FOR_THIS_CPU, "-I.", "-c", f"{name}.cc"]
                 subprocess.run(command, cwd=sources, check=True)
         return sources
+
+    def _compile(self) -> tuple[str, ...]:
+        return (*COMPILE, *(INSTRUMENT if self.seeks_races else ()))
 
 
 def _described(race: str, library: Path) -> str:
