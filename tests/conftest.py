@@ -1,4 +1,4 @@
-"""What every test starts from, and what implementations refused.
+"""What every test starts from, which exhaustive cases run, and what implementations refused.
 
 Eight virtual CPU devices, so that sharding is tested on any machine. The number is fixed before
 JAX starts its backends, and concerns the CPU alone: where there is a GPU it stays JAX's default.
@@ -11,6 +11,8 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
+import pytest
+from exhaustive import in_part, numbers_of_part
 from refusals import count_refused
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -23,6 +25,34 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive-part",
+        metavar="K/N",
+        help="of the exhaustive cases those of part K of N, 0 to N - 1; all of a test marked every_case",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen = config.getoption("--exhaustive-part")
+    if chosen is None:
+        return
+    try:
+        part, parts = numbers_of_part(chosen)
+    except ValueError as error:
+        raise pytest.UsageError(f"--exhaustive-part: {error}") from None
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("exhaustive")
+        and not item.get_closest_marker("every_case")
+        and not in_part(item.nodeid, part, parts)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    without = set(left_out)
+    items[:] = [item for item in items if item not in without]
 
 
 def pytest_terminal_summary(terminalreporter):

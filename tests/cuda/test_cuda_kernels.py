@@ -317,6 +317,7 @@ def read_report(log: str, entry: str) -> Report:
     )
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kernel", thinned(VARIANTS, of_source), ids=kernel_id)
 def test_compiles_without_spills_or_warnings(kernel):
     defines = dict(kernel.defines)
@@ -375,6 +376,7 @@ SPECIALISED = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("kernel", thinned(SPECIALISED, of_source), ids=kernel_id)
 def test_register_pool_covers_what_warpgroups_ask_for(kernel):
     """A setmaxnreg.inc that asks for more than the pool has waits for ever."""

@@ -385,6 +385,7 @@ def of_source(kernel: Kernel) -> set:
     }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "kernel", thinned(variants(), of_source), ids=lambda k: "-".join(str(v) for _, v in k.defines)
 )

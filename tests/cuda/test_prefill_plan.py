@@ -259,6 +259,7 @@ def spilled(log: str) -> int:
     return sum(map(int, re.findall(r"(\d+) bytes spill", log)))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "kernel", thinned(LAUNCHES, of_source), ids=lambda k: "-".join(str(v) for _, v in k.defines)
 )

@@ -1,9 +1,11 @@
 """Which of many cases `make test` runs: those that bring something which none before them has.
 
-The others have the marker `exhaustive`, and belong to `make test-all`.
+The others have the marker `exhaustive`, and belong to `make test-all`. Continuous integration runs a part of
+them for each commit (`.ci/run`), and every case of a test with the marker `every_case`.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
@@ -27,6 +29,19 @@ def thinned(cases: Iterable[Any], traits: Callable[[Any], Collection[Hashable]])
 def thorough(*values: Any) -> list:
     """Parameters for pytest that `make test` leaves out, all of them."""
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
+
+
+def in_part(case_id: str, part: int, parts: int) -> bool:
+    """Whether a case is one of that part, 0 to `parts` - 1. Each is in one, the same in every process."""
+    return zlib.crc32(case_id.encode()) % parts == part
+
+
+def numbers_of_part(text: str) -> tuple[int, int]:
+    """Part and number of parts as `in_part` takes them, from `"K/N"`."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise ValueError(f"a part is K/N, with K from 0 to N - 1, not {text!r}")
+    return int(part), int(parts)
 
 
 def fields(case: Any) -> set[tuple[str, Hashable]]:

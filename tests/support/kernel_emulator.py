@@ -23,7 +23,6 @@ COMPILE = (
     "g++",
     "-std=c++17",
     "-O1",
-    "-w",
     "-Werror=invalid-pch",
     "-Wno-psabi",
     "-fPIC",
@@ -164,7 +163,7 @@ class KernelEmulator:
                 (sources / file).write_text(source.replace(text, other))
             # Compiled once, as it takes as long as a kernel. Kernels are compiled with the same flags, or g++
             # passes it over.
-            subprocess.run([*self._compile(), "-x", "c++-header", STANDARD], cwd=sources, check=True)
+            subprocess.run([*self._compile(), "-w", "-x", "c++-header", STANDARD], cwd=sources, check=True)
             for name in EMULATED_BY:
                 command = [*COMPILE, *FOR_THIS_CPU, "-I.", "-c", f"{name}.cc"]
                 subprocess.run(command, cwd=sources, check=True)

@@ -1,0 +1,54 @@
+"""`--exhaustive-part`, by which continuous integration takes some of the exhaustive cases."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from exhaustive import numbers_of_part
+
+TESTS = Path(__file__).parents[1]
+THINNED = TESTS / "tools" / "test_agreement.py"
+EVERY_CASE = TESTS / "cuda" / "test_decode_plan.py"
+
+
+def run(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:xdist", *options]
+    return subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
+
+
+def cases(path: Path, *options: str) -> set[str]:
+    found = run(str(path), *options).stdout.splitlines()
+    return {line for line in found if "::" in line}
+
+
+def test_each_exhaustive_case_is_in_one_part():
+    every = cases(THINNED, "-m", "exhaustive")
+    parts = [cases(THINNED, "-m", "exhaustive", f"--exhaustive-part={part}/2") for part in range(2)]
+    assert parts[0] | parts[1] == every
+    assert not parts[0] & parts[1]
+    assert min(map(len, parts)) > len(every) / 4
+
+
+def test_other_cases_are_in_every_part():
+    assert cases(THINNED, "-m", "not exhaustive", "--exhaustive-part=1/1000") == cases(
+        THINNED, "-m", "not exhaustive"
+    )
+
+
+def test_a_test_of_every_case_is_in_every_part():
+    of_part = cases(EVERY_CASE, "-m", "exhaustive", "--exhaustive-part=1/1000")
+    assert of_part
+    assert of_part == cases(EVERY_CASE, "-m", "exhaustive and every_case")
+
+
+@pytest.mark.parametrize("text", ["3", "3/3", "-1/3", "a/b", "1/0", "1/", ""])
+def test_what_is_no_part(text):
+    with pytest.raises(ValueError, match="a part is K/N"):
+        numbers_of_part(text)
+
+
+def test_the_command_line_says_what_a_part_is():
+    done = run(str(THINNED), "--exhaustive-part=3/3")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "a part is K/N" in done.stderr
