@@ -1,4 +1,4 @@
-"""What options of a call cost: packed sequences beside FlashAttention-3's, every other option beside none.
+"""What options of a call cost: varlen sequences beside FlashAttention-3's, every other option beside none.
 
     python benchmarks/features.py --groups packed --out benchmarks/results/features_packed_h200.json
     python benchmarks/features.py --groups options --out benchmarks/results/features_options_h200.json

@@ -55,7 +55,7 @@ class CacheOperands(Generic[Leaf]):
     A page that isn't in [0, P), a sequence that isn't in [0, C) or a layer that isn't in [0, L) counts as not
     there: its keys are hidden, and what would be appended to it is dropped. So is what is appended beyond S.
 
-    With `query_offsets`, the query is `(1, T, N, H)` and holds B packed sequences: sequence b has those from
+    With `query_offsets`, the query is `(1, T, N, H)` and holds B varlen sequences: sequence b has those from
     `query_offsets[b]` up to `query_offsets[b + 1]`. Queries beyond the last get 0. Nothing is appended then.
 
     With a `score_mod`, each sequence and head brings its index in the whole call, as in `Operands`.

@@ -33,7 +33,7 @@ from jax_flash.transforms import autodiff
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Packed sequences: checked offsets `(P + 1,)` and longest lengths."""
+    """Varlen sequences: checked offsets `(P + 1,)` and longest lengths."""
 
     query_offsets: jax.Array
     key_value_offsets: jax.Array

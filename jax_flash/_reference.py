@@ -307,7 +307,7 @@ def _in_dtype(x, dtype):
 
 
 def _distance_within_sequences(spec, operands):
-    """`_distance` of packed sequences, with the lengths of the one that the query is of, `(B, 1, T, S)`."""
+    """`_distance` of varlen sequences, with the lengths of the one that the query is of, `(B, 1, T, S)`."""
     size = sizes(operands)
     is_of, starts, queries = _sequences(operands.query_offsets, spec.max_query_length, size.T)
     _, key_starts, keys = _sequences(operands.key_value_offsets, spec.max_key_value_length, size.S)
@@ -317,7 +317,7 @@ def _distance_within_sequences(spec, operands):
 
 
 def _sequences(offsets, longest, tokens):
-    """Which tokens each packed sequence has, bool `(B, P, tokens)`; where it starts, and its length."""
+    """Which tokens each varlen sequence has, bool `(B, P, tokens)`; where it starts, and its length."""
     starts = offsets[:, :-1]
     lengths = jnp.minimum(offsets[:, 1:] - starts, longest)
     token = jnp.arange(tokens)

@@ -21,7 +21,7 @@ class Results(NamedTuple):
     """What a call returns, in NumPy. `key` and `value` are the cache after the append, as the call had it."""
 
     out: np.ndarray  # as the query, with V columns
-    lse: np.ndarray  # (B, N, T), or (1, N, T) of packed sequences
+    lse: np.ndarray  # (B, N, T), or (1, N, T) of varlen sequences
     key: np.ndarray
     value: np.ndarray | None
 

@@ -55,7 +55,7 @@ def apply_rotary_rows(
 def apply_rotary_packed(
     x: jax.Array, cos: Any, sin: Any, interleaved: Any, offsets: Any, offsets_name: str, cu_seqlens: jax.Array
 ) -> jax.Array:
-    """`apply_rotary` of packed sequences: `x (ΣT, N, H)`, which start at `cu_seqlens (sequences + 1,)`."""
+    """`apply_rotary` of varlen sequences: `x (ΣT, N, H)`, which start at `cu_seqlens (sequences + 1,)`."""
     cos, sin = tables(cos, sin, x.shape[-1])
     shapes = {"()": (), "(batch_size,)": (cu_seqlens.shape[0] - 1,)}
     first = _first_positions(offsets_name, offsets, shapes, 0, cos.shape[0])

@@ -92,7 +92,7 @@ def _words(ids: Integers) -> Words:
 
 
 def offsets(name: str, value: Any, tokens: int, longest: int, longest_name: str) -> jax.Array:
-    """Where packed sequences start, `(B + 1,)`, within [0, tokens].
+    """Where varlen sequences start, `(B + 1,)`, within [0, tokens].
 
     Offsets whose values are known are checked against the tokens and the longest length. Traced ones are
     clipped, so that nothing is read out of bounds.

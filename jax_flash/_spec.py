@@ -98,7 +98,7 @@ class Operands(Generic[Leaf]):
 
     Where `batch_axis_may_be_one`, a leading axis of 1 means "the same for every batch row".
 
-    With offsets, a batch row holds P packed sequences: sequence p the queries from `query_offsets[p]` up to
+    With offsets, a batch row holds P varlen sequences: sequence p the queries from `query_offsets[p]` up to
     `query_offsets[p + 1]`, and keys likewise, the offsets ascending from 0 at least to T and S at most. It
     attends to itself alone, with its own lengths in every alignment. All other tokens are padding, which
     attends to nothing. Both offsets are there or none, and then no bias, mask, lengths, segment ids or block

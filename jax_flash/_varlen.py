@@ -99,7 +99,7 @@ def flash_attention_varlen(
     return_residual: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention over packed sequences: each attends to itself alone.
+    """Attention over varlen sequences: each attends to itself alone.
 
     Sequence b holds the queries `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` and the keys `cu_seqlens_kv[b]` to
     `cu_seqlens_kv[b + 1]`. It gives the result of `flash_attention` on that sequence alone, with its own
@@ -163,7 +163,7 @@ def flash_attention_varlen(
 
 
 class PackedSequences(NamedTuple):
-    """Where packed sequences lie, as the caller passed it, unchecked."""
+    """Where varlen sequences lie, as the caller passed it, unchecked."""
 
     cu_seqlens_q: Any
     cu_seqlens_kv: Any

@@ -210,7 +210,7 @@ def flash_attn_varlen_func(
     *,
     dropout_key: ArrayLike | None = None,
 ) -> Results:
-    """Attention over packed sequences, each to itself alone, with its own lengths in every alignment.
+    """Attention over varlen sequences, each to itself alone, with its own lengths in every alignment.
 
     Args:
       q: `(total_q, nheads, headdim)`, floating.
@@ -348,14 +348,14 @@ def apply_rotary_emb(
     """Rotary position embeddings: `jax_flash.apply_rotary`.
 
     Args:
-      x: `(batch_size, seqlen, nheads, headdim)`, floating; of packed sequences, which `cu_seqlens` says,
+      x: `(batch_size, seqlen, nheads, headdim)`, floating; of varlen sequences, which `cu_seqlens` says,
         `(total, nheads, headdim)`.
       cos, sin: `(seqlen_rotary, rotary_dim / 2)`, floating; rotary_dim is at most headdim.
       interleaved: whether pairs are neighbours, as in GPT-J, or halves, as in GPT-NeoX.
       inplace: has to be False, as arrays of JAX are immutable.
       seqlen_offsets: the position of the first token: an int, or integers `(batch_size,)`.
-      cu_seqlens: integers `(batch_size + 1,)`: where each packed sequence starts, and the last one ends.
-      max_seqlen: of packed sequences; not needed.
+      cu_seqlens: integers `(batch_size + 1,)`: where each varlen sequence starts, and the last one ends.
+      max_seqlen: of varlen sequences; not needed.
 
     Returns:
       An array like x.

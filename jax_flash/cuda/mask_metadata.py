@@ -1,6 +1,6 @@
 """Mask metadata: which keys each query sees, and which blocks each tile visits, computed at run time.
 
-Lengths, offsets of packed sequences, segment ids and a diagonal are data, so the mask of a call that has them
+Lengths, offsets of varlen sequences, segment ids and a diagonal are data, so the mask of a call that has them
 is not known when the call is planned. Together with the window, all but the ids let each query see an
 interval of keys, and each key be seen by an interval of queries. The kernels mask by these intervals, and
 compare segment ids besides. They skip blocks outside of a tile's `BlockRange`, and apply the mask only in

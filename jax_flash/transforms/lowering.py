@@ -56,7 +56,7 @@ _AXES = {
 def axes_of(name: str) -> Sequence[str]:
     """The axes of an array after its batch axes, in the letters of `_spec.py`.
 
-    `O` is the offsets of packed sequences, `I` and `J` the blocks of a block mask, `C` and `D` the blocks of
+    `O` is the offsets of varlen sequences, `I` and `J` the blocks of a block mask, `C` and `D` the blocks of
     queries and of keys that have a scale. The elements of a captured array have the array's name.
     """
     return (name,) if is_captured(name) else _AXES[name]

@@ -154,7 +154,7 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
     if is_float8(whole.query.dtype):
         return "arrays of 8 bits go with whole sequences"
     if strategy != "ulysses" and whole.query_offsets is not None:
-        return 'packed sequences that are sharded go with "ulysses"'
+        return 'varlen sequences that are sharded go with "ulysses"'
     of, local = _on_device(call, whole, layout)
     if strategy == "ulysses":
         reason = ulysses.refusal(of, local)

@@ -45,7 +45,7 @@ class _LeftOut:
 
 _partitioned = Primitive("jax_flash_partitioned")
 _partitioned.multiple_results = True
-# JAX 0.12 calls a primitive high if its jaxpr has a `custom_vmap`, as that of packed sequences, and asks it
+# JAX 0.12 calls a primitive high if its jaxpr has a `custom_vmap`, as that of varlen sequences, and asks it
 # for a lower one. `lower_fun` does that already.
 _partitioned.is_high = lambda *_, **__: False
 _partitioned.def_impl(lambda *args, call, exported: jaxpr_as_fun(call)(*args))

@@ -69,7 +69,7 @@ def calls() -> dict[str, Call]:
         "`sinks`": call(sinks=((1, N), jnp.float32)),
         "`dropout_rate`": call(spec={"dropout_rate": 0.1}, **words),
         "sequence lengths": call(query_seq_lengths=lengths, key_value_seq_lengths=lengths),
-        "packed sequences": call(
+        "varlen sequences": call(
             spec={"max_query_length": 600, "max_key_value_length": 500},
             query_offsets=((B, 4), jnp.int32),
             key_value_offsets=((B, 4), jnp.int32),

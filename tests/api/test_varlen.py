@@ -1,4 +1,4 @@
-"""Packed sequences: each gives what it gives by itself."""
+"""Varlen sequences: each gives what it gives by itself."""
 
 import re
 from unittest import mock

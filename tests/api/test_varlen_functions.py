@@ -1,4 +1,4 @@
-"""score_mod and block_mask over packed sequences: each sequence gets what it gets alone."""
+"""score_mod and block_mask over varlen sequences: each sequence gets what it gets alone."""
 
 import jax
 import jax.numpy as jnp

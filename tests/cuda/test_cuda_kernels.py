@@ -245,7 +245,7 @@ def variants() -> dict[Kernel, Launch]:
         calls.append(dropout | {"features": ("dropout",), "window": (100 * (i % 2) or None, 0)})
         calls.append(dropout | {"features": ("dropout",), "deterministic": True})
         calls.append(dropout | {"features": ("dropout", *features)})
-    # Mask metadata. Packed sequences have the kernels of lengths.
+    # Mask metadata. Varlen sequences have the kernels of lengths.
     for i, head_dim in enumerate((64, 96, 128, 192, 256)):
         data = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
         for feature in ("lengths", "segments"):

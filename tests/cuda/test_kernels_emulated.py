@@ -93,7 +93,7 @@ BLOCK_MASKS = (
     Case(H=128, T=200, S=300, N=2, B=2, block_mask="of_own_heads", deterministic=True),
     Case(H=96, T=130, S=140, N=2, block_mask="layout", score_mod="relative_position", mask="B11S"),
 )
-# Mask metadata: batch rows shorter than the arrays, or with nothing at all; segments; packed sequences.
+# Mask metadata: batch rows shorter than the arrays, or with nothing at all; segments; varlen sequences.
 MASK_METADATA = (
     Case(H=64, T=200, S=300, N=2, B=3, lengths="qk", return_residual=True),
     Case(H=128, T=300, S=200, N=4, K=2, B=3, lengths="qk", right=0),

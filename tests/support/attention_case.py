@@ -128,7 +128,7 @@ class Case:
 
     @property
     def packed(self) -> dict[str, int] | None:
-        """The static arguments that packed sequences come with; None where there are none."""
+        """The static arguments that varlen sequences come with; None where there are none."""
         form = next((f.partition(":")[2] for f in self.features if f.startswith("packed")), None)
         if form is None:
             return None
@@ -139,7 +139,7 @@ class Case:
         """The arrays of the call as `flash_attention` takes them, but for dropout's key.
 
         The forms of a feature: for bias and mask their axes, "1" in the place of one to broadcast, for
-        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone, for packed sequences "cut"
+        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone, for varlen sequences "cut"
         where the longest may have tokens beyond max_seqlen.
         """
         sizes = {
@@ -305,7 +305,7 @@ def draw(case: Case):
 
 
 def _offsets(generator, x, tokens):
-    """Of packed sequences; some have no tokens, and some rows padding on either side."""
+    """Of varlen sequences; some have no tokens, and some rows padding on either side."""
     offsets = np.sort(generator.integers(0, tokens, x.shape, x.dtype, endpoint=True))
     empty = generator.integers(1, x.shape[1] - 1, x.shape[0])
     rows = np.arange(x.shape[0])

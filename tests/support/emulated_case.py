@@ -41,7 +41,7 @@ class Case:
     alibi: str | None = None  # its axes: BN or 1N
     sinks: str | None = None
     lengths: str = ""  # "q", "k" or "qk": which there are
-    segments: str | None = None  # "sorted", as packed sequences have them; or in no order
+    segments: str | None = None  # "sorted", as packed documents have them; or in no order
     packed: int | None = None  # so many sequences to a batch row
     V: int | None = None  # where values have a head dim of their own
     dropout: float = 0.0

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import re
-import signal
 import types
 import warnings
 from pathlib import Path
@@ -362,32 +361,6 @@ def test_a_part_that_fails_is_told(tmp_path, made_up, monkeypatch, capsys):
         models.main([*flags, "--every-gpu"])
     assert [row["case"] for row in json.loads(out.read_text())["rows"]] == made_up[1::2]
     assert f"not measured: {','.join(made_up[::2])}" in capsys.readouterr().out
-
-
-def test_commands_on_every_gpu(tmp_path):
-    import every_gpu
-
-    def part(number, count):
-        script = f'echo "$CUDA_VISIBLE_DEVICES of {count}" > {tmp_path}/{number}; exit {number}'
-        return ["sh", "-c", script if number < 2 else f"{script.partition(';')[0]}; exec sleep 600"]
-
-    statuses = every_gpu.run(part, 2.0, ["1", "4", "6"])
-    assert statuses == [0, 1, -signal.SIGTERM]
-    assert [(tmp_path / str(n)).read_text() for n in range(3)] == ["1 of 3\n", "4 of 3\n", "6 of 3\n"]
-
-
-def test_which_gpus_there_are(monkeypatch):
-    import every_gpu
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert every_gpu.gpus() == ["2", "0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1")
-    assert every_gpu.gpus() == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert every_gpu.gpus() == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(every_gpu, "_files", lambda: [Path("/dev/nvidia2"), Path("/dev/nvidia7")])
-    assert every_gpu.gpus() == ["0", "1"]
 
 
 def test_results_that_differ_have_no_figures(monkeypatch):

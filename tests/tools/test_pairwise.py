@@ -29,7 +29,7 @@ def test_rows_are_few_and_always_the_same():
     rows = covering_rows(FACTORS, call_factors.may_meet)
     assert rows == covering_rows(FACTORS, call_factors.may_meet)
     sizes = {name: len(values) for name, values in FACTORS.items()}
-    # No fewer hold the pairs of mask and bias; packed sequences go with neither, and have rows of their own.
+    # No fewer hold the pairs of mask and bias; varlen sequences go with neither, and have rows of their own.
     assert len(rows) <= 1.1 * sizes["mask"] * sizes["bias"] + sizes["packed"] * sizes["window"]
 
 

@@ -321,7 +321,7 @@ REFUSED = {
     "queries_are_whole": ("ulysses", attention, {}, (WHOLE, SEQUENCE, SEQUENCE), "sharded over the same dev"),
     "heads": ("ulysses", attention, dict(N=6, K=3), SEQUENCE, "6 query heads must be divisible by the 4 dev"),
     "bias_for_all_heads": ("ulysses", bias_for_all_heads, {}, SEQUENCE, "bias must have an axis of 4 heads"),
-    "packed": ("all_gather", packed, {}, SEQUENCE, 'packed sequences that are sharded go with "ulysses"'),
+    "packed": ("all_gather", packed, {}, SEQUENCE, 'varlen sequences that are sharded go with "ulysses"'),
     "implementation": ("ring", no_diagonal, {}, SEQUENCE, '"never_diagonal": no diagonal'),
 }
 

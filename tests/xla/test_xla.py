@@ -1,5 +1,5 @@
-"""The portable implementation: the shared suite, then what is its own: every feature at once, how it
-cuts a call into blocks, its memory, and its loops inside of `shard_map`."""
+"""The portable implementation: the shared suite, then what is its own: every feature at once, its memory, its
+loops inside of `shard_map`, and sums of a million keys."""
 
 import functools
 import itertools
@@ -14,17 +14,12 @@ from jax.sharding import PartitionSpec as P
 from nonfinite_suite import NonFiniteSuite
 from pairwise_suite import PairwiseSuite
 from small_blocks import small_blocks
+from xla_calls import check, cotangents, normal, qkv, run
 
 from jax_flash import _dropout, _reference, xla
-from jax_flash._device import CPU, H100
+from jax_flash._device import CPU
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.xla import blocks
-
-
-@pytest.fixture(name="small_blocks")
-def in_small_blocks():
-    with small_blocks():
-        yield
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -60,45 +55,6 @@ class TestXlaNonFinite(NonFiniteSuite):
 
     def environment(self):
         return small_blocks()
-
-
-@pytest.fixture
-def draw():
-    return np.random.default_rng(0)
-
-
-def normal(draw, *shape):
-    return draw.standard_normal(shape).astype(np.float32)
-
-
-def qkv(draw, B=2, T=70, S=70, N=4, K=2, H=16, V=8):
-    return Operands(normal(draw, B, T, N, H), normal(draw, B, S, K, H), normal(draw, B, S, K, V))
-
-
-def cotangents(draw, operands):
-    B, T, N, _ = operands.query.shape
-    return normal(draw, B, T, N, operands.value.shape[3]), normal(draw, B, N, T)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
-def run(spec, operands, d_out, d_lse):
-    out, lse = xla.forward(spec, operands)
-    return out, lse, xla.backward(spec, operands, out, lse, d_out, d_lse)
-
-
-def check(spec, operands, d_out, d_lse, tolerance=1e-5, dtype=np.float32):
-    """Run it afresh (blocks may have been patched) and compare everything with the oracle."""
-    run.clear_cache()
-    got = run(spec, operands, d_out, d_lse)
-    expected = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for result, exact in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        result = np.asarray(result)
-        assert result.shape == exact.shape
-        assert result.dtype == dtype
-        np.testing.assert_array_equal(np.isneginf(result), np.isneginf(exact))
-        result, exact = (np.where(np.isneginf(x), 0, x) for x in (result, exact))
-        assert np.linalg.norm(result - exact) <= tolerance * (np.linalg.norm(exact) + 1e-3)
 
 
 # Ten features, each on in three of five calls, no two in the same three: so every pair of them meets
@@ -247,156 +203,6 @@ def test_huge_logits_pick_a_key(draw, dtype, size):
     np.testing.assert_array_equal(out, np.repeat(operands.value[:, 3:4], group, 2).repeat(T, 1))
     for x in (lse, *jax.tree.leaves(gradients)):
         assert np.all(np.isfinite(np.asarray(x, np.float32)))
-
-
-# How a call is cut.
-
-
-def plan(B, T, S, N, right=None, device=CPU):
-    query, key = (jax.ShapeDtypeStruct((B, length, N, 64), np.float32) for length in (T, S))
-    return blocks.plan(AttentionSpec(1.0, right=right), Operands(query, key, key), device)
-
-
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 2048, 2049, 5000])
-def test_blocks_cover_an_axis_once(length):
-    axis = plan(1, length, length, 1, right=0).keys
-    assert axis.size <= max(blocks.KEYS_PER_BLOCK, 256**2 // length)
-    fresh = []
-    for index in range(axis.count):
-        positions = np.asarray(axis.positions(index))
-        mask = axis.fresh(index)
-        fresh.extend(positions if mask is None else positions[np.asarray(mask)])
-        assert positions.min() >= 0
-    np.testing.assert_array_equal(fresh, np.arange(length))
-
-
-@pytest.mark.parametrize(("T", "S"), [(1, 10_000), (10_000, 1)])
-def test_a_short_sequence_gets_long_blocks_of_the_other(T, S):
-    cut = plan(1, T, S, 4)
-    assert (cut.queries.count, cut.keys.count) == (1, 1)
-
-
-@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("B", "N", "device", "in_parts"),
-    [
-        (1, 8, CPU, False),
-        (64, 8, CPU, True),
-        (17, 2, CPU, True),
-        (16, 8, H100, False),
-    ],
-)
-def test_a_large_batch_is_taken_in_parts(B, N, device, in_parts, right):
-    cut = plan(B, 4096, 4096, N, right, device)
-    assert B % cut.batch.size == 0
-    assert (cut.batch.count > 1) == in_parts
-    if device == CPU:
-        at_once = cut.batch.size * N * cut.queries.size * cut.keys.size
-        assert at_once <= 2 * blocks.LOGITS_PER_BLOCK["cpu"]
-
-
-SEGMENTS = ("sorted", "descending", "interleaved", "shuffled", "nothing in common")
-
-
-def with_segments(operands, how):
-    """Ids of segments of uneven length; of two batch rows the second has fewer."""
-    draw = np.random.default_rng(1)
-
-    def ids(tokens):
-        rows = [np.sort(draw.integers(0, count, tokens)) for count in (7, 3)]
-        rows = np.array(rows, np.int32)
-        match how:
-            case "descending":
-                rows = rows[:, ::-1]
-            case "interleaved":
-                rows = np.stack([np.arange(tokens) % 3, 5 - rows[1]]).astype(np.int32)
-            case "shuffled":
-                rows = draw.permuted(rows, axis=1)
-        return rows
-
-    apart = 100 * (how == "nothing in common")
-    T, S = operands.query.shape[1], operands.key.shape[1]
-    return operands.replace(query_segment_ids=ids(T) - apart, key_value_segment_ids=ids(S))
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("diagonal", [(0, 64), (-130, 40), (31,)])
-@pytest.mark.parametrize("window", [(None, 0), (5, 20), (40, None)])
-@pytest.mark.parametrize("has_lengths", [False, True])
-def test_a_diagonal_of_each_batch_row(draw, diagonal, window, has_lengths):
-    operands = qkv(draw, T=97, S=130).replace(diagonal=np.array(diagonal, np.int32))
-    operands = operands.replace(alibi_slopes=draw.uniform(0.01, 0.5, (1, 4)).astype(np.float32))
-    if has_lengths:
-        lengths = {name: np.array(x, np.int32) for name, x in (("query", (97, 60)), ("key_value", (90, 130)))}
-        operands = operands.replace(**{f"{name}_seq_lengths": x for name, x in lengths.items()})
-    check(AttentionSpec(0.3, *window, return_residual=True), operands, *cotangents(draw, operands))
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("window", [(None, 0), (20, 0), (0, 30), (None, None)])
-@pytest.mark.parametrize("lengths", [None, ((70, 100), (90, 90)), ((10, 0), (0, 33)), *SEGMENTS])
-@pytest.mark.parametrize(("T", "S"), [(97, 130), (130, 97)])
-def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
-    operands = qkv(np.random.default_rng(0), T=T, S=S)
-    exact = lengths is None
-    if isinstance(lengths, str):
-        operands = with_segments(operands, lengths)
-        exact = lengths == "sorted" and window == (None, None)
-    elif lengths is not None:
-        queries, keys = (np.minimum(np.array(x, np.int32), n) for x, n in zip(lengths, (T, S), strict=True))
-        operands = operands.replace(query_seq_lengths=queries, key_value_seq_lengths=keys)
-    spec = AttentionSpec(1.0, *window)
-    allowed = np.asarray(_reference._allowed(spec, operands)).any((0, 1))
-    cut = blocks.plan(spec, operands, CPU)
-    for query_block in range(cut.queries.count):
-        rows = allowed[np.asarray(cut.queries.positions(query_block))]
-        columns = [cut.keys.positions(key_block) for key_block in range(cut.keys.count)]
-        fresh = [cut.keys.fresh(key_block) for key_block in range(cut.keys.count)]
-        needed = [
-            index
-            for index in range(cut.keys.count)
-            if rows[:, np.asarray(columns[index])][:, np.asarray(fresh[index])].any()
-        ]
-        first, end = map(int, blocks.key_blocks(spec, operands, cut, query_block))
-        assert all(first <= index < end for index in needed)
-        if needed and exact:
-            assert (first, end) == (needed[0], needed[-1] + 1)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("how", SEGMENTS)
-@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
-def test_segments_of_every_kind(draw, how, right):
-    operands = with_segments(qkv(draw, T=130, S=150), how)
-    check(AttentionSpec(0.3, right=right), operands, *cotangents(draw, operands))
-
-
-@pytest.mark.usefixtures("small_blocks")
-def test_key_blocks_of_other_segments_are_not_computed(draw):
-    """Numbers that would spoil all they are multiplied with, be it by 0, have no effect."""
-    operands = qkv(draw, T=64, S=4 * 48)
-    query_ids = np.repeat([[2, 3], [2, 2]], 32, axis=1)
-    key_ids = np.repeat([[1, 2, 3, 4], [1, 2, 2, 5]], 48, axis=1)
-    poisoned = np.repeat([True, False, False, True], 48)[:, None, None]
-    operands = operands.replace(query_segment_ids=query_ids, key_value_segment_ids=key_ids)
-    spoilt = operands.replace(
-        key=np.where(poisoned, np.nan, operands.key), value=np.where(poisoned, np.nan, operands.value)
-    )
-    d_out, d_lse = cotangents(draw, operands)
-    run.clear_cache()
-    spec = AttentionSpec(0.3)
-    for result, expected in zip(
-        jax.tree.leaves(run(spec, spoilt, d_out, d_lse)),
-        jax.tree.leaves(run(spec, operands, d_out, d_lse)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(result, expected)
-
-
-def test_describes_its_blocks():
-    operands = qkv(np.random.default_rng(0), T=1024, S=2048)
-    assert xla.supports(AttentionSpec(1.0), operands, CPU) is None
-    assert "256 queries by 256 keys" in xla.describe(AttentionSpec(1.0, right=0), operands, CPU)
 
 
 # Memory and size of the program.

@@ -1,4 +1,4 @@
-// Runs before the decode kernel: appends new keys, rotated, and new values to the cache. If sequences are packed, it also
+// Runs before the decode kernel: appends new keys, rotated, and new values to the cache. Of varlen sequences it also
 // writes the rows of queries that belong to none.
 //
 // Defines: ELEMENT, CACHE_ELEMENT, ROTARY, as in traits.cuh.

@@ -43,7 +43,7 @@ struct Row {
         return (static_cast<int64_t>(token) * shape.query_heads + head) * shape.value_dim;
     }
     __device__ __forceinline__ int64_t in_lse(const Shape& shape) const {
-        const int batch = token / shape.queries;  // 0 if sequences are packed
+        const int batch = token / shape.queries;  // 0 of varlen sequences
         const int64_t first = (static_cast<int64_t>(batch) * shape.query_heads + head) * shape.queries;
         return first + token % shape.queries;
     }
