@@ -62,11 +62,19 @@ def bounds(output: Node, inputs: Mapping[str, Interval], captured: Sequence[Any]
         elif node.operation == LOAD:
             found[node] = tables[node.detail].over(found[node.arguments[0]])
         else:
-            own = [found[argument] for argument in node.arguments]
-            rule = RULES.get(node.operation)
-            result = None if rule is None else rule(node, *own)
-            found[node] = _anything(node.dtype) if result is None else _checked(node.dtype, result)
+            found[node] = _of_operation(node, [found[argument] for argument in node.arguments])
     return found[output]
+
+
+def _of_operation(node: Node, arguments: Sequence[Interval]) -> Interval:
+    rule = RULES.get(node.operation)
+    result = None if rule is None else rule(node, *arguments)
+    if result is None:
+        return _anything(node.dtype)
+    if node.dtype in FLOATS and node.operation != "select_n":
+        # NaN gives NaN, though tanh(inf), say, is finite. A choice may be of the other argument.
+        result = _unless(_may_be_nan(*arguments), node.dtype, result)
+    return _checked(node.dtype, result)
 
 
 def _point(value: Any, dtype: np.dtype) -> Interval:
@@ -228,10 +236,10 @@ def _convert(node: Node, a: Interval) -> Interval | None:
         return _not_equal(node, a, Interval(*(jnp.zeros((), source) for _ in range(2))))
     if source.kind == "u" and node.dtype.kind == "i" and source.itemsize == node.dtype.itemsize:
         return None
-    if source.kind == "i" and node.dtype.kind == "u":
-        return _unless(a.low < 0, node.dtype, _monotone(node, a))
     if node.dtype.kind in "iu" and source.kind in "iu" and node.dtype.itemsize < source.itemsize:
         return None
+    if source.kind == "i" and node.dtype.kind == "u":
+        return _unless(a.low < 0, node.dtype, _monotone(node, a))
     if node.dtype.kind in "iu" and source in FLOATS:
         is_large = jnp.maximum(_of_size(a.low), _of_size(a.high)) >= float(jnp.iinfo(node.dtype).max) / 2
         return _unless(is_large | (a.low < 0) & (node.dtype.kind == "u"), node.dtype, _monotone(node, a))

@@ -42,6 +42,10 @@ MASKS = {
     "half floats": lambda b, h, q, k: (q - k).astype(jnp.bfloat16) * 0.1 < 3.0,
     "table": lambda b, h, q, k: TABLE[h, q + k] > 1.0,
     "NaN": lambda b, h, q, k: ~(jnp.log(q - 100.0) < k),
+    "tanh of NaN": lambda b, h, q, k: jnp.tanh(jnp.log(q - 100.0)) <= 2.0,
+    "clamped NaN": lambda b, h, q, k: jax.lax.clamp(-1.0, jnp.log(q - 100.0), 1.0) <= 2.0,
+    "maximum of NaN": lambda b, h, q, k: jnp.minimum(jnp.maximum(jnp.log(q - 100.0), 0.0), k) <= k,
+    "bytes": lambda b, h, q, k: (q + 1).astype(jnp.uint8) <= k.astype(jnp.int8),
     "cut": lambda b, h, q, k: jnp.where(q < 100, q >= k, jnp.clip(k, 50, 200) != 50),
     "not": lambda b, h, q, k: ~((q < 150) & (k >= 100)) ^ (k == 3),
     "any": lambda b, h, q, k: SEEN[q, k],
@@ -120,9 +124,11 @@ def drawn(random):
             WINDOWS[h] * k,
             jnp.maximum(q, k) >> 2,
             (TABLE[h, q] * numbers[0]).astype(jnp.int32),
+            (q + numbers[0]).astype(jnp.uint8).astype(jnp.int32),
+            jnp.tanh(jnp.log(k - 3.0 * numbers[1])) * 9,
         )[choice]
 
-    choices, compare = random.integers(0, 8, 4), random.integers(0, 4)
+    choices, compare = random.integers(0, 10, 4), random.integers(0, 4)
     combine = (jnp.logical_and, jnp.logical_or, jnp.not_equal)[random.integers(0, 3)]
     relation = (jnp.less, jnp.less_equal, jnp.equal, jnp.not_equal)[compare]
 
