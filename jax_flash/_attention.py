@@ -207,9 +207,9 @@ def flash_attention(
         devices wait for each other; if none can, it gathers sequences.
         It changes nothing where sequences are whole, as on one device and inside of a `shard_map` over the
         mesh axes of the sequence.
-      broadcast_dropout: must be None. Flax's linen layers pass it to an attention_fn that has it. This
-        function is none for them: their `deterministic` means no dropout, and they have no dropout_key.
-        `jax_flash.flax.dot_product_attention` is.
+      broadcast_dropout: must be None. Flax's linen layers pass it to an attention_fn that accepts it. Give
+        them `jax_flash.flax.dot_product_attention`: their `deterministic` means no dropout, and they pass no
+        dropout_key.
 
     Returns:
       `(*B, T, N, V)` in query's dtype or out_dtype; with `return_residual`, also lse, float32 `(*B, T, N)`.

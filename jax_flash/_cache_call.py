@@ -128,8 +128,8 @@ def _query(arguments: CacheArguments) -> jax.Array:
     assert key is not None and lengths is not None
     query = _validate.array(names["query"], arguments.query, "floating")
     B, H = lengths.shape[0], key.shape[-1]
-    is_packed = arguments.query_offsets is not None
-    if query.ndim != 4 or query.shape[-1] != H or (query.shape[0] != B and not is_packed):
+    is_varlen = arguments.query_offsets is not None
+    if query.ndim != 4 or query.shape[-1] != H or (query.shape[0] != B and not is_varlen):
         raise ValueError(
             f"{names['query']} must have shape (B, T, N, H) with B = {B} and H = {H} as the cache; "
             f"got {described(query)}"

@@ -32,7 +32,7 @@ from jax_flash.transforms import autodiff
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class Varlen:
     """Varlen sequences: checked offsets `(P + 1,)` and longest lengths."""
 
     query_offsets: jax.Array
@@ -43,7 +43,7 @@ class Packing:
 
 @dataclasses.dataclass
 class Arguments:
-    """What a caller passed, unchecked but for `window` and `packing`, by the names of `flash_attention`.
+    """What a caller passed, unchecked but for `window` and `varlen`, by the names of `flash_attention`.
 
     `window` stands for is_causal and local_window_size: keys to the left and to the right of the diagonal,
     integers of either sign; None is unbounded. `float8` is there if the caller takes arrays of 8 bits.
@@ -74,7 +74,7 @@ class Arguments:
     quantization: Any = None
     quantization_key: Any = None
     float8: _float8_arguments.Float8 | None = None
-    packing: Packing | None = None
+    varlen: Varlen | None = None
     alignment: Any = _alignment.BOTTOM_RIGHT
     context_parallel: Any = AUTO
     names: Names = OWN_NAMES
@@ -177,21 +177,21 @@ def prepare(arguments: Arguments) -> Call:
 def _check_symbolic(arguments: Arguments) -> None:
     """Refuses symbolic sizes of an export, except those of the batch and lengths that aren't packed."""
     shapes = {name: getattr(getattr(arguments, name), "shape", ()) for name in ("query", "key", "value")}
-    if arguments.packing is None:
+    if arguments.varlen is None:
         what, shapes = "number of heads and head dim", {name: x[-2:] for name, x in shapes.items()}
     else:
-        what, shapes = "shape", shapes | {"cu_seqlens_q": arguments.packing.query_offsets.shape}
+        what, shapes = "shape", shapes | {"cu_seqlens_q": arguments.varlen.query_offsets.shape}
     for name, shape in shapes.items():
         if not all(isinstance(size, int) for size in shape):
             raise ValueError(f"{arguments.names[name]} must have a {what} without symbols; got {shape}")
 
 
 def _spec(arguments: Arguments, shape: _Shape, scale: float, dropout_rate: float) -> AttentionSpec:
-    names, packing = arguments.names, arguments.packing
+    names, varlen = arguments.names, arguments.varlen
     longest_query, longest_key_value = shape.T, shape.S
-    if packing is not None:
-        longest_query = min(shape.T, packing.max_query_length)
-        longest_key_value = min(shape.S, packing.max_key_value_length)
+    if varlen is not None:
+        longest_query = min(shape.T, varlen.max_query_length)
+        longest_key_value = min(shape.S, varlen.max_key_value_length)
     # One form for one meaning, so that causal attention of a single row, as in decoding, needs no masking.
     left, right = arguments.window.normalised(longest_query, longest_key_value)
     return AttentionSpec(
@@ -202,8 +202,8 @@ def _spec(arguments: Arguments, shape: _Shape, scale: float, dropout_rate: float
         dropout_rate=dropout_rate,
         deterministic=_validate.flag(names["deterministic"], arguments.deterministic),
         return_residual=_validate.flag(names["return_residual"], arguments.return_residual),
-        max_query_length=None if packing is None else longest_query,
-        max_key_value_length=None if packing is None else longest_key_value,
+        max_query_length=None if varlen is None else longest_query,
+        max_key_value_length=None if varlen is None else longest_key_value,
     )
 
 
@@ -238,9 +238,9 @@ def _per_sequence(arguments: Arguments, shape: _Shape) -> dict[str, jax.Array]:
     if queries is not None or keys is not None:
         ids = _sequences.segment_ids(queries, keys, (*shape.batch, shape.T), (*shape.batch, shape.S))
         operands["query_segment_ids"], operands["key_value_segment_ids"] = ids
-    if arguments.packing is not None:
-        operands["query_offsets"] = arguments.packing.query_offsets
-        operands["key_value_offsets"] = arguments.packing.key_value_offsets
+    if arguments.varlen is not None:
+        operands["query_offsets"] = arguments.varlen.query_offsets
+        operands["key_value_offsets"] = arguments.varlen.key_value_offsets
     return {name: shape.with_batch(x) for name, x in operands.items()}
 
 

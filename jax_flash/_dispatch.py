@@ -43,7 +43,7 @@ Shapes = Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]
 
 @functools.cache
 def get(name: str, operation: str = AttentionSpec.operation) -> ModuleType:
-    """What that implementation runs `operation` by. Imported on demand, so that none is loaded in vain."""
+    """The module that runs `operation` for an implementation, imported when first asked for."""
     return importlib.import_module(_path(name, operation))
 
 
@@ -81,10 +81,11 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
       names: the implementations to try in order; None for the automatic choice.
 
     Returns:
-      the first of them that supports the call; and behind it "xla" where that stands after it among
-      those to try. A program traced for the default device may be lowered for another platform (a
-      `jit` over arrays on the CPU of a machine with a GPU), and runs "xla" there. Both are "xla" if
-      others stand before it and the device is no GPU; lowered for a GPU, the program then warns.
+      `(name,)`: this implementation runs the call on every platform.
+      `(name, "xla")`: "xla" runs it where the program is lowered for another platform than the default
+      device's, as a `jit` over CPU arrays is on a machine with a GPU.
+      `("xla", "xla")`: "xla" runs it everywhere. The default device is no GPU, and implementations before
+      "xla" refused; lowered for a GPU, the program warns.
 
     Raises:
       NotImplementedError: none of them supports the call; with the reason of each.

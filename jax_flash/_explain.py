@@ -121,9 +121,9 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         ragged = _ragged_paged_attention
         prepared: Callable[..., CacheCall] = lambda **arguments: ragged.prepare(**arguments)[0]  # noqa: E731
         return _of_cache(ragged.ragged_paged_attention, prepared, args, kwargs)
-    is_packed = "cu_seqlens_q" in kwargs
-    arguments = (_PACKED_SIGNATURE if is_packed else _SIGNATURE).bind(*args, **kwargs).arguments
-    sequences = [arguments.pop(name) for name in _varlen.PackedSequences._fields] if is_packed else []
+    is_varlen = "cu_seqlens_q" in kwargs
+    arguments = (_VARLEN_SIGNATURE if is_varlen else _SIGNATURE).bind(*args, **kwargs).arguments
+    sequences = [arguments.pop(name) for name in _varlen.VarlenSequences._fields] if is_varlen else []
     requested = _arguments.implementations(arguments.pop("implementation", None))
     window = _arguments.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
     # What is no array stays as it is, for `prepare` to take or refuse.
@@ -137,20 +137,20 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     def trace(arrays: dict[str, Any], traced_sequences: dict[int, Any]) -> None:
         nonlocal call
-        if not is_packed:
+        if not is_varlen:
             float8 = Float8(**of_float8, **{name: arrays.pop(name) for name in _FLOAT8 if name in arrays})
             call = prepare(Arguments(**arrays, **others, window=window, float8=float8))
             return
         checked = Arguments(**arrays, **others, window=window)
         given = (traced_sequences.get(i, x) for i, x in enumerate(sequences))
-        call, own = _varlen.prepare_packed(checked, _varlen.PackedSequences(*given))
+        call, own = _varlen.prepare_varlen(checked, _varlen.VarlenSequences(*given))
         if own is not None and not call.is_empty:
             call = _varlen.unpacked(call, own)
 
     jax.eval_shape(trace, arrays, traced_sequences)
     assert call is not None
-    found = _explanation("flash_attention_varlen" if is_packed else "flash_attention", call, requested)
-    if is_packed or call.is_empty:
+    found = _explanation("flash_attention_varlen" if is_varlen else "flash_attention", call, requested)
+    if is_varlen or call.is_empty:
         return found
     sequences = _explain_sequences.of_call(call, given, found.picked, found.device)
     return dataclasses.replace(found, sequences=sequences)
@@ -203,7 +203,7 @@ def _signature() -> inspect.Signature:
 
 
 _SIGNATURE = _signature()
-_PACKED_SIGNATURE = inspect.signature(_varlen.flash_attention_varlen)
+_VARLEN_SIGNATURE = inspect.signature(_varlen.flash_attention_varlen)
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
 
 

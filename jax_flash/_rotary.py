@@ -52,7 +52,7 @@ def apply_rotary_rows(
     return _rotate(x, cos, sin, first, None, _validate.flag("interleaved", interleaved))
 
 
-def apply_rotary_packed(
+def apply_rotary_varlen(
     x: jax.Array, cos: Any, sin: Any, interleaved: Any, offsets: Any, offsets_name: str, cu_seqlens: jax.Array
 ) -> jax.Array:
     """`apply_rotary` of varlen sequences: `x (ΣT, N, H)`, which start at `cu_seqlens (sequences + 1,)`."""

@@ -33,8 +33,8 @@ class AttentionSpec:
     backward pass is that of the operands as they are. Operands of 8 bits have no backward pass. The call has
     an `out_dtype` then.
 
-    The two longest lengths are there where sequences are packed (`Operands.query_offsets`). What a sequence
-    has beyond them counts as padding.
+    The two longest lengths are set in varlen calls only (`Operands.query_offsets`). Tokens of a sequence
+    beyond them are padding.
     """
 
     operation: ClassVar[str] = "attention"

@@ -14,7 +14,7 @@ from jax_flash import _arguments, _functions, _sequences, _settings, _validate, 
 from jax_flash._arguments import Names
 from jax_flash._attention import ScoreMod
 from jax_flash._block_mask import BlockMask
-from jax_flash._call import Arguments, Call, Packing, attend, prepare
+from jax_flash._call import Arguments, Call, Varlen, attend, prepare
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
 
 
@@ -158,11 +158,11 @@ def flash_attention_varlen(
         quantization_key=quantization_key,
         return_residual=return_residual,
     )
-    sequences = PackedSequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    return attend_packed(arguments, sequences, implementation)
+    sequences = VarlenSequences(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    return attend_varlen(arguments, sequences, implementation)
 
 
-class PackedSequences(NamedTuple):
+class VarlenSequences(NamedTuple):
     """Where varlen sequences lie, as the caller passed it, unchecked."""
 
     cu_seqlens_q: Any
@@ -171,9 +171,9 @@ class PackedSequences(NamedTuple):
     max_seqlen_kv: Any
 
 
-def attend_packed(arguments: Arguments, sequences: PackedSequences, implementation: Any) -> Any:
+def attend_varlen(arguments: Arguments, sequences: VarlenSequences, implementation: Any) -> Any:
     """Attention of `arguments`, whose batch is packed as `sequences` says."""
-    call, own = prepare_packed(arguments, sequences)
+    call, own = prepare_varlen(arguments, sequences)
     if own is None or call.is_empty:
         return attend(call, implementation)
     return _attend_unpacked(call, own, implementation)
@@ -188,20 +188,20 @@ class OfSequences(NamedTuple):
     operands: dict[str, jax.Array]  # of the block mask
 
 
-def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Call, OfSequences | None]:
+def prepare_varlen(arguments: Arguments, sequences: VarlenSequences) -> tuple[Call, OfSequences | None]:
     """The checked call; and what it lacks, if sequences have something of their own."""
     names = arguments.names
     query = _packed(names["query"], arguments.query, "(ΣT, N, H)")
     key = _packed(names["key"], arguments.key, "(ΣS, K, H)")
     value = _packed(names["value"], arguments.value, "(ΣS, K, V)")
-    packing = _packing_of(sequences, query.shape[0], key.shape[0], names)
-    count, heads = packing.query_offsets.size - 1, query.shape[1]
+    varlen = _varlen_of(sequences, query.shape[0], key.shape[0], names)
+    count, heads = varlen.query_offsets.size - 1, query.shape[1]
     slopes = _slopes_of_sequences(arguments.alibi_slopes, count, heads)
     block_mask = arguments.block_mask
     if slopes is not None:
         arguments = dataclasses.replace(arguments, alibi_slopes=None)
     call = prepare(
-        dataclasses.replace(arguments, query=query, key=key, value=value, packing=packing, block_mask=None)
+        dataclasses.replace(arguments, query=query, key=key, value=value, varlen=varlen, block_mask=None)
     )
     if slopes is None and block_mask is None:
         return call, None
@@ -215,7 +215,7 @@ def prepare_packed(arguments: Arguments, sequences: PackedSequences) -> tuple[Ca
     return call, OfSequences(count, slopes, of_mask, operands)
 
 
-def _packing_of(sequences: PackedSequences, queries: int, keys: int, names: Names) -> Packing:
+def _varlen_of(sequences: VarlenSequences, queries: int, keys: int, names: Names) -> Varlen:
     cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = sequences
     max_seqlen_q = _validate.size(names["max_seqlen_q"], max_seqlen_q)
     max_seqlen_kv = _validate.size(names["max_seqlen_kv"], max_seqlen_kv)
@@ -230,7 +230,7 @@ def _packing_of(sequences: PackedSequences, queries: int, keys: int, names: Name
             f"{names.listed('cu_seqlens_q', 'cu_seqlens_kv')} must have the same shape (B + 1,); "
             f"got {offsets_q.shape} and {offsets_kv.shape}"
         )
-    return Packing(offsets_q, offsets_kv, max_seqlen_q, max_seqlen_kv)
+    return Varlen(offsets_q, offsets_kv, max_seqlen_q, max_seqlen_kv)
 
 
 def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.Array | None:

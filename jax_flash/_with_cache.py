@@ -1,6 +1,7 @@
 """`flash_attention_with_cache`: append to a key-value cache and attend to it, for decoding and prefill."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -35,7 +36,7 @@ def flash_attention_with_cache(
     num_splits: int | None = None,
     return_residual: bool = False,
     score_mod: ScoreMod | None = None,
-    implementation: str | Any = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> Any:
     """Attention of the last queries of each sequence to all that a cache holds of it.
 

@@ -23,8 +23,8 @@ from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._flash_attn_cache import flash_attn_with_kvcache
 from jax_flash._padding import pad_input, unpad_input
-from jax_flash._rotary import apply_rotary_packed, apply_rotary_rows
-from jax_flash._varlen import PackedSequences, attend_packed
+from jax_flash._rotary import apply_rotary_rows, apply_rotary_varlen
+from jax_flash._varlen import VarlenSequences, attend_varlen
 
 __all__ = [
     "apply_rotary_emb",
@@ -248,8 +248,8 @@ def flash_attn_varlen_func(
         return_attn_probs,
         dropout_key,
     )
-    sequences = PackedSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend_packed(options.arguments(q, k, v), sequences)
+    sequences = VarlenSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend_varlen(options.arguments(q, k, v), sequences)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -290,8 +290,8 @@ def flash_attn_varlen_kvpacked_func(
         return_attn_probs,
         dropout_key,
     )
-    sequences = PackedSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend_packed(options.arguments(q, k, v, _KV_NAMES), sequences)
+    sequences = VarlenSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _attend_varlen(options.arguments(q, k, v, _KV_NAMES), sequences)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -331,8 +331,8 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs,
         dropout_key,
     )
-    sequences = PackedSequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend_packed(options.arguments(q, k, v, _QKV_NAMES), sequences)
+    sequences = VarlenSequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _attend_varlen(options.arguments(q, k, v, _QKV_NAMES), sequences)
 
 
 def apply_rotary_emb(
@@ -375,7 +375,7 @@ def apply_rotary_emb(
     if cu_seqlens is None:
         return apply_rotary_rows(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets")
     offsets = _sequences.offsets("cu_seqlens", cu_seqlens, x.shape[0], x.shape[0], "max_seqlen")
-    return apply_rotary_packed(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets", offsets)
+    return apply_rotary_varlen(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets", offsets)
 
 
 @dataclasses.dataclass
@@ -414,8 +414,8 @@ def _attend(arguments: Arguments) -> Results:
     return _results(attend(prepare(arguments), implementation=None))
 
 
-def _attend_packed(arguments: Arguments, sequences: PackedSequences) -> Results:
-    return _results(attend_packed(arguments, sequences, implementation=None))
+def _attend_varlen(arguments: Arguments, sequences: VarlenSequences) -> Results:
+    return _results(attend_varlen(arguments, sequences, implementation=None))
 
 
 def _results(results: Any) -> Results:

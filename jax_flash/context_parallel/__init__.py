@@ -18,6 +18,6 @@
 It stands above the implementations: each step is an ordinary call, through the same transforms as any other.
 
 A sharded `jit` of `flash_attention` runs these strategies too, below those transforms
-(`transforms/sharded_sequences.py`). So they and what they need import none of them but the last one,
-`transforms/lowering.py`, and this file imports nothing.
+(`transforms/sharded_sequences.py`). So they and what they need import no more of `transforms/` than
+`lowering.py`, `debugging.py`, `saved.py` and `varying.py`, and this file imports nothing.
 """

@@ -162,7 +162,8 @@ def context_parallel_attention(
     Raises:
       TypeError: an argument is of the wrong dtype or kind.
       ValueError: an argument has a shape or value that doesn't fit; axis_name is no axis of a surrounding
-        `shard_map` or `pmap`; zigzag's chunks don't divide the sequence (the error says what to pad it to).
+        `shard_map` or `pmap`; the devices, or zigzag's chunks, don't divide the sequence (the error says
+        what to pad it to).
       NotImplementedError: the strategy can't run the call, or no strategy can; an implementation that was
         named can't. When differentiated twice, "ring" raises it too.
 

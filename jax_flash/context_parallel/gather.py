@@ -22,6 +22,7 @@ from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.halo import edges_of, own_operands
 from jax_flash.context_parallel.load_balance import Chunk, restored
 from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.transforms import saved
 from jax_flash.transforms.lowering import axes_of
 
 
@@ -35,7 +36,7 @@ def attend(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands)
 
     @functools.partial(
         jax.checkpoint,  # pyright: ignore[reportPrivateImportUsage]
-        policy=jax.checkpoint_policies.save_only_these_names("jax_flash_out", "jax_flash_lse"),
+        policy=jax.checkpoint_policies.save_only_these_names(*saved.NAMES),
     )
     def run(operands: Operands) -> Any:
         results = [ordinary(call) for call in chunk_operands(of, operands)]

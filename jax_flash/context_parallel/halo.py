@@ -3,10 +3,10 @@
 A device's queries attend to its own keys, where they lie, in one call. The few at an edge also attend to the
 keys of the neighbour that they reach, in a small call (+):
 
-    keys of          device 0   device 1   device 2
-    device 1                +   ◥■■■■■◣   +
+    keys of               device 0   device 1   device 2
+    queries of device 1          +   ◥■■■■■◣   +
 
-Results of the two are merged by lse, in these rows alone. The backward pass computes both parts of the
+Results of the two are combined by lse, in these rows alone. The backward pass computes both parts of the
 gradients from lse of the whole rows, and sends those of a neighbour's keys home.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _settings
 from jax_flash._rounding import round_to
@@ -27,7 +26,7 @@ from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
-from jax_flash.transforms import debugging
+from jax_flash.transforms import debugging, saved
 from jax_flash.transforms.lowering import Call
 
 
@@ -51,14 +50,20 @@ class Edge:
 
 
 def edges_of(of: Sharded) -> tuple[Edge, ...] | None:
-    """Where a call's window reaches neighbours' keys; None if it may reach more than these."""
+    """The edges of a call that a halo can run, or None.
+
+    It takes consecutive tokens, as many keys as queries, no lengths and no functions, and a window whose
+    sides reach the next shards at most.
+    """
     window, own = of.window, of.keys // of.order.shards
+    if of.order.kind is not None or of.queries != of.keys or functions_of(of.spec) is not None:
+        return None
     # With lengths, how queries and keys are aligned is data.
-    is_moved = of.order.kind is not None or of.has_lengths or of.queries != of.keys
-    if window.left is None or window.right is None or is_moved or functions_of(of.spec) is not None:
+    if of.has_lengths or window.left is None or window.right is None:
         return None
     before, after = max(window.left, 0), max(window.right, 0)
-    if max(before, after) > own or before + own + after >= of.keys:
+    reaches_all = before + own + after >= of.keys  # an all-gather sends no more
+    if max(before, after) > own or reaches_all:
         return None
     return tuple(Edge(side, rows, own) for side, rows in ((-1, before), (1, after)) if rows)
 
@@ -98,16 +103,13 @@ def _attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
 
 def _attend_forward(halo: Halo, whole: Whole, operands: Operands) -> Any:
     out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
-    out = checkpoint_name(out, "jax_flash_out")
-    lse = checkpoint_name(lse, "jax_flash_lse")
+    out, lse = saved.named(out, lse)
     return (out, lse) if halo.sharded.spec.return_residual else out, (operands, out, lse)
 
 
 def _attend_backward(halo: Halo, whole: Whole, residuals: Any, cotangents: Any) -> tuple[Operands]:
     gradients = _gradients(halo, whole, *residuals, cotangents)
-    # None stands for the absent cotangent of an operand that is not differentiable.
-    none = dict.fromkeys(residuals[0].present())
-    return (Operands.of(none | gradients.present()),)
+    return saved.cotangents(residuals[0], gradients)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -121,7 +123,8 @@ def _gradients(
     return debugging.backward(backward, halo, operands, out, lse, d_out, d_lse)
 
 
-# A second derivative would differentiate a call as if lse were that of its own keys.
+# lse is of whole rows, but a call's own derivative takes it as that of the call's keys. So a second
+# derivative differentiates `whole`.
 @_gradients.defjvp
 def _gradients_jvp(halo: Halo, whole: Whole, primals: Any, tangents: Any) -> Any:
     operands, _, _, cotangents = primals
@@ -146,8 +149,8 @@ def forward(halo: Halo, operands: Operands) -> tuple[jax.Array, jax.Array]:
     for edge, keys in zip(halo.edges, arrived, strict=True):
         part, spans = _edge_operands(of, edge, operands, keys), _spans(of, edge)
         rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
-        merged_out, merged_lse = _merged(*rows, *attended(part), operands.sinks)
-        out, lse = _put("out", out, merged_out, spans), _put("lse", lse, merged_lse, spans)
+        combined_out, combined_lse = _combined(*rows, *attended(part), operands.sinks)
+        out, lse = _put("out", out, combined_out, spans), _put("lse", lse, combined_lse, spans)
     return out, lse
 
 
@@ -183,7 +186,7 @@ def backward(
         for name, x in of_edge.items():
             if not sharded.goes_with_keys(name):
                 gradients[name] = _added(name, gradients[name], x, _spans(of, edge))
-        for name, x in _passed_on(of, home, edge.neighbour).unpacked().items():
+        for name, x in of.passed_on(home, edge.neighbour, wraps=False).unpacked().items():
             gradients[name] = _added(name, gradients[name], x, {"S": (edge.first_key, edge.rows)})
     return Gradients.of(gradients)
 
@@ -194,7 +197,8 @@ def own_operands(of: Sharded, operands: Operands) -> Operands:
         name: x if sharded.goes_with_keys(name) else sharded.take(name, x, _own_spans(of))
         for name, x in operands.present().items()
     }
-    return of.placed(Operands.of(parts), *(of.order.chunk(of.device(), 0, _own(of)) for _ in "qk"))[0]
+    own = of.order.chunk(of.device(), 0, _own(of))
+    return of.placed(Operands.of(parts), own, own)[0]
 
 
 def _edge_operands(of: Sharded, edge: Edge, operands: Operands, keys: Packed) -> Operands:
@@ -232,23 +236,15 @@ def _arrived(of: Sharded, edge: Edge, operands: Operands) -> Packed:
     """The neighbour's keys, and what goes with them."""
     spans: Spans = {"S": (edge.first_key, edge.rows)}
     rows = {name: sharded.take(name, x, spans) for name, x in sharded.key_side(operands).items()}
-    return _passed_on(of, Packed.of(rows), -edge.neighbour)
+    return of.passed_on(Packed.of(rows), -edge.neighbour, wraps=False)
 
 
-def _passed_on(of: Sharded, x: Packed, places: int) -> Packed:
-    """Arrays as the device so many places before this one has them; zeros where there is none."""
-    place_of = of.place_of
-    pairs = [(i, i + places) for i in range(len(place_of)) if 0 <= i + places < len(place_of)]
-    sends = [(place_of[i], place_of[j]) for i, j in pairs]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, of.axis_name, sends), x)
-
-
-def _merged(
+def _combined(
     out: jax.Array, lse: jax.Array, other_out: jax.Array, other_lse: jax.Array, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """An edge's results with its own keys, and with the neighbour's (without sinks), as one."""
     wide, other = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (out, other_out))
-    results = Partial.of(wide, lse).merged(other, other_lse).results(None)
+    results = Partial.of(wide, lse).combined(other, other_lse).results(None)
     if sinks is not None:
         # A row counts its sinks once it sees a key. If it sees none of its own, its sinks are added here.
         alone = Partial.of(other, other_lse).results(sinks)

@@ -42,7 +42,10 @@ class Chunk:
         return self.first + self.stride * jnp.arange(self.length, dtype=jnp.int32)
 
     def count_before(self, end: Index) -> Index:
-        """How many of them lie before token `end`: the length of the chunk, of a sequence with a length."""
+        """How many of the chunk's tokens lie before token `end`.
+
+        It is the chunk's length, where `end` is that of the sequence.
+        """
         return clip((end - self.first + self.stride - 1) // self.stride, 0, self.length)
 
 
@@ -79,9 +82,9 @@ class Order:
     def local_window(self, window: Window) -> Window:
         """The window of a call on two chunks, `window` being that of the sequence.
 
-        With strides, the distance of two tokens is that of their places in their chunks times the stride,
-        plus a rest of its own for each pair of devices. A diagonal moves both sides of a window alike. So it
-        can hold one side, with its rest; that side becomes 0.
+        Chunks of stripes have a stride. `local_mask` rounds the one side of their window to whole strides and
+        moves it into the diagonal, so it is 0 here. Two sides would need two diagonals: `strategy.py` refuses
+        them.
         """
         if self.kind != STRIPED:
             return window

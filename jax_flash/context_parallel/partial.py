@@ -40,7 +40,7 @@ class Partial:
         empty = Partial(jnp.zeros((*batch, T, N, value_dim), dtype), top, jnp.zeros(rows, dtype))
         return vary_over(empty, varying_axes(query))
 
-    def merged(self, out: jax.Array, lse: jax.Array) -> "Partial":
+    def combined(self, out: jax.Array, lse: jax.Array) -> "Partial":
         """With the results of attention to other keys."""
         top = jnp.maximum(self.top, lse)
         before, share = jnp.exp(self.top - top), jnp.exp(lse - top)

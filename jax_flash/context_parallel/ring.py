@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _gradients, _settings
 from jax_flash._mask import Index
@@ -35,7 +34,7 @@ from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
-from jax_flash.transforms import debugging
+from jax_flash.transforms import debugging, saved
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
 
@@ -56,13 +55,6 @@ class Ring:
     def step_call(self) -> Call:
         """The call of a step. Its results are float32, as they are added up."""
         return dataclasses.replace(self.call, spec=self.call.spec.wide())
-
-    def passed_on(self, x: Any, places: int = 1) -> Any:
-        """Arrays as the device so many places before this one has them."""
-        place_of = self.sharded.place_of
-        n = len(place_of)
-        ring = [(place_of[i], place_of[(i + places) % n]) for i in range(n)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.sharded.axis_name, ring), x)
 
 
 def steps(of: Sharded) -> int:
@@ -90,8 +82,7 @@ def _attend(ring: Ring, operands: Operands) -> Any:
 
 def _attend_forward(ring: Ring, operands: Operands) -> Any:
     out, lse = debugging.forward(forward, ring.sharded.spec.return_residual, ring, operands)
-    out = checkpoint_name(out, "jax_flash_out")
-    lse = checkpoint_name(lse, "jax_flash_lse")
+    out, lse = saved.named(out, lse)
     return (out, lse) if ring.sharded.spec.return_residual else out, (operands, out, lse)
 
 
@@ -99,9 +90,7 @@ def _attend_backward(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Opera
     operands, out, lse = residuals
     d_out, d_lse = cotangents if ring.sharded.spec.return_residual else (cotangents, None)
     gradients = debugging.backward(backward, ring, operands, out, lse, d_out, d_lse)
-    # None stands for the absent cotangent of an operand that is not differentiable.
-    none = dict.fromkeys(operands.present())
-    return (Operands.of(none | gradients.present()),)
+    return saved.cotangents(operands, gradients)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -118,7 +107,7 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def with_rows_of(pair: Pair, partial: Partial | None) -> Partial:
         """The pair's rows, with its keys."""
         found = ring.passes.forward(ring.step_call, pair.operands)
-        return Partial.of(*found) if partial is None else partial.take(pair.own).merged(*found)
+        return Partial.of(*found) if partial is None else partial.take(pair.own).combined(*found)
 
     def attended(pair: Pair, partial: Partial | None) -> Partial:
         rows = with_rows_of(pair, partial)
@@ -137,9 +126,9 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def step(index: Index, keys: Packed, partial: Any) -> Partial:
         return over_pairs(ring.sharded, operands, keys, index, attended, partial)
 
-    def step_and_send(carry: tuple[Packed, Partial], index: jax.Array) -> Any:
+    def send_and_step(carry: tuple[Packed, Partial], index: jax.Array) -> Any:
         keys, partial = carry
-        sent = ring.passed_on(keys)  # issued before the step's computation
+        sent = ring.sharded.passed_on(keys)  # issued before the step's computation
         return (sent, step(index, keys, partial)), None
 
     keys = Packed.of(sharded.key_side(operands))
@@ -147,16 +136,17 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
     partial = None if is_one else Partial.of_no_keys(operands.query, operands.value.shape[-1])
     if ring.steps == 1:
         return results(step(0, keys, partial))
-    carry = ring.passed_on(keys), step(0, keys, partial)
+    carry = ring.sharded.passed_on(keys), step(0, keys, partial)
     if ring.steps > 2:
-        carry, _ = jax.lax.scan(step_and_send, carry, jnp.arange(1, ring.steps - 1, dtype=jnp.int32))
+        carry, _ = jax.lax.scan(send_and_step, carry, jnp.arange(1, ring.steps - 1, dtype=jnp.int32))
     keys, partial = carry
     if not is_one:
         return results(step(ring.steps - 1, keys, partial))
     return over_pairs(ring.sharded, operands, keys, ring.steps - 1, finished, partial, results)
 
 
-# A second derivative would differentiate a step as if lse were that of its own keys.
+# lse is of whole rows, but a step's own derivative takes it as that of the step's keys. So a second
+# derivative is refused.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @_settings.as_written
 def backward(
@@ -184,15 +174,15 @@ def backward(
     def step(index: Index, keys: Packed, d_own: Arrays, d_keys: Arrays) -> tuple[Arrays, Arrays]:
         return over_pairs(ring.sharded, operands, keys, index, added, (d_own, d_keys))
 
-    def sent_and_step(carry: Any, index: Index, *, is_last: bool) -> Any:
+    def send_and_step(carry: Any, index: Index, *, is_last: bool) -> Any:
         keys, d_own, d_keys = carry
         # Both issued before the step's computation. What the step adds to the sums is added afterwards.
-        sent = keys if is_last else ring.passed_on(keys)
+        sent = keys if is_last else ring.sharded.passed_on(keys)
         # XLA runs the last of them beside the computation: let it be the longer one.
         d_keys, sent = jax.lax.optimization_barrier((d_keys, sent))
-        arrived = ring.passed_on(d_keys)
-        d_own, added = step(index, keys, d_own, _zeros(d_keys.unpacked()))
-        return (sent, d_own, jax.tree.map(jnp.add, arrived, Packed.of(added))), None
+        arrived = ring.sharded.passed_on(d_keys)
+        d_own, d_step = step(index, keys, d_own, _zeros(d_keys.unpacked()))
+        return (sent, d_own, jax.tree.map(jnp.add, arrived, Packed.of(d_step))), None
 
     keys = sharded.key_side(operands)
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
@@ -200,17 +190,17 @@ def backward(
     d_own = _zeros({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
     d_keys = _zeros({name: x for name, x in wide.items() if name in keys})
     packed = Packed.of(keys)
-    sent = ring.passed_on(packed) if ring.steps > 1 else packed
+    sent = ring.sharded.passed_on(packed) if ring.steps > 1 else packed
     d_own, d_keys = step(0, packed, d_own, d_keys)
     carry = sent, d_own, Packed.of(d_keys)
     if ring.steps > 2:
-        middle = functools.partial(sent_and_step, is_last=False)
+        middle = functools.partial(send_and_step, is_last=False)
         carry, _ = jax.lax.scan(middle, carry, jnp.arange(1, ring.steps - 1, dtype=jnp.int32))
     if ring.steps > 1:
-        carry, _ = sent_and_step(carry, ring.steps - 1, is_last=True)
+        carry, _ = send_and_step(carry, ring.steps - 1, is_last=True)
     _, d_own, d_keys = carry
     if ring.steps > 1:
-        d_keys = ring.passed_on(d_keys, 1 - ring.steps)
+        d_keys = ring.sharded.passed_on(d_keys, 1 - ring.steps)
     d_keys = d_keys.unpacked()
     if operands.sinks is not None:
         d_own["sinks"] = _of_sinks(operands.sinks, out, lse, d_out, d_lse)

@@ -8,7 +8,7 @@ call takes a chunk of queries and some keys, and gets told where they lie in the
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +105,13 @@ class Sharded:
         """The inverse of `by_shard`."""
         return x if self.shard_of is None else _rearranged(x, axis, list(self.shard_of))
 
+    def passed_on(self, x: Any, count: int = 1, *, wraps: bool = True) -> Any:
+        """Arrays of the shard that is `count` before this one; without `wraps`, zeros past either end."""
+        n, place_of = self.order.shards, self.place_of
+        pairs = [(i, (i + count) % n) for i in range(n) if wraps or 0 <= i + count < n]
+        sends = [(place_of[i], place_of[j]) for i, j in pairs]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis_name, sends), x)
+
     def placed(self, operands: Operands, queries: Chunk, keys: Chunk) -> tuple[Operands, PositionMask]:
         """The operands of a call on chunks; and what is visible by causality, the window and lengths.
 
@@ -165,7 +172,7 @@ def axis_of(name: str, x: jax.Array, letter: str) -> int:
 
 
 def take(name: str, x: jax.Array, spans: Spans) -> jax.Array:
-    """A part of an array. An axis of size 1, which stands for all positions, stays."""
+    """A part of an array."""
     for axis, start, length in _axes(name, x, spans):
         x = jax.lax.dynamic_slice_in_dim(x, start, length, axis)
     return x
@@ -196,6 +203,10 @@ def add(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
 
 
 def _axes(name: str, x: jax.Array, spans: Spans) -> Iterator[tuple[int, jax.Array | int, int]]:
+    """The axes of `x` to slice, with start and length.
+
+    Left whole: an axis of size 1, which stands for all positions, and one that is as long as the span.
+    """
     for letter, (start, length) in spans.items():
         if letter in axes_of(name) and x.shape[axis_of(name, x, letter)] not in (1, length):
             yield axis_of(name, x, letter), start, length

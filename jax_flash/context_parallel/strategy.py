@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 
@@ -83,7 +83,9 @@ def cost(strategy: Strategy, work: Work) -> float:
 
 
 def bytes_of_whole_keys(work: Work, parts: int) -> float:
-    """The bytes that a device sends for keys that lie in so many parts, but not those of the queries.
+    """The bytes that a device sends if keys are in `parts` shards over other mesh axes than the queries.
+
+    One part: they are whole.
 
     Each device gathers the other parts, forward and backward. Their float32 gradients are added up by an
     all-reduce, which sends nearly all of them twice.
@@ -120,7 +122,7 @@ def choose(of: Sharded, operands: Operands, named: str, exchange: Sharded | None
     """The strategy of that name, or for "auto" the cheapest that takes the call.
 
     Args:
-      exchange: over another mesh axis Ulysses exchanges the operands first (`two_axes.py`).
+      exchange: the call over the second mesh axis, whose operands Ulysses exchanges first (`two_axes.py`).
 
     Raises:
       NotImplementedError: it can't run the call, or none can.
@@ -135,7 +137,7 @@ def choose(of: Sharded, operands: Operands, named: str, exchange: Sharded | None
     if named != AUTO:
         if (reason := refused[named]) is not None:
             raise NotImplementedError(f'strategy "{named}" can\'t run this call: {reason}')
-        return next(strategy for strategy in STRATEGIES if strategy == named)
+        return cast(Strategy, named)
     able = [strategy for strategy in STRATEGIES if refused[strategy] is None]
     if not able:
         reasons = "; ".join(f"{strategy}: {reason}" for strategy, reason in refused.items())

@@ -223,7 +223,7 @@ _TYPES = {
 
 
 _USUAL: dict[str, Any] = {"LaunchPlan": (), "TensorMap": TensorMap.l2_fetch, "Kernel": ()}
-"""By class, what its last field mostly is."""
+"""By class, the usual value of its last field. `dump` leaves it out, and `load` restores it."""
 
 
 def dump(plan: LaunchPlan) -> str:

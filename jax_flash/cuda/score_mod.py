@@ -1,4 +1,4 @@
-"""Score modifications: soft cap, bias, ALiBi and boolean mask (cuda/kernels/common/score_mod.cuh)."""
+"""Score modifications: soft cap, score_mod, bias, ALiBi and mask (cuda/kernels/common/score_mod.cuh)."""
 
 import math
 from collections.abc import Mapping

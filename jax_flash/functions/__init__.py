@@ -6,8 +6,8 @@
     on_chunks(function, stride)                    chunks.py: of indices in parts of sequences
     on_varlen_tokens(function, queries, keys)      varlen.py: of tokens of varlen sequences
 
-A primitive that is no scalar's raises `UnsupportedPrimitiveError`, with its name and the line of the user's
-code.
+A primitive that no graph can have raises `UnsupportedPrimitiveError`, with its name and the line of the
+user's code.
 """
 
 from jax_flash.functions.derivative import Derivative, Gather, differentiate

@@ -1,4 +1,4 @@
-"""What a function can't be written for, said with the primitive's name and the line of the user's code."""
+"""The error for a primitive that no graph of scalars can have, and the line of the user's code with it."""
 
 from pathlib import Path
 
@@ -8,11 +8,12 @@ _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 class UnsupportedPrimitiveError(NotImplementedError):
-    """A primitive of a user's function that CUDA code can't be written for.
+    """A user's function has a primitive that can't become a node of a graph of scalars.
 
     Attributes:
       primitive: its name.
       line: where the user's code has it, as "file:line:column (function)".
+      reason: why it can't.
     """
 
     def __init__(self, primitive: str, line: str, reason: str):

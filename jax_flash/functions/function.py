@@ -70,7 +70,7 @@ def trace_score_mod(function: Callable[..., Any], unsupported: Unsupported = not
     """Traces `function(score, batch, head, query_index, key_index) -> score`.
 
     Raises:
-      UnsupportedPrimitiveError: it has a primitive that is no scalar's, or that `unsupported` refuses.
+      UnsupportedPrimitiveError: it has a primitive that no graph can have, or that `unsupported` refuses.
       ValueError, TypeError: its result isn't a scalar, or isn't a float.
     """
     return as_graph(traced_score_mod(function), unsupported)
@@ -129,16 +129,14 @@ def as_graph(traced: Traced, unsupported: Unsupported = nothing) -> ScalarFuncti
     """The function as a graph of scalars.
 
     Raises:
-      UnsupportedPrimitiveError: it has a primitive that is no scalar's, or that `unsupported` refuses.
+      UnsupportedPrimitiveError: it has a primitive that no graph can have, or that `unsupported` refuses.
       TypeError: it captures an array of a dtype that no graph has.
     """
     graph, closed, arguments = Graph(unsupported), traced.jaxpr, traced.arguments
-    function = ScalarFunction(
-        closed, tuple(closed.consts), arguments, graph, graph.constant(0, traced.result)
-    )
-    captured = operands(graph, [_loadable(shape) for shape in function.shapes])
-    (output,) = reading.read(graph, closed, captured, inputs(graph, arguments))
-    return dataclasses.replace(function, output=graph.convert(output.at(()), traced.result))
+    shapes = [_loadable(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in map(jax.typeof, closed.consts)]
+    (output,) = reading.read(graph, closed, operands(graph, shapes), inputs(graph, arguments))
+    output = graph.convert(output.at(()), traced.result)
+    return ScalarFunction(closed, tuple(closed.consts), arguments, graph, output)
 
 
 def _loadable(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

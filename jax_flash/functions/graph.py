@@ -70,7 +70,7 @@ ELEMENTWISE = frozenset(
         *"one_minus_square polynomial cbrt".split(),
     )
 )
-"""Primitives that may be in a graph."""
+"""Elementwise primitives that a graph may have."""
 
 Unsupported = Callable[[str, Sequence[np.dtype], np.dtype], str | None]
 """Why a primitive of that name, with arguments and a result of these types, can't be in a graph; or None."""
@@ -82,9 +82,10 @@ def nothing(name: str, arguments: Sequence[np.dtype], result: np.dtype) -> str |
 
 
 class Graph:
-    """
+    """Makes the nodes of one graph, each once.
+
     Attributes:
-      unsupported: which primitives the graph's user has no use for.
+      unsupported: says why a primitive can't be in this graph, or None.
     """
 
     def __init__(self, unsupported: Unsupported = nothing):

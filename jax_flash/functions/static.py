@@ -134,7 +134,7 @@ class StaticFunction:
     def by_jax(self, inputs: Inputs, captured: Arrays) -> jax.Array:
         """The same values by JAX's own evaluation, which has each derivative that JAX knows."""
         inputs = self._converted(inputs)
-        # A row for each that captured arrays have, too.
+        # Captured arrays may have a row for each batch row: arguments are broadcast to as many.
         rows = [jnp.zeros((x.shape[0], *(1,) * (inputs["query"].ndim - 1)), bool) for x in captured]
         arguments = jnp.broadcast_arrays(*(inputs[name] for name in self.arguments), *rows)
         arguments = arguments[: len(self.arguments)]
@@ -201,7 +201,7 @@ def static_mask_mod(function: Callable[..., Any]) -> tuple[StaticFunction, tuple
 def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
     value = derivative = refusal = None
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, traced.jaxpr.consts))
-    # A function without a graph is equal to none but itself: what its jaxpr calls can't be compared.
+    # Without graphs of value and derivative a function equals itself alone: jaxprs can't be compared.
     key = uuid.uuid4().hex
     try:
         scalar = tracing.as_graph(traced)

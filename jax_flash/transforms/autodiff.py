@@ -20,11 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_flash import _device, _float8, _settings
 from jax_flash._spec import AttentionSpec, Gradients, Operands
-from jax_flash.transforms import batching, debugging
+from jax_flash.transforms import batching, debugging, saved
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import differentiable
@@ -141,8 +140,7 @@ def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
             'flash_attention(..., quantization="fp8") of the arrays they were made from'
         )
     out, lse = debugging.forward(jax_flash_forward, call.spec.return_residual, call, operands)
-    out = checkpoint_name(out, "jax_flash_out")
-    lse = checkpoint_name(lse, "jax_flash_lse")
+    out, lse = saved.named(out, lse)
     return (out, lse) if call.spec.return_residual else out, (operands, out, lse)
 
 
@@ -150,9 +148,7 @@ def _attend_backward(call: Call[AttentionSpec], residuals: Any, cotangents: Any)
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
     gradients = debugging.backward(jax_flash_backward, call, operands, out, lse, d_out, d_lse)
-    # None stands for the absent cotangent of an operand that is not differentiable.
-    none = dict.fromkeys(operands.present())
-    return (Operands.of(none | gradients.present()),)
+    return saved.cotangents(operands, gradients)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -194,10 +194,10 @@ class Layout:
         return layout if layout._has_its_key_heads(key[-2]) else dataclasses.replace(layout, group=())
 
     def over_more(self, mesh: dict[str, int], inputs: Arrays) -> "Layout":
-        """The layout that partitions the call over these mesh axes too, not knowing how arrays lie on them.
+        """The layout that partitions the call over more mesh axes, on which it isn't known how arrays lie.
 
-        The last one partitions heads, the others the batch, as the axes of a mesh are mostly ordered; each
-        the other of the two if it doesn't divide its own. One that divides neither is not used.
+        The last axis of `mesh` partitions heads and the others the batch, as most meshes are ordered. An axis
+        that doesn't divide its first choice takes the other one. If it divides neither, it is not used.
         """
         batch_sizes = inputs["query"].shape[: len(self.batch)]
         query_heads, key_heads = inputs["query"].shape[-2], inputs["key"].shape[-2]
@@ -230,7 +230,10 @@ class Layout:
         return layout
 
     def _has_its_key_heads(self, key_heads: int) -> bool:
-        """Whether each device has the key heads that it needs, or may take them; of so many in all."""
+        """Whether each device has the key heads that its query heads attend to, or may take copies of them.
+
+        `key_heads` are those of the whole call.
+        """
         return self.takes_key_heads or not self.group or key_heads == _size(self.mesh, self.key_heads)
 
     @property

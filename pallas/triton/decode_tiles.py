@@ -50,7 +50,7 @@ class Cut:
 
 def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
     n = cache_sizes(operands)
-    is_packed = operands.query_offsets is not None
+    is_varlen = operands.query_offsets is not None
     rows = min(MOST_ROWS, padded(n.T * n.group))
     major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
     # 10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's.
@@ -63,17 +63,17 @@ def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
         stages = 2 * stages - 1
 
     of_all_tokens = _ceil_div(n.T * n.group, rows)
-    tiles = of_all_tokens + n.B if is_packed else of_all_tokens * n.B
+    tiles = of_all_tokens + n.B if is_varlen else of_all_tokens * n.B
     # One wave of programs. Where tiles are more than that already, splits only even out the tail: half
     # as long then.
     wave = PROGRAMS_OF_SM * (device.sm_count or _UNKNOWN_SM_COUNT)
     wanted = _ceil_div(wave if tiles * n.K <= wave else 2 * wave, n.K)
     # A sequence that is far longer than the others needs no more splits than occupy the GPU by itself.
-    alone = max(1, wave // (n.K * (1 if is_packed else of_all_tokens)))
+    alone = max(1, wave // (n.K * (1 if is_varlen else of_all_tokens)))
     blocks = _ceil_div(min(n.S, visible_span(spec, n, rows)), keys) + 1
     splits = min(spec.num_splits or MOST_SPLITS, MOST_SPLITS, alone, _ceil_div(blocks, BLOCKS_OF_SPLIT))
     # Sums over all blocks are int32.
-    if tiles * blocks >= 1 << 31 or (not is_packed and n.B > MOST_SEQUENCES_TO_SPLIT):
+    if tiles * blocks >= 1 << 31 or (not is_varlen and n.B > MOST_SEQUENCES_TO_SPLIT):
         splits = 1
     programs = min(tiles + wanted, tiles * splits)
     num_warps = 8 if rows * padded(n.V) > 32 * 128 else 4

@@ -90,8 +90,8 @@ def _forms(name, forms):
 
 def may_meet(one: Setting, other: Setting) -> bool:
     for (name, value), (other_name, other_value) in ((one, other), (other, one)):
-        is_packed = name == "packed" and value != "not packed"
-        if is_packed and other_name in WITHOUT_PACKED and not other_value.startswith("no "):
+        is_varlen = name == "packed" and value != "not packed"
+        if is_varlen and other_name in WITHOUT_PACKED and not other_value.startswith("no "):
             return False
     return {one, other} not in NEVER_MEET
 

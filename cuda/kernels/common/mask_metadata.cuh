@@ -1,4 +1,4 @@
-// What the kernels that compute mask metadata share (jax_flash/cuda/mask_metadata.py). The window, lengths and packed
+// What the kernels that compute mask metadata share (jax_flash/cuda/mask_metadata.py). The window, lengths and varlen
 // sequences let each query see an interval of keys, and each key be seen by an interval of queries.
 #pragma once
 #include "ptx/types.cuh"
@@ -22,11 +22,11 @@ struct IntervalExtent {
         least_end = __reduce_min_sync(all_lanes, least_end);
         greatest_end = __reduce_max_sync(all_lanes, greatest_end);
     }
-    // Of blocks of `size`: from the first to the last that any of the positions sees a part of.
+    // The blocks of `size` from the first that any of the positions sees to the last.
     __device__ Interval visited_blocks(int size) const {
         const int end = ceil_div(greatest_end, size);
         return {end > 0 ? least_begin / size : 0, end};
     }
-    // … and those that all of the positions see all of.
+    // The blocks that every one of the positions sees whole.
     __device__ Interval full_blocks(int size) const { return {ceil_div(greatest_begin, size), least_end / size}; }
 };

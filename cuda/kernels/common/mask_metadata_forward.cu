@@ -1,6 +1,7 @@
 // Mask metadata of the forward kernel (FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py): which keys each row sees,
 // and which key blocks each group of 64 rows visits.
 #include "parameters.cuh"
+#include "ptx/global.cuh"
 #include "common/segment_ranges.cuh"
 #include "common/sequences.cuh"
 
@@ -52,4 +53,5 @@ extern "C" __global__ void __launch_bounds__(threads)
         full = blocks_of_one_segment(segments, block_segments, {full.begin, min(full.end, blocks)});
     }
     if (lane == 0) parameters.group_blocks[index] = {visited.begin, visited.end, full.begin, full.end};
+    global::fence_proxy_async();  // the forward kernel reads row_keys and row_segments by bulk copies
 }

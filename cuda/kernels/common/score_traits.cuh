@@ -6,7 +6,7 @@
 //                           score is a factor of dS
 //   SCORE_MOD_GRADIENTS     1: arrays that it captures have gradients; 2: they depend on the score
 //   BIAS                    the bias's element type; void: there is none
-// and MASK_METADATA: the queries' diagonals are known only at run time.
+// MASK_METADATA: the queries' diagonals are known only at run time. ISOLATES: score_mod.cuh keeps what isn't finite apart.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -4,12 +4,16 @@
 
 namespace global {
 
-// Loads data that nothing writes while the kernel runs. The compiler may then load it once and early. It cannot tell by
-// itself: pointers are fields of a struct, where __restrict__ has no effect.
+// Loads data that nothing writes while the kernel runs, but for the kernel ahead of it, which it has waited for
+// (load_no_earlier). The compiler may then load it once and early. It cannot tell by itself: pointers are fields of a
+// struct, where __restrict__ has no effect.
 template <class T>
 __device__ __forceinline__ T read_only(const T* address) {
     return __ldg(address);
 }
+
+// Keeps loads by `read_only` whose address depends on `value` behind what came before in the program, as a wait.
+__device__ __forceinline__ void load_no_earlier(int& value) { asm volatile("" : "+r"(value)::"memory"); }
 
 // Adds one, with release semantics: a thread that acquires the new value sees all earlier writes of this thread.
 __device__ __forceinline__ void count(int* address) {

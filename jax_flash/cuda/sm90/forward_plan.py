@@ -92,7 +92,7 @@ class Loaded:
     key: Buffer  # (B, S, K, H); of a cache, (rows, S, K, H)
     value: Buffer
     in_cache: bool = False
-    has_hidden_values: bool = False  # values before those of keys that rows see may be anything
+    has_hidden_values: bool = False  # values of keys before the first visible one may be NaN
 
 
 def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
@@ -240,9 +240,8 @@ def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Confi
     tiles = math.ceil(n.T * pack_gqa / tile.rows) * head_packs
     mask = position_mask(requirements.window, n.T, n.S)
     # CTAs take tiles of unequal length from a counter. Its zeroing costs 2 µs.
-    alike = not requirements.mask_metadata and not requirements.block_mask
-    alike = alike and len(set(mask.block_counts(tile.rows // pack_gqa, tile.keys))) <= 1
     unknown = requirements.mask_metadata or requirements.block_mask
+    alike = not unknown and len(set(mask.block_counts(tile.rows // pack_gqa, tile.keys))) <= 1
     skipped_rows = 0 if unknown else mask.rows_before_first_column() * pack_gqa
     whole_tiles = tiles - skipped_rows // tile.rows * head_packs
     split_ctas = 0

@@ -19,8 +19,8 @@ class TileRequirements:
     head_dim: int
     value_dim: int
     window: Window
-    score_mods: int = 0  # how many of soft cap, bias, ALiBi and mask the call has
-    loaded_operand: str | None = None  # the array among them that a score is looked up in, see score_mod.py
+    score_mods: int = 0  # how many of soft cap, score_mod, bias, ALiBi and mask the call has
+    loaded_operand: str | None = None  # "bias" or "mask", where scores are looked up in it, see score_mod.py
     mask_metadata: bool = False  # which keys rows see is known only at run time
     segments: bool = False  # and depends on segments
     block_mask: bool = False  # visited blocks are in lists

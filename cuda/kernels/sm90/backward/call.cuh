@@ -80,7 +80,7 @@ struct Call {
     const SharedMemory shared;
     const TensorMaps& maps;
     const Shape shape;
-    const float* lse_delta;   // (B, N, query blocks, 2, queries): lse in base 2, and delta; see SharedMemory::lse
+    const float* lse_delta;   // (B, N, query blocks, 2 or 3, queries): lse in base 2, with dropout hashes, and delta
     const int* spoiled;       // (B, N, query blocks): see isolation.cuh; null unless Traits::isolates
     const DqAccum dq_accum;
     int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits for another

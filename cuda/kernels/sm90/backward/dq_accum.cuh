@@ -13,7 +13,8 @@
 struct Ledger {
     int pending = -1;  // a span, among those of all heads, that this tile is through with; negative for none
 
-    // Before it all but the newest `newer` groups of this thread's additions were to the span, or to ones before.
+    // Counts the pending span once this thread's additions to it are complete. Its newest `newer` groups of additions
+    // are to later blocks, and may still be under way.
     template <int newer>
     __device__ __forceinline__ void settle(const Call& call) {
         if (Traits::writers == 0 || pending < 0) return;

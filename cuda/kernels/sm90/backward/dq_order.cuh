@@ -13,7 +13,7 @@
 //       Under a causal mask tiles that start together start a block or more apart. Where all tiles see all blocks, each
 //       starts behind the one before it, about a block's time later, and keeps that distance to the end.
 //   BlockOrder::backward   tiles with earlier keys, under a causal mask the longer ones, are handed out first, and visit
-//       their blocks from the last to the first, so that CTAs end together. For the last of several sections of heads:
+//       their blocks from the last to the first, so that CTAs end together. For the last of several L2 head groups:
 //       by then CTAs have started far enough apart.
 //
 // Where few heads are at work, that distance is a large part of the run. A block then has several sums
@@ -24,8 +24,8 @@
 
 enum class BlockOrder { forward, backward };
 
-__device__ __forceinline__ BlockOrder block_order(int tile_index, const Shape& shape, int l2_head_group) {
-    return hands_out_last_first(tile_index, shape, l2_head_group) ? BlockOrder::forward : BlockOrder::backward;
+__device__ __forceinline__ BlockOrder block_order(int unit_index, const Shape& shape, int l2_head_group) {
+    return hands_out_last_first(unit_index, shape, l2_head_group) ? BlockOrder::forward : BlockOrder::backward;
 }
 
 // The key tiles that visit a block.

@@ -5,8 +5,9 @@
 //
 //   Q, dO   backward_preprocess finds rows that aren't finite. Their lse is NaN, so P is NaN in all pairs that they see;
 //           their Q and dO are set to zero by the thread that loads the block, in shared memory, before others see it.
-//   K       of a key that isn't finite no score is finite. The consumer of the first block's scores looks at one of each
-//           key, and then at K itself, and makes it finite. Queries that see NaN there have a lse of NaN.
+//   K       No score of a key that isn't finite is finite. So the consumer of the first block's scores looks at one score
+//           of each key and, if any isn't finite, makes its warp's keys finite in shared memory. Queries that see such a
+//           key have a lse of NaN.
 //   V       no product contracts over its rows.
 //   dS      is P times dP less delta, and dP isn't finite of keys whose V isn't: there dP is set to zero where P is.
 #pragma once

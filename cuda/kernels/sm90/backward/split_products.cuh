@@ -11,8 +11,8 @@
 //   consumer 1: dS, tell and send it | dK, dQ over own keys, half of next dP, dQ over the other CTA's keys, other half
 //               of next dP | add dQ beside this
 //
-// With a soft cap consumer 1 may need its derivative beside P: in memory of its own or, where there is none, in the place
-// of P once that is read, beside dV and the next S.
+// Consumer 1 may need the derivative of logits by scores beside P (soft cap, score_mod; Traits::hands_score_grad): in
+// memory of its own or, where there is none, in the place of P once that is read, beside dV and the next S.
 //
 // P lies where its dS will. There the next P goes as soon as both products over own keys are done and dS has arrived in
 // the other CTA; that one's place for it only has to be free when the next dS is sent.

@@ -1,7 +1,6 @@
 // The backward kernels' compile-time facts, in one struct, and the main kernel's shared-memory map.
 //
-// Defines, all set by jax_flash/cuda/sm90/backward_plan.py, and but for DETERMINISTIC and BIAS_SUM the same for the three
-// kernels of a call:
+// Defines, all set by jax_flash/cuda/sm90/backward_plan.py for each kernel of a call:
 //   ELEMENT         bfloat16 or float16
 //   HEAD_DIM        head dim of queries and keys, and of their gradients, rounded up to a multiple of 16
 //   VALUE_DIM       … of values and the output, and of theirs
@@ -14,8 +13,8 @@
 //   SEMAPHORE_STAGES  blocks whose semaphores are acquired ahead, where tiles add to dQ in a fixed order
 //   SPAN            blocks of queries that key tiles count together
 //   MASK_METADATA   1: which queries see keys is known only at run time, see mask_metadata.cuh
-//   SEGMENTS        1: so it is, and queries see only keys of their own segment
-//   ISOLATES        1: queries may not see all keys, so that NaN is kept apart, see isolation.cuh
+//   SEGMENTS        1: MASK_METADATA, and queries see only keys of their own segment
+//   ISOLATES        1: queries may not see all keys, so NaN is kept apart, see isolation.cuh
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
 //   KEY_SUMS        1: units of work add to float32 sums of dK and dV (key_sums.cuh), as several share a key tile, or
 //                   gradients are float32

@@ -134,6 +134,7 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
     };
 
     wait_for_previous_kernel();
+    if constexpr (Traits::mask_metadata) global::load_no_earlier(index);  // the kernel ahead writes the first tile's metadata
     Tile tile = take_tile();
     if (loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1

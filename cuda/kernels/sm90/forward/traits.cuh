@@ -21,7 +21,7 @@
 //   MASK_METADATA  1: which keys rows see is known only at run time, and includes the window (mask_metadata.cuh)
 //   SEGMENTS       1: besides, rows see only keys of their own segment
 //   CACHE          1: K and V are a key-value cache, and KeyPlace says where a batch row's keys are
-//   HIDDEN_VALUES  1: in it, values of keys before those that rows see may be anything (hidden_values.cuh)
+//   HIDDEN_VALUES  1: CACHE, and values of keys before a tile's first visible one may be NaN (hidden_values.cuh)
 //   SHARED_BYTES   dynamic shared memory of the launch
 // and those of common/score_mod.cuh, common/block_mask.cuh and common/dropout.cuh.
 #pragma once

@@ -9,6 +9,7 @@ T read_only(const T* address) {
     return *address;
 }
 inline void prefetch(const void*) {}
+inline void load_no_earlier(int&) {}
 inline void count(int* address) {
     ++*address;
     emulator::progressed();
