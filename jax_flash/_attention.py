@@ -212,7 +212,8 @@ def flash_attention(
         dropout_key.
 
     Returns:
-      `(*B, T, N, V)` in query's dtype or out_dtype; with `return_residual`, also lse, float32 `(*B, T, N)`.
+      `(*B, T, N, V)` in query's dtype or out_dtype; with `return_residual`, also lse, `(*B, T, N)`
+      in float32, or in float64 for float64 arrays.
 
     Raises:
       TypeError: an argument is of the wrong dtype or kind.

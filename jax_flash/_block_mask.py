@@ -13,7 +13,7 @@ from jax_flash.masks.mask import check_sizes
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one truth value
 class BlockMask:
     """Which queries see which keys, by blocks: the argument `block_mask` of `flash_attention`.
 

@@ -25,7 +25,7 @@ PAGED_NAMES = NAMES.replace(key="cache.key_pages", value="cache.value_pages", pa
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one truth value
 class KVCache:
     """Keys and values of B sequences, each with room for S_max.
 
@@ -100,7 +100,7 @@ class KVCache:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one truth value
 class PagedKVCache:
     """Keys and values of B sequences in pages of a pool (PagedAttention, https://arxiv.org/abs/2309.06180).
 

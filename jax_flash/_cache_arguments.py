@@ -117,7 +117,9 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
     shapes = {"(layers, B)" if lead else "(B,)": (*lead, B)}
     lengths = _validate.shaped_unconverted(names["lengths"], arrays.lengths, shapes, "integer")
     clipped = _validate.clipped(lengths, min(S, _validate.INT32_MAX))
-    all_lengths = lengths if isinstance(lengths, jax.Array) else clipped
+    # A loop's carry keeps its dtype, if each length that the cache may have fits it.
+    fits = isinstance(lengths, jax.Array) and min(S, _validate.INT32_MAX) <= jnp.iinfo(lengths.dtype).max
+    all_lengths = lengths if fits else clipped
     descales = _descales(arrays, key, layer, names)
     return CheckedCache(key, value, of_layer(clipped, layer), table, layer, all_lengths, *descales)
 

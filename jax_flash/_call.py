@@ -276,4 +276,5 @@ def _nothing(call: Call) -> Any:
     out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), dtype)
     if not call.spec.return_residual:
         return out
-    return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, jnp.float32)
+    lse_dtype = jnp.float64 if call.operands.query.dtype == jnp.float64 else jnp.float32
+    return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, lse_dtype)

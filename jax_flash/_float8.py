@@ -97,7 +97,7 @@ def rounded(
         magnitude = jnp.where(valid[:, :, None, None], magnitude, 0)
     blocks = scales_of(rows)
     magnitude = jnp.pad(magnitude, ((0, 0), (0, blocks * ROWS_PER_SCALE - rows), (0, 0), (0, 0)))
-    grouped = magnitude.reshape(batch, blocks, ROWS_PER_SCALE, key_heads, heads // key_heads * dim)
+    grouped = magnitude.reshape(batch, blocks, ROWS_PER_SCALE, key_heads, heads // max(key_heads, 1) * dim)
     largest = grouped.max((2, 4), initial=0).swapaxes(1, 2)
     if by != "block":
         largest = largest.max(2 if by == "head" else None, initial=0, keepdims=True)
@@ -117,7 +117,7 @@ def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:
     if blocks > 1:
         scales = jnp.repeat(scales, ROWS_PER_SCALE, axis=2, total_repeat_length=blocks * ROWS_PER_SCALE)
         scales = scales[:, :, :rows]
-    by_head = jnp.repeat(scales, heads // key_heads, axis=1, total_repeat_length=heads)
+    by_head = jnp.repeat(scales, heads // max(key_heads, 1), axis=1, total_repeat_length=heads)
     return by_head.swapaxes(1, 2)[..., None]
 
 

@@ -1,6 +1,7 @@
 """`quantize`: queries, keys and values as e4m3 arrays with scales."""
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -96,7 +97,7 @@ def _quantize(
     batch, heads = arrays[0].shape[:-3], arrays[1].shape[-2]
 
     def one_batch_axis(x: Any) -> Any:
-        return None if x is None else x.reshape(-1, *x.shape[len(batch) :])
+        return None if x is None else x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
     def with_batch(x: jax.Array) -> jax.Array:
         return x.reshape(*batch, *x.shape[1:])

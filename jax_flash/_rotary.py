@@ -82,6 +82,11 @@ def _first_positions(name: str, offsets: Any, shapes: _validate.Shapes, T: Any, 
     if hasattr(offsets, "ndim"):
         offsets = _validate.shaped_unconverted(name, offsets, shapes, "integer")
         return _validate.clipped(offsets, _validate.INT32_MAX // 2, -1)  # where a negative one is no position
+    if isinstance(offsets, list | tuple):
+        allowed = " or ".join(shapes)
+        raise TypeError(
+            f"{name} must be a Python integer, or an integer array of shape {allowed}; got {short(offsets)}"
+        )
     first = _validate.size(name, offsets)
     if isinstance(T, int) and isinstance(positions, int) and first + T > positions:
         raise ValueError(

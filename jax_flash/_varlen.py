@@ -135,7 +135,8 @@ def flash_attention_varlen(
     attended to; where offsets descend, it is unspecified which sequence a token counts to.
 
     Returns:
-      `(ΣT, N, V)` in query's dtype; with `return_residual`, also lse, float32 `(ΣT, N)`.
+      `(ΣT, N, V)` in query's dtype; with `return_residual`, also lse, `(ΣT, N)` in float32, or in float64 for
+      float64 arrays.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `flash_attention` does, when traced.

@@ -80,8 +80,8 @@ def flash_attention_with_cache(
 
     Returns:
       `(out, cache)`, or `((out, lse), cache)` with `return_residual`: out `(B, T, N, V)` in query's dtype,
-      lse float32 `(B, T, N)`, and the cache after the append. A query that sees no key gives out 0 and
-      lse −inf.
+      lse `(B, T, N)` in float32, or in float64 for float64 arrays, and the cache after the append. A query
+      that sees no key gives out 0 and lse −inf.
 
     Raises:
       TypeError: an argument is of the wrong dtype or kind.

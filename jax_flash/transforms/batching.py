@@ -9,6 +9,7 @@ An operand that is not mapped gets an axis of size 1, which stands for all rows.
 the differentiable ones, since each mapped instance has a gradient of its own.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,8 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     @mappable.def_vmap
     def rule(size: int, in_batched: Any, operands: Operands) -> Any:
         (is_mapped,) = in_batched
+        if size == 0:
+            return of_no_calls(functools.partial(forward, call), in_batched, operands), (True, True)
         operands = jax.tree.map(lambda x, mapped: x if mapped else x[None], operands, is_mapped)
         out, lse = forward(call, operands)
         return (out, lse), (True, True)
@@ -55,6 +58,10 @@ def backward(
 
     @mappable.def_vmap
     def rule(size: int, in_batched: Any, operands: Operands, *rest: jax.Array | None) -> Any:
+        if size == 0:
+            run = functools.partial(backward, call)
+            gradients = of_no_calls(run, tuple(in_batched), operands, *rest)
+            return gradients, jax.tree.map(lambda _: True, gradients)
         operands_mapped, *rest_mapped = in_batched
         is_mapped = operands_mapped.present()
         differentiable = operands.differentiable()
@@ -74,6 +81,16 @@ def backward(
         return gradients, jax.tree.map(lambda _: True, gradients)
 
     return mappable(operands, out, lse, d_out, d_lse)
+
+
+def of_no_calls(run: Callable[..., Any], is_mapped: Any, *args: Any) -> Any:
+    """The results of `run`, mapped over an axis of size 0."""
+    of_one = jax.tree.map(
+        lambda x, mapped: jax.ShapeDtypeStruct(x.shape[1:] if mapped else x.shape, x.dtype),
+        args,
+        tuple(is_mapped),
+    )
+    return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), jax.eval_shape(run, *of_one))
 
 
 def _spread_over(size: int, arrays: Any, is_mapped: Any) -> Callable[[jax.Array], jax.Array]:

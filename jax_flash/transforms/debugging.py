@@ -27,6 +27,15 @@ def backward(run: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.map(jnp.copy, _unchecked(run, *args)) if _looks() else run(*args)
 
 
+def decoding(run: Callable[..., dict[str, jax.Array]], returns_lse: bool, *args: Any) -> dict[str, jax.Array]:
+    """`run(*args)`: out, lse and a cache, whose unused rows may hold anything."""
+    if not _looks():
+        return run(*args)
+    results = _unchecked(run, *args)
+    checked = ("out", "lse") if returns_lse else ("out",)
+    return results | {name: jnp.copy(results[name]) for name in checked}
+
+
 def _looks() -> bool:
     config: Any = jax.config
     return config.jax_debug_nans or config.jax_debug_infs

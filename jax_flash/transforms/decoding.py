@@ -20,7 +20,8 @@ from jax.custom_batching import custom_vmap
 from jax_flash import _cache_rows, _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._spec import is_captured
-from jax_flash.transforms import lowering, partitioning
+from jax_flash.transforms import debugging, lowering, partitioning
+from jax_flash.transforms.batching import of_no_calls
 from jax_flash.transforms.layout import Arrays, Letters, Shards
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
@@ -35,7 +36,7 @@ APPEND: tuple[str, ...] = ()
 def attend(spec: CacheSpec, implementation: tuple[str, ...], operands: CacheOperands) -> Results:
     """Runs a checked call; `implementation` as in `autodiff.attend`."""
     call = Call(spec, implementation, _device.current())
-    results = jax_flash_decode(call, vary_alike(operands))
+    results = debugging.decoding(jax_flash_decode, spec.attention.return_residual, call, vary_alike(operands))
     return results["out"], results["lse"], results["key"], results.get("value")
 
 
@@ -77,6 +78,9 @@ def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     @mappable.def_vmap
     def rule(size: int, in_batched: Any, operands: CacheOperands) -> Any:
         (is_mapped,) = in_batched
+        if size == 0:
+            results = of_no_calls(functools.partial(_partitioned, call), in_batched, operands)
+            return results, jax.tree.map(lambda _: True, results)
         mapped = {name for name, mapped in is_mapped.present().items() if mapped}
         if any(map(_is_shared, mapped)) or operands.query_offsets is not None:
             results = _one_after_another(call, operands, mapped)

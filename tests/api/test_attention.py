@@ -381,3 +381,12 @@ def test_a_traced_scale_has_a_gradient(dtype):
         np.testing.assert_allclose(got, expected, rtol=1e-4 if dtype == "float32" else 0.05)
     many = jax.vmap(functools.partial(loss, jax_flash.flash_attention))(jnp.array([0.3, -0.5]))
     np.testing.assert_allclose(many[0], got[0], rtol=1e-4 if dtype == "float32" else 0.05)
+
+
+@pytest.mark.parametrize("keys", [3, 0])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_lse_has_one_dtype_with_and_without_keys(dtype, keys):
+    with jax.enable_x64(True):
+        q = jnp.ones((1, 3, 2, 4), dtype)
+        _, lse = jax_flash.flash_attention(q, q[:, :keys], q[:, :keys], return_residual=True)
+        assert lse.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)

@@ -274,3 +274,32 @@ def test_append_refuses_what_does_not_fit():
         KVCache.create(-1, S, K, H)
     with pytest.raises(TypeError, match="dtype must be a floating dtype"):
         KVCache.create(B, S, K, H, jnp.int32)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_lengths_of_few_bits_do_not_wrap(dtype):
+    key = jnp.ones((1, 20, 1, 4))
+    cache = KVCache.create(1, 70_000, 1, 4, jnp.float32)
+    before = min(jnp.iinfo(dtype).max, 65_535)
+    cache = dataclasses.replace(cache, lengths=jnp.array([before], dtype))
+    assert cache.append(key, key).lengths == before + 20
+    _, cache = jax_flash.flash_attention_with_cache(key[:, :1], cache, key, key)
+    assert cache.lengths == before + 20
+
+
+def test_caches_are_equal_to_themselves_alone():
+    one, other = (KVCache.create(1, 8, 1, 4, jnp.float32) for _ in range(2))
+    assert one == one and one != other
+    assert len({one, other}) == 2
+
+
+def test_debug_infs_looks_at_results_alone():
+    """The lse of a sequence that is empty is -inf, and rows that no sequence has may hold anything."""
+    query = jnp.ones((2, 1, 2, 4))
+    cache = KVCache.create(2, 8, 2, 4, jnp.float32)
+    cache = dataclasses.replace(cache, lengths=jnp.array([3, 0]), key=cache.key.at[:, 5].set(jnp.nan))
+    with jax.debug_infs(True), jax.debug_nans(True):
+        out, _ = jax_flash.flash_attention_with_cache(query, cache)
+        assert not out[1].any()
+        with pytest.raises(FloatingPointError):
+            jax_flash.flash_attention_with_cache(query, cache, return_residual=True)

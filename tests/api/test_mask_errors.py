@@ -48,6 +48,11 @@ ERRORS = {
         ValueError,
         "prefix_length must be from 0 to 536870912; got -1",
     ),
+    "prefix is a list": (
+        lambda: masks.PrefixLMMask([1, 2]),
+        TypeError,
+        "prefix_length must be a Python integer, or an integer array of shape () or (B,); got [1, 2]",
+    ),
     "prefix is a flag": (
         lambda: masks.PrefixLMMask(True),
         TypeError,

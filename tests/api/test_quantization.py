@@ -443,3 +443,12 @@ def test_other_errors():
         jax_flash.quantize(Q, K_, V_, scales="row")
     with pytest.raises(ValueError, match="incoherent=True"):
         jax_flash.quantize(Q, K_, V_, incoherent=False, quantization_key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("scales", ["block", "head", "tensor"])
+@pytest.mark.parametrize("shape", [(1, 0, 2, 8), (0, 2, 8), (0, 3, 2, 8)])
+def test_quantize_of_nothing(shape, scales):
+    x = jnp.zeros(shape)
+    found = jax_flash.quantize(x, x, x, scales=scales)
+    assert found.query.shape == shape and found.query.dtype == jnp.float8_e4m3fn
+    assert found.query_descale.size == 0 or (found.query_descale == 1).all()

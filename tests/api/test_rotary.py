@@ -189,3 +189,11 @@ class TestOfficialName:
         arguments = dict(x=draw(B, T, N, H), cos=cos, sin=sin) | change
         with pytest.raises(error, match=re.escape(message)):
             flash_attn.apply_rotary_emb(**arguments)
+
+
+def test_what_offsets_may_be():
+    x = draw(B, T, N, H)
+    with pytest.raises(
+        TypeError, match=r"offsets must be a Python integer, or an integer array of shape .*\[1\]"
+    ):
+        jax_flash.apply_rotary(x, *tables(), offsets=[1])
