@@ -20,9 +20,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # On a CPU compilation takes most of the time of tests. Results hardly depend on how thorough it is.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time of lowering
-    # Later versions lack the first of these flags, and a process ends by an unknown flag.
+    # Later versions lack the first of these flags, and a process ends by an unknown flag. And places in Python
+    # have made one of them hang (jax_flash/transforms/locations.py), so only here programs are without.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
+        jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time of lowering
         quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
 

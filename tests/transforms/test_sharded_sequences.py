@@ -291,6 +291,15 @@ def test_shards_are_numbered_in_the_order_of_the_sharding():
     assert Shards.over(("y", "x"), mesh, False, "all_gather") == expected
 
 
+@pytest.fixture
+def places_in_python():
+    limit = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", limit)
+
+
+@pytest.mark.usefixtures("places_in_python")
 def test_the_partitioned_program_has_no_places_in_python():
     """XLA would take them for places of the whole program, see `locations.py`."""
 
