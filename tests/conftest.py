@@ -20,8 +20,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # On a CPU compilation takes most of the time of tests. Results hardly depend on how thorough it is.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
-    # Later versions lack the first of these flags, and a process ends by an unknown flag. And places in Python
-    # have made one of them hang (jax_flash/transforms/locations.py), so only here programs are without.
+    # Later versions lack the first of these flags, and a process ends by an unknown flag. Places in Python
+    # have made one of them hang (jax_flash/transforms/locations.py): programs are without them only here.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time of lowering
         quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
