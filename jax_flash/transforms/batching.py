@@ -84,7 +84,7 @@ def backward(
 
 
 def of_no_calls(run: Callable[..., Any], is_mapped: Any, *args: Any) -> Any:
-    """The results of `run`, mapped over an axis of size 0."""
+    """The results of `run` under a `vmap` over an axis of size 0, which the mapped arrays have in front."""
     of_one = jax.tree.map(
         lambda x, mapped: jax.ShapeDtypeStruct(x.shape[1:] if mapped else x.shape, x.dtype),
         args,
