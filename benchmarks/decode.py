@@ -30,7 +30,6 @@ label as --list prints it), "peer" and "us". Those microseconds are taken for ke
 """
 
 import argparse
-import json
 import logging
 import time
 import warnings
@@ -153,12 +152,10 @@ def merged(case: Case, path: Path | None, device: str) -> list[dict]:
     """
     if path is None or case.group not in MERGED_GROUPS:
         return []
-    theirs = json.loads(path.read_text())
-    if theirs["device"] != device:
-        raise ValueError(f"{path} is of {theirs['device']}, and this device is {device}")
+    theirs = record.other_rows(path, device)
     rows = []
     for variant, call in case.calls.items():
-        for row in theirs["rows"]:
+        for row in theirs:
             if row["case"] == call.label and "us" in row:
                 described = {"group": case.group, "case": case.label, "variant": variant}
                 speed = {"kernel_us": row["us"], "GB/s": call.bytes_read / row["us"] / 1e3}

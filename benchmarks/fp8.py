@@ -8,6 +8,10 @@ themselves, where shared memory has room for sums (cuda/kernels/sm90/forward/out
 of e4m3 arrays, which transposes values first; with `quantization="fp8"`, which also quantizes; `quantize`
 alone, and a copy of as many bytes as it reads and writes; and `flash_attention` in bfloat16. Then the rates
 of the first and the last, and their ratio.
+
+Peers run on e4m3 arrays too: cuDNN, which has a scale for each array and writes e4m3, by JAX; and with
+`--merge FILE` what torch_fa3.py measured of FlashAttention-3 on the same GPU just before. `to_best_peer` is
+the time of the faster one over that of the kernel.
 """
 
 import argparse
@@ -37,6 +41,7 @@ from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import forward_tiles
 
 KERNEL, OF_16_BITS = "kernel", "bfloat16"
+CUDNN, FA3 = "cudnn_fp8", "fa3_fp8"
 SUM_BLOCKS, LONG = (0, 4, 16), 16384  # of long calls alone, as each is a kernel to compile
 CASES = [
     Case(batch, length, length, 16, 16, head_dim, causal=causal)
@@ -77,6 +82,22 @@ def summing(sum_blocks: int | None) -> contextlib.AbstractContextManager:
     return mock.patch.dict(forward_tiles.FP8_TILES, changed)
 
 
+def cudnn(case: Case) -> Callable[..., jax.Array]:
+    """cuDNN's attention of e4m3 arrays, which JAX has without a public name."""
+    from jax._src.cudnn import fused_attention_stablehlo as stablehlo
+
+    scales = dict.fromkeys(stablehlo.fp8_params_keys, jnp.ones((1, 1, 1, 1), jnp.float32))
+    mask_type = stablehlo.MaskType.CAUSAL if case.causal else stablehlo.MaskType.NO_MASK
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        arrays, scale = (query, key, value), case.head_dim**-0.5
+        return stablehlo.dot_product_attention(
+            *arrays, fp8_params=scales, scale=scale, mask_type=mask_type, use_fp8=True
+        )[0]
+
+    return attend
+
+
 def programs(case: Case) -> Programs:
     inputs = case.inputs()
     attend = functools.partial(jax_flash.flash_attention, is_causal=case.causal, implementation="cuda")
@@ -97,10 +118,14 @@ def programs(case: Case) -> Programs:
         "copy": (lambda x: x + 1, copied),
         OF_16_BITS: (attend, *inputs),
     }
-    return {
-        name: (jax.jit(function).lower(*arguments).compile(), *arguments)
-        for name, (function, *arguments) in calls.items()
-    }
+    compiled = {name: _compiled(*call) for name, call in calls.items()}
+    with contextlib.suppress(Exception):  # cuDNN refuses some head dims; JAX on a CPU has none
+        compiled[CUDNN] = _compiled(cudnn(case), *(x.astype(jnp.float8_e4m3fn) for x in inputs))
+    return compiled
+
+
+def _compiled(function: Callable, *arguments: Any) -> tuple:
+    return jax.jit(function).lower(*arguments).compile(), *arguments
 
 
 def measure(runs: Programs, of_rounds: int) -> dict[str, float]:
@@ -112,12 +137,17 @@ def measure(runs: Programs, of_rounds: int) -> dict[str, float]:
     return {name: statistics.median(x) for name, x in times.items()}
 
 
-def row(case: Case, of_rounds: int) -> dict:
+def row(case: Case, of_rounds: int, fa3: float | None = None) -> dict:
+    """`fa3`: milliseconds of FlashAttention-3, where these were measured."""
     try:
         times = measure(programs(case), of_rounds)
     except Exception as exception:  # the other calls are measured nevertheless
         return {"case": str(case), "error": record.error(exception)}
-    rates = {f"{name} TFLOP/s": case.flops / times[name] / 1e9 for name in (KERNEL, OF_16_BITS)}
+    times |= {} if fa3 is None else {FA3: fa3}
+    peers = [name for name in (CUDNN, FA3) if name in times]
+    rates = {f"{name} TFLOP/s": case.flops / times[name] / 1e9 for name in (KERNEL, OF_16_BITS, *peers)}
+    if peers:
+        rates["to_best_peer"] = min(times[name] for name in peers) / times[KERNEL]
     return {
         "case": str(case),
         "milliseconds": times,
@@ -133,15 +163,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--match", default="", help="cases that have this text")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--merge", type=Path, help="JSON of torch_fa3.py")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     result = record.environment() | {"ceiling": record.product_ceiling("bfloat16"), "rows": []}
     print(record.heading(result))
+    theirs = {
+        other["case"]: other["milliseconds"]
+        for other in record.other_rows(options.merge, result["device"])
+        if other["peer"] == FA3 and "milliseconds" in other
+    }
     for case in [case for case in CASES if options.match in str(case)]:
-        found = row(dataclasses.replace(case), options.rounds)
+        found = row(case, options.rounds, theirs.get(str(case)))
         result["rows"].append(found)
         told = {name: round(x, 3) for name, x in found.get("milliseconds", {}).items()} or found.get("error")
-        print(found["case"], told, *(f"{found[x]:.2f}" for x in ("ratio",) if x in found), flush=True)
+        print(
+            found["case"],
+            told,
+            *(f"{found[x]:.2f}" for x in ("ratio", "to_best_peer") if x in found),
+            flush=True,
+        )
         if options.out:
             record.write(result, options.out)
 

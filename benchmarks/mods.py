@@ -4,13 +4,18 @@
 
 A soft cap, ALiBi slopes, and a bias of a head and a distance, each as an option of `flash_attention` and as a
 `score_mod`; and a plain call with a function that changes nothing. Causality, a window, a prefix and
-documents as options and as a `block_mask`; a prefix has no option but a boolean mask. The time of a call
+documents as options and as a `block_mask`; a prefix, a dilated window and the neighborhood of a grid have no
+option but a boolean mask. The time of a call
 with a block mask has that of its lists. Two variants have no option: a soft cap that each head learns stands
 against one that it doesn't, and the relative bias in a fixed order against any order. In shuffled rounds.
 Each row has a variant, a pass and the kernel time of both, and their ratio: 1.00 is as fast, more is faster.
+
+`--merge FILE` adds times of PyTorch's flex_attention, measured by torch_flex.py on the same GPU just before:
+`to_flex` is its time over that of the function.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +114,25 @@ def document_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
     return {OPTION: option, FUNCTION: {"mask_mod": mask}}
 
 
+def dense(mask: Callable[..., jax.Array], case: Case) -> jax.Array:
+    """All pairs of a mask that is alike for all heads."""
+    of_keys = jax.vmap(mask, (None, None, None, 0))
+    return jax.vmap(of_keys, (None, None, 0, None))(0, 0, jnp.arange(case.queries), jnp.arange(case.keys))
+
+
+def dilated_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    """Every fourth key, up to an eighth of all on either side."""
+    mask = jax_flash.masks.DilatedMask(case.keys // 32, dilation=4)
+    return {OPTION: {"mask": dense(mask, case)}, FUNCTION: {"mask_mod": mask}}
+
+
+def neighborhood_mask(case: Case, learned: jax.Array) -> dict[str, Arguments]:
+    """The nearest 13 × 13 tokens of a square grid."""
+    side = math.isqrt(case.keys)
+    mask = jax_flash.masks.NeighborhoodMask((side, side), min(13, side))
+    return {OPTION: {"mask": dense(mask, case)}, FUNCTION: {"mask_mod": mask}}
+
+
 VARIANTS: dict[str, Callable[[Case, jax.Array], dict[str, Arguments]]] = {
     "plain": plain,
     "soft cap": soft_cap,
@@ -120,9 +144,11 @@ VARIANTS: dict[str, Callable[[Case, jax.Array], dict[str, Arguments]]] = {
     "window mask": window_mask,
     "prefix mask": prefix_mask,
     "document mask": document_mask,
+    "dilated mask": dilated_mask,
+    "neighborhood mask": neighborhood_mask,
 }
 """What makes the arguments of both forms. Those with masks are for cases that aren't causal."""
-MASKS = ("causal mask", "window mask", "prefix mask", "document mask")
+MASKS = tuple(name for name in VARIANTS if name.endswith("mask"))
 
 
 def block_mask(variant: str, form: str, case: Case) -> jax_flash.BlockMask | None:
@@ -163,15 +189,26 @@ def rows(variant: str, case: Case, of_rounds: int, implementation: str) -> list[
     ]
 
 
+def flex_times(rows: Sequence[dict]) -> dict[tuple[str, str, str], float]:
+    """By case, variant and pass; a variant that flex_attention refuses has none."""
+    return {
+        (row["case"], row["variant"], row["pass"]): row["milliseconds"]
+        for row in rows
+        if "milliseconds" in row
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--match", default="", help="cases that have one of these texts, by commas")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--merge", type=Path, help="JSON of torch_flex.py")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     result = record.environment() | {"rows": []}
+    theirs = flex_times(record.other_rows(options.merge, result["device"]))
     print(record.heading(result))
     for case in CASES:
         if not any(text in str(case) for text in options.match.split(",")):
@@ -181,9 +218,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             for row in rows(variant, case, options.rounds, options.implementation):
                 row = {"case": str(case), "variant": variant} | row
+                flex = theirs.get((row["case"], variant, row.get("pass")))
+                if flex is not None and FUNCTION in row:
+                    row |= {"flex_attention": flex, "to_flex": flex / row[FUNCTION]}
                 result["rows"].append(row)
                 told = f"{row['ratio']:.3f}" if "ratio" in row else row["error"][:160]
-                print(f"{row['case']:36} {variant:14} {row.get('pass', ''):9} {told}", flush=True)
+                told += f"  {row['to_flex']:.2f} of flex_attention" if "to_flex" in row else ""
+                print(f"{row['case']:36} {variant:22} {row.get('pass', ''):9} {told}", flush=True)
         if options.out:
             record.write(result, options.out)
 

@@ -92,6 +92,19 @@ def earlier_rows(path: Path, result: dict) -> list[dict]:
     return earlier["rows"]
 
 
+def other_rows(path: Path | None, device: str) -> list[dict]:
+    """What another program measured on this kind of device, from its file; nothing without a path.
+
+    Raises ValueError where it measured another kind.
+    """
+    if path is None:
+        return []
+    theirs = json.loads(path.read_text())
+    if theirs["device"] != device:
+        raise ValueError(f"{path} is of {theirs['device']}, and this device is {device}")
+    return theirs["rows"]
+
+
 def write(result: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
