@@ -94,8 +94,13 @@ class StaticFunction:
     @property
     def looks_up_each_score(self) -> bool:
         """Whether it looks an array up for each score, or each pair of a query and a key."""
+        return self.lookups_of_a_score > 0
+
+    @property
+    def lookups_of_a_score(self) -> int:
+        """How many elements of arrays it looks up for each score, or each pair of a query and a key."""
         nodes = [] if self.value is None else reachable([self.value])
-        return any(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
+        return sum(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
 
     def limit_of_order(self, argument: str) -> str | None:
         """Why kernels that add atomically can't have the same bits each time, backward; or None."""

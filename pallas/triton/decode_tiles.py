@@ -5,10 +5,12 @@ sequence is query t of head g of the group.
 
 The tables keep K and V of all stages within half of an SM's shared memory, so that two programs of few rows
 share an SM. No kernel spills registers by Triton 3.9's compiler. They were chosen without a GPU: no timing
-has gone into them yet.
+has gone into them yet. Where a function looks arrays up for each score, Triton loads these ahead as well, a
+number for each pair of a row and a key: then blocks and stages are as many as fit (`_bytes_of`).
 """
 
 import dataclasses
+import functools
 
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
@@ -24,6 +26,9 @@ MOST_SEQUENCES = 4096  # of packed queries: each program reads the lengths of al
 MOST_SEQUENCES_TO_SPLIT = 1024
 
 _UNKNOWN_SM_COUNT = 108
+
+_KIB = 1024
+_OTHER_BYTES = 4 * _KIB  # of shared memory, beside what `_bytes_of` counts: page numbers, sums of rows
 
 # By the padded head dim: keys of a block, and stages.
 _HOPPER = {64: (128, 3), 128: (64, 3), 256: (32, 3)}  # 227 KiB of shared memory
@@ -54,13 +59,17 @@ def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
     rows = min(MOST_ROWS, padded(n.T * n.group))
     major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
     # 10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's.
-    table = _HOPPER if major in (9, 10) else _AMPERE
-    keys, stages = next(of_block for limit, of_block in table.items() if max(n.H, n.V) <= limit)
+    table, shared_bytes = (_HOPPER, 227 * _KIB) if major in (9, 10) else (_AMPERE, 99 * _KIB)
+    keys, depth = next(of_block for limit, of_block in table.items() if max(n.H, n.V) <= limit)
     keys = min(keys, padded(n.S))
-    if in_several_pages(n, keys):
-        # Triton puts the load of page numbers in stages before that of keys: as deep a pipeline of keys takes
-        # twice as many.
-        stages = 2 * stages - 1
+    lookups = 0 if spec.attention.score_mod is None else spec.attention.score_mod.lookups_of_a_score
+    if lookups:
+        taken = functools.partial(_bytes_of, operands, rows, lookups=lookups)
+        while keys > 16 and taken(keys, _stages(n, keys, depth)) > shared_bytes:
+            keys //= 2
+        while depth > 1 and taken(keys, _stages(n, keys, depth)) > shared_bytes:
+            depth -= 1
+    stages = _stages(n, keys, depth)
 
     of_all_tokens = _ceil_div(n.T * n.group, rows)
     tiles = of_all_tokens + n.B if is_varlen else of_all_tokens * n.B
@@ -78,6 +87,24 @@ def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
     programs = min(tiles + wanted, tiles * splits)
     num_warps = 8 if rows * padded(n.V) > 32 * 128 else 4
     return Cut(rows, keys, num_warps, stages, tiles, splits, wanted, programs)
+
+
+def _stages(n: CacheSizes, keys: int, depth: int) -> int:
+    """Triton's stages, of which `depth` have blocks of keys.
+
+    Triton puts the load of page numbers in stages before that of keys: as deep a pipeline of keys takes twice
+    as many.
+    """
+    return 2 * depth - 1 if in_several_pages(n, keys) else depth
+
+
+def _bytes_of(operands: CacheOperands, rows: int, keys: int, stages: int, *, lookups: int) -> int:
+    """Shared memory of a program: blocks of all stages, what is looked up in all but one, and its queries."""
+    n = cache_sizes(operands)
+    of_block = keys * (padded(n.H) + padded(n.V)) * operands.key.dtype.itemsize
+    looked_up = lookups * rows * keys * 4
+    queries = rows * padded(n.H) * operands.query.dtype.itemsize
+    return stages * of_block + (stages - 1) * looked_up + queries + _OTHER_BYTES
 
 
 def in_several_pages(n: CacheSizes, keys: int) -> bool:

@@ -263,3 +263,21 @@ def shares_of(spec: CacheSpec, operands: CacheOperands, cut: decode_tiles.Cut, l
             name="shares",
         )(lengths)
     return {name: np.asarray(x) for name, x in zip(names, results, strict=True)}
+
+
+@pytest.mark.parametrize("page", [None, 8, 256])
+@pytest.mark.parametrize("H, V", [(64, 64), (128, 128), (64, 256), (256, 256)])
+@pytest.mark.parametrize("device, kib", [(A10, 99), (_device.H100, 227)])
+def test_what_is_looked_up_for_each_score_fits_in_shared_memory(H, V, page, device, kib):
+    """Triton loads it ahead, as it does blocks of keys: with those of calls without functions, too much."""
+    case = CacheCase(T=33, S=768, B=5, H=H, V=V, page=page, right=0, packed=True)
+    operands = Draw(case).operands
+    plain = decode_tiles.choose(case.spec, operands, device)
+    spec = dataclasses.replace(case, score_mod=True).spec
+    cut = decode_tiles.choose(spec, Draw(dataclasses.replace(case, score_mod=True)).operands, device)
+    assert spec.attention.score_mod.lookups_of_a_score == 1
+    assert cut.keys <= plain.keys and 2 <= cut.num_stages <= plain.num_stages
+    # Stages of keys and values in 16 bits, what is looked up in all stages but the last, and the queries.
+    blocks = cut.num_stages * cut.keys * (H + V) * 2
+    looked_up = (cut.num_stages - 1) * cut.rows * cut.keys * 4
+    assert blocks + looked_up + cut.rows * H * 2 <= kib * 1024
