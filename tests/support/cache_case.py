@@ -215,8 +215,9 @@ def check(case: CacheCase, operands: CacheOperands, got) -> None:
         # Plain attention in float64 is the definition itself.
         units = 8 if case.dtype == "float64" else 1 if right.size < FEW else 0.25
         floor = units * float(unit) * np.linalg.norm(right)
-        if name == "lse" and operands.query.dtype.itemsize == 2:
-            floor += np.linalg.norm(_cut_off(case.spec, operands, reference.lse))
+        is_cut_off = name == "lse" and operands.query.dtype.itemsize == 2
+        lost = _cut_off(case.spec, operands, reference.lse) if is_cut_off else np.zeros(())
+        floor += np.linalg.norm(lost)
         error, bound = np.linalg.norm(ours - right), 2 * np.linalg.norm(theirs - right) + floor
         assert error <= bound, (
             f"{name}: error {error:.3g} over {bound:.3g} (of norm {np.linalg.norm(right):.3g})"
@@ -224,7 +225,8 @@ def check(case: CacheCase, operands: CacheOperands, got) -> None:
         rows = (lambda x: np.linalg.norm(x, axis=-1)) if name == "out" else np.abs
         errors = rows(ours - right)
         bounds = 8 * float(unit) * (rows(right) + np.sqrt(np.mean(right**2)) + 1e-3)
-        bounds = np.maximum(bounds, 2 * rows(theirs - right))
+        # A row that has one key may lose a whole unit each time: twice the mean.
+        bounds = np.maximum(bounds + 2 * lost, 2 * rows(theirs - right))
         assert (errors <= bounds).all(), f"{name}: a row is off by {np.max(errors / bounds):.3g} bounds"
     _check_cache(operands, plain, key, value)
 

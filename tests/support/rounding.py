@@ -222,12 +222,20 @@ def of_p(terms):
     return terms.arithmetic**2 + (exponent + cut_off(terms)) ** 2
 
 
+@once
 def cut_off(terms):
-    """Of scores, `(B, N, T, S)`. Tensor cores cut sums off, by half a unit in the last place each time."""
+    """Of scores, `(B, N, T, S)`. Tensor cores cut sums off, by half a unit in the last place each time.
+
+    That is a unit of the sum so far, which may be far larger than the whole one.
+    """
     if terms.dtype == "float32":
         return np.zeros(())
-    times = terms.query.shape[-1] / TENSOR_CORE_DEPTH
-    return FLOAT32 * np.abs(terms.spec.scale) * times / 2 * np.abs(terms.query @ _t(terms.key))
+    so_far, sizes_of_sums = 0.0, 0.0
+    for first in range(0, terms.query.shape[-1], TENSOR_CORE_DEPTH):
+        columns = slice(first, first + TENSOR_CORE_DEPTH)
+        so_far = so_far + terms.query[..., columns] @ _t(terms.key[..., columns])
+        sizes_of_sums = sizes_of_sums + np.abs(so_far)
+    return FLOAT32 * np.abs(terms.spec.scale) / 2 * sizes_of_sums
 
 
 @once
