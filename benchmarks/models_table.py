@@ -1,6 +1,10 @@
-"""The README's section on attention in open models, from a result of models.py; speed_table.py writes it."""
+"""Attention in open models: a section of the README, and the table of docs/models.md.
+
+speed_table.py writes both.
+"""
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 
 import chart
@@ -17,6 +21,20 @@ SHORT = {
     "jax_mgpu": "JAX",
     "jax_triton": "JAX (Triton)",
 }
+
+
+def section(result: dict, stem: str) -> str:
+    """The chart, and what it says."""
+    command = "python benchmarks/models.py" + (" --every-gpu" if result.get("gpus", 1) > 1 else "")
+    text = (
+        f"{len(result['entries'])} calls of attention as open models make them: grouped heads, tensor "
+        "parallelism, windows, padding, packed documents. Forward and backward, kernel time, "
+        f"{DTYPE}, JAX {result['versions']['jax']}, {result['date'][:10]}; each call beside all peers on one "
+        f"{result['device']}, by `{command}` ([{stem}.json](benchmarks/results/{stem}.json)). "
+        f"{_summary(result)}[All rates](docs/models.md)."
+    )
+    chart_of_all = f"![Attention in open models on an {result['device']}](benchmarks/results/{stem}.png)"
+    return f"{chart_of_all}\n\n{_wrapped(text)}\n"
 
 
 def table(result: dict, stem: str) -> str:
@@ -42,15 +60,15 @@ def table(result: dict, stem: str) -> str:
         found = [ratios.get((case, key)) for key in chart.PASSES]
         return " / ".join("–" if value is None else f"{value:.2f}" for value in found)
 
+    text = (
+        f"TFLOP/s of visible pairs, forward / backward, kernel time, {DTYPE}, one {result['device']} each, "
+        f"JAX {result['versions']['jax']}, {result['date'][:10]} "
+        f"([{stem}.json](../benchmarks/results/{stem}.json), which has the rates of all peers and where each "
+        "shape is published). Shape: batch, tokens (t: queries, s: keys), query / key heads, head dim; TP n: "
+        "one device's part in n-way tensor parallelism."
+    )
     lines = [
-        f"![Attention in open models on an {result['device']}](benchmarks/results/{stem}.png)",
-        "",
-        "Attention as open models make it. TFLOP/s of visible pairs, forward / backward, kernel time,",
-        f"{DTYPE}, one {result['device']}, JAX {result['versions']['jax']}, {result['date'][:10]}.",
-        *_summary(result),
-        "Shape: batch, tokens (t: queries, s: keys), query / key heads, head dim; TP n: one device's part in",
-        "n-way tensor parallelism. Measured by `python benchmarks/models.py`; all peers' rates, and where",
-        f"each shape is published: [{stem}.json](benchmarks/results/{stem}.json).",
+        *_wrapped(text).splitlines(),
         "",
         "| model | shape | `cuda` | `pallas` | best peer | `cuda` over it |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -69,12 +87,19 @@ def table(result: dict, stem: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(result: dict) -> list[str]:
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _summary(result: dict) -> str:
     """Ours over the best peer, as a sentence; nothing where no peer was measured."""
-    means = [f"{_mean(ratios):.2f} {key}" for key in chart.PASSES if (ratios := result["ratios"][key])]
-    if not means:
-        return []
-    return [f"Rates of `cuda` over those of the best peer, geometric mean: {', '.join(means)}."]
+    told = [
+        f"{key} {_mean(ratios):.2f} of the best peer's, ahead in {ahead} of {len(ratios)}"
+        for key in chart.PASSES
+        if (ratios := result["ratios"][key])
+        for ahead in [sum(ratio["to_best"] >= 1 for ratio in ratios)]
+    ]
+    return f"Rates of `cuda`, in the geometric mean: {'; '.join(told)}. " if told else ""
 
 
 def _mean(ratios: Sequence[dict]) -> float:

@@ -1,8 +1,6 @@
-"""The README's tables of speed, from the committed results.
+"""The README's tables of speed, and that of docs/models.md, from the committed results.
 
-python benchmarks/speed_table.py      writes them into README.md
-
-The section on open models is added behind the first table once its result is there.
+python benchmarks/speed_table.py      writes them into these documents
 """
 
 import json
@@ -14,9 +12,10 @@ import train
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+OPEN_MODELS = ROOT / "docs" / "models.md"
 ATTENTION = ROOT / "benchmarks" / "results" / "attention_h200.json"
 TRAINING = ROOT / "benchmarks" / "results" / "train_h200.json"
-MODELS = ROOT / "benchmarks" / "results" / "models_h200.json"
+MODELS = ROOT / "benchmarks" / "results" / "models_4xh100.json"
 
 COLUMNS = {
     "jax_flash_cuda": "`cuda`",
@@ -71,18 +70,14 @@ def training_table(result: dict) -> str:
 def with_tables(text: str) -> str:
     """README.md's text with all tables written anew."""
     text = _replace(text, "benchmarks", table(json.loads(ATTENTION.read_text())))
-    if MODELS.exists():
-        text = _with_place(text, "models", after="benchmarks")
-        text = _replace(text, "models", models_table.table(json.loads(MODELS.read_text()), MODELS.stem))
+    section = models_table.section(json.loads(MODELS.read_text()), MODELS.stem)
+    text = _replace(text, "models", section)
     return _replace(text, "training", training_table(json.loads(TRAINING.read_text())))
 
 
-def _with_place(text: str, name: str, after: str) -> str:
-    """`text` with an empty table `name` behind the table `after`, unless it has one."""
-    if f"<!-- {name} -->\n" in text:
-        return text
-    end = f"<!-- /{after} -->\n"
-    return text.replace(end, f"{end}\n<!-- {name} -->\n<!-- /{name} -->\n")
+def with_models(text: str) -> str:
+    """The text of docs/models.md with its table written anew."""
+    return _replace(text, "models", models_table.table(json.loads(MODELS.read_text()), MODELS.stem))
 
 
 def _replace(text: str, name: str, lines: str) -> str:
@@ -90,9 +85,10 @@ def _replace(text: str, name: str, lines: str) -> str:
     before, start, rest = text.partition(f"<!-- {name} -->\n")
     _, end, after = rest.partition(f"<!-- /{name} -->")
     if not (start and end):
-        raise ValueError(f"README.md has no place for the table of {name}")
+        raise ValueError(f"the document has no place for the table of {name}")
     return before + start + lines + end + after
 
 
 if __name__ == "__main__":
     README.write_text(with_tables(README.read_text()))
+    OPEN_MODELS.write_text(with_models(OPEN_MODELS.read_text()))

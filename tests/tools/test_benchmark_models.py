@@ -454,7 +454,6 @@ def test_table_of_every_entry(result):
     from model_entries import ENTRIES
 
     text = models_table.table(result, "models_made_up")
-    assert "geometric mean: " in text and "models_made_up.png" in text
     assert (
         text.partition("\n| --- ")[0].splitlines()[-1]
         == "| model | shape | `cuda` | `pallas` | best peer | `cuda` over it |"
@@ -466,17 +465,16 @@ def test_table_of_every_entry(result):
     assert "| 850 FA3 / 400 cuDNN | 0.82 / 1.40 |" in rows[45]
 
 
-def test_the_readme_gets_a_section_once_there_is_a_result(tmp_path, result, monkeypatch):
-    import speed_table
+def test_section_of_the_readme(result):
+    import models_table
+    from model_entries import ENTRIES
 
-    monkeypatch.setattr(speed_table, "MODELS", tmp_path / "models_made_up.json")
-    before = "<!-- benchmarks -->\n<!-- /benchmarks -->\n\n<!-- training -->\n<!-- /training -->\n"
-    assert "<!-- models -->" not in speed_table.with_tables(before)
-    speed_table.MODELS.write_text(json.dumps(result))
-    with_section = speed_table.with_tables(before)
-    assert "<!-- /benchmarks -->\n\n<!-- models -->\n![Attention in open models" in with_section
-    assert "|\n<!-- /models -->\n\n<!-- training -->" in with_section
-    assert speed_table.with_tables(with_section) == with_section
+    text = models_table.section(result, "models_made_up")
+    assert text.startswith("![Attention in open models") and "(benchmarks/results/models_made_up.png)" in text
+    text = " ".join(text.split())
+    assert f"{len(ENTRIES)} calls of attention as open models make them" in text
+    assert "geometric mean: forward " in text and "; backward 1.40 of the best peer's, ahead in" in text
+    assert f"of {len(result['ratios']['forward'])}; backward" in text
 
 
 def test_entries_are_plain_values():

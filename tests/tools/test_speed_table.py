@@ -17,6 +17,8 @@ def test_the_readme_has_the_tables_of_the_committed_results():
 
     text = speed_table.README.read_text()
     assert speed_table.with_tables(text) == text, "run python benchmarks/speed_table.py"
+    text = speed_table.OPEN_MODELS.read_text()
+    assert speed_table.with_models(text) == text, "run python benchmarks/speed_table.py"
 
 
 def test_a_cell_for_each_contender_and_none_left_out():
