@@ -60,4 +60,9 @@ def test_quantize(incoherent, head_dims):
     signs = jax.ShapeDtypeStruct((1, head_dims[0] - 8 * incoherent), jnp.float32)
     others = LENGTHS | ({"rotation_signs": signs} if incoherent else {})
     dtype = "bfloat16" if incoherent else "float16"
-    check(plan_quantize(arrays(dtype, *head_dims, **others), H100))
+    plan = plan_quantize(arrays(dtype, *head_dims, **others), H100)
+    check(plan)
+    # Half as many warps on a multiprocessor had half of the rate.
+    (launch,) = plan.launches
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", compile_kernel(launch.kernel).log))
+    assert 65536 // (registers * launch.block) * launch.block >= 16 * 32

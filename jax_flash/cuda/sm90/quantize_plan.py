@@ -12,8 +12,6 @@ from jax_flash.cuda.launch_plan import Buffer, Kernel, LaunchPlan, Pointer, elem
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import float8
 
-THREADS = 256
-
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 _PARAMETERS = struct(
@@ -43,6 +41,12 @@ _PARAMETERS = struct(
 _LENGTHS = {"query_lengths": "query_seq_lengths", "key_lengths": "key_value_seq_lengths"}
 
 
+def _warps(head_dim: int) -> int:
+    """Of a CTA. Rows of more than 128 columns have twice as many: a thread then keeps its columns of 8 rows,
+    rotated, in 128 registers. With 16 rows it would take 255, which leaves room for half as many warps."""
+    return 8 if head_dim <= 128 else 16
+
+
 def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
     """For operands of 16 bits whose head dims are multiples of 16, as `device` runs it.
 
@@ -62,6 +66,7 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
         "value_out": Buffer("transposed_value", float8.transposed_shape(shapes), "float8_e4m3fn"),
         **{name: Buffer(name, x, "float32") for name, x in float8.descale_shapes(shapes).items()},
     }
+    warps = _warps(max(n.H, n.V))
     kernel = Kernel(
         source="sm90/quantize/quantize.cu",
         entry="quantize",
@@ -72,6 +77,7 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
             ("VALUE_DIM", n.V),
             ("HADAMARD", hadamard),
             ("VALUE_KEYS", float8.keys_of_block(n.V)),
+            ("WARPS", warps),
         ),
         parameters=_PARAMETERS,
     )
@@ -79,7 +85,7 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
     main = launch(
         kernel=kernel,
         grid=(n.B * n.K * blocks, 1, 1),
-        block=THREADS,
+        block=32 * warps,
         arguments={
             **{name: Pointer(name) for name in ("query", "key", "value")},
             "signs": None if signs is None else Pointer("rotation_signs"),

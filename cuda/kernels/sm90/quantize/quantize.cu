@@ -11,13 +11,14 @@
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
 //   VALUE_KEYS keys of a panel's column of V, 128 or 64
+//   WARPS      of a CTA
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 
 using Element = ELEMENT;
-constexpr int block_rows = 128, warps = 8;
+constexpr int block_rows = 128, warps = WARPS;
 constexpr int lane_columns = 8;  // that a lane has of a row, 16 bytes
 constexpr uint32_t all_lanes = 0xffffffff;
 
@@ -176,14 +177,14 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, const Eleme
                 unpack(x, rows.bits[i]);
                 rotate(x, signs, of.rotation_scale);
             }
-            const bool is_there = row < min(count, block_rows);
+            const bool is_there = row < min(column < HEAD_DIM ? count : 0, block_rows);
             if (is_there && !is_usable(row)) {
 #pragma unroll
                 for (int j = 0; j < lane_columns; ++j) x[j] = __uint_as_float(0x7fffffffu);
             }
             const Bytes bytes = converted(x, 1 / scale);
             unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
-            if (is_there && column < HEAD_DIM) *reinterpret_cast<Bytes*>(to) = bytes;
+            if (is_there) *reinterpret_cast<Bytes*>(to) = bytes;
         }
     }
     return scale;
