@@ -18,6 +18,7 @@ CASES = (
     Case(H=64, T=130, S=140, N=6, K=1, dtype="float16", lengths="qk", B=2),
     Case(H=96, V=48, T=9, S=128, N=2, K=2),
     Case(H=256, T=40, S=270, N=1),
+    Case(H=144, V=192, T=130, S=140, N=2, K=2),  # of 32 lanes 18 have columns
     Case(H=80, V=256, T=128, S=65, N=3, K=3, dtype="float16"),
     Case(H=32, V=16, T=1, S=1),
 )
