@@ -170,7 +170,7 @@ def measure(variant: str, case: Case) -> list[dict]:
 
 
 def compile_ahead(jobs: int, match: str) -> None:
-    """Fills the compiler's cache on disk, several variants at once, as far as it gets in AHEAD_SECONDS each."""
+    """Fills the cache of compiled code on disk: several variants at once, for AHEAD_SECONDS each at most."""
     names = variants(CASES[0])
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else each starts one for each core
 
