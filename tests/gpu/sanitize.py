@@ -10,6 +10,7 @@ process for each tool and group, several at once, and reads the verdicts.
 """
 
 import argparse
+import dataclasses
 import faulthandler
 import functools
 import os
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     )
     sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+import emulated_case
 import jax
 import numpy as np
 from attention_case import Case, draw
@@ -32,7 +34,7 @@ from implementation_suite import Implementation
 
 from jax_flash.cuda import compile
 from jax_flash.cuda.sm90 import decode_plan
-from jax_flash.transforms import decoding
+from jax_flash.transforms import autodiff, decoding
 
 HEAD_DIMS = (64, 128, 192, 256)
 SCORES = ("bias", "mask", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -138,6 +140,19 @@ FP8_GROUPS = {
 }
 """Calls with `quantization="fp8"`."""
 
+PARTS = {
+    "parts of sequences": (
+        *(
+            emulated_case.Case(H=H, T=200, S=300, N=4, K=2, B=2, right=0, diagonal=(-250, 60), wide=H != 256)
+            for H in HEAD_DIMS
+        ),
+        emulated_case.Case(H=128, T=300, S=200, B=2, left=150, right=0, diagonal=(250, 40), alibi="1N"),
+        emulated_case.Case(H=64, T=200, S=200, B=3, right=0, lengths="qk", diagonal=(-60, 30, 90), wide=True),
+        emulated_case.Case(H=128, T=130, S=200, segments="mixed", left=40, diagonal=(30,), dropout=0.1),
+    ),
+}
+"""Calls as the steps of a ring make them, whose diagonal is an operand, and whose results are float32."""
+
 CLUSTERS = "decoding clusters"
 FUNCTIONS, FUNCTIONS_OF_PROMPTS = "score functions on caches", "score functions on chunks of prompts"
 CACHE_GROUPS = {
@@ -189,7 +204,28 @@ CACHE_GROUPS = {
 """Calls on key-value caches: every way to load keys, every way to append, one split and several; and those of
 many queries, which the forward kernel runs. Kernels for 8 bits, and clusters, run though they may be off."""
 
-ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *CACHE_GROUPS)
+ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *PARTS, *CACHE_GROUPS)
+
+
+def run_part(case: emulated_case.Case, implementation: str = "cuda"):
+    """Raises where the call fails, or its results aren't finite."""
+    case = dataclasses.replace(case, return_residual=True)
+    spec, operands, d_out, d_lse, _ = emulated_case.draw(case)
+
+    @jax.jit
+    def both_passes(operands, d_out, d_lse):
+        def attend(query, key, value):
+            of_call = operands.replace(query=query, key=key, value=value)
+            return autodiff.attend(spec, (implementation,), of_call)
+
+        results, vjp = jax.vjp(attend, operands.query, operands.key, operands.value)
+        return results, vjp((d_out.astype(results[0].dtype), d_lse))
+
+    (out, lse), gradients = both_passes(operands, d_out, d_lse)
+    lse = np.asarray(lse)
+    for x in (out, np.where(np.isneginf(lse), 0, lse), *gradients):  # of rows that see nothing
+        if not np.all(np.isfinite(np.asarray(x, np.float32))):
+            raise RuntimeError(f"results of {case} are not finite")
 
 
 def run_on_cache(case: CacheCase, implementation: str = "cuda"):
@@ -235,6 +271,9 @@ def main(arguments: list[str]) -> None:
         for case in FP8_GROUPS.get(group, ()):
             print(case, flush=True)
             run(case, options.implementation, kind=In8Bits)
+        for case in PARTS.get(group, ()):
+            print(case, flush=True)
+            run_part(case, options.implementation)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
             with mock.patch.object(decode_plan, "CLUSTERS", group == CLUSTERS):

@@ -5,6 +5,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import emulated_case
 import pytest
 from cache_case import Draw
 from implementation_suite import FEATURES
@@ -63,18 +64,27 @@ def test_some_are_split_along_keys(case):
 def test_run_forward_and_backward(capsys, monkeypatch):
     some = {"scores": sanitize.GROUPS["scores"][:1], "data": sanitize.GROUPS["data"][-1:]}
     monkeypatch.setattr(sanitize, "GROUPS", some)
-    for name in ("CACHE_GROUPS", "FP8_GROUPS"):
+    for name in ("CACHE_GROUPS", "FP8_GROUPS", "PARTS"):
         groups = getattr(sanitize, name)
         monkeypatch.setattr(sanitize, name, {group: cases[:1] for group, cases in groups.items()})
     sanitize.main(["--implementation", "xla"])
     said = capsys.readouterr().out
-    assert all(f"{group} done" in said for group in ("scores", "8 bits", "decoding pages"))
+    assert all(
+        f"{group} done" in said for group in ("scores", "8 bits", "parts of sequences", "decoding pages")
+    )
 
 
 @pytest.mark.parametrize("case", sanitize.FP8_GROUPS["8 bits"], ids=str)
 def test_calls_in_8_bits_are_taken(case):
     spec, shapes = dataclasses.replace(case.spec(), quantization="fp8"), shapes_of(case.operands())
     assert _dispatch.reason("cuda", spec, shapes, H100) is None
+
+
+@pytest.mark.parametrize("case", sanitize.PARTS["parts of sequences"], ids=str)
+def test_parts_of_sequences_are_taken(case):
+    spec, operands, *_ = emulated_case.draw(case)
+    assert operands.diagonal is not None
+    assert _dispatch.reason("cuda", spec, shapes_of(operands), H100) is None
 
 
 def test_calls_on_caches_load_keys_in_every_way():
