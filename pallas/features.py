@@ -35,11 +35,11 @@ def has_score_mod(spec: AttentionSpec, shapes: Operands) -> bool:
     return any(not name.endswith("_lengths") and name != "sinks" for name in names(spec, shapes))
 
 
-def loads_score_operand(spec: AttentionSpec, shapes: Operands) -> bool:
-    """Whether an element of an operand is loaded for each score."""
+def loads_of_a_score(spec: AttentionSpec, shapes: Operands) -> tuple[int, int]:
+    """How many elements are loaded for each score: of bias and mask, and of arrays that functions look up."""
     functions = (spec.score_mod, None if spec.block_mask is None else spec.block_mask.mask_mod)
-    looked_up = any(function is not None and function.looks_up_each_score for function in functions)
-    return looked_up or any(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask))
+    looked_up = sum(function.lookups_of_a_score for function in functions if function is not None)
+    return sum(x is not None and min(x.shape[2:]) > 1 for x in (shapes.bias, shapes.mask)), looked_up
 
 
 def bias_gradient(shapes: Operands) -> str | None:

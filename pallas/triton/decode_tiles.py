@@ -16,7 +16,7 @@ from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_si
 from jax_flash._device import Device
 from jax_flash._mask import Window
 
-from .tiles import padded
+from .tiles import has_much_shared_memory, padded, shared_bytes
 
 MOST_ROWS = 64
 MOST_SPLITS = 128
@@ -27,8 +27,7 @@ MOST_SEQUENCES_TO_SPLIT = 1024
 
 _UNKNOWN_SM_COUNT = 108
 
-_KIB = 1024
-_OTHER_BYTES = 4 * _KIB  # of shared memory, beside what `_bytes_of` counts: page numbers, sums of rows
+_OTHER_BYTES = 4096  # of shared memory, beside what `_bytes_of` counts: page numbers, sums of rows
 
 # By the padded head dim: keys of a block, and stages.
 _HOPPER = {64: (128, 3), 128: (64, 3), 256: (32, 3)}  # 227 KiB of shared memory
@@ -57,17 +56,15 @@ def choose(spec: CacheSpec, operands: CacheOperands, device: Device) -> Cut:
     n = cache_sizes(operands)
     is_varlen = operands.query_offsets is not None
     rows = min(MOST_ROWS, padded(n.T * n.group))
-    major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
-    # 10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's.
-    table, shared_bytes = (_HOPPER, 227 * _KIB) if major in (9, 10) else (_AMPERE, 99 * _KIB)
+    table = _HOPPER if has_much_shared_memory(device) else _AMPERE
     keys, depth = next(of_block for limit, of_block in table.items() if max(n.H, n.V) <= limit)
     keys = min(keys, padded(n.S))
     lookups = 0 if spec.attention.score_mod is None else spec.attention.score_mod.lookups_of_a_score
     if lookups:
         taken = functools.partial(_bytes_of, operands, rows, lookups=lookups)
-        while keys > 16 and taken(keys, _stages(n, keys, depth)) > shared_bytes:
+        while keys > 16 and taken(keys, _stages(n, keys, depth)) > shared_bytes(device):
             keys //= 2
-        while depth > 1 and taken(keys, _stages(n, keys, depth)) > shared_bytes:
+        while depth > 1 and taken(keys, _stages(n, keys, depth)) > shared_bytes(device):
             depth -= 1
     stages = _stages(n, keys, depth)
 

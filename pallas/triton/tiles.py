@@ -3,13 +3,14 @@
 The tables hold the largest tiles, among powers of two, that neither spill more than a few registers nor need
 more shared memory than the architecture has, by Triton 3.9's compiler for sm_80 and sm_90a (causal, odd
 lengths; the smaller ones with a bias alone, and with a mask, a soft cap and dropout besides). They were
-chosen without a GPU: no timing has gone into them yet.
+chosen without a GPU: no timing has gone into them yet. Functions may look up more than that for each score,
+which Triton loads ahead too: then a kernel has as many stages as fit (`_shared_bytes_of`).
 """
 
 import dataclasses
 
 from jax_flash._device import Device
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
 from .. import features
 
@@ -30,6 +31,20 @@ class Tile:
 def padded(size: int) -> int:
     """The tile size that holds `size`: a power of two, and at least the 16 that a matrix unit takes."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+_KIB = 1024
+
+
+def shared_bytes(device: Device) -> int:
+    """Of a block, that kernels count on."""
+    return 227 * _KIB if has_much_shared_memory(device) else 99 * _KIB
+
+
+def has_much_shared_memory(device: Device) -> bool:
+    """10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's."""
+    major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
+    return major in (9, 10)
 
 
 # By kernel, then by the padded head dim that a tile is for: that one and smaller ones.
@@ -77,23 +92,38 @@ def choose(spec: AttentionSpec, operands: Operands, device: Device) -> Tiles:
     holds most, for any call that changes scores. No tile was chosen for functions yet.
     """
     size = sizes(operands)
-    major, _ = device.compute_capability or (8, 0)  # Pallas' interpreter runs anywhere, with any tile
-    # 10.x has Hopper's shared memory; 12.x, whose number is higher, has Ampere's.
-    plain, smaller = (_HOPPER, _HOPPER_SCORES) if major in (9, 10) else (_AMPERE, _AMPERE_SCORES)
+    plain, smaller = (
+        (_HOPPER, _HOPPER_SCORES) if has_much_shared_memory(device) else (_AMPERE, _AMPERE_SCORES)
+    )
     head_dim = max(size.H, size.V)
     changes = features.has_score_mod(spec, operands)
-    loads = features.loads_score_operand(spec, operands)
+    of_arrays, looked_up = features.loads_of_a_score(spec, operands)
+    loads = of_arrays + looked_up
 
     def tile(kernel: str, small: bool) -> Tile:
         table = (smaller if small else plain)[kernel]
         tile = next(tile for limit, tile in table.items() if head_dim <= limit)
-        return dataclasses.replace(
+        tile = dataclasses.replace(
             tile, queries=min(tile.queries, padded(size.T)), keys=min(tile.keys, padded(size.S))
         )
+        while looked_up and loads > 1 and tile.num_stages > 1:
+            if _shared_bytes_of(kernel, tile, size, loads) <= shared_bytes(device):
+                break
+            tile = dataclasses.replace(tile, num_stages=tile.num_stages - 1)
+        return tile
 
     return Tiles(
-        tile("forward", loads),
-        tile("backward_keys", loads or changes),
-        tile("backward_queries", loads),
+        tile("forward", loads > 0),
+        tile("backward_keys", loads > 0 or changes),
+        tile("backward_queries", loads > 0),
         tile("backward_bias", True),
     )
+
+
+def _shared_bytes_of(kernel: str, tile: Tile, size: Sizes, loads: int) -> int:
+    """What Triton keeps in shared memory, at most: blocks of all stages, the tile's own rows, and for all
+    stages but one what is loaded for each score. Backward, a function and its derivative each load."""
+    row = 2 * (padded(size.H) + padded(size.V))  # of operands in 16 bits
+    of_stage, own = (tile.queries, tile.keys) if kernel == "backward_keys" else (tile.keys, tile.queries)
+    of_scores = (1 if kernel == "forward" else 2) * loads * tile.queries * tile.keys * 4
+    return tile.num_stages * of_stage * row + own * row + (tile.num_stages - 1) * of_scores

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 import jax_flash
-from jax_flash import _device
+from jax_flash import _device, _functions
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
 from jax_flash.functions import trace_score_mod
 from jax_flash.functions.graph import DTYPES
-from jax_flash.pallas import compat, lowering
-from jax_flash.pallas.triton import block_mask, functions
+from jax_flash.pallas import compat, features, lowering
+from jax_flash.pallas.triton import block_mask, functions, tiles
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -317,3 +317,35 @@ def test_explain_says_that_triton_runs_it():
         explained = jax_flash.explain(query, key, value, score_mod=lambda score, b, h, q, k: score * q)
     (kernel,) = (choice.kernel for choice in explained.choices if choice.name == "pallas")
     assert kernel.startswith("Triton forward")
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("device, kib", [(A10, 99), (_device.H100, 227)])
+def test_what_is_looked_up_for_each_score_fits_in_shared_memory(H, device, kib):
+    """Triton loads all of it ahead, in each stage but one. The tables of tiles have room for one number."""
+    shape, size = (1, 1000, 2, H), (1000, 1000, 2)
+    arrays = [jnp.zeros((2, 129)) for _ in range(4)]
+
+    def chosen(lookups):
+        def score_mod(score, batch, head, query, key):
+            for i, array in enumerate(arrays[:lookups]):
+                score = score + array[head, jnp.clip(query - key, -60 - i, 60 + i) + 64]
+            return score
+
+        function, _, others = _functions.operands(score_mod, None, (1,), size)
+        spec = AttentionSpec(0.1, right=0, score_mod=function)
+        operands = Operands.of(
+            dict.fromkeys(("query", "key", "value"), jnp.zeros(shape, jnp.bfloat16)) | others
+        )
+        assert features.loads_of_a_score(spec, operands) == (0, lookups)
+        return tiles.choose(spec, operands, device)
+
+    one, four = chosen(1), chosen(4)
+    for kernel in ("forward", "backward_keys", "backward_queries"):
+        tile = getattr(four, kernel)
+        assert 1 <= tile.num_stages <= getattr(one, kernel).num_stages
+        ahead = tile.num_stages - 1
+        looked_up = ahead * 4 * tile.queries * tile.keys * 4
+        blocks = ahead * min(tile.queries, tile.keys) * 2 * H * 2
+        assert looked_up + blocks <= kib * 1024
+    assert four.forward.num_stages < one.forward.num_stages or (H == 256 and kib == 227)
