@@ -3,12 +3,12 @@
     python benchmarks/mods.py --out benchmarks/results/mods_h200.json
 
 A soft cap, ALiBi slopes, and a bias of a head and a distance, each as an option of `flash_attention` and as a
-`score_mod`; and a plain call with a function that changes nothing. Causality, a window, a prefix and
-documents as options and as a `block_mask`; a prefix, a dilated window and the neighborhood of a grid have no
-option but a boolean mask. The time of a call
-with a block mask has that of its lists. Two variants have no option: a soft cap that each head learns stands
-against one that it doesn't, and the relative bias in a fixed order against any order. In shuffled rounds.
-Each row has a variant, a pass and the kernel time of both, and their ratio: 1.00 is as fast, more is faster.
+`score_mod`; and a plain call with a function that changes nothing. Causality, a window, a prefix, documents,
+a dilated window and the neighborhood of a grid as options and as a `block_mask`; of these, prefix, dilated
+window and neighborhood have no option but a boolean mask. The time of a call with a block
+mask has that of its lists. Two variants have no option: a soft cap that each head learns stands against one
+that it doesn't, and the relative bias in a fixed order against any order. In shuffled rounds. Each row has a
+variant, a pass and the kernel time of both, and their ratio: 1.00 is as fast, more is faster.
 
 `--merge FILE` adds times of PyTorch's flex_attention, measured by torch_flex.py on the same GPU just before:
 `to_flex` is its time over that of the function.

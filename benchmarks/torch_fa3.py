@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in decode_cases.GROUPS[group]:
             calls += [(call.label, DECODE, lambda call=call: decode(call)) for call in case.calls.values()]
     result = torch_timing.environment() | {"rows": []}
-    for label, peer, make in calls:
+    # Groups have some calls in common.
+    for (label, peer), make in {(label, peer): make for label, peer, make in calls}.items():
         if peer in options.peers.split(","):
             found = row(label, peer, make)
             result["rows"].append(found)
