@@ -314,6 +314,12 @@ def test_only_sums_that_no_tile_stores_first_are_zeroed():
     assert sums_of(few_tiles) > 1 and zeroed_heads(few_tiles) == 2
     # Consumers of split products only add.
     assert zeroed_heads(in_order(**FEW | {"H": 256})) == 2
+    # A head's only tile stores, where it visits every block.
+    one_tile = FEW | {"S": 77}
+    assert zeroed_heads(plan_backward(AttentionSpec(0.1), shapes(**one_tile), H100)) == 0
+    assert zeroed_heads(plan_backward(AttentionSpec(0.1), shapes(**FEW), H100)) == 2
+    assert zeroed_heads(plan_backward(AttentionSpec(0.1, right=0), shapes(**one_tile), H100)) == 2
+    assert zeroed_heads(plan_backward(AttentionSpec(0.1), shapes(**one_tile | {"H": 256}), H100)) == 2
 
 
 def test_kernels_of_a_kind_are_those_of_any_length_and_number_of_heads():

@@ -31,7 +31,14 @@ from jax_flash import _reference, cuda
 from jax_flash._device import H100
 from jax_flash._spec import Operands, shapes_of
 from jax_flash.cuda.launch_plan import TensorMap
-from jax_flash.cuda.sm90 import backward_plan, backward_scheduler, backward_tiles, forward_plan
+from jax_flash.cuda.sm90 import (
+    backward_plan,
+    backward_scheduler,
+    backward_tiles,
+    backward_units,
+    forward_plan,
+)
+from jax_flash.cuda.sm90.backward_units import Units
 
 # Score modifications and sinks, one by one and together.
 SCORES = (
@@ -296,6 +303,27 @@ def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "case",
+    (
+        Case(H=64, T=1100, S=77, N=2, return_residual=True),
+        *thorough(
+            Case(H=128, T=700, S=128, N=2),
+            Case(H=64, T=1100, S=77, N=2, right=0),  # blocks that no key sees
+            Case(H=128, T=700, S=50, N=2, mask="BNTS"),
+            Case(H=64, T=1100, S=100, N=2, B=2, lengths="qk"),
+            Case(H=128, T=700, S=128, N=2, deterministic=True),
+        ),
+    ),
+    ids=str,
+)
+def test_heads_with_one_key_tile(case, emulator, monkeypatch):
+    """Nothing else adds to its dQ: it stores. Parts of its blocks go to several units."""
+    if not case.deterministic:
+        monkeypatch.setattr(backward_units, "choose", lambda *_: Units(parts=2))
+    check_backward(case, emulator, multiprocessors=3)
+
+
+@pytest.mark.parametrize(
     "case,multiprocessors,slots",
     thinned(
         [
@@ -303,6 +331,7 @@ def test_ctas_that_share_a_tile(case, cluster, emulator, monkeypatch):
             (Case(H=128, T=200, S=500, N=6, K=3), 3, 2),  # several tiles of a head to a CTA
             (Case(H=64, T=700, S=300, N=4, K=4, left=200, right=10), 1, 1),  # blocks that no key tile sees
             (Case(H=128, T=700, S=200, N=8, K=8, right=0), 3, 2),
+            (Case(H=80, T=300, S=77, N=4, K=4), 3, 2),  # a tile for each head
         ],
         tile,
     ),

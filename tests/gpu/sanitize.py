@@ -32,9 +32,11 @@ from attention_case import Case, draw
 from cache_case import CacheCase, Draw, as_jax
 from implementation_suite import Implementation
 
+from jax_flash import _device
 from jax_flash.cuda import compile
 from jax_flash.cuda.sm90 import decode_plan
 from jax_flash.transforms import autodiff, decoding
+from jax_flash.transforms.lowering import Call
 
 HEAD_DIMS = (64, 128, 192, 256)
 SCORES = ("bias", "mask", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -207,23 +209,28 @@ many queries, which the forward kernel runs. Kernels for 8 bits, and clusters, r
 ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *PARTS, *CACHE_GROUPS)
 
 
-def run_part(case: emulated_case.Case, implementation: str = "cuda"):
-    """Raises where the call fails, or its results aren't finite."""
-    case = dataclasses.replace(case, return_residual=True)
-    spec, operands, d_out, d_lse, _ = emulated_case.draw(case)
+def both_passes_of_part(case: emulated_case.Case, implementation: str):
+    """A jitted function of `draw`'s arrays: `(out, lse), gradients`, as a ring's step has them."""
+    spec = emulated_case.draw(case)[0]
+    call = Call(spec, (implementation,), _device.current())
 
     @jax.jit
     def both_passes(operands, d_out, d_lse):
-        def attend(query, key, value):
-            of_call = operands.replace(query=query, key=key, value=value)
-            return autodiff.attend(spec, (implementation,), of_call)
+        out, lse = autodiff.jax_flash_forward(call, operands)
+        # Backward, out and its cotangent have the dtype of the query, whatever dtype results have.
+        narrow = out.astype(operands.query.dtype)
+        return (out, lse), autodiff.jax_flash_backward(call, operands, narrow, lse, d_out, d_lse)
 
-        results, vjp = jax.vjp(attend, operands.query, operands.key, operands.value)
-        return results, vjp((d_out.astype(results[0].dtype), d_lse))
+    return both_passes
 
-    (out, lse), gradients = both_passes(operands, d_out, d_lse)
+
+def run_part(case: emulated_case.Case, implementation: str = "cuda"):
+    """Raises where the call fails, or its results aren't finite."""
+    case = dataclasses.replace(case, return_residual=True)
+    _, operands, d_out, d_lse, _ = emulated_case.draw(case)
+    (out, lse), gradients = both_passes_of_part(case, implementation)(operands, d_out, d_lse)
     lse = np.asarray(lse)
-    for x in (out, np.where(np.isneginf(lse), 0, lse), *gradients):  # of rows that see nothing
+    for x in (out, np.where(np.isneginf(lse), 0, lse), *gradients.present().values()):  # of rows that see nothing
         if not np.all(np.isfinite(np.asarray(x, np.float32))):
             raise RuntimeError(f"results of {case} are not finite")
 

@@ -10,7 +10,7 @@ import pytest
 from cache_case import Draw
 from implementation_suite import FEATURES
 
-from jax_flash import _dispatch, cuda
+from jax_flash import _device, _dispatch, cuda
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import is_captured, shapes_of
@@ -85,6 +85,12 @@ def test_parts_of_sequences_are_taken(case):
     spec, operands, *_ = emulated_case.draw(case)
     assert operands.diagonal is not None
     assert _dispatch.reason("cuda", spec, shapes_of(operands), H100) is None
+    _, operands, d_out, d_lse, _ = emulated_case.draw(dataclasses.replace(case, return_residual=True))
+    with _device.assume(H100):
+        traced = sanitize.both_passes_of_part(case, "cuda").trace(operands, d_out, d_lse)
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for target in ("forward", "backward", "bounds"):
+        assert f"custom_call @jax_flash_{target}(" in lowered
 
 
 def test_calls_on_caches_load_keys_in_every_way():

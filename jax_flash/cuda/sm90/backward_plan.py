@@ -60,6 +60,7 @@ _PREPROCESS = struct(
     dq_semaphore="int*",  # (sums of a block, B, N, query blocks), or null
     key_sums=backward_units.KEY_SUMS,
     key_groups="int32_t",  # of 64 keys, of all heads and batch rows
+    block_tiles="const Interval*",  # (B, query blocks): the key tiles that visit a block, or null
     queries="int32_t",  # T
     query_heads="int32_t",  # N
     columns="int32_t",  # V
@@ -238,11 +239,8 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
 def _preprocess(call: BackwardCall) -> Launch:
     """Computes delta, lse in base 2, and sets sums and counters to zero."""
     n, spec = call.n, call.spec
-    # In a fixed order the first tile of a sum stores, if one warp adds all of its dQ and each sum has a tile.
-    first_stores = spec.deterministic and not call.tile.split_products
-    first_stores &= not call.has_metadata and call.mask.every_row_sees_a_column()
-    if first_stores and call.dq_sums > 1:
-        first_stores = min(call.mask.block_counts(call.tile.queries, call.tile.keys)) >= call.dq_sums
+    # The gradient of sinks is computed from delta of all queries, those among them that see no key.
+    skips_blocks = call.has_metadata and call.shapes.sinks is None
     return launch(
         kernel=_kernel(call, "backward_preprocess", _PREPROCESS),
         grid=(call.query_blocks * n.N * n.B, 1, 1),
@@ -250,14 +248,28 @@ def _preprocess(call: BackwardCall) -> Launch:
         arguments={
             **call.pointers("out", "d_out", "lse", "d_lse", "lse_delta", "spoiled", *_ACCUM),
             **{"query": Pointer("query") if call.isolates else None, "query_columns": n.H},
-            "zeroed_heads": 0 if first_stores else call.dq_accum_slots,
+            "zeroed_heads": 0 if _first_tile_stores(call) else call.dq_accum_slots,
             **call.pointers("next_tile", "dq_semaphore"),
             **{"key_sums": call.key_sums(), "key_groups": n.B * n.K * call.key_groups},
+            "block_tiles": Pointer("block_tiles") if skips_blocks else None,
             **{"queries": n.T, "query_heads": n.N, "columns": n.V},
             "dropout_rows": dropout.pointer(spec, "dropout_rows"),
             "kept": keep_probability(spec.dropout_rate),
         },
     )
+
+
+def _first_tile_stores(call: BackwardCall) -> bool:
+    """Whether the first tile of each sum of dQ stores rather than adds, so that it needs no zeros.
+
+    It does where one warp adds all of a tile's dQ and tiles come in a fixed order, or a head has one tile.
+    """
+    if call.tile.split_products or call.has_metadata or not call.mask.every_row_sees_a_column():
+        return False
+    if call.spec.deterministic:
+        every_block = call.mask.block_counts(call.tile.queries, call.tile.keys)
+        return call.dq_sums == 1 or min(every_block) >= call.dq_sums
+    return call.key_tiles == 1 and call.spec.block_mask is None
 
 
 def _main(call: BackwardCall) -> Launch:

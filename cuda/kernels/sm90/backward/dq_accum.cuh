@@ -59,7 +59,9 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
         work.for_each_block(call.shape, [&](int head, int place, int) {
             const int block = block_at(place, work.tile, call.shape);
             const int head_index = call.head_index(work.tile, head);
-            add_staged_block(call, slot, call.dq_accum_block(head_index, block));
+            // A head's only tile stores, as its sum may not be set to zero (_first_tile_stores in backward_plan.py).
+            const bool is_only = call.shape.key_tiles() == 1;
+            add_staged_block(call, slot, call.dq_accum_block(head_index, block), is_only);
             ledger.settle<DqBlock::tiles>(call);
             bool ends_span = place == work.blocks.last - 1;
             if constexpr (Traits::block_lists) {

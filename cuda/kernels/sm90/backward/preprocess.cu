@@ -1,18 +1,21 @@
 // Before the backward kernel: for each query delta = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
 // the backward kernel loads them, and what it adds to and counts with (DqAccum, KeySums) set to zero. And where queries
 // may not see all keys, which rows aren't finite (isolation.cuh).
+#include "common/block_range.cuh"
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "sm90/backward/traits.cuh"
 
 constexpr int threads = 256;
-constexpr int resident_ctas = 5;  // of a multiprocessor; for more, registers are so few that some spill
 constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 // Lanes that share a row: each takes 8 elements, 16 bytes.
 constexpr int row_lanes = Traits::value_dim <= 64 ? 8 : Traits::value_dim <= 128 ? 16 : 32;
 constexpr int pass_rows = threads / row_lanes;
-static_assert(Traits::queries % pass_rows == 0, "every thread has a row in every pass");
+constexpr int all_passes = Traits::queries / pass_rows;
+constexpr int passes = all_passes < 4 ? all_passes : 4;  // whose loads are under way at once
+constexpr int resident_ctas = all_passes == passes ? 4 : 3;  // of a multiprocessor: more, and registers spill
+static_assert(Traits::queries % pass_rows == 0 && Traits::queries <= threads, "every thread has a row in every pass");
 
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
     const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
@@ -32,16 +35,9 @@ __device__ __forceinline__ float to_base_2(float lse) {
     return size < 0x1p27f ? lse * log2_e : rounded + size * 0x1p-21f;
 }
 
-// One CTA a block of queries, head and batch row.
-extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
-    backward_preprocess(const __grid_constant__ Parameters parameters) {
-    const int queries = parameters.queries, query_heads = parameters.query_heads, columns = parameters.columns;
-    const int query_blocks = ceil_div(queries, Traits::queries);
+// What the main kernel adds to and counts with, set to zero. All threads of all CTAs.
+__device__ __forceinline__ void set_to_zero(const Parameters& parameters, int head_index, int block, int query_blocks) {
     const int64_t block_index = blockIdx.x;
-    const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
-    const int head = head_index % query_heads, batch = head_index / query_heads;
-    const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
-
     if (blockIdx.x == 0 && threadIdx.x == 0 && parameters.next_tile != nullptr) *parameters.next_tile = 0;
     // The block's sums lie as far apart as there are blocks, of all heads.
     auto block_of_sum = [&](int sum) { return static_cast<int64_t>(sum) * gridDim.x + block_index; };
@@ -82,6 +78,64 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
             }
         }
     }
+}
+
+// What one thread knows of one row of the block, loaded ahead.
+struct RowStatistics {
+    float lse, d_lse;
+    uint32_t hash;  // of dropout
+};
+
+__device__ __forceinline__ RowStatistics load_row(const Parameters& parameters, int head_index, int query) {
+    RowStatistics row = {-infinity, 0, 0};  // of rows that are not there
+    if (query >= parameters.queries) return row;
+    const int64_t index = static_cast<int64_t>(head_index) * parameters.queries + query;
+    row.lse = global::read_only(parameters.lse + index);
+    if (parameters.d_lse != nullptr) row.d_lse = global::read_only(parameters.d_lse + index);
+    if constexpr (Traits::dropout) row.hash = global::read_only(parameters.dropout_rows + index);
+    return row;
+}
+
+// Stores what the main kernel reads of a row, whose rowsum(dO ∘ O) is `sum`. Says whether the row isn't finite.
+__device__ __forceinline__ bool store_row(const Parameters& parameters, const RowStatistics& row, float sum,
+                                          float* lse_delta) {
+    // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
+    const bool attends = row.lse != -infinity;
+    if (attends) sum -= row.d_lse;
+    float lse_2 = attends ? to_base_2(row.lse) : infinity;
+    // A row that isn't finite is kept apart: P is NaN in all pairs that it sees, see isolation.cuh.
+    bool is_spoiled = false;
+    if (parameters.spoiled != nullptr) {
+        is_spoiled = !(fabsf(sum) < infinity) || (attends && !(fabsf(row.lse) < infinity));
+        if (is_spoiled) lse_2 = not_a_number, sum = 0;
+    }
+    lse_delta[0] = lse_2;
+    if constexpr (Traits::dropout) {
+        sum *= parameters.kept;
+        lse_delta[Traits::queries] = __uint_as_float(row.hash);
+    }
+    lse_delta[(Traits::per_query_values - 1) * Traits::queries] = attends ? sum : 0;
+    return is_spoiled;
+}
+
+// One CTA a block of queries, head and batch row. Of a row's sum each thread computes a part; then one thread has the
+// row. Loads are under way before what depends on none of them is stored.
+extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
+    backward_preprocess(const __grid_constant__ Parameters parameters) {
+    __shared__ float row_sums[Traits::queries];
+    const int queries = parameters.queries, query_heads = parameters.query_heads, columns = parameters.columns;
+    const int query_blocks = ceil_div(queries, Traits::queries);
+    const int head_index = blockIdx.x / query_blocks, block = blockIdx.x % query_blocks;
+    const int head = head_index % query_heads, batch = head_index / query_heads;
+    const int lane = threadIdx.x % row_lanes, pass_row = threadIdx.x / row_lanes;
+
+    if (parameters.block_tiles != nullptr) {
+        const Interval tiles = read_only(parameters.block_tiles + static_cast<int64_t>(batch) * query_blocks + block);
+        if (tiles.begin >= tiles.end) {  // of a block that no tile visits, nothing but its sums is read
+            set_to_zero(parameters, head_index, block, query_blocks);
+            return;
+        }
+    }
 
     // Whether a thread's elements of the query aren't all finite.
     auto is_query_spoiled = [&](int query) {
@@ -95,28 +149,35 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
         }
         return !finite;
     };
-    float* block_lse_delta = parameters.lse_delta + block_index * (Traits::per_query_values * Traits::queries);
-    bool spoiled = false;
-    constexpr int all_passes = Traits::queries / pass_rows;
-    constexpr int passes = all_passes < 4 ? all_passes : 4;  // whose loads are under way at once
+    RowStatistics own_row = {};
+    if (threadIdx.x < Traits::queries) {
+        own_row = load_row(parameters, head_index, block * Traits::queries + static_cast<int>(threadIdx.x));
+    }
 #pragma unroll 1
     for (int first_row = pass_row; first_row < Traits::queries; first_row += passes * pass_rows) {
         const int first_query = block * Traits::queries + first_row;
-        float sums[passes];
+        uint4 out[passes], d_out[passes];
         uint32_t attending = 0, idle = 0;  // passes in which the thread's part of O isn't zero, or has nothing of it
 #pragma unroll
         for (int pass = 0; pass < passes; ++pass) {
             const int query = first_query + pass * pass_rows;
-            sums[pass] = 0;
+            out[pass] = d_out[pass] = {0, 0, 0, 0};
             if (query < queries && lane * 8 < columns) {
                 const int64_t element =
                     ((static_cast<int64_t>(batch) * queries + query) * query_heads + head) * columns;
-                const uint4 out = global::read_only(parameters.out + element / 8 + lane);
-                sums[pass] = dot(out, global::read_only(parameters.d_out + element / 8 + lane));
-                if (((out.x | out.y | out.z | out.w) & 0x7fff7fff) != 0) attending |= 1u << pass;
+                out[pass] = global::read_only(parameters.out + element / 8 + lane);
+                d_out[pass] = global::read_only(parameters.d_out + element / 8 + lane);
             } else {
                 idle |= 1u << pass;
             }
+        }
+        if (first_row == pass_row) set_to_zero(parameters, head_index, block, query_blocks);
+        float sums[passes];
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+            sums[pass] = dot(out[pass], d_out[pass]);
+            const uint4& x = out[pass];
+            if (((x.x | x.y | x.z | x.w) & 0x7fff7fff) != 0) attending |= 1u << pass;
         }
         // A query that sees keys has a lse that tells whether it is finite. One that sees none, or that is infinite and
         // has no score above -inf, has a lse of -inf or that of a sink, and O = 0.
@@ -137,38 +198,23 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
         }
 #pragma unroll
         for (int pass = 0; pass < passes; ++pass) {
-            const int row = first_row + pass * pass_rows;  // in the block
-            const int query = first_query + pass * pass_rows;
-            const bool there = query < queries;
             float sum = spoiled_passes >> pass & 1 ? not_a_number : sums[pass];
 #pragma unroll
             for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
                 sum += __shfl_xor_sync(0xffffffff, sum, distance);
             }
-            if (lane != 0) continue;
-            const int64_t index = static_cast<int64_t>(head_index) * queries + query;
-            const float row_lse = there ? global::read_only(parameters.lse + index) : -infinity;
-            // A row that attends to nothing, or is not there, takes no part: P = 2^(x − ∞) = 0.
-            const bool attends = row_lse != -infinity;
-            if (attends && parameters.d_lse != nullptr) sum -= global::read_only(parameters.d_lse + index);
-            float lse_2 = attends ? to_base_2(row_lse) : infinity;
-            // A row that isn't finite is kept apart: P is NaN in all pairs that it sees, see isolation.cuh.
-            if (parameters.spoiled != nullptr) {
-                const bool is_row_spoiled = !(fabsf(sum) < infinity) || (attends && !(fabsf(row_lse) < infinity));
-                if (is_row_spoiled) lse_2 = not_a_number, sum = 0;
-                spoiled |= is_row_spoiled;
-            }
-            block_lse_delta[lse_delta_slot(row)] = lse_2;
-            if constexpr (Traits::dropout) {
-                sum *= parameters.kept;
-                const uint32_t hash = there ? global::read_only(parameters.dropout_rows + index) : 0;
-                block_lse_delta[Traits::queries + lse_delta_slot(row)] = __uint_as_float(hash);
-            }
-            block_lse_delta[(Traits::per_query_values - 1) * Traits::queries + lse_delta_slot(row)] = attends ? sum : 0;
+            if (lane == 0) row_sums[first_row + pass * pass_rows] = sum;
         }
+    }
+    __syncthreads();
+    bool spoiled = false;
+    if (threadIdx.x < Traits::queries) {
+        const int64_t first = static_cast<int64_t>(blockIdx.x) * (Traits::per_query_values * Traits::queries);
+        float* lse_delta = parameters.lse_delta + first + lse_delta_slot(threadIdx.x);
+        spoiled = store_row(parameters, own_row, row_sums[threadIdx.x], lse_delta);
     }
     if (parameters.spoiled != nullptr) {
         spoiled = __syncthreads_or(spoiled);
-        if (threadIdx.x == 0) parameters.spoiled[block_index] = spoiled;
+        if (threadIdx.x == 0) parameters.spoiled[blockIdx.x] = spoiled;
     }
 }
