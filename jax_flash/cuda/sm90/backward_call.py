@@ -136,7 +136,8 @@ class BackwardCall:
             return self.chosen.main_writes_dq
         # The heads that would be at work with undivided tiles decide (benchmarks/tune_schedule.py).
         at_work = self._heads_at_work_of(self.key_heads, self._l2_head_group_of(self.key_heads, 1))
-        return backward_scheduler.main_writes_dq(at_work, self.n.B * self.n.N, max(self.head_dims))
+        heads, larger_dim = self.n.B * self.n.N, max(self.head_dims)
+        return backward_scheduler.main_writes_dq(at_work, heads, larger_dim, self.key_tiles)
 
     @property
     def counts_tiles(self) -> bool:
@@ -211,11 +212,25 @@ class BackwardCall:
             tiles_alike = self.window.unbounded and not self.has_metadata
             share_bytes = tiles.group * head_bytes
             return backward_scheduler.l2_head_group_in_order(tiles.heads, share_bytes, tiles_alike, l2_bytes)
-        sequences = mask_metadata.assumed_sequences(self.shapes)
-        if sequences > 1 or self.shapes.diagonal is not None:
+        if self.shapes.diagonal is not None:
             return self._most_heads_together(tiles)
+        if mask_metadata.assumed_sequences(self.shapes) > 1:
+            return backward_scheduler.l2_head_group_of_sequences(self._of_sequences(tiles), parts, SPAN)
         # Lengths of batch rows leave a head's tiles as alike as they are, or empty.
         return backward_scheduler.l2_head_group(tiles, head_bytes, l2_bytes, parts, SPAN)
+
+    def _of_sequences(self, tiles: Tiles) -> Tiles:
+        """`tiles` as those of sequences of assumed lengths, one after another."""
+        blocks: list[int] = []
+        for count in backward_scheduler.assumed_sequences(self.key_tiles):
+            keys = count * self.tile.keys
+            queries = math.ceil(self.n.T * count / self.key_tiles)
+            window = window_of(self.spec, dataclasses.replace(self.n, T=queries, S=keys))
+            mask = position_mask(window, queries, keys).transposed()
+            blocks += mask.block_counts(self.tile.keys, self.tile.queries)
+        visited = self._head_bytes * max(blocks) / self.query_blocks
+        heads_in_l2 = l2.backward_bytes(self.device) / max(visited, 1)
+        return dataclasses.replace(tiles, blocks=tuple(blocks), heads_in_l2=heads_in_l2)
 
     @functools.cached_property
     def dq_accum_slots(self) -> int:

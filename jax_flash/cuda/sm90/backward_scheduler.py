@@ -53,18 +53,45 @@ def l2_head_group(tiles: Tiles, bytes_per_head: int, l2_bytes: int, parts: int =
     if len(set(tiles.blocks)) == 1:
         return 1
     most = most_heads_in_l2(tiles.heads, bytes_per_head, l2_bytes)
-    if len(tiles.blocks) * tiles.heads * parts > _SIMULATED:
-        return max(width for width in widths(most) if slowdown(tiles, width) == slowdown(tiles, 1))
-    times = {width: makespan(tiles, width, parts, span) * slowdown(tiles, width) for width in widths(most)}
+    times = _times(tiles, most, parts, span)
     return next(width for width, time in times.items() if time <= 1.005 * min(times.values()))
 
 
-def l2_head_group_of_unknown_lengths(heads: int, bytes_per_head: int, sequences: int, l2_bytes: int) -> int:
-    """`l2_head_group` of varlen sequences, of segments, and of chunks of sequences.
+def l2_head_group_of_sequences(tiles: Tiles, parts: int = 1, span: int = 1) -> int:
+    """`l2_head_group` of varlen sequences and of segments, whose lengths are known only at run time.
 
-    How long their tiles take is known only at run time, so as many heads as L2 holds are interleaved, in
-    groups of equal size, to even out the tail. Tiles that are at work together read one of the head's
-    `sequences`.
+    Args:
+      tiles: as sequences of lengths that are assumed have them (`assumed_sequences`).
+    """
+    times = _times(tiles, tiles.heads, parts, span)
+    return min(times, key=lambda width: times[width])
+
+
+def assumed_sequences(tiles: int) -> list[int]:
+    """How many of a row's key tiles each sequence is assumed to have: half of them, half of the rest, ..."""
+    found = []
+    while tiles:
+        found.append(math.ceil(tiles / 2))
+        tiles -= found[-1]
+    return found
+
+
+def _times(tiles: Tiles, most: int, parts: int, span: int) -> dict[int, float]:
+    """How long a pass takes by the number of heads in an L2 head group, up to `most`.
+
+    Of very many tiles, whose last wave is a small part, it has the most heads that L2 holds alone.
+    """
+    if len(tiles.blocks) * tiles.heads * parts > _SIMULATED:
+        held = [width for width in widths(most) if slowdown(tiles, width) == slowdown(tiles, 1)]
+        return {max(held): 1.0}
+    return {width: makespan(tiles, width, parts, span) * slowdown(tiles, width) for width in widths(most)}
+
+
+def l2_head_group_of_unknown_lengths(heads: int, bytes_per_head: int, sequences: int, l2_bytes: int) -> int:
+    """As many heads as L2 holds, in groups of equal size: `l2_head_group` of chunks of sequences.
+
+    How long their tiles take is known only at run time. Tiles that are at work together read one of the
+    head's `sequences`.
     """
     groups = math.ceil(heads * bytes_per_head / (sequences * l2_bytes))
     return math.ceil(heads / max(1, min(heads, groups)))
@@ -104,7 +131,7 @@ def dq_accum_slots(tiles: Tiles, width: int) -> int:
     return min(groups * width, tiles.heads) * tiles.group
 
 
-def main_writes_dq(heads_at_work: int, heads: int, larger_dim: int) -> bool:
+def main_writes_dq(heads_at_work: int, heads: int, larger_dim: int, key_tiles: int) -> bool:
     """Whether warps of the main kernel should write dQ, and not a kernel after it.
 
     They do so beside the products of later heads, from sums in L2. That gains nothing for the heads that are
@@ -115,8 +142,9 @@ def main_writes_dq(heads_at_work: int, heads: int, larger_dim: int) -> bool:
       heads_at_work: query heads whose dQ is summed at a time (`dq_accum_slots`).
       heads: all query heads.
       larger_dim: the larger head dim, of keys or of values.
+      key_tiles: of a head.
     """
-    return heads_at_work < heads or larger_dim <= 96
+    return heads_at_work < heads or (larger_dim <= 96 and key_tiles > 1)
 
 
 def dq_sums(tiles: Tiles, aligned: int, width: int, most: int) -> int:
