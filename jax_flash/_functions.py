@@ -15,13 +15,24 @@ from jax_flash.functions.static import StaticFunction, flat, static_score_mod
 def operands(
     score_mod: Any, block_mask: Any, batch: tuple[int, ...], lengths_and_heads: tuple[int, int, int]
 ) -> tuple[StaticFunction | None, BlockMaskSpec | None, dict[str, jax.Array]]:
-    """What the spec has of both, and their operands by name.
+    """What the spec has of both, and their operands by name. A score_mod that changes nothing is left out.
 
     Args:
       batch: the caller's leading axes. Operands have as many, or one of size 1 if there are none.
       lengths_and_heads: T, S and N.
     """
-    if score_mod is None and block_mask is None:
+    function = block_mask_spec = None
+    arrays: Any = ()
+    if score_mod is not None:
+        if not callable(score_mod):
+            raise TypeError(
+                "score_mod must be None or a function of score, batch, head, query_index and key_index; "
+                f"got {_validate.short(score_mod)}"
+            )
+        function, arrays = static_score_mod(score_mod)
+        if function.changes_nothing:
+            function, arrays = None, ()
+    if function is None and block_mask is None:
         return None, None, {}
     *_, N = lengths_and_heads
     axes = max(len(batch), 1)
@@ -37,15 +48,7 @@ def operands(
             for number, x in enumerate(arrays)
         }
 
-    function = block_mask_spec = None
-    if score_mod is not None:
-        if not callable(score_mod):
-            raise TypeError(
-                "score_mod must be None or a function of score, batch, head, query_index and key_index; "
-                f"got {_validate.short(score_mod)}"
-            )
-        function, arrays = static_score_mod(score_mod)
-        found |= captured("score_mod", map(flat, arrays))
+    found |= captured("score_mod", map(flat, arrays))
     if block_mask is not None:
         kinds = _kinds(block_mask, batch, lengths_and_heads)
         block_mask_spec = BlockMaskSpec(

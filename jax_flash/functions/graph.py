@@ -174,6 +174,17 @@ class Graph:
         bind = functools.partial(lax.convert_element_type, new_dtype=np.dtype(dtype))
         return self.apply("convert_element_type", (a,), dtype, bind)
 
+    def scalar(
+        self,
+        operation: str,
+        arguments: Iterable[Node],
+        dtype: np.dtype,
+        detail: Hashable,
+        inputs: frozenset[str],
+    ) -> Node:
+        """A node of an operation that is no primitive of JAX, which depends on `inputs` of the function."""
+        return self._node(operation, np.dtype(dtype), tuple(arguments), detail, inputs)
+
     def copied(self, node: Node, arguments: Iterable[Node]) -> Node:
         """A node of another graph, computed from arguments in this one."""
         arguments = tuple(arguments)

@@ -92,6 +92,16 @@ class StaticFunction:
         return frozenset(name for name, variable in names if variable in needed)
 
     @property
+    def changes_nothing(self) -> bool:
+        """Whether a call with it is one without: its value is the score, and so is its tangent that of the
+        score. `stop_gradient` and rules of custom derivatives have the same value and another tangent."""
+        if self.value is None or self.derivative is None or self.derivative.gathers:
+            return False
+        d_score = self.derivative.d_score
+        is_score = self.value.operation == INPUT and self.value.detail == "score"
+        return is_score and d_score.operation == CONSTANT and d_score.value == 1
+
+    @property
     def looks_up_each_score(self) -> bool:
         """Whether it looks an array up for each score, or each pair of a query and a key."""
         return self.lookups_of_a_score > 0

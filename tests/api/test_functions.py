@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import BlockMask, create_block_mask, cuda
+from jax_flash import BlockMask, _functions, create_block_mask, cuda
 from jax_flash._block_kinds import Kind
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
@@ -306,3 +306,41 @@ def test_refused_by_pallas():
         pytest.raises(NotImplementedError, match="the Triton lowering of Pallas has no such primitive"),
     ):
         attend(score_mod=lambda s, b, h, q, k: jax.lax.erf(s), implementation="pallas")
+
+
+@jax.custom_jvp
+def _halved_backward(score):
+    return score
+
+
+@_halved_backward.defjvp
+def _of_halved(primals, tangents):
+    return primals[0], tangents[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("function", "is_left_out"),
+    (
+        (lambda s, b, h, q, k: s, True),
+        (lambda s, b, h, q, k: jnp.where(jnp.ones(3)[0] > 2, s, s) * 1, True),
+        (lambda s, b, h, q, k: s + 0, False),  # of -0 it is 0
+        (lambda s, b, h, q, k: jax.lax.stop_gradient(s), False),
+        (lambda s, b, h, q, k: _halved_backward(s), False),
+        (lambda s, b, h, q, k: s.astype(jnp.bfloat16), False),
+    ),
+)
+def test_a_score_mod_that_changes_nothing_is_left_out(function, is_left_out):
+    found, _, operands = _functions.operands(function, None, (2,), (6, 5, 4))
+    assert (found is None) == is_left_out
+    assert bool(operands) != is_left_out
+
+
+def test_gradients_of_a_score_mod_that_changes_nothing():
+    def loss(query, unused, **options):
+        score_mod = options.get("score_mod") and (lambda s, b, h, q, k: (unused[h], s)[1])
+        return jnp.sum(jax_flash.flash_attention(query, KEY, KEY, score_mod=score_mod) ** 2)
+
+    query, unused = jnp.ones((2, 6, 4, 8)), jnp.ones(4)
+    d_query, d_unused = jax.grad(functools.partial(loss, score_mod=True), (0, 1))(query, unused)
+    np.testing.assert_array_equal(d_query, jax.grad(loss)(query, unused))
+    np.testing.assert_array_equal(d_unused, 0)

@@ -77,6 +77,31 @@ def test_equal_functions_have_equal_text():
     assert derivatives[0] == derivatives[1]
 
 
+def test_sums_of_positions_have_a_base_and_an_offset():
+    text = text_of(alibi_of(jnp.ones(4), 20.0))
+    assert "index()" not in text, "no position is bounded where none is looked up by"
+    assert "fabsf" in text and "scalar::absolute" not in text, "of the float"
+    assert text.count("static_cast<float>") == 2, "of the base and of the offset"
+    window = text_of(lambda s, b, h, q, k: jnp.where((q - k < 8) & (k <= q + 3), s, 0.0))
+    assert "index()" not in window and window.count(".offset") == 4
+    wraps = text_of(lambda s, b, h, q, k: jnp.where(q - k < 2**30, s, 0.0))
+    assert "index()" in wraps, "a difference of what is large may wrap around"
+
+
+def test_terms_of_a_head_are_known():
+    table = jnp.ones((4, 9))
+
+    def text(function):
+        return differentiated(function).text(0)
+
+    of_slopes = text(alibi_of(jnp.ones(4), 20.0))
+    assert "is_of_head(int gather) { return gather == 0; }" in of_slopes
+    assert "is_finite(int gather) { return gather == 0; }" in of_slopes
+    of_table = text(lambda s, b, h, q, k: s + s * table[h, q])
+    assert "is_of_head(int gather) { return false; }" in of_table
+    assert "is_finite(int gather) { return false; }" in of_table
+
+
 def test_captured_arrays_are_operands():
     table, scale = jnp.ones((4, 4), jnp.bfloat16), np.float32(2.0) * jnp.ones(())
     traced = functions.trace_score_mod(lambda score, b, h, q, k: score * scale + table[h, q])

@@ -25,11 +25,12 @@ extern "C" void run{n}(const Operands{n}& operands, int count, const float* scor
                        const int* head, const int* query, const int* key, float* value,
                        float* d_score, const float* d_value, const Gradients{n}& gradients) {{
     for (int i = 0; i < count; ++i) {{
+        const Position query_at(query[i] - 5, 5, query[i]), key_at(key[i] + 3, -3, key[i]);
         const auto tile = f{n}::make_tile(operands, batch[i]);
-        const auto row = f{n}::make_row(operands, tile, batch[i], head[i], query[i]);
-        const auto column = f{n}::make_column(operands, tile, batch[i], key[i]);
+        const auto row = f{n}::make_row(operands, tile, batch[i], head[i], query_at);
+        const auto column = f{n}::make_column(operands, tile, batch[i], key_at);
         const auto element = f{n}::make_element(
-            operands, tile, row, column, {score} batch[i], head[i], query[i], key[i]);
+            operands, tile, row, column, {score} batch[i], head[i], query_at, key_at);
         value[i] = element.value;
         {derivative}
     }}

@@ -134,12 +134,13 @@ def _binary(f):
     return lambda score, b, h, q, k: f(score, as_float(k))
 
 
+# Integers come as batch and head: positions are never large, and code for sums of them relies on it.
 def _integer(f):
-    return lambda score, b, h, q, k: _bits(f(q, k))
+    return lambda score, b, h, q, k: _bits(f(b, h))
 
 
 def _unsigned(f):
-    return lambda score, b, h, q, k: as_float(f(as_unsigned(q), as_unsigned(k)))
+    return lambda score, b, h, q, k: as_float(f(as_unsigned(b), as_unsigned(h)))
 
 
 SMALL = FLOATS[np.abs(FLOATS) < 1e4]
@@ -165,4 +166,4 @@ def arguments_of(name):
     none = np.zeros(a.shape, np.int32)
     if values.dtype == np.float32:
         return a, none, none, none, b.view(np.int32)
-    return none.astype(np.float32), none, none, a, b
+    return none.astype(np.float32), a, b, none, none

@@ -5,6 +5,7 @@
 // their blocks do.
 #pragma once
 #include "parameters.cuh"
+#include "common/position.cuh"
 #include "ptx/global.cuh"
 
 #if BLOCK_MASK
@@ -27,11 +28,12 @@ __device__ __forceinline__ BlockList block_list(const BlockMask& mask, int batch
 // The mask for one query of a head.
 struct MaskRow {
     const UserMaskMod operands;  // of the batch row
-    const int batch, head, query;  // indices in the whole call; with kinds, the own head
+    const int batch, head;  // indices in the whole call; with kinds, the own head
+    const Position query;
     const user_mask_mod::Tile tile;
     const user_mask_mod::Row row;
 
-    __device__ __forceinline__ MaskRow(const BlockMask& mask, int own_batch, int own_head, int query)
+    __device__ __forceinline__ MaskRow(const BlockMask& mask, int own_batch, int own_head, Position query)
         : operands(user_mask_mod::of_batch_row(mask.mask, own_batch)),
           batch(global::read_only(mask.mask.batch_indices + own_batch)),
           head(BLOCK_MASK == 2 ? own_head
@@ -40,7 +42,7 @@ struct MaskRow {
           tile(user_mask_mod::make_tile(operands, batch)),
           row(user_mask_mod::make_row(operands, tile, batch, head, query)) {}
 
-    __device__ __forceinline__ bool sees(int key) const {
+    __device__ __forceinline__ bool sees(Position key) const {
         const user_mask_mod::Column column = user_mask_mod::make_column(operands, tile, batch, key);
         return user_mask_mod::make_element(operands, tile, row, column, batch, head, query, key).value;
     }

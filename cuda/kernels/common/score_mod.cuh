@@ -6,6 +6,7 @@
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
+#include "common/position.cuh"
 #include "common/score_traits.cuh"
 #include "common/tanh.cuh"
 #include "common/user_row.cuh"
@@ -32,18 +33,17 @@ struct ScoreRow {
     int64_t bias, mask;  // offsets, in elements, at which the row starts
     float slope;
     int diagonal;  // the key on the query's diagonal
-    int last_key;
     UserRow user;
 
-    __device__ __forceinline__ ScoreRow(const ScoreOperands& operands, int batch, int head, int query, int queries,
-                                        int keys)
-        : operands(operands), bias(0), mask(0), slope(0), diagonal(query + keys - queries), last_key(keys - 1),
+    __device__ __forceinline__ ScoreRow(const ScoreOperands& operands, int batch, int head, Position query,
+                                        int queries, int keys)
+        : operands(operands), bias(0), mask(0), slope(0), diagonal(query.unbounded() + keys - queries),
 #if SCORE_MOD
-          user(operands.user, batch, head, min(query, queries - 1)) {
+          user(operands.user, batch, head, query) {
 #else
           user(0, 0, 0, 0) {
 #endif
-        const int own_query = min(query, queries - 1);
+        const int own_query = query.index();
         auto start = [&](const Strides& strides) {
             return batch * strides.batch + head * strides.head + own_query * strides.query;
         };
@@ -73,11 +73,11 @@ struct ScoreRow {
     }
 
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
-    __device__ __forceinline__ float logit(float score, int key, float& derivative) const {
-        const int own_key = min(key, last_key);
+    __device__ __forceinline__ float logit(float score, Position key, float& derivative) const {
+        const int own_key = key.index();
         float x = capped(score, derivative);
 #if SCORE_MOD
-        const user_score_mod::Element element = user.element(x, own_key);
+        const user_score_mod::Element element = user.element(x, key);
         x = element.value;
 #if SCORE_MOD == 2
         derivative *= element.d_score;
@@ -86,7 +86,7 @@ struct ScoreRow {
         if constexpr (ScoreTraits::bias) {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);
         }
-        if constexpr (ScoreTraits::alibi) x -= slope * distance(key);
+        if constexpr (ScoreTraits::alibi) x -= slope * distance(key.unbounded());
         if constexpr (ScoreTraits::mask) {
             const unsigned char* seen = operands.mask + mask + own_key * operands.mask_strides.key;
             if (global::read_only(seen) == 0) x = -infinity;

@@ -2,6 +2,7 @@
 // SCORE_MOD is 0 without a function.
 #pragma once
 #include "parameters.cuh"
+#include "common/position.cuh"
 #include "ptx/global.cuh"
 
 #if SCORE_MOD
@@ -9,11 +10,12 @@
 
 struct UserRow {
     const UserScoreMod operands;  // of the batch row
-    const int batch, head, query;  // indices in the whole call
+    const int batch, head;  // indices in the whole call
+    const Position query;
     const user_score_mod::Tile tile;
     const user_score_mod::Row row;
 
-    __device__ __forceinline__ UserRow(const UserScoreMod& all, int own_batch, int own_head, int query)
+    __device__ __forceinline__ UserRow(const UserScoreMod& all, int own_batch, int own_head, Position query)
         : operands(user_score_mod::of_batch_row(all, own_batch)),
           batch(global::read_only(all.batch_indices + own_batch)),
           head(global::read_only(all.head_indices + own_batch * all.head_stride + own_head)),
@@ -21,7 +23,7 @@ struct UserRow {
           tile(user_score_mod::make_tile(operands, batch)),
           row(user_score_mod::make_row(operands, tile, batch, head, query)) {}
 
-    __device__ __forceinline__ user_score_mod::Element element(float score, int key) const {
+    __device__ __forceinline__ user_score_mod::Element element(float score, Position key) const {
         const user_score_mod::Column column = user_score_mod::make_column(operands, tile, batch, key);
         return user_score_mod::make_element(operands, tile, row, column, score, batch, head, query, key);
     }

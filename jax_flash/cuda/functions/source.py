@@ -10,6 +10,8 @@ it has:
     Column make_column(operands, tile, batch, key)
     Element make_element(operands, tile, row, column, score, batch, head, query, key)
 
+`query` and `key` are of type `Position` (cuda/kernels/common/position.cuh).
+
 `Element` has `value`, what the function returns; a function without a score has no such argument. The header
 of a derivative also has `add_gradients(gradients, element, d_value, add)`. A kernel may call these for rows
 and keys beyond the last: all loads stay within arrays, but for those of a function on varlen tokens
@@ -22,7 +24,8 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jax_flash.cuda.functions import cpp
+from jax_flash.cuda.functions import cpp, positions
+from jax_flash.cuda.functions.finite import is_finite
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions.derivative import Derivative
 from jax_flash.functions.function import ScalarFunction
@@ -36,6 +39,7 @@ _INDEX_ARGUMENTS = {
     Scope.COLUMN: ("batch", "key"),
     Scope.ELEMENT: ("batch", "head", "query", "key"),
 }
+_POSITIONS = ("query", "key")
 _NAMES = {each: each.name.lower() for each in Scope}
 
 
@@ -85,7 +89,8 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
     """The C++ of a function and its derivative.
 
     `Element` has `value`, `d_score` and for each gather i `d_value<i>` and `index<i>`. `add_gradients` hands
-    the terms of sums of gradients to a function that adds them.
+    the terms of sums of gradients to a function that adds them. `is_of_head(i)` says that a gather's index is
+    the same for all scores of a head, `is_finite(i)` that its terms are finite wherever `d_value` is.
 
     Args:
       operands: the name of `operand_struct`.
@@ -105,6 +110,10 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
     add = "\n".join(
         [
             f"constexpr int gathers = {len(derivative.gathers)};",
+            _predicate(
+                "is_of_head", [gather.index.inputs <= {"batch", "head"} for gather in derivative.gathers]
+            ),
+            _predicate("is_finite", [is_finite(gather.d_value) for gather in derivative.gathers]),
             "",
             "// The sums that the terms of a gather are added to.",
             f"{_QUALIFIERS} auto sums_of(const {gradients}& gradients, int gather) {{",
@@ -122,6 +131,11 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
     return _text(namespace, operands, True, results, "" if gradients is None else add)
 
 
+def _predicate(name: str, of_gathers: Sequence[bool]) -> str:
+    holds = [f"gather == {number}" for number, value in enumerate(of_gathers) if value]
+    return f"{_QUALIFIERS} constexpr bool {name}(int gather) {{ return {' || '.join(holds) or 'false'}; }}"
+
+
 def _struct(name: str, fields: dict[str, str]) -> Struct:
     return struct(name, **(fields or {"none": "int32_t"}))  # a struct has a field
 
@@ -133,7 +147,8 @@ def _text(
     parts = [writer.function(each) for each in Scope]
     body = "\n\n".join([*parts, *([last] if last else [])])
     return (
-        '#pragma once\n#include "parameters.cuh"\n#include "common/scalar_functions.cuh"\n\n'
+        '#pragma once\n#include "parameters.cuh"\n#include "common/position.cuh"\n'
+        '#include "common/scalar_functions.cuh"\n\n'
         f"namespace {namespace} {{\n\n{body}\n\n}}  // namespace {namespace}\n"
     )
 
@@ -142,6 +157,8 @@ class _Writer:
     """Writes the functions of the scopes, in order, and keeps which name each value has."""
 
     def __init__(self, operands: str, has_score: bool, results: Sequence[tuple[str, str, Node]]):
+        nodes = positions.with_positions([node for _, _, node in results])
+        results = [(*result[:2], node) for result, node in zip(results, nodes, strict=True)]
         self.operands, self.has_score, self.results = operands, has_score, results
         self.scopes = by_scope(node for _, _, node in results)
         nodes = [node for each in Scope for node in self.scopes[each]]
@@ -172,10 +189,14 @@ class _Writer:
         parameters += [f"const {each.name.capitalize()}& {_NAMES[each]}" for each in earlier if each < own]
         if own == Scope.ELEMENT and self.has_score:
             parameters.append("float score")
-        return parameters + [f"int {name}" for name in _INDEX_ARGUMENTS[own]]
+        return parameters + [
+            f"{'Position' if name in _POSITIONS else 'int'} {name}" for name in _INDEX_ARGUMENTS[own]
+        ]
 
     def expression(self, node: Node, own: Scope) -> str:
         arguments = [self.name(argument, own) for argument in node.arguments]
+        if node.operation in (positions.FLOAT_OF_POSITION, positions.COMPARED_POSITION):
+            return positions.expression(node, arguments)
         if node.operation != LOAD:
             return cpp.expression(node, arguments)
         load = f"scalar::load(operands.operand{node.detail} + {arguments[0]})"
@@ -186,7 +207,7 @@ class _Writer:
         if node.operation == CONSTANT:
             return cpp.literal(node)
         if node.operation == INPUT:
-            return str(node.detail)
+            return f"{node.detail}.index()" if node.detail in _POSITIONS else str(node.detail)
         of = scope(node)
         return self.names[node] if of == own else f"{_NAMES[of]}.{self.names[node]}"
 

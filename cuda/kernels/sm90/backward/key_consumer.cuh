@@ -19,6 +19,9 @@ struct KeyConsumer {
     BlockVisit now;
     float d_key[d_key_count] = {};
     float d_scores[score_count];  // dP, then dS
+#if SCORE_MOD_GRADIENTS
+    HeadSums head_sums;
+#endif
 
     __device__ __forceinline__ explicit KeyConsumer(const Call& call)
         : work(call.work(call.own_tile_uniform())), now(work.first_visit()) {}
@@ -70,7 +73,7 @@ struct KeyConsumer {
 #if SCORE_MOD_GRADIENTS
         float scores[score_count];
         if constexpr (ScoreTraits::user_gradients_need_scores) compute_scores(call, scores);
-        add_user_gradients(d_scores, scores, call, work.tile.batch, head, block, key);
+        add_user_gradients(d_scores, scores, head_sums, call, work.tile.batch, head, block, key);
 #endif
     }
     __device__ __forceinline__ void multiply_by_score_grad(const Call& call) {
@@ -149,6 +152,13 @@ struct KeyConsumer {
         if (lane == 0) mbarrier::arrive_in_cluster(in_peer(shared.peer_d_scores_empty()));
     }
 
+    // After the last block of a query head of the group.
+    __device__ __forceinline__ void finish_head(const Call& call, int member) {
+#if SCORE_MOD_GRADIENTS
+        head_sums.finish(call, work.tile.batch, work.tile.head * call.shape.group + member);
+#endif
+    }
+
     // From dP of a block to that of the next one. Between two steps no product is under way.
     template <bool last>
     __device__ __forceinline__ void step(const Call& call) {
@@ -165,7 +175,9 @@ struct KeyConsumer {
             wgmma::wait<0>();
             wgmma::pin(d_scores);
         }
+        const int member = now.member;
         now.advance(work.blocks, work.order);
+        if (last || now.member != member) finish_head(call, member);
         d_scores_slot.advance();
     }
 

@@ -10,11 +10,18 @@
 // Of element i of an accumulator: its query, from the block's first on, and its row, 8 keys below the thread's first or not.
 __device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2; }
 __device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
+// Both as positions. `key` is the thread's first.
+__device__ __forceinline__ Position query_position(int block, int i, const Shape& shape) {
+    const int first = block * Traits::queries + threadIdx.x % 4 * 2;
+    return {first, i / 4 * 8 + i % 2, shape.queries - 1};
+}
+__device__ __forceinline__ Position key_position(int key, int i, const Shape& shape) {
+    return {key, 8 * key_row_of(i), shape.keys - 1};
+}
 
 // Whether the call's boolean mask lets the row's query see a key.
-__device__ __forceinline__ bool lets_see(const ScoreRow& row, int key) {
-    const int own_key = min(key, row.last_key);
-    return global::read_only(row.operands.mask + row.mask + own_key * row.operands.mask_strides.key) != 0;
+__device__ __forceinline__ bool lets_see(const ScoreRow& row, Position key) {
+    return global::read_only(row.operands.mask + row.mask + key.index() * row.operands.mask_strides.key) != 0;
 }
 
 // Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's first.
@@ -28,13 +35,13 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
         float derivative[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const int query = block * Traits::queries + query_of(i + j);
-            const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
-            const float logit = row.logit(scores[i + j], key + 8 * key_row_of(j), derivative[j]);
+            const Position own_key = key_position(key, i + j, shape);
+            const ScoreRow row(call.scores, batch, head, query_position(block, i + j, shape), shape.queries, shape.keys);
+            const float logit = row.logit(scores[i + j], own_key, derivative[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
             // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
             if constexpr (Traits::isolates && ScoreTraits::mask) {
-                if (!lets_see(row, key + 8 * key_row_of(j))) scores[i + j] = 0;
+                if (!lets_see(row, own_key)) scores[i + j] = 0;
             }
         }
         if constexpr (ScoreTraits::score_grad) {
@@ -42,6 +49,14 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
             for (int j = 0; j < 8; j += 2) {
                 score_grad[i / 8][j / 2] = convert<Traits::Element>(derivative[j], derivative[j + 1]);
             }
+        }
+    }
+    // What a function makes of queries beyond the last may not be finite.
+    const int beyond = shape.queries - block * Traits::queries;
+    if (ScoreTraits::user && beyond < Traits::queries) {
+#pragma unroll
+        for (int i = 0; i < score_count; ++i) {
+            if (query_of(i) >= beyond) scores[i] = 0;
         }
     }
 }
@@ -54,9 +69,8 @@ __device__ __forceinline__ void mask_by_function(float (&probabilities)[count], 
     const Shape& shape = call.shape;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-        const int query = min(block * Traits::queries + query_of(i), shape.queries - 1);
-        const MaskRow row(shape.block_mask, batch, head, query);
-        if (!row.sees(min(key + 8 * key_row_of(i), shape.keys - 1))) probabilities[i] = 0;
+        const MaskRow row(shape.block_mask, batch, head, query_position(block, i, shape));
+        if (!row.sees(key_position(key, i, shape))) probabilities[i] = 0;
     }
 #endif
 }
@@ -124,8 +138,7 @@ __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
-        const int query = block * Traits::queries + query_of(i);
-        const ScoreRow row(call.scores, tile.batch, head, query, shape.queries, shape.keys);
+        const ScoreRow row(call.scores, tile.batch, head, query_position(block, i, shape), shape.queries, shape.keys);
         sum -= d_scores[i] * row.distance(key + 8 * key_row_of(i));
     }
     sum = warp_sum(sum);
@@ -162,31 +175,63 @@ struct GradientRun {
     }
 };
 
+#if SCORE_MOD_GRADIENTS
+// Terms of elements that are the same for all scores of a head, as a head's slope is: a thread adds them up over all blocks of
+// a query head.
+struct HeadSums {
+    float of_gather[user_score_mod::gathers] = {};
+
+    __device__ static constexpr bool have_all() {
+        for (int gather = 0; gather < user_score_mod::gathers; ++gather) {
+            if (!user_score_mod::is_of_head(gather)) return false;
+        }
+        return true;
+    }
+    __device__ __forceinline__ void add(int gather, float d_score, float term) {
+        of_gather[gather] += user_score_mod::is_finite(gather) || d_score != 0 ? term : 0;
+    }
+    // Adds them to the gradients, and starts anew. By all lanes of a warp.
+    __device__ __forceinline__ void finish(const Call& call, int batch, int head) {
+        const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
+        const UserRow row(call.scores.user, batch, head, 0);
+        using Sum = decltype(user_score_mod::sums_of(sums, 0));
+        user_score_mod::add_gradients(sums, row.element(0, 0), 0, [&](int gather, Sum sum, int index, float) {
+            if (!user_score_mod::is_of_head(gather)) return;
+            const float of_warp = warp_sum(of_gather[gather]);
+            if (threadIdx.x % 32 == 0) add_term(sum + index, of_warp, 1);
+            of_gather[gather] = 0;
+        });
+    }
+};
+
 // Adds dS of the thread's keys and the block's queries to the gradients of what the user's function captures. A pair that
 // doesn't see each other has dS = 0, whatever the function makes of it. `scores` are theirs if the gradients need them.
-#if SCORE_MOD_GRADIENTS
 __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score_count],
-                                                   const float (&scores)[score_count], const Call& call, int batch,
-                                                   int head, int block, int key) {
+                                                   const float (&scores)[score_count], HeadSums& head_sums,
+                                                   const Call& call, int batch, int head, int block, int key) {
     const Shape& shape = call.shape;
     const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
     using Sum = decltype(user_score_mod::sums_of(sums, 0));
     GradientRun runs[user_score_mod::gathers];
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
-        const int query = block * Traits::queries + query_of(i);
-        const ScoreRow row(call.scores, batch, head, query, shape.queries, shape.keys);
-        const int own_key = min(key + 8 * key_row_of(i), row.last_key);
-        if (d_scores[i] == 0) continue;
+        const ScoreRow row(call.scores, batch, head, query_position(block, i, shape), shape.queries, shape.keys);
+        if (!HeadSums::have_all() && d_scores[i] == 0) continue;
         float derivative, score = 0;
         if constexpr (ScoreTraits::user_gradients_need_scores) score = row.capped(scores[i], derivative);
         user_score_mod::add_gradients(
-            sums, row.user.element(score, own_key), d_scores[i],
-            [&](int gather, Sum sum, int index, float term) { runs[gather].add(sum, index, term); });
+            sums, row.user.element(score, key_position(key, i, shape)), d_scores[i],
+            [&](int gather, Sum sum, int index, float term) {
+                if (user_score_mod::is_of_head(gather)) {
+                    head_sums.add(gather, d_scores[i], term);
+                } else {
+                    runs[gather].add(sum, index, term);
+                }
+            });
     }
 #pragma unroll
     for (int gather = 0; gather < user_score_mod::gathers; ++gather) {
-        runs[gather].finish(user_score_mod::sums_of(sums, gather));
+        if (!user_score_mod::is_of_head(gather)) runs[gather].finish(user_score_mod::sums_of(sums, gather));
     }
 }
 #endif

@@ -64,7 +64,8 @@ __device__ __forceinline__ void make_logits(float (&scores)[count], const Consum
         float logit = scores[i] * rows.scale[row_of(i)];
         if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
 #if SCORE_MOD
-        logit = rows.user[row_of(i)].element(logit, first_column + column_of(i)).value;
+        const Position key{first_column, column_of(i), 0x7fffffff};
+        logit = rows.user[row_of(i)].element(logit, key).value;
 #endif
         if constexpr (Traits::alibi) {
             const float key = static_cast<float>(first_column + column_of(i));

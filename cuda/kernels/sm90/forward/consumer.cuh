@@ -286,7 +286,10 @@ struct TileConsumer {
             constexpr bool both = Traits::segments || Traits::block_mask;
             const bool right = both || block >= blocks.full_end;
             const bool left = both || block < blocks.full_begin;
-            mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
+            constexpr bool by_position = !Traits::block_mask || Traits::has_right || Traits::has_left || Traits::mask_metadata;
+            if (by_position || first_key + Traits::keys > call.shape.keys) {
+                mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
+            }
             if constexpr (Traits::block_mask) mask_by_function(scores, tile, row, first_key, call.shape);
         }
     }

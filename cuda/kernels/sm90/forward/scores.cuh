@@ -41,13 +41,14 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
         const int keys = Traits::cache ? any_key : shape.keys;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
+            const Position query = position_of(row + 8 * r, shape);
+            const int head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
             float derivative;  // which no one reads
 #pragma unroll
             for (int i = 0; i < count; ++i) {
                 if (row_of(i) != r) continue;
-                float logit[1] = {score_row.logit(scores[i], column + column_of(i), derivative)};
+                float logit[1] = {score_row.logit(scores[i], {column, column_of(i), keys - 1}, derivative)};
                 // One after another: operands of several at once have no room in registers.
                 if constexpr (ScoreTraits::all_operands) wgmma::pin(logit);
                 scores[i] = logit[0];
@@ -100,12 +101,11 @@ __device__ __forceinline__ void mask_by_function(float (&scores)[count], const T
     const int column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int query = min(query_of(row + 8 * r), shape.queries - 1);
-        const MaskRow mask_row(shape.block_mask, tile.batch, head_of(row + 8 * r, tile), query);
+        const MaskRow mask_row(shape.block_mask, tile.batch, head_of(row + 8 * r, tile), position_of(row + 8 * r, shape));
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             if (row_of(i) != r) continue;
-            if (!mask_row.sees(min(column + column_of(i), shape.keys - 1))) scores[i] = -infinity;
+            if (!mask_row.sees({column, column_of(i), shape.keys - 1})) scores[i] = -infinity;
         }
     }
 #endif

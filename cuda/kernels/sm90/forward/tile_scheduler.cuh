@@ -2,11 +2,15 @@
 #pragma once
 #include "common/block_mask.cuh"
 #include "common/block_range.cuh"
+#include "common/position.cuh"
 #include "sm90/forward/traits.cuh"
 
 // With PackGQA, rows of a tile are those of `pack_gqa` query heads: row r of all is query r / pack_gqa of the tile's
 // head r % pack_gqa.
 __device__ __forceinline__ int query_of(int row) { return row / Traits::pack_gqa; }
+__device__ __forceinline__ Position position_of(int row, const Shape& shape) {
+    return {query_of(row), 0, shape.queries - 1};
+}
 __device__ __forceinline__ int head_of(int row, const Tile& tile) { return tile.head + row % Traits::pack_gqa; }
 __device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack_gqa; }
 __device__ __forceinline__ int row_tiles(const Shape& shape) { return ceil_div(row_count(shape), Traits::rows); }
