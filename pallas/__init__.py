@@ -11,6 +11,7 @@ from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat, features, limits, lowering
+from .mosaic import head_shares
 from .mosaic import tiles as mosaic_tiles
 from .triton import functions
 from .triton import tiles as triton_tiles
@@ -72,7 +73,7 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
     size, by_triton = sizes(shapes), triton_tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
-        forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size)
+        forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size, device)
         return f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
     backward = f"of keys ({by_triton.backward_keys}) and of queries ({by_triton.backward_queries})"
     if features.bias_gradient(shapes) == "shared":
@@ -123,7 +124,7 @@ def backward(
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import backward as mosaic_backward
 
-        configs = _mosaic_backward(spec, sizes(operands))
+        configs = _mosaic_backward(spec, sizes(operands), device)
         multiprocessors = device.sm_count or 1
         return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, multiprocessors)
 
@@ -133,7 +134,8 @@ def backward(
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)
 
 
-def _mosaic_backward(spec: AttentionSpec, size: Sizes) -> mosaic_tiles.BackwardConfigs:
+def _mosaic_backward(spec: AttentionSpec, size: Sizes, device: Device) -> mosaic_tiles.BackwardConfigs:
     keys = keys_of_queries(spec, size).mean_visible_columns()
     in_any_order = not spec.deterministic and compat.adds_to_arrays()
-    return mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)
+    configs = mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)
+    return head_shares.divided(configs, spec, size, device.sm_count or 1)
