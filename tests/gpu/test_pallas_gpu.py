@@ -7,6 +7,7 @@ from implementation_suite import FEATURES, ImplementationSuite
 from nonfinite_suite import NonFiniteSuite
 
 from jax_flash.pallas import lowering
+from jax_flash.pallas.mosaic import head_shares
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -16,7 +17,7 @@ class TestPallas(ImplementationSuite):
     """By Mosaic GPU on Hopper, by Triton elsewhere."""
 
     implementation = "pallas"
-    head_dims = (64, 80, 96, 128, 256)  # every swizzle of shared memory
+    head_dims = (40, 64, 72, 80, 96, 128, 256)  # every swizzle of shared memory, and two that are padded
     features = FEATURES
 
     def before_run(self, nbytes):
@@ -113,3 +114,30 @@ class TestPallasTogether(TestPallas):
             patch.setattr(mosaic_tiles, "KEYS_TO_SUM_TOGETHER", 0)
             yield
         jax.clear_caches()
+
+
+@pytest.fixture(scope="class")
+def two_head_shares():
+    """Two for each key head that has several query heads, however short the call is."""
+    jax.clear_caches()  # which don't know of the number of shares
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_shares, "choose", lambda problem: 2)
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("two_head_shares")
+class TestPallasByHeadShares(TestPallas):
+    """With head shares of a key head, of unequal length at three query heads."""
+
+    head_dims = (64, 128, 256)
+
+    @classmethod
+    def cases(cls):
+        grouped = [case for case in super().cases() if case.N != case.K]
+        return [case for case in grouped if case.category != "feature"]  # Triton's
+
+
+@pytest.mark.usefixtures("two_head_shares")
+class TestPallasNonFiniteByHeadShares(TestPallasNonFiniteByMosaic):
+    sizes = dict(T=300, S=410, N=3, K=1, H=64)  # noqa: RUF012
