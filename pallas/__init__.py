@@ -11,6 +11,7 @@ from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from . import compat, features, limits, lowering
+from .mosaic import head_dims, head_shares
 from .mosaic import tiles as mosaic_tiles
 from .triton import functions
 from .triton import tiles as triton_tiles
@@ -70,9 +71,10 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
-    size, by_triton = sizes(shapes), triton_tiles.choose(spec, shapes, device)
+    by_triton = triton_tiles.choose(spec, shapes, device)
     if lowering.mosaic_reason(spec, shapes, device) is None:
-        forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size)
+        size = head_dims.padded_sizes(shapes)
+        forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size, device)
         return f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
     backward = f"of keys ({by_triton.backward_keys}) and of queries ({by_triton.backward_queries})"
     if features.bias_gradient(shapes) == "shared":
@@ -90,13 +92,15 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
-    size, device = sizes(operands), _device.current()
+    device = _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import forward as mosaic_forward
 
-        config = mosaic_tiles.forward(size)
+        config = mosaic_tiles.forward(head_dims.padded_sizes(operands))
         assert config is not None  # or there would be a reason
-        return mosaic_forward.forward(spec, operands, config, device.sm_count or 1)
+        padded = head_dims.pad_operands(operands)
+        out, lse = mosaic_forward.forward(spec, padded, config, device.sm_count or 1)
+        return out[..., : operands.value.shape[-1]], lse
 
     from .triton import forward as triton_forward
 
@@ -123,9 +127,18 @@ def backward(
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import backward as mosaic_backward
 
-        configs = _mosaic_backward(spec, sizes(operands))
-        multiprocessors = device.sm_count or 1
-        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, multiprocessors)
+        configs = _mosaic_backward(spec, head_dims.padded_sizes(operands), device)
+        gradients = mosaic_backward.backward(
+            spec,
+            head_dims.pad_operands(operands),
+            head_dims.pad(out),
+            lse,
+            head_dims.pad(d_out),
+            d_lse,
+            configs,
+            device.sm_count or 1,
+        )
+        return head_dims.cut_gradients(gradients, sizes(operands))
 
     from .triton import backward as triton_backward
 
@@ -133,7 +146,8 @@ def backward(
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)
 
 
-def _mosaic_backward(spec: AttentionSpec, size: Sizes) -> mosaic_tiles.BackwardConfigs:
+def _mosaic_backward(spec: AttentionSpec, size: Sizes, device: Device) -> mosaic_tiles.BackwardConfigs:
     keys = keys_of_queries(spec, size).mean_visible_columns()
     in_any_order = not spec.deterministic and compat.adds_to_arrays()
-    return mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)
+    configs = mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)
+    return head_shares.divided(configs, spec, size, device.sm_count or 1)

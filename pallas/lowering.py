@@ -14,6 +14,7 @@ from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
 from . import compat, features
+from .mosaic import head_dims
 from .mosaic import tiles as mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
@@ -63,10 +64,8 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
         return "its kernels for Hopper take no diagonal as an operand, as calls on parts of sequences have"
     if spec.wide_results:
         return "its kernels for Hopper write no float32 results, as steps of a ring have"
-    size = sizes(shapes)
-    if size.H % 16 or size.V % 16:
-        return f"head dims must be multiples of 16, not {size.H} and {size.V}"
-    if mosaic_tiles.forward(size) is None:
+    if mosaic_tiles.forward(head_dims.padded_sizes(shapes)) is None:
+        size = sizes(shapes)
         return f"head dims {size.H} and {size.V} need more shared memory than there is"
     try:
         compat.require_mosaic()

@@ -144,34 +144,50 @@ def gradients(
     keeps apart what isn't finite.
 
     Returns:
-      the gradients of its rows, with lengths in whole tiles of 8; and the float32 sum of dQ that it adds to,
+      the gradients of its rows, with at least as many of these; and the float32 sum of dQ that it adds to,
       yet to be scaled, or None.
     """
     call = _Call.of(kernel, spec, size, prepared, config, multiprocessors)
     problem, rows, columns = call.problem, call.rows, call.columns
     of_rows = prepared.keys if problem.rows_are_keys else prepared.queries
-    out = Pair(*(x if own else None for x, own in zip(of_rows, problem.owns, strict=True)))
+    scheduler, shares = problem.scheduler, config.head_shares
+    rows_of_tiles = scheduler.tiles * problem.rows_of_tile
+
+    def result(x: jax.Array) -> jax.ShapeDtypeStruct:
+        if shares == 1:
+            return compat.result(x.shape, x.dtype, like=x)
+        B, _, heads, width = x.shape
+        return compat.result((shares, B, rows_of_tiles, heads, width), jnp.float32, like=x)
+
+    out = Pair(*(result(x) if own else None for x, own in zip(of_rows, problem.owns, strict=True)))
     summed = None
     if problem.kernel.adds_d_query:
         B, length, heads, H = columns.key_or_query.shape
         shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
         summed = compat.result(shape, jnp.float32, like=columns.key_or_query)
     is_isolated = isolates(problem.mask)
-    scheduler = problem.scheduler
-    marked_rows = scheduler.tiles * problem.rows_of_tile
-    marks = marks_of(size.B, scheduler.heads, marked_rows, like=columns.key_or_query) if is_isolated else None
+    marks = marks_of(size.B, problem.heads, rows_of_tiles, like=columns.key_or_query) if is_isolated else None
     (found, marks), of_columns = compat.mosaic_call(
         functools.partial(flash_backward, scale=spec.scale, problem=problem),
         blocks=scheduler.grid,
         warpgroups=config.warpgroups + 1,
         scratch=_scratch(problem, rows, call.lse_and_delta),
-        out_shape=[jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), out), marks],
+        out_shape=[out, marks],
         name=f"jax_flash_mosaic_backward_{kernel}",
         sums=summed,
     )(rows, columns, call.lse_and_delta)
+    if shares > 1:
+        found = jax.tree.map(functools.partial(_sum_over_shares, dtype=rows.key_or_query.dtype), found)
+        if is_isolated:
+            marks = marks.reshape(size.B, -1, shares, marks.shape[2]).max(2)
     if is_isolated:
         found = _again(call, marks, found, f"jax_flash_mosaic_backward_{kernel}_again")
     return found, of_columns
+
+
+def _sum_over_shares(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Of gradients (shares, B, rows, heads, width), in a fixed order and by one loop of XLA's."""
+    return functools.reduce(jnp.add, [x[i] for i in range(x.shape[0])]).astype(dtype)
 
 
 def _again(call: _Call, marks: jax.Array, found: Pair, name: str) -> Pair:

@@ -101,7 +101,7 @@ def _load(
 
             return lax.fori_loop(int32(blocks.first), int32(blocks.last), block, done)
 
-        return tiles_done + 1, lax.fori_loop(np.int32(0), np.int32(problem.passes), one_pass, done)
+        return tiles_done + 1, lax.fori_loop(np.int32(0), int32(problem.passes(head)), one_pass, done)
 
     tiles_done, done = spoiled.over(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.

@@ -20,7 +20,7 @@ from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
 from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_accumulate, issue_product, wait_product
-from .registers import ACCUMULATOR, ROW, where_between
+from .registers import ACCUMULATOR, ROW, store, where_between
 from .roles import divide, drain
 from .tile_scheduler import div, int32, rem
 from .tiles import ROWS, BackwardConfig
@@ -49,8 +49,9 @@ class Barriers(NamedTuple):
 def flash_backward(rows, columns, lse_and_delta, *refs, scale: float, problem: BackwardProblem) -> None:
     """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T).
 
-    `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`; marks of them or
-    None; shared memory; and barriers.
+    `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`, where there are
+    head shares (shares, B, rows of whole tiles, heads, width) float32; marks of them or None; shared memory;
+    and barriers.
     """
     *d_query_accum, out, marks, shared, barriers = refs
     results = Results(out, marks, d_query_accum)
@@ -91,7 +92,7 @@ def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardPr
             return lax.fori_loop(int32(blocks.first), int32(blocks.last), block, done)
 
         blocks = problem.block_range(first)
-        return tiles_done + 1, lax.fori_loop(np.int32(0), np.int32(problem.passes), one_pass, done)
+        return tiles_done + 1, lax.fori_loop(np.int32(0), int32(problem.passes(head)), one_pass, done)
 
     tiles_done, done = problem.scheduler.over(tile, (jnp.int32(0), jnp.int32(0)))
     # No barrier is left while others still arrive at it.
@@ -104,6 +105,7 @@ def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardPr
 def load_rows(rows, lse_and_delta, shared, barriers, tiles_done, place, problem: BackwardProblem) -> None:
     """Fills the rows of the tile that is number `tiles_done`, from `place`: batch row, head, first row."""
     config, (batch, head, first) = problem.config, place
+    head, _ = problem.head_and_share(head)
     for w in range(config.warpgroups):
         slot = rem(tiles_done, config.row_stages) * config.warpgroups + w
         if config.persistent:
@@ -188,10 +190,11 @@ class Consumer:
 
         widths = Pair(problem.size.H, problem.size.V)
         sums = Pair(*(_zeros(width) if own else None for own, width in zip(self.owns, widths, strict=True)))
-        if problem.passes == 1:
+        passes = problem.passes(head)
+        if isinstance(passes, int) and passes == 1:
             sums, done = one_pass(0, (sums, done))
         else:
-            sums, done = lax.fori_loop(np.int32(0), np.int32(problem.passes), one_pass, (sums, done))
+            sums, done = lax.fori_loop(np.int32(0), int32(passes), one_pass, (sums, done))
 
         if d_query is not None:
             d_query.wait_for_readers(done > begun)
@@ -289,8 +292,8 @@ class Consumer:
         return done + 1
 
     def _store(self, sums: Pair, slot, place) -> None:
-        """Stages the gradients of a tile over its rows, and copies them to `place`: batch row, head, first
-        row."""
+        """Writes the gradients of a tile to `place`: batch row, head, first row. They are staged over its
+        rows, but for those of a head share, which are float32."""
         batch, head, first_row = place
         d_key_or_query = sums.key_or_query * self.scale if self.owns.key_or_query else None
         rooms = self.shared.rows
@@ -300,6 +303,9 @@ class Consumer:
         if self.results.marks is not None:
             own = pl.ds(div(first_row, MARKED_ROWS), ROWS // MARKED_ROWS)
             mark(self.results.marks.at[batch, head, own], [x for x in results if x is not None])
+        if self.config.head_shares > 1:
+            self._store_share(results, slot, place)
+            return
         for values, room, target in zip(results, rooms, self.results.gradients, strict=True):
             if values is not None:
                 target = target.at[batch, pl.ds(first_row, ROWS), head]
@@ -311,6 +317,16 @@ class Consumer:
         if self.config.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+
+    def _store_share(self, results: Pair, slot, place) -> None:
+        """Writes the float32 gradients of a head share, straight from registers."""
+        if self.config.persistent:
+            plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+        batch, head, first_row = place
+        key_head, share = self.problem.head_and_share(head)
+        for values, target in zip(results, self.results.gradients, strict=True):
+            if values is not None:
+                store(target.at[share, batch, pl.ds(first_row, ROWS), key_head], values)
 
     def _row_slots(self, slot):
         """The places of all warpgroups' rows, where this one's are in `slot`."""

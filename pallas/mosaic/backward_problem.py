@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_flash._mask import BlockRange, PositionMask
 from jax_flash._spec import Sizes
 
-from .tile_scheduler import TileScheduler, div, tile_lengths
+from .tile_scheduler import TileScheduler, div, rem, tile_lengths
 from .tiles import ROWS, BackwardConfig
 
 
@@ -63,9 +64,11 @@ class BackwardProblem:
         """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes
         through all its tiles, and passes over those that need nothing. It adds nothing to dQ.
 
-        It loads nothing ahead, which leaves it shared memory for its reductions.
+        It loads nothing ahead, which leaves it shared memory for its reductions. A tile is one block's work.
         """
-        config = dataclasses.replace(self.config, stages=1, second_stages=1, persistent=True, row_stages=1)
+        config = dataclasses.replace(
+            self.config, stages=1, second_stages=1, persistent=True, row_stages=1, head_shares=1
+        )
         kernel = self.kernel._replace(adds_d_query=False)
         return dataclasses.replace(self, config=config, kernel=kernel)
 
@@ -79,8 +82,13 @@ class BackwardProblem:
 
     @property
     def heads(self) -> int:
-        """Of the gradient."""
-        return self.size.K if self.rows_are_keys else self.size.N
+        """Of the gradient; where several head shares have a key head, as many for it."""
+        return self.size.K * self.config.head_shares if self.rows_are_keys else self.size.N
+
+    def head_and_share(self, head) -> tuple[Any, Any]:
+        """The head of the rows, and the head share."""
+        shares = self.config.head_shares
+        return (head, np.int32(0)) if shares == 1 else (div(head, shares), rem(head, shares))
 
     @property
     def rows_of_tile(self) -> int:
@@ -91,7 +99,7 @@ class BackwardProblem:
         """The order of tiles of rows."""
         size, config = self.size, self.config
         rows, columns = (size.S, size.T) if self.rows_are_keys else (size.T, size.S)
-        heads = size.group if self.rows_are_keys else 1 / size.group  # of columns that a head of rows meets
+        heads = max(self._passes) if self.rows_are_keys else 1 / size.group  # of columns that a head meets
         return TileScheduler(
             tiles=pl.cdiv(rows, self.rows_of_tile),
             heads=self.heads,
@@ -99,15 +107,35 @@ class BackwardProblem:
             lengths=tile_lengths(self.mask, self.rows_of_tile, config.columns),
             blocks=self.multiprocessors if config.persistent else None,
             bytes_of_head=int(2 * columns * (size.H + size.V) * heads),
+            passes=self._passes,
         )
 
     @property
-    def passes(self) -> int:
-        """Over the columns: one for each query head that shares the keys."""
-        return self.size.group if self.rows_are_keys else 1
+    def _passes(self) -> tuple[int, ...]:
+        """Of each head share."""
+        if not self.rows_are_keys:
+            return (1,)
+        least, more = divmod(self.size.group, self.config.head_shares)
+        return (least + 1,) * more + (least,) * (self.config.head_shares - more)
+
+    def passes(self, head) -> Any:
+        """How often a tile passes over the columns: once for each query head of its head share. A Python int
+        where shares are alike."""
+        least, most = min(self._passes), max(self._passes)
+        if least == most:
+            return most
+        _, share = self.head_and_share(head)
+        return jnp.where(share < self._passes.count(most), np.int32(most), np.int32(least))
 
     def column_head(self, head, of_pass):
-        return head * self.size.group + of_pass if self.rows_are_keys else div(head, self.size.group)
+        if not self.rows_are_keys:
+            return div(head, self.size.group)
+        key_head, share = self.head_and_share(head)
+        least, more = divmod(self.size.group, self.config.head_shares)
+        first = share * np.int32(least)
+        if more:
+            first += jnp.minimum(share, np.int32(more))
+        return key_head * self.size.group + first + of_pass
 
     def block_range(self, first_row) -> BlockRange:
         """The blocks of columns that a tile visits."""

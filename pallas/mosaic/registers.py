@@ -63,6 +63,19 @@ def scaled_unless_one(x: jax.Array, factors: jax.Array) -> jax.Array:
     return scale(x, factors)
 
 
+def store(target: Any, values: jax.Array) -> None:
+    """Writes an accumulator to global memory, as a warp has it: 32 bytes of each of 8 rows at a time."""
+    if compat.interpreting():
+        target[...] = values
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACCUMULATOR))
+    def write(_, target, values) -> None:
+        values.store_untiled(target, optimized=False)
+
+    write(target, values)
+
+
 def where_between(
     x: jax.Array, first: jax.Array | None, end: jax.Array | None, otherwise: float
 ) -> jax.Array:

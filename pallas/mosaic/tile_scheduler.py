@@ -6,6 +6,7 @@ that give all blocks about equal work: the one whose busiest block has the least
 
 import dataclasses
 import functools
+import heapq
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -46,6 +47,7 @@ class TileScheduler:
     lengths: tuple[int, ...] | None  # of a head's tiles, in blocks of columns, where they grow or shrink
     blocks: int | None  # None: as many as there are tiles
     bytes_of_head: int  # of the columns that a head's tiles pass over
+    passes: tuple[int, ...] = (1,)  # over a tile's columns: head h makes passes[h % len(passes)]
 
     @property
     def uneven(self) -> bool:
@@ -59,9 +61,38 @@ class TileScheduler:
         if not self.uneven or self.blocks is None:
             return 1
         most = max(1, _L2_BYTES // self.bytes_of_head)
-        return _l2_head_group(
-            tuple(sorted(self.lengths, reverse=True)), self.heads * self.batch, self.blocks, most
-        )
+        return _l2_head_group(self._longest_first, self._passes_of_heads, self.blocks, most)
+
+    @property
+    def _longest_first(self) -> tuple[int, ...]:
+        return tuple(sorted(self.lengths or (), reverse=True))
+
+    @property
+    def _passes_of_heads(self) -> tuple[int, ...]:
+        """Of all batch rows."""
+        return self.passes * (self.heads * self.batch // len(self.passes))
+
+    @property
+    def heads_at_work(self) -> int:
+        """How many heads blocks of a persistent grid have tiles of at a time."""
+        group = self.l2_head_group or 1
+        return min(pl.cdiv(self.grid, self.items_of_head * group) * group, self.heads * self.batch)
+
+    def makespan(self, length: float, workers: int) -> float:
+        """When the last of `workers` ends, in the times that a pass over a block of columns takes.
+
+        Args:
+          length: of each tile, where `lengths` is None.
+        """
+        lengths = self._longest_first or (length,) * self.tiles
+        alternates = self.uneven and self.blocks is not None
+        items = _item_times(lengths, self._passes_of_heads, self.l2_head_group, alternates)
+        if self.blocks is not None:
+            return _busiest(items, self.grid)
+        ends = [0.0] * workers
+        for time in items:  # the next one that is free takes it
+            heapq.heapreplace(ends, ends[0] + time)
+        return max(ends)
 
     @property
     def items_of_head(self) -> int:
@@ -119,25 +150,39 @@ def tile_lengths(mask: PositionMask, rows: int, columns: int) -> tuple[int, ...]
 
 
 @functools.lru_cache
-def _l2_head_group(lengths: tuple[int, ...], heads: int, blocks: int, most: int) -> int | None:
+def _l2_head_group(lengths: tuple[int, ...], passes: tuple[int, ...], blocks: int, most: int) -> int | None:
     """`TileScheduler.l2_head_group`: the one whose busiest block has the least to do.
 
-    `lengths` has the longest tile first.
+    Args:
+      lengths: of a head's tiles, the longest first.
+      passes: of each head.
     """
-    long = np.array(lengths) + _TILE_ENDS
-    orders: dict[int | None, np.ndarray] = {}
-    for group in range(1, min(heads, most) + 1):
-        if heads % group == 0:
-            there = np.repeat(long, group)
-            sections = [there, there[::-1]] * (heads // group)
-            orders[group] = np.concatenate(sections[: heads // group][::-1])
-    pairs = (long + long[::-1])[: pl.cdiv(len(long), 2)]
-    if len(long) % 2:
-        pairs[-1] /= 2
-    orders[None] = np.tile(pairs, heads)
+    groups = [group for group in range(1, min(len(passes), most) + 1) if len(passes) % group == 0]
+    return min([*groups, None], key=lambda group: _busiest(_item_times(lengths, passes, group), blocks))
 
-    def longest(order: int | None) -> float:
-        items = orders[order]
-        return np.bincount(np.arange(len(items)) % min(len(items), blocks), weights=items).max()
 
-    return min(orders, key=longest)
+def _item_times(
+    lengths: tuple[float, ...], passes: tuple[int, ...], group: int | None, alternates: bool = True
+) -> np.ndarray:
+    """What each item takes, in the order of `TileScheduler._item`; arguments as `_l2_head_group` has them.
+
+    Args:
+      group: `TileScheduler.l2_head_group`.
+      alternates: whether every other group of heads goes from its shortest tiles to its longest.
+    """
+    times = np.outer(passes, lengths) + _TILE_ENDS  # of each head, each tile
+    if group is None:
+        pairs = (times + times[:, ::-1])[:, : pl.cdiv(len(lengths), 2)]
+        if len(lengths) % 2:
+            pairs[:, -1] /= 2
+        return pairs.ravel()
+    sections = times.reshape(-1, group, len(lengths)).swapaxes(1, 2)
+    if alternates:  # the last one ends with the shortest
+        sections = sections.copy()
+        sections[-2::-2] = sections[-2::-2, ::-1]
+    return sections.ravel()
+
+
+def _busiest(items: np.ndarray, blocks: int) -> float:
+    """What the busiest block has to do, if each takes every n-th item."""
+    return float(np.bincount(np.arange(len(items)) % min(len(items), blocks), weights=items).max())

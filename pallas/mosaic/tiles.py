@@ -56,6 +56,7 @@ class BackwardConfig:
     second_stages: int | None = None  # of d_out or value, where not as many
     persistent: bool = False  # a block takes one tile after another, and loads ahead of their ends
     row_stages: int = 1  # tiles whose rows are in shared memory
+    head_shares: int = 1  # blocks that have a tile of keys, each with some of its query heads
 
     @property
     def rings(self) -> tuple[int, int]:
@@ -68,6 +69,8 @@ class BackwardConfig:
         text = f"{ROWS * self.warpgroups} rows x {self.columns} columns, {stages} stages"
         if self.persistent:
             text += ", persistent" if self.row_stages == 1 else f", persistent over {self.row_stages} tiles"
+        if self.head_shares > 1:
+            text += f", {self.head_shares} head shares"
         return text
 
 

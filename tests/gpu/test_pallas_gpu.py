@@ -1,12 +1,16 @@
 """The Pallas kernels on the GPU, through the suite that every implementation runs."""
 
+from typing import Any
+
 import jax
 import pytest
+from attention_case import Case
 from gpu_memory import poison
 from implementation_suite import FEATURES, ImplementationSuite
 from nonfinite_suite import NonFiniteSuite
 
 from jax_flash.pallas import lowering
+from jax_flash.pallas.mosaic import head_shares
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -16,7 +20,7 @@ class TestPallas(ImplementationSuite):
     """By Mosaic GPU on Hopper, by Triton elsewhere."""
 
     implementation = "pallas"
-    head_dims = (64, 80, 96, 128, 256)  # every swizzle of shared memory
+    head_dims = (64, 40, 72, 80, 96, 128, 256)  # every swizzle of shared memory, and two that are padded
     features = FEATURES
 
     def before_run(self, nbytes):
@@ -113,3 +117,43 @@ class TestPallasTogether(TestPallas):
             patch.setattr(mosaic_tiles, "KEYS_TO_SUM_TOGETHER", 0)
             yield
         jax.clear_caches()
+
+
+_MASKS: tuple[dict[str, Any], ...] = (
+    dict(),
+    dict(is_causal=True),
+    dict(local_window_size=(200, 30)),
+    dict(is_causal=True, features=("deterministic",)),
+)
+
+
+@pytest.fixture(scope="class")
+def two_head_shares():
+    """Two for each key head that has several query heads, and one kernel for all gradients at head dim 128,
+    however short the call is."""
+    jax.clear_caches()  # which don't know of the number of shares
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_shares, "choose", lambda problem: 2)
+        patch.setattr(mosaic_tiles, "KEYS_TO_SUM_TOGETHER", 0)
+        yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("two_head_shares")
+class TestPallasByHeadShares(TestPallas):
+    """With head shares of a key head, of unequal length at three query heads, by all kernels."""
+
+    @classmethod
+    def cases(cls):
+        grouped = [case for case in super().cases() if case.category == "groups"]
+        more = [
+            Case("groups", "bfloat16", T=700, S=650, N=6, K=2, H=H, **options)
+            for H in (80, 128, 256)
+            for options in _MASKS
+        ]
+        return grouped + more
+
+
+@pytest.mark.usefixtures("two_head_shares")
+class TestPallasNonFiniteByHeadShares(TestPallasNonFiniteByMosaic):
+    sizes = dict(T=300, S=410, N=3, K=1, H=64)  # noqa: RUF012

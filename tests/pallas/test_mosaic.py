@@ -19,6 +19,7 @@ from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas import compat, lowering
 from jax_flash.pallas.mosaic import backward as mosaic_backward
 from jax_flash.pallas.mosaic import forward as mosaic_forward
+from jax_flash.pallas.mosaic import head_dims
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs, ForwardConfig
 
@@ -68,7 +69,12 @@ class TestMosaicInterpreted(ImplementationSuite):
             Case("head dim", "bfloat16", T=65, S=150, N=4, K=2, H=256),
             Case("head dim", "float16", T=150, S=70, N=2, K=2, H=192, V=128, is_causal=True),
         ]
-        return [case for kind in kinds for case in kind] + wide
+        # Head dims that are padded.
+        padded = [
+            Case("head dim", "bfloat16", T=65, S=150, N=2, K=1, H=40, is_causal=True),
+            Case("head dim", "float16", T=70, S=65, N=2, K=2, H=72, V=20, local_window_size=(40, 9)),
+        ]
+        return [case for kind in kinds for case in kind] + wide + padded
 
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
@@ -185,7 +191,7 @@ def calls_lowered_for_hopper(function, *args) -> tuple[int, int]:
 
 
 def check_lowers(spec: AttentionSpec, operands: Operands) -> None:
-    size = sizes(operands)
+    size = head_dims.padded_sizes(operands)
     first_kernels = 1 + len(mosaic_tiles.backward(size, together=False).kernels)
     diagonal = np.arange(size.T)[:, None] + size.S - size.T
     distance = np.arange(size.S) - diagonal
@@ -219,6 +225,19 @@ def test_lowers_for_hopper(head_dim, dtype):
 @pytest.mark.parametrize("H, V", [(192, 128), (64, 256), (256, 160)])
 def test_lowers_head_dims_of_values(H, V):
     check_lowers(AttentionSpec(H**-0.5, left=None, right=0), shapes(H=H, V=V))
+
+
+@pytest.mark.parametrize("H, V", [(40, None), (72, 128), (64, 20), (250, None)])
+def test_lowers_head_dims_that_it_pads(H, V):
+    spec, operands = AttentionSpec(H**-0.5), shapes(H=H, V=V)
+    assert lowering.mosaic_reason(spec, operands, _device.H100) is None
+    assert "Triton" not in pallas.describe(spec, operands, _device.H100)
+    results = jax.eval_shape(functools.partial(forward_and_backward, spec), operands)
+    assert results[0].shape == (*operands.query.shape[:-1], operands.value.shape[-1])
+    gradients = results[2]
+    for name in ("query", "key", "value"):
+        assert getattr(gradients, name).shape == getattr(operands, name).shape
+    check_lowers(spec, operands)
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
@@ -256,8 +275,7 @@ def test_lowers_within_shard_map_and_its_replication_check():
     "changes, device, reason",
     [
         ({}, A10, "Hopper"),
-        ({"H": 72}, _device.H100, "multiples of 16"),
-        ({"V": 8}, _device.H100, "multiples"),
+        ({"H": 250, "V": 200}, _device.H100, "head dims 250 and 200 need more shared memory"),
     ],
 )
 def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
