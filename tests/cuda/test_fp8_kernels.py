@@ -56,11 +56,12 @@ def test_forward(options, head_dims):
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("incoherent", (True, False))
-def test_quantize(incoherent, head_dims):
+@pytest.mark.parametrize("for_forward", (True, False))
+def test_quantize(for_forward, incoherent, head_dims):
     signs = jax.ShapeDtypeStruct((1, head_dims[0] - 8 * incoherent), jnp.float32)
     others = LENGTHS | ({"rotation_signs": signs} if incoherent else {})
     dtype = "bfloat16" if incoherent else "float16"
-    plan = plan_quantize(arrays(dtype, *head_dims, **others), H100)
+    plan = plan_quantize(arrays(dtype, *head_dims, **others), H100, for_forward)
     check(plan)
     # Half as many warps on a multiprocessor had half of the rate.
     (launch,) = plan.launches

@@ -61,3 +61,19 @@ def test_is_the_definition(case, incoherent, emulator):
     np.testing.assert_array_equal(found, right)
     for name in ("query_descale", "key_descale", "value_descale"):
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("incoherent", (True, False))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_are_the_definition(case, incoherent, emulator):
+    """What `jax_flash.quantize` returns: values as rows, and NaN where an element isn't finite."""
+    operands, seed = operands_of(case, incoherent)
+    plan = plan_quantize(shapes_of(operands), DEVICE, for_forward=False)
+    got = emulator.run(plan, {name: np.asarray(x) for name, x in operands.present().items()}, seed)
+    spec = dataclasses.replace(draw(case)[0], quantization="fp8")
+    _, expected = _float8.quantized(spec, operands)
+    for name in ("query", "key", "value"):
+        found, right = (np.asarray(x, np.float32) for x in (got[f"quantized_{name}"], getattr(expected, name)))
+        np.testing.assert_array_equal(found, right, err_msg=name)
+        scales = f"{name}_descale"
+        np.testing.assert_array_equal(got[scales], getattr(expected, scales), err_msg=scales)

@@ -24,7 +24,7 @@ _PARAMETERS = struct(
     key_lengths="const int*",
     query_out="unsigned char*",  # as query
     key_out="unsigned char*",
-    value_out="unsigned char*",  # see `float8.transposed_shape`
+    value_out="unsigned char*",  # as value, or see `float8.transposed_shape`
     query_descale="float*",  # (B, K, blocks of T)
     key_descale="float*",  # (B, K, blocks of S), as the next
     value_descale="float*",
@@ -47,11 +47,12 @@ def _warps(head_dim: int) -> int:
     return 8 if head_dim <= 128 else 16
 
 
-def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
+def plan_quantize(shapes: Shapes, device: Device, for_forward: bool = True) -> LaunchPlan:
     """For operands of 16 bits whose head dims are multiples of 16, as `device` runs it.
 
     Operands are query, key and value, then rotation_signs and lengths that the call has. Results are the
-    arrays that the forward kernel loads, and their scales.
+    arrays in e4m3, and their scales. With `for_forward` they are as the forward kernel loads them: values
+    transposed, and a key whose value isn't finite is NaN.
     """
     n, dtype = sizes(shapes), shapes.query.dtype.name
     signs = shapes.rotation_signs
@@ -63,7 +64,11 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
     results = {
         "query_out": Buffer("quantized_query", shapes.query.shape, "float8_e4m3fn"),
         "key_out": Buffer("quantized_key", shapes.key.shape, "float8_e4m3fn"),
-        "value_out": Buffer("transposed_value", float8.transposed_shape(shapes), "float8_e4m3fn"),
+        "value_out": (
+            Buffer("transposed_value", float8.transposed_shape(shapes), "float8_e4m3fn")
+            if for_forward
+            else Buffer("quantized_value", shapes.value.shape, "float8_e4m3fn")
+        ),
         **{name: Buffer(name, x, "float32") for name, x in float8.descale_shapes(shapes).items()},
     }
     warps = _warps(max(n.H, n.V))
@@ -76,12 +81,14 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
             ("HEAD_DIM", n.H),
             ("VALUE_DIM", n.V),
             ("HADAMARD", hadamard),
-            ("VALUE_KEYS", float8.keys_of_block(n.V)),
+            ("FOR_FORWARD", int(for_forward)),
+            *([("VALUE_KEYS", float8.keys_of_block(n.V))] if for_forward else []),
             ("WARPS", warps),
         ),
         parameters=_PARAMETERS,
     )
-    blocks = math.ceil(n.T / _float8.ROWS_PER_SCALE) + math.ceil(n.S / _float8.ROWS_PER_SCALE)
+    # Keys and values have CTAs of their own where they don't depend on each other.
+    blocks = _float8.scales_of(n.T) + (1 if for_forward else 2) * _float8.scales_of(n.S)
     main = launch(
         kernel=kernel,
         grid=(n.B * n.K * blocks, 1, 1),

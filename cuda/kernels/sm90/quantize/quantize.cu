@@ -1,21 +1,24 @@
 // Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each block
-// of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward kernel takes
-// them (jax_flash/cuda/sm90/float8.py).
+// of 128 rows of a key head, conversion.
 //
 // A CTA has a block of queries, of all heads of a group; or a block of keys and their values. A thread loads all that it has of a
 // head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
 // twice, the second time from L2.
 //
+// FOR_FORWARD writes what the forward kernel loads (jax_flash/cuda/sm90/float8.py): values transposed, their keys permuted; of
+// a value that isn't finite 0, and its key NaN. Otherwise values are written as rows like keys, by CTAs of their own.
+//
 // Defines:
 //   ELEMENT    of the input
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
-//   VALUE_KEYS keys of a panel's column of V, 128 or 64
+//   FOR_FORWARD 1 or 0, see above; with 1, VALUE_KEYS are the keys of a panel's column of V, 128 or 64
 //   WARPS      of a CTA
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "sm90/quantize/transposed_values.cuh"
 
 using Element = ELEMENT;
 constexpr int block_rows = 128, warps = WARPS;
@@ -128,9 +131,10 @@ __device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inver
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
 }
 
-// What a thread has of a head's block of queries or keys: columns of `own` rows.
+// What a thread has of a head's block: columns of `own` rows.
+template <int dim>
 struct HeadRows {
-    using Row = Lanes<HEAD_DIM>;
+    using Row = Lanes<dim>;
     static constexpr int own = block_rows > Row::at_once ? block_rows / Row::at_once : 1;
 
     uint4 bits[own];
@@ -140,78 +144,55 @@ struct HeadRows {
     __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
 #pragma unroll
         for (int i = 0; i < own; ++i) {
-            bits[i] = load_columns<HEAD_DIM>(first + row(i) * row_stride, row(i) < min(count, block_rows));
+            bits[i] = load_columns<dim>(first + row(i) * row_stride, row(i) < min(count, block_rows));
         }
     }
 };
 
-// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid` on
-// are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
-template <bool one_head, class IsUsable>
+// A block of rows of `dim` elements: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid`
+// on are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
+template <int dim, bool rotates, bool one_head, class IsUsable>
 __device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out, int batch,
                                                int count, int valid, int group, int64_t row_stride, IsUsable is_usable) {
-    constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
-    HeadRows rows;
-    float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
-    load_signs(signs, of, batch);
+    // Of more rows there are too few registers.
+    constexpr bool keeps_rotated = one_head && HeadRows<dim>::own <= 8;
+    HeadRows<dim> rows;
+    float signs[lane_columns], rotated[keeps_rotated ? rows.own : 1][lane_columns], largest = 0;
+    if constexpr (rotates) load_signs(signs, of, batch);
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
-        rows.load(first + head * HEAD_DIM, count, row_stride);
+        rows.load(first + head * dim, count, row_stride);
 #pragma unroll
-        for (int i = 0; i < HeadRows::own; ++i) {
+        for (int i = 0; i < rows.own; ++i) {
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             unpack(x, rows.bits[i]);
-            rotate(x, signs, of.rotation_scale);
+            if constexpr (rotates) rotate(x, signs, of.rotation_scale);
             if (rows.row(i) < valid) largest = fmaxf(largest, largest_of(x));
         }
     }
     const float scale = block_scale(largest);
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
-        if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
+        if constexpr (!one_head) rows.load(first + head * dim, count, row_stride);
 #pragma unroll
-        for (int i = 0; i < HeadRows::own; ++i) {
-            const int row = rows.row(i), column = HeadRows::Row::column();
+        for (int i = 0; i < rows.own; ++i) {
+            const int row = rows.row(i), column = HeadRows<dim>::Row::column();
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             if constexpr (!keeps_rotated) {
                 unpack(x, rows.bits[i]);
-                rotate(x, signs, of.rotation_scale);
+                if constexpr (rotates) rotate(x, signs, of.rotation_scale);
             }
-            const bool is_there = row < min(column < HEAD_DIM ? count : 0, block_rows);
+            const bool is_there = row < min(column < dim ? count : 0, block_rows);
             if (is_there && !is_usable(row)) {
 #pragma unroll
                 for (int j = 0; j < lane_columns; ++j) x[j] = __uint_as_float(0x7fffffffu);
             }
             const Bytes bytes = converted(x, 1 / scale);
-            unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
+            unsigned char* const to = out + row * row_stride + head * dim + column;
             if (is_there) *reinterpret_cast<Bytes*>(to) = bytes;
         }
     }
     return scale;
-}
-
-// Four keys, whose elements of a column are neighbours in the panels of V^T: of 16 keys two and the two that are 8 behind.
-__device__ __forceinline__ int key_of_four(int four, int i) { return four / 4 * 16 + four % 4 * 2 + i / 2 * 8 + i % 2; }
-
-// Where those of a column lie in the panels. A row has a column, or more if panels have fewer keys.
-__device__ __forceinline__ int transposed_place(int four, int column) {
-    constexpr int parts = block_rows / VALUE_KEYS, rows = VALUE_DIM / parts;
-    const int key = 4 * four;  // as they are ordered
-    return (key / VALUE_KEYS * rows + column % rows) * block_rows + column / rows * VALUE_KEYS + key % VALUE_KEYS;
-}
-
-// … and in shared memory, where rows of neighbouring lanes have their chunks of 16 bytes in different orders: they would
-// begin in one bank.
-__device__ __forceinline__ int spread(int place) { return place ^ place / (8 * block_rows) % 8 * 16; }
-
-// Bytes of four rows, of four columns each, become bytes of four columns.
-__device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
-    const uint32_t first = byte_permute<0x5140>(words[0], words[1]), second = byte_permute<0x5140>(words[2], words[3]);
-    const uint32_t third = byte_permute<0x7362>(words[0], words[1]), last = byte_permute<0x7362>(words[2], words[3]);
-    words[0] = byte_permute<0x5410>(first, second);
-    words[1] = byte_permute<0x7632>(first, second);
-    words[2] = byte_permute<0x5410>(third, last);
-    words[3] = byte_permute<0x7632>(third, last);
 }
 
 struct AlwaysUsable {
@@ -230,34 +211,63 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
     const int count = of.queries - row, valid = length - row;
-    const float scale = group == 1 ? quantize_rows<true>(of, of.query + first, of.query_out + first, batch, count, valid, 1,
-                                                         stride, AlwaysUsable{})
-                                   : quantize_rows<false>(of, of.query + first, of.query_out + first, batch, count, valid,
-                                                          group, stride, AlwaysUsable{});
+    constexpr bool rotates = HADAMARD > 1;
+    const Element* const in = of.query + first;
+    unsigned char* const out = of.query_out + first;
+    const float scale =
+        group == 1
+            ? quantize_rows<HEAD_DIM, rotates, true>(of, in, out, batch, count, valid, 1, stride, AlwaysUsable{})
+            : quantize_rows<HEAD_DIM, rotates, false>(of, in, out, batch, count, valid, group, stride, AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
-// Values of a block: written as the forward kernel takes them. Says of each key whether its value is finite, and returns the
-// scale.
-__device__ __forceinline__ float quantize_values(const Element* value, unsigned char* out, int bytes, int count, int valid,
-                                                 int64_t row_stride, unsigned char* finite) {
+struct KeyBlock {
+    int batch, head, row, count, valid, descale;
+    int64_t first_row;
+
+    __device__ KeyBlock(const Parameters& of, int index) {
+        const int blocks = ceil_div(of.keys, block_rows), block = index % blocks;
+        head = index / blocks % of.key_heads;
+        batch = index / blocks / of.key_heads;
+        row = block * block_rows;
+        count = of.keys - row;
+        valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
+        descale = (batch * of.key_heads + head) * blocks + block;
+        first_row = static_cast<int64_t>(batch) * of.keys + row;
+    }
+};
+
+template <class IsUsable>
+__device__ __forceinline__ void quantize_keys(const Parameters& of, const KeyBlock& block, IsUsable is_usable) {
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
+    const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
+    const float scale = quantize_rows<HEAD_DIM, (HADAMARD > 1), true>(of, of.key + first, of.key_out + first, block.batch,
+                                                                      block.count, block.valid, 1, stride, is_usable);
+    if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
+}
+
+#if FOR_FORWARD
+// Values as the forward kernel takes them. Says of each key whether its value is finite.
+__device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
     using Row = Lanes<VALUE_DIM>;
-    constexpr int fours = block_rows / 4, own = fours > Row::at_once ? fours / Row::at_once : 1;
-    __shared__ uint4 chunks[block_rows * VALUE_DIM / 16];
-    unsigned char* const transposed = reinterpret_cast<unsigned char*>(chunks);
+    using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
+    constexpr int fours = Transposed::fours, own = fours > Row::at_once ? fours / Row::at_once : 1;
+    __shared__ Transposed transposed;
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
+    const Element* const value = of.value + block.first_row * stride + block.head * VALUE_DIM;
     uint4 bits[own][4];
     float x[lane_columns], largest = 0;
     const int column = Row::column();
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = key_of_four(four, j % 4);
-        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * row_stride, four < fours && key < count);
+        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
+        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * stride, four < fours && key < block.count);
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = key_of_four(four, j % 4);
+        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
         unpack(x, bits[j / 4][j % 4]);
-        if (four < fours && key < valid) largest = fmaxf(largest, largest_of(x));
+        if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
         int all_finite = 1;
 #pragma unroll
         for (int i = 0; i < lane_columns; ++i) all_finite &= is_finite(x[i]);
@@ -283,55 +293,41 @@ __device__ __forceinline__ float quantize_values(const Element* value, unsigned 
         }
         if (column >= VALUE_DIM || four >= fours) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            transpose(words[half]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int place = spread(transposed_place(four, column + 4 * half + i));
-                *reinterpret_cast<uint32_t*>(transposed + place) = words[half][i];
-            }
-        }
+        for (int half = 0; half < 2; ++half) transposed.store(four, column + 4 * half, words[half]);
     }
-    __syncthreads();
-    for (int place = 16 * threadIdx.x; place < bytes; place += 16 * 32 * warps) {
-        *reinterpret_cast<uint4*>(out + place) = chunks[spread(place) / 16];
-    }
-    return scale;
+    const Panels panels =
+        panels_of<VALUE_DIM, VALUE_KEYS>(block.batch * of.key_heads + block.head, block.row / block_rows, of.keys);
+    transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
+    if (threadIdx.x == 0) of.value_descale[block.descale] = scale;
 }
-
-__device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
-    __shared__ unsigned char finite[block_rows];
-    const int blocks = ceil_div(of.keys, block_rows);
-    const int block = index % blocks, head = index / blocks % of.key_heads, batch = index / blocks / of.key_heads;
-    const int row = block * block_rows, count = of.keys - row;
-    const int valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
-    const int64_t first_row = static_cast<int64_t>(batch) * of.keys + row;
-    const int64_t value_stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
-    const int panels = ceil_div(of.keys, VALUE_KEYS), first_panel = row / VALUE_KEYS;
-    constexpr int panel_bytes = VALUE_KEYS * VALUE_DIM;
-    const int bytes = min(block_rows / VALUE_KEYS, panels - first_panel) * panel_bytes;
-    unsigned char* const value_out =
-        of.value_out + (static_cast<int64_t>(batch * of.key_heads + head) * panels + first_panel) * panel_bytes;
-    const float scale = quantize_values(of.value + first_row * value_stride + head * VALUE_DIM, value_out, bytes, count, valid,
-                                        value_stride, finite);
-
-    const int64_t key_stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
-    const int64_t first = first_row * key_stride + head * HEAD_DIM;
-    const float key_scale = quantize_rows<true>(of, of.key + first, of.key_out + first, batch, count, valid, 1, key_stride,
-                                          WithFiniteValue{finite});
-    if (threadIdx.x == 0) {
-        const int descale = (batch * of.key_heads + head) * blocks + block;
-        of.key_descale[descale] = key_scale;
-        of.value_descale[descale] = scale;
-    }
+#else
+__device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block) {
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
+    const int64_t first = block.first_row * stride + block.head * VALUE_DIM;
+    const float scale = quantize_rows<VALUE_DIM, false, true>(of, of.value + first, of.value_out + first, block.batch,
+                                                              block.count, block.valid, 1, stride, AlwaysUsable{});
+    if (threadIdx.x == 0) of.value_descale[block.descale] = scale;
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(32 * warps) quantize(const __grid_constant__ Parameters of) {
     const int of_queries = of.batch * of.key_heads * ceil_div(of.queries, block_rows);
-    const int index = blockIdx.x;
-    if (index < of_queries) {
-        quantize_queries(of, index);
-    } else {
-        quantize_keys(of, index - of_queries);
+    const int of_keys = of.batch * of.key_heads * ceil_div(of.keys, block_rows);
+    const int index = static_cast<int>(blockIdx.x) - of_queries;
+    if (index < 0) {
+        quantize_queries(of, blockIdx.x);
+        return;
     }
+#if FOR_FORWARD
+    __shared__ unsigned char finite[block_rows];
+    const KeyBlock block(of, index);
+    quantize_values(of, block, finite);
+    quantize_keys(of, block, WithFiniteValue{finite});
+#else
+    if (index < of_keys) {
+        quantize_keys(of, KeyBlock(of, index), AlwaysUsable{});
+    } else {
+        quantize_values(of, KeyBlock(of, index - of_keys));
+    }
+#endif
 }
