@@ -8,11 +8,12 @@ import pytest
 
 from jax_flash import _float8
 from jax_flash._device import H100
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.sm90 import forward_plan
-from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
 
@@ -56,12 +57,17 @@ def test_forward(options, head_dims):
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("incoherent", (True, False))
-@pytest.mark.parametrize("for_forward", (True, False))
-def test_quantize(for_forward, incoherent, head_dims):
+def test_quantize(incoherent, head_dims):
     signs = jax.ShapeDtypeStruct((1, head_dims[0] - 8 * incoherent), jnp.float32)
     others = LENGTHS | ({"rotation_signs": signs} if incoherent else {})
     dtype = "bfloat16" if incoherent else "float16"
-    plan = plan_quantize(arrays(dtype, *head_dims, **others), H100, for_forward)
+    given = arrays(dtype, *head_dims, **others)
+    check_quantize(plan_quantize(given, H100))
+    rows = QuantizeOperands(given.query, given.rotation_signs, INTEGERS)
+    check_quantize(plan_quantize_rows(QuantizeSpec(N // K), rows, H100))
+
+
+def check_quantize(plan):
     check(plan)
     # Half as many warps on a multiprocessor had half of the rate.
     (launch,) = plan.launches

@@ -9,9 +9,12 @@ import pytest
 from emulated_case import DEVICE, Case, draw
 
 from jax_flash import _float8
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import shapes_of
+from jax_flash.cuda import plan_check
 from jax_flash.cuda.sm90 import float8
-from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
+from jax_flash.xla import quantizing
 
 CASES = (
     Case(H=128, T=200, S=300, N=4, K=2, B=2),
@@ -66,14 +69,14 @@ def test_is_the_definition(case, incoherent, emulator):
 @pytest.mark.parametrize("incoherent", (True, False))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_are_the_definition(case, incoherent, emulator):
-    """What `jax_flash.quantize` returns: values as rows, and NaN where an element isn't finite."""
+    """Queries and values by themselves, as `jax_flash.quantize` rounds them: NaN where one isn't finite."""
     operands, seed = operands_of(case, incoherent)
-    plan = plan_quantize(shapes_of(operands), DEVICE, for_forward=False)
-    got = emulator.run(plan, {name: np.asarray(x) for name, x in operands.present().items()}, seed)
-    spec = dataclasses.replace(draw(case)[0], quantization="fp8")
-    _, expected = _float8.quantized(spec, operands)
-    for name in ("query", "key", "value"):
-        found, right = (np.asarray(x, np.float32) for x in (got[f"quantized_{name}"], getattr(expected, name)))
-        np.testing.assert_array_equal(found, right, err_msg=name)
-        scales = f"{name}_descale"
-        np.testing.assert_array_equal(got[scales], getattr(expected, scales), err_msg=scales)
+    of_queries = QuantizeOperands(operands.query, operands.rotation_signs, operands.query_seq_lengths)
+    of_values = QuantizeOperands(operands.value, lengths=operands.key_value_seq_lengths)
+    for spec, arrays in ((QuantizeSpec(case.N // case.K), of_queries), (QuantizeSpec(1), of_values)):
+        plan = plan_quantize_rows(spec, shapes_of(arrays), DEVICE)
+        plan_check.check(plan)
+        got = emulator.run(plan, {name: np.asarray(x) for name, x in arrays.present().items()}, seed)
+        quantized, descale = quantizing.forward(spec, arrays)
+        np.testing.assert_array_equal(got["quantized"].astype(np.float32), quantized.astype(np.float32))
+        np.testing.assert_array_equal(got["descale"], descale)

@@ -8,6 +8,7 @@ import jax
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._float8 import is_float8
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
@@ -22,7 +23,7 @@ from jax_flash.cuda.sm90 import (
 )
 from jax_flash.cuda.sm90.backward_plan import backward_block_lists, plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import forward_block_lists, plan_forward, plan_forward_metadata
-from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
@@ -40,8 +41,10 @@ __all__ = [
     "plan_forward",
     "plan_forward_metadata",
     "plan_quantize",
+    "plan_quantize_rows",
     "unsupported",
     "unsupported_decode",
+    "unsupported_quantize",
 ]
 
 COMPUTE_CAPABILITIES = ((9, 0),)
@@ -156,3 +159,19 @@ def describe_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> str
         f"sm_90 decode kernel for {dims}: tiles of {tile.query_rows} rows (queries × {n.group} heads) × "
         f"{tile.keys} keys, {tile.stages} stages, {tile.ctas_of_sm} CTAs on a multiprocessor{pages}"
     )
+
+
+def unsupported_quantize(spec: QuantizeSpec, shapes: QuantizeOperands) -> str | None:
+    """Why no kernel can round the rows of the call, or None."""
+    batch, rows, heads, dim = shapes.rows.shape
+    if spec.scales != "block":
+        return f'scales are "{spec.scales}"; they may be "block"'
+    if shapes.rows.dtype.name not in _DTYPES:
+        return f"the dtype is {shapes.rows.dtype.name}; it may be {' or '.join(_DTYPES)}"
+    if dim > MAX_HEAD_DIM:
+        return f"the head dim is {dim}; it may be up to {MAX_HEAD_DIM}"
+    if 0 in shapes.rows.shape:
+        return "the array is empty"
+    if rows >= _LIMIT or batch * heads >= _LIMIT:
+        return f"sequences and batch times heads are limited to {_LIMIT}"
+    return None

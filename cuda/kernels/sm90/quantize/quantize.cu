@@ -1,18 +1,17 @@
 // Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each block
-// of 128 rows of a key head, conversion.
+// of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward kernel takes
+// them (jax_flash/cuda/sm90/float8.py).
 //
-// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. A thread loads all that it has of a
+// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries alone: any
+// rows are rounded so. A thread loads all that it has of a
 // head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
 // twice, the second time from L2.
-//
-// FOR_FORWARD writes what the forward kernel loads (jax_flash/cuda/sm90/float8.py): values transposed, their keys permuted; of
-// a value that isn't finite 0, and its key NaN. Otherwise values are written as rows like keys, by CTAs of their own.
 //
 // Defines:
 //   ELEMENT    of the input
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
-//   FOR_FORWARD 1 or 0, see above; with 1, VALUE_KEYS are the keys of a panel's column of V, 128 or 64
+//   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V, 128 or 64
 //   WARPS      of a CTA
 #include "parameters.cuh"
 #include "ptx/global.cuh"
@@ -131,10 +130,9 @@ __device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inver
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
 }
 
-// What a thread has of a head's block: columns of `own` rows.
-template <int dim>
+// What a thread has of a head's block of queries or keys: columns of `own` rows.
 struct HeadRows {
-    using Row = Lanes<dim>;
+    using Row = Lanes<HEAD_DIM>;
     static constexpr int own = block_rows > Row::at_once ? block_rows / Row::at_once : 1;
 
     uint4 bits[own];
@@ -144,51 +142,50 @@ struct HeadRows {
     __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
 #pragma unroll
         for (int i = 0; i < own; ++i) {
-            bits[i] = load_columns<dim>(first + row(i) * row_stride, row(i) < min(count, block_rows));
+            bits[i] = load_columns<HEAD_DIM>(first + row(i) * row_stride, row(i) < min(count, block_rows));
         }
     }
 };
 
-// A block of rows of `dim` elements: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid`
-// on are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
-template <int dim, bool rotates, bool one_head, class IsUsable>
+// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid` on
+// are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
+template <bool one_head, class IsUsable>
 __device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out, int batch,
                                                int count, int valid, int group, int64_t row_stride, IsUsable is_usable) {
-    // Of more rows there are too few registers.
-    constexpr bool keeps_rotated = one_head && HeadRows<dim>::own <= 8;
-    HeadRows<dim> rows;
-    float signs[lane_columns], rotated[keeps_rotated ? rows.own : 1][lane_columns], largest = 0;
-    if constexpr (rotates) load_signs(signs, of, batch);
+    constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
+    HeadRows rows;
+    float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
+    load_signs(signs, of, batch);
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
-        rows.load(first + head * dim, count, row_stride);
+        rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
-        for (int i = 0; i < rows.own; ++i) {
+        for (int i = 0; i < HeadRows::own; ++i) {
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             unpack(x, rows.bits[i]);
-            if constexpr (rotates) rotate(x, signs, of.rotation_scale);
+            rotate(x, signs, of.rotation_scale);
             if (rows.row(i) < valid) largest = fmaxf(largest, largest_of(x));
         }
     }
     const float scale = block_scale(largest);
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
-        if constexpr (!one_head) rows.load(first + head * dim, count, row_stride);
+        if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
-        for (int i = 0; i < rows.own; ++i) {
-            const int row = rows.row(i), column = HeadRows<dim>::Row::column();
+        for (int i = 0; i < HeadRows::own; ++i) {
+            const int row = rows.row(i), column = HeadRows::Row::column();
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             if constexpr (!keeps_rotated) {
                 unpack(x, rows.bits[i]);
-                if constexpr (rotates) rotate(x, signs, of.rotation_scale);
+                rotate(x, signs, of.rotation_scale);
             }
-            const bool is_there = row < min(column < dim ? count : 0, block_rows);
+            const bool is_there = row < min(column < HEAD_DIM ? count : 0, block_rows);
             if (is_there && !is_usable(row)) {
 #pragma unroll
                 for (int j = 0; j < lane_columns; ++j) x[j] = __uint_as_float(0x7fffffffu);
             }
             const Bytes bytes = converted(x, 1 / scale);
-            unsigned char* const to = out + row * row_stride + head * dim + column;
+            unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
             if (is_there) *reinterpret_cast<Bytes*>(to) = bytes;
         }
     }
@@ -199,11 +196,6 @@ struct AlwaysUsable {
     __device__ bool operator()(int) const { return true; }
 };
 
-struct WithFiniteValue {
-    const unsigned char* finite;
-    __device__ bool operator()(int row) const { return finite[row] != 0; }
-};
-
 __device__ __forceinline__ void quantize_queries(const Parameters& of, int index) {
     const int blocks = ceil_div(of.queries, block_rows), group = of.query_heads / of.key_heads;
     const int block = index % blocks, key_head = index / blocks % of.key_heads, batch = index / blocks / of.key_heads;
@@ -211,15 +203,18 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
     const int count = of.queries - row, valid = length - row;
-    constexpr bool rotates = HADAMARD > 1;
-    const Element* const in = of.query + first;
-    unsigned char* const out = of.query_out + first;
-    const float scale =
-        group == 1
-            ? quantize_rows<HEAD_DIM, rotates, true>(of, in, out, batch, count, valid, 1, stride, AlwaysUsable{})
-            : quantize_rows<HEAD_DIM, rotates, false>(of, in, out, batch, count, valid, group, stride, AlwaysUsable{});
+    const float scale = group == 1 ? quantize_rows<true>(of, of.query + first, of.query_out + first, batch, count, valid, 1,
+                                                         stride, AlwaysUsable{})
+                                   : quantize_rows<false>(of, of.query + first, of.query_out + first, batch, count, valid,
+                                                          group, stride, AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
+
+#if KEYS
+struct WithFiniteValue {
+    const unsigned char* finite;
+    __device__ bool operator()(int row) const { return finite[row] != 0; }
+};
 
 struct KeyBlock {
     int batch, head, row, count, valid, descale;
@@ -237,16 +232,6 @@ struct KeyBlock {
     }
 };
 
-template <class IsUsable>
-__device__ __forceinline__ void quantize_keys(const Parameters& of, const KeyBlock& block, IsUsable is_usable) {
-    const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
-    const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
-    const float scale = quantize_rows<HEAD_DIM, (HADAMARD > 1), true>(of, of.key + first, of.key_out + first, block.batch,
-                                                                      block.count, block.valid, 1, stride, is_usable);
-    if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
-}
-
-#if FOR_FORWARD
 // Values as the forward kernel takes them. Says of each key whether its value is finite.
 __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
     using Row = Lanes<VALUE_DIM>;
@@ -300,34 +285,27 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
     transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
     if (threadIdx.x == 0) of.value_descale[block.descale] = scale;
 }
-#else
-__device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block) {
-    const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
-    const int64_t first = block.first_row * stride + block.head * VALUE_DIM;
-    const float scale = quantize_rows<VALUE_DIM, false, true>(of, of.value + first, of.value_out + first, block.batch,
-                                                              block.count, block.valid, 1, stride, AlwaysUsable{});
-    if (threadIdx.x == 0) of.value_descale[block.descale] = scale;
+
+__device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
+    __shared__ unsigned char finite[block_rows];
+    const KeyBlock block(of, index);
+    quantize_values(of, block, finite);
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
+    const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
+    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count, block.valid, 1,
+                                            stride, WithFiniteValue{finite});
+    if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
 }
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * warps) quantize(const __grid_constant__ Parameters of) {
     const int of_queries = of.batch * of.key_heads * ceil_div(of.queries, block_rows);
-    const int of_keys = of.batch * of.key_heads * ceil_div(of.keys, block_rows);
-    const int index = static_cast<int>(blockIdx.x) - of_queries;
-    if (index < 0) {
-        quantize_queries(of, blockIdx.x);
-        return;
-    }
-#if FOR_FORWARD
-    __shared__ unsigned char finite[block_rows];
-    const KeyBlock block(of, index);
-    quantize_values(of, block, finite);
-    quantize_keys(of, block, WithFiniteValue{finite});
-#else
-    if (index < of_keys) {
-        quantize_keys(of, KeyBlock(of, index), AlwaysUsable{});
+    const int index = blockIdx.x;
+    if (index < of_queries) {
+        quantize_queries(of, index);
     } else {
-        quantize_values(of, KeyBlock(of, index - of_keys));
-    }
+#if KEYS
+        quantize_keys(of, index - of_queries);
 #endif
+    }
 }
