@@ -84,12 +84,22 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         spec, operands, arrays = _quantized(spec, operands)
     else:
         operands = _padded(operands)
-        arrays = family(current()).forward_arrays(operands)
+        arrays = forward_arrays(operands)
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())
     arrays |= forward_metadata(spec, operands)
     arrays |= family(current()).forward_block_lists(spec, operands, arrays)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
     return without_padding(results["out"], n.V), results["lse"]
+
+
+def forward_arrays(operands: Operands) -> dict[str, jax.Array]:
+    """The operands by the names of the forward kernel's buffers. A kernel transposes values in e4m3."""
+    arrays = operands.present()
+    if not _float8.is_float8(operands.query.dtype):
+        return arrays
+    plan = family(current()).plan_arrange(shapes_of(operands), current())
+    results = _call("jax_flash_arrange", plan, arrays)
+    return arrays | {name.removeprefix("arranged_"): x for name, x in results.items()}
 
 
 def _quantized(

@@ -13,6 +13,7 @@ from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.sm90 import forward_plan
+from jax_flash.cuda.sm90.arrange_plan import plan_arrange
 from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
@@ -70,6 +71,17 @@ def test_quantize(incoherent, head_dims):
 def check_quantize(plan):
     check(plan)
     # Half as many warps on a multiprocessor had half of the rate.
+    (launch,) = plan.launches
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", compile_kernel(launch.kernel).log))
+    assert 65536 // (registers * launch.block) * launch.block >= 16 * 32
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_arrange(head_dims):
+    scales = jax.ShapeDtypeStruct((B, K, 1), jnp.float32)
+    given = arrays(_float8.DTYPE, *head_dims, query_descale=scales, key_descale=scales, value_descale=scales)
+    plan = plan_arrange(given, H100)
+    check(plan)
     (launch,) = plan.launches
     (registers,) = map(int, re.findall(r"Used (\d+) registers", compile_kernel(launch.kernel).log))
     assert 65536 // (registers * launch.block) * launch.block >= 16 * 32

@@ -17,10 +17,10 @@ from jax_flash.cuda.sm90 import (
     backward_tiles,
     decode_plan,
     decode_tiles,
-    float8,
     forward_plan,
     prefill_plan,
 )
+from jax_flash.cuda.sm90.arrange_plan import plan_arrange
 from jax_flash.cuda.sm90.backward_plan import backward_block_lists, plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import forward_block_lists, plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
@@ -31,10 +31,10 @@ __all__ = [
     "backward_block_lists",
     "describe",
     "describe_decode",
-    "forward_arrays",
     "forward_block_lists",
     "kernels",
     "keys_of_block",
+    "plan_arrange",
     "plan_backward",
     "plan_backward_metadata",
     "plan_decode",
@@ -80,11 +80,6 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.diagonal is not None and max(abs(spec.left or 0), abs(spec.right or 0)) >= _LIMIT:
         return f"with a diagonal as an operand, a window's sides are limited to {_LIMIT}"
     return None
-
-
-def forward_arrays(operands: Operands) -> dict[str, jax.Array]:
-    """The operands by the names of the forward kernel's buffers."""
-    return float8.arranged(operands) if is_float8(operands.query.dtype) else operands.present()
 
 
 def describe(spec: AttentionSpec, shapes: Shapes) -> str:
