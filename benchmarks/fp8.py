@@ -64,7 +64,7 @@ def kernel_alone(case: Case, quantized: Any, sum_blocks: int | None = None) -> t
     family = by_cuda.family(device)
     with summing(sum_blocks):
         plan = family.plan_forward(call.spec, shapes_of(call.operands), device)
-    given = jax.jit(family.forward_arrays)(call.operands)
+    given = jax.jit(by_cuda.forward_arrays)(call.operands)
     return lambda given: by_cuda.call.call(
         "jax_flash_forward", plan, *(given[b.name] for b in plan.operands)
     ), given

@@ -69,7 +69,8 @@ def methods(arrays: Arrays, implementation: str, is_causal: bool) -> dict[str, C
     singles = [jnp.asarray(x, jnp.float32) for x in arrays]
 
     def of_8_bits(options: dict) -> jax.Array:
-        return attend(**jax_flash.quantize(*singles, **options)._asdict(), out_dtype=jnp.float32)
+        quantized = jax_flash.quantize(*singles, **options, implementation="xla")
+        return attend(**quantized._asdict(), out_dtype=jnp.float32)
 
     found = {"float16": functools.partial(attend, *halves)}
     return found | {name: functools.partial(of_8_bits, options) for name, options in METHODS.items()}

@@ -104,7 +104,7 @@ def measure(case: Case, dtype: str, pattern: str, of_rounds: int) -> dict[str, f
     variants = plans(call, device, pattern)
     with ThreadPoolExecutor(16) as pool:
         spilling = dict(zip(variants, pool.map(spills, variants.values()), strict=True))
-    given = jax.jit(by_cuda.family(device).forward_arrays)(call.operands)
+    given = jax.jit(by_cuda.forward_arrays)(call.operands)
     programs = {}
     for name, plan in variants.items():
         if not spilling[name]:

@@ -1,10 +1,10 @@
 """Which implementation runs a call.
 
-An implementation is a module with `supports`, `describe`, `forward` and `backward`. Its submodule `decoding`,
-with the first three, runs calls on key-value caches. `supports` returns the
-limit that keeps it from running a call, as the support table in the README documents it, or None. It raises
-ImportError where the installation lacks something that the call needs. Here are the order in
-which implementations are asked, and the warnings where a slower one runs than the device allows for.
+An implementation is a module with `supports`, `describe`, `forward` and `backward`. Its submodules, with the
+first three, run other calls: `decoding` those on key-value caches, `quantizing` those of `quantize`.
+`supports` returns the limit that keeps it from running a call, as the support table in the README documents
+it, or None. It raises ImportError where the installation lacks something that the call needs. Here are the
+order in which implementations are asked, and the warnings where a slower one runs than the device allows for.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ import jax
 from jax_flash import _slower
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import Device
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._slower import SlowerImplementationWarning
 from jax_flash._spec import AttentionSpec, Operands
 
@@ -37,8 +38,15 @@ IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 PORTABLE = "xla"
 """The one that runs on every platform."""
 
-Spec = AttentionSpec | CacheSpec
-Shapes = Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]
+Spec = AttentionSpec | CacheSpec | QuantizeSpec
+Shapes = (
+    Operands[jax.ShapeDtypeStruct]
+    | CacheOperands[jax.ShapeDtypeStruct]
+    | QuantizeOperands[jax.ShapeDtypeStruct]
+)
+
+_WITHOUT_KERNELS = {CacheSpec.operation: "key-value caches", QuantizeSpec.operation: "rounding to e4m3"}
+"""What an implementation lacks that has no module of that operation."""
 
 
 @functools.cache
@@ -117,7 +125,7 @@ def _refusal(name: str, spec: Spec, shapes: Shapes, device: Device) -> Refusal |
         implementation = get(name, spec.operation)
     except ImportError as error:
         if name != PORTABLE and error.name == _path(name, spec.operation):
-            return Refusal("it has no kernels for key-value caches")
+            return Refusal(f"it has no kernels for {_WITHOUT_KERNELS[spec.operation]}")
         return Refusal(_import_failure(error), error)
     if name != PORTABLE and (symbolic := _symbolic(shapes)):
         return Refusal(f"kernels are planned for shapes that are known, and {symbolic} is symbolic")

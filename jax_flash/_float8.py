@@ -90,20 +90,27 @@ def rounded(
       valid: bool `(B, rows)`: rows of padding count for no scale either.
       by: whether each "block" of rows has a scale, each "head" (`(B, K, 1)`), or the "tensor" as a whole.
     """
-    batch, rows, heads, dim = x.shape
+    batch, rows, heads, _ = x.shape
     x = x.astype(jnp.float32)
-    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    if valid is not None:
-        magnitude = jnp.where(valid[:, :, None, None], magnitude, 0)
-    blocks = scales_of(rows)
-    magnitude = jnp.pad(magnitude, ((0, 0), (0, blocks * ROWS_PER_SCALE - rows), (0, 0), (0, 0)))
-    grouped = magnitude.reshape(batch, blocks, ROWS_PER_SCALE, key_heads, heads // max(key_heads, 1) * dim)
-    largest = grouped.max((2, 4), initial=0).swapaxes(1, 2)
+    largest = largest_of_blocks(x, valid)
+    grouped = largest.reshape(batch, key_heads, heads // max(key_heads, 1), largest.shape[-1])
+    largest = grouped.max(2, initial=0)
     if by != "block":
         largest = largest.max(2 if by == "head" else None, initial=0, keepdims=True)
         largest = jnp.broadcast_to(largest, (batch, key_heads, 1))
     scales = power_of_two_above(largest)
     return converted(x / of_rows(scales, rows, heads)), scales
+
+
+def largest_of_blocks(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    """`(B, heads, blocks)`: the largest magnitudes of `x (B, rows, heads, D)` that count for a scale."""
+    batch, rows, heads, dim = x.shape
+    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    if valid is not None:
+        magnitude = jnp.where(valid[:, :, None, None], magnitude, 0)
+    blocks = scales_of(rows)
+    magnitude = jnp.pad(magnitude, ((0, 0), (0, blocks * ROWS_PER_SCALE - rows), (0, 0), (0, 0)))
+    return magnitude.reshape(batch, blocks, ROWS_PER_SCALE, heads, dim).max((2, 4), initial=0).swapaxes(1, 2)
 
 
 def converted(x: jax.Array) -> jax.Array:

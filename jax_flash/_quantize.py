@@ -2,13 +2,23 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _float8, _float8_arguments, _sequences, _settings, _validate
+from jax_flash import (
+    _arguments,
+    _device,
+    _dispatch,
+    _float8_arguments,
+    _sequences,
+    _settings,
+    _validate,
+)
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
+from jax_flash.transforms import off_gpu, quantizing
 
 Scales = Literal["block", "head", "tensor"]
 
@@ -35,6 +45,7 @@ def quantize(
     quantization_key: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> Quantized:
     """Query, key and value in e4m3, for `flash_attention` to compute in 8 bits.
 
@@ -56,6 +67,9 @@ def quantize(
       quantization_key: a key for the signs; by default they are the same for all calls.
       query_seq_lengths: `(*B,)`, integer, in tokens: rows from there on are padding, and count for no scale.
       key_value_seq_lengths: likewise.
+      implementation: "cuda" or "xla", or a sequence of them tried in order; None for the fastest that
+        supports the call on this device. Both give the same numbers. "cuda" takes 16 bits and a scale for
+        each block.
 
     Returns:
       The arrays in float8_e4m3fn, and their scales, float32 `(*B, K, ceil(T / 128))`,
@@ -63,6 +77,7 @@ def quantize(
 
     Raises:
       TypeError, ValueError: an argument doesn't fit.
+      NotImplementedError: no implementation that was named can run the call; with the reason of each.
 
     References:
       FlashAttention-3, section 3.3 (https://arxiv.org/abs/2407.08608); QuIP
@@ -83,34 +98,45 @@ def quantize(
             ("key_value_seq_lengths", key_value_seq_lengths, arrays[1].shape[-3]),
         )
     }
-    return _quantize(arrays, signs, tuple(lengths.values()), by)
+    names = _arguments.implementations(implementation)
+    heads = arrays[1].shape[-2]
+    calls = []
+    for i, x in enumerate(arrays):
+        spec = QuantizeSpec(x.shape[-2] // max(heads, 1), by)
+        own_signs = None if signs is None or i == 2 else signs.reshape((1,) * len(batch) + signs.shape)
+        operands = QuantizeOperands(x, own_signs, tuple(lengths.values())[min(i, 1)])
+        calls.append((spec, _chosen(spec, operands, names), operands))
+    specs, chosen, operands = zip(*calls, strict=True)
+    quantized, descales = zip(*_quantize(specs, chosen, operands), strict=True)
+    return Quantized(*quantized, *(x if by == "block" else x[..., 0] for x in descales))
+
+
+def _chosen(spec: QuantizeSpec, operands: QuantizeOperands, names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The implementation to run, and what to run in its place on other platforms."""
+    if 0 in operands.rows.shape:
+        return (_dispatch.PORTABLE,)
+    batch_axes = operands.rows.ndim - 3
+
+    def with_one_batch_axis(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((math.prod(x.shape[:batch_axes]), *x.shape[batch_axes:]), x.dtype)
+
+    shapes = jax.tree.map(with_one_batch_axis, operands)
+    return _dispatch.select(spec, shapes, names, _device.current())
 
 
 # Compiled as one program when called outside of `jit`.
-@functools.partial(jax.jit, static_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _quantize(
-    arrays: tuple[jax.Array, jax.Array, jax.Array],
-    signs: jax.Array | None,
-    lengths: tuple[jax.Array | None, ...],
-    by: str,
-) -> Quantized:
-    batch, heads = arrays[0].shape[:-3], arrays[1].shape[-2]
+    specs: tuple[QuantizeSpec, ...],
+    chosen: tuple[tuple[str, ...], ...],
+    calls: tuple[QuantizeOperands, ...],
+) -> list[quantizing.Results]:
+    return [_run(*call) for call in zip(specs, chosen, calls, strict=True)]
 
-    def one_batch_axis(x: Any) -> Any:
-        return None if x is None else x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
-    def with_batch(x: jax.Array) -> jax.Array:
-        return x.reshape(*batch, *x.shape[1:])
-
-    results = []
-    for i, x in enumerate(map(one_batch_axis, arrays)):
-        rows = one_batch_axis(lengths[min(i, 1)])
-        valid = None if rows is None else jnp.arange(x.shape[1]) < rows[:, None]
-        if signs is not None and i < 2:
-            x = _float8.rotated(x, signs)
-        results.append(_float8.rounded(x, heads, valid, by))
-    quantized, scales = zip(*results, strict=True)
-    return Quantized(
-        *map(with_batch, quantized),
-        *(with_batch(x if by == "block" else x[..., 0]) for x in scales),
-    )
+def _run(spec: QuantizeSpec, chosen: tuple[str, ...], operands: QuantizeOperands) -> quantizing.Results:
+    if set(chosen) != {_dispatch.PORTABLE}:
+        return quantizing.quantize(spec, chosen, operands)
+    if len(chosen) > 1:  # planned for no GPU: lowering for one warns
+        operands = jax.tree.map(off_gpu.watched, operands)
+    return quantizing.by_definition(spec, operands)

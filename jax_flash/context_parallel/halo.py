@@ -120,7 +120,7 @@ def _gradients(
     halo: Halo, whole: Whole, operands: Operands, out: jax.Array, lse: jax.Array, cotangents: Any
 ) -> Gradients:
     d_out, d_lse = cotangents if halo.sharded.spec.return_residual else (cotangents, None)
-    return debugging.backward(backward, halo, operands, out, lse, d_out, d_lse)
+    return debugging.checked(backward, halo, operands, out, lse, d_out, d_lse)
 
 
 # lse is of whole rows, but a call's own derivative takes it as that of the call's keys. So a second

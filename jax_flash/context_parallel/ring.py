@@ -89,7 +89,7 @@ def _attend_forward(ring: Ring, operands: Operands) -> Any:
 def _attend_backward(ring: Ring, residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if ring.sharded.spec.return_residual else (cotangents, None)
-    gradients = debugging.backward(backward, ring, operands, out, lse, d_out, d_lse)
+    gradients = debugging.checked(backward, ring, operands, out, lse, d_out, d_lse)
     return saved.cotangents(operands, gradients)
 
 

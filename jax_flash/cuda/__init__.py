@@ -84,12 +84,22 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         spec, operands, arrays = _quantized(spec, operands)
     else:
         operands = _padded(operands)
-        arrays = family(current()).forward_arrays(operands)
+        arrays = forward_arrays(operands)
     plan = family(current()).plan_forward(spec, shapes_of(operands), current())
     arrays |= forward_metadata(spec, operands)
     arrays |= family(current()).forward_block_lists(spec, operands, arrays)
     results = _call("jax_flash_forward", plan, dropout.arranged(plan, arrays))
-    return _without_padding(results["out"], n.V), results["lse"]
+    return without_padding(results["out"], n.V), results["lse"]
+
+
+def forward_arrays(operands: Operands) -> dict[str, jax.Array]:
+    """The operands by the names of the forward kernel's buffers. A kernel transposes values in e4m3."""
+    arrays = operands.present()
+    if not _float8.is_float8(operands.query.dtype):
+        return arrays
+    plan = family(current()).plan_arrange(shapes_of(operands), current())
+    results = _call("jax_flash_arrange", plan, arrays)
+    return arrays | {name.removeprefix("arranged_"): x for name, x in results.items()}
 
 
 def _quantized(
@@ -126,7 +136,7 @@ def backward(
     plan = family(current()).plan_backward(spec, shapes_of(operands), current())
     arrays = operands.present() | backward_metadata(spec, operands)
     arrays |= family(current()).backward_block_lists(spec, operands, arrays, current())
-    arrays |= {"out": _padded_rows(out), "lse": lse, "d_out": _padded_rows(d_out)}
+    arrays |= {"out": padded_rows(out), "lse": lse, "d_out": padded_rows(d_out)}
     if d_lse is not None:
         arrays["d_lse"] = d_lse
     bias_factor = None
@@ -136,9 +146,9 @@ def backward(
     others = score_mod.gradients(spec, operands, results, bias_factor)
     d_query, d_key, d_value = results["d_query"], results["d_key"], results["d_value"]
     of_rows = {
-        "query": _without_padding(d_query, n.H),
-        "key": _without_padding(d_key, n.H),
-        "value": _without_padding(d_value, n.V),
+        "query": without_padding(d_query, n.H),
+        "key": without_padding(d_key, n.H),
+        "value": without_padding(d_value, n.V),
     }
     return Gradients.of(of_rows | others)
 
@@ -169,16 +179,16 @@ def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Arra
 def _padded(operands: Operands, multiple: int | None = None) -> Operands:
     """The same call with head dims that are multiples of 16 bytes, of which TMA copies whole ones."""
     rows = {name: getattr(operands, name) for name in ("query", "key", "value")}
-    return operands.replace(**{name: _padded_rows(x, multiple) for name, x in rows.items()})
+    return operands.replace(**{name: padded_rows(x, multiple) for name, x in rows.items()})
 
 
-def _padded_rows(x: jax.Array, multiple: int | None = None) -> jax.Array:
-    """Adds columns of zeros. They add nothing to scores; results lose theirs by `_without_padding`."""
+def padded_rows(x: jax.Array, multiple: int | None = None) -> jax.Array:
+    """Adds columns of zeros. They add nothing to scores; results lose theirs by `without_padding`."""
     missing = -x.shape[-1] % (multiple or 16 // x.dtype.itemsize)
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
 
 
-def _without_padding(x: jax.Array, columns: int) -> jax.Array:
+def without_padding(x: jax.Array, columns: int) -> jax.Array:
     return x if x.shape[-1] == columns else x[..., :columns]
 
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError:
 # The names that operations have in HLO and in profiles. All run the same launcher.
 TARGETS = (
     *("jax_flash_forward", "jax_flash_backward", "jax_flash_bounds", "jax_flash_decode"),
-    "jax_flash_quantize",
+    *("jax_flash_quantize", "jax_flash_arrange"),
 )
 
 # A call's state is its decoded plan. XLA has to know the type ahead of the handlers.

@@ -147,7 +147,7 @@ def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
 def _attend_backward(call: Call[AttentionSpec], residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
-    gradients = debugging.backward(jax_flash_backward, call, operands, out, lse, d_out, d_lse)
+    gradients = debugging.checked(jax_flash_backward, call, operands, out, lse, d_out, d_lse)
     return saved.cotangents(operands, gradients)
 
 

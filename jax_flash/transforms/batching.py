@@ -65,7 +65,7 @@ def backward(
         operands_mapped, *rest_mapped = in_batched
         is_mapped = operands_mapped.present()
         differentiable = operands.differentiable()
-        spread = _spread_over(size, (operands, *rest), in_batched)
+        spread = spread_over(size, (operands, *rest), in_batched)
 
         def expand(x: jax.Array, mapped: bool) -> jax.Array:
             return x if mapped else spread(x)
@@ -93,7 +93,7 @@ def of_no_calls(run: Callable[..., Any], is_mapped: Any, *args: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), jax.eval_shape(run, *of_one))
 
 
-def _spread_over(size: int, arrays: Any, is_mapped: Any) -> Callable[[jax.Array], jax.Array]:
+def spread_over(size: int, arrays: Any, is_mapped: Any) -> Callable[[jax.Array], jax.Array]:
     """Expands an array that is not mapped, along the mapped axis in front.
 
     If that axis is sharded over explicit mesh axes, it is so in every array: `vmap` asks for it in results.

@@ -60,7 +60,12 @@ def letters_of(shapes: Shapes) -> Letters:
 
 
 def sharding_rule(
-    mesh: dict[str, int], letters: Letters, inputs: Shapes, results: Shapes, sequences: bool = False
+    mesh: dict[str, int],
+    letters: Letters,
+    inputs: Shapes,
+    results: Shapes,
+    sequences: bool = False,
+    key_heads: int | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """The Shardy rule of a call, and the options of `def_partition` that go with it.
 
@@ -70,10 +75,11 @@ def sharding_rule(
 
     If some mesh axis does not divide the key heads, query heads are one factor `n` of their own instead of
     `(k g)`. As `(k g)` they would pass part of that mesh axis on to keys and values, and gradients would
-    come out sharded otherwise than their operands. A scalar has no factors.
+    come out sharded otherwise than their operands. A scalar has no factors. `key_heads` are those of a call
+    that has no keys.
     """
     query_heads = inputs["query"][-2]
-    key_heads = inputs["key"][-2]
+    key_heads = inputs["key"][-2] if key_heads is None else key_heads
     heads = ["k", "g"]
     if query_heads == key_heads:
         heads = ["k"]

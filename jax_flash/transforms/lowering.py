@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jax_flash import _device, _dispatch, _gradients, _settings
 from jax_flash._cache_spec import CacheSpec
+from jax_flash._quantize_spec import QuantizeSpec
 from jax_flash._spec import AttentionSpec, Gradients, Operands, batch_axis_may_be_one, is_captured
 from jax_flash.transforms import off_gpu
 from jax_flash.transforms.varying import vary_over, varying_axes
@@ -62,7 +63,7 @@ def axes_of(name: str) -> Sequence[str]:
     return (name,) if is_captured(name) else _AXES[name]
 
 
-Spec = TypeVar("Spec", bound=AttentionSpec | CacheSpec)
+Spec = TypeVar("Spec", bound=AttentionSpec | CacheSpec | QuantizeSpec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,8 @@ ChooseLayout = Callable[[Specs, Callable[[MeshAxes, MeshAxes], Layout]], Layout]
 class Computation:
     """What is partitioned.
 
-    There are a query and a key among the inputs. A result under the name of an input is its gradient.
+    There are a query and a key among the inputs. A result under the name of an input is its gradient. A
+    subclass without a key says itself how it is laid out.
     """
 
     run: Local
@@ -123,6 +124,16 @@ class Computation:
             return Layout.of(mesh, self.letters, inputs, specs, queries, keys, self.takes_key_heads)
 
         return of((), ()) if self.choose is None else self.choose(specs, of)
+
+    def over_more(self, layout: Layout, mesh: dict[str, int], inputs: Arrays) -> Layout:
+        return layout.over_more(mesh, inputs)
+
+    def sharding_rule(self, mesh: dict[str, int], letters: Letters, inputs: Shapes) -> tuple[str, dict]:
+        return sharding_rule(mesh, letters, inputs, self.results, self.choose is not None)
+
+    def run_on_device(self, layout: Layout, inputs: Arrays, specs: Specs) -> Arrays:
+        """Runs one device's part of the call; `specs` are those of whole inputs."""
+        return layout.run(self.run, inputs, specs)
 
     def run_whole(self, inputs: Arrays) -> Arrays:
         return self.run(inputs, None)
@@ -167,7 +178,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
             inputs = {name: x for name, x in inputs.items() if name != FINGERPRINT}
             # Arrays are one device's. The compiler may ask under `jax.set_mesh`, whose mesh is not theirs.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return layout.run(computation.run, inputs, in_specs)
+                return computation.run_on_device(layout, inputs, in_specs)
 
         specs = in_specs | {FINGERPRINT: PartitionSpec()}
         in_shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
@@ -185,9 +196,7 @@ def _partition_by_compiler(computation: Computation, inputs: Arrays) -> Arrays:
     function = custom_partitioning(whole)
     function.def_partition(
         partition,
-        sharding_rule=lambda mesh, *_: sharding_rule(
-            dict(mesh.shape), letters, shapes, computation.results, computation.choose is not None
-        ),
+        sharding_rule=lambda mesh, *_: computation.sharding_rule(dict(mesh.shape), letters, shapes),
         decode_shardings=False,
     )
 
@@ -222,12 +231,13 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
         )
     # A sharded head dim is gathered, and a sequence that the call doesn't take so, as on automatic axes.
     inputs = {name: _reshard(x, mesh, by_type.spec(name, x.shape)) for name, x in inputs.items()}
-    layout = by_type.over_more({name: mesh.shape[name] for name in mesh.auto_axes}, inputs)
+    more = {name: mesh.shape[name] for name in mesh.auto_axes}
+    layout = computation.over_more(by_type, more, inputs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
     out_specs = {name: layout.spec(name, shape) for name, shape in computation.results.items()}
     # Over all mesh axes but those that `vmap` maps over, which it takes out of the types of arrays.
     run = jax.shard_map(
-        lambda inputs: layout.run(computation.run, vary_over(inputs, layout.used), in_specs),
+        lambda inputs: computation.run_on_device(layout, vary_over(inputs, layout.used), in_specs),
         mesh=mesh, in_specs=(in_specs,), out_specs=out_specs,
     )  # fmt: skip
     types = {name: by_type.type_of(name, shape, specs) for name, shape in computation.results.items()}

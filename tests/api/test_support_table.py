@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_flash import _dispatch
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
 from jax_flash.functions.static import static_score_mod
 
@@ -86,8 +87,15 @@ def calls() -> dict[str, Call]:
         "float8 arrays, without gradients": call(
             "float8_e4m3fn", spec={"out_dtype": "bfloat16"}, query_descale=((B, N, 8), jnp.float32)
         ),
+        "`quantize`, a scale for each block of rows": quantizing(),
+        "`quantize` of float32, or with other scales": quantizing("float32"),
         **calls_on_caches(),
     }
+
+
+def quantizing(dtype="bfloat16") -> Call:
+    rows = jax.ShapeDtypeStruct((2, 1000, 8, 128), jnp.dtype(dtype))
+    return QuantizeSpec(group=4), QuantizeOperands(rows, jax.ShapeDtypeStruct((1, 128), jnp.float32))
 
 
 def calls_on_caches() -> dict[str, Call]:

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_case import DEVICE, Case, draw
+from float8_arrays import arranged
 from kernel_emulator import KernelEmulator
 
 import jax_flash
 from jax_flash import _float8, _reference
 from jax_flash._spec import Operands, shapes_of
 from jax_flash.cuda import dropout
-from jax_flash.cuda.sm90 import float8, forward_plan, forward_tiles
+from jax_flash.cuda.sm90 import forward_plan, forward_tiles
 
 CASES = (
     Case(H=128, T=200, S=300, N=2, B=2),
@@ -65,7 +66,7 @@ def run(spec, operands, emulator, seed):
     shapes = shapes_of(operands)
     plan = forward_plan.plan_forward(spec, shapes, DEVICE)
     metadata_plan = forward_plan.plan_forward_metadata(spec, shapes, DEVICE)
-    arrays = {name: np.asarray(x) for name, x in float8.arranged(operands).items()}
+    arrays = {name: np.asarray(x) for name, x in arranged(operands).items()}
     if metadata_plan is not None:
         arrays |= emulator.run(metadata_plan, arrays, seed)
     arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
@@ -168,9 +169,14 @@ def test_lowered_for_a_gpu():
             jax.jit(packed).trace(query[0], key[0], key[0]).lower(lowering_platforms=("cuda",)).as_text()
         )
         explained = jax_flash.explain(query, key, key, quantization="fp8")
+        given = jax_flash.quantize(query, key, key, implementation="xla")._asdict()
+        attend = jax.jit(jax_flash.flash_attention)
+        of_arrays = attend.trace(**given).lower(lowering_platforms=("cuda",)).as_text()
     assert "f8E4M3FN" in text and "float8_e4m3fn" in text
     for target in ("jax_flash_quantize", "jax_flash_forward", "jax_flash_backward"):
         assert text.count(f"custom_call @{target}(") == 1
     for target in ("jax_flash_quantize", "jax_flash_forward"):
         assert of_packed.count(f"custom_call @{target}(") == 1
+    for target in ("jax_flash_arrange", "jax_flash_forward"):
+        assert of_arrays.count(f"custom_call @{target}(") == 1
     assert explained.picked == "cuda"

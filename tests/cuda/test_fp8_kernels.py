@@ -8,11 +8,13 @@ import pytest
 
 from jax_flash import _float8
 from jax_flash._device import H100
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.sm90 import forward_plan
-from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+from jax_flash.cuda.sm90.arrange_plan import plan_arrange
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
 
@@ -60,9 +62,26 @@ def test_quantize(incoherent, head_dims):
     signs = jax.ShapeDtypeStruct((1, head_dims[0] - 8 * incoherent), jnp.float32)
     others = LENGTHS | ({"rotation_signs": signs} if incoherent else {})
     dtype = "bfloat16" if incoherent else "float16"
-    plan = plan_quantize(arrays(dtype, *head_dims, **others), H100)
+    given = arrays(dtype, *head_dims, **others)
+    check_quantize(plan_quantize(given, H100))
+    rows = QuantizeOperands(given.query, given.rotation_signs, INTEGERS)
+    check_quantize(plan_quantize_rows(QuantizeSpec(N // K), rows, H100))
+
+
+def check_quantize(plan):
     check(plan)
     # Half as many warps on a multiprocessor had half of the rate.
+    (launch,) = plan.launches
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", compile_kernel(launch.kernel).log))
+    assert 65536 // (registers * launch.block) * launch.block >= 16 * 32
+
+
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
+def test_arrange(head_dims):
+    scales = jax.ShapeDtypeStruct((B, K, 1), jnp.float32)
+    given = arrays(_float8.DTYPE, *head_dims, query_descale=scales, key_descale=scales, value_descale=scales)
+    plan = plan_arrange(given, H100)
+    check(plan)
     (launch,) = plan.launches
     (registers,) = map(int, re.findall(r"Used (\d+) registers", compile_kernel(launch.kernel).log))
     assert 65536 // (registers * launch.block) * launch.block >= 16 * 32

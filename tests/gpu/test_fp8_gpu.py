@@ -86,13 +86,37 @@ def test_equals_xla(options, head_dims, heads, lengths, dtype):
 @pytest.mark.parametrize("out_dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("scales", ("block", "head"))
 def test_float8_arrays(out_dtype, scales):
-    given = jax_flash.quantize(*arrays(3, 2, 500, 700, 8, 2, 128, 128, "float32"), scales=scales)._asdict()
+    in_32_bits = arrays(3, 2, 500, 700, 8, 2, 128, 128, "float32")
+    given = jax_flash.quantize(*in_32_bits, scales=scales, implementation="xla")._asdict()
     given["key_descale"] *= jnp.asarray([-1.3, 0.7])[None, :, *(None,) * (given["key_descale"].ndim - 2)]
     attend = functools.partial(jax_flash.flash_attention, **given, out_dtype=out_dtype, return_residual=True)
     found, expected = attend(implementation="cuda"), attend(implementation="xla")
     assert found[0].dtype == out_dtype
     names = ("query", "key", "value")
     check(found, expected, *(given[x].astype(jnp.float32) * jnp.max(given[f"{x}_descale"]) for x in names))
+
+
+@pytest.mark.parametrize("head_dims", ((64, 64), (128, 128), (100, 36), (192, 128), (256, 256)), ids=str)
+@pytest.mark.parametrize("options", ({}, {"incoherent": False}, {"lengths": True}), ids=str)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_quantize_is_its_definition(dtype, options, head_dims):
+    """Bit for bit, NaN aside, and without a copy beside the kernel."""
+    given = arrays(6, 2, 500, 700, 8, 2, *head_dims, dtype)
+    given = [x.at[1, 300, 0, 1].set(jnp.nan).at[0, 5, 1, 0].set(jnp.inf) for x in given]
+    options = dict(options)
+    if options.pop("lengths", False):
+        options["query_seq_lengths"], options["key_value_seq_lengths"] = (
+            jnp.array([130, 0]),
+            jnp.array([1, 700]),
+        )
+    quantize = functools.partial(jax_flash.quantize, **options)
+    found, expected = (quantize(*given, implementation=name) for name in ("cuda", "xla"))
+    for name, one, other in zip(found._fields, found, expected, strict=True):
+        one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
+        np.testing.assert_array_equal(one, other, err_msg=name)
+    if all(dim % 16 == 0 for dim in head_dims):
+        text = jax.jit(quantize).lower(*given).compile().as_text()
+        assert text.count('custom_call_target="jax_flash_quantize"') == 3
 
 
 def test_packed_sequences_and_gradients():
@@ -125,7 +149,7 @@ def test_long_sequences(keys, sum_blocks, monkeypatch):
         monkeypatch.setitem(forward_tiles.FP8_TILES, 128, tile)
     query, key, value = arrays(5, 1, 128, keys, 2, 2, 128, 128, "float32")
     value = 1 + value / jnp.max(jnp.abs(value))  # sums that grow
-    given = jax_flash.quantize(query, key, value)._asdict()
+    given = jax_flash.quantize(query, key, value, implementation="xla")._asdict()
     attend = functools.partial(jax_flash.flash_attention, **given, out_dtype="float32")
     found, expected = (np.asarray(attend(implementation=name), np.float64) for name in ("cuda", "xla"))
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)

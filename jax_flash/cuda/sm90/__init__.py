@@ -8,6 +8,7 @@ import jax
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._float8 import is_float8
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
@@ -16,13 +17,13 @@ from jax_flash.cuda.sm90 import (
     backward_tiles,
     decode_plan,
     decode_tiles,
-    float8,
     forward_plan,
     prefill_plan,
 )
+from jax_flash.cuda.sm90.arrange_plan import plan_arrange
 from jax_flash.cuda.sm90.backward_plan import backward_block_lists, plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import forward_block_lists, plan_forward, plan_forward_metadata
-from jax_flash.cuda.sm90.quantize_plan import plan_quantize
+from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
 from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
@@ -30,18 +31,20 @@ __all__ = [
     "backward_block_lists",
     "describe",
     "describe_decode",
-    "forward_arrays",
     "forward_block_lists",
     "kernels",
     "keys_of_block",
+    "plan_arrange",
     "plan_backward",
     "plan_backward_metadata",
     "plan_decode",
     "plan_forward",
     "plan_forward_metadata",
     "plan_quantize",
+    "plan_quantize_rows",
     "unsupported",
     "unsupported_decode",
+    "unsupported_quantize",
 ]
 
 COMPUTE_CAPABILITIES = ((9, 0),)
@@ -77,11 +80,6 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.diagonal is not None and max(abs(spec.left or 0), abs(spec.right or 0)) >= _LIMIT:
         return f"with a diagonal as an operand, a window's sides are limited to {_LIMIT}"
     return None
-
-
-def forward_arrays(operands: Operands) -> dict[str, jax.Array]:
-    """The operands by the names of the forward kernel's buffers."""
-    return float8.arranged(operands) if is_float8(operands.query.dtype) else operands.present()
 
 
 def describe(spec: AttentionSpec, shapes: Shapes) -> str:
@@ -156,3 +154,19 @@ def describe_decode(spec: CacheSpec, shapes: CacheShapes, device: Device) -> str
         f"sm_90 decode kernel for {dims}: tiles of {tile.query_rows} rows (queries × {n.group} heads) × "
         f"{tile.keys} keys, {tile.stages} stages, {tile.ctas_of_sm} CTAs on a multiprocessor{pages}"
     )
+
+
+def unsupported_quantize(spec: QuantizeSpec, shapes: QuantizeOperands) -> str | None:
+    """Why no kernel can round the rows of the call, or None."""
+    batch, rows, heads, dim = shapes.rows.shape
+    if spec.scales != "block":
+        return f'scales are "{spec.scales}"; they may be "block"'
+    if shapes.rows.dtype.name not in _DTYPES:
+        return f"the dtype is {shapes.rows.dtype.name}; it may be {' or '.join(_DTYPES)}"
+    if dim > MAX_HEAD_DIM:
+        return f"the head dim is {dim}; it may be up to {MAX_HEAD_DIM}"
+    if 0 in shapes.rows.shape:
+        return "the array is empty"
+    if rows >= _LIMIT or batch * heads >= _LIMIT:
+        return f"sequences and batch times heads are limited to {_LIMIT}"
+    return None

@@ -1,14 +1,16 @@
 """The launch that rounds a call's queries, keys and values to e4m3, as `_float8.quantized` defines it."""
 
 import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from jax_flash import _float8
 from jax_flash._device import Device
+from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import Operands, sizes
-from jax_flash.cuda.launch_plan import Buffer, Kernel, LaunchPlan, Pointer, element_type, launch
+from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, element_type, launch
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import float8
 
@@ -38,6 +40,10 @@ _PARAMETERS = struct(
     batch="int32_t",  # B
 )
 
+_POINTERS = (
+    *("query", "key", "value", "signs", "query_lengths", "key_lengths", "query_out", "key_out", "value_out"),
+    *("query_descale", "key_descale", "value_descale"),
+)
 _LENGTHS = {"query_lengths": "query_seq_lengths", "key_lengths": "key_value_seq_lengths"}
 
 
@@ -53,10 +59,7 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
     Operands are query, key and value, then rotation_signs and lengths that the call has. Results are the
     arrays that the forward kernel loads, and their scales.
     """
-    n, dtype = sizes(shapes), shapes.query.dtype.name
-    signs = shapes.rotation_signs
-    columns = n.H if signs is None else signs.shape[1]
-    hadamard = 1 if signs is None else _float8.hadamard_size(columns)
+    n, signs = sizes(shapes), shapes.rotation_signs
     names = ["query", "key", "value", *(["rotation_signs"] if signs is not None else [])]
     names += [name for name in _LENGTHS.values() if getattr(shapes, name) is not None]
     operands = [Buffer(name, x.shape, x.dtype.name) for name in names for x in [getattr(shapes, name)]]
@@ -66,38 +69,85 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
         "value_out": Buffer("transposed_value", float8.transposed_shape(shapes), "float8_e4m3fn"),
         **{name: Buffer(name, x, "float32") for name, x in float8.descale_shapes(shapes).items()},
     }
-    warps = _warps(max(n.H, n.V))
+    own = {name: name for name in ("query", "key", "value")} | {"signs": "rotation_signs"} | _LENGTHS
+    main = _launch(
+        device=device,
+        dtype=shapes.query.dtype,
+        head_dims=(n.H, n.V),
+        signs=signs,
+        pointers={name: Pointer(of) for name, of in own.items() if of in names}
+        | {name: Pointer(buffer.name) for name, buffer in results.items()},
+        sizes={"queries": n.T, "keys": n.S, "query_heads": n.N, "key_heads": n.K, "batch": n.B},
+    )
+    return LaunchPlan(tuple(operands), tuple(results.values()), (main,))
+
+
+def plan_quantize_rows(spec: QuantizeSpec, shapes: QuantizeOperands, device: Device) -> LaunchPlan:
+    """For rows of 16 bits whose head dim is a multiple of 16: queries, keys or values by themselves.
+
+    Operands are those of the call by their names. Results are the rows in e4m3, and their scales.
+    """
+    batch, rows, heads, dim = shapes.rows.shape
+    key_heads = heads // spec.group
+    blocks = _float8.scales_of(rows)
+    results = {
+        "query_out": Buffer("quantized", shapes.rows.shape, "float8_e4m3fn"),
+        "query_descale": Buffer("descale", (batch, key_heads, blocks), "float32"),
+    }
+    own = {"query": "rows", "signs": "signs", "query_lengths": "lengths"}
+    present = shapes.present()
+    main = _launch(
+        device=device,
+        dtype=shapes.rows.dtype,
+        head_dims=(dim, 0),
+        signs=shapes.signs,
+        pointers={name: Pointer(of) for name, of in own.items() if of in present}
+        | {name: Pointer(buffer.name) for name, buffer in results.items()},
+        sizes={"queries": rows, "keys": 0, "query_heads": heads, "key_heads": key_heads, "batch": batch},
+    )
+    operands = (Buffer(name, x.shape, x.dtype.name) for name, x in present.items())
+    return LaunchPlan(tuple(operands), tuple(results.values()), (main,))
+
+
+def _launch(
+    device: Device,
+    dtype: np.dtype,
+    head_dims: tuple[int, int],
+    signs: jax.ShapeDtypeStruct | None,
+    pointers: Mapping[str, Pointer],
+    sizes: Mapping[str, int],
+) -> Launch:
+    """The kernel's launch. Without keys the head dim of values is 0; pointers that aren't there are null."""
+    head_dim, value_dim = head_dims
+    columns = head_dim if signs is None else signs.shape[1]
+    hadamard = 1 if signs is None else _float8.hadamard_size(columns)
+    warps = _warps(max(head_dims))
+    of_values = [("VALUE_DIM", value_dim), ("VALUE_KEYS", float8.keys_of_block(value_dim))]
     kernel = Kernel(
         source="sm90/quantize/quantize.cu",
         entry="quantize",
         arch=device.arch,
         defines=(
             ("ELEMENT", element_type(dtype)),
-            ("HEAD_DIM", n.H),
-            ("VALUE_DIM", n.V),
+            ("HEAD_DIM", head_dim),
             ("HADAMARD", hadamard),
-            ("VALUE_KEYS", float8.keys_of_block(n.V)),
             ("WARPS", warps),
+            ("KEYS", int(value_dim > 0)),
+            *(of_values if value_dim else []),
         ),
         parameters=_PARAMETERS,
     )
-    blocks = math.ceil(n.T / _float8.ROWS_PER_SCALE) + math.ceil(n.S / _float8.ROWS_PER_SCALE)
-    main = launch(
+    blocks = _float8.scales_of(sizes["queries"]) + _float8.scales_of(sizes["keys"])
+    return launch(
         kernel=kernel,
-        grid=(n.B * n.K * blocks, 1, 1),
+        grid=(sizes["batch"] * sizes["key_heads"] * blocks, 1, 1),
         block=32 * warps,
         arguments={
-            **{name: Pointer(name) for name in ("query", "key", "value")},
-            "signs": None if signs is None else Pointer("rotation_signs"),
-            **{
-                own: None if getattr(shapes, name) is None else Pointer(name)
-                for own, name in _LENGTHS.items()
-            },
-            **{name: Pointer(buffer.name) for name, buffer in results.items()},
+            **dict.fromkeys(_POINTERS),
+            **pointers,
             "rotation_scale": float(np.float32(1 / math.sqrt(hadamard))),
             "signs_stride": 0 if signs is None or signs.shape[0] == 1 else columns,
-            **{"columns": columns, "queries": n.T, "keys": n.S},
-            **{"query_heads": n.N, "key_heads": n.K, "batch": n.B},
+            "columns": columns,
+            **sizes,
         },
     )
-    return LaunchPlan(tuple(operands), tuple(results.values()), (main,))

@@ -2,7 +2,8 @@
 // of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward kernel takes
 // them (jax_flash/cuda/sm90/float8.py).
 //
-// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. A thread loads all that it has of a
+// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries alone: any
+// rows are rounded so. A thread loads all that it has of a
 // head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
 // twice, the second time from L2.
 //
@@ -10,12 +11,13 @@
 //   ELEMENT    of the input
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
-//   VALUE_KEYS keys of a panel's column of V, 128 or 64
+//   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V, 128 or 64
 //   WARPS      of a CTA
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "sm90/quantize/transposed_values.cuh"
 
 using Element = ELEMENT;
 constexpr int block_rows = 128, warps = WARPS;
@@ -190,37 +192,8 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, const Eleme
     return scale;
 }
 
-// Four keys, whose elements of a column are neighbours in the panels of V^T: of 16 keys two and the two that are 8 behind.
-__device__ __forceinline__ int key_of_four(int four, int i) { return four / 4 * 16 + four % 4 * 2 + i / 2 * 8 + i % 2; }
-
-// Where those of a column lie in the panels. A row has a column, or more if panels have fewer keys.
-__device__ __forceinline__ int transposed_place(int four, int column) {
-    constexpr int parts = block_rows / VALUE_KEYS, rows = VALUE_DIM / parts;
-    const int key = 4 * four;  // as they are ordered
-    return (key / VALUE_KEYS * rows + column % rows) * block_rows + column / rows * VALUE_KEYS + key % VALUE_KEYS;
-}
-
-// … and in shared memory, where rows of neighbouring lanes have their chunks of 16 bytes in different orders: they would
-// begin in one bank.
-__device__ __forceinline__ int spread(int place) { return place ^ place / (8 * block_rows) % 8 * 16; }
-
-// Bytes of four rows, of four columns each, become bytes of four columns.
-__device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
-    const uint32_t first = byte_permute<0x5140>(words[0], words[1]), second = byte_permute<0x5140>(words[2], words[3]);
-    const uint32_t third = byte_permute<0x7362>(words[0], words[1]), last = byte_permute<0x7362>(words[2], words[3]);
-    words[0] = byte_permute<0x5410>(first, second);
-    words[1] = byte_permute<0x7632>(first, second);
-    words[2] = byte_permute<0x5410>(third, last);
-    words[3] = byte_permute<0x7632>(third, last);
-}
-
 struct AlwaysUsable {
     __device__ bool operator()(int) const { return true; }
-};
-
-struct WithFiniteValue {
-    const unsigned char* finite;
-    __device__ bool operator()(int row) const { return finite[row] != 0; }
 };
 
 __device__ __forceinline__ void quantize_queries(const Parameters& of, int index) {
@@ -237,27 +210,49 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
-// Values of a block: written as the forward kernel takes them. Says of each key whether its value is finite, and returns the
-// scale.
-__device__ __forceinline__ float quantize_values(const Element* value, unsigned char* out, int bytes, int count, int valid,
-                                                 int64_t row_stride, unsigned char* finite) {
+#if KEYS
+struct WithFiniteValue {
+    const unsigned char* finite;
+    __device__ bool operator()(int row) const { return finite[row] != 0; }
+};
+
+struct KeyBlock {
+    int batch, head, row, count, valid, descale;
+    int64_t first_row;
+
+    __device__ KeyBlock(const Parameters& of, int index) {
+        const int blocks = ceil_div(of.keys, block_rows), block = index % blocks;
+        head = index / blocks % of.key_heads;
+        batch = index / blocks / of.key_heads;
+        row = block * block_rows;
+        count = of.keys - row;
+        valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
+        descale = (batch * of.key_heads + head) * blocks + block;
+        first_row = static_cast<int64_t>(batch) * of.keys + row;
+    }
+};
+
+// Values as the forward kernel takes them. Says of each key whether its value is finite.
+__device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
     using Row = Lanes<VALUE_DIM>;
-    constexpr int fours = block_rows / 4, own = fours > Row::at_once ? fours / Row::at_once : 1;
-    __shared__ uint4 chunks[block_rows * VALUE_DIM / 16];
-    unsigned char* const transposed = reinterpret_cast<unsigned char*>(chunks);
+    using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
+    constexpr int fours = Transposed::fours, own = fours > Row::at_once ? fours / Row::at_once : 1;
+    __shared__ Transposed transposed;
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
+    const Element* const value = of.value + block.first_row * stride + block.head * VALUE_DIM;
     uint4 bits[own][4];
     float x[lane_columns], largest = 0;
     const int column = Row::column();
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = key_of_four(four, j % 4);
-        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * row_stride, four < fours && key < count);
+        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
+        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * stride, four < fours && key < block.count);
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = key_of_four(four, j % 4);
+        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
         unpack(x, bits[j / 4][j % 4]);
-        if (four < fours && key < valid) largest = fmaxf(largest, largest_of(x));
+        if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
         int all_finite = 1;
 #pragma unroll
         for (int i = 0; i < lane_columns; ++i) all_finite &= is_finite(x[i]);
@@ -283,48 +278,25 @@ __device__ __forceinline__ float quantize_values(const Element* value, unsigned 
         }
         if (column >= VALUE_DIM || four >= fours) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            transpose(words[half]);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int place = spread(transposed_place(four, column + 4 * half + i));
-                *reinterpret_cast<uint32_t*>(transposed + place) = words[half][i];
-            }
-        }
+        for (int half = 0; half < 2; ++half) transposed.store(four, column + 4 * half, words[half]);
     }
-    __syncthreads();
-    for (int place = 16 * threadIdx.x; place < bytes; place += 16 * 32 * warps) {
-        *reinterpret_cast<uint4*>(out + place) = chunks[spread(place) / 16];
-    }
-    return scale;
+    const Panels panels =
+        panels_of<VALUE_DIM, VALUE_KEYS>(block.batch * of.key_heads + block.head, block.row / block_rows, of.keys);
+    transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
+    if (threadIdx.x == 0) of.value_descale[block.descale] = scale;
 }
 
 __device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
     __shared__ unsigned char finite[block_rows];
-    const int blocks = ceil_div(of.keys, block_rows);
-    const int block = index % blocks, head = index / blocks % of.key_heads, batch = index / blocks / of.key_heads;
-    const int row = block * block_rows, count = of.keys - row;
-    const int valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
-    const int64_t first_row = static_cast<int64_t>(batch) * of.keys + row;
-    const int64_t value_stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
-    const int panels = ceil_div(of.keys, VALUE_KEYS), first_panel = row / VALUE_KEYS;
-    constexpr int panel_bytes = VALUE_KEYS * VALUE_DIM;
-    const int bytes = min(block_rows / VALUE_KEYS, panels - first_panel) * panel_bytes;
-    unsigned char* const value_out =
-        of.value_out + (static_cast<int64_t>(batch * of.key_heads + head) * panels + first_panel) * panel_bytes;
-    const float scale = quantize_values(of.value + first_row * value_stride + head * VALUE_DIM, value_out, bytes, count, valid,
-                                        value_stride, finite);
-
-    const int64_t key_stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
-    const int64_t first = first_row * key_stride + head * HEAD_DIM;
-    const float key_scale = quantize_rows<true>(of, of.key + first, of.key_out + first, batch, count, valid, 1, key_stride,
-                                          WithFiniteValue{finite});
-    if (threadIdx.x == 0) {
-        const int descale = (batch * of.key_heads + head) * blocks + block;
-        of.key_descale[descale] = key_scale;
-        of.value_descale[descale] = scale;
-    }
+    const KeyBlock block(of, index);
+    quantize_values(of, block, finite);
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
+    const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
+    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count, block.valid, 1,
+                                            stride, WithFiniteValue{finite});
+    if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
 }
+#endif
 
 extern "C" __global__ void __launch_bounds__(32 * warps) quantize(const __grid_constant__ Parameters of) {
     const int of_queries = of.batch * of.key_heads * ceil_div(of.queries, block_rows);
@@ -332,6 +304,8 @@ extern "C" __global__ void __launch_bounds__(32 * warps) quantize(const __grid_c
     if (index < of_queries) {
         quantize_queries(of, index);
     } else {
+#if KEYS
         quantize_keys(of, index - of_queries);
+#endif
     }
 }

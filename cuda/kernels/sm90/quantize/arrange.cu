@@ -1,0 +1,204 @@
+// Arrays that come in e4m3, as the forward kernel takes them (jax_flash/cuda/sm90/float8.py): values transposed, their keys
+// permuted; scales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
+//
+// A CTA has a block of keys and their values; or a block of queries, of all heads of a group, which only signs of scales change.
+//
+// Defines:
+//   HEAD_DIM   of rows of queries and keys, VALUE_DIM of values: multiples of 16
+//   VALUE_KEYS keys of a panel's column of V, 128 or 64
+//   WARPS      of a CTA
+#include "parameters.cuh"
+#include "ptx/global.cuh"
+#include "ptx/math.cuh"
+#include "ptx/types.cuh"
+#include "sm90/quantize/transposed_values.cuh"
+
+constexpr int block_rows = 128, warps = WARPS;
+constexpr int lane_columns = 16;  // that a lane has of a row, 16 bytes
+constexpr uint32_t all_lanes = 0xffffffff;
+constexpr uint32_t magnitudes = 0x7f7f7f7f, signs = 0x80808080;  // of four elements; a magnitude of 0x7f is NaN
+
+__device__ constexpr int power_of_two_above(int x) { return x <= 1 ? 1 : 2 * power_of_two_above((x + 1) / 2); }
+
+// How threads hold rows of `dim` elements: several lanes a row, which is in one warp.
+template <int dim>
+struct Lanes {
+    static constexpr int width = power_of_two_above(dim / lane_columns);  // of a row
+    static constexpr int rows = 32 / width;                               // of a warp
+    static constexpr int at_once = warps * rows;                          // of the CTA
+    static constexpr int own = block_rows > at_once ? block_rows / at_once : 1;
+    static_assert(dim % lane_columns == 0 && dim <= 256, "a lane has 16 bytes, and a warp whole rows");
+
+    // The thread's place among rows that the CTA holds at once.
+    __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
+    __device__ static int column() { return threadIdx.x % width * lane_columns; }
+};
+
+// A lane's columns of a row: four words. Zeros where there is no row.
+struct Columns {
+    uint32_t words[4];
+
+    template <int dim>
+    __device__ __forceinline__ void load(const unsigned char* row, bool is_row) {
+        uint4 bits{0, 0, 0, 0};
+        if (is_row && Lanes<dim>::column() < dim) {
+            bits = *reinterpret_cast<const uint4*>(row + Lanes<dim>::column());
+        }
+        words[0] = bits.x;
+        words[1] = bits.y;
+        words[2] = bits.z;
+        words[3] = bits.w;
+    }
+
+    template <int dim>
+    __device__ __forceinline__ void store(unsigned char* row, bool is_row) const {
+        if (is_row && Lanes<dim>::column() < dim) {
+            *reinterpret_cast<uint4*>(row + Lanes<dim>::column()) = {words[0], words[1], words[2], words[3]};
+        }
+    }
+};
+
+// The sign bits of those of four elements that are NaN.
+__device__ __forceinline__ uint32_t nan_bits(uint32_t word) { return ((word & magnitudes) + 0x01010101) & signs; }
+
+// … and all bits of theirs.
+__device__ __forceinline__ uint32_t nan_bytes(uint32_t word) { return (nan_bits(word) >> 7) * 0xff; }
+
+// The scale of a block, split into one that is positive and what its elements take on.
+struct Scale {
+    float positive = 1;
+    uint32_t flipped = 0, nan = 0;
+    bool is_zero = false;
+
+    // Of the block of a head: each has a scale, or all have one. Without scales it is 1.
+    __device__ Scale(const float* scales, int scales_of_head, int head, int block) {
+        if (scales == nullptr) return;
+        const float scale = global::read_only(scales + head * scales_of_head + (scales_of_head > 1 ? block : 0));
+        if ((__float_as_uint(scale) & 0x7f800000u) == 0x7f800000u) {
+            nan = magnitudes;
+        } else if (scale == 0) {
+            is_zero = true;
+        } else {
+            positive = fabsf(scale);
+            flipped = scale < 0 ? signs : 0;
+        }
+    }
+
+    __device__ __forceinline__ uint32_t of(uint32_t word) const {
+        if (is_zero) word &= nan_bytes(word);
+        return (word ^ flipped) | nan;
+    }
+};
+
+__device__ __forceinline__ void arrange_queries(const Parameters& of, int index) {
+    using Row = Lanes<HEAD_DIM>;
+    const int blocks = ceil_div(of.queries, block_rows), group = of.query_heads / of.key_heads;
+    const int block = index % blocks, head = index / blocks;  // of all batch rows
+    const Scale scale(of.query_scales, of.query_scales_of_head, head, block);
+    if (threadIdx.x == 0) of.query_descale[index] = scale.positive;
+    if (of.query_out == nullptr) return;  // no scale, no change
+    const int row = block * block_rows, batch = head / of.key_heads, key_head = head % of.key_heads;
+    const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
+    const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
+    const int count = min(of.queries - row, block_rows);
+#pragma unroll 1
+    for (int head = 0; head < group; ++head) {
+        Columns columns[Row::own];
+#pragma unroll
+        for (int i = 0; i < Row::own; ++i) {
+            const int row = i * Row::at_once + Row::row();
+            columns[i].load<HEAD_DIM>(of.query + first + row * stride + head * HEAD_DIM, row < count);
+        }
+#pragma unroll
+        for (int i = 0; i < Row::own; ++i) {
+            const int row = i * Row::at_once + Row::row();
+#pragma unroll
+            for (uint32_t& word : columns[i].words) word = scale.of(word);
+            columns[i].store<HEAD_DIM>(of.query_out + first + row * stride + head * HEAD_DIM, row < count);
+        }
+    }
+}
+
+__device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
+    using KeyRow = Lanes<HEAD_DIM>;
+    using ValueRow = Lanes<VALUE_DIM>;
+    using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
+    constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
+    __shared__ Transposed transposed;
+    __shared__ unsigned char finite[block_rows];
+    const int blocks = ceil_div(of.keys, block_rows), block = index % blocks, head = index / blocks;
+    const int row = block * block_rows, count = min(of.keys - row, block_rows);
+    const int64_t first_row = static_cast<int64_t>(head / of.key_heads) * of.keys + row;
+    const int64_t key_stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
+    const int64_t value_stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
+    const int64_t first_key = first_row * key_stride + head % of.key_heads * HEAD_DIM;
+    const unsigned char* const value = of.value + first_row * value_stride + head % of.key_heads * VALUE_DIM;
+
+    Columns values[own][4], keys[KeyRow::own];
+#pragma unroll
+    for (int j = 0; j < 4 * own; ++j) {
+        const int four = j / 4 * ValueRow::at_once + ValueRow::row(), key = Transposed::key_of_four(four, j % 4);
+        values[j / 4][j % 4].load<VALUE_DIM>(value + key * value_stride, four < fours && key < count);
+    }
+#pragma unroll
+    for (int i = 0; i < KeyRow::own; ++i) {
+        const int row = i * KeyRow::at_once + KeyRow::row();
+        keys[i].load<HEAD_DIM>(of.key + first_key + row * key_stride, row < count);
+    }
+    const Scale key_scale(of.key_scales, of.key_scales_of_head, head, block);
+    const Scale value_scale(of.value_scales, of.value_scales_of_head, head, block);
+    if (threadIdx.x == 0) {
+        of.key_descale[index] = key_scale.positive;
+        of.value_descale[index] = value_scale.positive;
+    }
+#pragma unroll
+    for (int j = 0; j < 4 * own; ++j) {
+        const int four = j / 4 * ValueRow::at_once + ValueRow::row(), key = Transposed::key_of_four(four, j % 4);
+        uint32_t (&words)[4] = values[j / 4][j % 4].words;
+        uint32_t found = 0;
+#pragma unroll
+        for (uint32_t& word : words) {
+            word = value_scale.of(word);
+            found |= nan_bits(word);
+        }
+        if (found != 0) {
+#pragma unroll
+            for (uint32_t& word : words) word &= ~nan_bytes(word);
+        }
+#pragma unroll
+        for (int distance = 1; distance < ValueRow::width; distance *= 2) {
+            found |= __shfl_xor_sync(all_lanes, found, distance);
+        }
+        if (ValueRow::column() == 0 && four < fours) finite[key] = found == 0;
+    }
+#pragma unroll
+    for (int j = 0; j < own; ++j) {
+        const int four = j * ValueRow::at_once + ValueRow::row();
+        if (ValueRow::column() >= VALUE_DIM || four >= fours) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32_t words[4] = {values[j][0].words[i], values[j][1].words[i], values[j][2].words[i], values[j][3].words[i]};
+            transposed.store(four, ValueRow::column() + 4 * i, words);
+        }
+    }
+    const Panels panels = panels_of<VALUE_DIM, VALUE_KEYS>(head, block, of.keys);
+    transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
+#pragma unroll
+    for (int i = 0; i < KeyRow::own; ++i) {
+        const int row = i * KeyRow::at_once + KeyRow::row();
+        const uint32_t nan = row < count && finite[row] == 0 ? magnitudes : 0;
+#pragma unroll
+        for (uint32_t& word : keys[i].words) word = key_scale.of(word) | nan;
+        keys[i].store<HEAD_DIM>(of.key_out + first_key + row * key_stride, row < count);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * warps) arrange(const __grid_constant__ Parameters of) {
+    const int of_keys = of.batch * of.key_heads * ceil_div(of.keys, block_rows);
+    const int index = blockIdx.x;
+    if (index < of_keys) {
+        arrange_keys(of, index);
+    } else {
+        arrange_queries(of, index - of_keys);
+    }
+}

@@ -1,0 +1,92 @@
+"""The launch that brings arrays of a call in e4m3 to what the forward kernel takes (`float8.py`)."""
+
+import jax
+
+from jax_flash import _float8
+from jax_flash._device import Device
+from jax_flash._spec import Operands, sizes
+from jax_flash.cuda.launch_plan import Buffer, Kernel, LaunchPlan, Pointer, launch
+from jax_flash.cuda.parameters import struct
+from jax_flash.cuda.sm90 import float8
+
+Shapes = Operands[jax.ShapeDtypeStruct]
+
+_PARAMETERS = struct(
+    "Parameters",
+    query="const unsigned char*",  # (B, T, N, H)
+    key="const unsigned char*",  # (B, S, K, H)
+    value="const unsigned char*",  # (B, S, K, V)
+    query_scales="const float*",  # (B, K, scales of a head), or null, as the next
+    key_scales="const float*",
+    value_scales="const float*",
+    query_out="unsigned char*",  # as query; null where the query stays as it is
+    key_out="unsigned char*",  # as key
+    value_out="unsigned char*",  # see `float8.transposed_shape`
+    query_descale="float*",  # (B, K, blocks of T)
+    key_descale="float*",  # (B, K, blocks of S), as the next
+    value_descale="float*",
+    query_scales_of_head="int32_t",
+    key_scales_of_head="int32_t",
+    value_scales_of_head="int32_t",
+    queries="int32_t",  # T
+    keys="int32_t",  # S
+    query_heads="int32_t",  # N
+    key_heads="int32_t",  # K
+    batch="int32_t",  # B
+)
+
+_ARRAYS = ("query", "key", "value")
+
+
+def plan_arrange(shapes: Shapes, device: Device) -> LaunchPlan:
+    """For arrays in e4m3 whose head dims are multiples of 16, as `device` runs it.
+
+    Operands are query, if it has scales, key and value, and the scales that the call has. Results have the
+    names of the operands for which the forward kernel takes them, but for "transposed_value". A query without
+    scales is none of them, as it stays as it is.
+    """
+    n = sizes(shapes)
+    scales = {name: getattr(shapes, f"{name}_descale") for name in _ARRAYS}
+    names = [name for name in _ARRAYS if name != "query" or scales["query"] is not None]
+    names += [f"{name}_descale" for name, x in scales.items() if x is not None]
+    operands = tuple(Buffer(name, x.shape, x.dtype.name) for name in names for x in [getattr(shapes, name)])
+    results = {
+        "key_out": Buffer("arranged_key", shapes.key.shape, shapes.key.dtype.name),
+        "value_out": Buffer("transposed_value", float8.transposed_shape(shapes), shapes.value.dtype.name),
+        **{
+            name: Buffer(f"arranged_{name}", shape, "float32")
+            for name, shape in float8.descale_shapes(shapes).items()
+        },
+    }
+    if scales["query"] is not None:
+        results["query_out"] = Buffer("arranged_query", shapes.query.shape, shapes.query.dtype.name)
+    warps = 4 if max(n.H, n.V) <= 64 else 8  # so that all threads have columns of values
+    kernel = Kernel(
+        source="sm90/quantize/arrange.cu",
+        entry="arrange",
+        arch=device.arch,
+        defines=(
+            ("HEAD_DIM", n.H),
+            ("VALUE_DIM", n.V),
+            ("VALUE_KEYS", float8.keys_of_block(n.V)),
+            ("WARPS", warps),
+        ),
+        parameters=_PARAMETERS,
+    )
+    given = {name: Pointer(name) if name in names else None for name in _ARRAYS}
+    given |= {f"{name}_scales": x and Pointer(f"{name}_descale") for name, x in scales.items()}
+    blocks = _float8.scales_of(n.T) + _float8.scales_of(n.S)
+    main = launch(
+        kernel=kernel,
+        grid=(n.B * n.K * blocks, 1, 1),
+        block=32 * warps,
+        arguments={
+            "query_out": None,
+            **given,
+            **{name: Pointer(buffer.name) for name, buffer in results.items()},
+            **{f"{name}_scales_of_head": 0 if x is None else x.shape[2] for name, x in scales.items()},
+            **{"queries": n.T, "keys": n.S},
+            **{"query_heads": n.N, "key_heads": n.K, "batch": n.B},
+        },
+    )
+    return LaunchPlan(operands, tuple(results.values()), (main,))
