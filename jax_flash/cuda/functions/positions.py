@@ -157,6 +157,7 @@ _SIGNS = dict(zip(_COMPARISONS, ("<", "<=", ">", ">=", "==", "!="), strict=True)
 
 def expression(node: Node, arguments: Sequence[str]) -> str:
     """The node in C++, where `query` and `key` are `Position`s."""
+    assert isinstance(node.detail, tuple)
     total, comparison = node.detail
     base = _text(total, "base", arguments, total.constant)
     offset = _text(total, "offset", (), 0)
