@@ -2,8 +2,8 @@
 
     python benchmarks/kernel_times.py --entries sd2.1-cross,pythia-1.4b --out kernel_times.json
 
-It tells what of a backward pass is its main kernel, and what prepares and ends it. A kernel's time is the median
-of several calls, each after the same calls for a tenth of a second.
+It tells what of a backward pass is its main kernel, and what prepares and ends it. A kernel's time is the
+median of several calls, after the same calls for a tenth of a second.
 """
 
 import argparse
@@ -32,7 +32,9 @@ def kernels(function: jax.stages.Compiled, inputs: list[jax.Array]) -> list[tupl
     _, calls = profiler.measure(function, aggregate=False, iterations=CALLS)(*inputs)
     if calls is None:
         raise RuntimeError("it launched no kernel")
-    return [(launches[0][0], statistics.median(x for _, x in launches)) for launches in zip(*calls, strict=True)]
+    return [
+        (launches[0][0], statistics.median(x for _, x in launches)) for launches in zip(*calls, strict=True)
+    ]
 
 
 def measure(entry: Entry, name: str, programs: model_programs.EntryPrograms) -> list[dict]:

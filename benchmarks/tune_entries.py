@@ -1,9 +1,10 @@
-"""Times the backward pass of entries of models.py under several schedules, as tune_schedule.py does of plain calls.
+"""Times the backward pass of entries of models.py under several schedules.
 
     python benchmarks/tune_entries.py --entries llama3-8b-segments,bert-large-padded --out tune_entries.json
 
-What a schedule is best for a call with lengths, documents or few keys can't be told from its shapes. Each row
-has a schedule of an entry and the kernel time of the backward pass under it, in shuffled rounds.
+tune_schedule.py does so of plain calls. Which schedule is best for a call with lengths, documents or few keys
+can't be told from its shapes. Each row has a schedule of an entry and the kernel time of the backward pass
+under it, in shuffled rounds.
 """
 
 import argparse
@@ -61,9 +62,9 @@ def candidates(call: BackwardCall) -> list[Schedule]:
     writers = [picked.main_writes_dq] + [not picked.main_writes_dq] * (not call.tile.split_products)
     shares = [n for n in range(1, call.n.group + 1) if call.n.group % n == 0 and n <= 4]
     for main_writes_dq in writers:
-        for width in (1, 2, 4, 8, 16, 64):
-            if width <= heads * max(shares):
-                found.append(dataclasses.replace(picked, main_writes_dq=main_writes_dq, l2_head_group=width))
+        widths = [width for width in (1, 2, 4, 8, 16, 64) if width <= heads * max(shares)]
+        of_writer = dataclasses.replace(picked, main_writes_dq=main_writes_dq)
+        found += [dataclasses.replace(of_writer, l2_head_group=width) for width in widths]
     units = [Units(n) for n in shares]
     if call.key_tiles == 1 or call.key_tiles * heads < 2 * call.workers:
         units += [Units(picked.units.shares, parts) for parts in range(1, MOST_PARTS + 1)]

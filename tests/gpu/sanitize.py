@@ -230,7 +230,8 @@ def run_part(case: emulated_case.Case, implementation: str = "cuda"):
     _, operands, d_out, d_lse, _ = emulated_case.draw(case)
     (out, lse), gradients = both_passes_of_part(case, implementation)(operands, d_out, d_lse)
     lse = np.asarray(lse)
-    for x in (out, np.where(np.isneginf(lse), 0, lse), *gradients.present().values()):  # of rows that see nothing
+    lse = np.where(np.isneginf(lse), 0, lse)  # of rows that see nothing
+    for x in (out, lse, *gradients.present().values()):
         if not np.all(np.isfinite(np.asarray(x, np.float32))):
             raise RuntimeError(f"results of {case} are not finite")
 
