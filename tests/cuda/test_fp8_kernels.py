@@ -66,6 +66,9 @@ def test_quantize(incoherent, head_dims):
     check_quantize(plan_quantize(given, H100))
     rows = QuantizeOperands(given.query, given.rotation_signs, INTEGERS)
     check_quantize(plan_quantize_rows(QuantizeSpec(N // K), rows, H100))
+    check_quantize(plan_quantize_rows(QuantizeSpec(1), rows, H100))
+    ungrouped = given.replace(query=jax.ShapeDtypeStruct((B, T, K, head_dims[0]), given.query.dtype))
+    check_quantize(plan_quantize(ungrouped, H100))
 
 
 def check_quantize(plan):

@@ -132,6 +132,7 @@ def _launch(
             ("HEAD_DIM", head_dim),
             ("HADAMARD", hadamard),
             ("WARPS", warps),
+            ("GROUPED", int(sizes["query_heads"] > sizes["key_heads"])),
             ("KEYS", int(value_dim > 0)),
             *(of_values if value_dim else []),
         ),

@@ -11,6 +11,7 @@
 //   ELEMENT    of the input
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
+//   GROUPED    whether a key head has several query heads, 1 or 0
 //   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V, 128 or 64
 //   WARPS      of a CTA
 #include "parameters.cuh"
@@ -38,6 +39,8 @@ struct Lanes {
     __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
     __device__ static int column() { return threadIdx.x % width * lane_columns; }
 };
+
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
@@ -113,10 +116,31 @@ __device__ __forceinline__ float block_scale(float largest) {
     return __uint_as_float(static_cast<uint32_t>(127 + min(max(exponent, -126), 126)) << 23);
 }
 
+// By one instruction an element: 0 times what isn't finite is NaN.
+__device__ __forceinline__ bool all_finite(const float (&x)[lane_columns]) {
+    float zero = 0;
+#pragma unroll
+    for (int i = 0; i < lane_columns; ++i) zero = __fmaf_rn(x[i], 0, zero);
+    return zero == 0;
+}
+
+// What isn't finite becomes NaN.
+__device__ __forceinline__ void make_nan(float (&x)[lane_columns]) {
+#pragma unroll
+    for (int i = 0; i < lane_columns; ++i) x[i] = is_finite(x[i]) ? x[i] : not_a_number();
+}
+
+// What isn't finite of `x`, unpacked of `bits`, becomes 0 in them.
+__device__ __forceinline__ void make_zero(uint4& bits, const float (&x)[lane_columns]) {
+    const auto kept = [&](int i) { return (is_finite(x[i]) ? 0xffffu : 0) | (is_finite(x[i + 1]) ? 0xffff0000u : 0); };
+    bits = {bits.x & kept(0), bits.y & kept(2), bits.z & kept(4), bits.w & kept(6)};
+}
+
+// Of no infinities; NaN doesn't count.
 __device__ __forceinline__ float largest_of(const float (&x)[lane_columns]) {
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) largest = fmaxf(largest, is_finite(x[i]) ? fabsf(x[i]) : 0);
+    for (int i = 0; i < lane_columns; ++i) largest = fmaxf(largest, fabsf(x[i]));
     return largest;
 }
 
@@ -124,9 +148,10 @@ struct Bytes {
     uint32_t low, high;
 };
 
+// Of no infinities, which would become the largest number; NaN stays NaN.
 __device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inverse) {
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) x[i] = is_finite(x[i]) ? x[i] * inverse : __uint_as_float(0x7fffffffu);
+    for (int i = 0; i < lane_columns; ++i) x[i] *= inverse;
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
 }
 
@@ -156,14 +181,18 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, const Eleme
     HeadRows rows;
     float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
     load_signs(signs, of, batch);
+    const auto take = [&](float (&x)[lane_columns], const uint4& bits) {
+        unpack(x, bits);
+        rotate(x, signs, of.rotation_scale);
+        if (!all_finite(x)) make_nan(x);
+    };
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
         rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
         for (int i = 0; i < HeadRows::own; ++i) {
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
-            unpack(x, rows.bits[i]);
-            rotate(x, signs, of.rotation_scale);
+            take(x, rows.bits[i]);
             if (rows.row(i) < valid) largest = fmaxf(largest, largest_of(x));
         }
     }
@@ -176,13 +205,12 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, const Eleme
             const int row = rows.row(i), column = HeadRows::Row::column();
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             if constexpr (!keeps_rotated) {
-                unpack(x, rows.bits[i]);
-                rotate(x, signs, of.rotation_scale);
+                take(x, rows.bits[i]);
             }
             const bool is_there = row < min(column < HEAD_DIM ? count : 0, block_rows);
             if (is_there && !is_usable(row)) {
 #pragma unroll
-                for (int j = 0; j < lane_columns; ++j) x[j] = __uint_as_float(0x7fffffffu);
+                for (int j = 0; j < lane_columns; ++j) x[j] = not_a_number();
             }
             const Bytes bytes = converted(x, 1 / scale);
             unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
@@ -203,10 +231,8 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
     const int count = of.queries - row, valid = length - row;
-    const float scale = group == 1 ? quantize_rows<true>(of, of.query + first, of.query_out + first, batch, count, valid, 1,
-                                                         stride, AlwaysUsable{})
-                                   : quantize_rows<false>(of, of.query + first, of.query_out + first, batch, count, valid,
-                                                          group, stride, AlwaysUsable{});
+    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group, stride,
+                                                AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
@@ -252,15 +278,17 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
     for (int j = 0; j < 4 * own; ++j) {
         const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
         unpack(x, bits[j / 4][j % 4]);
+        int is_whole = all_finite(x);
+        if (!is_whole) {
+            make_zero(bits[j / 4][j % 4], x);
+            unpack(x, bits[j / 4][j % 4]);
+        }
         if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
-        int all_finite = 1;
-#pragma unroll
-        for (int i = 0; i < lane_columns; ++i) all_finite &= is_finite(x[i]);
 #pragma unroll
         for (int distance = 1; distance < Row::width; distance *= 2) {
-            all_finite &= __shfl_xor_sync(all_lanes, all_finite, distance);
+            is_whole &= __shfl_xor_sync(all_lanes, is_whole, distance);
         }
-        if (column == 0 && four < fours) finite[key] = all_finite;
+        if (column == 0 && four < fours) finite[key] = is_whole;
     }
     const float scale = block_scale(largest);
 #pragma unroll
@@ -270,8 +298,6 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             unpack(x, bits[j][k]);
-#pragma unroll
-            for (int i = 0; i < lane_columns; ++i) x[i] = is_finite(x[i]) ? x[i] : 0;
             const Bytes of_key = converted(x, 1 / scale);
             words[0][k] = of_key.low;
             words[1][k] = of_key.high;
