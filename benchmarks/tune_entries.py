@@ -18,6 +18,7 @@ import model_contenders
 import record
 import rounds
 import timing
+import tune_schedule
 from model_entries import ENTRIES
 from model_entry import Entry
 
@@ -107,13 +108,8 @@ def main() -> None:
     for name in options.entries.split(","):
         for row in measure(entries[name], options.rounds):
             result["rows"].append(row)
-            writes = "main writes dQ" if row["main_writes_dq"] else ""
-            print(
-                f"{name:24} {row['shares']:>2} × {row['parts']}  group {row['l2_head_group']:>3} {writes:14}"
-                f" {row.get('milliseconds', float('nan')):8.4f} {'picked' if row['picked'] else ''}"
-                f" {row.get('error', '')[:120]}",
-                flush=True,
-            )
+            figures = f"{row.get('milliseconds', float('nan')):8.4f} ms"
+            print(tune_schedule.text(row, figures), flush=True)
         if options.out:
             record.write(result, options.out)
 

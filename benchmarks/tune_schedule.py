@@ -126,6 +126,14 @@ def measure(case: Case, of_rounds: int) -> list[dict]:
     return rows
 
 
+def text(row: dict, figures: str) -> str:
+    """A row's schedule and figures in a line."""
+    writes = "main writes dQ" if row["main_writes_dq"] else ""
+    schedule = f"{row['shares']:>3} × {row['parts']} {row['l2_head_group']:>3} {writes:14}"
+    picked = "picked" if row["picked"] else ""
+    return f"{row['case']:28} {schedule}  {figures} {picked} {row.get('error', '')[:120]}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
@@ -141,14 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         for row in measure(case, options.rounds):
             result["rows"].append(row)
-            writes = "main writes dQ" if row["main_writes_dq"] else ""
-            print(
-                f"{row['case']:28} {row['shares']:>3} × {row['parts']} {row['l2_head_group']:>3} {writes:14}"
-                f"  {record.rate(row.get('backward')):>6}  expected {row['expected']:.3f}"
-                f"  measured {row.get('measured', float('nan')):.3f} {'picked' if row['picked'] else ''}"
-                f" {row.get('error', '')[:120]}",
-                flush=True,
-            )
+            rate = f"{record.rate(row.get('backward')):>6}  expected {row['expected']:.3f}"
+            print(text(row, f"{rate}  measured {row.get('measured', float('nan')):.3f}"), flush=True)
         if options.out:
             record.write(result, options.out)
 

@@ -222,7 +222,7 @@ class BackwardCall:
     def _of_sequences(self, tiles: Tiles) -> Tiles:
         """`tiles` as those of sequences of assumed lengths, one after another."""
         blocks: list[int] = []
-        for count in backward_scheduler.assumed_sequences(self.key_tiles):
+        for count in backward_scheduler.tiles_of_assumed_sequences(self.key_tiles):
             keys = count * self.tile.keys
             queries = math.ceil(self.n.T * count / self.key_tiles)
             window = window_of(self.spec, dataclasses.replace(self.n, T=queries, S=keys))

@@ -61,13 +61,13 @@ def l2_head_group_of_sequences(tiles: Tiles, parts: int = 1, span: int = 1) -> i
     """`l2_head_group` of varlen sequences and of segments, whose lengths are known only at run time.
 
     Args:
-      tiles: as sequences of lengths that are assumed have them (`assumed_sequences`).
+      tiles: as sequences of assumed lengths have them (`tiles_of_assumed_sequences`).
     """
     times = _times(tiles, tiles.heads, parts, span)
     return min(times, key=lambda width: times[width])
 
 
-def assumed_sequences(tiles: int) -> list[int]:
+def tiles_of_assumed_sequences(tiles: int) -> list[int]:
     """How many of a row's key tiles each sequence is assumed to have: half of them, half of the rest, ..."""
     found = []
     while tiles:
