@@ -430,7 +430,7 @@ def blocks_of(queries, keys):
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (("all_gather", "striped"), dict(score_mod=lambda score, *_: score), STRIPES),
+        (("all_gather", "striped"), dict(score_mod=lambda score, *_: score + 1), STRIPES),
         (("all_gather", "striped"), dict(block_mask=blocks_of(8, 8)), STRIPES),
         (("all_gather", "zigzag"), dict(block_mask=blocks_of(12, 8)), BLOCKS.format("8 queries", 12)),
         (("ring", None), dict(block_mask=blocks_of(8, 12)), BLOCKS.format("16 keys", 12)),
