@@ -90,6 +90,13 @@ class BackwardCall:
         return mask_metadata.is_needed(self.shapes)
 
     @property
+    def skips_empty_tiles(self) -> bool:
+        """Whether the main kernel skips key tiles that no query sees (`Traits::skips_empty_tiles`)."""
+        persistent = not self.tile.split_products
+        has_lists = self.spec.block_mask is not None
+        return self.has_metadata and persistent and not has_lists and not self.spec.deterministic
+
+    @property
     def isolates(self) -> bool:
         """Whether a query may not see a key, which is then kept apart from it if it isn't finite."""
         bounded = (self.spec.left, self.spec.right) != (None, None)  # at other lengths, if not at these

@@ -17,6 +17,7 @@ from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import block_mask, dropout, mask_metadata, mask_metadata_plan, score_mod, user_score_mod
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
+    Argument,
     Kernel,
     Launch,
     LaunchPlan,
@@ -61,6 +62,17 @@ _PREPROCESS = struct(
     key_sums=backward_units.KEY_SUMS,
     key_groups="int32_t",  # of 64 keys, of all heads and batch rows
     block_tiles="const Interval*",  # (B, query blocks): the key tiles that visit a block, or null
+    empty_tiles=struct(
+        "EmptyTiles",
+        tile_blocks="const Interval*",  # (B, key tiles): the query blocks that a tile visits, or null
+        tiles="int32_t",  # of all heads and batch rows
+        d_key="uint4*",  # (B, S, K, H)
+        d_value="uint4*",  # (B, S, K, V)
+        keys="int32_t",  # S
+        key_heads="int32_t",  # K
+        key_columns="int32_t",  # H
+        value_columns="int32_t",  # V
+    ),
     queries="int32_t",  # T
     query_heads="int32_t",  # N
     columns="int32_t",  # V
@@ -252,11 +264,23 @@ def _preprocess(call: BackwardCall) -> Launch:
             **call.pointers("next_tile", "dq_semaphore"),
             **{"key_sums": call.key_sums(), "key_groups": n.B * n.K * call.key_groups},
             "block_tiles": Pointer("block_tiles") if skips_blocks else None,
+            "empty_tiles": _empty_tiles(call),
             **{"queries": n.T, "query_heads": n.N, "columns": n.V},
             "dropout_rows": dropout.pointer(spec, "dropout_rows"),
             "kept": keep_probability(spec.dropout_rate),
         },
     )
+
+
+def _empty_tiles(call: BackwardCall) -> dict[str, Argument]:
+    """What preprocess needs for the zeros of key tiles that the main kernel skips. Sums are zeros anyway."""
+    n, names = call.n, ("tile_blocks", "d_key", "d_value")
+    stores = call.skips_empty_tiles and not call.has_key_sums
+    return {
+        **{name: Pointer(name) if stores else None for name in names},
+        **{"tiles": n.B * n.K * call.key_tiles, "keys": n.S, "key_heads": n.K},
+        **{"key_columns": n.H, "value_columns": n.V},
+    }
 
 
 def _first_tile_stores(call: BackwardCall) -> bool:

@@ -102,11 +102,13 @@ __device__ __forceinline__ void produce(const Call& call) {
     const int units = call.unit_count();
     int index = Traits::persistent ? atomicAdd(call.next_tile, 1) : call.own_tile();
     BlockSlot slot;
+    KeySlot key_slot;
 #pragma unroll 1
-    for (KeySlot key_slot;; key_slot.advance()) {
+    for (;; index = atomicAdd(call.next_tile, 1)) {
         const int key_stage = key_slot.stage;
         // Read while the tile before is at work.
         const Work work = call.work(min(index, units - 1));
+        if (Traits::skips_empty_tiles && index < units && work.blocks.count() == 0) continue;
         const KeyTile& tile = work.tile;
         SpoiledBlocks spoiled_blocks(call, work);
         Interval full[Traits::consumers];
@@ -145,6 +147,6 @@ __device__ __forceinline__ void produce(const Call& call) {
         });
         if constexpr (Traits::cluster > 1) wait_for_readers(shared, slot);
         if (!Traits::persistent) return;
-        index = atomicAdd(call.next_tile, 1);
+        key_slot.advance();
     }
 }

@@ -1,6 +1,6 @@
 // Before the backward kernel: for each query delta = rowsum(dO ∘ O) − d_lse and its lse in base 2, in blocks as
-// the backward kernel loads them, and what it adds to and counts with (DqAccum, KeySums) set to zero. And where queries
-// may not see all keys, which rows aren't finite (isolation.cuh).
+// the backward kernel loads them, and what it adds to and counts with (DqAccum, KeySums) set to zero. Where queries may
+// not see all keys, also which rows aren't finite (isolation.cuh), and the zeros of dK and dV of empty tiles.
 #include "common/block_range.cuh"
 #include "parameters.cuh"
 #include "ptx/global.cuh"
@@ -80,6 +80,31 @@ __device__ __forceinline__ void set_to_zero(const Parameters& parameters, int he
     }
 }
 
+// Stores dK and dV of empty tiles, which the main kernel skips (Traits::skips_empty_tiles): zeros. All threads of all CTAs.
+__device__ __forceinline__ void zero_empty_tiles(const EmptyTiles& empty) {
+    if (empty.tile_blocks == nullptr) return;
+    const int key_tiles = ceil_div(empty.keys, Traits::keys);
+#pragma unroll 1
+    for (int index = blockIdx.x; index < empty.tiles; index += gridDim.x) {
+        const int head_index = index / key_tiles, tile = index % key_tiles;
+        const int batch = head_index / empty.key_heads, head = head_index % empty.key_heads;
+        const Interval blocks = read_only(empty.tile_blocks + batch * key_tiles + tile);
+        if (blocks.begin < blocks.end) continue;
+        const int first_key = tile * Traits::keys, rows = min(Traits::keys, empty.keys - first_key);
+        const int64_t first_row = (static_cast<int64_t>(batch) * empty.keys + first_key) * empty.key_heads + head;
+        auto zero = [&](uint4* gradient, int columns) {
+            const int vectors = columns / 8;  // of a row
+#pragma unroll 1
+            for (int row = threadIdx.x / row_lanes; row < rows; row += pass_rows) {
+                uint4* there = gradient + (first_row + static_cast<int64_t>(row) * empty.key_heads) * vectors;
+                for (int i = threadIdx.x % row_lanes; i < vectors; i += row_lanes) there[i] = {0, 0, 0, 0};
+            }
+        };
+        zero(empty.d_key, empty.key_columns);
+        zero(empty.d_value, empty.value_columns);
+    }
+}
+
 // What one thread knows of one row of the block, loaded ahead.
 struct RowStatistics {
     float lse, d_lse;
@@ -133,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
         const Interval tiles = read_only(parameters.block_tiles + static_cast<int64_t>(batch) * query_blocks + block);
         if (tiles.begin >= tiles.end) {  // of a block that no tile visits, nothing but its sums is read
             set_to_zero(parameters, head_index, block, query_blocks);
+            zero_empty_tiles(parameters.empty_tiles);
             return;
         }
     }
@@ -171,7 +197,10 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
                 idle |= 1u << pass;
             }
         }
-        if (first_row == pass_row) set_to_zero(parameters, head_index, block, query_blocks);
+        if (first_row == pass_row) {
+            set_to_zero(parameters, head_index, block, query_blocks);
+            zero_empty_tiles(parameters.empty_tiles);
+        }
         float sums[passes];
 #pragma unroll
         for (int pass = 0; pass < passes; ++pass) {

@@ -90,6 +90,8 @@ struct Traits {
     // What the loading thread tells of a tile: its work (Call::told_work) and, where that is data, which blocks see
     // keys whole. Or its index alone: without metadata work is soon computed, and with few registers left, as at head dim
     // 128, work that is told costs instructions in each step.
+    // Key tiles that no query sees are not handed to the consumers: preprocess has stored their gradients.
+    static constexpr bool skips_empty_tiles = persistent && mask_metadata && !block_lists && !deterministic;
     static constexpr bool tells_work = gradients_in_value_place || (persistent && mask_metadata);
     static constexpr int work_bytes = tells_work ? 24 : 8;
     static constexpr int full_blocks_bytes = tells_work && mask_metadata ? 8 * consumers : 0;
