@@ -75,6 +75,7 @@ class BackwardCall:
         return dataclasses.replace(
             tile,
             mask_metadata=self.has_metadata,
+            block_lists=self.spec.block_mask is not None and not self.spec.deterministic,
             score_grad=score_grad,
             isolates=self.isolates,
         )

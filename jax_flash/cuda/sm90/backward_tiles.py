@@ -33,6 +33,7 @@ class BackwardTile:
     writer_stages: int = 0  # pieces of finished sums on their way to each of two warps that write dQ
     semaphore_stages: int = 0  # blocks whose semaphores are acquired ahead, in deterministic kernels
     mask_metadata: bool = False
+    block_lists: bool = False  # a list of a block mask says which blocks a tile visits
     score_grad: bool = False  # one consumer hands the derivative by scores to the other, beside P
     dropout: bool = False
     isolates: bool = False  # blocks may be cleaned of what isn't finite between their load and their use
@@ -111,6 +112,8 @@ class BackwardTile:
         # The loading thread tells what a tile's work is, or the tile's index alone.
         tells_work = in_value_place or (self.mask_metadata and not self.split_products)
         work = key_stages * (3 + 2 * self.mask_metadata) * 8 if tells_work else 8
+        # So it does of each block, where a list says.
+        work += 8 * self.stages if self.block_lists and not self.split_products else 0
         tiles = keys + values + blocks + d_scores + score_grad + peer + dq + gradients
         return tiles + lse_delta + barriers * _BARRIER_BYTES + work
 

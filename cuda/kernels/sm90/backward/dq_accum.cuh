@@ -56,20 +56,19 @@ __device__ __forceinline__ void add_d_query(const Call& call) {
         const int lane = threadIdx.x % 32;
         if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(key_slot.stage));  // the tile's index is read
         if (lane != 0) return;
+        // Read a block ahead where a list says.
+        int next_block = Traits::block_lists && work.blocks.count() > 0 ? block_at(0, work.tile, call.shape) : 0;
         work.for_each_block(call.shape, [&](int head, int place, int) {
-            const int block = block_at(place, work.tile, call.shape);
+            const bool is_last = place == work.blocks.last - 1;
+            const int block = Traits::block_lists ? next_block : place;
+            if constexpr (Traits::block_lists) next_block = block_at(is_last ? 0 : place + 1, work.tile, call.shape);
             const int head_index = call.head_index(work.tile, head);
             // A head's only tile stores, as its sum may not be set to zero (_first_tile_stores in backward_plan.py).
             const bool is_only = call.shape.key_tiles() == 1;
             add_staged_block(call, slot, call.dq_accum_block(head_index, block), is_only);
             ledger.settle<DqBlock::tiles>(call);
-            bool ends_span = place == work.blocks.last - 1;
-            if constexpr (Traits::block_lists) {
-                ends_span = ends_span ||
-                            block / DqBlock::span != block_at(place + 1, work.tile, call.shape) / DqBlock::span;
-            } else {
-                ends_span = block % DqBlock::span == DqBlock::span - 1 || ends_span;
-            }
+            const bool ends_span = is_last || (Traits::block_lists ? block / DqBlock::span != next_block / DqBlock::span
+                                                                   : block % DqBlock::span == DqBlock::span - 1);
             if (ends_span) {
                 ledger.pending = head_index * call.shape.spans() + block / DqBlock::span;
             }

@@ -12,39 +12,11 @@
 //   dS      is P times dP less delta, and dP isn't finite of keys whose V isn't: there dP is set to zero where P is.
 #pragma once
 #include "ptx/descriptor.cuh"
-#include "ptx/global.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "common/finite.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
-
-// Which blocks of a tile have rows that aren't finite, as preprocess found, in the order in which the tile visits them. Each
-// is read while the block before is loaded: it comes from L2, as the acquire loads of other warps empty L1. One thread.
-class SpoiledBlocks {
-public:
-    __device__ __forceinline__ SpoiledBlocks(const Call& call, const Work& work) : next(work.first_visit()) {
-        if (Traits::isolates && work.iterations(call.shape) > 0) read(call, work);
-    }
-    // Of the tile's block number `iteration`.
-    __device__ __forceinline__ bool take(const Call& call, const Work& work, int iteration) {
-        if constexpr (!Traits::isolates) return false;
-        const bool spoiled = next_spoiled != 0;
-        next.advance(work.blocks, work.order);
-        if (iteration + 1 < work.iterations(call.shape)) read(call, work);
-        return spoiled;
-    }
-
-private:
-    BlockVisit next;
-    int next_spoiled = 0;
-
-    __device__ __forceinline__ void read(const Call& call, const Work& work) {
-        const int head_index = call.head_index(work.tile, next.head(work.tile, call.shape));
-        const int block = block_at(next.place, work.tile, call.shape);
-        next_spoiled = global::read_only(call.spoiled + call.block_index(head_index, block));
-    }
-};
 
 // Sets rows of Q or dO to zero whose lse is NaN, once TMA has brought them, and the lse, and completed `landed`. Then
 // completes `full`, for which the consumers wait. One thread.

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/bulk.cuh"
 #include "ptx/mbarrier.cuh"
+#include "sm90/backward/blocks_ahead.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/dq_accum.cuh"
 #include "sm90/backward/isolation.cuh"
@@ -48,12 +49,13 @@ __device__ __forceinline__ void load_value(const Call& call, const KeyTile& tile
     }
 }
 
-// Loads Q of a block, and lse and the dropout hashes of its queries, and cleans Q of a spoiled block.
-__device__ __forceinline__ void load_query(const Call& call, const KeyTile& tile, int head, int block,
+// Loads Q of a block, and lse and the dropout hashes of its queries, and cleans Q of a spoiled block. Tells which it is.
+__device__ __forceinline__ void load_query(const Call& call, const KeyTile& tile, int head, VisitedBlock visited,
                                            const BlockSlot& slot, bool spoiled) {
     const SharedMemory& shared = call.shared;
-    const int stage = slot.stage;
+    const int stage = slot.stage, block = visited.index();
     mbarrier::wait(shared.query_empty(stage), slot.parity ^ 1);
+    if constexpr (Traits::tells_blocks) shared.told_block(stage) = {visited.word, head};
     const uint32_t landed = spoiled ? shared.query_landed(stage) : shared.query_full(stage);
     mbarrier::arrive_expect(landed, Traits::query_bytes + Traits::per_query_bytes + Traits::dropout_hash_bytes);
     load_block(shared.query_block(stage), call.maps.query, landed, Traits::key_panels, head, block * Traits::queries,
@@ -110,7 +112,7 @@ __device__ __forceinline__ void produce(const Call& call) {
         const Work work = call.work(min(index, units - 1));
         if (Traits::skips_empty_tiles && index < units && work.blocks.count() == 0) continue;
         const KeyTile& tile = work.tile;
-        SpoiledBlocks spoiled_blocks(call, work);
+        BlocksAhead blocks_ahead(call, work);
         Interval full[Traits::consumers];
         if constexpr (Traits::tells_work && Traits::mask_metadata) {
 #pragma unroll
@@ -137,10 +139,10 @@ __device__ __forceinline__ void produce(const Call& call) {
         load_keys(call, shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels, tile);
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value(call, tile, key_slot.parity);
         work.for_each_block(call.shape, [&](int head, int place, int iteration) {
-            const int block = block_at(place, tile, call.shape);
             if (place == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));
-            const bool spoiled = spoiled_blocks.take(call, work, iteration);
-            load_query(call, tile, head, block, slot, spoiled);
+            const auto [visited, spoiled] = blocks_ahead.take(call, work, place, iteration);
+            const int block = visited.index();
+            load_query(call, tile, head, visited, slot, spoiled);
             if (iteration == 0) load_value(call, tile, key_slot.parity);  // after what S needs
             load_d_out(call, tile, head, block, slot, spoiled);
             slot.advance();

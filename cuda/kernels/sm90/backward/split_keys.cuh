@@ -59,15 +59,21 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::wait<0>();
             wgmma::pin(scores);
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
-            const int block = block_at(now.place, work.tile, call.shape);
+            VisitedBlock visited{now.place};
+            int head = now.head(work.tile, call.shape);
+            if constexpr (Traits::tells_blocks) {
+                const int2 told = shared.told_block(slot.stage);
+                visited = {told.x}, head = told.y;
+            }
+            const int block = visited.index();
             if constexpr (Traits::mask_metadata) {
                 key_mask.mask(scores, block, call.shape);
             } else if (is_partial(first_key, block, call.shape)) {
                 mask(scores, key, block, call.shape);
             }
             if constexpr (Traits::block_mask) {
-                if (may_hide(now.place, work.tile, call.shape)) {
-                    mask_by_function(scores, call, work.tile.batch, now.head(work.tile, call.shape), block, key);
+                if (visited.may_hide()) {
+                    mask_by_function(scores, call, work.tile.batch, head, block, key);
                 }
             }
             convert_operand(probabilities, scores);

@@ -21,19 +21,24 @@ __device__ __forceinline__ BlockList block_list(const KeyTile& tile, const Shape
 }
 #endif
 
+// A block that a tile visits.
+struct VisitedBlock {
+    int word;  // its index; or what the tile's list says, twice the index, plus 1 if the block mask may hide pairs of it
+
+    __device__ int index() const { return Traits::block_lists ? word >> 1 : word; }
+    // Whether a block mask may hide pairs of it.
+    __device__ bool may_hide() const { return Traits::block_lists ? word & 1 : Traits::block_mask; }
+};
+
 // The block at a place of a tile's QueryBlocks.
-__device__ __forceinline__ int block_at(int place, const KeyTile& tile, const Shape& shape) {
+__device__ __forceinline__ VisitedBlock visited_block(int place, const KeyTile& tile, const Shape& shape) {
 #if BLOCK_MASK
-    if constexpr (Traits::block_lists) return global::read_only(block_list(tile, shape).blocks + place) >> 1;
+    if constexpr (Traits::block_lists) return {global::read_only(block_list(tile, shape).blocks + place)};
 #endif
-    return place;
+    return {place};
 }
-// Whether a block mask may hide pairs of that block.
-__device__ __forceinline__ bool may_hide(int place, const KeyTile& tile, const Shape& shape) {
-#if BLOCK_MASK
-    if constexpr (Traits::block_lists) return global::read_only(block_list(tile, shape).blocks + place) & 1;
-#endif
-    return Traits::block_mask;
+__device__ __forceinline__ int block_at(int place, const KeyTile& tile, const Shape& shape) {
+    return visited_block(place, tile, shape).index();
 }
 
 // One of `parts` equal parts of a tile's blocks. They are whole spans, as a tile counts each span that it visits once.

@@ -95,6 +95,8 @@ struct Traits {
     static constexpr bool tells_work = gradients_in_value_place || (persistent && mask_metadata);
     static constexpr int work_bytes = tells_work ? 24 : 8;
     static constexpr int full_blocks_bytes = tells_work && mask_metadata ? 8 * consumers : 0;
+    // It also tells which block comes where a list says, so that consumers needn't wait for the list.
+    static constexpr bool tells_blocks = block_lists && !split_products;
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(queries);  // one stage
     static constexpr int d_out_bytes = value_panels * descriptor::panel_bytes(queries);
     static constexpr int per_query_bytes = queries * 4;  // one stage of lse, or of delta
@@ -192,7 +194,8 @@ struct SharedMemory {
                                          3 * Traits::semaphore_stages + 2 * Traits::stages * Traits::isolates;
     static constexpr int work = barriers + 8 * barrier_count;
     static constexpr int full = work + Traits::key_stages * Traits::work_bytes;
-    static constexpr int bytes = full + Traits::key_stages * Traits::full_blocks_bytes;
+    static constexpr int blocks = full + Traits::key_stages * Traits::full_blocks_bytes;
+    static constexpr int bytes = blocks + Traits::tells_blocks * Traits::stages * 8;
     static_assert(bytes == SHARED_BYTES, "the plan asks for the memory that this map needs");
     static_assert(bytes <= 227 * 1024, "a CTA has 227 KB of shared memory");
 
@@ -249,6 +252,8 @@ struct SharedMemory {
     __device__ Interval& full_blocks(int stage, int consumer) const {
         return reinterpret_cast<Interval*>(data + full + stage * Traits::full_blocks_bytes)[consumer];
     }
+    // The block whose Q comes: its VisitedBlock's word, and the query head.
+    __device__ int2& told_block(int stage) const { return reinterpret_cast<int2*>(data + blocks)[stage]; }
     __device__ uint32_t value_full(int part = 0) const { return key_full(2 * Traits::key_stages + part); }
     __device__ uint32_t value_empty() const { return value_full(Traits::value_parts); }
     // The other CTA's place for dS of this one.

@@ -62,7 +62,7 @@ struct ValueConsumer {
             mask(scores, key(), block(call), call.shape);
         }
         if constexpr (Traits::block_mask) {
-            if (may_hide(now.place, work.tile, call.shape)) {
+            if (visited_block(now.place, work.tile, call.shape).may_hide()) {
                 mask_by_function(scores, call, work.tile.batch, now.head(work.tile, call.shape), block(call), key());
             }
         }
