@@ -263,6 +263,7 @@ def test_forward(case, emulator):
             (Case(H=192, V=128, T=100, S=700, N=3), 2, 2),
             (Case(H=128, T=3, S=1500, N=8), 5, 5),  # fewer tiles than CTAs
             (Case(H=64, T=200, S=900, N=5, K=1, dropout=0.3), 3, 2),
+            (Case(H=64, T=200, S=900, N=5, K=1, bias="1NTS"), 3, 2),  # natural logits
         ],
         traits,
     ),

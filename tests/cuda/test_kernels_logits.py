@@ -64,6 +64,25 @@ def test_rows_whose_bias_is_very_low_have_a_mean(low, emulator):
         assert np.isfinite(results[name].astype(np.float64)).all(), name
 
 
+@pytest.mark.parametrize("dtype", ("float16", *thorough("bfloat16")))
+def test_what_is_added_to_all_logits_of_a_row_changes_nothing(dtype, emulator):
+    """Small or large, in rows of one warp. All scores are multiples of 1/8, or 0, so that no sum is rounded."""
+    case = Case(H=64, T=130, S=500, N=2, bias="1NT1", dtype=dtype, return_residual=True)
+    spec, operands, d_out, _, seed = draw(case)
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    for name in ("query", "key"):
+        arrays[name] = arrays[name].astype(np.float32).round().astype(arrays[name].dtype)
+    added = np.resize(np.array([0, 300, 2**16, -(2**17), -3, 2**20, -1e9], np.float32), case.T)
+    arrays["bias"][:] = added[:, None]
+    arrays["query"][:, added == -1e9] = 0
+    given = operands.replace(query=arrays["query"], key=arrays["key"], bias=arrays["bias"])
+    assert spec.scale == 1 / 8
+    results = emulator.run(plan_forward(spec, shapes_of(given), DEVICE), arrays, seed)
+    out, lse, _ = _reference.reference_with_gradients(spec, given, d_out)
+    assert (abs(results["lse"] - lse) <= 1e-5 + abs(added) * 2**-23).all()
+    np.testing.assert_allclose(results["out"].astype(np.float64), out, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("magnitude", (1e3, *thorough(1e4)))
 def test_huge_logits_overflow_no_float16(magnitude, emulator):
     """Probabilities are relative to a maximum that lags: by no more than 2^8, however logits are rounded."""

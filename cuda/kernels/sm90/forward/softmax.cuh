@@ -1,8 +1,8 @@
 // The online softmax over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867).
 //
 // It is in base 2. The scale of scores, or a soft cap that is the only modification, converts them, so that one instruction
-// makes an exponent of a score. The logits that other modifications make are natural, as the lowest float would not be finite
-// in base 2, and it is what users add to scores to hide keys. Of these, differences are converted.
+// makes an exponent of a score. The logits that other modifications make are natural: the lowest float, which users add to
+// scores to hide keys, would not be finite in base 2.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
@@ -23,7 +23,6 @@ struct OnlineSoftmax {
     // In e4m3, probabilities between 2^-6 and 2^8 keep all their bits. So those of the maximum are at 2^6 to 2^8.
     static constexpr float exponent_offset = Traits::fp8 ? 6 : 0;
     static constexpr float rescale_threshold = (natural ? ln_2 : 1) * (8 - exponent_offset);
-    static constexpr float max_offset = (natural ? ln_2 : 1) * exponent_offset;
     // The maximum of a row that has seen no key. Finite, so that scores of -inf give 0 and not NaN.
     static constexpr float initial_max = lowest_float;
 
@@ -31,6 +30,20 @@ struct OnlineSoftmax {
     float row_sum[2] = {0.0f, 0.0f};                // over this thread's columns; `finalize` adds the other lanes'
     float rescale[2];  // factor of earlier probabilities, and of the output so far
 
+    // The exponent of the probability of a natural logit x is x · log2(e) − shift(row_max), one instruction, where the maximum is
+    // moderate. A large one's shift is rounded by whole numbers. So then it is (x − row_max) · log2(e) + correction(row_max),
+    // which is the same number where the maximum is moderate.
+    __device__ static __forceinline__ bool is_moderate(float max) { return fabsf(max) < 0x1p16f; }
+    __device__ static __forceinline__ float shift(float max) { return __fmaf_rn(max, log2_e, -exponent_offset); }
+    __device__ static __forceinline__ float correction(float max) {
+        return is_moderate(max) ? __fmaf_rn(max, log2_e, -shift(max)) : exponent_offset;
+    }
+
+    // The factor of probabilities relative to one maximum that makes them relative to another.
+    __device__ static __forceinline__ float change_of_max(float from, float to) {
+        if constexpr (!natural) return exp2_approx(from - to);
+        return exp2_approx(__fmaf_rn(from - to, log2_e, correction(to) - correction(from)));
+    }
     // The exponential of a difference of what `row_max` is a maximum of.
     __device__ static __forceinline__ float exponential(float difference) {
         return exp2_approx(natural ? difference * log2_e : difference);
@@ -50,7 +63,7 @@ struct OnlineSoftmax {
         const bool raised = scaled_max > __fadd_rd(row_max[r], rescale_threshold);
         const float previous = row_max[r];
         row_max[r] = raised ? scaled_max : previous;
-        rescale[r] = exponential(previous - row_max[r]);
+        rescale[r] = change_of_max(previous, row_max[r]);
         row_sum[r] *= rescale[r];
         return raised;
     }
@@ -58,12 +71,35 @@ struct OnlineSoftmax {
     // Scores [begin, end) become probabilities relative to the maxima, times 2^exponent_offset.
     template <int begin, int end, int count>
     __device__ __forceinline__ void exponentiate(float (&scores)[count], float scale) {
+        if constexpr (natural) {
+            exponentiate_logits<begin, end>(scores);
+        } else {
 #pragma unroll
-        for (int i = begin; i < end; ++i) {
-            const float max = Traits::fp8 ? row_max[row_of(i)] - max_offset : row_max[row_of(i)];
-            scores[i] = exponential(scores[i] * scale - max);
-            row_sum[row_of(i)] += scores[i];
+            for (int i = begin; i < end; ++i) {
+                const float max = Traits::fp8 ? row_max[row_of(i)] - exponent_offset : row_max[row_of(i)];
+                scores[i] = exponential(scores[i] * scale - max);
+                row_sum[row_of(i)] += scores[i];
+            }
         }
+    }
+    // The same of natural logits.
+    template <int begin, int end, int count>
+    __device__ __forceinline__ void exponentiate_logits(float (&scores)[count]) {
+        if (!__any_sync(0xffffffff, !is_moderate(row_max[0]) || !is_moderate(row_max[1]))) {
+            const float shifts[2] = {shift(row_max[0]), shift(row_max[1])};
+#pragma unroll
+            for (int i = begin; i < end; ++i) {
+                scores[i] = exp2_approx(__fmaf_rn(scores[i], log2_e, -shifts[row_of(i)]));
+            }
+        } else {
+            const float corrections[2] = {correction(row_max[0]), correction(row_max[1])};
+#pragma unroll
+            for (int i = begin; i < end; ++i) {
+                scores[i] = exp2_approx(__fmaf_rn(scores[i] - row_max[row_of(i)], log2_e, corrections[row_of(i)]));
+            }
+        }
+#pragma unroll
+        for (int i = begin; i < end; ++i) row_sum[row_of(i)] += scores[i];
     }
 
     // Gives the factor that normalises the output, and the row's natural log-sum-exp. They are 0 and -inf for a row
@@ -73,19 +109,22 @@ struct OnlineSoftmax {
     __device__ __forceinline__ void finalize(float (&normalise)[2], float (&lse)[2], Sink sink) {
         constexpr float least_sum = 0x1p-126f;  // the inverse of a smaller one is not finite
         constexpr float to_natural = natural ? 1 : ln_2;
+        constexpr float offset = natural ? 0 : exponent_offset;  // that sums of probabilities have here
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(row_sum[r]);
             const bool is_left = !(sum < least_sum);  // NaN is
-            float max = row_max[r], factor = 1, total = sum;
+            float max = row_max[r], factor = 1;
+            if constexpr (natural) factor = exp2_approx(-correction(max));
+            float total = sum * factor;
             if constexpr (Traits::sinks) {
                 const float logit = sink(r) * (natural ? 1 : log2_e);
                 max = fmaxf(max, logit);
-                factor = exponential(row_max[r] - max);
-                total = sum * factor + exponential(Traits::fp8 ? logit - max + max_offset : logit - max);
+                factor *= exponential(row_max[r] - max);
+                total = sum * factor + exponential(offset != 0 ? logit - max + offset : logit - max);
             }
             normalise[r] = is_left ? factor * reciprocal_approx(total) : 0;
-            const float log_of_total = (log2_approx(total < least_sum ? least_sum : total) - exponent_offset) * ln_2;
+            const float log_of_total = (log2_approx(total < least_sum ? least_sum : total) - offset) * ln_2;
             const bool saw_key = is_left || row_max[r] > initial_max;
             lse[r] = saw_key ? max * to_natural + log_of_total : -infinity;
         }

@@ -70,8 +70,8 @@ __device__ __forceinline__ bool combine_partials(float (&out)[out_count], Online
         for (int r = 0; r < 2; ++r) {
             const float partial_max = partial[32 * (out_count + r)];
             const float row_max = fmaxf(softmax.row_max[r], partial_max);
-            rescale[r] = OnlineSoftmax::exponential(softmax.row_max[r] - row_max);
-            partial_rescale[r] = OnlineSoftmax::exponential(partial_max - row_max);
+            rescale[r] = OnlineSoftmax::change_of_max(softmax.row_max[r], row_max);
+            partial_rescale[r] = OnlineSoftmax::change_of_max(partial_max, row_max);
             softmax.row_max[r] = row_max;
             const float partial_sum = partial[32 * (out_count + 2 + r)];
             softmax.row_sum[r] = softmax.row_sum[r] * rescale[r] + partial_sum * partial_rescale[r];
