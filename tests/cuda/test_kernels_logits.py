@@ -66,7 +66,7 @@ def test_rows_whose_bias_is_very_low_have_a_mean(low, emulator):
 
 @pytest.mark.parametrize("dtype", ("float16", *thorough("bfloat16")))
 def test_what_is_added_to_all_logits_of_a_row_changes_nothing(dtype, emulator):
-    """Small or large, in rows of one warp. All scores are multiples of 1/8, or 0, so that no sum is rounded."""
+    """Small or large, in rows of one warp. All scores are 0 or multiples of 1/8: no sum is rounded."""
     case = Case(H=64, T=130, S=500, N=2, bias="1NT1", dtype=dtype, return_residual=True)
     spec, operands, d_out, _, seed = draw(case)
     arrays = {name: np.array(x) for name, x in operands.present().items()}
