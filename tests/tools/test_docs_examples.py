@@ -184,12 +184,14 @@ def test_rematerialisation():
         assert forward_passes(code.replace(f'"{name}"', '"another"')) == 2
 
 
-def test_8_bits():
+def test_8_bits(capsys):
     (of_16_bits,) = examples("docs/fp8.md", "From 16-bit arrays, with gradients")
     (of_8_bits,) = examples("docs/fp8.md", "Arrays of 8 bits")
     (of_cache,) = examples("docs/fp8.md", "Key-value caches")
+    (explained,) = examples("docs/fp8.md", "What runs where")
     found: dict = {}
-    exec(of_16_bits + of_8_bits, found)
+    exec(of_16_bits + of_8_bits + explained, found)
+    assert capsys.readouterr().out.count("implementation=None picks") == 3
     with_cache = dict(found)
     exec(of_cache, with_cache)
     assert with_cache["cache"].key.dtype == jnp.float8_e4m3fn
