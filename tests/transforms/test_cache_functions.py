@@ -117,6 +117,29 @@ def test_sharded(kind):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_tree(kind):
+    """Its mask captures the cache's lengths, which each device needs of all sequences."""
+    cache, (query, *new) = filled()
+
+    def verify(query, cache, key, value):
+        lengths = cache.lengths
+        if kind == AxisType.Explicit and not jax.sharding.get_abstract_mesh().empty:
+            lengths = jax.sharding.reshard(lengths, P())
+        tree = jax_flash.masks.TreeMask([-1], lengths, takes_positions=True)
+        return jax_flash.flash_attention_with_cache(query, cache, key, value, mask_mod=tree)[0]
+
+    want = jax.jit(verify)(query, cache, *new)
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+
+    def put(x):
+        return jax.device_put(x, NamedSharding(mesh, P("batch", None, "heads") if x.ndim > 1 else P("batch")))
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(verify)(*jax.tree.map(put, (query, cache, *new)))
+    assert_same(got, want)
+
+
 @pytest.mark.parametrize("mapped", ["queries", "caches", "what is captured"])
 def test_vmap(mapped):
     cache, arguments = filled()
