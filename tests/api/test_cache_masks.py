@@ -27,6 +27,10 @@ RULES = {
         masks.CausalMask() & ~masks.LocalMask(2) | (lambda b, h, q, k: k % 4 == b),
         lambda b, h, q, k: (k <= q) & (abs(q - k) > 2) | (k % 4 == b),
     ),
+    "no graph of scalars": (
+        lambda b, h, q, k: jnp.sort(jnp.stack([q, k, 5 * h]))[0] > 1,
+        lambda b, h, q, k: np.minimum(np.minimum(q, k), 5 * h) > 1,
+    ),
     "hides whole rows": (
         lambda b, h, q, k: (q + h) % 3 != 0,
         lambda b, h, q, k: ((q + h) % 3 != 0) & (k >= 0),
@@ -204,6 +208,25 @@ def test_a_tree_at_other_positions():
         expected[b, :, :context] = True
         expected[b, context, context] = expected[b, context + 1, context : context + 2] = True
     np.testing.assert_array_equal(sees, expected)
+
+
+@pytest.mark.parametrize("wild", (jnp.nan, jnp.inf, -jnp.inf))
+def test_a_score_that_is_hidden_may_be_anything(wild):
+    mask_mod, sees = RULES["combined"]
+    score_mod = lambda score, b, h, q, k: jnp.where(mask_mod(b, h, q, k), score, wild)  # noqa: E731
+    query, cache, key, value = arguments()
+    got, after = jax_flash.flash_attention_with_cache(
+        query,
+        cache,
+        key,
+        value,
+        is_causal=False,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        alibi_slopes=jnp.full(N, 0.1),
+        return_residual=True,
+    )
+    assert_same(got, defined(query, after, sees, slopes=np.full(N, 0.1)))
 
 
 def test_one_that_hides_nothing_costs_nothing():
