@@ -19,11 +19,12 @@ from jax_flash import (
     _validate,
 )
 from jax_flash._arguments import Names
-from jax_flash._cache_spec import CacheOperands, CacheSpec, QueryPositions, cache_sizes
+from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, QueryPositions, cache_sizes
 from jax_flash._float8 import is_float8
 from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._spec import AttentionSpec
 from jax_flash._validate import described, short
+from jax_flash.masks.mask import check_sizes
 from jax_flash.transforms import decoding
 
 
@@ -53,6 +54,7 @@ class CacheArguments:
     num_splits: Any = None
     return_residual: Any = False
     score_mod: Any = None
+    mask_mod: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,10 @@ def prepare(arguments: CacheArguments) -> CacheCall:
         )
     scale, query = _arguments.scale(names["scale"], arguments.scale, 1 / math.sqrt(n.H), query)
     left, right = arguments.window.normalised(n.T, n.S)
-    score_mod, _, of_functions = _functions.operands(arguments.score_mod, None, (n.B,), (n.T, n.S, n.N))
+    _check_mask(arguments.mask_mod, n)
+    score_mod, _, of_functions = _functions.operands(
+        arguments.score_mod, None, (n.B,), (n.T, n.S, n.N), arguments.mask_mod
+    )
     attention = AttentionSpec(
         scale=scale,
         left=left,
@@ -116,6 +121,17 @@ def prepare(arguments: CacheArguments) -> CacheCall:
         query_offsets=arguments.query_offsets,
     )
     return CacheCall(spec, CacheOperands.of(operands.present() | of_functions))
+
+
+def _check_mask(mask_mod: Any, n: CacheSizes) -> None:
+    """Raises ValueError if a mask of `jax_flash.masks` holds arrays of other sizes."""
+    try:
+        check_sizes(mask_mod, n.B, n.N, n.S, n.S)  # its indices are positions
+    except ValueError as error:
+        raise ValueError(
+            f"mask_mod must be of B = {n.B} sequences, N = {n.N} heads and positions up to the cache's "
+            f"capacity, T = S = {n.S}: {error}"
+        ) from None
 
 
 def _required(cache: dict[str, jax.Array | None]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 
@@ -13,6 +13,7 @@ from jax_flash import (
     _device,
     _dispatch,
     _explain_sequences,
+    _quantize,
     _ragged_paged_attention,
     _validate,
     _varlen,
@@ -20,12 +21,23 @@ from jax_flash import (
 )
 from jax_flash._cache import KVCache, PagedKVCache
 from jax_flash._cache_call import CacheCall
-from jax_flash._cache_spec import CacheOperands, CacheSpec
+from jax_flash._cache_spec import CacheSpec
 from jax_flash._call import Arguments, Call, prepare
 from jax_flash._device import Device
 from jax_flash._explain_sequences import Sequences
 from jax_flash._float8_arguments import Float8
-from jax_flash._spec import AttentionSpec, Operands
+from jax_flash._quantize import QuantizeCall, Quantized
+
+Prepared = TypeVar("Prepared")
+
+_FUNCTIONS = (
+    _attention.flash_attention,
+    _varlen.flash_attention_varlen,
+    _with_cache.flash_attention_with_cache,
+    _ragged_paged_attention.ragged_paged_attention,
+    _quantize.quantize,
+)
+"""The functions whose calls `explain` takes."""
 
 _ARRAYS = (
     "query",
@@ -67,8 +79,8 @@ class Explanation:
     """What a function would do with a call here; print it, or read its fields."""
 
     function: str  # its name
-    spec: AttentionSpec | CacheSpec
-    shapes: Operands[jax.ShapeDtypeStruct] | CacheOperands[jax.ShapeDtypeStruct]  # canonical: one batch axis
+    spec: _dispatch.Spec
+    shapes: _dispatch.Shapes  # canonical: one batch axis
     device: Device  # that the call would be planned for
     choices: tuple[Choice, ...]  # in order of preference; none where there is nothing to compute
     automatic: str | None  # what implementation=None picks
@@ -95,17 +107,38 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(*args: Any, **kwargs: Any) -> Explanation:
+@dataclasses.dataclass(frozen=True)
+class QuantizeExplanation:
+    """What `quantize` would do here with each of its arrays, which it rounds one by one."""
+
+    query: Explanation
+    key: Explanation
+    value: Explanation
+
+    def __str__(self) -> str:
+        return "\n".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+
+
+@overload
+def explain(function: Callable[..., Quantized], /, *args: Any, **kwargs: Any) -> QuantizeExplanation: ...
+@overload
+def explain(*args: Any, **kwargs: Any) -> Explanation: ...
+def explain(*args: Any, **kwargs: Any) -> Explanation | QuantizeExplanation:
     """Which implementation would run this call on this device, and why not the others.
+
+        explain(query, key, value, is_causal=True)
+        explain(jax_flash.quantize, query, key, value, scales="head")
 
     Args:
       *args, **kwargs: the arguments of `flash_attention`; of `flash_attention_varlen` if cu_seqlens_q is
         among them; of `flash_attention_with_cache` if a cache is; or of `ragged_paged_attention`, by name, if
-        kv_pages is. Arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        kv_pages is. Or one of these functions, or `quantize`, and its arguments. Arrays or
+        `jax.ShapeDtypeStruct`s. Nothing is computed.
 
     Returns:
       a value to print, or to read: for each implementation whether it would run the call, and its
-      kernel's tile shape or the reason why not; and which one `implementation=None` picks.
+      kernel's tile shape or the reason why not; and which one `implementation=None` picks. Of `quantize` one
+      such value each for `query`, `key` and `value`.
 
     Raises:
       TypeError, ValueError: as that function does.
@@ -114,14 +147,30 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     sequence (an array, or a `jax.ShapeDtypeStruct` with a sharding), it also says for each strategy of
     `context_parallel` whether it would run, and at what cost in communication.
     """
-    if "cache" in kwargs or any(isinstance(x, KVCache | PagedKVCache) for x in args):
+    if args and callable(args[0]):
+        function, args = args[0], args[1:]
+    elif "cache" in kwargs or any(isinstance(x, KVCache | PagedKVCache) for x in args):
         function = _with_cache.flash_attention_with_cache
+    elif "kv_pages" in kwargs:
+        function = _ragged_paged_attention.ragged_paged_attention
+    else:
+        is_varlen = "cu_seqlens_q" in kwargs
+        function = _varlen.flash_attention_varlen if is_varlen else _attention.flash_attention
+    if function is _with_cache.flash_attention_with_cache:
         return _of_cache(function, lambda **arguments: _with_cache.prepare(**arguments)[0], args, kwargs)
-    if "kv_pages" in kwargs:
-        ragged = _ragged_paged_attention
-        prepared: Callable[..., CacheCall] = lambda **arguments: ragged.prepare(**arguments)[0]  # noqa: E731
-        return _of_cache(ragged.ragged_paged_attention, prepared, args, kwargs)
-    is_varlen = "cu_seqlens_q" in kwargs
+    if function is _ragged_paged_attention.ragged_paged_attention:
+        prepare_ragged = _ragged_paged_attention.prepare
+        return _of_cache(function, lambda **arguments: prepare_ragged(**arguments)[0], args, kwargs)
+    if function is _quantize.quantize:
+        return _of_quantize(args, kwargs)
+    if function not in _FUNCTIONS:
+        known = ", ".join(x.__name__ for x in _FUNCTIONS)
+        raise TypeError(f"the function to explain must be one of {known}; got {_validate.short(function)}")
+    return _of_attention(function is _varlen.flash_attention_varlen, args, kwargs)
+
+
+def _of_attention(is_varlen: bool, args: Any, kwargs: dict[str, Any]) -> Explanation:
+    """The explanation of a call of `flash_attention`, or of `flash_attention_varlen`."""
     arguments = (_VARLEN_SIGNATURE if is_varlen else _SIGNATURE).bind(*args, **kwargs).arguments
     sequences = [arguments.pop(name) for name in _varlen.VarlenSequences._fields] if is_varlen else []
     requested = _arguments.implementations(arguments.pop("implementation", None))
@@ -160,23 +209,41 @@ def _of_cache(
     function: Callable[..., Any], prepare: Callable[..., CacheCall], args: Any, kwargs: dict[str, Any]
 ) -> Explanation:
     """The explanation of a call on a key-value cache, which `prepare` makes of the arguments."""
+    return _explanation(function.__name__, *_prepared(function, prepare, args, kwargs))
+
+
+def _of_quantize(args: Any, kwargs: dict[str, Any]) -> QuantizeExplanation:
+    calls, requested = _prepared(_quantize.quantize, _quantize.prepare, args, kwargs)
+    names = [field.name for field in dataclasses.fields(QuantizeExplanation)]
+    return QuantizeExplanation(
+        *(
+            _explanation(f"quantize, {name},", call, requested)
+            for name, call in zip(names, calls, strict=True)
+        )
+    )
+
+
+def _prepared(
+    function: Callable[..., Any], prepare: Callable[..., Prepared], args: Any, kwargs: dict[str, Any]
+) -> tuple[Prepared, tuple[str, ...] | None]:
+    """What `prepare` makes of the arguments of `function`, traced; and the implementations requested."""
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     requested = _arguments.implementations(arguments.pop("implementation", None))
     leaves, structure = jax.tree.flatten(arguments)
     arrays = {i: x for i, x in enumerate(leaves) if _validate.has_shape(x)}
-    call: CacheCall | None = None
+    found: list[Prepared] = []
 
     def trace(arrays: dict[int, Any]) -> None:
-        nonlocal call
         given = (arrays.get(i, x) for i, x in enumerate(leaves))
-        call = prepare(**jax.tree.unflatten(structure, given))
+        found.append(prepare(**jax.tree.unflatten(structure, given)))
 
     jax.eval_shape(trace, arrays)
-    assert call is not None
-    return _explanation(function.__name__, call, requested)
+    return found[0], requested
 
 
-def _explanation(function: str, call: Call | CacheCall, requested: tuple[str, ...] | None) -> Explanation:
+def _explanation(
+    function: str, call: Call | CacheCall | QuantizeCall, requested: tuple[str, ...] | None
+) -> Explanation:
     device = _device.current()
     if call.is_empty:
         return Explanation(function, call.spec, call.shapes, device, (), None, requested, None)
@@ -207,14 +274,14 @@ _VARLEN_SIGNATURE = inspect.signature(_varlen.flash_attention_varlen)
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)  # type: ignore[attr-defined]
 
 
-def _choice(name: str, call: Call | CacheCall, device: Device) -> Choice:
+def _choice(name: str, call: Call | CacheCall | QuantizeCall, device: Device) -> Choice:
     reason = _dispatch.reason(name, call.spec, call.shapes, device)
     implementation = None if reason else _dispatch.get(name, call.spec.operation)
     kernel = None if implementation is None else implementation.describe(call.spec, call.shapes, device)
     return Choice(name, reason, kernel)
 
 
-def _described(spec: AttentionSpec | CacheSpec) -> str:
+def _described(spec: _dispatch.Spec) -> str:
     """The fields of `spec` that are not their defaults."""
     if isinstance(spec, CacheSpec):
         rest = dataclasses.replace(spec, attention=None)  # type: ignore[arg-type]

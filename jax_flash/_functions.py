@@ -1,4 +1,4 @@
-"""The arguments `score_mod` and `block_mask` of a call: checked, and as a spec and operands have them."""
+"""The arguments `score_mod`, `mask_mod` and `block_mask`: checked, and as a spec and operands have them."""
 
 import math
 from typing import Any
@@ -9,27 +9,27 @@ import jax.numpy as jnp
 from jax_flash import _validate
 from jax_flash._block_mask import BlockMask
 from jax_flash._spec import BlockMaskSpec, captured_name
-from jax_flash.functions.static import StaticFunction, flat, static_score_mod
+from jax_flash.functions.static import StaticFunction, flat, static_masked_score, static_score_mod
 
 
 def operands(
-    score_mod: Any, block_mask: Any, batch: tuple[int, ...], lengths_and_heads: tuple[int, int, int]
+    score_mod: Any,
+    block_mask: Any,
+    batch: tuple[int, ...],
+    lengths_and_heads: tuple[int, int, int],
+    mask_mod: Any = None,
 ) -> tuple[StaticFunction | None, BlockMaskSpec | None, dict[str, jax.Array]]:
-    """What the spec has of both, and their operands by name. A score_mod that changes nothing is left out.
+    """What the spec has of them, and their operands by name. A score_mod that changes nothing is left out.
 
     Args:
+      mask_mod: becomes part of the score_mod, which gives -inf to what it hides.
       batch: the caller's leading axes. Operands have as many, or one of size 1 if there are none.
       lengths_and_heads: T, S and N.
     """
     function = block_mask_spec = None
     arrays: Any = ()
-    if score_mod is not None:
-        if not callable(score_mod):
-            raise TypeError(
-                "score_mod must be None or a function of score, batch, head, query_index and key_index; "
-                f"got {_validate.short(score_mod)}"
-            )
-        function, arrays = static_score_mod(score_mod)
+    if score_mod is not None or mask_mod is not None:
+        function, arrays = _of_scores(score_mod, mask_mod)
         if function.changes_nothing:
             function, arrays = None, ()
     if function is None and block_mask is None:
@@ -58,6 +58,19 @@ def operands(
         found["block_kinds"] = kinds.reshape(*rows, *kinds.shape[1:])
         found |= captured("mask_mod", block_mask.captured)
     return function, block_mask_spec, found
+
+
+def _of_scores(score_mod: Any, mask_mod: Any) -> tuple[StaticFunction, tuple[Any, ...]]:
+    """One function of a score for both, and the arrays that it captures."""
+    for name, function, inputs in (("score_mod", score_mod, "score, "), ("mask_mod", mask_mod, "")):
+        if function is not None and not callable(function):
+            is_block_mask = isinstance(function, BlockMask)
+            advice = "; pass the function that it was made of" if is_block_mask else ""
+            raise TypeError(
+                f"{name} must be None or a function of {inputs}batch, head, query_index and key_index; "
+                f"got {_validate.short(function)}{advice}"
+            )
+    return static_score_mod(score_mod) if mask_mod is None else static_masked_score(score_mod, mask_mod)
 
 
 def _kinds(block_mask: Any, batch: tuple[int, ...], lengths_and_heads: tuple[int, int, int]) -> jax.Array:

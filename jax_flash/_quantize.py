@@ -1,5 +1,6 @@
 """`quantize`: queries, keys and values as e4m3 arrays with scales."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -32,6 +33,28 @@ class Quantized(NamedTuple):
     query_descale: jax.Array
     key_descale: jax.Array
     value_descale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeCall:
+    """The rounding of one of the three arrays, with the caller's batch axes. It passed every check."""
+
+    spec: QuantizeSpec
+    operands: QuantizeOperands
+
+    @property
+    def shapes(self) -> QuantizeOperands[jax.ShapeDtypeStruct]:
+        """In canonical form."""
+        batch_axes = self.operands.rows.ndim - 3
+
+        def with_one_batch_axis(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((math.prod(x.shape[:batch_axes]), *x.shape[batch_axes:]), x.dtype)
+
+        return jax.tree.map(with_one_batch_axis, self.operands)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.operands.rows.shape
 
 
 @_settings.as_written
@@ -83,6 +106,27 @@ def quantize(
       FlashAttention-3, section 3.3 (https://arxiv.org/abs/2407.08608); QuIP
       (https://arxiv.org/abs/2307.13304).
     """
+    calls = prepare(
+        query, key, value, scales, incoherent, quantization_key, query_seq_lengths, key_value_seq_lengths
+    )
+    names = _arguments.implementations(implementation)
+    specs, chosen, operands = zip(*((x.spec, _chosen(x, names), x.operands) for x in calls), strict=True)
+    quantized, descales = zip(*_quantize(specs, chosen, operands), strict=True)
+    return Quantized(*quantized, *(x if specs[0].scales == "block" else x[..., 0] for x in descales))
+
+
+@_settings.as_written
+def prepare(
+    query: Any,
+    key: Any,
+    value: Any,
+    scales: Any = "block",
+    incoherent: Any = True,
+    quantization_key: Any = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+) -> tuple[QuantizeCall, QuantizeCall, QuantizeCall]:
+    """The checked calls, of query, key and value."""
     arrays = _arguments.query_key_value(query, key, value)
     by = _validate.one_of("scales", scales, ("block", "head", "tensor"))
     signs = None
@@ -98,30 +142,21 @@ def quantize(
             ("key_value_seq_lengths", key_value_seq_lengths, arrays[1].shape[-3]),
         )
     }
-    names = _arguments.implementations(implementation)
     heads = arrays[1].shape[-2]
-    calls = []
-    for i, x in enumerate(arrays):
-        spec = QuantizeSpec(x.shape[-2] // max(heads, 1), by)
+
+    def of_one(i: int) -> QuantizeCall:
+        spec = QuantizeSpec(arrays[i].shape[-2] // max(heads, 1), by)
         own_signs = None if signs is None or i == 2 else signs.reshape((1,) * len(batch) + signs.shape)
-        operands = QuantizeOperands(x, own_signs, tuple(lengths.values())[min(i, 1)])
-        calls.append((spec, _chosen(spec, operands, names), operands))
-    specs, chosen, operands = zip(*calls, strict=True)
-    quantized, descales = zip(*_quantize(specs, chosen, operands), strict=True)
-    return Quantized(*quantized, *(x if by == "block" else x[..., 0] for x in descales))
+        return QuantizeCall(spec, QuantizeOperands(arrays[i], own_signs, tuple(lengths.values())[min(i, 1)]))
+
+    return of_one(0), of_one(1), of_one(2)
 
 
-def _chosen(spec: QuantizeSpec, operands: QuantizeOperands, names: tuple[str, ...] | None) -> tuple[str, ...]:
+def _chosen(call: QuantizeCall, names: tuple[str, ...] | None) -> tuple[str, ...]:
     """The implementation to run, and what to run in its place on other platforms."""
-    if 0 in operands.rows.shape:
+    if call.is_empty:
         return (_dispatch.PORTABLE,)
-    batch_axes = operands.rows.ndim - 3
-
-    def with_one_batch_axis(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((math.prod(x.shape[:batch_axes]), *x.shape[batch_axes:]), x.dtype)
-
-    shapes = jax.tree.map(with_one_batch_axis, operands)
-    return _dispatch.select(spec, shapes, names, _device.current())
+    return _dispatch.select(call.spec, call.shapes, names, _device.current())
 
 
 # Compiled as one program when called outside of `jit`.

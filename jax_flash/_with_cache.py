@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _cache, _cache_arguments, _cache_call, _cache_rows
 from jax_flash._attention import ScoreMod
+from jax_flash._block_kinds import MaskMod
 from jax_flash._cache import KVCache, PagedKVCache
 from jax_flash._cache_call import CacheArguments, CacheCall
 from jax_flash._validate import short
@@ -36,6 +37,7 @@ def flash_attention_with_cache(
     num_splits: int | None = None,
     return_residual: bool = False,
     score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
     """Attention of the last queries of each sequence to all that a cache holds of it.
@@ -75,6 +77,10 @@ def flash_attention_with_cache(
       score_mod: `(score, batch, head, query_index, key_index) -> score`, as `flash_attention` takes it. Both
         indices are positions in the sequence: query t is at `length - T + t`, with the length after the
         append. So a function that a model was trained with decodes as it is.
+      mask_mod: `(batch, head, query_index, key_index) -> bool`, True attends; of the same indices. It may be
+        a mask of `jax_flash.masks`: an array of tokens in one has an element for each position, up to the
+        cache's capacity. A query sees what the mask, is_causal and the window all let it see. These two skip
+        blocks of keys, and the mask skips none.
       implementation: "cuda", "pallas" or "xla", or a sequence of them tried in order; None for the fastest
         that supports the call on this device.
 
@@ -110,6 +116,7 @@ def flash_attention_with_cache(
         num_splits=num_splits,
         return_residual=return_residual,
         score_mod=score_mod,
+        mask_mod=mask_mod,
     )
     out, lse, key_after, value_after = _cache_call.attend(call, implementation)
     results = (out, jnp.swapaxes(lse, -1, -2)) if call.spec.attention.return_residual else out

@@ -71,7 +71,7 @@ def unsupported(block_mask: BlockMaskSpec, shapes: Shapes) -> str | None:
     return None
 
 
-_unsupported = functools.cache(functools.partial(user_function.unsupported, "mask_mod"))
+_unsupported = functools.cache(user_function.unsupported)
 _MOST_KINDS = 2**31 - 1
 """Of a batch row: kernels count them in 32 bits where they look them up."""
 

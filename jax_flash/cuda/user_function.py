@@ -23,13 +23,14 @@ INDICES = ("batch_indices", "head_indices")
 """Operands that say which row and head of the whole call a device's own ones are."""
 
 
-def unsupported(name: str, function: StaticFunction) -> str | None:
+def unsupported(function: StaticFunction) -> str | None:
     """Why the function, or an array that it captures, can't be in a kernel; or None."""
-    if (reason := function.limit(name, cpp.unsupported)) is not None:
+    if (reason := function.limit(cpp.unsupported)) is not None:
         return reason
     for x in function.shapes:
         if np.dtype(x.dtype) not in cpp.ELEMENTS or x.dtype.name not in ELEMENT_BYTES:
-            return f"{name} captures an array of {x.dtype.name}; it may be {', '.join(ELEMENT_BYTES)}"
+            allowed = ", ".join(ELEMENT_BYTES)
+            return f"{function.passed_as} captures an array of {x.dtype.name}; it may be {allowed}"
     return None
 
 

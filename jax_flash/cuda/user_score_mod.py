@@ -32,11 +32,11 @@ def unsupported(function: StaticFunction, added_exactly: int) -> str | None:
     Args:
       added_exactly: how many scores there are, if gradients of captured arrays are exact sums; else 0.
     """
-    if (reason := user_function.unsupported("score_mod", function)) is not None:
+    if (reason := user_function.unsupported(function)) is not None:
         return reason
     terms = added_exactly * len(_derivative(function).gathers)
     if terms > exact_sum.MOST_TERMS:
-        what = f"gradients of arrays that score_mod captures, of {terms} terms"
+        what = f"gradients of arrays that {function.passed_as} captures, of {terms} terms"
         return f"{what}, more than {exact_sum.MOST_TERMS}, have no exact sums (deterministic=True)"
     return None
 

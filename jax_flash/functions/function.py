@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_flash.functions import lazy, reading
 from jax_flash.functions.graph import BOOL, DTYPES, FLOAT32, INT32, Graph, Node, Unsupported, nothing
@@ -43,13 +43,15 @@ class Traced:
     """A function as JAX traced it, with a constant for each captured array.
 
     Attributes:
-      name: of the user's function, for errors.
+      name: of the user's function.
+      passed_as: the argument of a call that it came by, for errors.
       result: the dtype that its graph has.
     """
 
     jaxpr: ClosedJaxpr
     arguments: tuple[str, ...]
     name: str
+    passed_as: str
     result: np.dtype
 
 
@@ -64,6 +66,26 @@ def traced_score_mod(function: Callable[..., Any]) -> Traced:
 def traced_mask_mod(function: Callable[..., Any]) -> Traced:
     """Traces `function(batch, head, query_index, key_index) -> bool`. Raises as `traced_score_mod`."""
     return _traced("mask_mod", function, INDICES, BOOL)
+
+
+def traced_masked_score(score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any]) -> Traced:
+    """The function of a score that is -inf where `mask_mod` is False, and else what `score_mod` makes of the
+    score. Without a `score_mod` it is the score. Raises as `traced_score_mod` and `traced_mask_mod`."""
+    of_indices = traced_mask_mod(mask_mod)
+    of_score = None if score_mod is None else traced_score_mod(score_mod)
+
+    def masked(score: jax.Array, *indices: jax.Array) -> jax.Array:
+        (sees,) = jaxpr_as_fun(of_indices.jaxpr)(*indices)
+        if of_score is not None:
+            (score,) = jaxpr_as_fun(of_score.jaxpr)(score, *indices)
+        return jax.numpy.where(sees, jax.numpy.asarray(score).astype(FLOAT32), -np.inf)
+
+    functions = [x for x in (of_score, of_indices) if x is not None]
+    return dataclasses.replace(
+        traced_score_mod(masked),
+        name=" & ".join(x.name for x in functions),
+        passed_as=" or ".join(x.passed_as for x in functions),
+    )
 
 
 def trace_score_mod(function: Callable[..., Any], unsupported: Unsupported = nothing) -> ScalarFunction:
@@ -122,7 +144,7 @@ def _traced(
             raise ValueError(
                 f"{name} captures an array of shape {x.shape}; it may have 2**31 - 1 elements at most"
             )
-    return Traced(closed, arguments, getattr(function, "__name__", argument), result)
+    return Traced(closed, arguments, getattr(function, "__name__", argument), argument, result)
 
 
 def as_graph(traced: Traced, unsupported: Unsupported = nothing) -> ScalarFunction:

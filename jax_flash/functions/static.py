@@ -41,6 +41,7 @@ class StaticFunction:
 
     Attributes:
       name: the name that the user gave it.
+      passed_as: the argument of a call that it came by, for errors.
       key: equal for functions that compute the same, in every process.
       jaxpr: the function as JAX traced it, with captured arrays as `constvars`.
       shapes: shapes and dtypes of the captured arrays.
@@ -52,6 +53,7 @@ class StaticFunction:
     """
 
     name: str
+    passed_as: str
     key: str
     jaxpr: Any
     shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -112,31 +114,28 @@ class StaticFunction:
         nodes = [] if self.value is None else reachable([self.value])
         return sum(node.operation == LOAD and scope(node) == Scope.ELEMENT for node in nodes)
 
-    def limit_of_order(self, argument: str) -> str | None:
+    def limit_of_order(self) -> str | None:
         """Why kernels that add atomically can't have the same bits each time, backward; or None."""
         if self.derivative is None or not self.derivative.gathers:
             return None
-        what = f"gradients of arrays that {argument} captures"
+        what = f"gradients of arrays that {self.passed_as} captures"
         return f"{what} are summed in no fixed order (deterministic=True)"
 
-    def limit(self, argument: str, unsupported: Unsupported) -> str | None:
-        """Why code that can't have some primitives can't compute it, or its derivative; or None.
-
-        Args:
-          argument: the name that the call has for the function, for the reason.
-        """
+    def limit(self, unsupported: Unsupported) -> str | None:
+        """Why code that can't have some primitives can't compute it, or its derivative; or None."""
         if self.refusal is not None:
-            return f"{argument} has {self.refusal}"
-        traced = Traced(ClosedJaxpr(self.jaxpr, self.shapes), self.arguments, self.name, self.result)
+            return f"{self.passed_as} has {self.refusal}"
+        closed = ClosedJaxpr(self.jaxpr, self.shapes)
+        traced = Traced(closed, self.arguments, self.name, self.passed_as, self.result)
         try:
             tracing.as_graph(traced, unsupported)
         except UnsupportedPrimitiveError as error:
-            return f"{argument} has {error}"
+            return f"{self.passed_as} has {error}"
         for node in [] if self.derivative is None else reachable(self.derivative.outputs):
             if node.operation not in (CONSTANT, INPUT, LOAD):
                 reason = unsupported(node.operation, [x.dtype for x in node.arguments], node.dtype)
                 if reason is not None:
-                    return f"{argument}'s derivative has {node.operation}: {reason}"
+                    return f"{self.passed_as}'s derivative has {node.operation}: {reason}"
         return None
 
     def __call__(self, inputs: Inputs, captured: Arrays) -> jax.Array:
@@ -213,6 +212,13 @@ def static_mask_mod(function: Callable[..., Any]) -> tuple[StaticFunction, tuple
     return _static(tracing.traced_mask_mod(function))
 
 
+def static_masked_score(
+    score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any]
+) -> tuple[StaticFunction, tuple[Any, ...]]:
+    """`functions.traced_masked_score`, which is a score_mod, and the arrays that it captures."""
+    return _static(tracing.traced_masked_score(score_mod, mask_mod))
+
+
 def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
     value = derivative = refusal = None
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, traced.jaxpr.consts))
@@ -231,6 +237,7 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
         refusal = str(error)  # which, unlike the error, keeps nothing alive
     found = StaticFunction(
         traced.name,
+        traced.passed_as,
         key,
         without_arrays(traced.jaxpr.jaxpr, shapes),
         shapes,

@@ -142,7 +142,7 @@ class _Combined(Mask):
             check_sizes(mask, B, N, T, S)
 
 
-def check_sizes(mask: MaskMod, B: int, N: int, T: int, S: int) -> None:
+def check_sizes(mask: MaskMod | None, B: int, N: int, T: int, S: int) -> None:
     """`Mask.check_sizes`, which other functions don't have."""
     if isinstance(mask, Mask):
         mask.check_sizes(B, N, T, S)

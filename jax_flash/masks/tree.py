@@ -36,20 +36,29 @@ class TreeMask(Mask):
 
     Bounds decide the blocks of the context. All pairs of the T × T others are looked at.
 
+    On a key-value cache that the tokens are appended to, queries come by their positions:
+
+        mask = TreeMask(parents, cache.lengths, takes_positions=True)
+        out, cache = flash_attention_with_cache(query, cache, key, value, mask_mod=mask)
+
     Attributes:
       parents: integers `(T,)`, or `(B, T)` for a tree in each batch row, an array or a list: for each token
         the index of its parent, which comes before it; -1 for one that follows the context. May be traced.
       context_length: keys ahead of the tree: an int, or an int32 array, `()` or `(B,)`, one of each batch
         row.
+      takes_positions: query indices are positions in the sequence: token t comes as `context_length + t`, and
+        not as t. At other positions a query attends to the context alone.
 
     Raises:
-      TypeError: parents isn't an array or a list of integers; context_length isn't one or an array of them.
+      TypeError: parents isn't an array or a list of integers; context_length isn't one or an array of them;
+        takes_positions isn't a bool.
       ValueError: an array has other axes; a parent doesn't come before its child or is less than -1 (not of
         traced arrays); context_length is negative.
     """
 
     parents: Any
     context_length: int | Array = 0
+    takes_positions: bool = False
     _of_rows = ("context_length",)
     _ancestors: Array = dataclasses.field(init=False, repr=False, compare=False)  # (T, T) or (B, T, T)
 
@@ -62,18 +71,24 @@ class TreeMask(Mask):
         self._set(
             parents=parents,
             context_length=of_rows("context_length", self.context_length, least=0),
+            takes_positions=_validate.flag("takes_positions", self.takes_positions),
             _ancestors=_ancestors(parents),
         )
 
     def _sees(self, batch, head, query, key) -> jax.Array:
-        token = key - row_of(self.context_length, batch)
-        is_ancestor = element(jnp.asarray(self._ancestors), batch, query, token)
-        return (token < 0) | ((token < self.parents.shape[-1]) & is_ancestor)
+        first, size = row_of(self.context_length, batch), self.parents.shape[-1]
+        token = key - first
+        is_token = token < size
+        if self.takes_positions:
+            query -= first
+            is_token &= (query >= 0) & (query < size)
+        return (token < 0) | (is_token & element(jnp.asarray(self._ancestors), batch, query, token))
 
     def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
         super().check_sizes(B, N, T, S)
         check_axis("parents", self.parents, -2, "B", B)
-        check_length("parents", self.parents, -1, "T", T)
+        if not self.takes_positions:
+            check_length("parents", self.parents, -1, "T", T)
 
 
 _RANKS = {"(T,)": 1, "(B, T)": 2}

@@ -50,7 +50,8 @@ def forward(
     key, value = _cache_rows.append(spec, operands)
     operands = operands.replace(key=key, value=value)
     # In blocks that a tile sees in part, zeros of hidden pairs meet values, and 0 times NaN is NaN.
-    hides = spec.attention.left is not None or spec.attention.right is not None
+    options = spec.attention
+    hides = options.left is not None or options.right is not None or options.score_mod is not None
     out, lse = _attend(spec, operands, isolates=False)
     if hides:
         out, lse = loops.again_unless_finite(
@@ -233,11 +234,12 @@ def _attend_tiles(
         is_there &= (positions >= tiles.own.padding[:, None]) & (positions < tiles.own.keys[:, None])
         # What is not there may be anything, NaN too.
         value = jnp.where(is_there[:, None, :, None], value, 0)
+        x = _logits(spec, tiles, query, key, positions, is_there, of_heads, dtype)
         if isolates:  # What sees such a value finds NaN among its logits.
             is_finite = jnp.isfinite(value)
-            key = jnp.where(jnp.all(is_finite, -1, keepdims=True), key, jnp.nan)
+            spoils = ~jnp.all(is_finite, -1)[:, :, None, None]
+            x = jnp.where(spoils & (x > -jnp.inf), jnp.nan, x)
             value = jnp.where(is_finite, value, 0)
-        x = _logits(spec, tiles, query, key, positions, is_there, of_heads, dtype)
         new_top = jnp.maximum(top, x.max(-1))
         p = jnp.exp(x - new_top[..., None])
         shrink = jnp.exp(top - new_top)

@@ -73,15 +73,15 @@ def unsupported(name: str, arguments: Sequence[np.dtype], result: np.dtype) -> s
 @functools.cache
 def score_mod_limit(function: StaticFunction, deterministic: bool) -> str | None:
     """Why kernels can't run a score_mod, forward and backward, or None."""
-    if (reason := function.limit("score_mod", unsupported)) is not None:
+    if (reason := function.limit(unsupported)) is not None:
         return reason
-    return function.limit_of_order("score_mod") if deterministic else None
+    return function.limit_of_order() if deterministic else None
 
 
 @functools.cache
 def mask_mod_limit(function: StaticFunction) -> str | None:
     """Why kernels can't run a mask_mod, or None."""
-    return function.limit("mask_mod", unsupported)
+    return function.limit(unsupported)
 
 
 def values(outputs: Sequence[Node], inputs: Mapping[str, jax.Array], load: Load) -> list[jax.Array]:

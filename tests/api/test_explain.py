@@ -181,3 +181,52 @@ def test_ragged_paged_attention():
     )
     assert found.function == "ragged_paged_attention" and found.picked == "xla"
     assert "left=7" in str(found)
+
+
+def test_quantize():
+    """Each array by itself: its kernel, or why not."""
+    arrays = half(2, 3, 1000, 8, 128), half(2, 3, 900, 2, 128), half(2, 3, 900, 2, 300)
+    lengths = {"query_seq_lengths": integers(2, 3), "quantization_key": jax.random.key(0)}
+    with _device.assume(_device.H100):
+        found = jax_flash.explain(jax_flash.quantize, *arrays, **lengths)
+        assert [x.picked for x in (found.query, found.key, found.value)] == ["cuda", "cuda", "xla"]
+        assert found.query.shapes.rows.shape == (6, 1000, 8, 128) and found.query.spec.group == 4
+        assert found.query.shapes.lengths.shape == (6,) and found.key.shapes.lengths is None
+        assert found.value.choices[0].reason == "the head dim is 300; it may be up to 256"
+        assert "quantize, value, on " in str(found) and "no kernels for rounding to e4m3" in str(found)
+        by_head = jax_flash.explain(
+            jax_flash.quantize, *arrays, scales="head", implementation=("cuda", "pallas")
+        )
+        assert by_head.key.automatic == "xla" and by_head.key.picked is None
+    no_query = half(2, 3, 0, 8, 128)
+    here = jax_flash.explain(jax_flash.quantize, query=no_query, key=arrays[1], value=arrays[2])
+    assert here.key.picked == "xla" and "nothing to compute" in str(here.query)
+    with pytest.raises(ValueError, match="quantization_key goes with incoherent=True"):
+        jax_flash.explain(jax_flash.quantize, *arrays, incoherent=False, **lengths)
+
+
+def test_what_it_says_of_quantize_is_what_runs():
+    arrays = [jnp.ones((1, 4, 2, 8), jnp.float32)] * 3
+    found = jax_flash.explain(jax_flash.quantize, *arrays).query
+    assert found.picked == "xla"
+    for choice in found.choices:
+        if choice.runs:
+            jax_flash.quantize(*arrays, implementation=choice.name)
+        else:
+            with pytest.raises(NotImplementedError) as raised:
+                jax_flash.quantize(*arrays, implementation=choice.name)
+            assert choice.reason in str(raised.value)
+
+
+def test_the_function_ahead_of_its_arguments():
+    cache = jax_flash.KVCache(half(2, 128, 2, 64), half(2, 128, 2, 64), integers(2))
+    for function, given in (
+        (jax_flash.flash_attention, arguments()),
+        (jax_flash.flash_attention_with_cache, (half(2, 1, 4, 64), cache)),
+    ):
+        found = jax_flash.explain(function, *given)
+        assert found == jax_flash.explain(*given) and found.function == function.__name__
+    ragged = half(9, 4, 64), half(20, 16, 4, 64), integers(3), integers(3, 4), integers(4), integers(1)
+    assert jax_flash.explain(jax_flash.ragged_paged_attention, *ragged).picked == "xla"
+    with pytest.raises(TypeError, match=r"must be one of flash_attention, .*quantize; got .*dropout_mask"):
+        jax_flash.explain(jax_flash.dropout_mask, *arguments())

@@ -58,6 +58,7 @@ WITH_CACHE = {
     "key": [None, *NEW],
     "value": [None, *NEW],
     "score_mod": NO_FUNCTIONS,
+    "mask_mod": NO_FUNCTIONS,
     "rotary_cos": [None, *TABLE],
     "rotary_sin": [None, *TABLE],
     "rotary_interleaved": FLAG,

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _dispatch
+from jax_flash import _dispatch, masks
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device
 from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
-from jax_flash.functions.static import static_score_mod
+from jax_flash.functions.static import static_masked_score, static_score_mod
 
 README = Path(__file__).parents[2] / "README.md"
 MARKED = re.compile(r"(<!-- support-table -->\n).*?(<!-- /support-table -->)", re.DOTALL)
@@ -101,15 +101,21 @@ def quantizing(dtype="bfloat16") -> Call:
 def calls_on_caches() -> dict[str, Call]:
     B, T, S, N, K, H, page = 2, 4, 1024, 8, 2, 128, 5
 
-    def call(query=(B, T, N, H), key=(B, S, K, H), value=(B, S, K, H), right=0, **integers) -> Call:
+    def call(
+        query=(B, T, N, H), key=(B, S, K, H), value=(B, S, K, H), right=0, score_mod=None, **integers
+    ) -> Call:
         rows = (None if x is None else jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (query, key, value))
         integers = {"lengths": (B,)} | integers
         others = {name: jax.ShapeDtypeStruct(x, jnp.int32) for name, x in integers.items()}
-        return CacheSpec(AttentionSpec(scale=0.1, right=right)), CacheOperands(*rows, **others)
+        spec = AttentionSpec(scale=0.1, right=right, score_mod=score_mod)
+        return CacheSpec(spec), CacheOperands(*rows, **others)
 
     pages = (500, page, K, H)
+    score_mod, _ = static_masked_score(lambda score, b, h, q, k: score - k, masks.LocalMask(9))
+    indices = {"batch_indices": (B,), "head_indices": (1, N)}
     return {
         "key-value caches": call(),
+        "key-value caches, `score_mod` and `mask_mod`": call(score_mod=score_mod, **indices),
         "paged caches, any page size": call(key=pages, value=pages, page_table=(B, 60)),
         "`ragged_paged_attention`": call(
             (1, 200, N, H), (500, page, 2 * K, H), None, page_table=(B, 60), query_offsets=(B + 1,)

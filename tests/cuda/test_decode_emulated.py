@@ -63,6 +63,7 @@ CONTIGUOUS = (
     CacheCase(S=300, B=70, N=1, K=1, H=8, U=1),
     CacheCase(T=2, U=2, right=0, S=500, score_mod=True, rotary=32, N=6, batch_index=True),
     CacheCase(T=30, packed=True, right=0, B=4, S=300, score_mod=True, soft_cap=2.0, alibi="BN", sinks=True),
+    CacheCase(T=5, U=5, S=500, B=4, score_mod=True, mask_mod=True, soft_cap=2.0, alibi="1N", sinks=True),
 )
 
 
@@ -90,6 +91,7 @@ PAGED = (
     CacheCase(page=16, S=600, B=2, N=2, K=1, num_splits=2, U=1, left_padding=True),
     CacheCase(page=96, S=960, B=2, N=4, K=2, T=2, right=0),
     CacheCase(page=16, S=800, B=2, U=1, H=128, score_mod=True, left_padding=True, left=300),
+    CacheCase(page=24, S=480, B=3, T=2, U=2, right=0, mask_mod=True, layers=2),
 )
 
 

@@ -37,6 +37,7 @@ CASES = (
     CacheCase(page=5, T=20, packed=True, interleaved=True, right=0, B=4, S=130, H=32),
     CacheCase(descales=True, page=16, S=600, B=2, T=2, U=2, right=0, score_mod=True),
     CacheCase(S=400, T=9, N=4, K=1, right=0, H=128, score_mod=True, soft_cap=2.0),
+    CacheCase(descales=True, page=16, S=400, T=3, U=3, right=0, mask_mod=True, alibi="BN"),
 )
 CASES = tuple(dataclasses.replace(case, float8=True) for case in CASES)
 E4M3 = ml_dtypes.float8_e4m3fn

@@ -19,7 +19,7 @@ DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 
 
 def results_of(case, operands, emulator, multiprocessors, resident):
     spec = case.spec
-    if case.score_mod:
+    if spec.attention.score_mod is not None:
         keys = prefill_plan.keys_of_block(spec, shapes_of(operands))
         spec, operands = decoding.from_positions(spec, operands, keys)
     plan = prefill_plan.plan_prefill(spec, shapes_of(operands), DEVICES[multiprocessors])
@@ -72,6 +72,8 @@ CASES = (
     CacheCase(T=130, U=130, right=0, S=300, score_mod=True, rotary=32, layers=2, batch_index=True),
     CacheCase(T=1, U=1, right=0, N=6, K=2, S=200, H=128, score_mod=True, left=150, left_padding=True),
     CacheCase(T=3, S=150, score_mod=True, soft_cap=2.0, alibi="BN", sinks=True, dtype="float16"),
+    CacheCase(T=130, U=130, right=0, S=300, mask_mod=True, alibi="1N", left_padding=True),
+    CacheCase(T=70, U=70, S=200, score_mod=True, mask_mod=True, soft_cap=2.0, sinks=True, layers=2),
 )
 
 

@@ -30,6 +30,7 @@ CASES = (
     CacheCase(),
     CacheCase(T=5, U=5, right=0, left=30, score_mod=True, soft_cap=2.0, sinks=True, rotary=32),
     CacheCase(page=8, T=33, packed=True, right=0, B=5, S=96, score_mod=True, alibi="BN"),
+    CacheCase(T=5, U=5, S=60, score_mod=True, mask_mod=True, soft_cap=2.0, alibi="1N", sinks=True),
     CacheCase(U=1, dtype="float16", N=6, K=1, H=16),
     CacheCase(T=5, U=5, right=0, dtype="float16", rotary=64),
     CacheCase(T=3, U=2, right=0, left=40, rotary=32, rotary_interleaved=True, soft_cap=2.0),
@@ -55,6 +56,7 @@ CASES = (
     CacheCase(page=16, S=64, U=1, H=40, V=24, layers=2, float8=True, descales=True, dtype="float16"),
     CacheCase(page=3, S=60, float8=True),
     CacheCase(page=16, T=12, packed=True, interleaved=True, right=0, B=3, S=64, float8=True),
+    CacheCase(page=16, T=2, S=64, U=2, right=0, mask_mod=True, layers=2, float8=True, descales=True),
 )
 
 # So few and small that a short sequence has many blocks in many splits, and several tiles of queries.
@@ -78,7 +80,7 @@ def gpu(sm_count: int) -> _device.Device:
     return dataclasses.replace(A10, sm_count=sm_count)
 
 
-@pytest.mark.parametrize("case", [*CASES[:6], *thorough(*CASES[6:])], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:7], *thorough(*CASES[7:])], ids=str)
 def test_equals_the_definition(case):
     operands = Draw(case).operands
     check(case, operands, run(case, operands, A10))

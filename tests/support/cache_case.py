@@ -50,6 +50,7 @@ class CacheCase:
     packed: bool = False  # queries of several sequences, T in all
     num_splits: int | None = None
     score_mod: bool = False
+    mask_mod: bool = False
     full: bool = False  # lengths are such that the append fills the cache
 
     def __str__(self):
@@ -70,8 +71,8 @@ class CacheCase:
 
     @property
     def function(self) -> tuple[StaticFunction | None, dict[str, np.ndarray]]:
-        """A score_mod that takes all indices, and its operands."""
-        return _function(self) if self.score_mod else (None, {})
+        """The score_mod and the mask_mod, which take all indices, as one function, and its operands."""
+        return _function(self) if self.score_mod or self.mask_mod else (None, {})
 
 
 @functools.lru_cache
@@ -84,7 +85,18 @@ def _function(case: CacheCase) -> tuple[StaticFunction | None, dict[str, np.ndar
         near = score * scales[batch] + table[head, jnp.clip(query - key, -4, 28) + 4]
         return jnp.where((query - key > 9) & (key % 5 == 3), -jnp.inf, near)
 
-    function, _, operands = _functions.operands(score_mod, None, (case.B,), (case.T, case.S, case.N))
+    reach = jnp.asarray(random.integers(1, case.S + 1, (case.B, case.N)), jnp.int32)
+
+    def mask_mod(batch, head, query, key):  # hides every third query or so from all keys
+        return (query - key < reach[batch, head]) & (key % 4 != 1) & ((query + head + batch) % 3 != 0)
+
+    function, _, operands = _functions.operands(
+        score_mod if case.score_mod else None,
+        None,
+        (case.B,),
+        (case.T, case.S, case.N),
+        mask_mod if case.mask_mod else None,
+    )
     return function, {name: np.asarray(x) for name, x in operands.items()}
 
 

@@ -137,6 +137,7 @@ class FuzzedDecoding:
                 "soft_cap": one_of((None, None, 2.0)),
                 "alibi": one_of((None, None, "1N", "BN")),
                 "score_mod": one_of((False, False, True)),
+                "mask_mod": one_of((False, False, True)),
             }
         )
 

@@ -20,7 +20,7 @@ from exhaustive import thinned
 
 import jax_flash
 import jax_flash.flax
-from jax_flash import KVCache, PagedKVCache, flash_attn
+from jax_flash import KVCache, PagedKVCache, flash_attn, masks
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rank promotion raise": {"jax_numpy_rank_promotion": "raise"},
@@ -295,9 +295,36 @@ def _on_caches(normal: Callable[..., jax.Array], integers: Callable[..., jax.Arr
     def official(_, others, implementation):
         return flash_attn.flash_attn_with_kvcache(**others, causal=True)
 
+    def with_functions(mask: masks.Mask | None = None, **options: Any) -> Callable[..., Any]:
+        """A score_mod that captures an array, and that mask or a mask_mod that captures the array too."""
+
+        def run(_, others, implementation):
+            table = others["table"]
+            given = {name: x for name, x in others.items() if name != "table"}
+            functions = {
+                "score_mod": lambda score, b, h, q, k: score + table[h, (q + k) % 5].astype(jnp.float32),
+                "mask_mod": (lambda b, h, q, k: (table[h, k % 5] < 1) | (q == k)) if mask is None else mask,
+            }
+            return attend(**functions, **options)(None, given, implementation)
+
+        return run
+
     query = normal(B, T, N, H)
     pages = rows(9, page, K, H)
+    of_functions = {"query": query, "cache": contiguous, "table": normal(N, 5)} | new
     return {
+        "cache, functions": StrictCall(with_functions(), {}, of_functions | tables),
+        "cache, functions, ready-made mask": StrictCall(
+            with_functions(masks.CausalMask() & ~masks.DilatedMask((2, 0), 3), is_causal=False),
+            {},
+            of_functions | per_head,
+        ),
+        "cache, rows without keys": StrictCall(
+            attend(mask_mod=lambda b, h, q, k: (q + h) % 2 == 0, return_residual=True),
+            {},
+            {"query": query, "cache": contiguous, **new},
+            returns_infinities=True,
+        ),
         "cache": StrictCall(attend(), {}, {"query": query, "cache": contiguous} | new | tables | per_head),
         "paged cache": StrictCall(
             attend(local_window_size=(4, 0), logits_soft_cap=3.0),

@@ -119,6 +119,57 @@ def test_functions():
     np.testing.assert_allclose(by_blocks.out, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_functions_on_a_cache():
+    """A prompt, and then token after token, is the whole sequence."""
+    (code,) = examples("docs/functions.md", "Key-value caches")
+    found = run(code)
+    B, T, K, H = found.key.shape
+    table = jnp.asarray(np.random.default_rng(1).normal(size=(found.N, 65)), jnp.float32)
+    cache, outs = jax_flash.KVCache.create(B, T, K, H, jnp.float32), []
+    for begin, end in ((0, 9), *((t, t + 1) for t in range(9, T))):
+        arrays = (x[:, begin:end] for x in (found.query, found.key, found.value))
+        query, *new = arrays
+        out, cache = jax.jit(found.step)(query, cache, *new, table)
+        outs.append(out)
+    distance = np.arange(T)[:, None] - np.arange(T)
+    expected = jax_flash.flash_attention(
+        found.query,
+        found.key,
+        found.value,
+        bias=table[:, np.clip(distance, -32, 32) + 32],
+        mask=(distance >= 0) & ((distance <= 5) | (np.arange(T) < 4) | (np.arange(T) < 4)[:, None]),
+    )
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tree_on_a_cache():
+    """Each token attends as if its ancestors alone were ahead of it."""
+    (code,) = (x for x in examples("docs/masks.md", "Tree") if "cache" in x)
+    found = run(code)
+    lengths, T = np.array([3, 7]), len(found.parents)
+    angles = jnp.asarray(np.random.default_rng(1).uniform(0, 6, (found.T, found.H // 2)), jnp.float32)
+    tables = jnp.cos(angles), jnp.sin(angles)
+    query, key, value = (x[:, -T:] for x in (found.query, found.key, found.value))
+    cache = jax_flash.KVCache(found.key, found.value, jnp.asarray(lengths, jnp.int32))
+    out, _ = jax.jit(found.verify)(query, cache, key, value, *tables)
+    for b, length in enumerate(lengths):
+        for token in range(T):
+            path = [token]
+            while found.parents[path[0]] >= 0:
+                path.insert(0, found.parents[path[0]])
+            rows = slice(b, b + 1), np.array(path)
+            before = (x[b : b + 1, :length] for x in (found.key, found.value))
+            alone, _ = jax_flash.flash_attention_with_cache(
+                query[b : b + 1, token : token + 1],
+                jax_flash.KVCache.create(1, found.T, found.K, found.H, jnp.float32).append(*before),
+                key[rows],
+                value[rows],
+                rotary_cos=tables[0],
+                rotary_sin=tables[1],
+            )
+            np.testing.assert_allclose(out[b, token], alone[0, 0], rtol=1e-4, atol=1e-5)
+
+
 def test_rematerialisation():
     (code,) = examples("README.md", "Rematerialisation")
     code = "from jax_flash import flash_attention\n" + code
@@ -133,12 +184,14 @@ def test_rematerialisation():
         assert forward_passes(code.replace(f'"{name}"', '"another"')) == 2
 
 
-def test_8_bits():
+def test_8_bits(capsys):
     (of_16_bits,) = examples("docs/fp8.md", "From 16-bit arrays, with gradients")
     (of_8_bits,) = examples("docs/fp8.md", "Arrays of 8 bits")
     (of_cache,) = examples("docs/fp8.md", "Key-value caches")
+    (explained,) = examples("docs/fp8.md", "What runs where")
     found: dict = {}
-    exec(of_16_bits + of_8_bits, found)
+    exec(of_16_bits + of_8_bits + explained, found)
+    assert capsys.readouterr().out.count("implementation=None picks") == 3
     with_cache = dict(found)
     exec(of_cache, with_cache)
     assert with_cache["cache"].key.dtype == jnp.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""score_mod on key-value caches: positions are those in the sequence, under JAX's transforms too."""
+"""score_mod and mask_mod on key-value caches: indices are positions, under JAX's transforms too."""
 
 import functools
 import re
@@ -34,12 +34,22 @@ def relative_position(table, score, batch, head, query, key):
     return jnp.where(hidden, -jnp.inf, score + table[head, jnp.clip(query - key, 0, 15)])
 
 
+def near_or_marked(table, batch, head, query, key):
+    return (query - key < 6 + batch + 2 * head) | (table[head, key % 16] > 1)
+
+
 TABLE = normal(9, N, 16)
 
 
 def step(cache, query, key, value, table=TABLE):
-    score_mod = functools.partial(relative_position, table)
-    out, cache = jax_flash.flash_attention_with_cache(query, cache, key, value, score_mod=score_mod)
+    out, cache = jax_flash.flash_attention_with_cache(
+        query,
+        cache,
+        key,
+        value,
+        score_mod=functools.partial(relative_position, table),
+        mask_mod=functools.partial(near_or_marked, table),
+    )
     return cache, out
 
 
@@ -66,8 +76,12 @@ def assert_same(got, want):
 def test_decodes_as_a_function_says_of_the_whole_sequence(make):
     """A prompt, and then token after token."""
     arrays = normal(0, B, S, N, H), *normal(1, 2, B, S, K, H)
-    score_mod = functools.partial(relative_position, TABLE)
-    whole = jax_flash.flash_attention(*arrays, is_causal=True, score_mod=score_mod)
+    whole = jax_flash.flash_attention(
+        *arrays,
+        is_causal=True,
+        score_mod=functools.partial(relative_position, TABLE),
+        block_mask=jax_flash.create_block_mask(functools.partial(near_or_marked, TABLE), B, N, S, S),
+    )
     cache, run, prompt = make(), jax.jit(step), 10
     for begin, end in ((0, prompt), *((t, t + 1) for t in range(prompt, S))):
         cache, out = run(cache, *(x[:, begin:end] for x in arrays))
@@ -100,6 +114,29 @@ def test_sharded(kind):
         compiled = jax.jit(step).lower(*sharded, table).compile()
         assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
         got = compiled(*sharded, table)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_tree(kind):
+    """Its mask captures the cache's lengths, which each device needs of all sequences."""
+    cache, (query, *new) = filled()
+
+    def verify(query, cache, key, value):
+        lengths = cache.lengths
+        if kind == AxisType.Explicit and not jax.sharding.get_abstract_mesh().empty:
+            lengths = jax.sharding.reshard(lengths, P())
+        tree = jax_flash.masks.TreeMask([-1], lengths, takes_positions=True)
+        return jax_flash.flash_attention_with_cache(query, cache, key, value, mask_mod=tree)[0]
+
+    want = jax.jit(verify)(query, cache, *new)
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+
+    def put(x):
+        return jax.device_put(x, NamedSharding(mesh, P("batch", None, "heads") if x.ndim > 1 else P("batch")))
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(verify)(*jax.tree.map(put, (query, cache, *new)))
     assert_same(got, want)
 
 
@@ -139,5 +176,6 @@ def test_cuda_kernels_take_it(make):
             cache,
             *arguments[1:],
             score_mod=functools.partial(relative_position, TABLE),
+            mask_mod=functools.partial(near_or_marked, TABLE),
         )
     assert found.picked == "cuda"

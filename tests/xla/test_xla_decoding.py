@@ -38,6 +38,9 @@ CASES = (
     CacheCase(T=5, U=5, right=0, left=30, score_mod=True, soft_cap=2.0, alibi="BN", sinks=True, rotary=32),
     CacheCase(page=8, T=33, packed=True, right=0, B=5, S=96, score_mod=True),
     CacheCase(T=9, U=2, B=2, S=12, score_mod=True, batch_index=True, dtype="float16"),
+    CacheCase(T=5, U=5, right=0, mask_mod=True, dtype="float32", sinks=True, layers=2),
+    CacheCase(page=8, T=33, packed=True, right=0, left=30, S=96, score_mod=True, mask_mod=True, alibi="BN"),
+    CacheCase(T=3, U=3, mask_mod=True, float8=True, descales=True, soft_cap=2.0, left_padding=True),
 )
 
 
