@@ -18,27 +18,16 @@
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "sm90/quantize/lanes.cuh"
 #include "sm90/quantize/transposed_values.cuh"
 
 using Element = ELEMENT;
-constexpr int block_rows = 128, warps = WARPS;
+constexpr int warps = WARPS;
 constexpr int lane_columns = 8;  // that a lane has of a row, 16 bytes
 constexpr uint32_t all_lanes = 0xffffffff;
 
-__device__ constexpr int power_of_two_above(int x) { return x <= 1 ? 1 : 2 * power_of_two_above((x + 1) / 2); }
-
-// How threads hold rows of `dim` elements: several lanes a row, which is in one warp.
 template <int dim>
-struct Lanes {
-    static constexpr int width = power_of_two_above(dim / lane_columns);  // of a row
-    static constexpr int rows = 32 / width;                               // of a warp
-    static constexpr int at_once = warps * rows;                          // of the CTA
-    static_assert(dim % 16 == 0 && dim <= 256, "a warp holds whole rows");
-
-    // The thread's place among rows that the CTA holds at once.
-    __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
-    __device__ static int column() { return threadIdx.x % width * lane_columns; }
-};
+using Row = Lanes<dim, lane_columns, warps>;
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
@@ -47,8 +36,8 @@ __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) 
 // A lane's columns of a row, as they are; zeros where there is no row.
 template <int dim>
 __device__ __forceinline__ uint4 load_columns(const Element* row, bool is_row) {
-    if (!is_row || Lanes<dim>::column() >= dim) return {0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(row + Lanes<dim>::column());
+    if (!is_row || Row<dim>::column() >= dim) return {0, 0, 0, 0};
+    return *reinterpret_cast<const uint4*>(row + Row<dim>::column());
 }
 
 __device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bits) {
@@ -91,7 +80,7 @@ __device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&s
 }
 
 __device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const Parameters& of, int batch) {
-    const int column = Lanes<HEAD_DIM>::column();
+    const int column = Row<HEAD_DIM>::column();
 #pragma unroll
     for (int i = 0; i < lane_columns; ++i) {
         const bool is_there = HADAMARD > 1 && column + i < of.columns;
@@ -157,12 +146,11 @@ __device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inver
 
 // What a thread has of a head's block of queries or keys: columns of `own` rows.
 struct HeadRows {
-    using Row = Lanes<HEAD_DIM>;
-    static constexpr int own = block_rows > Row::at_once ? block_rows / Row::at_once : 1;
+    static constexpr int own = Row<HEAD_DIM>::own;
 
     uint4 bits[own];
 
-    __device__ static int row(int i) { return i * Row::at_once + Row::row(); }
+    __device__ static int row(int i) { return Row<HEAD_DIM>::row(i); }
 
     __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
 #pragma unroll
@@ -202,7 +190,7 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, const Eleme
         if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
         for (int i = 0; i < HeadRows::own; ++i) {
-            const int row = rows.row(i), column = HeadRows::Row::column();
+            const int row = rows.row(i), column = Row<HEAD_DIM>::column();
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             if constexpr (!keeps_rotated) {
                 take(x, rows.bits[i]);
@@ -260,23 +248,23 @@ struct KeyBlock {
 
 // Values as the forward kernel takes them. Says of each key whether its value is finite.
 __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
-    using Row = Lanes<VALUE_DIM>;
+    using ValueRow = Row<VALUE_DIM>;
     using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
-    constexpr int fours = Transposed::fours, own = fours > Row::at_once ? fours / Row::at_once : 1;
+    constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
     __shared__ Transposed transposed;
     const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
     const Element* const value = of.value + block.first_row * stride + block.head * VALUE_DIM;
     uint4 bits[own][4];
     float x[lane_columns], largest = 0;
-    const int column = Row::column();
+    const int column = ValueRow::column();
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
+        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
         bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * stride, four < fours && key < block.count);
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
+        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
         unpack(x, bits[j / 4][j % 4]);
         int is_whole = all_finite(x);
         if (!is_whole) {
@@ -285,7 +273,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
         }
         if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
 #pragma unroll
-        for (int distance = 1; distance < Row::width; distance *= 2) {
+        for (int distance = 1; distance < ValueRow::width; distance *= 2) {
             is_whole &= __shfl_xor_sync(all_lanes, is_whole, distance);
         }
         if (column == 0 && four < fours) finite[key] = is_whole;
@@ -293,7 +281,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
     const float scale = block_scale(largest);
 #pragma unroll
     for (int j = 0; j < own; ++j) {
-        const int four = j * Row::at_once + Row::row();
+        const int four = ValueRow::row(j);
         uint32_t words[2][4];  // of the first and the last four columns, a key each
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
