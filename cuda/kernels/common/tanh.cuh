@@ -32,5 +32,5 @@ __device__ __forceinline__ bool are_within_one(const float (&doubled)[count]) {
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < count; ++i) bits |= __float_as_uint(doubled[i]);
-    return !__any_sync(0xffffffff, bits >> 30 & 1);
+    return !__any_sync(all_lanes, bits >> 30 & 1);
 }

@@ -138,23 +138,23 @@ __device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {
 
 // Reductions over the four lanes that share a row of a wgmma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(all_lanes, x, 1));
+    return fmaxf(x, __shfl_xor_sync(all_lanes, x, 2));
 }
 __device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
+    x += __shfl_xor_sync(all_lanes, x, 1);
+    return x + __shfl_xor_sync(all_lanes, x, 2);
 }
 // Reductions over all lanes of a warp.
 __device__ __forceinline__ float warp_max(float x) {
     x = quad_max(x);
 #pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, distance));
     return x;
 }
 __device__ __forceinline__ float warp_sum(float x) {
     x = quad_sum(x);
 #pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffff, x, distance);
+    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(all_lanes, x, distance);
     return x;
 }

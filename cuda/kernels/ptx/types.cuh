@@ -44,6 +44,8 @@ struct alignas(64) TensorMap {
 // for more than is left waits forever.
 __device__ constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads / 128; }
 
+constexpr uint32_t all_lanes = 0xffffffff;  // of a warp, for shuffles, votes and reductions
+
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Address in the shared window, as PTX takes it.

@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     while (true) {
         int index = 0;
         if (lane == 0) index = atomicAdd(accum.next_job, 1);
-        index = __shfl_sync(0xffffffff, index, 0);
+        index = __shfl_sync(all_lanes, index, 0);
         if (index >= heads * shape.query_blocks() * DqBlock::row_tiles) break;
         const DqJob job = d_query_job(index, shape, call.l2_head_group);
         float* sums = call.dq_accum_block(job.head_index, job.block) + job.row_tile * (64 * Traits::head_dim);

@@ -103,7 +103,7 @@ __device__ __forceinline__ bool make_finite(uint4& chunk) {
 // are not there have P = 0 as ever. Before the next product that reads K, the warpgroup has to meet.
 __device__ __forceinline__ void isolate_keys(float (&scores)[score_count], unsigned char* key_rows) {
     auto is_finite = [](float x) { return fabsf(x) < infinity; };
-    if (!__any_sync(0xffffffff, !is_finite(scores[0]) || !is_finite(scores[2]))) return;
+    if (!__any_sync(all_lanes, !is_finite(scores[0]) || !is_finite(scores[2]))) return;
     constexpr int chunks = 16 * descriptor::row_bytes / 16;  // of a panel
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < Traits::key_panels * chunks; i += 32) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void isolate_peer_keys(const SharedMemory& shared) {
 __device__ __forceinline__ void zero_where_hidden(float (&d_probabilities)[score_count],
                                                   const uint32_t (&probabilities)[query_steps][4]) {
     const bool spoiled = !(fabsf(d_probabilities[0]) + fabsf(d_probabilities[2]) < infinity);
-    if (!__any_sync(0xffffffff, spoiled)) return;
+    if (!__any_sync(all_lanes, spoiled)) return;
 #pragma unroll
     for (int i = 0; i < score_count; i += 2) {
         const uint32_t pair = probabilities[i / 8][i / 2 % 4];

@@ -183,11 +183,11 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
         // has no score above -inf, has a lse of -inf or that of a sink, and O = 0.
         uint32_t spoiled_passes = 0;
         constexpr uint32_t every_pass = (1u << passes) - 1;
-        if (parameters.spoiled != nullptr && __any_sync(0xffffffff, (attending | idle) != every_pass)) {
+        if (parameters.spoiled != nullptr && __any_sync(all_lanes, (attending | idle) != every_pass)) {
             // Of the row: bits of its lanes, which are neighbours.
 #pragma unroll
             for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
-                attending |= __shfl_xor_sync(0xffffffff, attending, distance);
+                attending |= __shfl_xor_sync(all_lanes, attending, distance);
             }
 #pragma unroll 1
             for (int pass = 0; pass < passes; ++pass) {
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
             float sum = spoiled_passes >> pass & 1 ? not_a_number : sums[pass];
 #pragma unroll
             for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(0xffffffff, sum, distance);
+                sum += __shfl_xor_sync(all_lanes, sum, distance);
             }
             if (lane == 0) row_sums[first_row + pass * pass_rows] = sum;
         }

@@ -122,7 +122,7 @@ __device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_
             if (key_row_of(i) == 1) continue;
             float sum = d_scores[i] + d_scores[i + 2];
 #pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(all_lanes, sum, distance);
             if (lane < 4) add(first_query + query_of(i), 0, sum);
         }
     } else {
@@ -165,8 +165,8 @@ struct GradientRun {
     // By all lanes of a warp.
     template <class Sum>
     __device__ __forceinline__ void finish(Sum* sums) {
-        const int common = __reduce_max_sync(0xffffffff, index);
-        if (__any_sync(0xffffffff, index != none && index != common)) {
+        const int common = __reduce_max_sync(all_lanes, index);
+        if (__any_sync(all_lanes, index != none && index != common)) {
             if (index != none) add_term(sums + index, sum, 1);
         } else {
             const float of_warp = warp_sum(sum);

@@ -12,8 +12,6 @@
 #include "sm90/decode/sequences.cuh"
 #include "sm90/decode/traits.cuh"
 
-constexpr uint32_t all_lanes = 0xffffffff;
-
 __device__ __forceinline__ int row_count(const Shape& shape, const Sequence& sequence) {
     return sequence.queries * shape.group;
 }

@@ -309,7 +309,7 @@ struct TileConsumer {
     }
 
     __device__ __forceinline__ void rescale_out() {
-        if (__any_sync(0xffffffff, rescales)) {
+        if (__any_sync(all_lanes, rescales)) {
 #pragma unroll
             for (int i = 0; i < out_count; ++i) out[i] *= softmax.rescale[row_of(i)];
             if constexpr (Traits::sum_blocks > 0) sums.rescale(softmax.rescale);
@@ -356,7 +356,7 @@ __device__ __forceinline__ bool ends(const ConsumerCall& call, ConsumerRings& ri
     __syncwarp();
     if (arrives(lane)) mbarrier::arrive(shared.all_computed());
     mbarrier::wait(shared.all_computed(), 0);
-    return !__any_sync(0xffffffff, shared.repeats().any());
+    return !__any_sync(all_lanes, shared.repeats().any());
 }
 
 __device__ __forceinline__ void consume(const ConsumerCall& call) {

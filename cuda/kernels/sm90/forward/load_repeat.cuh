@@ -97,7 +97,7 @@ __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* ne
         for (; index <= last_block / split_kv.tile_blocks; ++index) {
             const int lane = threadIdx.x % 32;
             const bool is_marked = lane < warps && arrived[index * warps + lane] == Partials::repeat_mark();
-            if (!__any_sync(0xffffffff, is_marked)) continue;
+            if (!__any_sync(all_lanes, is_marked)) continue;
             const int end = (index + 1) * split_kv.tile_blocks;
 #pragma unroll 1
             for (int block = index * split_kv.tile_blocks; block < end;) {

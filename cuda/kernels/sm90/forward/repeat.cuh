@@ -16,7 +16,7 @@
 #include "sm90/forward/tile_scheduler.cuh"
 
 __device__ __forceinline__ bool is_repeat(const SharedMemory& shared) {
-    return Traits::isolates && __any_sync(0xffffffff, shared.repeats().under_way != 0);
+    return Traits::isolates && __any_sync(all_lanes, shared.repeats().under_way != 0);
 }
 
 // Notes that a tile has to be computed again. Whole tiles form a list in global memory, in which `next_repeat` has the

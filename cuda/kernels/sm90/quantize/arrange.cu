@@ -16,7 +16,6 @@
 
 constexpr int warps = WARPS;
 constexpr int lane_columns = 16;  // that a lane has of a row, 16 bytes
-constexpr uint32_t all_lanes = 0xffffffff;
 constexpr uint32_t magnitudes = 0x7f7f7f7f, signs = 0x80808080;  // of four elements; a magnitude of 0x7f is NaN
 
 template <int dim>

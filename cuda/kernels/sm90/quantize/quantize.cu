@@ -24,8 +24,6 @@
 using Element = ELEMENT;
 constexpr int warps = WARPS;
 constexpr int lane_columns = 8;  // that a lane has of a row, 16 bytes
-constexpr uint32_t all_lanes = 0xffffffff;
-
 template <int dim>
 using Row = Lanes<dim, lane_columns, warps>;
 
