@@ -49,7 +49,7 @@ SIZE_FIELDS = {
 
 def grid(arguments: Mapping[str, int]) -> tuple[int, int, int]:
     """Their CTAs, of `SIZE_FIELDS`: one for each block of queries, and of keys, of each key head."""
-    blocks = _float8.scales_of(arguments["queries"]) + _float8.scales_of(arguments["keys"])
+    blocks = _float8.descales_of(arguments["queries"]) + _float8.descales_of(arguments["keys"])
     return arguments["batch"] * arguments["key_heads"] * blocks, 1, 1
 
 
@@ -77,7 +77,7 @@ def transposed_shape(shapes: Shapes) -> tuple[int, int, int, int]:
 
 def descale_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
     n = sizes(shapes)
-    queries, keys = (n.B, n.K, _float8.scales_of(n.T)), (n.B, n.K, _float8.scales_of(n.S))
+    queries, keys = (n.B, n.K, _float8.descales_of(n.T)), (n.B, n.K, _float8.descales_of(n.S))
     return {"query_descale": queries, "key_descale": keys, "value_descale": keys}
 
 

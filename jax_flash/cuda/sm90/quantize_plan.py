@@ -80,7 +80,7 @@ def plan_quantize_rows(spec: QuantizeSpec, shapes: QuantizeOperands, device: Dev
     """
     batch, rows, heads, dim = shapes.rows.shape
     key_heads = heads // spec.group
-    blocks = _float8.scales_of(rows)
+    blocks = _float8.descales_of(rows)
     results = {
         "query_out": Buffer("quantized", shapes.rows.shape, "float8_e4m3fn"),
         "query_descale": Buffer("descale", (batch, key_heads, blocks), "float32"),
