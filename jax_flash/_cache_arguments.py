@@ -108,6 +108,8 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
             f"rows in their pages; got {described(key)} and {described(value)}"
         )
     lead = key.shape[:-4]
+    if lead == (0,):
+        raise ValueError(f"{names['key']} must hold at least one layer; got none: {described(key)}")
     layer = _layer(layer, lead, names)
     if is_paged:
         table = _page_table(arrays.page_table, lead, key.shape[-4], layer, names)
