@@ -1,8 +1,9 @@
 // An index of a query or a key, as users' functions take it (jax_flash/cuda/functions/positions.py).
 #pragma once
 
-// Element after element of a thread, `offset` is a constant once loops are unrolled, and `base` is the same for many. Sums of
-// positions are computed from these. An index beyond `last`, the last there is, has its look-ups: nothing is attended there.
+// Element after element of a thread, `offset` is a constant once loops are unrolled, and `base` is the same for many.
+// Sums of positions are computed from these. An index beyond `last`, the last there is, has its look-ups: nothing is
+// attended there.
 struct Position {
     int base, offset, last;
 

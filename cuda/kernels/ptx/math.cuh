@@ -41,7 +41,8 @@ __device__ __forceinline__ uint32_t convert(float low, float high) {
     return pair;
 }
 
-// Converts four floats to e4m3 elements, rounding to nearest, and to 448 where they exceed it. `a` comes at the lowest address.
+// Converts four floats to e4m3 elements, rounding to nearest, and to 448 where they exceed it. `a` comes at the lowest
+// address.
 __device__ __forceinline__ uint32_t convert_to_e4m3(float a, float b, float c, float d) {
     uint32_t four;
     asm("{\n.reg .b16 low, high;\n"
@@ -73,13 +74,16 @@ __device__ __forceinline__ float2 to_floats(uint32_t pair) {
 template <class Element>
 __device__ __forceinline__ uint32_t widen_e4m3(uint32_t pair) {
     uint32_t wide;
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n" : "=r"(wide) : "r"(pair));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"
+        : "=r"(wide)
+        : "r"(pair));
     if constexpr (is_same<Element, float16>) return wide;
     const float2 values = to_floats<float16>(wide);
     return convert<Element>(values.x, values.y);
 }
 
-// The bytes of two words that a selector names, its lowest digit first: 0 to 3 are those of `low`, 4 to 7 those of `high`.
+// The bytes of two words that a selector names, its lowest digit first: 0 to 3 are those of `low`, 4 to 7 those of
+// `high`.
 template <uint32_t selector>
 __device__ __forceinline__ uint32_t byte_permute(uint32_t low, uint32_t high) {
     uint32_t bytes;
@@ -101,9 +105,9 @@ __device__ __forceinline__ uint32_t bytes_of_halves(uint32_t low, uint32_t high)
     return bytes;
 }
 
-// Compares the lower 15 bits of each half of `x` with that half of `limit`, which is at most 0x7c00, and sets all bits of
-// the halves that are less. The instruction compares magnitudes of float16, which are ordered as their bits are. Bits
-// above 0x7c00, which is infinity, are NaN: they compare as not less, as they should.
+// Compares the lower 15 bits of each half of `x` with that half of `limit`, which is at most 0x7c00, and sets all bits
+// of the halves that are less. The instruction compares magnitudes of float16, which are ordered as their bits are.
+// Bits above 0x7c00, which is infinity, are NaN: they compare as not less, as they should.
 __device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
     uint32_t below;
     asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nset.lt.u32.f16x2 %0, magnitude, %2;\n}\n"

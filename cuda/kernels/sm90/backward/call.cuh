@@ -83,7 +83,7 @@ struct Call {
     const float* lse_delta;   // (B, N, query blocks, 2 or 3, queries): lse in base 2, with dropout hashes, and delta
     const int* spoiled;       // (B, N, query blocks): see isolation.cuh; null unless Traits::isolates
     const DqAccum dq_accum;
-    int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits for another
+    int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits
     int* dq_semaphore;        // (dq_sums, B, N, query blocks): additions to each so far; null unless deterministic
     const KeySums key_sums;
     int l2_head_group;        // see unit_at

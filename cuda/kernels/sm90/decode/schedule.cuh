@@ -1,10 +1,10 @@
 // The schedule of the decode kernel, which lengths on the device decide (stream-K, Osama et al., arXiv:2301.03598).
 //
 // The key blocks of all tiles form one sequence: by batch row, key head, tile of rows, and block. Each CTA has an equal
-// share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs share
-// the tile (partials.cuh). If a call limits into how many parts a tile is split, boundaries move to the next place where
-// that many equal parts meet. A tile without blocks counts as one, so that somebody writes its rows. Units of all tiles are
-// fewer than 2^30 (decode_plan.py).
+// share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs
+// share the tile (partials.cuh). If a call limits into how many parts a tile is split, boundaries move to the next
+// place where that many equal parts meet. A tile without blocks counts as one, so that somebody writes its rows. Units
+// of all tiles are fewer than 2^30 (decode_plan.py).
 //
 // tests/support/decode_schedule.py has the same arithmetic in Python.
 #pragma once

@@ -108,8 +108,8 @@ __device__ __forceinline__ void load_row_hashes(uint32_t (&hashes)[2], const Dro
 
 // ---------------------------------------------------------------------------------------- ping-pong
 
-// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads). On it the warpgroup waits until it may issue
-// its products, and the warpgroup before it signals that.
+// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads). On it the warpgroup waits until it may
+// issue its products, and the warpgroup before it signals that.
 __device__ __forceinline__ void pingpong_wait(int warpgroup) {
     if constexpr (Traits::pingpong) named_barrier_sync(1 + warpgroup, 256);
 }
@@ -286,7 +286,8 @@ struct TileConsumer {
             constexpr bool both = Traits::segments || Traits::block_mask;
             const bool right = both || block >= blocks.full_end;
             const bool left = both || block < blocks.full_begin;
-            constexpr bool by_position = !Traits::block_mask || Traits::has_right || Traits::has_left || Traits::mask_metadata;
+            constexpr bool by_position =
+                !Traits::block_mask || Traits::has_right || Traits::has_left || Traits::mask_metadata;
             if (by_position || first_key + Traits::keys > call.shape.keys) {
                 mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
             }

@@ -1,8 +1,8 @@
 // The online softmax over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867).
 //
-// It is in base 2. The scale of scores, or a soft cap that is the only modification, converts them, so that one instruction
-// makes an exponent of a score. The logits that other modifications make are natural, as the lowest float would not be finite
-// in base 2, and it is what users add to scores to hide keys. Of these, differences are converted.
+// It is in base 2. The scale of scores, or a soft cap that is the only modification, converts them, so that one
+// instruction makes an exponent of a score. The logits that other modifications make are natural, as the lowest float
+// would not be finite in base 2, and it is what users add to scores to hide keys. Of these, differences are converted.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"

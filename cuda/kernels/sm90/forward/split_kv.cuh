@@ -1,8 +1,8 @@
 // Split-KV: combines the partial results of CTAs that each saw some of a tile's keys (see SplitKV in traits.cuh). Each
 // consumer warp combines its own 16 rows. None waits: the last warp to arrive reads all partials.
 //
-// In a repeat (repeat.cuh), the CTA whose warp was last computes all parts of the tile in order. Those partials are then
-// that warp's alone: nobody else arrives or reads any more.
+// In a repeat (repeat.cuh), the CTA whose warp was last computes all parts of the tile in order. Those partials are
+// then that warp's alone: nobody else arrives or reads any more.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/softmax.cuh"

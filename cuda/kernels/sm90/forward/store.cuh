@@ -41,8 +41,8 @@ __device__ __forceinline__ uint32_t add_chunk(uint32_t sum, const Chunk& chunk) 
 // panel of columns at a time goes through `staging`, which is the warp's own, and from there rows are written as whole
 // 16-byte chunks.
 //
-// Returns whether any of the rows isn't finite; false where Traits::isolates doesn't ask for it. In a repeat, rows whose
-// sum is NaN keep what they have: they see what isn't finite.
+// Returns whether any of the rows isn't finite; false where Traits::isolates doesn't ask for it. In a repeat, rows
+// whose sum is NaN keep what they have: they see what isn't finite.
 __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
                                           const Results& results, const SharedMemory& shared, int staging,
                                           const Shape& shape, const Tile& tile, int first_row, bool is_repeat) {

@@ -1,7 +1,8 @@
-// Arrays that come in e4m3, as the forward kernel takes them (jax_flash/cuda/sm90/float8.py): values transposed, their keys
-// permuted; scales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
+// Arrays that come in e4m3, as the forward kernel takes them (jax_flash/cuda/sm90/float8.py): values transposed, their
+// keys permuted; scales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
 //
-// A CTA has a block of keys and their values; or a block of queries, of all heads of a group, which only signs of scales change.
+// A CTA has a block of keys and their values; or a block of queries, of all heads of a group, which only signs of
+// scales change.
 //
 // Defines:
 //   HEAD_DIM   of rows of queries and keys, VALUE_DIM of values: multiples of 16
@@ -164,7 +165,8 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
         if (ValueRow::column() >= VALUE_DIM || four >= fours) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            uint32_t words[4] = {values[j][0].words[i], values[j][1].words[i], values[j][2].words[i], values[j][3].words[i]};
+            uint32_t words[4] = {values[j][0].words[i], values[j][1].words[i], values[j][2].words[i],
+                                 values[j][3].words[i]};
             transposed.store(four, ValueRow::column() + 4 * i, words);
         }
     }

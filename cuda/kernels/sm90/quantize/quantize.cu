@@ -1,9 +1,9 @@
-// Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each block
-// of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward kernel takes
-// them (jax_flash/cuda/sm90/float8.py).
+// Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each
+// block of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward
+// kernel takes them (jax_flash/cuda/sm90/float8.py).
 //
-// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries alone: any
-// rows are rounded so. A thread loads all that it has of a
+// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries
+// alone: any rows are rounded so. A thread loads all that it has of a
 // head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
 // twice, the second time from L2.
 //
@@ -12,7 +12,8 @@
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
 //   GROUPED    whether a key head has several query heads, 1 or 0
-//   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V, 128 or 64
+//   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V: 128 or
+//              64
 //   WARPS      of a CTA
 #include "parameters.cuh"
 #include "ptx/global.cuh"
@@ -68,7 +69,8 @@ __device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&s
                 const float sign = threadIdx.x & distance ? -1 : 1;
 #pragma unroll
                 for (int i = 0; i < lane_columns; ++i) {
-                    x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(all_lanes, x[i], distance));  // exactly ±x[i] and the other
+                    const float other = __shfl_xor_sync(all_lanes, x[i], distance);
+                    x[i] = __fmaf_rn(x[i], sign, other);  // exactly ±x[i] + other
                 }
             }
         }
@@ -86,8 +88,8 @@ __device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const P
     }
 }
 
-// The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power of
-// two that brings it to 448 at most.
+// The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power
+// of two that brings it to 448 at most.
 __device__ __forceinline__ float block_scale(float largest) {
     __shared__ float of_warps[warps];
     largest = warp_max(largest);
@@ -158,11 +160,13 @@ struct HeadRows {
     }
 };
 
-// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid` on
-// are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
+// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from
+// `valid` on are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is
+// 1.
 template <bool one_head, class IsUsable>
-__device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out, int batch,
-                                               int count, int valid, int group, int64_t row_stride, IsUsable is_usable) {
+__device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out,
+                                               int batch, int count, int valid, int group, int64_t row_stride,
+                                               IsUsable is_usable) {
     constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
     HeadRows rows;
     float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
@@ -217,8 +221,8 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
     const int count = of.queries - row, valid = length - row;
-    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group, stride,
-                                                AlwaysUsable{});
+    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group,
+                                                stride, AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
@@ -304,8 +308,8 @@ __device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
     quantize_values(of, block, finite);
     const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
     const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
-    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count, block.valid, 1,
-                                            stride, WithFiniteValue{finite});
+    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count,
+                                            block.valid, 1, stride, WithFiniteValue{finite});
     if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
 }
 #endif
