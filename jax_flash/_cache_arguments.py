@@ -168,7 +168,7 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
             f"layer must be in [0, {lead[0]}), the layers of {names['key']}; "
             f"got {value} ({type(given).__name__})"
         )
-    return _validate.clipped(layer, _validate.INT32_MAX, -1)
+    return _validate.clipped(layer, _validate.INT32_MAX, _validate.NO_INDEX)
 
 
 def _page_table(
@@ -179,7 +179,7 @@ def _page_table(
     if table.ndim != 2 and not (table.ndim == 3 and table.shape[:1] == lead):
         of_layers = f", or ({lead[0]}, B, pages_per_sequence)" if lead else ""
         raise ValueError(f"{name} must have shape (B, pages_per_sequence){of_layers}; got {described(table)}")
-    table = _validate.clipped(table, pages, -1)
+    table = _validate.clipped(table, pages, _validate.NO_INDEX)
     return table if table.ndim == 2 else of_layer(table, layer)
 
 

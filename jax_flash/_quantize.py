@@ -139,6 +139,6 @@ def _quantize(
 def _run(spec: QuantizeSpec, chosen: tuple[str, ...], operands: QuantizeOperands) -> quantizing.Results:
     if set(chosen) != {_dispatch.PORTABLE}:
         return quantizing.quantize(spec, chosen, operands)
-    if len(chosen) > 1:  # planned for no GPU: lowering for one warns
+    if chosen == _dispatch.PLANNED_OFF_GPU:
         operands = jax.tree.map(off_gpu.watched, operands)
     return quantizing.by_definition(spec, operands)

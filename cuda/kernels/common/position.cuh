@@ -5,6 +5,8 @@
 // Sums of positions are computed from these. An index beyond `last`, the last there is, has its look-ups: nothing is
 // attended there.
 struct Position {
+    static constexpr int no_last = 0x7fffffff;  // as last, where no index is beyond what is there
+
     int base, offset, last;
 
     __device__ constexpr Position(int index) : base(index), offset(0), last(index) {}

@@ -27,7 +27,7 @@ struct ClusterSchedule {
         const Interval keys = tile_keys(shape, sequence, tile);
         const int units = units_of(keys), step = ceil_div(units, min(Traits::cluster, max_parts));
         const int begin = min(cluster::rank() * step, units), end = min(begin + step, units);
-        describe(found, shape, sequence, batch, head, tile, keys, units, begin, end);
+        describe(found, shape, sequence, {batch, head, tile}, keys, {units, begin, end});
         return true;
     }
 };

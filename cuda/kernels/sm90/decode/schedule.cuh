@@ -47,20 +47,30 @@ __device__ __forceinline__ int head_units(const Shape& shape, const Sequence& se
     return units;
 }
 
-// Describes the part [begin, end) of a tile, in blocks from the tile's first.
-__device__ __forceinline__ void describe(Tile& found, const Shape& shape, const Sequence& sequence, int batch, int head,
-                                         int tile, Interval keys, int units, int begin, int end) {
+// Which tile, of a batch row's and key head's.
+struct TilePlace {
+    int batch, head, tile;
+};
+
+// The part [begin, end) of a tile's units, counted from the tile's first.
+struct Part {
+    int units, begin, end;
+};
+
+// Describes a part of a tile some row of which sees `keys`.
+__device__ __forceinline__ void describe(Tile& found, const Shape& shape, const Sequence& sequence, TilePlace place,
+                                         Interval keys, Part part) {
     const bool sees_none = keys.begin == keys.end;
-    found.batch = batch, found.key_head = head;
-    found.first_row = tile * Traits::rows;
+    found.batch = place.batch, found.key_head = place.head;
+    found.first_row = place.tile * Traits::rows;
     found.rows = min(row_count(shape, sequence) - found.first_row, Traits::rows);
     found.first_query = sequence.first_query, found.queries = sequence.queries;
     found.length = sequence.length, found.first_key = sequence.first_key;
     found.cache_row = sequence.cache_row;
-    found.first = sees_none ? 0 : keys.begin / Traits::keys + begin;
-    found.last = sees_none ? 0 : keys.begin / Traits::keys + end;
+    found.first = sees_none ? 0 : keys.begin / Traits::keys + part.begin;
+    found.last = sees_none ? 0 : keys.begin / Traits::keys + part.end;
     found.keys = keys;
-    found.units = units, found.part_begin = begin, found.part_end = end;
+    found.units = part.units, found.part_begin = part.begin, found.part_end = part.end;
 }
 
 // A CTA's way along its share. All lanes of a warp have one, and make it together.
@@ -105,7 +115,7 @@ struct Schedule {
             const int begin = part_boundary(-start, units, max_parts);
             const int end = part_boundary(share - start, units, max_parts);
             if (begin < end) {
-                describe(found, shape, sequence, batch, head, tile, keys, units, begin, end);
+                describe(found, shape, sequence, {batch, head, tile}, keys, {units, begin, end});
                 found.start = blockIdx.x * share + start, found.share = share;
             }
             start += units;
