@@ -134,16 +134,21 @@ def measure(runs: Programs, of_rounds: int) -> dict[str, float]:
     return {name: statistics.median(x) for name, x in times.items()}
 
 
+def peer_program(case: Case) -> tuple[Programs, dict[str, str]]:
+    """cuDNN's program; or none, and the error with which it refuses the case."""
+    try:
+        inputs = (x.astype(jnp.float8_e4m3fn) for x in case.inputs())
+        return {CUDNN: _compiled(cudnn(case), *inputs)}, {}
+    except Exception as exception:  # whatever a peer refuses with is its answer
+        return {}, {f"{CUDNN} error": record.error(exception)}
+
+
 def row(case: Case, of_rounds: int, fa3: float | None = None) -> dict:
     """`fa3`: milliseconds of FlashAttention-3, where these were measured."""
-    refused = {}
     try:
-        runs = programs(case)
-        try:
-            runs[CUDNN] = _compiled(cudnn(case), *(x.astype(jnp.float8_e4m3fn) for x in case.inputs()))
-        except Exception as exception:  # whatever a peer refuses with is its answer
-            refused = {f"{CUDNN} error": record.error(exception)}
-        times = measure(runs, of_rounds)
+        ours = programs(case)
+        theirs, refused = peer_program(case)
+        times = measure(ours | theirs, of_rounds)
     except Exception as exception:  # the other calls are measured nevertheless
         return {"case": str(case), "error": record.error(exception)}
     times |= {} if fa3 is None else {FA3: fa3}

@@ -9,6 +9,7 @@ median of several calls, after the same calls for a tenth of a second.
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -54,15 +55,19 @@ def measure(entry: Entry, name: str, programs: model_programs.EntryPrograms) -> 
     ]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--entries", required=True, help="names of entries, with commas between them")
     parser.add_argument("--peers", default="jax_flash_cuda,jax_flash_pallas,fa3_cu13,cudnn")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     names, peers = options.entries.split(","), options.peers.split(",")
-    entries = {entry.name: entry for entry in ENTRIES}
-    chosen = [entries[name] for name in names]
+    known = {entry.name: entry for entry in ENTRIES}
+    unknown = [name for name in names if name not in known]
+    unknown += [name for name in peers if name not in model_contenders.ALL]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}")
+    chosen = [known[name] for name in names]
     result = record.environment() | {"rows": []}
     programs = model_programs.compile_all(chosen, peers, ["backward"])
     for entry in chosen:

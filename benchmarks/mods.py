@@ -26,17 +26,14 @@ import passes
 import record
 import rounds
 from calls import Case
+from cases import FUNCTION_SHAPES, FURTHEST
 
 import jax_flash
 
 CASES = [
-    Case(4, 4096, 4096, 16, 16, 128, causal=True),
-    Case(4, 4096, 4096, 16, 16, 128),
-    Case(4, 4096, 4096, 32, 32, 64, causal=True),
-    Case(4, 4096, 4096, 8, 8, 256, causal=True),
-    Case(1, 16384, 16384, 32, 8, 128, causal=True),
+    Case(batch, length, length, *heads_and_dim, causal=causal)
+    for batch, length, *heads_and_dim, causal in FUNCTION_SHAPES
 ]
-FURTHEST = 128  # the distance beyond which a relative bias is the same
 OPTION, FUNCTION = "option", "function"
 
 Arguments = dict[str, Any]

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import cases
 import decode_cases
 import torch
 import torch_timing
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape in SHAPES:
         for causal in (False, True):
             batch, length, heads, head_dim = shape
-            label = f"b{batch} s{length} h{heads}/{heads} d{head_dim}{' causal' if causal else ''}"
+            label = cases.label(batch, length, heads, heads, head_dim, causal)
             calls.append((label, FORWARD, lambda shape=shape, causal=causal: forward(*shape, causal)))
     for group in GROUPS:
         for case in decode_cases.GROUPS[group]:

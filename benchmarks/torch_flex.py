@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cases
 import torch
 import torch_timing
+from cases import FURTHEST
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-FURTHEST = 128  # as mods.py has it
 PEER = "flex_attention"
 AHEAD_SECONDS = 120.0
 
@@ -39,18 +40,11 @@ class Case:
     head_dim: int
     causal: bool = False
 
-    def __str__(self):  # as calls.Case has it
-        label = f"b{self.batch} s{self.length} h{self.heads}/{self.kv_heads} d{self.head_dim}"
-        return f"{label} causal" if self.causal else label
+    def __str__(self):
+        return cases.label(*dataclasses.astuple(self))
 
 
-CASES = [
-    Case(4, 4096, 16, 16, 128),
-    Case(4, 4096, 16, 16, 128, causal=True),
-    Case(4, 4096, 32, 32, 64, causal=True),
-    Case(4, 4096, 8, 8, 256, causal=True),
-    Case(1, 16384, 32, 8, 128, causal=True),
-]
+CASES = [Case(*shape) for shape in cases.FUNCTION_SHAPES]
 
 Function = Callable[..., torch.Tensor]
 
@@ -192,16 +186,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile", help="compile this variant alone, and measure nothing")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
-    cases = [case for case in CASES if any(text in str(case) for text in options.match.split(","))]
+    chosen = [case for case in CASES if any(text in str(case) for text in options.match.split(","))]
     if options.compile:
-        for case in cases:
+        for case in chosen:
             if options.compile in variants(case):
                 passes(options.compile, case)
         return
     if options.jobs:
         compile_ahead(options.jobs, options.match)
     result = torch_timing.environment() | {"rows": []}
-    for case in cases:
+    for case in chosen:
         for variant in variants(case):
             for row in measure(variant, case):
                 result["rows"].append(row)

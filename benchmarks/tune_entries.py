@@ -9,6 +9,7 @@ under it, in shuffled rounds.
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -95,17 +96,19 @@ def measure(entry: Entry, of_rounds: int) -> list[dict]:
     return rows
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--entries", required=True, help="names of entries, with commas between them")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    entries, names = {entry.name: entry for entry in ENTRIES}, options.entries.split(",")
+    if unknown := [name for name in names if name not in entries]:
+        parser.error(f"--entries: {', '.join(unknown)}; models.py --list prints those that there are")
     result = record.environment() | {"rows": []}
     print(record.heading(result))
-    entries = {entry.name: entry for entry in ENTRIES}
-    for name in options.entries.split(","):
+    for name in names:
         for row in measure(entries[name], options.rounds):
             result["rows"].append(row)
             figures = f"{row.get('milliseconds', float('nan')):8.4f} ms"

@@ -12,6 +12,9 @@ from jax_flash._dispatch import IMPLEMENTATIONS
 from jax_flash._mask import UNBOUNDED, Window
 from jax_flash._validate import described, short
 
+UNBOUNDED_SIDE = -1
+"""As a side of `local_window_size`: no limit. None says the same."""
+
 
 class Names:
     """A function's own names of its arguments, by those of `flash_attention` and `flash_attention_varlen`."""
@@ -93,7 +96,7 @@ def window(is_causal: Any, local_window_size: Any) -> Window:
             "local_window_size must hold sizes of at least 0, or None or -1 for unbounded; "
             f"got {short(local_window_size)}"
         )
-    found = Window(*(None if side == -1 else side for side in (left, right)))
+    found = Window(*(None if side == UNBOUNDED_SIDE else side for side in (left, right)))
     return found.causal() if _validate.flag("is_causal", is_causal) else found
 
 

@@ -150,7 +150,8 @@ class PagedKVCache:
         batch = _size("batch", batch)
         place = (_size("pages", pages), _size("page_size", page_size))
         key, value = _zeros((*lead, *place), key_heads, head_dim, value_dim, dtype)
-        table = jnp.full((batch, _size("pages_per_sequence", pages_per_sequence)), -1, jnp.int32)
+        table_shape = batch, _size("pages_per_sequence", pages_per_sequence)
+        table = jnp.full(table_shape, _validate.NO_INDEX, jnp.int32)
         return PagedKVCache(key, value, table, jnp.zeros((*lead, batch), jnp.int32))
 
     def append(self, key: ArrayLike, value: ArrayLike, *, layer: ArrayLike | None = None) -> "PagedKVCache":

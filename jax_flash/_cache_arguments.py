@@ -108,6 +108,8 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
             f"rows in their pages; got {described(key)} and {described(value)}"
         )
     lead = key.shape[:-4]
+    if lead == (0,):
+        raise ValueError(f"{names['key']} must hold at least one layer; got none: {described(key)}")
     layer = _layer(layer, lead, names)
     if is_paged:
         table = _page_table(arrays.page_table, lead, key.shape[-4], layer, names)
@@ -166,7 +168,7 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
             f"layer must be in [0, {lead[0]}), the layers of {names['key']}; "
             f"got {value} ({type(given).__name__})"
         )
-    return _validate.clipped(layer, _validate.INT32_MAX, -1)
+    return _validate.clipped(layer, _validate.INT32_MAX, _validate.NO_INDEX)
 
 
 def _page_table(
@@ -177,7 +179,7 @@ def _page_table(
     if table.ndim != 2 and not (table.ndim == 3 and table.shape[:1] == lead):
         of_layers = f", or ({lead[0]}, B, pages_per_sequence)" if lead else ""
         raise ValueError(f"{name} must have shape (B, pages_per_sequence){of_layers}; got {described(table)}")
-    table = _validate.clipped(table, pages, -1)
+    table = _validate.clipped(table, pages, _validate.NO_INDEX)
     return table if table.ndim == 2 else of_layer(table, layer)
 
 

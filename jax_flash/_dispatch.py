@@ -38,6 +38,11 @@ IMPLEMENTATIONS = ("cuda", "pallas", "xla")
 PORTABLE = "xla"
 """The one that runs on every platform."""
 
+PLANNED_OFF_GPU = (PORTABLE, PORTABLE)
+"""What `select` gives for a call that was planned for no GPU, where implementations before "xla" refused it.
+
+A program that is lowered for a GPU nevertheless warns."""
+
 Spec = AttentionSpec | CacheSpec | QuantizeSpec
 Shapes = (
     Operands[jax.ShapeDtypeStruct]
@@ -92,7 +97,7 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
       `(name,)`: this implementation runs the call on every platform.
       `(name, "xla")`: "xla" runs it where the program is lowered for another platform than the default
       device's, as a `jit` over CPU arrays is on a machine with a GPU.
-      `("xla", "xla")`: "xla" runs it everywhere. The default device is no GPU, and implementations before
+      `PLANNED_OFF_GPU`: "xla" runs it everywhere. The default device is no GPU, and implementations before
       "xla" refused; lowered for a GPU, the program warns.
 
     Raises:
@@ -106,7 +111,7 @@ def select(spec: Spec, shapes: Shapes, names: Sequence[str] | None, device: Devi
             if refused and device.is_gpu:
                 _warn_of_slower(name, refused, device, is_automatic=names is None)
             if name == PORTABLE and refused and not device.is_gpu:
-                return (PORTABLE, PORTABLE)
+                return PLANNED_OFF_GPU
             portable_behind = PORTABLE in candidates[position + 1 :]
             return (name, PORTABLE) if portable_behind and name != PORTABLE else (name,)
         refused[name] = refusal

@@ -167,7 +167,7 @@ def _cache(
     index = None
     if batch_idx is not None:
         index = _validate.shaped_unconverted("cache_batch_idx", batch_idx, {"(batch_size,)": (B,)}, "integer")
-        index = _validate.clipped(index, sequences, -1)
+        index = _validate.clipped(index, sequences, _validate.NO_INDEX)
     elif sequences < B:
         raise ValueError(f"k_cache must hold at least {B} sequences, as q does; got {described(k_cache)}")
     elif sequences > B:

@@ -1,9 +1,10 @@
 """Rounding of queries, keys and values to e4m3, by blocks of rows, and back.
 
 An e4m3 number has 4 significant bits, and is between 2**-9 and 448 in magnitude. So a block of rows is
-divided by a scale that brings its largest element to 448 at most. All heads of a group share the scale, for
-queries too, as a kernel's tile holds them together. Scales are powers of two. Dividing by one is exact, so
-that the same numbers are rounded on every device; and an e4m3 number times its scale is exact in bfloat16.
+divided by its descale, which brings its largest element to 448 at most. All heads of a group share the
+descale, for queries too, as a kernel's tile holds them together. Descales are powers of two. Dividing by one
+is exact, so that the same numbers are rounded on every device; and an e4m3 number times its descale is exact
+in bfloat16.
 
 Incoherent processing (FlashAttention-3, section 3.3; QuIP, https://arxiv.org/abs/2307.13304) spreads outliers
 first. Queries and keys are multiplied by one orthogonal matrix, which leaves their products as they are:
@@ -24,16 +25,16 @@ from jax_flash._spec import AttentionSpec, Operands
 
 DTYPE = jnp.float8_e4m3fn
 MAX = 448.0
-ROWS_PER_SCALE = 128
+ROWS_PER_DESCALE = 128
 
 
 def is_float8(dtype: np.dtype) -> bool:
     return dtype == DTYPE
 
 
-def scales_of(rows: int) -> int:
-    """How many scales so many rows have, if each block of them has one."""
-    return -(-rows // ROWS_PER_SCALE)
+def descales_of(rows: int) -> int:
+    """How many descales so many rows have, if each block of them has one."""
+    return -(-rows // ROWS_PER_DESCALE)
 
 
 def hadamard_size(head_dim: int) -> int:
@@ -75,20 +76,20 @@ def power_of_two_above(largest: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF  # the exponent is biased by 127
     exponent = exponent - 8 + (mantissa > 0x600000)  # 448 is 1.75 * 2**8
-    scale = jax.lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, jnp.float32)
-    return jnp.where(largest == 0, jnp.ones_like(scale), scale)
+    power = jax.lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, jnp.float32)
+    return jnp.where(largest == 0, jnp.ones_like(power), power)
 
 
 def rounded(
     x: jax.Array, key_heads: int, valid: jax.Array | None = None, by: str = "block"
 ) -> tuple[jax.Array, jax.Array]:
-    """`x (B, rows, heads, D)` as e4m3 numbers, and their scales, float32 `(B, K, blocks)`.
+    """`x (B, rows, heads, D)` as e4m3 numbers, and their descales, float32 `(B, K, blocks)`.
 
-    Elements that aren't finite become NaN, and count for no scale.
+    Elements that aren't finite become NaN, and count for no descale.
 
     Args:
-      valid: bool `(B, rows)`: rows of padding count for no scale either.
-      by: whether each "block" of rows has a scale, each "head" (`(B, K, 1)`), or the "tensor" as a whole.
+      valid: bool `(B, rows)`: rows of padding count for no descale either.
+      by: whether each "block" of rows has a descale, each "head" (`(B, K, 1)`), or the "tensor" as a whole.
     """
     batch, rows, heads, _ = x.shape
     x = x.astype(jnp.float32)
@@ -98,19 +99,20 @@ def rounded(
     if by != "block":
         largest = largest.max(2 if by == "head" else None, initial=0, keepdims=True)
         largest = jnp.broadcast_to(largest, (batch, key_heads, 1))
-    scales = power_of_two_above(largest)
-    return converted(x / of_rows(scales, rows, heads)), scales
+    descales = power_of_two_above(largest)
+    return converted(x / of_rows(descales, rows, heads)), descales
 
 
 def largest_of_blocks(x: jax.Array, valid: jax.Array | None = None) -> jax.Array:
-    """`(B, heads, blocks)`: the largest magnitudes of `x (B, rows, heads, D)` that count for a scale."""
+    """`(B, heads, blocks)`: the largest magnitudes of `x (B, rows, heads, D)` that count for a descale."""
     batch, rows, heads, dim = x.shape
     magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
     if valid is not None:
         magnitude = jnp.where(valid[:, :, None, None], magnitude, 0)
-    blocks = scales_of(rows)
-    magnitude = jnp.pad(magnitude, ((0, 0), (0, blocks * ROWS_PER_SCALE - rows), (0, 0), (0, 0)))
-    return magnitude.reshape(batch, blocks, ROWS_PER_SCALE, heads, dim).max((2, 4), initial=0).swapaxes(1, 2)
+    blocks = descales_of(rows)
+    magnitude = jnp.pad(magnitude, ((0, 0), (0, blocks * ROWS_PER_DESCALE - rows), (0, 0), (0, 0)))
+    by_block = magnitude.reshape(batch, blocks, ROWS_PER_DESCALE, heads, dim)
+    return by_block.max((2, 4), initial=0).swapaxes(1, 2)
 
 
 def converted(x: jax.Array) -> jax.Array:
@@ -118,13 +120,13 @@ def converted(x: jax.Array) -> jax.Array:
     return round_to(jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -MAX, MAX)), DTYPE)
 
 
-def of_rows(scales: jax.Array, rows: int, heads: int) -> jax.Array:
-    """`(B, rows, heads, 1)` of scales `(B, K, blocks)`, or `(B, K, 1)` for all rows."""
-    _, key_heads, blocks = scales.shape
+def of_rows(descales: jax.Array, rows: int, heads: int) -> jax.Array:
+    """`(B, rows, heads, 1)` of descales `(B, K, blocks)`, or `(B, K, 1)` for all rows."""
+    _, key_heads, blocks = descales.shape
     if blocks > 1:
-        scales = jnp.repeat(scales, ROWS_PER_SCALE, axis=2, total_repeat_length=blocks * ROWS_PER_SCALE)
-        scales = scales[:, :, :rows]
-    by_head = jnp.repeat(scales, heads // max(key_heads, 1), axis=1, total_repeat_length=heads)
+        length = blocks * ROWS_PER_DESCALE
+        descales = jnp.repeat(descales, ROWS_PER_DESCALE, axis=2, total_repeat_length=length)[:, :, :rows]
+    by_head = jnp.repeat(descales, heads // max(key_heads, 1), axis=1, total_repeat_length=heads)
     return by_head.swapaxes(1, 2)[..., None]
 
 
@@ -164,9 +166,9 @@ def dequantized(operands: Operands) -> Operands:
     arrays = operands.present()
     for name in ("query", "key", "value"):
         x = arrays[name].astype(jnp.float32)
-        scales = arrays.pop(f"{name}_descale", None)
-        if scales is not None:
-            assert scales.shape[1] == key_heads
-            x = x * of_rows(scales, x.shape[1], x.shape[2])
+        descales = arrays.pop(f"{name}_descale", None)
+        if descales is not None:
+            assert descales.shape[1] == key_heads
+            x = x * of_rows(descales, x.shape[1], x.shape[2])
         arrays[name] = x
     return Operands.of(arrays)

@@ -1,4 +1,4 @@
-"""Checks of the arguments for arrays of 8 bits: scales, the output's dtype, and quantization."""
+"""Checks of the arguments for arrays of 8 bits: descales, the output's dtype, and quantization."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ class Float8:
 def of_arrays(
     given: Float8 | None, arrays: tuple[jax.Array, jax.Array, jax.Array], scale: Any
 ) -> tuple[str | None, dict[str, jax.Array]]:
-    """The output's dtype, None for query's; and scales `(*B, K, blocks | 1)` by name.
+    """The output's dtype, None for query's; and descales `(*B, K, blocks | 1)` by name.
 
     Args:
       arrays: query, key and value, checked.
@@ -55,7 +55,7 @@ def of_arrays(
     descales = {}
     for (name, x), rows in zip(names.items(), (queries, keys, keys), strict=True):
         if x is not None:
-            blocks = _float8.scales_of(rows)
+            blocks = _float8.descales_of(rows)
             shapes = {"(*B, K)": (*batch, heads), "(*B, K, blocks of 128)": (*batch, heads, blocks)}
             x = _validate.shaped(name, x, shapes, "floating").astype(jnp.float32)
             descales[name] = x if x.ndim == len(batch) + 2 else x[..., None]

@@ -52,6 +52,9 @@ from jax_flash._spec import AttentionSpec, Sizes
 Index = Any
 """A Python int where it is static, else a NumPy or JAX array of integers, or a tracer."""
 
+LONGER_THAN_ANY = 1 << 30
+"""A length that no sequence has, and 32 bits hold sums of."""
+
 
 class Window(NamedTuple):
     """How many keys a query sees to the left and to the right of its diagonal; None on a side is unbounded.
@@ -94,7 +97,7 @@ class Window(NamedTuple):
         A left side of `-queries` or a right side of `-keys` hides everything: lower ones are clipped to that.
         Lengths that are symbolic, as in an export, count as longer than any sequence is.
         """
-        queries, keys = (n if isinstance(n, int) else 1 << 30 for n in (queries, keys))
+        queries, keys = (n if isinstance(n, int) else LONGER_THAN_ANY for n in (queries, keys))
         left = None if self.left is None or self.left >= keys - 1 else max(self.left, -queries)
         right = None if self.right is None or self.right >= queries - 1 else max(self.right, -keys)
         return Window(left, right)

@@ -1,4 +1,4 @@
-"""`quantize`: queries, keys and values as e4m3 arrays with scales."""
+"""`quantize`: queries, keys and values as e4m3 arrays with descales."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ Scales = Literal["block", "head", "tensor"]
 
 
 class Quantized(NamedTuple):
-    """Arguments of `flash_attention` by their names: arrays of dtype float8_e4m3fn, and their scales."""
+    """Arguments of `flash_attention` by their names: arrays of dtype float8_e4m3fn, and their descales."""
 
     query: jax.Array
     key: jax.Array
@@ -74,28 +74,30 @@ def quantize(
 
         out = jax_flash.flash_attention(**jax_flash.quantize(query, key, value)._asdict(), is_causal=True)
 
-    e4m3 numbers have 4 significant bits. A scale is the smallest power of two that brings the largest element
-    of a block of rows to 448 at most, the largest e4m3 number. Elements that aren't finite become NaN, and
-    count for no scale. `flash_attention(..., quantization="fp8")` does the same, and has gradients.
+    e4m3 numbers have 4 significant bits. A descale is what they are multiplied by, and rows are divided by:
+    the smallest power of two that brings the largest element of a block of rows to 448 at most, the largest
+    e4m3 number. Elements that aren't finite become NaN, and count for no descale.
+    `flash_attention(..., quantization="fp8")` does the same, and has gradients.
 
     Args:
       query: `(*B, T, N, H)`, floating.
       key: `(*B, S, K, H)`, query's dtype.
       value: `(*B, S, K, V)`, query's dtype.
-      scales: "block": one for each 128 rows of a key head, and of the query heads that use it. "head": one
-        for all rows. "tensor": one for the whole array.
+      scales: which rows share a descale. "block": each 128 rows of a key head, and of the query heads that
+        use it. "head": all rows of them. "tensor": the whole array.
       incoherent: multiply query and key by the same random orthogonal matrix first, a Hadamard matrix times
         random signs. Their products stay as they are, and outliers are spread over the head dim. The head
         dim must be even; if it is no power of two, the matrix has blocks of the largest that divides it.
       quantization_key: a key for the signs; by default they are the same for all calls.
-      query_seq_lengths: `(*B,)`, integer, in tokens: rows from there on are padding, and count for no scale.
+      query_seq_lengths: `(*B,)`, integer, in tokens: rows from there on are padding, and count for no
+        descale.
       key_value_seq_lengths: likewise.
       implementation: "cuda" or "xla", or a sequence of them tried in order; None for the fastest that
-        supports the call on this device. Both give the same numbers. "cuda" takes 16 bits and a scale for
-        each block.
+        supports the call on this device. Both give the same numbers. "cuda" takes 16 bits and a descale
+        for each block.
 
     Returns:
-      The arrays in float8_e4m3fn, and their scales, float32 `(*B, K, ceil(T / 128))`,
+      The arrays in float8_e4m3fn, and their descales, float32 `(*B, K, ceil(T / 128))`,
       `(*B, K, ceil(S / 128))` and the same again; `(*B, K)` each without blocks.
 
     Raises:
@@ -172,6 +174,6 @@ def _quantize(
 def _run(spec: QuantizeSpec, chosen: tuple[str, ...], operands: QuantizeOperands) -> quantizing.Results:
     if set(chosen) != {_dispatch.PORTABLE}:
         return quantizing.quantize(spec, chosen, operands)
-    if len(chosen) > 1:  # planned for no GPU: lowering for one warns
+    if chosen == _dispatch.PLANNED_OFF_GPU:
         operands = jax.tree.map(off_gpu.watched, operands)
     return quantizing.by_definition(spec, operands)

@@ -17,8 +17,8 @@ class QuantizeSpec:
 
     operation: ClassVar[str] = "quantizing"
 
-    group: int  # heads that share a scale, neighbours: of queries N / K, of keys and values 1
-    scales: str = "block"  # as `_float8.rounded` says
+    group: int  # heads that share a descale, neighbours: of queries N / K, of keys and values 1
+    scales: str = "block"  # which rows share a descale: `by` of `_float8.rounded`
 
 
 @jax.tree_util.register_dataclass

@@ -125,7 +125,7 @@ def prepare(
         {
             "key": pages,
             "lengths": _validate.clipped(lengths, min(capacity, _validate.INT32_MAX)),
-            "page_table": _validate.clipped(table, P, -1),
+            "page_table": _validate.clipped(table, P, _validate.NO_INDEX),
         },
         _NAMES,
         window=Window(None if sliding_window is None else sliding_window - 1, 0),

@@ -11,6 +11,9 @@ from jax.typing import ArrayLike
 from jax_flash import _settings, _validate
 from jax_flash._validate import described, short
 
+NO_POSITION = -1
+"""Of tokens that aren't rotated: those whose sequence has a negative offset."""
+
 
 def apply_rotary(
     x: ArrayLike, cos: ArrayLike, sin: ArrayLike, *, interleaved: bool = False, offsets: int | ArrayLike = 0
@@ -81,7 +84,7 @@ def _first_positions(name: str, offsets: Any, shapes: _validate.Shapes, T: Any, 
     """The position of each sequence's first token: None for 0, or int32 of one of `shapes`."""
     if hasattr(offsets, "ndim"):
         offsets = _validate.shaped_unconverted(name, offsets, shapes, "integer")
-        return _validate.clipped(offsets, _validate.INT32_MAX // 2, -1)  # where a negative one is no position
+        return _validate.clipped(offsets, _validate.INT32_MAX // 2, NO_POSITION)
     if isinstance(offsets, list | tuple):
         allowed = " or ".join(shapes)
         raise TypeError(
@@ -138,11 +141,11 @@ def _positions(shape: tuple[int, ...], first: jax.Array | None, cu_seqlens: jax.
             return tokens
         # A negative offset is no position, of any token.
         lead = first.reshape(*first.shape, *(1 for _ in range(len(shape) - first.ndim)))
-        return jnp.where(lead < 0, -1, tokens + lead)
+        return jnp.where(lead < 0, NO_POSITION, tokens + lead)
     sequence = jnp.searchsorted(cu_seqlens, tokens, side="right") - 1
     sequence = jnp.clip(sequence, 0, max(cu_seqlens.shape[0] - 2, 0))
     positions = tokens - jnp.take(cu_seqlens, sequence)
     if first is None:
         return positions
     lead = first if first.ndim == 0 else jnp.take(first, sequence)
-    return jnp.where(lead < 0, -1, positions + lead)
+    return jnp.where(lead < 0, NO_POSITION, positions + lead)

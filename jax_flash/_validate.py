@@ -110,6 +110,10 @@ def known(x: jax.Array | np.ndarray) -> np.ndarray | None:
         return np.asarray(x)
 
 
+NO_INDEX = -1
+"""Of no element: what indices below 0 are clipped to, where these say that there is nothing."""
+
+
 def clipped(x: jax.Array | np.ndarray, most: int, least: int = 0) -> jax.Array:
     """Integers clipped to [least, most], as int32. They are clipped first, so that none wraps."""
     if x.dtype != jnp.int32:

@@ -91,8 +91,8 @@ PYBIND11_MODULE(_launcher, m) {
         .def(py::init([](std::size_t offset, std::size_t buffer) { return Pointer{offset, buffer}; }),
              py::arg("offset"), py::arg("buffer"));
     py::class_<TensorMap>(m, "TensorMap")
-        .def(py::init(&MakeTensorMap), py::arg("offset"), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
-             py::arg("box"), py::arg("swizzle"), py::arg("l2_fetch"));
+        .def(py::init(&MakeTensorMap), py::arg("offset"), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"),
+             py::arg("strides"), py::arg("box"), py::arg("swizzle"), py::arg("l2_fetch"));
 
     py::class_<Launch>(m, "Launch")
         .def(py::init(&MakeLaunch), py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),

@@ -209,7 +209,7 @@ def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
     if call.is_empty:
         return _call.attend(call, implementation)
     # Sums over the mesh of shared operands' gradients are transposes of these casts.
-    operands, _ = vary_alike((call.operands, of.device()))
+    operands, _ = vary_alike((call.operands, of.own_shard()))
     run = functools.partial(_run, between, chosen, implementation)
     results = run(operands) if exchange is None else ulysses.attend(exchange, run, operands)
     if of.spec.return_residual:

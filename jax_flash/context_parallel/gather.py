@@ -59,11 +59,11 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
             if x.shape[axis] != 1 and (of.chunks > 1 or of.has_lengths):
                 x = restored(x, axis, of.order)
         whole[name] = x
-    keys, t, device = Chunk(0, 1, of.keys), of.queries_per_chunk, of.device()
+    keys, t, shard = Chunk(0, 1, of.keys), of.queries_per_chunk, of.own_shard()
 
     def of_chunk(q: int) -> Operands:
         parts = {name: sharded.take(name, x, {"T": (q * t, t)}) for name, x in whole.items()}
-        return of.placed(Operands.of(parts), of.order.chunk(device, q, t), keys)[0]
+        return of.placed(Operands.of(parts), of.order.chunk(shard, q, t), keys)[0]
 
     return [of_chunk(q) for q in range(of.chunks)]
 

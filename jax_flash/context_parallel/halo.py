@@ -197,7 +197,7 @@ def own_operands(of: Sharded, operands: Operands) -> Operands:
         name: x if sharded.goes_with_keys(name) else sharded.take(name, x, _own_spans(of))
         for name, x in operands.present().items()
     }
-    own = of.order.chunk(of.device(), 0, _own(of))
+    own = of.order.chunk(of.own_shard(), 0, _own(of))
     return of.placed(Operands.of(parts), own, own)[0]
 
 
@@ -207,7 +207,7 @@ def _edge_operands(of: Sharded, edge: Edge, operands: Operands, keys: Packed) ->
     for name, x in operands.present().items():
         if name not in parts and name != "sinks":
             parts[name] = sharded.take(name, x, _spans(of, edge))
-    first = of.device() * edge.own
+    first = of.own_shard() * edge.own
     queries = Chunk(first + edge.first_query, 1, edge.rows)
     place = first + edge.neighbour * edge.own + edge.first_key
     # Where there is no neighbour, its keys are where no query sees them.
@@ -222,12 +222,12 @@ def _own(of: Sharded) -> int:
 
 def _own_spans(of: Sharded) -> Spans:
     """The device's part of operands that have an axis of its queries or of all keys."""
-    return {"T": (0, _own(of)), "S": (of.device() * _own(of), _own(of))}
+    return {"T": (0, _own(of)), "S": (of.own_shard() * _own(of), _own(of))}
 
 
 def _spans(of: Sharded, edge: Edge) -> Spans:
     """The edge's part of such operands."""
-    place = (of.device() + edge.neighbour) * edge.own + edge.first_key
+    place = (of.own_shard() + edge.neighbour) * edge.own + edge.first_key
     # Without a neighbour, any keys do: no query sees them.
     return {"T": (edge.first_query, edge.rows), "S": (jnp.maximum(place, 0), edge.rows)}
 

@@ -65,18 +65,18 @@ class Order:
         """From one token of a chunk to the next one."""
         return self.shards if self.kind == STRIPED else 1
 
-    def chunk(self, device: Index, index: Index, length: int) -> Chunk:
-        """Chunk `index` of a device, of `length` tokens."""
+    def chunk(self, shard: Index, index: Index, length: int) -> Chunk:
+        """Chunk `index` of a shard, of `length` tokens."""
         if self.kind == STRIPED:
-            return Chunk(device, self.stride, length)
+            return Chunk(shard, self.stride, length)
         # The second one of zigzag is as far from the end as the first is from the beginning.
-        place = device + index * (2 * self.shards - 1 - 2 * device)
+        place = shard + index * (2 * self.shards - 1 - 2 * shard)
         return Chunk(place * length, 1, length)
 
-    def positions(self, device: Index, tokens: int) -> jax.Array:
-        """The places that a device's tokens have in the sequence, int32 `(tokens,)`."""
+    def positions(self, shard: Index, tokens: int) -> jax.Array:
+        """The places that a shard's tokens have in the sequence, int32 `(tokens,)`."""
         length = tokens // self.chunks_per_device
-        chunks = (self.chunk(device, i, length) for i in range(self.chunks_per_device))
+        chunks = (self.chunk(shard, i, length) for i in range(self.chunks_per_device))
         return jnp.concatenate([chunk.positions for chunk in chunks])
 
     def local_window(self, window: Window) -> Window:

@@ -36,9 +36,9 @@ class Pair:
 def _pair(
     of: Sharded, operands: Operands, keys: Packed, source: jax.Array, q: Index = 0, k: Index = 0
 ) -> Pair:
-    """Chunk `q` of this device's queries, and chunk `k` of the keys of device `source`."""
+    """Chunk `q` of this device's queries, and chunk `k` of the keys of shard `source`."""
     t, s = of.queries_per_chunk, of.keys_per_chunk
-    chunks = of.order.chunk(of.device(), q, t), of.order.chunk(source, k, s)
+    chunks = of.order.chunk(of.own_shard(), q, t), of.order.chunk(source, k, s)
     return _placed(of, operands, keys, source, (q * t, k * s), chunks)
 
 
@@ -81,7 +81,7 @@ def over_pairs(
     """
     if _is_folded(of, operands):
         return _over_folded(of, operands, keys, step, visit, state)
-    source = (of.device() - step) % of.order.shards
+    source = (of.own_shard() - step) % of.order.shards
 
     def one(index: Index, state: State) -> State:
         pair = _pair(of, operands, keys, source, index // of.chunks, index % of.chunks)
@@ -118,13 +118,13 @@ def _over_folded(
 ) -> Result:
     """A step of zigzag as one pair, of whole shards or halves of them. All devices have the same work.
 
-    keys of          the device itself    a lower one    a higher one
+    keys of          this shard           a lower one    a higher one
     early queries          ◣ ·                ■ ·             · ·
     late queries           ■ ◣                ■ ·             ■ ■
     """
     t, s = of.queries // of.order.shards, of.keys // of.order.shards
-    device = of.device()
-    source = (device - step) % of.order.shards
+    shard = of.own_shard()
+    source = (shard - step) % of.order.shards
 
     def pair(rows: slice, columns: slice, first: int) -> Pair:
         chunks = Chunk(first, 1, rows.stop - rows.start), Chunk(0, 1, columns.stop - columns.start)
@@ -134,7 +134,7 @@ def _over_folded(
         return visit(pair(slice(0, t), slice(0, s), 0), state)
     # Queries behind all keys of the sequence see each of them.
     return jax.lax.cond(
-        source < device,
+        source < shard,
         lambda state: visit(pair(slice(0, t), slice(0, s // 2), of.keys), state),
         lambda state: visit(pair(slice(t // 2, t), slice(0, s), of.keys), state),
         state,
@@ -165,4 +165,4 @@ def first_pair(of: Sharded, operands: Operands) -> Operands:
     keys = Packed.of(sharded.key_side(operands))
     if has_one_pair(of, operands):
         return over_pairs(of, operands, keys, 0, lambda pair, _: pair.operands, None)
-    return _pair(of, operands, keys, of.device()).operands
+    return _pair(of, operands, keys, of.own_shard()).operands

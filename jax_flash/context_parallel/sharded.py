@@ -86,8 +86,8 @@ class Sharded:
         spec = dataclasses.replace(self.spec, left=left, right=right)
         return functions.local_spec(spec, self.order.stride)
 
-    def device(self) -> jax.Array:
-        """The number of this device's shards, int32."""
+    def own_shard(self) -> jax.Array:
+        """The number of the shards that this device has, int32."""
         place = jax.lax.axis_index(self.axis_name)
         return place if self.shard_of is None else jnp.asarray(self.shard_of, jnp.int32)[place]
 
@@ -137,10 +137,10 @@ class Sharded:
         Args:
           keys_are_whole: a call has all keys, and a chunk of the queries alone.
         """
-        # The first device's chunk starts with a block, whatever its length is.
-        device = min(1, self.order.shards - 1)
+        # The first shard's chunk starts with a block, whatever its length is.
+        shard = min(1, self.order.shards - 1)
         lengths = self.queries_per_chunk, self.keys_per_chunk
-        queries, keys = (self.order.chunk(device, 0, length) for length in lengths)
+        queries, keys = (self.order.chunk(shard, 0, length) for length in lengths)
         return functions.refusal(self.spec, queries, Chunk(0, 1, self.keys) if keys_are_whole else keys)
 
     def may_be_skipped(self) -> bool:

@@ -1,7 +1,7 @@
 """Rounding of rows to e4m3 by a kernel, through the same steps as attention: `vmap`, then sharded arrays.
 
 Batch, heads and rows are partitioned, rows only if each device has whole blocks of 128. The heads of a group
-share their scales. Devices that have parts of a group exchange the largest magnitudes, and round by plain
+share their descales. Devices that have parts of a group exchange the largest magnitudes, and round by plain
 JAX.
 
 What plain JAX rounds everywhere needs no such steps: XLA maps and partitions it.
@@ -37,7 +37,7 @@ from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import quantizing
 
 Results = tuple[jax.Array, jax.Array]
-"""The rows in e4m3, and their scales `(*B, K, blocks)`."""
+"""The rows in e4m3, and their descales `(*B, K, blocks)`."""
 
 
 def quantize(spec: QuantizeSpec, implementation: tuple[str, ...], operands: QuantizeOperands) -> Results:
@@ -91,7 +91,7 @@ def _partitioned(call: Call[QuantizeSpec], operands: QuantizeOperands) -> Result
 
     *batch, rows, heads, _ = operands.rows.shape
     key_heads = heads // call.spec.group
-    results = {"quantized": operands.rows.shape, "descale": (*batch, key_heads, _float8.scales_of(rows))}
+    results = {"quantized": operands.rows.shape, "descale": (*batch, key_heads, _float8.descales_of(rows))}
     inputs = operands.present()
     inputs["query"] = inputs.pop("rows")  # what is partitioned as queries are
     computation = _Rows(run, call, _letters(len(batch)), results, key_heads=key_heads)
@@ -122,7 +122,7 @@ class _Rows(partitioning.Computation):
         *batch, rows, _, _ = inputs["query"].shape
         spec = specs["query"]
         axes = mesh_axes(spec, len(batch))
-        if rows % (_float8.ROWS_PER_SCALE * math.prod(mesh[name] for name in axes)):
+        if rows % (_float8.ROWS_PER_DESCALE * math.prod(mesh[name] for name in axes)):
             axes = ()
         of_heads = mesh_axes(spec, len(batch) + 1)
         specs = specs | {"key": PartitionSpec(*[None] * (len(batch) + 1), of_heads or None, None)}
@@ -169,10 +169,10 @@ def _of_shared_groups(spec: QuantizeSpec, layout: Layout, operands: QuantizeOper
     own = _float8.largest_of_blocks(x, quantizing.valid(operands))
     of_heads = _gathered(layout, layout.group, own, 1)
     largest = of_heads.reshape(batch, -1, spec.group, own.shape[-1]).max(2)
-    scales = _float8.power_of_two_above(largest)
+    descales = _float8.power_of_two_above(largest)
     first = jax.lax.axis_index(layout.group) * heads
-    of_own = jax.lax.dynamic_slice_in_dim(jnp.repeat(scales, spec.group, axis=1), first, heads, axis=1)
-    return _float8.converted(x / _float8.of_rows(of_own, rows, heads)), scales
+    of_own = jax.lax.dynamic_slice_in_dim(jnp.repeat(descales, spec.group, axis=1), first, heads, axis=1)
+    return _float8.converted(x / _float8.of_rows(of_own, rows, heads)), descales
 
 
 def _gathered(layout: Layout, axes: MeshAxes, x: jax.Array, axis: int) -> jax.Array:

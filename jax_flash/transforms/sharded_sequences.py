@@ -115,5 +115,5 @@ def _ordinary_operands(of: Sharded, operands: Operands, shards: Shards) -> Opera
         return ulysses.by_heads(of, operands)
     if shards.keys:
         return gather.first_chunk(of, operands)
-    queries = of.order.chunk(of.device(), 0, of.queries_per_chunk)
+    queries = of.order.chunk(of.own_shard(), 0, of.queries_per_chunk)
     return of.placed(operands, queries, Chunk(0, 1, of.keys))[0]

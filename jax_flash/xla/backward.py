@@ -142,11 +142,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
             # 0 at most but for rounding, which among huge logits is large enough for an overflow.
             p = block.masked(jnp.exp(jnp.minimum(block.x - lse_block[..., None], 0)), 0)
             dp = logits.product(d_out_block, value, ((4,), (3,)), dtype)
-            p_kept = p
-            if block.kept is not None:
-                keep_probability = _dropout.keep_probability(spec.dropout_rate)
-                p_kept = jnp.where(block.kept, p / keep_probability, 0)
-                dp = jnp.where(block.kept, dp / keep_probability, 0)
+            p_kept, dp = (_with_dropout(spec, block, x) for x in (p, dp))
             dx = p * (dp - delta_block[..., None])
             shares = {}
             of_logits = dx
@@ -177,15 +173,7 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
         d_query_block = logits.by_head(d_query_block * spec.scale).swapaxes(1, 2)
         return cut.queries.add(d_query, d_query_block, index, 1), d_key, d_value, sums
 
-    def zeros(shape, dtype):
-        return loops.full(shape, 0, dtype, like=operands.query)
-
-    state = (
-        zeros(operands.query.shape, spec.result_dtype(operands.query.dtype)),
-        zeros((size.B, size.K, size.H, size.S), dtype),
-        zeros((size.B, size.K, size.V, size.S), dtype),
-        sums,
-    )
+    state = *_zero_gradients(spec, operands, dtype), sums
     d_query, d_key, d_value, sums = jax.lax.fori_loop(0, cut.queries.count, query_block, state)
     gradients = {
         "query": d_query,
@@ -194,6 +182,27 @@ def _backward(spec, operands, cut, lse, delta, d_out, sums):
     }
     own = {name: x for name, x in sums.items() if name not in shared}
     return gradients | own, {name: sums[name] for name in shared}
+
+
+def _zero_gradients(spec, operands, dtype):
+    """Where the gradients of query, key and value gather; those of key and value with their heads first."""
+    size = sizes(operands)
+
+    def zeros(shape, dtype):
+        return loops.full(shape, 0, dtype, like=operands.query)
+
+    return (
+        zeros(operands.query.shape, spec.result_dtype(operands.query.dtype)),
+        zeros((size.B, size.K, size.H, size.S), dtype),
+        zeros((size.B, size.K, size.V, size.S), dtype),
+    )
+
+
+def _with_dropout(spec, block, x):
+    """`x`, of a block's scores, as dropout leaves it: divided by the probability of being kept, or 0."""
+    if block.kept is None:
+        return x
+    return jnp.where(block.kept, x / _dropout.keep_probability(spec.dropout_rate), 0)
 
 
 def _add_sum(name, x, dx, block, cut, query_block, key_block):

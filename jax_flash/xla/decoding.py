@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_flash import _cache_rows, _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
+from jax_flash._validate import NO_INDEX
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import functions, logits, loops
 
@@ -360,7 +361,7 @@ def _block(
     table, page = _cache_rows.page_table(operands)
     first_page = block * cut.pages if cut.blocks_per_page == 1 else block // cut.blocks_per_page
     places = first_page[:, None] + jnp.arange(cut.pages, dtype=jnp.int32)  # in the table
-    found = table.at[sequence[:, None], places].get(mode="fill", fill_value=-1)
+    found = table.at[sequence[:, None], places].get(mode="fill", fill_value=NO_INDEX)
     is_there = (found >= 0) & (found < _cache_rows.pages(operands)) & _cache_rows.layer_is_there(operands)
     found = jnp.where(is_there, found, 0)
 

@@ -1,4 +1,4 @@
-"""Rounding of rows to e4m3 in plain JAX: any device, any dtype, every kind of scales."""
+"""Rounding of rows to e4m3 in plain JAX: any device, any dtype, every kind of descales."""
 
 import jax
 import jax.numpy as jnp

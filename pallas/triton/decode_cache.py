@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton
 
 from jax_flash._cache_spec import CacheSizes
 from jax_flash._mask import both
+from jax_flash._validate import NO_INDEX
 
 from .decode_schedule import divided
 from .decode_tiles import in_several_pages
@@ -77,7 +78,7 @@ class SequenceCache:
         else:
             number = divided(positions, page)
             number = jnp.minimum(number, table.shape[1] - 1)
-            entry = triton.load(table.at[self.sequence, number], mask=is_wanted, other=-1)
+            entry = triton.load(table.at[self.sequence, number], mask=is_wanted, other=NO_INDEX)
         has_page = _within(entry, self._places)
         return jnp.where(has_page, entry, 0), positions - number * page, has_page
 

@@ -251,6 +251,15 @@ def test_malformed_layers(layer, error, words):
         jax_flash.flash_attention_with_cache(normal(2, B, 1, N, H), stacked, layer=layer)
 
 
+@pytest.mark.parametrize("layer", (None, 0, jnp.int32(0)))
+def test_a_cache_of_no_layers(layer):
+    empty = KVCache.create(B, S, K, H, layers=0)
+    with pytest.raises(
+        ValueError, match=r"cache\.key must hold at least one layer; got none: bfloat16 \(0, "
+    ):
+        jax_flash.flash_attention_with_cache(normal(2, B, 1, N, H), empty, layer=layer)
+
+
 def test_a_traced_layer_that_is_not_there_is_neither_read_nor_written():
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), filled())
     arguments = normal(2, B, 1, N, H), normal(3, B, 1, K, H), normal(4, B, 1, K, H)

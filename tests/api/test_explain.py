@@ -64,7 +64,7 @@ def test_text(fakes):
     ]
 
 
-def test_packed_sequences(fakes):
+def test_varlen_sequences(fakes):
     packed = dict(cu_seqlens_q=struct(4, dtype=np.int32), max_seqlen_q=9, max_seqlen_kv=7)
     tensors = [struct(20, 4, 8), struct(12, 2, 8), struct(12, 2, 8)]
     with _device.assume(_device.H100):

@@ -119,7 +119,7 @@ def test_packed_arguments():
         np.testing.assert_allclose(x, y, **TOLERANCE)
 
 
-def test_packed_sequences():
+def test_varlen_sequences():
     lengths = np.array([3, 0, 5])
     offsets = np.cumsum([0, *lengths])
     q, k, v = normal(0, 8, N, H), normal(1, 8, K, H), normal(2, 8, K, H)

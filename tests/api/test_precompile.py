@@ -258,7 +258,7 @@ def test_compiles_forward_and_backward_with_every_option(wanted):
     assert report.arch == "sm_90a" and report.compiled == report.kernels
 
 
-def test_packed_sequences_and_segments(wanted):
+def test_varlen_sequences_and_segments(wanted):
     def attend(query, offsets, ids):
         packed = jax_flash.flash_attention_varlen(
             *(query[0],) * 3, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=99, max_seqlen_kv=99

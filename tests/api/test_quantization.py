@@ -248,7 +248,7 @@ def test_incoherent_processing_keeps_outliers_apart():
     assert error(found(True), expected) < 0.5 * error(found(False), expected)
 
 
-def test_packed_sequences():
+def test_varlen_sequences():
     """Each is rounded as it is alone."""
     query, key, value = (x[0] for x in arrays(9))
     offsets = np.array([0, 100, 100, 290]), np.array([0, 90, 95, 260])

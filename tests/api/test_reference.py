@@ -153,7 +153,7 @@ def test_is_the_definition(draw, feature):
 
 @pytest.mark.parametrize("longest", [(T, S), (2, 3)])
 @pytest.mark.parametrize("options", [{}, {"right": 0}, {"left": 1, "right": 1, "dropout_rate": 0.3}], ids=str)
-def test_packed_sequences_are_the_definition(draw, options, longest):
+def test_varlen_sequences_are_the_definition(draw, options, longest):
     operands = all_operands(draw)
     others = ("alibi_slopes", "sinks", "dropout_rows", "dropout_columns", "query", "key", "value")
     operands = operands.replace(

@@ -154,7 +154,7 @@ class TestOfficialName:
         np.testing.assert_array_equal(got, right)
 
     @pytest.mark.parametrize("offsets", (0, 9, (4, 0, 20)))
-    def test_packed_sequences(self, offsets):
+    def test_varlen_sequences(self, offsets):
         lengths = (5, 0, 9)
         starts = np.cumsum((0, *lengths))
         x = draw(sum(lengths), N, H)

@@ -138,7 +138,7 @@ def test_heads_and_head_dims_must_be_known(shapes, name):
         exported(jax_flash.flash_attention, dict(zip(QKV, shapes, strict=True)))
 
 
-def test_packed_sequences_must_be_known():
+def test_varlen_sequences_must_be_known():
     def attend(query, key, value):
         offsets = jnp.asarray([0, 20])
         return jax_flash.flash_attention_varlen(

@@ -44,7 +44,7 @@ OF_FEATURES = {
     "dropout": ("dropout_rows", "dropout_columns"),
     "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
     "segments": ("query_segment_ids", "key_value_segment_ids"),
-    "packed": ("query_offsets", "key_value_offsets"),
+    "varlen": ("query_offsets", "key_value_offsets"),
 }
 
 _TABLE, _SLOPES = jnp.zeros((8, 33)), jnp.zeros(8)
@@ -106,8 +106,8 @@ def spec_and_operands(
         dropout_rate=0.1 if "dropout" in features else 0.0,
         return_residual=return_residual,
         deterministic=deterministic,
-        max_query_length=T if "packed" in features else None,
-        max_key_value_length=S if "packed" in features else None,
+        max_query_length=T if "varlen" in features else None,
+        max_key_value_length=S if "varlen" in features else None,
     )
     for feature, names in OF_FEATURES.items():
         features = (*features, *names) if feature in features else features
@@ -253,8 +253,8 @@ def variants() -> dict[Kernel, Launch]:
             calls += [data | {"features": (feature,), "deterministic": True}]
             few = {"B": 1, "T": 16384, "S": 16384, "N": 1, "K": 1, "deterministic": True}
             calls += [data | few | {"features": (feature,)}]
-        calls.append(data | {"features": ("packed", "alibi_slopes", "soft_cap"), "window": (None, 0)})
-    calls += [{"head_dim": 192, "value_dim": 128, "features": (x,)} for x in ("packed", "segments")]
+        calls.append(data | {"features": ("varlen", "alibi_slopes", "soft_cap"), "window": (None, 0)})
+    calls += [{"head_dim": 192, "value_dim": 128, "features": (x,)} for x in ("varlen", "segments")]
     calls += [{"head_dim": 128, "T": 16, "N": 16, "features": (x,)} for x in ("lengths", "segments")]
     found = {launch.kernel: launch for call in calls for launch in launches(UNDIVIDED, **call)}
     found |= {launch.kernel: launch for call in calls[::4] for launch in launches(SHARED, **call)}
@@ -450,10 +450,10 @@ CALLS = [
     {"return_residual": False},
     *(
         {"features": (feature, "alibi_slopes"), "window": (100, 0)}
-        for feature in ("lengths", "segments", "packed")
+        for feature in ("lengths", "segments", "varlen")
     ),
     {"B": 1, "T": 1, "S": 1, "features": ("segments",)},
-    {"B": 1, "T": 1 << 20, "S": 1 << 20, "features": ("packed", "dropout")},
+    {"B": 1, "T": 1 << 20, "S": 1 << 20, "features": ("varlen", "dropout")},
     {"B": 65535, "T": 100, "S": 70, "features": ("lengths",)},
     *({"B": 1, "K": 1, "T": 333, "S": 259, "features": (name,)} for name in (*SCORE_MODS, *MASK_MODS)),
 ]

@@ -91,7 +91,7 @@ def test_arranged(case, scales, emulator):
     random = np.random.default_rng(seed)
     arrays = {name: getattr(operands, name).astype(_float8.DTYPE) for name in ("query", "key", "value")}
     for name in arrays if scales != "none" else ():
-        blocks = _float8.scales_of(arrays[name].shape[1]) if scales == "block" else 1
+        blocks = _float8.descales_of(arrays[name].shape[1]) if scales == "block" else 1
         drawn = random.choice([0.7, 1.3, -1.0, 0.0, -0.5, np.inf, np.nan], (case.B, case.K, blocks))
         operands = operands.replace(**{f"{name}_descale": jnp.asarray(drawn, jnp.float32)})
     operands = operands.replace(**arrays)

@@ -119,7 +119,7 @@ def test_quantize_is_its_definition(dtype, options, head_dims):
         assert text.count('custom_call_target="jax_flash_quantize"') == 3
 
 
-def test_packed_sequences_and_gradients():
+def test_varlen_sequences_and_gradients():
     query, key, value = (x[0] for x in arrays(4, 1, 900, 900, 4, 2, 128, 128, "bfloat16"))
     offsets = np.array([0, 100, 557, 900])
     attend = functools.partial(

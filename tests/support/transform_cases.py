@@ -102,7 +102,7 @@ def make_operands(B=4, T=6, S=5, N=4, K=2, H=4, V=3, bias=(1, 1, 1, 1), mask=Tru
     )
 
 
-def make_packed_operands(B=4, sequences=3, **sizes):
+def make_varlen_operands(B=4, sequences=3, **sizes):
     """Operands with varlen sequences: every kind that goes with them; and their spec."""
     operands = make_operands(B, mask=False, **sizes)
     rng = np.random.default_rng(1)

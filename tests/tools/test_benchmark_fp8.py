@@ -30,6 +30,26 @@ def test_accuracy(tmp_path):
     assert all("NotImplementedError" in row["error"] for row in rows if row["implementation"] == "cuda")
 
 
+def test_what_a_peer_refuses_is_recorded_beside_our_times(monkeypatch):
+    import fp8
+    import jax.numpy as jnp
+
+    def refuses(case):
+        raise NotImplementedError("no cuDNN")
+
+    names = (fp8.KERNEL, fp8.OF_16_BITS, 'quantization="fp8"')
+    runs = {name: fp8._compiled(lambda x: x + 1, jnp.zeros(3)) for name in names}
+    monkeypatch.setattr(fp8, "programs", lambda case: runs)
+    monkeypatch.setattr(fp8, "cudnn", refuses)
+    case = fp8.Case(1, 16, 16, 2, 2, 16)
+    row = fp8.row(case, 1, fa3=1e9)
+    assert "no cuDNN" in row["cudnn_fp8 error"] and "to_best_peer" in row
+    assert set(row["milliseconds"]) == {*names, fp8.FA3}
+
+    monkeypatch.setattr(fp8, "programs", refuses)
+    assert "no cuDNN" in fp8.row(case, 1)["error"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder of checkpoints of a small model."""

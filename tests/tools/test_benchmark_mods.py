@@ -44,6 +44,13 @@ def test_both_forms_compute_the_same(mods, variant):
     )
 
 
+def test_both_programs_name_the_cases_alike(mods):
+    """torch_flex.py, which needs PyTorch, takes its cases and their names from cases.py."""
+    import cases
+
+    assert [str(case) for case in mods.CASES] == [cases.label(*shape) for shape in cases.FUNCTION_SHAPES]
+
+
 def test_command_line(mods, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(mods, "CASES", [mods.Case(1, 16, 16, 2, 2, 16)])
     monkeypatch.setattr(mods, "VARIANTS", {name: mods.VARIANTS[name] for name in ("soft cap", "ALiBi")})

@@ -115,8 +115,8 @@ def test_second_derivatives(kind):
     cases.assert_close(second(cases.attend), second(cases.definition), 1e-4)
 
 
-def test_second_derivatives_of_packed_sequences():
-    operands, spec = cases.make_packed_operands(B=2)
+def test_second_derivatives_of_varlen_sequences():
+    operands, spec = cases.make_varlen_operands(B=2)
     differentiable, others = cases.split(operands)
 
     def second(function):

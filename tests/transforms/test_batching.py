@@ -143,8 +143,8 @@ def test_over_a_spmd_axis():
     [("query_offsets",), ("query", "key_value_offsets", "alibi_slopes"), ("key", "value", "sinks")],
     ids="+".join,
 )
-def test_packed_sequences(names, implementation):
-    operands, spec = cases.make_packed_operands(B=2, N=2, K=1)
+def test_varlen_sequences(names, implementation):
+    operands, spec = cases.make_varlen_operands(B=2, N=2, K=1)
     present = operands.present()
     rows = {
         name: jnp.stack([x, x // 2 if x.dtype == jnp.int32 else -x]) if name in names else x

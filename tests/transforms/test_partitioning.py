@@ -96,9 +96,9 @@ def test_partitions_over_batch_and_heads(case, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", ["plain", "xla"])
-def test_packed_sequences(kind, implementation):
+def test_varlen_sequences(kind, implementation):
     """Offsets go along with the batch, and the tokens are never gathered."""
-    operands, spec = cases.make_packed_operands(B=4, N=8, K=4)
+    operands, spec = cases.make_varlen_operands(B=4, N=8, K=4)
     mesh = make_mesh(kind)
     sharded = put(operands, mesh, by("x", "y", query_offsets=P("x"), key_value_offsets=P("x")))
 
@@ -111,8 +111,8 @@ def test_packed_sequences(kind, implementation):
     cases.assert_close(gradients, cases.gradients(lambda o: cases.definition(o, spec), operands))
 
 
-def test_packed_sequences_under_shard_map():
-    operands, spec = cases.make_packed_operands(B=4, N=8, K=4)
+def test_varlen_sequences_under_shard_map():
+    operands, spec = cases.make_varlen_operands(B=4, N=8, K=4)
     mesh = make_mesh()
     specs = by("x", "y", query_offsets=P("x"), key_value_offsets=P("x"))
     mapped = jax.shard_map(

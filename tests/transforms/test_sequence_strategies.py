@@ -293,7 +293,7 @@ def test_auto_takes_what_can_run():
 SEQUENCE, WHOLE = P(None, "s"), P()
 
 
-def packed(name, *args):
+def varlen(name, *args):
     """`flash_attention_varlen` has no such argument; the call below it has."""
     offsets = jnp.array([[0, 5, 20, 32]], jnp.int32)
     spec = dataclasses.replace(
@@ -321,7 +321,7 @@ REFUSED = {
     "queries_are_whole": ("ulysses", attention, {}, (WHOLE, SEQUENCE, SEQUENCE), "sharded over the same dev"),
     "heads": ("ulysses", attention, dict(N=6, K=3), SEQUENCE, "6 query heads must be divisible by the 4 dev"),
     "bias_for_all_heads": ("ulysses", bias_for_all_heads, {}, SEQUENCE, "bias must have an axis of 4 heads"),
-    "packed": ("all_gather", packed, {}, SEQUENCE, 'varlen sequences that are sharded go with "ulysses"'),
+    "varlen": ("all_gather", varlen, {}, SEQUENCE, 'varlen sequences that are sharded go with "ulysses"'),
     "implementation": ("ring", no_diagonal, {}, SEQUENCE, '"never_diagonal": no diagonal'),
 }
 

@@ -124,7 +124,7 @@ def head_of_each(query, key, value):
     )
 
 
-def packed(query, key, value, score_mod=None):
+def varlen(query, key, value, score_mod=None):
     offsets = jnp.array([0, 5, 20, 32])
     attend = functools.partial(
         jax_flash.flash_attention_varlen,
@@ -134,22 +134,22 @@ def packed(query, key, value, score_mod=None):
     return jax.vmap(attend)(query, key, value)
 
 
-def packed_with_function(query, key, value):
+def varlen_with_function(query, key, value):
     def score_mod(score, sequence, head, query, key):
         return score - 0.1 * (head + sequence) * jnp.abs(query - key) + 0.2 * (key % 3)
 
-    return packed(query, key, value, score_mod)
+    return varlen(query, key, value, score_mod)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences_with_a_function(kind):
+def test_varlen_sequences_with_a_function(kind):
     """By heads: sequences stay whole."""
     axes, spec = MESHES["four"]
-    check(packed_with_function, arrays(N=8, K=4), mesh_of(axes, kind), (spec,) * 3)
+    check(varlen_with_function, arrays(N=8, K=4), mesh_of(axes, kind), (spec,) * 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attend", [head_of_each, packed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("attend", [head_of_each, varlen], ids=lambda f: f.__name__)
 def test_calls_that_take_whole_sequences(attend, kind):
     """They gather them, as there are fewer heads than devices, and results are sharded nevertheless."""
     axes, spec = MESHES["four"]

@@ -13,7 +13,7 @@ def attend(x):
     return jnp.sum(out) + jnp.sum(lse)
 
 
-def packed(x):
+def varlen(x):
     offsets = jnp.array([0, 3, 8])
     lengths = {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 8, "max_seqlen_kv": 8}
     return jnp.sum(jax_flash.flash_attention_varlen(x[0], x[0], x[0], **lengths))
@@ -37,9 +37,9 @@ def sharded(x):
         jax.grad(jax.checkpoint(attend)),
         jax.grad(scanned),
         jax.jit(jax.grad(sharded)),
-        jax.grad(packed),
+        jax.grad(varlen),
     ),
-    ids=("eager", "jit", "vmap", "checkpoint", "scan", "sharded", "packed"),
+    ids=("eager", "jit", "vmap", "checkpoint", "scan", "sharded", "varlen"),
 )
 def test_no_tracer_leaks(gradient):
     with jax.checking_leaks():

@@ -1,8 +1,8 @@
 // A block mask: which blocks a tile visits, as a list, and which pairs of partial blocks see each other. XLA makes the
 // lists. jax_flash/cuda/block_mask.py says what they hold, and describes BlockMask, a part of the kernel's parameters.
 //
-// BLOCK_MASK, a define: 0 without one; 1 where the user's mask_mod says which pairs see each other; 2 where the kinds of
-// their blocks do.
+// BLOCK_MASK, a define: 0 without one; 1 where the user's mask_mod says which pairs see each other; 2 where the kinds
+// of their blocks do.
 #pragma once
 #include "parameters.cuh"
 #include "common/position.cuh"
@@ -36,8 +36,9 @@ struct MaskRow {
     __device__ __forceinline__ MaskRow(const BlockMask& mask, int own_batch, int own_head, Position query)
         : operands(user_mask_mod::of_batch_row(mask.mask, own_batch)),
           batch(global::read_only(mask.mask.batch_indices + own_batch)),
-          head(BLOCK_MASK == 2 ? own_head
-                               : global::read_only(mask.mask.head_indices + own_batch * mask.mask.head_stride + own_head)),
+          head(BLOCK_MASK == 2
+                   ? own_head
+                   : global::read_only(mask.mask.head_indices + own_batch * mask.mask.head_stride + own_head)),
           query(query),
           tile(user_mask_mod::make_tile(operands, batch)),
           row(user_mask_mod::make_row(operands, tile, batch, head, query)) {}

@@ -13,16 +13,16 @@ __device__ __forceinline__ float with_dropout(float factor, float dropout_factor
     return has_dropout ? factor * dropout_factor : factor;
 }
 
-// Decides about a pair of 16-bit probabilities, and sets all bits of the halves that are dropped. The two share one hash,
-// and each has one of its own: `low` and `high`.
+// Decides about a pair of 16-bit probabilities, and sets all bits of the halves that are dropped. The two share one
+// hash, and each has one of its own: `low` and `high`.
 __device__ __forceinline__ uint32_t dropped_pair(uint32_t shared, uint32_t low, uint32_t high, uint32_t threshold) {
     return halves_below(upper_halves(shared * low, shared * high), threshold);
 }
 
 // Calls apply(pair, dropped bits) for each pair of a thread's probabilities, which are A operands of wgmma.
 //
-// `row_hashes` are those of the accumulator's two rows. `column_hashes` are those of its columns: in each 16 of them, the
-// four that a thread holds, 2t, 2t + 1, 2t + 8 and 2t + 9, are neighbours, so that it reads them as one vector.
+// `row_hashes` are those of the accumulator's two rows. `column_hashes` are those of its columns: in each 16 of them,
+// the four that a thread holds, 2t, 2t + 1, 2t + 8 and 2t + 9, are neighbours, so that it reads them as one vector.
 template <int steps, class Apply>
 __device__ __forceinline__ void for_each_dropped(uint32_t (&probabilities)[steps][4], const uint32_t (&row_hashes)[2],
                                                  const uint4* column_hashes, uint32_t threshold, Apply apply) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void drop(uint32_t (&probabilities)[steps][4], const 
                      [](uint32_t& pair, uint32_t dropped) { pair &= ~dropped; });
 }
 
-// The same for e4m3 probabilities. A word has four of one row, which lie in 16 columns. The words of a step are those of its
-// first 16 columns, for both rows, and then those of its last 16.
+// The same for e4m3 probabilities. A word has four of one row, which lie in 16 columns. The words of a step are those
+// of its first 16 columns, for both rows, and then those of its last 16.
 template <int steps>
 __device__ __forceinline__ void drop_e4m3(uint32_t (&probabilities)[steps][4], const uint32_t (&row_hashes)[2],
                                           const uint4* column_hashes, uint32_t threshold) {

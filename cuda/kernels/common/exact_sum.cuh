@@ -1,5 +1,5 @@
-// A sum of floats that is exact, so that it is the same bits in whatever order CTAs add their terms. jax_flash/cuda/exact_sum.py
-// has the layout, and makes a float of it.
+// A sum of floats that is exact, so that it is the same bits in whatever order CTAs add their terms.
+// jax_flash/cuda/exact_sum.py has the layout, and makes a float of it.
 #pragma once
 #include "ptx/types.cuh"
 

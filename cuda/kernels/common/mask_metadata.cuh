@@ -5,8 +5,6 @@
 #include "ptx/warpgroup.cuh"
 #include "common/block_range.cuh"
 
-constexpr uint32_t all_lanes = 0xffffffff;
-
 // The range of begins, and of ends, of several positions' intervals.
 struct IntervalExtent {
     int least_begin = empty_begin, greatest_begin = 0, least_end = empty_begin, greatest_end = 0;

@@ -1,5 +1,5 @@
-// Mask metadata of the forward kernel (FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py): which keys each row sees,
-// and which key blocks each group of 64 rows visits.
+// Mask metadata of the forward kernel (FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py): which keys each row
+// sees, and which key blocks each group of 64 rows visits.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "common/segment_ranges.cuh"
@@ -26,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(threads)
     for (int row_in_group = lane; row_in_group < lane + group_rows; row_in_group += 32) {
         const int64_t row = static_cast<int64_t>(index) * group_rows + row_in_group;
         const int query = (group * group_rows + row_in_group) / pack_gqa;
-        Interval keys{0, 0};  // for rows beyond the last query; they count neither as seeing keys nor as not seeing them
+        // Rows beyond the last query count neither as seeing keys nor as not seeing them.
+        Interval keys{0, 0};
         int segment = 0;
         if (query < sequences.queries) {
             const int64_t token = static_cast<int64_t>(batch_row) * sequences.queries + query;

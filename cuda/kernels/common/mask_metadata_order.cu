@@ -83,13 +83,15 @@ extern "C" __global__ void __launch_bounds__(threads)
 
     // The tiles that visit each block.
     for (int block = threadIdx.x; block < blocks; block += threads) {
-        block_tiles[block] = {prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.end <= block; }),
-                              prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.begin <= block; })};
+        block_tiles[block] = {
+            prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.end <= block; }),
+            prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.begin <= block; })};
     }
     // How many tiles visit each span of blocks: those of [begin, end) that visit anything.
     for (int i = threadIdx.x; i < spans; i += threads) {
         const int begin = prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.end <= i * span; });
-        const int end = prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.begin < (i + 1) * span; });
+        const int end =
+            prefix_length(tile_blocks, tiles, [&](Interval visited) { return visited.begin < (i + 1) * span; });
         const int before = begin > 0 ? visitors[begin - 1] : 0;
         span_tiles[i] = begin < end ? visitors[end - 1] - before : 0;
     }

@@ -1,6 +1,6 @@
-// Score modifications: soft cap, the user's function, bias, ALiBi and the boolean mask, in this order. Both passes use this code,
-// so that they compute the same logits, but for roundings of a soft cap alone. ScoreOperands, a part of the kernel's parameters,
-// is described in jax_flash/cuda/score_mod.py.
+// Score modifications: soft cap, the user's function, bias, ALiBi and the boolean mask, in this order. Both passes use
+// this code, so that they compute the same logits, but for roundings of a soft cap alone. ScoreOperands, a part of the
+// kernel's parameters, is described in jax_flash/cuda/score_mod.py.
 #pragma once
 #include "parameters.cuh"
 #include "ptx/global.cuh"
@@ -49,7 +49,9 @@ struct ScoreRow {
         };
         if constexpr (ScoreTraits::bias) bias = start(operands.bias_strides);
         if constexpr (ScoreTraits::mask) mask = start(operands.mask_strides);
-        if constexpr (ScoreTraits::alibi) slope = global::read_only(operands.slopes + batch * operands.slopes_stride + head);
+        if constexpr (ScoreTraits::alibi) {
+            slope = global::read_only(operands.slopes + batch * operands.slopes_stride + head);
+        }
         if constexpr (ScoreTraits::diagonals) {
             diagonal = global::read_only(operands.diagonals + static_cast<int64_t>(batch) * queries + own_query);
         }

@@ -2,11 +2,12 @@
 //
 // Defines, all set by jax_flash/cuda/score_mod.py:
 //   SOFT_CAP, ALIBI, MASK   1: the call has it
-//   SCORE_MOD               a user's function: 0 for none; 1 for one; 2 in the backward pass, where its derivative by the
-//                           score is a factor of dS
+//   SCORE_MOD               a user's function: 0 for none; 1 for one; 2 in the backward pass, where its derivative by
+//                           the score is a factor of dS
 //   SCORE_MOD_GRADIENTS     1: arrays that it captures have gradients; 2: they depend on the score
 //   BIAS                    the bias's element type; void: there is none
-// MASK_METADATA: the queries' diagonals are known only at run time. ISOLATES: score_mod.cuh keeps what isn't finite apart.
+// MASK_METADATA: the queries' diagonals are known only at run time. ISOLATES: score_mod.cuh keeps what isn't finite
+// apart.
 #pragma once
 #include "ptx/types.cuh"
 

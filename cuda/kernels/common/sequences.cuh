@@ -40,7 +40,8 @@ private:
     __device__ Sequence of_token(const int* offsets, int batch, int token) const {
         const int shift = shifts ? shifts[batch] : 0;
         if (offsets == nullptr) {
-            return {0, query_lengths ? query_lengths[batch] : queries, 0, key_lengths ? key_lengths[batch] : keys, shift};
+            return {0, query_lengths ? query_lengths[batch] : queries, 0, key_lengths ? key_lengths[batch] : keys,
+                    shift};
         }
         const int64_t row = static_cast<int64_t>(batch) * (count + 1);
         // Binary search: the first offset beyond the token. The sequence that ends there is not empty.

@@ -1,7 +1,7 @@
 // Shared-memory matrix descriptors of wgmma, for tiles that TMA wrote with the 128-byte swizzle.
 //
-// A tile lies in shared memory as panels. A panel has 128 bytes of each row, 64 columns of 16-bit elements, and starts at
-// a 1024-byte boundary. The 16-byte chunk c of row r is stored as chunk c ^ (r % 8).
+// A tile lies in shared memory as panels. A panel has 128 bytes of each row, 64 columns of 16-bit elements, and starts
+// at a 1024-byte boundary. The 16-byte chunk c of row r is stored as chunk c ^ (r % 8).
 #pragma once
 #include "types.cuh"
 

@@ -41,7 +41,8 @@ __device__ __forceinline__ uint32_t convert(float low, float high) {
     return pair;
 }
 
-// Converts four floats to e4m3 elements, rounding to nearest, and to 448 where they exceed it. `a` comes at the lowest address.
+// Converts four floats to e4m3 elements, rounding to nearest, and to 448 where they exceed it. `a` comes at the lowest
+// address.
 __device__ __forceinline__ uint32_t convert_to_e4m3(float a, float b, float c, float d) {
     uint32_t four;
     asm("{\n.reg .b16 low, high;\n"
@@ -73,13 +74,16 @@ __device__ __forceinline__ float2 to_floats(uint32_t pair) {
 template <class Element>
 __device__ __forceinline__ uint32_t widen_e4m3(uint32_t pair) {
     uint32_t wide;
-    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n" : "=r"(wide) : "r"(pair));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"
+        : "=r"(wide)
+        : "r"(pair));
     if constexpr (is_same<Element, float16>) return wide;
     const float2 values = to_floats<float16>(wide);
     return convert<Element>(values.x, values.y);
 }
 
-// The bytes of two words that a selector names, its lowest digit first: 0 to 3 are those of `low`, 4 to 7 those of `high`.
+// The bytes of two words that a selector names, its lowest digit first: 0 to 3 are those of `low`, 4 to 7 those of
+// `high`.
 template <uint32_t selector>
 __device__ __forceinline__ uint32_t byte_permute(uint32_t low, uint32_t high) {
     uint32_t bytes;
@@ -101,9 +105,9 @@ __device__ __forceinline__ uint32_t bytes_of_halves(uint32_t low, uint32_t high)
     return bytes;
 }
 
-// Compares the lower 15 bits of each half of `x` with that half of `limit`, which is at most 0x7c00, and sets all bits of
-// the halves that are less. The instruction compares magnitudes of float16, which are ordered as their bits are. Bits
-// above 0x7c00, which is infinity, are NaN: they compare as not less, as they should.
+// Compares the lower 15 bits of each half of `x` with that half of `limit`, which is at most 0x7c00, and sets all bits
+// of the halves that are less. The instruction compares magnitudes of float16, which are ordered as their bits are.
+// Bits above 0x7c00, which is infinity, are NaN: they compare as not less, as they should.
 __device__ __forceinline__ uint32_t halves_below(uint32_t x, uint32_t limit) {
     uint32_t below;
     asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nset.lt.u32.f16x2 %0, magnitude, %2;\n}\n"
@@ -138,23 +142,23 @@ __device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {
 
 // Reductions over the four lanes that share a row of a wgmma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(all_lanes, x, 1));
+    return fmaxf(x, __shfl_xor_sync(all_lanes, x, 2));
 }
 __device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
+    x += __shfl_xor_sync(all_lanes, x, 1);
+    return x + __shfl_xor_sync(all_lanes, x, 2);
 }
 // Reductions over all lanes of a warp.
 __device__ __forceinline__ float warp_max(float x) {
     x = quad_max(x);
 #pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, distance));
     return x;
 }
 __device__ __forceinline__ float warp_sum(float x) {
     x = quad_sum(x);
 #pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffff, x, distance);
+    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(all_lanes, x, distance);
     return x;
 }

@@ -13,8 +13,8 @@ __device__ __forceinline__ void prefetch_descriptor(const TensorMap& map) {
 __device__ __forceinline__ void load(uint32_t destination, const TensorMap& map, uint32_t barrier, int c0, int c1,
                                      int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(destination),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
         "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }

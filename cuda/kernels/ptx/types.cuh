@@ -39,10 +39,12 @@ struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 
-// How many registers setmaxnreg can distribute among the warpgroups of a CTA that is alone on its multiprocessor, summed
-// over one thread of each warpgroup. Each thread starts with an equal share, a multiple of eight. A warpgroup that waits
-// for more than is left waits forever.
+// How many registers setmaxnreg can distribute among the warpgroups of a CTA that is alone on its multiprocessor,
+// summed over one thread of each warpgroup. Each thread starts with an equal share, a multiple of eight. A warpgroup
+// that waits for more than is left waits forever.
 __device__ constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads / 128; }
+
+constexpr uint32_t all_lanes = 0xffffffff;  // of a warp, for shuffles, votes and reductions
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

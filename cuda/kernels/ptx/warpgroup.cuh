@@ -17,7 +17,7 @@ __device__ __forceinline__ bool elect_one() {
 }
 
 // The warp's index in its CTA, in a uniform register.
-__device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
+__device__ __forceinline__ int warp_index() { return __shfl_sync(all_lanes, threadIdx.x / 32, 0); }
 
 // Reads threadIdx.x again, so that the compiler doesn't keep it, or values computed from it, in registers until here.
 __device__ __forceinline__ int reload_thread_index() {
@@ -29,7 +29,7 @@ __device__ __forceinline__ int reload_thread_index() {
 // Makes the compiler compute a value here again that all lanes of a warp share, in a uniform register.
 __device__ __forceinline__ uint32_t reload_uniform(uint32_t value) {
     asm volatile("" : "+r"(value));
-    return __shfl_sync(0xffffffff, value, 0);
+    return __shfl_sync(all_lanes, value, 0);
 }
 
 // Loads a float of shared memory after all earlier volatile instructions, such as arrivals at barriers. What depends on

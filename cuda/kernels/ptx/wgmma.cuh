@@ -1,11 +1,11 @@
 // wgmma: D[64×N] (+)= A[64×16] · B[16×N], float32 accumulators in registers, 16-bit operands (PTX ISA,
-// "Asynchronous Warpgroup Level Matrix Instructions"). One specialisation of `Wgmma` for each N. Of 8-bit operands a step
-// contracts 32 elements, and both must be K-major.
+// "Asynchronous Warpgroup Level Matrix Instructions"). One specialisation of `Wgmma` for each N. Of 8-bit operands a
+// step contracts 32 elements, and both must be K-major.
 //
 // Accumulator layout: element i of a thread lies in row 16·warp + lane/4 + 8·(i/2 % 2), column
 // 8·(i/4) + 2·(lane%4) + i%2. The A fragment of k16 step s holds the elements of columns 16·s … 16·s+15,
-// packed in pairs, in that same order: accumulators become A operands with no shuffle. With e4m3 elements, register r of the
-// A fragment of step s holds four of row lane/4 + 8·(r%2), from column 32·s + 16·(r/2) + 4·(lane%4) on.
+// packed in pairs, in that same order: accumulators become A operands with no shuffle. With e4m3 elements, register r
+// of the A fragment of step s holds four of row lane/4 + 8·(r%2), from column 32·s + 16·(r/2) + 4·(lane%4) on.
 #pragma once
 #include "types.cuh"
 
@@ -31,8 +31,8 @@ __device__ __forceinline__ void pin(float (&registers)[count]) {
 }
 
 // Keeps a following `wait` behind the computation of `sum`, which must never be negative. ptxas treats the wait as
-// arithmetic, and hoists it as far as registers allow, but not over an access to shared memory. This store to `address`,
-// any valid one, is such an access, and is never executed.
+// arithmetic, and hoists it as far as registers allow, but not over an access to shared memory. This store to
+// `address`, any valid one, is such an access, and is never executed.
 __device__ __forceinline__ void hold_wait_behind(float sum, uint32_t address) {
     asm volatile(
         "{\n.reg .pred never;\n"
@@ -42,8 +42,9 @@ __device__ __forceinline__ void hold_wait_behind(float sum, uint32_t address) {
         : "memory");
 }
 
-// Says that of operands A in shared memory the first rows alone are in use. It doesn't matter what the others hold, nor who
-// writes there meanwhile. Nothing happens here: it is for the emulator, which looks for races (tests/support/emulator).
+// Says that of operands A in shared memory the first rows alone are in use. It doesn't matter what the others hold, nor
+// who writes there meanwhile. Nothing happens here: it is for the emulator, which looks for races
+// (tests/support/emulator).
 __device__ __forceinline__ void use_first_rows(int) {}
 
 enum class Major { K = 0, MN = 1 };  // which axis of a shared-memory operand is contiguous
@@ -57,27 +58,27 @@ struct Wgmma;
 // C = N/8 selects the lists of the N/2 accumulators. The numbers are those of the operands after them.
 #define JAX_FLASH_WGMMA_SS(N, C, TYPE, I0, I1, I2, I3, I4)                                                           \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I2 ", 0;\n"                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C "}, %" I0 ", %" I1 \
-                 ", accumulate, 1, 1, %" I3 ", %" I4 ";\n}\n"                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C              \
+                 "}, %" I0 ", %" I1 ", accumulate, 1, 1, %" I3 ", %" I4 ";\n}\n"                                     \
                  : JAX_FLASH_OUT##C                                                                                  \
                  : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)))
 #define JAX_FLASH_WGMMA_RS(N, C, TYPE, I0, I1, I2, I3, I4, I5, I6)                                                   \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I5 ", 0;\n"                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C "}, {%" I0 ", %" I1 \
-                 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1, %" I6 ";\n}\n"                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" JAX_FLASH_REGS##C              \
+                 "}, {%" I0 ", %" I1 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1, %" I6 ";\n}\n"                 \
                  : JAX_FLASH_OUT##C                                                                                  \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                              \
                    "n"(static_cast<int>(b_major)))
 #define JAX_FLASH_WGMMA_FP8_SS(N, C, I0, I1, I2)                                                                     \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I2 ", 0;\n"                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JAX_FLASH_REGS##C "}, %" I0 ", %" I1     \
-                 ", accumulate, 1, 1;\n}\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JAX_FLASH_REGS##C                      \
+                 "}, %" I0 ", %" I1 ", accumulate, 1, 1;\n}\n"                                                       \
                  : JAX_FLASH_OUT##C                                                                                  \
                  : "l"(a), "l"(b), "r"(accumulate))
 #define JAX_FLASH_WGMMA_FP8_RS(N, C, I0, I1, I2, I3, I4, I5)                                                         \
     asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" I5 ", 0;\n"                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JAX_FLASH_REGS##C "}, {%" I0 ", %" I1    \
-                 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1;\n}\n"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" JAX_FLASH_REGS##C                      \
+                 "}, {%" I0 ", %" I1 ", %" I2 ", %" I3 "}, %" I4 ", accumulate, 1, 1;\n}\n"                          \
                  : JAX_FLASH_OUT##C                                                                                  \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 #define JAX_FLASH_WGMMA(N, C, I0, I1, I2, I3, I4, I5, I6)                                                            \

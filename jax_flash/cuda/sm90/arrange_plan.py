@@ -2,7 +2,6 @@
 
 import jax
 
-from jax_flash import _float8
 from jax_flash._device import Device
 from jax_flash._spec import Operands, sizes
 from jax_flash.cuda.launch_plan import Buffer, Kernel, LaunchPlan, Pointer, launch
@@ -19,20 +18,11 @@ _PARAMETERS = struct(
     query_scales="const float*",  # (B, K, scales of a head), or null, as the next
     key_scales="const float*",
     value_scales="const float*",
-    query_out="unsigned char*",  # as query; null where the query stays as it is
-    key_out="unsigned char*",  # as key
-    value_out="unsigned char*",  # see `float8.transposed_shape`
-    query_descale="float*",  # (B, K, blocks of T)
-    key_descale="float*",  # (B, K, blocks of S), as the next
-    value_descale="float*",
+    **float8.RESULT_FIELDS,  # a null query_out: the query stays as it is
     query_scales_of_head="int32_t",
     key_scales_of_head="int32_t",
     value_scales_of_head="int32_t",
-    queries="int32_t",  # T
-    keys="int32_t",  # S
-    query_heads="int32_t",  # N
-    key_heads="int32_t",  # K
-    batch="int32_t",  # B
+    **float8.SIZE_FIELDS,
 )
 
 _ARRAYS = ("query", "key", "value")
@@ -75,18 +65,17 @@ def plan_arrange(shapes: Shapes, device: Device) -> LaunchPlan:
     )
     given = {name: Pointer(name) if name in names else None for name in _ARRAYS}
     given |= {f"{name}_scales": x and Pointer(f"{name}_descale") for name, x in scales.items()}
-    blocks = _float8.scales_of(n.T) + _float8.scales_of(n.S)
+    size_arguments = float8.size_arguments(shapes)
     main = launch(
         kernel=kernel,
-        grid=(n.B * n.K * blocks, 1, 1),
+        grid=float8.grid(size_arguments),
         block=32 * warps,
         arguments={
             "query_out": None,
             **given,
             **{name: Pointer(buffer.name) for name, buffer in results.items()},
             **{f"{name}_scales_of_head": 0 if x is None else x.shape[2] for name, x in scales.items()},
-            **{"queries": n.T, "keys": n.S},
-            **{"query_heads": n.N, "key_heads": n.K, "batch": n.B},
+            **size_arguments,
         },
     )
     return LaunchPlan(operands, tuple(results.values()), (main,))

@@ -10,6 +10,7 @@ whose logit is NaN, and no others.
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -24,6 +25,38 @@ PANEL = 128
 
 MOST_COLUMNS = 192
 """Of values in blocks of 128 keys. With more, registers have no room for the scores of so many keys."""
+
+
+RESULT_FIELDS = {
+    "query_out": "unsigned char*",  # as query
+    "key_out": "unsigned char*",  # as key
+    "value_out": "unsigned char*",  # see `transposed_shape`
+    "query_descale": "float*",  # (B, K, blocks of T)
+    "key_descale": "float*",  # (B, K, blocks of S), as the next
+    "value_descale": "float*",
+}
+"""What the kernels write that make these arrays, as fields of their parameters."""
+
+SIZE_FIELDS = {
+    "queries": "int32_t",  # T
+    "keys": "int32_t",  # S
+    "query_heads": "int32_t",  # N
+    "key_heads": "int32_t",  # K
+    "batch": "int32_t",  # B
+}
+"""The sizes that they take."""
+
+
+def grid(arguments: Mapping[str, int]) -> tuple[int, int, int]:
+    """Their CTAs, of `SIZE_FIELDS`: one for each block of queries, and of keys, of each key head."""
+    blocks = _float8.descales_of(arguments["queries"]) + _float8.descales_of(arguments["keys"])
+    return arguments["batch"] * arguments["key_heads"] * blocks, 1, 1
+
+
+def size_arguments(shapes: Shapes) -> dict[str, int]:
+    """The arguments for `SIZE_FIELDS` of a call's arrays."""
+    n = sizes(shapes)
+    return {"queries": n.T, "keys": n.S, "query_heads": n.N, "key_heads": n.K, "batch": n.B}
 
 
 def keys_of_block(value_dim: int) -> int:
@@ -44,7 +77,7 @@ def transposed_shape(shapes: Shapes) -> tuple[int, int, int, int]:
 
 def descale_shapes(shapes: Shapes) -> dict[str, tuple[int, int, int]]:
     n = sizes(shapes)
-    queries, keys = (n.B, n.K, _float8.scales_of(n.T)), (n.B, n.K, _float8.scales_of(n.S))
+    queries, keys = (n.B, n.K, _float8.descales_of(n.T)), (n.B, n.K, _float8.descales_of(n.S))
     return {"query_descale": queries, "key_descale": keys, "value_descale": keys}
 
 

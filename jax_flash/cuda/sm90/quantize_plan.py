@@ -24,25 +24,16 @@ _PARAMETERS = struct(
     signs="const float*",  # (B | 1, columns)
     query_lengths="const int*",  # (B), or null, as the next
     key_lengths="const int*",
-    query_out="unsigned char*",  # as query
-    key_out="unsigned char*",
-    value_out="unsigned char*",  # see `float8.transposed_shape`
-    query_descale="float*",  # (B, K, blocks of T)
-    key_descale="float*",  # (B, K, blocks of S), as the next
-    value_descale="float*",
+    **float8.RESULT_FIELDS,
     rotation_scale="float",
     signs_stride="int32_t",  # from batch row to batch row
     columns="int32_t",  # H before it was padded
-    queries="int32_t",  # T
-    keys="int32_t",  # S
-    query_heads="int32_t",  # N
-    key_heads="int32_t",  # K
-    batch="int32_t",  # B
+    **float8.SIZE_FIELDS,
 )
 
 _POINTERS = (
-    *("query", "key", "value", "signs", "query_lengths", "key_lengths", "query_out", "key_out", "value_out"),
-    *("query_descale", "key_descale", "value_descale"),
+    *("query", "key", "value", "signs", "query_lengths", "key_lengths"),
+    *float8.RESULT_FIELDS,
 )
 _LENGTHS = {"query_lengths": "query_seq_lengths", "key_lengths": "key_value_seq_lengths"}
 
@@ -77,7 +68,7 @@ def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
         signs=signs,
         pointers={name: Pointer(of) for name, of in own.items() if of in names}
         | {name: Pointer(buffer.name) for name, buffer in results.items()},
-        sizes={"queries": n.T, "keys": n.S, "query_heads": n.N, "key_heads": n.K, "batch": n.B},
+        sizes=float8.size_arguments(shapes),
     )
     return LaunchPlan(tuple(operands), tuple(results.values()), (main,))
 
@@ -89,7 +80,7 @@ def plan_quantize_rows(spec: QuantizeSpec, shapes: QuantizeOperands, device: Dev
     """
     batch, rows, heads, dim = shapes.rows.shape
     key_heads = heads // spec.group
-    blocks = _float8.scales_of(rows)
+    blocks = _float8.descales_of(rows)
     results = {
         "query_out": Buffer("quantized", shapes.rows.shape, "float8_e4m3fn"),
         "query_descale": Buffer("descale", (batch, key_heads, blocks), "float32"),
@@ -138,10 +129,9 @@ def _launch(
         ),
         parameters=_PARAMETERS,
     )
-    blocks = _float8.scales_of(sizes["queries"]) + _float8.scales_of(sizes["keys"])
     return launch(
         kernel=kernel,
-        grid=(sizes["batch"] * sizes["key_heads"] * blocks, 1, 1),
+        grid=float8.grid(sizes),
         block=32 * warps,
         arguments={
             **dict.fromkeys(_POINTERS),

@@ -4,8 +4,8 @@
 // Every CUDA thread is a fiber; one OS thread runs those of the clusters at work in turn, warps in random order, and
 // switches only where a thread waits. What the hardware does asynchronously happens at a random moment between its
 // issue and the wait that the program makes for it, so that a wait that is missing shows, sooner or later, as a
-// wrong number. Where nobody can go on that is reported as a deadlock, and so is an access to a CTA that has ended. Races
-// in shared memory are found by the order that the program makes (races.h). Registers and speed are not emulated.
+// wrong number. Where nobody can go on that is reported as a deadlock, and so is an access to a CTA that has ended.
+// Races in shared memory are found by the order that the program makes (races.h). Registers and speed are not emulated.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -326,8 +326,8 @@ void products_are_done(uint32_t steps) {
 // Has races sought in the launches to come.
 extern "C" void seek_races() { races::sought = true; }
 
-// The races of launches since this was last asked, a line each: what; by whom, and from where in the library, one and the
-// other. Fields are parted by |.
+// The races of launches since this was last asked, a line each: what; by whom, and from where in the library, one and
+// the other. Fields are parted by |.
 extern "C" const char* races_found() {
     static std::string text;
     text.clear();

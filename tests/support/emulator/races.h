@@ -1,18 +1,18 @@
-// Finds races in shared memory: pairs of accesses, one of them a write, that nothing orders. They are found whether or not
-// the accesses come in a harmful order in this run.
+// Finds races in shared memory: pairs of accesses, one of them a write, that nothing orders. They are found whether or
+// not the accesses come in a harmful order in this run.
 //
-// Threads, the tensor cores of each warp, and copies under way are actors. Each has a vector clock, which says how much of
-// every other one's work came before (Lamport; FastTrack, PLDI 2009, has the rules). Arrivals hand a clock to a barrier,
-// waits take it from there. What orders accesses:
+// Threads, the tensor cores of each warp, and copies under way are actors. Each has a vector clock, which says how much
+// of every other one's work came before (Lamport; FastTrack, PLDI 2009, has the rules). Arrivals hand a clock to a
+// barrier, waits take it from there. What orders accesses:
 //
 //   program order of a thread, __syncwarp, named barriers, mbarriers, barriers of the cluster
 //   an asynchronous operation comes after what its issuer did before, and before who waits for it
 //   what threads write is seen by asynchronous operations only behind a fence of the proxy (PTX ISA, "async proxy")
 //
-// An instruction that a warp carries out together, a shuffle or product say, orders what its lanes have read before: their
-// loads are on their way, in order, when any lane goes on. It doesn't order what they have written. Accesses of threads are told by the compiler
-// (-fsanitize=thread, whose calls races.cc takes), those of asynchronous operations by the emulator. Of each 4 bytes the
-// last write is known, and the reads since.
+// An instruction that a warp carries out together, a shuffle or product say, orders what its lanes have read before:
+// their loads are on their way, in order, when any lane goes on. It doesn't order what they have written. Accesses of
+// threads are told by the compiler (-fsanitize=thread, whose calls races.cc takes), those of asynchronous operations by
+// the emulator. Of each 4 bytes the last write is known, and the reads since.
 //
 // Not told: accesses to global memory, and to static shared memory.
 #pragma once
@@ -27,8 +27,8 @@ struct Cluster;
 namespace races {
 
 struct Clock {
-    // For each actor the number of its steps that came before: all they did; all that they read; all, and a fence of the
-    // proxy behind it.
+    // For each actor the number of its steps that came before: all they did; all that they read; all, and a fence of
+    // the proxy behind it.
     std::vector<uint32_t> seen, read, fenced;
 
     void join(const Clock& other);

@@ -3,9 +3,9 @@
 #include "ptx/global.cuh"
 #include "sm90/backward/call.cuh"
 
-// Which blocks a tile visits, where a list says, and which of them have rows that aren't finite (isolation.cuh). Both come
-// from L2, as the acquire loads of other warps empty L1. So flags are read while the block before is loaded, and the list
-// one more block ahead, as it says where the flag is. One thread.
+// Which blocks a tile visits, where a list says, and which of them have rows that aren't finite (isolation.cuh). Both
+// come from L2, as the acquire loads of other warps empty L1. So flags are read while the block before is loaded, and
+// the list one more block ahead, as it says where the flag is. One thread.
 class BlocksAhead {
 public:
     __device__ __forceinline__ BlocksAhead(const Call& call, const Work& work) : next(work.first_visit()) {
@@ -20,7 +20,8 @@ public:
     };
     // The next block of the tile, number `iteration` at `place`.
     __device__ __forceinline__ Block take(const Call& call, const Work& work, int place, int iteration) {
-        const Block block{Traits::block_lists ? next_block : VisitedBlock{place}, Traits::isolates && next_spoiled != 0};
+        const Block block{Traits::block_lists ? next_block : VisitedBlock{place},
+                          Traits::isolates && next_spoiled != 0};
         if constexpr (Traits::isolates) {
             next.advance(work.blocks, work.order);
             if (iteration + 1 < work.iterations(call.shape)) read(call, work);
@@ -38,7 +39,8 @@ private:
         next_block = {next.place};
         if constexpr (Traits::block_lists) {
             next_block = following_block;
-            const int place = next.place + 1 == work.blocks.last ? 0 : next.place + 1;  // the first again, after the last
+            // After the last the first again, for the group's next head.
+            const int place = next.place + 1 == work.blocks.last ? 0 : next.place + 1;
             following_block = visited_block(place, work.tile, call.shape);
         }
         const int head_index = call.head_index(work.tile, next.head(work.tile, call.shape));

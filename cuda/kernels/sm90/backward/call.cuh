@@ -83,7 +83,7 @@ struct Call {
     const float* lse_delta;   // (B, N, query blocks, 2 or 3, queries): lse in base 2, with dropout hashes, and delta
     const int* spoiled;       // (B, N, query blocks): see isolation.cuh; null unless Traits::isolates
     const DqAccum dq_accum;
-    int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits for another
+    int* next_tile;           // counts the units handed out; null where each tile has its CTA and none waits
     int* dq_semaphore;        // (dq_sums, B, N, query blocks): additions to each so far; null unless deterministic
     const KeySums key_sums;
     int l2_head_group;        // see unit_at
@@ -127,7 +127,7 @@ struct Call {
     }
     // The same for all lanes of a warp, in a uniform register.
     __device__ int own_tile_uniform() const {
-        if constexpr (Traits::deterministic) return __shfl_sync(0xffffffff, own_tile(), 0);
+        if constexpr (Traits::deterministic) return __shfl_sync(all_lanes, own_tile(), 0);
         return own_tile();
     }
     // What the loading thread tells the others of the tile whose K comes, if any, see `told_tile`.
@@ -142,7 +142,7 @@ struct Call {
         for (KeySlot slot;; slot.advance()) {
             mbarrier::wait(shared.key_full(slot.stage), slot.parity);
             // By one lane, which may let go of the tile before others are here. In uniform registers.
-            auto same = [](int of_lane) { return __shfl_sync(0xffffffff, of_lane, 0); };
+            auto same = [](int of_lane) { return __shfl_sync(all_lanes, of_lane, 0); };
             const int told_tile = same(shared.told_tile(slot.stage));
             if (told_tile == SharedMemory::no_more_tiles) break;
             if constexpr (Traits::tells_work) {

@@ -10,16 +10,19 @@ struct Rows {
     int count, columns;  // rows that there are, and columns of each, a multiple of eight
 
     // Where eight columns start.
-    __device__ __forceinline__ Traits::Result* at(int row, int vector) const { return first + row * stride + vector * 8; }
+    __device__ __forceinline__ Traits::Result* at(int row, int vector) const {
+        return first + row * stride + vector * 8;
+    }
 };
 
 // Accumulators of a thread: two columns of a row and of the one eight below it.
 __device__ __forceinline__ float4 added(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-// Writes factor · sum for `rows` rows of `columns` columns. Where there are `sums` sums, `next_sum` vectors apart, they are
-// added up, from the first to the last. All `threads` threads of a CTA call it, once.
+// Writes factor · sum for `rows` rows of `columns` columns. Where there are `sums` sums, `next_sum` vectors apart, they
+// are added up, from the first to the last. All `threads` threads of a CTA call it, once.
 template <int rows, int columns, int sums, int threads>
-__device__ __forceinline__ void convert_sums(const float4* sum, int64_t next_sum, float factor, const Rows& destination) {
+__device__ __forceinline__ void convert_sums(const float4* sum, int64_t next_sum, float factor,
+                                             const Rows& destination) {
     constexpr bool wide = is_same<Traits::Result, float>;
     constexpr int chunks = columns / 8;
     // Elements from row to row of what is staged. Eight more than it has, so that the eight rows that a warp writes at

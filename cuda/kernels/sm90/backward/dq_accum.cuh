@@ -85,6 +85,42 @@ __device__ __forceinline__ void wait_for_dq_accum_slot(const Call& call, int hea
     }
 }
 
+// How many key tiles add to the job's span of blocks. None where no key sees the span, in any head: the sums stay zero,
+// whichever head has the slot.
+__device__ __forceinline__ int adding_tiles(const DqJob& job, const Shape& shape) {
+    const int span = job.block / DqBlock::span;
+    if constexpr (Traits::block_lists) {
+#if BLOCK_MASK
+        const BlockMask& mask = shape.block_mask;
+        const int batch = job.head_index / shape.query_heads();
+        const int head_share = (job.head_index - batch * shape.query_heads()) / shape.group;
+        return mask.visitors[batch * mask.visitors_batch_stride +
+                             shape.key_head(head_share) * mask.visitors_head_stride + span];
+#endif
+    } else if constexpr (Traits::mask_metadata) {
+        return shape.mask_metadata.span_tiles[job.head_index / shape.query_heads() * shape.spans() + span];
+    } else {
+        return key_tile_count(span * DqBlock::span, DqBlock::span, shape);
+    }
+}
+
+// Converts 64 rows × 16 columns of sums, at `stage`, to dQ, which is staged over them: 16 rows over half of their sums.
+// `matrix` is where in it the lane's part of a matrix goes.
+__device__ __forceinline__ void stage_d_query(const Call& call, const unsigned char* stage, uint32_t address,
+                                              int matrix) {
+    const float4* sum = reinterpret_cast<const float4*>(stage) + threadIdx.x % 32;
+    auto convert_pair = [&](float low, float high) {
+        const float factor = with_dropout(call.scale, call.dropout.factor);
+        return convert<Traits::Element>(low * factor, high * factor);
+    };
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+        const float4 x = sum[part * 32], y = sum[part * 32 + 128];
+        store_matrix_x4(address + part * 512 + matrix, convert_pair(x.x, x.y), convert_pair(x.z, x.w),
+                        convert_pair(y.x, y.y), convert_pair(y.z, y.w));
+    }
+}
+
 // Writes dQ = scale · sum of what is complete, and zeroes the sums. All lanes of one of the warps for it.
 __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     constexpr int units = DqBlock::chunks / 2;  // 64 rows × 16 columns
@@ -111,7 +147,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
     while (true) {
         int index = 0;
         if (lane == 0) index = atomicAdd(accum.next_job, 1);
-        index = __shfl_sync(0xffffffff, index, 0);
+        index = __shfl_sync(all_lanes, index, 0);
         if (index >= heads * shape.query_blocks() * DqBlock::row_tiles) break;
         const DqJob job = d_query_job(index, shape, call.l2_head_group);
         float* sums = call.dq_accum_block(job.head_index, job.block) + job.row_tile * (64 * Traits::head_dim);
@@ -123,21 +159,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
         };
         if (lane == 0) {
             const int span = job.block / DqBlock::span;
-            // None where no key sees the span, in any head: the sums stay zero, whichever head has the slot.
-            int tiles;
-            if constexpr (Traits::block_lists) {
-#if BLOCK_MASK
-                const BlockMask& mask = shape.block_mask;
-                const int batch = job.head_index / shape.query_heads();
-                const int head_share = (job.head_index - batch * shape.query_heads()) / shape.group;
-                tiles = mask.visitors[batch * mask.visitors_batch_stride +
-                                      shape.key_head(head_share) * mask.visitors_head_stride + span];
-#endif
-            } else if constexpr (Traits::mask_metadata) {
-                tiles = shape.mask_metadata.span_tiles[job.head_index / shape.query_heads() * shape.spans() + span];
-            } else {
-                tiles = key_tile_count(span * DqBlock::span, DqBlock::span, shape);
-            }
+            const int tiles = adding_tiles(job, shape);
             while (!global::has_reached(accum.arrived + job.head_index * shape.spans() + span, tiles)) {
                 settle();  // somebody may wait for it
                 __nanosleep(200);
@@ -159,19 +181,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
         for (int unit = 0; unit < units; ++unit) {
             mbarrier::wait(shared.writer_full(writer, slot.stage), slot.parity);
             unsigned char* stage = shared.data + SharedMemory::writer_offset(writer, slot.stage);
-            const float4* sum = reinterpret_cast<const float4*>(stage) + lane;
-            auto convert_pair = [&](float low, float high) {
-                const float factor = with_dropout(call.scale, call.dropout.factor);
-                return convert<Traits::Element>(low * factor, high * factor);
-            };
-#pragma unroll
-            for (int part = 0; part < 4; ++part) {  // 16 rows, staged over half of their sums
-                const float4 x = sum[part * 32], y = sum[part * 32 + 128];
-                store_matrix_x4(shared.base + SharedMemory::writer_offset(writer, slot.stage) + part * 512 +
-                                    staged_matrix,
-                                convert_pair(x.x, x.y), convert_pair(x.z, x.w), convert_pair(y.x, y.y),
-                                convert_pair(y.z, y.w));
-            }
+            stage_d_query(call, stage, shared.base + SharedMemory::writer_offset(writer, slot.stage), staged_matrix);
             __syncwarp();
             const bool column_there = unit * 16 + half_of(reload_thread_index()) * 8 < accum.columns;
 #pragma unroll

@@ -1,20 +1,20 @@
 // The order in which a tile of keys visits its blocks of queries, and in which tiles add to a block's dQ.
 //
-// By default a tile adds as soon as it has something to add, and float32 sums differ in their last bits from run to run.
-// With `deterministic` the order is fixed: each block counts the tiles that have added to it, and a tile waits until the
-// count is its own `rank`.
+// By default a tile adds as soon as it has something to add, and float32 sums differ in their last bits from run to
+// run. With `deterministic` the order is fixed: each block counts the tiles that have added to it, and a tile waits
+// until the count is its own `rank`.
 //
-// A tile waits only for tiles that were handed out before it. CTAs take tiles from a counter, so those tiles are at work
-// or done, and the first unfinished tile waits for nobody: the kernel ends with any number of resident CTAs, started in
-// any order. So that the waits are short, tiles come to a block in the order in which they were handed out, some blocks
-// apart (unit_at):
+// A tile waits only for tiles that were handed out before it. CTAs take tiles from a counter, so those tiles are at
+// work or done, and the first unfinished tile waits for nobody: the kernel ends with any number of resident CTAs,
+// started in any order. So that the waits are short, tiles come to a block in the order in which they were handed out,
+// some blocks apart (unit_at):
 //
-//   BlockOrder::forward    tiles with later keys are handed out first, and visit their blocks from the first to the last.
-//       Under a causal mask tiles that start together start a block or more apart. Where all tiles see all blocks, each
-//       starts behind the one before it, about a block's time later, and keeps that distance to the end.
-//   BlockOrder::backward   tiles with earlier keys, under a causal mask the longer ones, are handed out first, and visit
-//       their blocks from the last to the first, so that CTAs end together. For the last of several L2 head groups:
-//       by then CTAs have started far enough apart.
+//   BlockOrder::forward    tiles with later keys are handed out first, and visit their blocks from the first to the
+//       last. Under a causal mask tiles that start together start a block or more apart. Where all tiles see all
+//       blocks, each starts behind the one before it, about a block's time later, and keeps that distance to the end.
+//   BlockOrder::backward   tiles with earlier keys, under a causal mask the longer ones, are handed out first, and
+//       visit their blocks from the last to the first, so that CTAs end together. For the last of several L2 head
+//       groups: by then CTAs have started far enough apart.
 //
 // Where few heads are at work, that distance is a large part of the run. A block then has several sums
 // (Traits::dq_sums), which tiles take in turn (dq_sum_of), each with an order of its own. A tile starts behind the one
@@ -43,8 +43,8 @@ __device__ __forceinline__ int dq_sum_of(const KeyTile& tile) {
     return tile.first_key / Traits::keys % Traits::dq_sums;
 }
 
-// How many tiles add to the block's sum before `tile` does. The numbers of the tiles that visit a block have no gaps, so
-// in either order every `dq_sums`-th tile before it shares its sum.
+// How many tiles add to the block's sum before `tile` does. The numbers of the tiles that visit a block have no gaps,
+// so in either order every `dq_sums`-th tile before it shares its sum.
 __device__ __forceinline__ int rank_of(const KeyTile& tile, BlockOrder order, int block, const Shape& shape) {
     const Interval tiles = visiting_tiles(tile.batch, block, shape);
     const int number = tile.first_key / Traits::keys;

@@ -3,11 +3,12 @@
 // A pair that is masked has P = dS = 0, but 0 times NaN or infinity is NaN. So where pairs may be masked
 // (Traits::isolates), no such operand is left when a product contracts over its row:
 //
-//   Q, dO   backward_preprocess finds rows that aren't finite. Their lse is NaN, so P is NaN in all pairs that they see;
-//           their Q and dO are set to zero by the thread that loads the block, in shared memory, before others see it.
-//   K       No score of a key that isn't finite is finite. So the consumer of the first block's scores looks at one score
-//           of each key and, if any isn't finite, makes its warp's keys finite in shared memory. Queries that see such a
-//           key have a lse of NaN.
+//   Q, dO   backward_preprocess finds rows that aren't finite. Their lse is NaN, so P is NaN in all pairs that they
+//           see; their Q and dO are set to zero by the thread that loads the block, in shared memory, before others
+//           see it.
+//   K       No score of a key that isn't finite is finite. So the consumer of the first block's scores looks at one
+//           score of each key and, if any isn't finite, makes its warp's keys finite in shared memory. Queries that
+//           see such a key have a lse of NaN.
 //   V       no product contracts over its rows.
 //   dS      is P times dP less delta, and dP isn't finite of keys whose V isn't: there dP is set to zero where P is.
 #pragma once
@@ -71,11 +72,11 @@ __device__ __forceinline__ bool make_finite(uint4& chunk) {
 }
 
 // Makes K of a warp's 16 keys finite if one of their scores is not: Sᵀ of the tile's first block, which is there. One
-// score of each key tells, as all queries are finite. Those scores that are NaN become 0, so that rows of the block that
-// are not there have P = 0 as ever. Before the next product that reads K, the warpgroup has to meet.
+// score of each key tells, as all queries are finite. Those scores that are NaN become 0, so that rows of the block
+// that are not there have P = 0 as ever. Before the next product that reads K, the warpgroup has to meet.
 __device__ __forceinline__ void isolate_keys(float (&scores)[score_count], unsigned char* key_rows) {
     auto is_finite = [](float x) { return fabsf(x) < infinity; };
-    if (!__any_sync(0xffffffff, !is_finite(scores[0]) || !is_finite(scores[2]))) return;
+    if (!__any_sync(all_lanes, !is_finite(scores[0]) || !is_finite(scores[2]))) return;
     constexpr int chunks = 16 * descriptor::row_bytes / 16;  // of a panel
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < Traits::key_panels * chunks; i += 32) {
@@ -103,14 +104,14 @@ __device__ __forceinline__ void isolate_peer_keys(const SharedMemory& shared) {
     if (found) fence_proxy_async();
 }
 
-// Sets dPᵀ to zero where Pᵀ is, if V of one of a warp's keys isn't finite: then no dP of that key is, of which a thread has
-// the first of two keys. `probabilities` are operands, negative or −0 where dropout drops them. Queries that see such a
-// value have a P of NaN. Called where a product has just been waited for: elsewhere the branch would part what is scheduled
-// as one, or take registers.
+// Sets dPᵀ to zero where Pᵀ is, if V of one of a warp's keys isn't finite: then no dP of that key is, of which a thread
+// has the first of two keys. `probabilities` are operands, negative or −0 where dropout drops them. Queries that see
+// such a value have a P of NaN. Called where a product has just been waited for: elsewhere the branch would part what
+// is scheduled as one, or take registers.
 __device__ __forceinline__ void zero_where_hidden(float (&d_probabilities)[score_count],
                                                   const uint32_t (&probabilities)[query_steps][4]) {
     const bool spoiled = !(fabsf(d_probabilities[0]) + fabsf(d_probabilities[2]) < infinity);
-    if (!__any_sync(0xffffffff, spoiled)) return;
+    if (!__any_sync(all_lanes, spoiled)) return;
 #pragma unroll
     for (int i = 0; i < score_count; i += 2) {
         const uint32_t pair = probabilities[i / 8][i / 2 % 4];

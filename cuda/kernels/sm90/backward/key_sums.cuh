@@ -1,14 +1,14 @@
-// dK and dV as sums in float32, to which each unit of work adds its own: of key tiles that several units share (Units in
-// shape.cuh), or of all where gradients are float32. They lie in the order of accumulators as DqBlock has it, for 64 keys
-// after 64 keys. backward_postprocess_keys converts them.
+// dK and dV as sums in float32, to which each unit of work adds its own: of key tiles that several units share (Units
+// in shape.cuh), or of all where gradients are float32. They lie in the order of accumulators as DqBlock has it, for 64
+// keys after 64 keys. backward_postprocess_keys converts them.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/d_query.cuh"
 
-// Adds a warpgroup's gradient of the 64 keys from `first_key` on to its sum. Straight from registers, as the additions of
-// a unit are few beside its products. All of the warpgroup's threads call it, and `barrier` is for them.
+// Adds a warpgroup's gradient of the 64 keys from `first_key` on to its sum. Straight from registers, as the additions
+// of a unit are few beside its products. All of the warpgroup's threads call it, and `barrier` is for them.
 //
 // With `deterministic` head shares add in their order: a unit waits until those before it have added. They were handed
 // out before it (unit_at), so that it waits for nothing that hasn't started.

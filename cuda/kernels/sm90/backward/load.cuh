@@ -8,7 +8,8 @@
 #include "sm90/backward/isolation.cuh"
 #include "sm90/backward/split_products.cuh"
 
-// Loads Q or dO of a block. CTAs that share a tile visit the same blocks: each loads a part of the rows for all of them.
+// Loads Q or dO of a block. CTAs that share a tile visit the same blocks: each loads a part of the rows for all of
+// them.
 __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
                                            int head, int first_row, int batch) {
     if constexpr (Traits::cluster == 1) {
@@ -29,8 +30,8 @@ __device__ __forceinline__ void load_block(uint32_t destination, const TensorMap
 __device__ __forceinline__ void load_keys(const Call& call, uint32_t destination, const TensorMap& map,
                                           uint32_t barrier, int panels, const KeyTile& tile) {
     mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::cta_keys));
-    load_panels(destination, map, barrier, panels, Traits::cta_keys, call.shape.key_head(tile.head), cta_first_key(tile),
-                tile.batch);
+    load_panels(destination, map, barrier, panels, Traits::cta_keys, call.shape.key_head(tile.head),
+                cta_first_key(tile), tile.batch);
 }
 
 // Loads V of a tile once the one before it is read. Or only to L2, where consumers load V themselves as soon as their
@@ -49,7 +50,8 @@ __device__ __forceinline__ void load_value(const Call& call, const KeyTile& tile
     }
 }
 
-// Loads Q of a block, and lse and the dropout hashes of its queries, and cleans Q of a spoiled block. Tells which it is.
+// Loads Q of a block, and lse and the dropout hashes of its queries, and cleans Q of a spoiled block. Tells consumers
+// which block it is.
 __device__ __forceinline__ void load_query(const Call& call, const KeyTile& tile, int head, VisitedBlock visited,
                                            const BlockSlot& slot, bool spoiled) {
     const SharedMemory& shared = call.shared;
@@ -87,7 +89,8 @@ __device__ __forceinline__ void load_d_out(const Call& call, const KeyTile& tile
     }
 }
 
-// Waits until all CTAs that share the tile have read the blocks that this one loaded for them. A CTA may not end before.
+// Waits until all CTAs that share the tile have read the blocks that this one loaded for them. A CTA may not end
+// before.
 __device__ __forceinline__ void wait_for_readers(const SharedMemory& shared, BlockSlot slot) {
 #pragma unroll 1
     for (int i = 0; i < Traits::stages; ++i, slot.advance()) {
@@ -96,9 +99,10 @@ __device__ __forceinline__ void wait_for_readers(const SharedMemory& shared, Blo
     }
 }
 
-// Takes tiles and loads them, in one thread. Persistent CTAs take tiles from a counter. Tiles take unequally long under a
-// window, and a tile may wait for tiles handed out before it (wait_for_dq_accum_slot, dq_order.cuh), so those must have
-// resident CTAs. In which order CTAs start, and how many are resident, is not known: no tile is found from blockIdx.
+// Takes tiles and loads them, in one thread. Persistent CTAs take tiles from a counter. Tiles take unequally long under
+// a window, and a tile may wait for tiles handed out before it (wait_for_dq_accum_slot, dq_order.cuh), so those must
+// have resident CTAs. In which order CTAs start, and how many are resident, is not known: no tile is found from
+// blockIdx.
 __device__ __forceinline__ void produce(const Call& call) {
     const SharedMemory& shared = call.shared;
     const int units = call.unit_count();
@@ -136,7 +140,8 @@ __device__ __forceinline__ void produce(const Call& call) {
             for (int i = 0; i < Traits::consumers; ++i) shared.full_blocks(key_stage, i) = full[i];
         }
         if constexpr (Traits::cluster > 1) load_peer_keys(call, tile);
-        load_keys(call, shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels, tile);
+        load_keys(call, shared.key_tile(key_stage), call.maps.key, shared.key_full(key_stage), Traits::key_panels,
+                  tile);
         if (!Traits::gradients_in_value_place && work.blocks.count() == 0) load_value(call, tile, key_slot.parity);
         work.for_each_block(call.shape, [&](int head, int place, int iteration) {
             if (place == work.blocks.first) wait_for_dq_accum_slot(call, call.head_index(tile, head));

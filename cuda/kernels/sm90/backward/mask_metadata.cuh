@@ -1,6 +1,6 @@
 // Mask metadata as the backward kernel reads it: which queries see each key, where that is known only at run time
-// (lengths, varlen sequences, segments). common/mask_metadata_backward.cu computes it before the kernel starts. It includes
-// the window.
+// (lengths, varlen sequences, segments). common/mask_metadata_backward.cu computes it before the kernel starts. It
+// includes the window.
 #pragma once
 #include "ptx/global.cuh"
 #include "common/block_range.cuh"

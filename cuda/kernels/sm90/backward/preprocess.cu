@@ -80,7 +80,8 @@ __device__ __forceinline__ void set_to_zero(const Parameters& parameters, int he
     }
 }
 
-// Stores dK and dV of empty tiles, which the main kernel skips (Traits::skips_empty_tiles): zeros. All threads of all CTAs.
+// Stores dK and dV of empty tiles, which the main kernel skips (Traits::skips_empty_tiles): zeros. All threads of all
+// CTAs.
 __device__ __forceinline__ void zero_empty_tiles(const EmptyTiles& empty) {
     if (empty.tile_blocks == nullptr) return;
     const int key_tiles = ceil_div(empty.keys, Traits::keys);
@@ -141,6 +142,31 @@ __device__ __forceinline__ bool store_row(const Parameters& parameters, const Ro
     }
     lse_delta[(Traits::per_query_values - 1) * Traits::queries] = attends ? sum : 0;
     return is_spoiled;
+}
+
+// The passes whose query isn't finite and has nothing else that tells so. A query that sees keys has a lse that tells
+// whether it is finite. One that sees none, or that is infinite and has no score above -inf, has a lse of -inf or that
+// of a sink, and O = 0. `attending`: passes in which the thread's part of O isn't zero; `idle`: in which it has none.
+template <class IsQuerySpoiled>
+__device__ __forceinline__ uint32_t spoiled_queries(const Parameters& parameters, int queries, int first_query,
+                                                    uint32_t attending, uint32_t idle,
+                                                    const IsQuerySpoiled& is_query_spoiled) {
+    uint32_t spoiled = 0;
+    constexpr uint32_t every_pass = (1u << passes) - 1;
+    if (parameters.spoiled != nullptr && __any_sync(all_lanes, (attending | idle) != every_pass)) {
+        // Of the row: bits of its lanes, which are neighbours.
+#pragma unroll
+        for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
+            attending |= __shfl_xor_sync(all_lanes, attending, distance);
+        }
+#pragma unroll 1
+        for (int pass = 0; pass < passes; ++pass) {
+            const int query = first_query + pass * pass_rows;
+            const bool is_alone = query < queries && (attending >> pass & 1) == 0;
+            if (is_alone && is_query_spoiled(query)) spoiled |= 1u << pass;
+        }
+    }
+    return spoiled;
 }
 
 // One CTA a block of queries, head and batch row. Of a row's sum each thread computes a part; then one thread has the
@@ -208,29 +234,14 @@ extern "C" __global__ void __launch_bounds__(threads, resident_ctas)
             const uint4& x = out[pass];
             if (((x.x | x.y | x.z | x.w) & 0x7fff7fff) != 0) attending |= 1u << pass;
         }
-        // A query that sees keys has a lse that tells whether it is finite. One that sees none, or that is infinite and
-        // has no score above -inf, has a lse of -inf or that of a sink, and O = 0.
-        uint32_t spoiled_passes = 0;
-        constexpr uint32_t every_pass = (1u << passes) - 1;
-        if (parameters.spoiled != nullptr && __any_sync(0xffffffff, (attending | idle) != every_pass)) {
-            // Of the row: bits of its lanes, which are neighbours.
-#pragma unroll
-            for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
-                attending |= __shfl_xor_sync(0xffffffff, attending, distance);
-            }
-#pragma unroll 1
-            for (int pass = 0; pass < passes; ++pass) {
-                const int query = first_query + pass * pass_rows;
-                const bool is_alone = query < queries && (attending >> pass & 1) == 0;
-                if (is_alone && is_query_spoiled(query)) spoiled_passes |= 1u << pass;
-            }
-        }
+        const uint32_t spoiled_passes =
+            spoiled_queries(parameters, queries, first_query, attending, idle, is_query_spoiled);
 #pragma unroll
         for (int pass = 0; pass < passes; ++pass) {
             float sum = spoiled_passes >> pass & 1 ? not_a_number : sums[pass];
 #pragma unroll
             for (int distance = row_lanes / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(0xffffffff, sum, distance);
+                sum += __shfl_xor_sync(all_lanes, sum, distance);
             }
             if (lane == 0) row_sums[first_row + pass * pass_rows] = sum;
         }

@@ -109,7 +109,8 @@ __device__ __forceinline__ void differentiate(float (&d_scores)[score_count], co
     }
 }
 
-__device__ __forceinline__ void convert_operand(uint32_t (&operand)[query_steps][4], const float (&values)[score_count]) {
+__device__ __forceinline__ void convert_operand(uint32_t (&operand)[query_steps][4],
+                                                const float (&values)[score_count]) {
 #pragma unroll
     for (int i = 0; i < score_count / 2; ++i) {
         operand[i / 4][i % 4] = convert<Traits::Element>(values[2 * i], values[2 * i + 1]);

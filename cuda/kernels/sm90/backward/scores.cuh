@@ -7,7 +7,8 @@
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
 
-// Of element i of an accumulator: its query, from the block's first on, and its row, 8 keys below the thread's first or not.
+// Of element i of an accumulator: its query, from the block's first on, and its row, 8 keys below the thread's first or
+// not.
 __device__ __forceinline__ int query_of(int i) { return threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2; }
 __device__ constexpr int key_row_of(int i) { return i / 2 % 2; }
 // Both as positions. `key` is the thread's first.
@@ -24,10 +25,11 @@ __device__ __forceinline__ bool lets_see(const ScoreRow& row, Position key) {
     return global::read_only(row.operands.mask + row.mask + key.index() * row.operands.mask_strides.key) != 0;
 }
 
-// Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's first.
-__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count], uint32_t (&score_grad)[query_steps][4],
-                                                    const Call& call, int batch, int head, int block, int key,
-                                                    const float4* lse) {
+// Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's
+// first.
+__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count],
+                                                    uint32_t (&score_grad)[query_steps][4], const Call& call, int batch,
+                                                    int head, int block, int key, const float4* lse) {
     const Shape& shape = call.shape;
 #pragma unroll
     for (int i = 0; i < score_count; i += 8) {
@@ -36,7 +38,8 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const Position own_key = key_position(key, i + j, shape);
-            const ScoreRow row(call.scores, batch, head, query_position(block, i + j, shape), shape.queries, shape.keys);
+            const ScoreRow row(call.scores, batch, head, query_position(block, i + j, shape), shape.queries,
+                               shape.keys);
             const float logit = row.logit(scores[i + j], own_key, derivative[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
             // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
@@ -75,13 +78,14 @@ __device__ __forceinline__ void mask_by_function(float (&probabilities)[count], 
 #endif
 }
 
-// P or dS times the derivative of logits by scores. Those of pairs that don't see each other are 0, and stay so: what a user's
-// function has for a derivative there may not be finite.
+// P or dS times the derivative of logits by scores. Those of pairs that don't see each other are 0, and stay so: what a
+// user's function has for a derivative there may not be finite.
 __device__ __forceinline__ float times_score_grad(float x, float derivative) {
     return SCORE_MOD == 2 && x == 0 ? 0 : x * derivative;
 }
 
-// Adds to a sum of many CTAs: of floats; of terms times `factor` as integers, or exactly, where the order doesn't matter.
+// Adds to a sum of many CTAs: of floats; of terms times `factor` as integers, or exactly, where the order doesn't
+// matter.
 __device__ __forceinline__ void add_term(float* sum, float term, float) { atomicAdd(sum, term); }
 __device__ __forceinline__ void add_term(uint64_t* sum, float term, float factor) {
     atomicAdd(sum, static_cast<uint64_t>(__float2ll_rn(term * factor)));
@@ -122,7 +126,7 @@ __device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_
             if (key_row_of(i) == 1) continue;
             float sum = d_scores[i] + d_scores[i + 2];
 #pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(all_lanes, sum, distance);
             if (lane < 4) add(first_query + query_of(i), 0, sum);
         }
     } else {
@@ -165,8 +169,8 @@ struct GradientRun {
     // By all lanes of a warp.
     template <class Sum>
     __device__ __forceinline__ void finish(Sum* sums) {
-        const int common = __reduce_max_sync(0xffffffff, index);
-        if (__any_sync(0xffffffff, index != none && index != common)) {
+        const int common = __reduce_max_sync(all_lanes, index);
+        if (__any_sync(all_lanes, index != none && index != common)) {
             if (index != none) add_term(sums + index, sum, 1);
         } else {
             const float of_warp = warp_sum(sum);
@@ -176,8 +180,8 @@ struct GradientRun {
 };
 
 #if SCORE_MOD_GRADIENTS
-// Terms of elements that are the same for all scores of a head, as a head's slope is: a thread adds them up over all blocks of
-// a query head.
+// Terms of elements that are the same for all scores of a head, as a head's slope is: a thread adds them up over all
+// blocks of a query head.
 struct HeadSums {
     float of_gather[user_score_mod::gathers] = {};
 
@@ -204,8 +208,9 @@ struct HeadSums {
     }
 };
 
-// Adds dS of the thread's keys and the block's queries to the gradients of what the user's function captures. A pair that
-// doesn't see each other has dS = 0, whatever the function makes of it. `scores` are theirs if the gradients need them.
+// Adds dS of the thread's keys and the block's queries to the gradients of what the user's function captures. A pair
+// that doesn't see each other has dS = 0, whatever the function makes of it. `scores` are theirs if the gradients need
+// them.
 __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score_count],
                                                    const float (&scores)[score_count], HeadSums& head_sums,
                                                    const Call& call, int batch, int head, int block, int key) {

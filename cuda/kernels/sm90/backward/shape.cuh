@@ -3,10 +3,10 @@
 #include "parameters.cuh"
 #include "sm90/backward/traits.cuh"
 
-// The units of work of a key tile. With one, a CTA or cluster sees to the tile's key head as a whole, for all query heads
-// of its group. With few key heads there are too few such tiles, of too unequal length, to keep all multiprocessors at
-// work. Then a unit has the query heads of one head share, and of the blocks that they visit one of `parts`; what units
-// contribute to dK and dV is added up in float32 (key_sums.cuh).
+// The units of work of a key tile. With one, a CTA or cluster sees to the tile's key head as a whole, for all query
+// heads of its group. With few key heads there are too few such tiles, of too unequal length, to keep all
+// multiprocessors at work. Then a unit has the query heads of one head share, and of the blocks that they visit one of
+// `parts`; what units contribute to dK and dV is added up in float32 (key_sums.cuh).
 struct Units {
     int shares_of_head;  // head shares of a key head
     int parts_of_blocks;

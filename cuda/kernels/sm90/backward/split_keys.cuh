@@ -20,6 +20,46 @@
 __device__ __forceinline__ void wait_for_ping_pong(int consumer) { named_barrier_sync(ping_pong + consumer, 256); }
 __device__ __forceinline__ void pass_ping_pong(int consumer) { named_barrier_arrive(ping_pong + (consumer ^ 1), 256); }
 
+// Masks a block's scores by positions or metadata, and by the user's function of masks. `first_key` is the warpgroup's,
+// `key` the thread's first one.
+__device__ __forceinline__ void mask_block(float (&scores)[score_count], const Call& call, const Work& work,
+                                           const BlockVisit& now, int stage, const KeyMask& key_mask, int first_key,
+                                           int key) {
+    VisitedBlock visited{now.place};
+    int head = now.head(work.tile, call.shape);
+    if constexpr (Traits::tells_blocks) {
+        const int2 told = call.shared.told_block(stage);
+        visited = {told.x}, head = told.y;
+    }
+    const int block = visited.index();
+    if constexpr (Traits::mask_metadata) {
+        key_mask.mask(scores, block, call.shape);
+    } else if (is_partial(first_key, block, call.shape)) {
+        mask(scores, key, block, call.shape);
+    }
+    if constexpr (Traits::block_mask) {
+        if (visited.may_hide()) mask_by_function(scores, call, work.tile.batch, head, block, key);
+    }
+}
+
+// Loads V of a consumer's keys to `value_rows`, where it staged gradients. One thread.
+__device__ __forceinline__ void load_own_value(const Call& call, const KeyTile& tile, uint32_t value_rows, int consumer,
+                                               int first_key) {
+    const uint32_t full = call.shared.value_full(consumer);
+    tma::wait_group_read<0>();  // dK of the tile before is on its way
+    mbarrier::arrive_expect(full, Traits::value_part_bytes);
+    load_panels(value_rows, call.maps.value, full, Traits::value_panels, Traits::cta_keys,
+                call.shape.key_head(tile.head), first_key, tile.batch);
+}
+
+// Makes K of a warp's keys finite where `scores`, the first of theirs, tell that it isn't (isolation.cuh).
+__device__ __forceinline__ void isolate_own_keys(float (&scores)[score_count], const SharedMemory& shared,
+                                                 int key_stage, int consumer) {
+    const int first_row = 64 * consumer + threadIdx.x / 32 % 4 * 16;
+    isolate_keys(scores,
+                 shared.data + SharedMemory::key + key_stage * Traits::key_bytes + first_row * descriptor::row_bytes);
+}
+
 __device__ __forceinline__ void consume_split_keys(const Call& call, int consumer) {
     const SharedMemory& shared = call.shared;
     const int lane = threadIdx.x % 32;
@@ -59,36 +99,13 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::wait<0>();
             wgmma::pin(scores);
             exponentiate(scores, shared.lse(slot.stage), scale_log2);
-            VisitedBlock visited{now.place};
-            int head = now.head(work.tile, call.shape);
-            if constexpr (Traits::tells_blocks) {
-                const int2 told = shared.told_block(slot.stage);
-                visited = {told.x}, head = told.y;
-            }
-            const int block = visited.index();
-            if constexpr (Traits::mask_metadata) {
-                key_mask.mask(scores, block, call.shape);
-            } else if (is_partial(first_key, block, call.shape)) {
-                mask(scores, key, block, call.shape);
-            }
-            if constexpr (Traits::block_mask) {
-                if (visited.may_hide()) {
-                    mask_by_function(scores, call, work.tile.batch, head, block, key);
-                }
-            }
+            mask_block(scores, call, work, now, slot.stage, key_mask, first_key, key);
             convert_operand(probabilities, scores);
             if constexpr (Traits::dropout) {
                 mark_dropped(probabilities, key_hashes, shared.dropout_hashes(slot.stage), call.dropout.threshold);
             }
         };
 
-        auto load_value = [&]() __attribute__((always_inline)) {
-            if (threadIdx.x % 128 != 0) return;
-            tma::wait_group_read<0>();  // dK of the tile before is on its way
-            mbarrier::arrive_expect(shared.value_full(consumer), Traits::value_part_bytes);
-            load_panels(value_rows, call.maps.value, shared.value_full(consumer), Traits::value_panels,
-                        Traits::cta_keys, call.shape.key_head(work.tile.head), first_key, work.tile.batch);
-        };
         auto store_d_value = [&]() __attribute__((always_inline)) {
             store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value,
                            shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
@@ -143,16 +160,14 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         if (iterations > 0) {
             issue_block_scores();
             if constexpr (in_value_place) {
-                load_value();
+                if (threadIdx.x % 128 == 0) load_own_value(call, work.tile, value_rows, consumer, first_key);
             } else {
                 mbarrier::wait(shared.value_full(), key_slot.parity);
             }
             if constexpr (Traits::isolates) {  // before the next product with K the consumers wait for each other
                 wgmma::wait<0>();
                 wgmma::pin(scores);
-                const int first_row = 64 * consumer + threadIdx.x / 32 % 4 * 16;
-                isolate_keys(scores, shared.data + SharedMemory::key + key_slot.stage * Traits::key_bytes +
-                                         first_row * descriptor::row_bytes);
+                isolate_own_keys(scores, shared, key_slot.stage, consumer);
             }
             compute_probabilities();
             if constexpr (in_value_place) {

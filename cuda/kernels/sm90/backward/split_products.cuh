@@ -33,8 +33,9 @@ __device__ __forceinline__ uint32_t in_peer(uint32_t address) {
     return cluster::address_in(cluster::rank() ^ 1, address);
 }
 
-// The columns of a block's dQ that this consumer computes. Consumer 0 has the first two panels, of smaller head dims the
-// first or a half or quarter of it, consumer 1 the rest; of each, two CTAs have a panel each, or halves of the last one.
+// The columns of a block's dQ that this consumer computes. Consumer 0 has the first two panels, of smaller head dims
+// the first or a half or quarter of it, consumer 1 the rest; of each, two CTAs have a panel each, or halves of the last
+// one.
 template <int consumer>
 struct DqPart {
     static constexpr int panel_columns = descriptor::panel_columns;

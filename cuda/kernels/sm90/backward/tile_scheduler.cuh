@@ -23,7 +23,8 @@ __device__ __forceinline__ BlockList block_list(const KeyTile& tile, const Shape
 
 // A block that a tile visits.
 struct VisitedBlock {
-    int word;  // its index; or what the tile's list says, twice the index, plus 1 if the block mask may hide pairs of it
+    // Its index. Or what the tile's list says: twice the index, plus 1 if the block mask may hide pairs of it.
+    int word;
 
     __device__ int index() const { return Traits::block_lists ? word >> 1 : word; }
     // Whether a block mask may hide pairs of it.
@@ -60,8 +61,8 @@ __device__ __forceinline__ int head_group_width(int head_group, const Shape& sha
     return min(l2_head_group, shape.head_shares * shape.batch - head_group * l2_head_group);
 }
 
-// With `deterministic`: whether the key tiles of unit `index`'s head group are handed out from the last to the first. So
-// they are but for the last of several groups, see dq_order.cuh.
+// With `deterministic`: whether the key tiles of unit `index`'s head group are handed out from the last to the first.
+// So they are but for the last of several groups, see dq_order.cuh.
 __device__ __forceinline__ bool hands_out_last_first(int index, const Shape& shape, int l2_head_group) {
     const int head_group = index / units_of_heads(l2_head_group, shape);
     return head_group == 0 || (head_group + 1) * l2_head_group < shape.head_shares * shape.batch;
@@ -72,9 +73,10 @@ struct Unit {
     int part;  // of the tile's blocks
 };
 
-// Unit `index` in the order in which units are handed out. Head shares come in groups of `l2_head_group`, chosen so that
-// what a group reads and adds to stays in L2. In each round of a group every head share has one tile, part by part. Key
-// tiles go from the first, which most queries see where attention is causal, to the last; or from the last to the first.
+// Unit `index` in the order in which units are handed out. Head shares come in groups of `l2_head_group`, chosen so
+// that what a group reads and adds to stays in L2. In each round of a group every head share has one tile, part by
+// part. Key tiles go from the first, which most queries see where attention is causal, to the last; or from the last to
+// the first.
 __device__ __forceinline__ Unit unit_at(int index, const Shape& shape, int l2_head_group, bool last_first) {
     const int parts = shape.units.parts();
     const int head_group = index / units_of_heads(l2_head_group, shape);
@@ -108,8 +110,8 @@ struct DqJob {
     int head_index, block, row_tile;
 };
 
-// Pieces in the order in which they tend to be complete: by L2 head groups, as units (unit_at); within one, the query heads
-// that come first in their head share; of these the first blocks of all.
+// Pieces in the order in which they tend to be complete: by L2 head groups, as units (unit_at); within one, the query
+// heads that come first in their head share; of these the first blocks of all.
 __device__ __forceinline__ DqJob d_query_job(int job, const Shape& shape, int l2_head_group) {
     const int pieces = shape.query_blocks() * DqBlock::row_tiles;  // of a head
     const int head_group = job / (l2_head_group * shape.group * pieces);
@@ -143,7 +145,9 @@ __device__ __forceinline__ void mask(float (&probabilities)[count], int key, int
         first_query[r] = key + 8 * r < shape.keys ? aligned - shape.right : never;
         last_query[r] = aligned + shape.left;
         // Of rows that are not there P is zero, unless what is added to their scores is NaN.
-        if constexpr (Traits::isolates && (ScoreTraits::bias || ScoreTraits::user)) last_query[r] = min(last_query[r], shape.queries - 1 - first_column);
+        if constexpr (Traits::isolates && (ScoreTraits::bias || ScoreTraits::user)) {
+            last_query[r] = min(last_query[r], shape.queries - 1 - first_column);
+        }
     }
 #pragma unroll
     for (int i = 0; i < count; ++i) {

@@ -22,8 +22,8 @@
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   RESULT          of the gradients that postprocess kernels write: ELEMENT, or float
 //   SHARED_BYTES    dynamic shared memory that the plan asks for
-// Only the main kernel has MASK_METADATA, SEGMENTS, ISOLATES and those of scores.cuh and common/block_mask.cuh set; all have
-// that of dropout.cuh.
+// Only the main kernel has MASK_METADATA, SEGMENTS, ISOLATES and those of scores.cuh and common/block_mask.cuh set; all
+// have that of dropout.cuh.
 #pragma once
 #include "ptx/descriptor.cuh"
 #include "ptx/types.cuh"
@@ -87,11 +87,11 @@ struct Traits {
     static constexpr int gradient_bytes = ceil_div(larger_dim, descriptor::panel_columns) * descriptor::panel_bytes(64);
     static constexpr int value_place_bytes = gradients_in_value_place ? consumers * gradient_bytes : value_bytes;
     static constexpr int gradients_bytes = persistent && !gradients_in_value_place ? consumers * gradient_bytes : 0;
-    // What the loading thread tells of a tile: its work (Call::told_work) and, where that is data, which blocks see
-    // keys whole. Or its index alone: without metadata work is soon computed, and with few registers left, as at head dim
-    // 128, work that is told costs instructions in each step.
     // Key tiles that no query sees are not handed to the consumers: preprocess has stored their gradients.
     static constexpr bool skips_empty_tiles = persistent && mask_metadata && !block_lists && !deterministic;
+    // What the loading thread tells of a tile: its work (Call::told_work) and, where that is data, which blocks see
+    // keys whole. Or its index alone: without metadata work is soon computed, and with few registers left, as at head
+    // dim 128, work that is told costs instructions in each step.
     static constexpr bool tells_work = gradients_in_value_place || (persistent && mask_metadata);
     static constexpr int work_bytes = tells_work ? 24 : 8;
     static constexpr int full_blocks_bytes = tells_work && mask_metadata ? 8 * consumers : 0;
@@ -163,8 +163,8 @@ struct DqBlock {
     static constexpr int span = SPAN;
 };
 
-// Where lse, delta and the dropout hash of a row lie in its block: in each 16 rows, those that a thread meets as columns of
-// Sᵀ, 2t, 2t + 1, 2t + 8 and 2t + 9, follow each other, so that it reads them as one vector.
+// Where lse, delta and the dropout hash of a row lie in its block: in each 16 rows, those that a thread meets as
+// columns of Sᵀ, 2t, 2t + 1, 2t + 8 and 2t + 9, follow each other, so that it reads them as one vector.
 __device__ constexpr int lse_delta_slot(int row) {
     return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
 }
@@ -221,8 +221,12 @@ struct SharedMemory {
     // Of a block's rows: lse in base 2, with dropout their hashes, and delta. As offsets for TMA, and as arrays in the
     // order of `lse_delta_slot`.
     __device__ static constexpr int lse_offset(int stage) { return lse_delta + stage * lse_delta_stage_bytes; }
-    __device__ static constexpr int dropout_hash_offset(int stage) { return lse_offset(stage) + Traits::per_query_bytes; }
-    __device__ static constexpr int delta_offset(int stage) { return dropout_hash_offset(stage) + Traits::dropout_hash_bytes; }
+    __device__ static constexpr int dropout_hash_offset(int stage) {
+        return lse_offset(stage) + Traits::per_query_bytes;
+    }
+    __device__ static constexpr int delta_offset(int stage) {
+        return dropout_hash_offset(stage) + Traits::dropout_hash_bytes;
+    }
     __device__ const float4* lse(int stage) const { return reinterpret_cast<const float4*>(data + lse_offset(stage)); }
     __device__ const uint4* dropout_hashes(int stage) const {
         return reinterpret_cast<const uint4*>(data + dropout_hash_offset(stage));
@@ -271,7 +275,9 @@ struct SharedMemory {
         return writer_full(0, Traits::writers * Traits::writer_stages + stage);
     }
     __device__ uint32_t dq_added(int stage) const { return semaphore_acquired(Traits::semaphore_stages + stage); }
-    __device__ uint32_t semaphore_released(int stage) const { return semaphore_acquired(2 * Traits::semaphore_stages + stage); }
+    __device__ uint32_t semaphore_released(int stage) const {
+        return semaphore_acquired(2 * Traits::semaphore_stages + stage);
+    }
     // Q or dO of a block that is cleaned before its barrier is completed (isolation.cuh).
     __device__ uint32_t query_landed(int stage) const {
         return semaphore_acquired(3 * Traits::semaphore_stages + stage);

@@ -27,7 +27,9 @@ struct ValueConsumer {
           now(work.first_visit()) {
         const int batch = work.tile.batch;
         if constexpr (Traits::dropout) load_key_hashes(key_hashes, call.dropout, call.shape, batch, key());
-        if constexpr (Traits::mask_metadata) key_mask.load(full_blocks(batch, first_key(), call.shape), batch, key(), call.shape);
+        if constexpr (Traits::mask_metadata) {
+            key_mask.load(full_blocks(batch, first_key(), call.shape), batch, key(), call.shape);
+        }
     }
 
     // Functions, not fields: held in registers, either has others spilled.

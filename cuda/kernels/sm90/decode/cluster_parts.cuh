@@ -1,19 +1,22 @@
-// Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA attends
-// to an equal part of the tile's blocks and leaves its partial in its own shared memory. Then each adds up a share of the
-// output, which it reads from all of them. So such a call is one kernel: no other one has to be launched behind it.
+// Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA
+// attends to an equal part of the tile's blocks and leaves its partial in its own shared memory. Then each adds up a
+// share of the output, which it reads from all of them. So such a call is one kernel: no other one has to be launched
+// behind it.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "sm90/decode/row_result.cuh"
 #include "sm90/decode/schedule.cuh"
 #include "sm90/decode/store.cuh"
 
-// A CTA's part of the one tile of its cluster. It may be empty: of sequences with few keys, or if a call limits the parts.
+// A CTA's part of the one tile of its cluster. It may be empty: of sequences with few keys, or if a call limits the
+// parts.
 struct ClusterSchedule {
     const Shape& shape;
     const int max_parts;
     bool is_done = false;
 
-    __device__ __forceinline__ ClusterSchedule(const Shape& shape, int max_parts, int) : shape(shape), max_parts(max_parts) {}
+    __device__ __forceinline__ ClusterSchedule(const Shape& shape, int max_parts, int)
+        : shape(shape), max_parts(max_parts) {}
 
     __device__ __forceinline__ bool next(Tile& found) {
         if (is_done) return false;
@@ -24,7 +27,7 @@ struct ClusterSchedule {
         const Interval keys = tile_keys(shape, sequence, tile);
         const int units = units_of(keys), step = ceil_div(units, min(Traits::cluster, max_parts));
         const int begin = min(cluster::rank() * step, units), end = min(begin + step, units);
-        describe(found, shape, sequence, batch, head, tile, keys, units, begin, end);
+        describe(found, shape, sequence, {batch, head, tile}, keys, {units, begin, end});
         return true;
     }
 };
@@ -58,8 +61,8 @@ struct ClusterPartials {
 };
 
 // Adds up four columns of a row.
-__device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, const Results& results, const Shape& shape,
-                                              const Tile& tile, int index, int chunk) {
+__device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, const Results& results,
+                                              const Shape& shape, const Tile& tile, int index, int chunk) {
     float2 statistics[Traits::cluster];
     float4 values[Traits::cluster];
     float max = initial_max, sum = 0;
@@ -86,17 +89,17 @@ __device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, c
     reinterpret_cast<uint64_t*>(results.out + row.in_out(shape))[chunk] = static_cast<uint64_t>(high) << 32 | low;
 }
 
-// All threads of the cluster come together twice: when all partials are there, and when they have been read. Threads that
-// neither write nor read partials call this.
+// All threads of the cluster come together twice: when all partials are there, and when they have been read. Threads
+// that neither write nor read partials call this.
 __device__ __forceinline__ void meet_twice() {
     cluster::sync();
     cluster::sync();
 }
 
 // Writes a CTA's partial and its share of the cluster's results.
-__device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
-                                                   const SharedMemory& shared, const Results& results,
-                                                   const Shape& shape, const Tile& tile) {
+__device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::value_dim / 2],
+                                                   const OnlineSoftmax& softmax, const SharedMemory& shared,
+                                                   const Results& results, const Shape& shape, const Tile& tile) {
     const ClusterPartials partials{shared};
     sync_consumers();  // all have read the blocks
     write_partial(out, softmax, partials, 0, tile);

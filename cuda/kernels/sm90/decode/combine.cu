@@ -1,5 +1,5 @@
-// Runs after the decode kernel: adds up the partials of tiles that CTAs share. In the share of a CTA there, one such tile
-// begins at most, and one or more CTAs here have its rows. A warp has a row.
+// Runs after the decode kernel: adds up the partials of tiles that CTAs share. In the share of a CTA there, one such
+// tile begins at most, and one or more CTAs here have its rows. A warp has a row.
 //
 // Defines: ELEMENT, VALUE_DIM and QUERY_ROWS, as in traits.cuh; NATURAL, whether logits are natural; ROWS, of a CTA.
 #include "parameters.cuh"
@@ -14,8 +14,6 @@ using RowPartials = Partials<QUERY_ROWS, VALUE_DIM>;
 constexpr bool natural = NATURAL;
 constexpr int chunk_count = ceil_div(VALUE_DIM, 4 * 32);  // of four columns, that a lane has
 constexpr int at_once = 16 / chunk_count;                 // partials whose loads are in flight
-constexpr uint32_t all_lanes = 0xffffffff;
-
 // A row, of the partials so far: the maximum of its logits, and the sum of exponentials and the output relative to it.
 struct Total {
     float max = initial_max, sum = 0;
@@ -41,7 +39,8 @@ __device__ __forceinline__ int chunk_of(int k) { return k * 32 + threadIdx.x % 3
 __device__ __forceinline__ bool has_chunk(int k) { return 4 * chunk_of(k) < VALUE_DIM; }
 
 // Adds up the partials of a row.
-__device__ __forceinline__ void add_partials(Total& total, const RowPartials& partials, const Sharers& sharers, int row) {
+__device__ __forceinline__ void add_partials(Total& total, const RowPartials& partials, const Sharers& sharers,
+                                             int row) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int first = 0; first < sharers.count; first += 32) {  // each lane knows of one partial

@@ -2,9 +2,9 @@
 //
 //     S = QK^T;  P = softmax(S) relative to the row's maximum so far;  O = O · rescale + PV
 //
-// The kernel is bound by the loads of K and V, which run ahead of it. So its steps follow each other, and nothing of its own
-// overlaps: another CTA of the multiprocessor computes meanwhile. Tiles of few rows on a cache in e4m3 are computed otherwise
-// (warp_tile.cuh).
+// The kernel is bound by the loads of K and V, which run ahead of it. So its steps follow each other, and nothing of
+// its own overlaps: another CTA of the multiprocessor computes meanwhile. Tiles of few rows on a cache in e4m3 are
+// computed otherwise (warp_tile.cuh).
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -25,8 +25,8 @@ constexpr int value_step = Traits::widens ? 0 : Traits::value_bytes >> 4;
 
 // ---------------------------------------------------------------------------------------- Q
 
-// Rotates a tile's rows of Q, on their way to where wgmma reads them. All consumers have read the tile before it. Of rows
-// beyond the tile's last there is no Q: wgmma reads other memory for them, and nobody reads what it makes of that.
+// Rotates a tile's rows of Q, on their way to where wgmma reads them. All consumers have read the tile before it. Of
+// rows beyond the tile's last there is no Q: wgmma reads other memory for them, and nobody reads what it makes of that.
 __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Tile& tile, int tile_stage) {
     constexpr int row_chunks = Traits::head_dim / 8;
     sync_consumers();
@@ -46,8 +46,8 @@ __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Til
 
 // ---------------------------------------------------------------------------------------- a tile
 
-// Sets the values to 0, in shared memory, of keys that no row of the tile sees: memory that nobody wrote may hold NaN, and 0
-// times NaN is NaN in PV. The consumers come together when that is done.
+// Sets the values to 0, in shared memory, of keys that no row of the tile sees: memory that nobody wrote may hold NaN,
+// and 0 times NaN is NaN in PV. The consumers come together when that is done.
 __device__ __forceinline__ void clean_values(const SharedMemory& shared, int stage, const Tile& tile, int first_key,
                                              bool has_missing) {
     const int row = threadIdx.x, key = first_key + row;

@@ -1,16 +1,17 @@
 // Attention on a key-value cache for Hopper: few queries of each sequence, and many keys.
 //
-// The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is room,
-// have equal shares of all key blocks (schedule.cuh). Their warps have two roles:
+// The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is
+// room, have equal shares of all key blocks (schedule.cuh). Their warps have two roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads
 //
-// CTAs that share a tile leave partials, which another kernel combines (combine.cu); or they form a cluster and combine them
-// at once (cluster_parts.cuh).
+// CTAs that share a tile leave partials, which another kernel combines (combine.cu); or they form a cluster and combine
+// them at once (cluster_parts.cuh).
 //
-// If there is a preprocess (preprocess.cu), it has waited for all kernels ahead of it before this one starts. So this one
-// waits for it only where it reads what the preprocess writes, and at its end, so that kernels behind it needn't know.
+// If there is a preprocess (preprocess.cu), it has waited for all kernels ahead of it before this one starts. So this
+// one waits for it only where it reads what the preprocess writes, and at its end, so that kernels behind it needn't
+// know.
 #include "parameters.cuh"
 #include "sm90/decode/consumer.cuh"
 #include "sm90/decode/load.cuh"

@@ -1,10 +1,11 @@
-// Loads blocks of keys and values row by row, from pages of any size. As many threads as a block has keys copy them in chunks
-// of 16 bytes, which arrive asynchronously, so that all stages are in flight.
+// Loads blocks of keys and values row by row, from pages of any size. As many threads as a block has keys copy them in
+// chunks of 16 bytes, which arrive asynchronously, so that all stages are in flight.
 #pragma once
 __device__ __forceinline__ void prepare_loads(const Cache&) {}
 
-// Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared memory.
-// Rows that aren't there, and columns beyond the head, become 0. The thread arrives at `full` when its copies are there.
+// Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared
+// memory. Rows that aren't there, and columns beyond the head, become 0. The thread arrives at `full` when its copies
+// are there.
 template <int padded>
 __device__ __forceinline__ void gather(uint32_t block, const Traits::CacheElement* cache, const int64_t* rows,
                                        int64_t row_elements, int columns, uint32_t full) {

@@ -10,8 +10,8 @@ __device__ __forceinline__ void prepare_loads(const Cache& cache) {
 
 // Copies a box, `columns` wide, to its place in a block, panel by panel. `full` expects its bytes.
 template <int columns>
-__device__ __forceinline__ void load_box(uint32_t block, const TensorMap& map, uint32_t full, int box, int head, int row,
-                                         int page, int layer) {
+__device__ __forceinline__ void load_box(uint32_t block, const TensorMap& map, uint32_t full, int box, int head,
+                                         int row, int page, int layer) {
     constexpr int panels = ceil_div(columns, Traits::panel_columns);
     mbarrier::arrive_expect(full, panels * descriptor::panel_bytes(BOX));
 #pragma unroll

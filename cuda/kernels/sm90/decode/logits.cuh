@@ -64,7 +64,7 @@ __device__ __forceinline__ void make_logits(float (&scores)[count], const Consum
         float logit = scores[i] * rows.scale[row_of(i)];
         if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
 #if SCORE_MOD
-        const Position key{first_column, column_of(i), 0x7fffffff};
+        const Position key{first_column, column_of(i), Position::no_last};
         logit = rows.user[row_of(i)].element(logit, key).value;
 #endif
         if constexpr (Traits::alibi) {

@@ -1,5 +1,5 @@
-// Parts of a tile that several CTAs share (schedule.cuh). Each leaves its partial in scratch memory, and the combine kernel
-// (combine.cu) adds them up.
+// Parts of a tile that several CTAs share (schedule.cuh). Each leaves its partial in scratch memory, and the combine
+// kernel (combine.cu) adds them up.
 #pragma once
 #include "sm90/decode/tile.cuh"
 

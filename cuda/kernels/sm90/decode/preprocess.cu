@@ -15,9 +15,10 @@ using CacheElement = CACHE_ELEMENT;
 constexpr int threads = 128;
 constexpr int chunk_elements = 16 / sizeof(Element);
 
-// Writes a chunk to chunk `index` of a row of the cache; to one in 8 bits divided by the descale of its head, and rounded. Of
-// what isn't finite e4m3 has only NaN.
-__device__ __forceinline__ void write_chunk(CacheElement* row, int index, uint4 chunk, const float* descales, int head) {
+// Writes a chunk to chunk `index` of a row of the cache; to one in 8 bits divided by the descale of its head, and
+// rounded. Of what isn't finite e4m3 has only NaN.
+__device__ __forceinline__ void write_chunk(CacheElement* row, int index, uint4 chunk, const float* descales,
+                                            int head) {
     if constexpr (is_same<Element, CacheElement>) {
         reinterpret_cast<uint4*>(row)[index] = chunk;
     } else {
@@ -39,8 +40,8 @@ __device__ __forceinline__ void write_chunk(CacheElement* row, int index, uint4 
     }
 }
 
-// Copies chunk `index` of all new keys and values to its place: a row has a chunk for each 8 columns of its key, and then of
-// its value. A row without a place is dropped.
+// Copies chunk `index` of all new keys and values to its place: a row has a chunk for each 8 columns of its key, and
+// then of its value. A row without a place is dropped.
 __device__ __forceinline__ void append(const Parameters& parameters, int64_t index) {
     const Shape& shape = parameters.shape;
     const int key_chunks = shape.head_dim / chunk_elements, value_chunks = shape.value_dim / chunk_elements;
@@ -83,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(threads)
     const Shape& shape = parameters.shape;
     const int64_t first = static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x, stride = gridDim.x * threads;
     wait_for_previous_kernel();
-    allow_next_kernel();  // the decode kernel relies on this order: it may read at once what kernels ahead of this one wrote
+    // The decode kernel relies on this order: it may read at once what kernels ahead of this one wrote.
+    allow_next_kernel();
     const int64_t rows = static_cast<int64_t>(shape.batch) * shape.appended * shape.key_heads;
     const int64_t chunks = rows * ((shape.head_dim + shape.value_dim) / chunk_elements);
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// What a row's results follow from: the maximum of its logits, and the sum of their exponentials relative to it. Logits are
-// natural, or in base 2.
+// What a row's results follow from: the maximum of its logits, and the sum of their exponentials relative to it. Logits
+// are natural, or in base 2.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
@@ -19,8 +19,8 @@ __device__ __forceinline__ float sink_of(const float* sinks, int head) {
     return sinks ? global::read_only(sinks + head) : -infinity;
 }
 
-// The factor that normalises a row's output, and its natural log-sum-exp. They are 0 and -inf for a row that saw no key, and
-// NaN where a logit was.
+// The factor that normalises a row's output, and its natural log-sum-exp. They are 0 and -inf for a row that saw no
+// key, and NaN where a logit was.
 template <bool natural>
 struct RowResult {
     float factor, lse;

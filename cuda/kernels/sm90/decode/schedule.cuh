@@ -1,18 +1,16 @@
 // The schedule of the decode kernel, which lengths on the device decide (stream-K, Osama et al., arXiv:2301.03598).
 //
 // The key blocks of all tiles form one sequence: by batch row, key head, tile of rows, and block. Each CTA has an equal
-// share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs share
-// the tile (partials.cuh). If a call limits into how many parts a tile is split, boundaries move to the next place where
-// that many equal parts meet. A tile without blocks counts as one, so that somebody writes its rows. Units of all tiles are
-// fewer than 2^30 (decode_plan.py).
+// share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs
+// share the tile (partials.cuh). If a call limits into how many parts a tile is split, boundaries move to the next
+// place where that many equal parts meet. A tile without blocks counts as one, so that somebody writes its rows. Units
+// of all tiles are fewer than 2^30 (decode_plan.py).
 //
 // tests/support/decode_schedule.py has the same arithmetic in Python.
 #pragma once
 #include "sm90/decode/partials.cuh"
 #include "sm90/decode/sequences.cuh"
 #include "sm90/decode/traits.cuh"
-
-constexpr uint32_t all_lanes = 0xffffffff;
 
 __device__ __forceinline__ int row_count(const Shape& shape, const Sequence& sequence) {
     return sequence.queries * shape.group;
@@ -49,20 +47,30 @@ __device__ __forceinline__ int head_units(const Shape& shape, const Sequence& se
     return units;
 }
 
-// Describes the part [begin, end) of a tile, in blocks from the tile's first.
-__device__ __forceinline__ void describe(Tile& found, const Shape& shape, const Sequence& sequence, int batch, int head,
-                                         int tile, Interval keys, int units, int begin, int end) {
+// Which tile, of a batch row's and key head's.
+struct TilePlace {
+    int batch, head, tile;
+};
+
+// The part [begin, end) of a tile's units, counted from the tile's first.
+struct Part {
+    int units, begin, end;
+};
+
+// Describes a part of a tile some row of which sees `keys`.
+__device__ __forceinline__ void describe(Tile& found, const Shape& shape, const Sequence& sequence, TilePlace place,
+                                         Interval keys, Part part) {
     const bool sees_none = keys.begin == keys.end;
-    found.batch = batch, found.key_head = head;
-    found.first_row = tile * Traits::rows;
+    found.batch = place.batch, found.key_head = place.head;
+    found.first_row = place.tile * Traits::rows;
     found.rows = min(row_count(shape, sequence) - found.first_row, Traits::rows);
     found.first_query = sequence.first_query, found.queries = sequence.queries;
     found.length = sequence.length, found.first_key = sequence.first_key;
     found.cache_row = sequence.cache_row;
-    found.first = sees_none ? 0 : keys.begin / Traits::keys + begin;
-    found.last = sees_none ? 0 : keys.begin / Traits::keys + end;
+    found.first = sees_none ? 0 : keys.begin / Traits::keys + part.begin;
+    found.last = sees_none ? 0 : keys.begin / Traits::keys + part.end;
     found.keys = keys;
-    found.units = units, found.part_begin = begin, found.part_end = end;
+    found.units = part.units, found.part_begin = part.begin, found.part_end = part.end;
 }
 
 // A CTA's way along its share. All lanes of a warp have one, and make it together.
@@ -107,7 +115,7 @@ struct Schedule {
             const int begin = part_boundary(-start, units, max_parts);
             const int end = part_boundary(share - start, units, max_parts);
             if (begin < end) {
-                describe(found, shape, sequence, batch, head, tile, keys, units, begin, end);
+                describe(found, shape, sequence, {batch, head, tile}, keys, {units, begin, end});
                 found.start = blockIdx.x * share + start, found.share = share;
             }
             start += units;

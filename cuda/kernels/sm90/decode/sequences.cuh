@@ -1,5 +1,5 @@
-// The sequences of a call: their lengths and queries, and where their keys are in the cache. Shape, a part of the kernels'
-// parameters, is described in jax_flash/cuda/sm90/decode_plan.py.
+// The sequences of a call: their lengths and queries, and where their keys are in the cache. Shape, a part of the
+// kernels' parameters, is described in jax_flash/cuda/sm90/decode_plan.py.
 #pragma once
 #include "parameters.cuh"
 #include "common/block_range.cuh"

@@ -1,6 +1,6 @@
-// The online softmax of the decode kernel, over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867).
-// Logits are in base 2, but natural where a score modification makes them: the lowest float, which is what users add to
-// hide keys, would not be finite in base 2. Of natural logits, differences are converted.
+// The online softmax of the decode kernel, over the rows of a wgmma accumulator (Milakov and Gimelshein,
+// arXiv:1805.02867). Logits are in base 2, but natural where a score modification makes them: the lowest float, which
+// is what users add to hide keys, would not be finite in base 2. Of natural logits, differences are converted.
 #pragma once
 #include "sm90/decode/row_result.cuh"
 #include "sm90/decode/traits.cuh"
@@ -14,7 +14,8 @@ struct OnlineSoftmax {
     float row_max[2] = {initial_max, initial_max};
     float row_sum[2] = {0.0f, 0.0f};  // over this thread's columns
 
-    // A block's logits become probabilities relative to the rows' maxima so far. Returns by what to multiply earlier ones.
+    // A block's logits become probabilities relative to the rows' maxima so far. Returns by what to multiply earlier
+    // ones.
     template <int count>
     __device__ __forceinline__ float2 update(float (&logits)[count]) {
         float rescale[2];

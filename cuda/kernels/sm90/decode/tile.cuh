@@ -3,8 +3,8 @@
 #include "parameters.cuh"
 #include "common/block_range.cuh"
 
-// A part of a tile: the key blocks [first, last) that one CTA visits for the tile's rows. Row r of a sequence and key head is
-// head r % group of query r / group.
+// A part of a tile: the key blocks [first, last) that one CTA visits for the tile's rows. Row r of a sequence and key
+// head is head r % group of query r / group.
 struct Tile {
     static constexpr int no_more = -1;  // as batch: there are no more tiles
 

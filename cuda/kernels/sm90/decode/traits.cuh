@@ -49,8 +49,9 @@ struct Traits {
     static constexpr int consumer_threads = 128;
     static constexpr int producer_threads = gathers ? keys : 32;
     static constexpr int threads = consumer_threads + producer_threads;
-    static constexpr int full_arrivals = gathers ? producer_threads : boxes;  // at a stage's barriers, from the producer
-    static constexpr int tile_arrivals = producer_threads + 1;                // … and at a tile's
+    // From the producer, at a stage's barriers and at a tile's.
+    static constexpr int full_arrivals = gathers ? producer_threads : boxes;
+    static constexpr int tile_arrivals = producer_threads + 1;
 
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
@@ -68,8 +69,8 @@ struct Traits {
     static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
     static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
     static constexpr int tile_stages = 2;
-    // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers rotate
-    // it on its way to its one place.
+    // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
+    // rotate it on its way to its one place.
     static constexpr int query_tiles = rotary ? 1 : tile_stages;
     static constexpr int plain_query_bytes = rotary ? query_rows * head_dim * 2 : 0;
 
@@ -109,7 +110,8 @@ struct SharedMemory {
     // Where the producer puts 16-byte chunk `chunk` of row `row` of Q.
     __device__ uint32_t query_chunk(int tile_stage, int row, int chunk) const {
         if constexpr (Traits::rotary) {
-            return base + plain_query + tile_stage * Traits::plain_query_bytes + row * Traits::head_dim * 2 + 16 * chunk;
+            return base + plain_query + tile_stage * Traits::plain_query_bytes + row * Traits::head_dim * 2 +
+                   16 * chunk;
         } else {
             const int panel = chunk / 8 * descriptor::panel_bytes(Traits::query_rows);
             return query_tile(tile_stage) + panel + descriptor::swizzled_offset(row, chunk % 8);
@@ -127,7 +129,8 @@ struct SharedMemory {
     __device__ static int value_operand(int stage) { return Traits::widens ? widened_value : value_block(stage); }
     // A row, of float32, and the maximum and sum of its softmax, as a warp leaves them for another.
     __device__ float* warp_row(int warp, int row) const {
-        return reinterpret_cast<float*>(data + warp_parts) + (warp * Traits::query_rows + row) * Traits::warp_row_floats;
+        return reinterpret_cast<float*>(data + warp_parts) +
+               (warp * Traits::query_rows + row) * Traits::warp_row_floats;
     }
     __device__ float2& warp_statistics(int warp, int row) const {
         return reinterpret_cast<float2*>(warp_row(4, 0))[warp * Traits::query_rows + row];

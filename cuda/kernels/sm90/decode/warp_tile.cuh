@@ -1,13 +1,14 @@
-// Caches in e4m3 and tiles of at most 16 rows: each warp attends to 16 keys of a block by itself, with a softmax of its own.
-// So no warp waits for another until a tile's end, where one adds up what each made.
+// Caches in e4m3 and tiles of at most 16 rows: each warp attends to 16 keys of a block by itself, with a softmax of its
+// own. So no warp waits for another until a tile's end, where one adds up what each made.
 //
-// The products are mma's, of float16. Operands of keys and values come to registers as they are, in 8 bits, and are widened
-// there, which is exact. Of a query in bfloat16 each row is multiplied by a power of two, so that its largest element is near
-// 2^12. What float16 then loses of other elements is less than 2^-37 of that one.
+// The products are mma's, of float16. Operands of keys and values come to registers as they are, in 8 bits, and are
+// widened there, which is exact. Of a query in bfloat16 each row is multiplied by a power of two, so that its largest
+// element is near 2^12. What float16 then loses of other elements is less than 2^-37 of that one.
 //
-// No byte has to change its thread. Which columns a step of QK^T contracts doesn't matter if Q's and K's are the same: a thread
-// takes 16 neighbours of each 64, four for each step. Of V, matrices of pairs of columns are loaded transposed. A product
-// computes the even columns of 16, another the odd ones, and a thread gets four neighbours of the output.
+// No byte has to change its thread. Which columns a step of QK^T contracts doesn't matter if Q's and K's are the same:
+// a thread takes 16 neighbours of each 64, four for each step. Of V, matrices of pairs of columns are loaded
+// transposed. A product computes the even columns of 16, another the odd ones, and a thread gets four neighbours of the
+// output.
 #pragma once
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -47,7 +48,8 @@ struct WarpTile {
     __device__ __forceinline__ uint2& query_of(int step, int r) const {
         const int j = lane % 4;
         const int column = step < wide_steps ? step / 4 * 64 + 16 * j + step % 4 * 4 : 16 * step + 4 * j;
-        return *reinterpret_cast<uint2*>(query + place_of(lane / 4 + 8 * r, column / 8, Traits::query_rows) + column % 8 * 2);
+        return *reinterpret_cast<uint2*>(query + place_of(lane / 4 + 8 * r, column / 8, Traits::query_rows) +
+                                         column % 8 * 2);
     }
 
     // Makes Q float16, in its place, and sets rows to 0 that the tile doesn't have.
@@ -166,19 +168,23 @@ struct WarpTile {
         mma_float16(of_last, of_query, widen_e4m3<float16>(last), widen_e4m3<float16>(last >> 16));
     }
 
-    // Masks of the bytes that the thread gets of V, for the first and the last eight of 16 keys: those of keys that no row of
-    // the tile sees become 0, as memory that nobody wrote may hold NaN.
+    // Masks of the bytes that the thread gets of V, for the first and the last eight of 16 keys: those of keys that no
+    // row of the tile sees become 0, as memory that nobody wrote may hold NaN.
     __device__ __forceinline__ void find_seen(uint32_t (&masks)[2], int stage, int first, bool has_missing) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int place = own + i / 2 * 8 + 2 * (lane % 4) + i % 2, key = first + place;
             const bool is_missing = has_missing && shared.is_missing(stage)[place];
-            if (is_missing || key < tile.keys.begin || key >= tile.keys.end) masks[i / 2] &= i % 2 ? 0x0000ffffu : 0xffff0000u;
+            if (is_missing || key < tile.keys.begin || key >= tile.keys.end) {
+                masks[i / 2] &= i % 2 ? 0x0000ffffu : 0xffff0000u;
+            }
         }
     }
 
-    // O += PV of those keys. Elements of O are in the order of products: of 16 columns the even ones, then the odd ones.
-    __device__ __forceinline__ void multiply_values(const float (&probabilities)[8], int stage, const uint32_t (&seen)[2]) {
+    // O += PV of those keys. Elements of O are in the order of products: of 16 columns the even ones, then the odd
+    // ones.
+    __device__ __forceinline__ void multiply_values(const float (&probabilities)[8], int stage,
+                                                    const uint32_t (&seen)[2]) {
         uint32_t converted[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) converted[i] = convert<float16>(probabilities[2 * i], probabilities[2 * i + 1]);
@@ -190,7 +196,8 @@ struct WarpTile {
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
                 float (&product)[4] = *reinterpret_cast<float (*)[4]>(out + 8 * group + 4 * odd);
-                mma_float16(product, converted, widen_e4m3<float16>(upper >> 16 * odd), widen_e4m3<float16>(lower >> 16 * odd));
+                mma_float16(product, converted, widen_e4m3<float16>(upper >> 16 * odd),
+                            widen_e4m3<float16>(lower >> 16 * odd));
             }
         }
     }

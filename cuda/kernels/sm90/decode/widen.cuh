@@ -1,8 +1,8 @@
-// Caches in e4m3: consumers widen a block to queries' type, exactly, before wgmma reads it. Descales come in where they cost
-// least, as a factor of the scale and of the output.
+// Caches in e4m3: consumers widen a block to queries' type, exactly, before wgmma reads it. Descales come in where they
+// cost least, as a factor of the scale and of the output.
 //
-// A block of 8 bits is half as large as what it becomes, and the ring of stages has such blocks alone: of keys and of values
-// in 16 bits there is one each.
+// A block of 8 bits is half as large as what it becomes, and the ring of stages has such blocks alone: of keys and of
+// values in 16 bits there is one each.
 #pragma once
 #include "ptx/math.cuh"
 #include "sm90/decode/store.cuh"
@@ -13,8 +13,8 @@ __device__ __forceinline__ uint4 widened_chunk(uint32_t low, uint32_t high) {
             widen_e4m3<Traits::Element>(high >> 16)};
 }
 
-// Widens the block at offset `narrow` of shared memory into the panels at `wide`. No consumer reads what was there before:
-// each has passed a barrier behind its last use. The consumers come together when it is done.
+// Widens the block at offset `narrow` of shared memory into the panels at `wide`. No consumer reads what was there
+// before: each has passed a barrier behind its last use. The consumers come together when it is done.
 template <int columns>
 __device__ __forceinline__ void widen_block(const SharedMemory& shared, int narrow, int wide) {
     constexpr int row_chunks = columns / 16, chunks = Traits::keys * row_chunks;
@@ -22,7 +22,8 @@ __device__ __forceinline__ void widen_block(const SharedMemory& shared, int narr
     for (int first = 0; first < chunks; first += Traits::consumer_threads) {
         const int index = first + threadIdx.x, row = index / row_chunks, chunk = index % row_chunks;
         if (chunks % Traits::consumer_threads != 0 && index >= chunks) break;
-        const int place_of_bits = chunk / 8 * descriptor::panel_bytes(Traits::keys) + descriptor::swizzled_offset(row, chunk % 8);
+        const int place_of_bits =
+            chunk / 8 * descriptor::panel_bytes(Traits::keys) + descriptor::swizzled_offset(row, chunk % 8);
         const uint4 bits = *reinterpret_cast<const uint4*>(shared.data + narrow + place_of_bits);
         const uint4 low = widened_chunk(bits.x, bits.y), high = widened_chunk(bits.z, bits.w);
         unsigned char* const panel = shared.data + wide + chunk / 4 * descriptor::panel_bytes(Traits::keys);

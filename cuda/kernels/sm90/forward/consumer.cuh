@@ -108,8 +108,8 @@ __device__ __forceinline__ void load_row_hashes(uint32_t (&hashes)[2], const Dro
 
 // ---------------------------------------------------------------------------------------- ping-pong
 
-// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads). On it the warpgroup waits until it may issue
-// its products, and the warpgroup before it signals that.
+// Each consumer warpgroup has a named barrier (barrier 0 is __syncthreads). On it the warpgroup waits until it may
+// issue its products, and the warpgroup before it signals that.
 __device__ __forceinline__ void pingpong_wait(int warpgroup) {
     if constexpr (Traits::pingpong) named_barrier_sync(1 + warpgroup, 256);
 }
@@ -286,7 +286,8 @@ struct TileConsumer {
             constexpr bool both = Traits::segments || Traits::block_mask;
             const bool right = both || block >= blocks.full_end;
             const bool left = both || block < blocks.full_begin;
-            constexpr bool by_position = !Traits::block_mask || Traits::has_right || Traits::has_left || Traits::mask_metadata;
+            constexpr bool by_position =
+                !Traits::block_mask || Traits::has_right || Traits::has_left || Traits::mask_metadata;
             if (by_position || first_key + Traits::keys > call.shape.keys) {
                 mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
             }
@@ -309,7 +310,7 @@ struct TileConsumer {
     }
 
     __device__ __forceinline__ void rescale_out() {
-        if (__any_sync(0xffffffff, rescales)) {
+        if (__any_sync(all_lanes, rescales)) {
 #pragma unroll
             for (int i = 0; i < out_count; ++i) out[i] *= softmax.rescale[row_of(i)];
             if constexpr (Traits::sum_blocks > 0) sums.rescale(softmax.rescale);
@@ -356,7 +357,7 @@ __device__ __forceinline__ bool ends(const ConsumerCall& call, ConsumerRings& ri
     __syncwarp();
     if (arrives(lane)) mbarrier::arrive(shared.all_computed());
     mbarrier::wait(shared.all_computed(), 0);
-    return !__any_sync(0xffffffff, shared.repeats().any());
+    return !__any_sync(all_lanes, shared.repeats().any());
 }
 
 __device__ __forceinline__ void consume(const ConsumerCall& call) {

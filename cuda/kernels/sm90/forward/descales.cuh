@@ -1,5 +1,5 @@
-// Descales of e4m3 operands, each greater than 0: one for each block of 128 rows of a key head. Those of queries and keys
-// multiply scores. That of values is the unit in which the output is summed.
+// Descales of e4m3 operands, each greater than 0: one for each block of 128 rows of a key head. Those of queries and
+// keys multiply scores. That of values is the unit in which the output is summed.
 #pragma once
 #include "ptx/global.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
@@ -16,8 +16,10 @@ struct TileDescales {
     const float* value;
     float query;
 
-    __device__ __forceinline__ void load(const Descales& descales, const Shape& shape, const Tile& tile, int first_row) {
-        const int64_t head = static_cast<int64_t>(tile.batch) * (shape.query_heads / shape.group) + tile.head / shape.group;
+    __device__ __forceinline__ void load(const Descales& descales, const Shape& shape, const Tile& tile,
+                                         int first_row) {
+        const int64_t head =
+            static_cast<int64_t>(tile.batch) * (shape.query_heads / shape.group) + tile.head / shape.group;
         const int64_t first_key = head * ceil_div(shape.keys, rows);
         key = descales.key + first_key;
         value = descales.value + first_key;

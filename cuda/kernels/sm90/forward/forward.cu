@@ -2,9 +2,9 @@
 //
 // A persistent CTA computes one tile of queries after another. Its warpgroups have two roles:
 //
-//   producer   load.cuh      one thread of warpgroup 0 takes tiles from the scheduler and loads Q once a tile, and K and
-//                            V block by block, through rings of shared-memory stages. Another warp of warpgroup 0 loads
-//                            tiles again whose values aren't finite (repeat.cuh)
+//   producer   load.cuh      one thread of warpgroup 0 takes tiles from the scheduler and loads Q once a tile, and K
+//                            and V block by block, through rings of shared-memory stages. Another warp of warpgroup 0
+//                            loads tiles again whose values aren't finite (repeat.cuh)
 //   consumers  consumer.cuh  each of the other warpgroups computes 64 rows of the tile: S = QK^T, online softmax,
 //                            O += PV with P straight from registers
 #include "parameters.cuh"
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
-        // With score modifications the scale is applied there (scores.cuh). A soft cap alone leaves scores in its units.
+        // With score modifications the scale is applied there (scores.cuh). A soft cap alone leaves scores in its
+        // units.
         constexpr bool are_logits = ScoreTraits::has_score_mod && !ScoreTraits::soft_cap_alone;
         const float softmax_scale = are_logits ? 1.0f : parameters.scale_log2;
         consume({shared,

@@ -1,14 +1,15 @@
 // What keeps values of hidden keys from a tile, where K and V are a key-value cache.
 //
-// The probability of a hidden key is 0, and 0 times NaN is NaN in PV. A cache may hold anything in keys that no query sees:
-// beyond a sequence's end, in left padding, and to the left of all windows. Blocks end where the sequence does (KeyPlace), so
-// nothing beyond is loaded. What lies ahead of the keys that a tile sees is set to 0 in shared memory. It is in the tile's
-// first block, which consumers visit last.
+// The probability of a hidden key is 0, and 0 times NaN is NaN in PV. A cache may hold anything in keys that no query
+// sees: beyond a sequence's end, in left padding, and to the left of all windows. Blocks end where the sequence does
+// (KeyPlace), so nothing beyond is loaded. What lies ahead of the keys that a tile sees is set to 0 in shared memory.
+// It is in the tile's first block, which consumers visit last.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/traits.cuh"
 
-// Sets the first `hidden` values of a stage to 0, and orders that before the consumers' products. They all come together.
+// Sets the first `hidden` values of a stage to 0, and orders that before the consumers' products. They all come
+// together.
 __device__ __forceinline__ void clean_hidden_values(const SharedMemory& shared, int stage, int hidden) {
     constexpr int threads = 128 * Traits::consumers;
     constexpr int row_chunks = descriptor::row_bytes / sizeof(uint4);  // of a panel

@@ -1,4 +1,5 @@
-// The producer role of the forward kernel: one thread of warpgroup 0 takes tiles from the scheduler and loads Q, K and V.
+// The producer role of the forward kernel: one thread of warpgroup 0 takes tiles from the scheduler and loads Q, K and
+// V.
 #pragma once
 #include "parameters.cuh"
 #include "ptx/bulk.cuh"
@@ -134,7 +135,8 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
     };
 
     wait_for_previous_kernel();
-    if constexpr (Traits::mask_metadata) global::load_no_earlier(index);  // the kernel ahead writes the first tile's metadata
+    // The kernel ahead writes the first tile's metadata.
+    if constexpr (Traits::mask_metadata) global::load_no_earlier(index);
     Tile tile = take_tile();
     if (loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1

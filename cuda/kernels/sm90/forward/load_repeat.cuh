@@ -5,8 +5,8 @@
 #include "sm90/forward/load.cuh"
 #include "sm90/forward/repeat.cuh"
 
-// Replaces what isn't finite in a stage of V by 0, and marks the keys that had any by NaN in that stage of K. A key is one
-// lane's, in both.
+// Replaces what isn't finite in a stage of V by 0, and marks the keys that had any by NaN in that stage of K. A key is
+// one lane's, in both.
 __device__ __forceinline__ void clean_block(const SharedMemory& shared, int stage) {
     unsigned char* const key = shared.data + SharedMemory::key + stage * Traits::key_bytes;
     unsigned char* const value = shared.data + SharedMemory::value + stage * Traits::value_bytes;
@@ -17,7 +17,8 @@ __device__ __forceinline__ void clean_block(const SharedMemory& shared, int stag
 #pragma unroll 1  // the producer has few registers
         for (int i = 0; i < row_chunks * Traits::value_panels; ++i) {
             const int panel = i / row_chunks * descriptor::panel_bytes(Traits::keys);
-            uint4* const chunk = reinterpret_cast<uint4*>(value + panel + descriptor::swizzled_offset(row, i % row_chunks));
+            uint4* const chunk =
+                reinterpret_cast<uint4*>(value + panel + descriptor::swizzled_offset(row, i % row_chunks));
             uint4 words = *chunk;
             auto clean = [&](uint32_t& word) {
                 const uint32_t halves = finite_halves<Traits::Element>(word);
@@ -63,7 +64,8 @@ __device__ __forceinline__ void repeat_blocks(const LoadCall& call, int query_st
     }
 }
 
-// Loads a tile again. `tile` returns it, and is called by one lane. A generic lambda can't do this: NVRTC 13.0 refuses them.
+// Loads a tile again. `tile` returns it, and is called by one lane. A generic lambda can't do this: NVRTC 13.0 refuses
+// them.
 template <class TileOf>
 __device__ __forceinline__ void repeat_tile(const LoadCall& call, Rings& rings, const TileOf& tile) {
     const int query_stage = rings.query.stage;
@@ -73,9 +75,9 @@ __device__ __forceinline__ void repeat_tile(const LoadCall& call, Rings& rings, 
     repeat_blocks(call, query_stage);
 }
 
-// Waits until all tiles have been computed, and loads those again that the consumers noted. A warp of its own does this, so
-// that the producer is as it would be without. `arrived` is that of Partials. What the lanes know of their progress is in
-// shared memory, as they have few registers.
+// Waits until all tiles have been computed, and loads those again that the consumers noted. A warp of its own does
+// this, so that the producer is as it would be without. `arrived` is that of Partials. What the lanes know of their
+// progress is in shared memory, as they have few registers.
 __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* next_repeat, const int* arrived) {
     const SharedMemory& shared = call.shared;
     Rings& rings = shared.rings_of_repeats();
@@ -97,7 +99,7 @@ __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* ne
         for (; index <= last_block / split_kv.tile_blocks; ++index) {
             const int lane = threadIdx.x % 32;
             const bool is_marked = lane < warps && arrived[index * warps + lane] == Partials::repeat_mark();
-            if (!__any_sync(0xffffffff, is_marked)) continue;
+            if (!__any_sync(all_lanes, is_marked)) continue;
             const int end = (index + 1) * split_kv.tile_blocks;
 #pragma unroll 1
             for (int block = index * split_kv.tile_blocks; block < end;) {

@@ -1,6 +1,6 @@
-// Mask metadata as the forward kernel reads it: which keys each row sees, where that is known only at run time (lengths,
-// varlen sequences, segments). common/mask_metadata_forward.cu computes it before the kernel starts. It includes the
-// window.
+// Mask metadata as the forward kernel reads it: which keys each row sees, where that is known only at run time
+// (lengths, varlen sequences, segments). common/mask_metadata_forward.cu computes it before the kernel starts. It
+// includes the window.
 #pragma once
 #include "ptx/global.cuh"
 #include "common/constants.cuh"

@@ -11,7 +11,8 @@
 // so their indices can exceed the number of keys. No operand of such a call has an axis of keys.
 constexpr int any_key = 1 << 30;
 
-// Scores that have a soft cap alone, in units of the cap. Where all of a warp are within it, as most are, the tangent takes less.
+// Scores that have a soft cap alone, in units of the cap. Where all of a warp are within it, as most are, the tangent
+// takes less.
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
     const float doubled = 2 * operands.scale;
@@ -30,7 +31,8 @@ __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOp
     }
 }
 
-// Soft cap, the user's function, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the thread's two rows.
+// Soft cap, the user's function, bias, ALiBi and the boolean mask (common/score_mod.cuh). `row` is the upper of the
+// thread's two rows.
 template <int count>
 __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const ScoreOperands& operands,
                                                 const Tile& tile, int row, int first_key, const Shape& shape) {
@@ -101,7 +103,8 @@ __device__ __forceinline__ void mask_by_function(float (&scores)[count], const T
     const int column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const MaskRow mask_row(shape.block_mask, tile.batch, head_of(row + 8 * r, tile), position_of(row + 8 * r, shape));
+        const MaskRow mask_row(shape.block_mask, tile.batch, head_of(row + 8 * r, tile),
+                               position_of(row + 8 * r, shape));
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             if (row_of(i) != r) continue;

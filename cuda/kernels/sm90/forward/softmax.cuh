@@ -1,8 +1,8 @@
 // The online softmax over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867).
 //
-// It is in base 2. The scale of scores, or a soft cap that is the only modification, converts them, so that one instruction
-// makes an exponent of a score. The logits that other modifications make are natural: the lowest float, which users add to
-// scores to hide keys, would not be finite in base 2.
+// It is in base 2. The scale of scores, or a soft cap that is the only modification, converts them, so that one
+// instruction makes an exponent of a score. The logits that other modifications make are natural: the lowest float,
+// which users add to scores to hide keys, would not be finite in base 2.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
@@ -30,9 +30,9 @@ struct OnlineSoftmax {
     float row_sum[2] = {0.0f, 0.0f};                // over this thread's columns; `finalize` adds the other lanes'
     float rescale[2];  // factor of earlier probabilities, and of the output so far
 
-    // The exponent of the probability of a natural logit x is x · log2(e) − shift(row_max), one instruction, where the maximum is
-    // moderate. A large one's shift is rounded by whole numbers. So then it is (x − row_max) · log2(e) + correction(row_max),
-    // which is the same number where the maximum is moderate.
+    // The exponent of a natural logit x is x · log2(e) − shift(row_max), one instruction, where the maximum is moderate.
+    // A large one's shift is rounded by whole numbers. So then it is (x − row_max) · log2(e) + correction(row_max), which
+    // is the same number where the maximum is moderate.
     __device__ static __forceinline__ bool is_moderate(float max) { return fabsf(max) < 0x1p16f; }
     __device__ static __forceinline__ float shift(float max) { return __fmaf_rn(max, log2_e, -exponent_offset); }
     __device__ static __forceinline__ float correction(float max) {
@@ -85,7 +85,7 @@ struct OnlineSoftmax {
     // The same of natural logits.
     template <int begin, int end, int count>
     __device__ __forceinline__ void exponentiate_logits(float (&scores)[count]) {
-        if (!__any_sync(0xffffffff, !is_moderate(row_max[0]) || !is_moderate(row_max[1]))) {
+        if (!__any_sync(all_lanes, !is_moderate(row_max[0]) || !is_moderate(row_max[1]))) {
             const float shifts[2] = {shift(row_max[0]), shift(row_max[1])};
 #pragma unroll
             for (int i = begin; i < end; ++i) {

@@ -1,8 +1,8 @@
 // Split-KV: combines the partial results of CTAs that each saw some of a tile's keys (see SplitKV in traits.cuh). Each
 // consumer warp combines its own 16 rows. None waits: the last warp to arrive reads all partials.
 //
-// In a repeat (repeat.cuh), the CTA whose warp was last computes all parts of the tile in order. Those partials are then
-// that warp's alone: nobody else arrives or reads any more.
+// In a repeat (repeat.cuh), the CTA whose warp was last computes all parts of the tile in order. Those partials are
+// then that warp's alone: nobody else arrives or reads any more.
 #pragma once
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/softmax.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ bool combine_partials(float (&out)[out_count], Online
     int own_cta = blockIdx.x;
     if (is_repeat) {
         const int mark = *static_cast<volatile int*>(arrived);
-        if (__any_sync(0xffffffff, mark != Partials::repeat_mark())) return false;
+        if (__any_sync(all_lanes, mark != Partials::repeat_mark())) return false;
         own_cta = split_kv.owner(tile.split_tile * split_kv.tile_blocks + tile.first);
     }
     float* own = partial_of(own_cta);
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool combine_partials(float (&out)[out_count], Online
     } else {
         int arrived_before = 0;
         if (lane == 0) arrived_before = atomicAdd(arrived, 1);
-        if (__shfl_sync(0xffffffff, arrived_before, 0) < last_cta - first_cta) return false;
+        if (__shfl_sync(all_lanes, arrived_before, 0) < last_cta - first_cta) return false;
     }
     __syncwarp();
     __threadfence();

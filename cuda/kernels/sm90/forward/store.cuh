@@ -41,8 +41,8 @@ __device__ __forceinline__ uint32_t add_chunk(uint32_t sum, const Chunk& chunk) 
 // panel of columns at a time goes through `staging`, which is the warp's own, and from there rows are written as whole
 // 16-byte chunks.
 //
-// Returns whether any of the rows isn't finite; false where Traits::isolates doesn't ask for it. In a repeat, rows whose
-// sum is NaN keep what they have: they see what isn't finite.
+// Returns whether any of the rows isn't finite; false where Traits::isolates doesn't ask for it. In a repeat, rows
+// whose sum is NaN keep what they have: they see what isn't finite.
 __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim / 2], const float (&normalise)[2],
                                           const Results& results, const SharedMemory& shared, int staging,
                                           const Shape& shape, const Tile& tile, int first_row, bool is_repeat) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
     if (is_repeat) {
 #pragma unroll
         for (int k = 0; k < rows_of_lane; ++k) {
-            const float factor = __shfl_sync(0xffffffff, normalise[k / 2], (4 * k + lane / 8) % 8 * 4);
+            const float factor = __shfl_sync(all_lanes, normalise[k / 2], (4 * k + lane / 8) % 8 * 4);
             inside[k] = inside[k] && factor == factor;
         }
     }
@@ -91,7 +91,7 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
         }
         __syncwarp();
     }
-    return Traits::isolates && __any_sync(0xffffffff, finite_halves<Traits::OutElement>(sums) != all_finite);
+    return Traits::isolates && __any_sync(all_lanes, finite_halves<Traits::OutElement>(sums) != all_finite);
 }
 
 // The same in float32, where Result is: each thread writes the pairs of columns that it has, of two rows.
@@ -115,5 +115,5 @@ __device__ __forceinline__ bool write_wide_out(const float (&out)[Traits::value_
             sum += 0 * (pair.x + pair.y);
         }
     }
-    return Traits::isolates && __any_sync(0xffffffff, sum != sum);
+    return Traits::isolates && __any_sync(all_lanes, sum != sum);
 }

@@ -30,8 +30,8 @@ __device__ __forceinline__ int left_begin(int row, const Shape& shape) {
     return max(0, query_of(row) + shape.keys - shape.queries - shape.left);
 }
 
-// How many of the first row tiles are skipped, as the window's right side hides all keys from them. With mask metadata or
-// a block mask none is: which rows see keys is not known here.
+// How many of the first row tiles are skipped, as the window's right side hides all keys from them. With mask metadata
+// or a block mask none is: which rows see keys is not known here.
 __device__ __forceinline__ int skipped_row_tiles(const Shape& shape) {
     if constexpr (!Traits::has_right || Traits::mask_metadata || Traits::block_mask) return 0;
     const int first_query = min(max(shape.queries - shape.keys - shape.right, 0), shape.queries);
@@ -62,8 +62,8 @@ __device__ __forceinline__ BlockRange group_blocks(int batch, int group, const S
     return read_only(shape.mask_metadata.group_blocks + first + group);
 }
 
-// The key blocks that a tile visits: those that any of its groups of rows sees. With a block mask it has a list of them,
-// and this is an interval of places in the list. `pack` is the tile's head pack, among those of all batch rows.
+// The key blocks that a tile visits: those that any of its groups of rows sees. With a block mask it has a list of
+// them, and this is an interval of places in the list. `pack` is the tile's head pack, among those of all batch rows.
 __device__ __forceinline__ Interval visited_blocks(int first_row, int pack, const Shape& shape) {
     const int packs = head_packs(shape), batch = pack / packs;
 #if BLOCK_MASK

@@ -137,9 +137,9 @@ struct Tile {
 };
 constexpr Tile no_more_tiles{Tile::no_more, 0, 0, 0, 0, Tile::not_split};
 
-// Split-KV: the last tiles, which don't fill a wave, are split along their keys so that all CTAs end together (stream-K,
-// Osama et al., arXiv:2301.03598). The blocks of all tiles from `whole_tiles` on form one sequence, of which each of the
-// first `ctas` CTAs takes an equal share: parts of one tile or of several.
+// Split-KV: the last tiles, which don't fill a wave, are split along their keys so that all CTAs end together
+// (stream-K, Osama et al., arXiv:2301.03598). The blocks of all tiles from `whole_tiles` on form one sequence, of which
+// each of the first `ctas` CTAs takes an equal share: parts of one tile or of several.
 struct SplitKV {
     int whole_tiles, ctas;
     int tiles, tile_blocks;  // split tiles, and blocks of each

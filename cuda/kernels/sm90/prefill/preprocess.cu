@@ -1,5 +1,5 @@
-// Runs before the forward kernel if that attends to a key-value cache. Computes the mask metadata from the lengths, finds
-// where each sequence's keys are, rotates the queries, and sets to 0 what the forward kernel counts in.
+// Runs before the forward kernel if that attends to a key-value cache. Computes the mask metadata from the lengths,
+// finds where each sequence's keys are, rotates the queries, and sets to 0 what the forward kernel counts in.
 //
 // Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key.
 //
@@ -31,7 +31,8 @@ __device__ __forceinline__ void write_group(const Parameters& parameters, int64_
 #pragma unroll
     for (int row = lane; row < group_rows; row += 32) {
         const int query = (group * group_rows + row) / PACK_GQA;
-        Interval keys{0, 0};  // for rows beyond the last query; they count neither as seeing keys nor as not seeing them
+        // Rows beyond the last query count neither as seeing keys nor as not seeing them.
+        Interval keys{0, 0};
         if (query < shape.queries) {
             keys = keys_of(shape, sequence, query);
             keys = {keys.begin - first_key, keys.end - first_key};

@@ -1,7 +1,8 @@
-// Arrays that come in e4m3, as the forward kernel takes them (jax_flash/cuda/sm90/float8.py): values transposed, their keys
-// permuted; scales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
+// Arrays that come in e4m3, as the forward kernel takes them (jax_flash/cuda/sm90/float8.py): values transposed, their
+// keys permuted; scales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
 //
-// A CTA has a block of keys and their values; or a block of queries, of all heads of a group, which only signs of scales change.
+// A CTA has a block of keys and their values; or a block of queries, of all heads of a group, which only signs of
+// scales change.
 //
 // Defines:
 //   HEAD_DIM   of rows of queries and keys, VALUE_DIM of values: multiples of 16
@@ -11,28 +12,15 @@
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "sm90/quantize/lanes.cuh"
 #include "sm90/quantize/transposed_values.cuh"
 
-constexpr int block_rows = 128, warps = WARPS;
+constexpr int warps = WARPS;
 constexpr int lane_columns = 16;  // that a lane has of a row, 16 bytes
-constexpr uint32_t all_lanes = 0xffffffff;
 constexpr uint32_t magnitudes = 0x7f7f7f7f, signs = 0x80808080;  // of four elements; a magnitude of 0x7f is NaN
 
-__device__ constexpr int power_of_two_above(int x) { return x <= 1 ? 1 : 2 * power_of_two_above((x + 1) / 2); }
-
-// How threads hold rows of `dim` elements: several lanes a row, which is in one warp.
 template <int dim>
-struct Lanes {
-    static constexpr int width = power_of_two_above(dim / lane_columns);  // of a row
-    static constexpr int rows = 32 / width;                               // of a warp
-    static constexpr int at_once = warps * rows;                          // of the CTA
-    static constexpr int own = block_rows > at_once ? block_rows / at_once : 1;
-    static_assert(dim % lane_columns == 0 && dim <= 256, "a lane has 16 bytes, and a warp whole rows");
-
-    // The thread's place among rows that the CTA holds at once.
-    __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
-    __device__ static int column() { return threadIdx.x % width * lane_columns; }
-};
+using Row = Lanes<dim, lane_columns, warps>;
 
 // A lane's columns of a row: four words. Zeros where there is no row.
 struct Columns {
@@ -41,8 +29,8 @@ struct Columns {
     template <int dim>
     __device__ __forceinline__ void load(const unsigned char* row, bool is_row) {
         uint4 bits{0, 0, 0, 0};
-        if (is_row && Lanes<dim>::column() < dim) {
-            bits = *reinterpret_cast<const uint4*>(row + Lanes<dim>::column());
+        if (is_row && Row<dim>::column() < dim) {
+            bits = *reinterpret_cast<const uint4*>(row + Row<dim>::column());
         }
         words[0] = bits.x;
         words[1] = bits.y;
@@ -52,8 +40,8 @@ struct Columns {
 
     template <int dim>
     __device__ __forceinline__ void store(unsigned char* row, bool is_row) const {
-        if (is_row && Lanes<dim>::column() < dim) {
-            *reinterpret_cast<uint4*>(row + Lanes<dim>::column()) = {words[0], words[1], words[2], words[3]};
+        if (is_row && Row<dim>::column() < dim) {
+            *reinterpret_cast<uint4*>(row + Row<dim>::column()) = {words[0], words[1], words[2], words[3]};
         }
     }
 };
@@ -91,7 +79,7 @@ struct Scale {
 };
 
 __device__ __forceinline__ void arrange_queries(const Parameters& of, int index) {
-    using Row = Lanes<HEAD_DIM>;
+    using QueryRow = Row<HEAD_DIM>;
     const int blocks = ceil_div(of.queries, block_rows), group = of.query_heads / of.key_heads;
     const int block = index % blocks, head = index / blocks;  // of all batch rows
     const Scale scale(of.query_scales, of.query_scales_of_head, head, block);
@@ -103,15 +91,15 @@ __device__ __forceinline__ void arrange_queries(const Parameters& of, int index)
     const int count = min(of.queries - row, block_rows);
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
-        Columns columns[Row::own];
+        Columns columns[QueryRow::own];
 #pragma unroll
-        for (int i = 0; i < Row::own; ++i) {
-            const int row = i * Row::at_once + Row::row();
+        for (int i = 0; i < QueryRow::own; ++i) {
+            const int row = QueryRow::row(i);
             columns[i].load<HEAD_DIM>(of.query + first + row * stride + head * HEAD_DIM, row < count);
         }
 #pragma unroll
-        for (int i = 0; i < Row::own; ++i) {
-            const int row = i * Row::at_once + Row::row();
+        for (int i = 0; i < QueryRow::own; ++i) {
+            const int row = QueryRow::row(i);
 #pragma unroll
             for (uint32_t& word : columns[i].words) word = scale.of(word);
             columns[i].store<HEAD_DIM>(of.query_out + first + row * stride + head * HEAD_DIM, row < count);
@@ -120,8 +108,8 @@ __device__ __forceinline__ void arrange_queries(const Parameters& of, int index)
 }
 
 __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
-    using KeyRow = Lanes<HEAD_DIM>;
-    using ValueRow = Lanes<VALUE_DIM>;
+    using KeyRow = Row<HEAD_DIM>;
+    using ValueRow = Row<VALUE_DIM>;
     using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
     constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
     __shared__ Transposed transposed;
@@ -137,12 +125,12 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
     Columns values[own][4], keys[KeyRow::own];
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * ValueRow::at_once + ValueRow::row(), key = Transposed::key_of_four(four, j % 4);
+        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
         values[j / 4][j % 4].load<VALUE_DIM>(value + key * value_stride, four < fours && key < count);
     }
 #pragma unroll
     for (int i = 0; i < KeyRow::own; ++i) {
-        const int row = i * KeyRow::at_once + KeyRow::row();
+        const int row = KeyRow::row(i);
         keys[i].load<HEAD_DIM>(of.key + first_key + row * key_stride, row < count);
     }
     const Scale key_scale(of.key_scales, of.key_scales_of_head, head, block);
@@ -153,7 +141,7 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * ValueRow::at_once + ValueRow::row(), key = Transposed::key_of_four(four, j % 4);
+        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
         uint32_t (&words)[4] = values[j / 4][j % 4].words;
         uint32_t found = 0;
 #pragma unroll
@@ -173,11 +161,12 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
     }
 #pragma unroll
     for (int j = 0; j < own; ++j) {
-        const int four = j * ValueRow::at_once + ValueRow::row();
+        const int four = ValueRow::row(j);
         if (ValueRow::column() >= VALUE_DIM || four >= fours) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            uint32_t words[4] = {values[j][0].words[i], values[j][1].words[i], values[j][2].words[i], values[j][3].words[i]};
+            uint32_t words[4] = {values[j][0].words[i], values[j][1].words[i], values[j][2].words[i],
+                                 values[j][3].words[i]};
             transposed.store(four, ValueRow::column() + 4 * i, words);
         }
     }
@@ -185,7 +174,7 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
     transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
 #pragma unroll
     for (int i = 0; i < KeyRow::own; ++i) {
-        const int row = i * KeyRow::at_once + KeyRow::row();
+        const int row = KeyRow::row(i);
         const uint32_t nan = row < count && finite[row] == 0 ? magnitudes : 0;
 #pragma unroll
         for (uint32_t& word : keys[i].words) word = key_scale.of(word) | nan;

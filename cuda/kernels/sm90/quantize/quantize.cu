@@ -1,9 +1,9 @@
-// Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each block
-// of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward kernel takes
-// them (jax_flash/cuda/sm90/float8.py).
+// Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each
+// block of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward
+// kernel takes them (jax_flash/cuda/sm90/float8.py).
 //
-// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries alone: any
-// rows are rounded so. A thread loads all that it has of a
+// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries
+// alone: any rows are rounded so. A thread loads all that it has of a
 // head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
 // twice, the second time from L2.
 //
@@ -12,33 +12,21 @@
 //   HEAD_DIM   of rows of queries and keys, padded with zeros; VALUE_DIM of values
 //   HADAMARD   size of the Hadamard matrix, 1 without incoherent processing
 //   GROUPED    whether a key head has several query heads, 1 or 0
-//   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V, 128 or 64
+//   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V: 128 or
+//              64
 //   WARPS      of a CTA
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "sm90/quantize/lanes.cuh"
 #include "sm90/quantize/transposed_values.cuh"
 
 using Element = ELEMENT;
-constexpr int block_rows = 128, warps = WARPS;
+constexpr int warps = WARPS;
 constexpr int lane_columns = 8;  // that a lane has of a row, 16 bytes
-constexpr uint32_t all_lanes = 0xffffffff;
-
-__device__ constexpr int power_of_two_above(int x) { return x <= 1 ? 1 : 2 * power_of_two_above((x + 1) / 2); }
-
-// How threads hold rows of `dim` elements: several lanes a row, which is in one warp.
 template <int dim>
-struct Lanes {
-    static constexpr int width = power_of_two_above(dim / lane_columns);  // of a row
-    static constexpr int rows = 32 / width;                               // of a warp
-    static constexpr int at_once = warps * rows;                          // of the CTA
-    static_assert(dim % 16 == 0 && dim <= 256, "a warp holds whole rows");
-
-    // The thread's place among rows that the CTA holds at once.
-    __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
-    __device__ static int column() { return threadIdx.x % width * lane_columns; }
-};
+using Row = Lanes<dim, lane_columns, warps>;
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
@@ -47,8 +35,8 @@ __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) 
 // A lane's columns of a row, as they are; zeros where there is no row.
 template <int dim>
 __device__ __forceinline__ uint4 load_columns(const Element* row, bool is_row) {
-    if (!is_row || Lanes<dim>::column() >= dim) return {0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(row + Lanes<dim>::column());
+    if (!is_row || Row<dim>::column() >= dim) return {0, 0, 0, 0};
+    return *reinterpret_cast<const uint4*>(row + Row<dim>::column());
 }
 
 __device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bits) {
@@ -81,7 +69,8 @@ __device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&s
                 const float sign = threadIdx.x & distance ? -1 : 1;
 #pragma unroll
                 for (int i = 0; i < lane_columns; ++i) {
-                    x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(all_lanes, x[i], distance));  // exactly ±x[i] and the other
+                    const float other = __shfl_xor_sync(all_lanes, x[i], distance);
+                    x[i] = __fmaf_rn(x[i], sign, other);  // exactly ±x[i] + other
                 }
             }
         }
@@ -91,7 +80,7 @@ __device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&s
 }
 
 __device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const Parameters& of, int batch) {
-    const int column = Lanes<HEAD_DIM>::column();
+    const int column = Row<HEAD_DIM>::column();
 #pragma unroll
     for (int i = 0; i < lane_columns; ++i) {
         const bool is_there = HADAMARD > 1 && column + i < of.columns;
@@ -99,8 +88,8 @@ __device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const P
     }
 }
 
-// The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power of
-// two that brings it to 448 at most.
+// The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power
+// of two that brings it to 448 at most.
 __device__ __forceinline__ float block_scale(float largest) {
     __shared__ float of_warps[warps];
     largest = warp_max(largest);
@@ -157,12 +146,11 @@ __device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inver
 
 // What a thread has of a head's block of queries or keys: columns of `own` rows.
 struct HeadRows {
-    using Row = Lanes<HEAD_DIM>;
-    static constexpr int own = block_rows > Row::at_once ? block_rows / Row::at_once : 1;
+    static constexpr int own = Row<HEAD_DIM>::own;
 
     uint4 bits[own];
 
-    __device__ static int row(int i) { return i * Row::at_once + Row::row(); }
+    __device__ static int row(int i) { return Row<HEAD_DIM>::row(i); }
 
     __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
 #pragma unroll
@@ -172,11 +160,13 @@ struct HeadRows {
     }
 };
 
-// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from `valid` on
-// are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is 1.
+// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from
+// `valid` on are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is
+// 1.
 template <bool one_head, class IsUsable>
-__device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out, int batch,
-                                               int count, int valid, int group, int64_t row_stride, IsUsable is_usable) {
+__device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out,
+                                               int batch, int count, int valid, int group, int64_t row_stride,
+                                               IsUsable is_usable) {
     constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
     HeadRows rows;
     float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
@@ -202,7 +192,7 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, const Eleme
         if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
         for (int i = 0; i < HeadRows::own; ++i) {
-            const int row = rows.row(i), column = HeadRows::Row::column();
+            const int row = rows.row(i), column = Row<HEAD_DIM>::column();
             float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
             if constexpr (!keeps_rotated) {
                 take(x, rows.bits[i]);
@@ -231,8 +221,8 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
     const int count = of.queries - row, valid = length - row;
-    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group, stride,
-                                                AlwaysUsable{});
+    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group,
+                                                stride, AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
@@ -260,23 +250,23 @@ struct KeyBlock {
 
 // Values as the forward kernel takes them. Says of each key whether its value is finite.
 __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
-    using Row = Lanes<VALUE_DIM>;
+    using ValueRow = Row<VALUE_DIM>;
     using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
-    constexpr int fours = Transposed::fours, own = fours > Row::at_once ? fours / Row::at_once : 1;
+    constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
     __shared__ Transposed transposed;
     const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
     const Element* const value = of.value + block.first_row * stride + block.head * VALUE_DIM;
     uint4 bits[own][4];
     float x[lane_columns], largest = 0;
-    const int column = Row::column();
+    const int column = ValueRow::column();
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
+        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
         bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * stride, four < fours && key < block.count);
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = j / 4 * Row::at_once + Row::row(), key = Transposed::key_of_four(four, j % 4);
+        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
         unpack(x, bits[j / 4][j % 4]);
         int is_whole = all_finite(x);
         if (!is_whole) {
@@ -285,7 +275,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
         }
         if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
 #pragma unroll
-        for (int distance = 1; distance < Row::width; distance *= 2) {
+        for (int distance = 1; distance < ValueRow::width; distance *= 2) {
             is_whole &= __shfl_xor_sync(all_lanes, is_whole, distance);
         }
         if (column == 0 && four < fours) finite[key] = is_whole;
@@ -293,7 +283,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
     const float scale = block_scale(largest);
 #pragma unroll
     for (int j = 0; j < own; ++j) {
-        const int four = j * Row::at_once + Row::row();
+        const int four = ValueRow::row(j);
         uint32_t words[2][4];  // of the first and the last four columns, a key each
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -318,8 +308,8 @@ __device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
     quantize_values(of, block, finite);
     const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
     const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
-    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count, block.valid, 1,
-                                            stride, WithFiniteValue{finite});
+    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count,
+                                            block.valid, 1, stride, WithFiniteValue{finite});
     if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
 }
 #endif

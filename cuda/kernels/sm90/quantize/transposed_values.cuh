@@ -22,7 +22,8 @@ struct TransposedValues {
 
     uint4 chunks[keys * value_dim / 16];
 
-    // Four keys, whose elements of a column are neighbours in the panels of V^T: of 16 keys two and the two that are 8 behind.
+    // Four keys, whose elements of a column are neighbours in the panels of V^T: of 16 keys two and the two that are 8
+    // behind.
     __device__ static int key_of_four(int four, int i) { return four / 4 * 16 + four % 4 * 2 + i / 2 * 8 + i % 2; }
 
     // Where those of a column lie in the panels. A row has a column, or more if panels have fewer keys.
@@ -31,8 +32,8 @@ struct TransposedValues {
         return (key / panel_keys * rows + column % rows) * keys + column / rows * panel_keys + key % panel_keys;
     }
 
-    // … and in shared memory, where rows of neighbouring lanes have their chunks of 16 bytes in different orders: they would
-    // begin in one bank.
+    // … and in shared memory, where rows of neighbouring lanes have their chunks of 16 bytes in different orders: they
+    // would begin in one bank.
     __device__ static int spread(int place) { return place ^ place / (lane_columns * keys) % 8 * 16; }
 
     // Stores four columns of four keys: a word for each key. The words are transposed.
@@ -40,7 +41,8 @@ struct TransposedValues {
         transpose(words);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(chunks) + spread(place(four, column + i))) = words[i];
+            *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(chunks) + spread(place(four, column + i))) =
+                words[i];
         }
     }
 

@@ -111,20 +111,20 @@ uint32_t add_pairs(uint32_t a, uint32_t b) {
 }
 
 inline float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(all_lanes, x, 1));
+    return fmaxf(x, __shfl_xor_sync(all_lanes, x, 2));
 }
 inline float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
+    x += __shfl_xor_sync(all_lanes, x, 1);
+    return x + __shfl_xor_sync(all_lanes, x, 2);
 }
 inline float warp_max(float x) {
     x = quad_max(x);
-    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
+    for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(all_lanes, x, distance));
     return x;
 }
 inline float warp_sum(float x) {
     x = quad_sum(x);
-    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(0xffffffff, x, distance);
+    for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(all_lanes, x, distance);
     return x;
 }

@@ -38,6 +38,8 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "");
 
+constexpr uint32_t all_lanes = 0xffffffff;
+
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int register_pool(int threads) { return 65536 / threads / 8 * 8 * threads / 128; }
 
