@@ -30,9 +30,9 @@ struct OnlineSoftmax {
     float row_sum[2] = {0.0f, 0.0f};                // over this thread's columns; `finalize` adds the other lanes'
     float rescale[2];  // factor of earlier probabilities, and of the output so far
 
-    // The exponent of a natural logit x is x · log2(e) − shift(row_max), one instruction, where the maximum is moderate.
-    // A large one's shift is rounded by whole numbers. So then it is (x − row_max) · log2(e) + correction(row_max), which
-    // is the same number where the maximum is moderate.
+    // The exponent of a natural logit x is x · log2(e) − shift(row_max), one instruction, where the maximum is
+    // moderate. A large one's shift is rounded by whole numbers. So then it is
+    // (x − row_max) · log2(e) + correction(row_max), the same number where the maximum is moderate.
     __device__ static __forceinline__ bool is_moderate(float max) { return fabsf(max) < 0x1p16f; }
     __device__ static __forceinline__ float shift(float max) { return __fmaf_rn(max, log2_e, -exponent_offset); }
     __device__ static __forceinline__ float correction(float max) {
