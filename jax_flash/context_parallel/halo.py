@@ -12,21 +12,17 @@ gradients from lse of the whole rows, and sends those of a neighbour's keys home
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _settings
 from jax_flash._rounding import round_to
 from jax_flash._spec import Gradients, Operands, functions_of
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.partial import Partial
-from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
-from jax_flash.transforms import debugging, saved
+from jax_flash.context_parallel.sharded import Calls, Sharded, Spans
 from jax_flash.transforms.lowering import Call
 
 
@@ -49,7 +45,10 @@ class Edge:
         return self.own - self.rows if self.neighbour < 0 else 0
 
 
-def edges_of(of: Sharded) -> tuple[Edge, ...] | None:
+Edges = tuple[Edge, ...]
+
+
+def edges_of(of: Sharded) -> Edges | None:
     """The edges of a call that a halo can run, or None.
 
     It takes consecutive tokens, as many keys as queries, no lengths and no functions, and a window whose
@@ -68,85 +67,12 @@ def edges_of(of: Sharded) -> tuple[Edge, ...] | None:
     return tuple(Edge(side, rows, own) for side, rows in ((-1, before), (1, after)) if rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Halo:
-    """Everything static about a call."""
-
-    sharded: Sharded
-    call: Call  # of an ordinary call, on a device's own keys or on a neighbour's
-    passes: Passes
-
-    @property
-    def edges(self) -> tuple[Edge, ...]:
-        edges = edges_of(self.sharded)
-        assert edges is not None, self.sharded
-        return edges
-
-
-Whole = Callable[[Operands], Any]
-"""The same attention, whose derivatives are right to any order."""
-
-
-def attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
-
-    The operands are typed alike (`varying.py`).
-    """
-    return _attend(halo, whole, operands)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
-    return (out, lse) if halo.sharded.spec.return_residual else out
-
-
-def _attend_forward(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
-    out, lse = saved.named(out, lse)
-    return (out, lse) if halo.sharded.spec.return_residual else out, (operands, out, lse)
-
-
-def _attend_backward(halo: Halo, whole: Whole, residuals: Any, cotangents: Any) -> tuple[Operands]:
-    gradients = _gradients(halo, whole, *residuals, cotangents)
-    return saved.cotangents(residuals[0], gradients)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _gradients(
-    halo: Halo, whole: Whole, operands: Operands, out: jax.Array, lse: jax.Array, cotangents: Any
-) -> Gradients:
-    d_out, d_lse = cotangents if halo.sharded.spec.return_residual else (cotangents, None)
-    return debugging.checked(backward, halo, operands, out, lse, d_out, d_lse)
-
-
-# lse is of whole rows, but a call's own derivative takes it as that of the call's keys. So a second
-# derivative differentiates `whole`.
-@_gradients.defjvp
-def _gradients_jvp(halo: Halo, whole: Whole, primals: Any, tangents: Any) -> Any:
-    operands, _, _, cotangents = primals
-    # out and lse are functions of the operands, so the gradients are functions of the others alone.
-    d_operands, _, _, d_cotangents = tangents
-
-    def gradients(values: Arrays, cotangents: Any) -> Arrays:
-        _, pullback = jax.vjp(lambda values: whole(operands.replace(**values)), values)
-        return pullback(cotangents)[0]
-
-    values, of_values = operands.differentiable(), d_operands.present()
-    given = (values, cotangents), ({name: of_values[name] for name in values}, d_cotangents)
-    return _gradients(halo, whole, *primals), Gradients.of(jax.jvp(gradients, *given)[1])
-
-
-@_settings.as_written
-def forward(halo: Halo, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(calls: Calls, edges: Edges, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries."""
-    of, attended = halo.sharded, functools.partial(halo.passes.forward, halo.call)
-    arrived = [_arrived(of, edge, operands) for edge in halo.edges]
+    of, attended = calls.sharded, functools.partial(calls.passes.forward, calls.call)
+    arrived = [_arrived(of, edge, operands) for edge in edges]
     out, lse = jax.lax.optimization_barrier(attended(own_operands(of, operands)))
-    for edge, keys in zip(halo.edges, arrived, strict=True):
+    for edge, keys in zip(edges, arrived, strict=True):
         part, spans = _edge_operands(of, edge, operands, keys), _spans(of, edge)
         rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
         combined_out, combined_lse = _combined(*rows, *attended(part), operands.sinks)
@@ -154,9 +80,9 @@ def forward(halo: Halo, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
-@_settings.as_written
 def backward(
-    halo: Halo,
+    calls: Calls,
+    edges: Edges,
     operands: Operands,
     out: jax.Array,
     lse: jax.Array,
@@ -164,24 +90,24 @@ def backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of this device's operands. Those of operands that devices share are its own queries' part."""
-    of, present = halo.sharded, operands.present()
-    arrived = [_arrived(of, edge, operands) for edge in halo.edges]
+    of, present = calls.sharded, operands.present()
+    arrived = [_arrived(of, edge, operands) for edge in edges]
     results = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
 
-    def part(operands: Operands, spans: Spans) -> Arrays:
+    def part(call: Call, operands: Operands, spans: Spans) -> Arrays:
         rows = (
             None if x is None else sharded.take(name.removeprefix("d_"), x, spans)
             for name, x in results.items()
         )
-        return halo.passes.backward(halo.call, operands, *rows).present()
+        return calls.passes.backward(call, operands, *rows).present()
 
     own = _own_spans(of)
+    own_part = jax.lax.optimization_barrier(part(calls.call, own_operands(of, operands), own))
     gradients = {
-        name: sharded.put(name, jnp.zeros_like(present[name]), x, own)
-        for name, x in jax.lax.optimization_barrier(part(own_operands(of, operands), own)).items()
+        name: sharded.put(name, jnp.zeros_like(present[name]), x, own) for name, x in own_part.items()
     }
-    for edge, keys in zip(halo.edges, arrived, strict=True):
-        of_edge = part(_edge_operands(of, edge, operands, keys), _spans(of, edge))
+    for edge, keys in zip(edges, arrived, strict=True):
+        of_edge = part(calls.wide_call, _edge_operands(of, edge, operands, keys), _spans(of, edge))
         home = Packed.of({name: x for name, x in of_edge.items() if sharded.goes_with_keys(name)})
         for name, x in of_edge.items():
             if not sharded.goes_with_keys(name):

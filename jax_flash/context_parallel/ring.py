@@ -33,28 +33,18 @@ from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
-from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
+from jax_flash.context_parallel.sharded import Calls, Sharded, Spans
 from jax_flash.transforms import debugging, saved
-from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """Everything static about a call."""
-
-    sharded: Sharded
-    call: Call  # of an ordinary call on what a step has
-    passes: Passes
+class Ring(Calls):
+    """Everything static about a call. Its ordinary calls are on what a step has."""
 
     @property
     def steps(self) -> int:
         return steps(self.sharded)
-
-    @property
-    def step_call(self) -> Call:
-        """The call of a step. Its results are float32, as they are added up."""
-        return dataclasses.replace(self.call, spec=self.call.spec.wide())
 
 
 def steps(of: Sharded) -> int:
@@ -106,7 +96,7 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
     def with_rows_of(pair: Pair, partial: Partial | None) -> Partial:
         """The pair's rows, with its keys."""
-        found = ring.passes.forward(ring.step_call, pair.operands)
+        found = ring.passes.forward(ring.wide_call, pair.operands)
         return Partial.of(*found) if partial is None else partial.take(pair.own).combined(*found)
 
     def attended(pair: Pair, partial: Partial | None) -> Partial:
@@ -163,7 +153,7 @@ def backward(
     def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
         results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
-        gradients = ring.passes.backward(ring.step_call, pair.operands, *results).present()
+        gradients = ring.passes.backward(ring.wide_call, pair.operands, *results).present()
 
         def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
             return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}

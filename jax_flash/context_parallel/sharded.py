@@ -148,6 +148,20 @@ class Sharded:
         return self.has_lengths or not self.window.unbounded
 
 
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Everything static about a call on shards that becomes several ordinary calls, and what runs these."""
+
+    sharded: Sharded
+    call: Call  # of an ordinary call
+    passes: Passes
+
+    @property
+    def wide_call(self) -> Call:
+        """The ordinary call with float32 results, for those that are added up."""
+        return dataclasses.replace(self.call, spec=self.call.spec.wide())
+
+
 def goes_with_keys(name: str) -> bool:
     """Whether the operand goes with the keys: sharded along them, and along nothing else."""
     return "S" in axes_of(name) and "T" not in axes_of(name)

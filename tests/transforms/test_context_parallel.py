@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import sharded_calls
 import transform_cases as cases
@@ -241,6 +242,35 @@ def test_queries_that_see_keys_of_a_neighbour_alone():
     expected = both(lambda *args: jax_flash.flash_attention(*args[:3], mask=mask, sinks=args[3], **options))
     actual = both(lambda *args: sharded(*args, mask))
     cases.assert_close(actual(query, key, value, sinks), expected(query, key, value, sinks))
+
+
+@pytest.mark.parametrize("call", ["shards", "jit", "jit of whole keys"])
+def test_all_gather_rounds_the_sum_of_gradients_once(call):
+    """Devices have parts of dV that are 50 times their sum: to round a part is to be wrong by a tenth."""
+    tokens, mesh = 64, jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    normal = np.random.default_rng(0).standard_normal
+    half, d_half = normal((2, 1, tokens // 2, 4, 8))
+    own = [np.concatenate([half, half], 1), *normal((2, 1, tokens, 1, 8))]
+    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in own)
+    d_out = np.concatenate([d_half, -d_half], 1) + 0.02 * normal((1, tokens, 4, 8))
+    d_out = jnp.asarray(d_out, jnp.bfloat16)
+
+    def d_value(attend, *args):
+        _, pullback = jax.vjp(attend, *args)
+        return pullback(d_out.astype(args[0].dtype))[2].astype(jnp.float32)
+
+    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+    expected = jax.jit(functools.partial(d_value, jax_flash.flash_attention))(*wide)
+    attend, args = sharded_call(8, strategy="all_gather"), (query, key, value)
+    if call != "shards":
+        attend = functools.partial(jax_flash.flash_attention, context_parallel="all_gather")
+        keys = P() if call == "jit of whole keys" else P(None, AXIS)
+        specs = P(None, AXIS), keys, keys
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+    on_one = jax.jit(functools.partial(d_value, jax_flash.flash_attention))(query, key, value)
+    on_eight = jax.jit(functools.partial(d_value, attend))(*args)
+    for actual in (on_one, on_eight):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2**-8 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
