@@ -88,9 +88,10 @@ def _gradients_jvp(calls: Calls, whole: Whole, primals: Any, tangents: Any) -> A
 @_settings.as_written
 def forward(calls: Calls, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries."""
-    if (edges := halo.edges_of(calls.sharded)) is not None:
-        return halo.forward(calls, edges, operands)
-    return attend_by(calls.sharded, functools.partial(calls.passes.forward, calls.call), operands)
+    edges = halo.edges_of(calls.sharded)
+    ordinary = functools.partial(calls.passes.forward, calls.call)
+    by_all = functools.partial(attend_by, calls.sharded, ordinary, operands)
+    return by_all() if edges is None else halo.forward(calls, edges, operands, by_all)
 
 
 @_settings.as_written
@@ -103,10 +104,15 @@ def backward(
     d_lse: jax.Array | None,
 ) -> Gradients:
     """Gradients of this device's operands. Those of operands that devices share are its own queries' part."""
-    of = calls.sharded
-    if (edges := halo.edges_of(of)) is not None:
-        return halo.backward(calls, edges, operands, out, lse, d_out, d_lse)
     results = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
+    edges = halo.edges_of(calls.sharded)
+    by_all = functools.partial(_backward, calls, operands, results)
+    return by_all() if edges is None else halo.backward(calls, edges, operands, results, by_all)
+
+
+def _backward(calls: Calls, operands: Operands, results: dict[str, jax.Array | None]) -> Gradients:
+    """By calls on all keys."""
+    of = calls.sharded
     parts: list[Arrays] = []
     for q, of_chunk in enumerate(chunk_operands(of, operands)):
         spans = {"T": (q * of.queries_per_chunk, of.queries_per_chunk)}

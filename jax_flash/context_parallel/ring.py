@@ -35,7 +35,6 @@ from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Calls, Sharded, Spans
 from jax_flash.transforms import debugging, saved
-from jax_flash.transforms.varying import vary_over, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +170,14 @@ def backward(
         # XLA runs the last of them beside the computation: let it be the longer one.
         d_keys, sent = jax.lax.optimization_barrier((d_keys, sent))
         arrived = ring.sharded.passed_on(d_keys)
-        d_own, d_step = step(index, keys, d_own, _zeros(d_keys.unpacked()))
+        d_own, d_step = step(index, keys, d_own, sharded.zeros_like(d_keys.unpacked()))
         return (sent, d_own, jax.tree.map(jnp.add, arrived, Packed.of(d_step))), None
 
     keys = sharded.key_side(operands)
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
     wide = {name: x.astype(dtype) for name, x in operands.differentiable().items()}
-    d_own = _zeros({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
-    d_keys = _zeros({name: x for name, x in wide.items() if name in keys})
+    d_own = sharded.zeros_like({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
+    d_keys = sharded.zeros_like({name: x for name, x in wide.items() if name in keys})
     packed = Packed.of(keys)
     sent = ring.sharded.passed_on(packed) if ring.steps > 1 else packed
     d_own, d_keys = step(0, packed, d_own, d_keys)
@@ -204,10 +203,6 @@ def _no_second_derivative(ring: Ring, primals: Any, tangents: Any) -> Any:
         'context_parallel_attention with strategy="ring" has no second derivative; with "all_gather" and '
         '"ulysses" it has'
     )
-
-
-def _zeros(like: Arrays) -> Arrays:
-    return {name: vary_over(jnp.zeros(x.shape, x.dtype), varying_axes(x)) for name, x in like.items()}
 
 
 def _of_sinks(

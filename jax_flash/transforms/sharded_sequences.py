@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import Chunk, Order
-from jax_flash.context_parallel.sharded import Calls, Passes, Sharded
+from jax_flash.context_parallel.sharded import LENGTHS, Calls, Passes, Sharded
 from jax_flash.transforms import lowering
 from jax_flash.transforms.layout import Shards
 from jax_flash.transforms.lowering import Call
@@ -91,7 +91,6 @@ def backward(
 def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
     """From the operands of one device."""
     n = shards.count
-    lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     return Sharded(
         call.spec,
         shards.axes,
@@ -99,7 +98,7 @@ def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
         queries=operands.query.shape[-3] * n,
         keys=operands.key.shape[-3] * (n if shards.keys else 1),
         has_alibi=operands.alibi_slopes is not None,
-        has_lengths=any(x is not None for x in lengths),
+        lengths=tuple(name for name in LENGTHS if getattr(operands, name) is not None),
         shard_of=shards.shard_of,
     )
 

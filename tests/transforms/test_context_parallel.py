@@ -27,6 +27,7 @@ from sharded_calls import (
 from strict_settings import SETTINGS, setting
 
 import jax_flash
+from jax_flash.context_parallel import gather
 from jax_flash.context_parallel.strategy import STRATEGIES
 
 LAYOUTS = [(s, kind) for s in STRATEGIES for kind in (None, "zigzag", "striped")]
@@ -206,12 +207,62 @@ def test_all_gather_sends_what_a_window_reaches(window, shards):
         assert bool(count(compiled.as_text(), "collective-permute")) == (sum(reach) > 0)
 
 
+@pytest.mark.parametrize("sizes", [(48, 56), *thorough((56, 48), (40, 48), (48, 40))])
+def test_a_narrow_window_with_a_few_more_keys_or_queries(sizes):
+    """From device to device the diagonal moves by two keys, so it reaches further into a neighbour's."""
+    (query, *_), (_, key, value) = (arrays(T=size) for size in sizes)
+    window = dict(local_window_size=(5, 2))
+    call = sharded_call(4, strategy="all_gather", **window)
+    compiled = jax.jit(with_gradients(call)).lower(query, key, value).compile()
+    expected = with_gradients(functools.partial(jax_flash.flash_attention, **window))(query, key, value)
+    cases.assert_close(compiled(query, key, value), expected)
+    assert not count(compiled.as_text(), "all-gather")
+
+
+def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch):
+    """Not if each sequence has as many keys as queries. It shows, as what is gathered is spoiled."""
+    args, window = arrays(), dict(local_window_size=(5, 2))
+
+    def both(attend, queries, keys):
+        attend = functools.partial(attend, query_seq_lengths=queries, key_value_seq_lengths=keys, **window)
+        return with_gradients(attend)(*args)
+
+    def on_shards(*args, query_seq_lengths, key_value_seq_lengths, **options):
+        attend = functools.partial(
+            jax_flash.context_parallel_attention, axis_name=AXIS, strategy="all_gather", **options
+        )
+        lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
+        mapped = jax.shard_map(
+            lambda args, lengths: attend(*args, **lengths),
+            mesh=sequence_mesh(4), in_specs=(P(None, AXIS), P()), out_specs=P(None, AXIS),
+        )  # fmt: skip
+        return mapped(args, lengths)
+
+    alike, others = jnp.array([30, 11]), jnp.array([30, 19])
+    exact = jax.jit(functools.partial(both, jax_flash.flash_attention))
+    sharded = jax.jit(functools.partial(both, on_shards))
+    for queries, keys in ((alike, alike), (alike, others), (others, alike)):
+        cases.assert_close(sharded(queries, keys), exact(queries, keys))
+    gathered = gather.gathered
+
+    def spoiled(of, axis, x):
+        found = gathered(of, axis, x)
+        return jnp.full_like(found, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else found
+
+    monkeypatch.setattr(gather, "gathered", spoiled)
+    sharded = jax.jit(lambda *lengths: both(on_shards, *lengths))
+    cases.assert_close(sharded(alike, alike), exact(alike, alike))
+    assert all(jnp.isnan(x).any() for x in jax.tree.leaves(sharded(alike, others)))
+
+
 @pytest.mark.parametrize("shards", [4, *thorough(2)])
 def test_every_option_with_a_narrow_window(shards):
     features = "logits_soft_cap alibi_slopes sinks dropout segment_ids bias mask:BNTS deterministic".split()
-    for dtype, options in (("float32", {"is_causal": True}), ("bfloat16", {})):
-        window = (6, 0) if options else (6, 3)
-        case = make_case(("all_gather", None), dtype, features=features, local_window_size=window, **options)
+    for dtype, more, options in (
+        ("float32", "seq_lengths:alike", dict(is_causal=True, local_window_size=(6, 0))),
+        ("bfloat16", "score_mod", dict(S=56, local_window_size=(6, 3))),
+    ):
+        case = make_case(("all_gather", None), dtype, features=[*features, more], **options)
         ShardedCalls(shards, "all_gather", None).check(case)
 
 
