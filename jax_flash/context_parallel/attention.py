@@ -225,7 +225,8 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     of_part = jax.eval_shape(functools.partial(part, of), operands)
     shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
     names, device = _arguments.implementations(implementation), _device.current()
-    selected = _dispatch.select(spec.wide() if chosen == "ring" else spec, shapes, names, device)
+    # Steps of a ring are wide, and so are gradients of an all-gather.
+    selected = _dispatch.select(spec if chosen == "ulysses" else spec.wide(), shapes, names, device)
     ordinary_call = lowering.Call(spec, selected, device)
     if chosen == "ring":
         return ring.attend(ring.Ring(of, ordinary_call, PASSES), operands)
