@@ -15,7 +15,7 @@ from jax_flash import _alignment, _arguments, _call, _dropout, _functions, _sequ
 from jax_flash._call import Arguments, Call
 from jax_flash._mask import Window
 from jax_flash.context_parallel.load_balance import KINDS, LoadBalance, Order, check_divides
-from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.sharded import LENGTHS, Sharded
 from jax_flash.transforms.varying import varying_axes
 
 OF_WHOLE_SEQUENCES: dict[str, Any] = {
@@ -58,13 +58,13 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
         if whole[name] is not None:
             letters = f"(*B, N, T / {order.shards}, S), a device's queries and all keys,"
             given[name] = _validate.broadcastable(name, whole[name], (*batch, N, t, S), letters, kind)
-    for name, most in (("query_seq_lengths", T), ("key_value_seq_lengths", S)):
+    for name, most in zip(LENGTHS, (T, S), strict=True):
         if whole[name] is not None:
             given[name] = _sequences.lengths(name, whole[name], {"(*B,)": batch}, most)
     if not batch:
         given = {name: x[None] for name, x in given.items()}
-    has_lengths = not given.keys().isdisjoint(("query_seq_lengths", "key_value_seq_lengths"))
-    if alignment == _alignment.TOP_LEFT and (T != S or has_lengths):
+    lengths = tuple(name for name in LENGTHS if name in given)
+    if alignment == _alignment.TOP_LEFT and (T != S or lengths):
         raise NotImplementedError(
             'alignment must be "bottom_right" where there are lengths or not as many keys as queries; '
             f'got "{alignment}"'
@@ -86,7 +86,7 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
         for name in ("bias", "mask")
         if name in given and given[name].shape[-2] == 1 and not varying_axes(given[name]).isdisjoint(axes)
     )
-    of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, has_lengths, own_rows)
+    of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, lengths, own_rows)
     return of, Call(spec, operands.replace(**given), batch)
 
 

@@ -14,9 +14,9 @@ from jax_flash._attention import ScoreMod
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call
 from jax_flash._spec import Operands
-from jax_flash.context_parallel import arguments, gather, halo, pairs, ring, two_axes, ulysses
+from jax_flash.context_parallel import arguments, gather, pairs, ring, two_axes, ulysses
 from jax_flash.context_parallel.load_balance import LoadBalance
-from jax_flash.context_parallel.sharded import Passes, Sharded
+from jax_flash.context_parallel.sharded import Calls, Passes, Sharded
 from jax_flash.context_parallel.strategy import AUTO, Strategy, choose
 from jax_flash.transforms import autodiff, lowering
 from jax_flash.transforms.varying import vary_alike
@@ -199,7 +199,7 @@ def context_parallel_attention(
 
 
 PASSES = Passes(autodiff.jax_flash_forward, autodiff.jax_flash_backward)
-"""What runs the calls of a ring or a halo: below autodiff, as both have a derivative of their own."""
+"""What runs the calls of a ring or an all-gather: below autodiff, as both have a derivative of their own."""
 
 
 @_settings.as_written
@@ -225,12 +225,13 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     of_part = jax.eval_shape(functools.partial(part, of), operands)
     shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
     names, device = _arguments.implementations(implementation), _device.current()
-    selected = _dispatch.select(spec.wide() if chosen == "ring" else spec, shapes, names, device)
+    # Steps of a ring are wide, and so are gradients of an all-gather.
+    selected = _dispatch.select(spec if chosen == "ulysses" else spec.wide(), shapes, names, device)
     ordinary_call = lowering.Call(spec, selected, device)
     if chosen == "ring":
         return ring.attend(ring.Ring(of, ordinary_call, PASSES), operands)
-    attend = gather.attend if chosen == "all_gather" else ulysses.attend
-    run = functools.partial(attend, of, functools.partial(autodiff.attend, spec, selected))
-    if chosen == "all_gather" and halo.edges_of(of) is not None:
-        return halo.attend(halo.Halo(of, ordinary_call, PASSES), run, operands)
-    return run(operands)
+    ordinary = functools.partial(autodiff.attend, spec, selected)
+    if chosen == "ulysses":
+        return ulysses.attend(of, ordinary, operands)
+    whole = functools.partial(gather.attend_by, of, ordinary)
+    return gather.attend(Calls(of, ordinary_call, PASSES), whole, operands)

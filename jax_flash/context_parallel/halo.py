@@ -8,25 +8,26 @@ keys of the neighbour that they reach, in a small call (+):
 
 Results of the two are combined by lse, in these rows alone. The backward pass computes both parts of the
 gradients from lse of the whole rows, and sends those of a neighbour's keys home.
+
+Lengths may move the diagonal, and then a window reaches elsewhere. They are data, so a program with lengths
+has calls on all keys too (`gather.py`), and takes them where that happens.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _settings
 from jax_flash._rounding import round_to
-from jax_flash._spec import Gradients, Operands, functions_of
+from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.partial import Partial
-from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
-from jax_flash.transforms import debugging, saved
+from jax_flash.context_parallel.sharded import Calls, Sharded, Spans
 from jax_flash.transforms.lowering import Call
 
 
@@ -36,159 +37,139 @@ class Edge:
 
     neighbour: int  # -1: the device before; 1: the next one
     rows: int  # queries, and as many keys
-    own: int  # queries of a device, and keys
+    queries: int  # of a device
+    keys: int
 
     @property
     def first_query(self) -> int:
         """Of those that the device has."""
-        return 0 if self.neighbour < 0 else self.own - self.rows
+        return 0 if self.neighbour < 0 else self.queries - self.rows
 
     @property
     def first_key(self) -> int:
         """Of those that the neighbour has."""
-        return self.own - self.rows if self.neighbour < 0 else 0
+        return self.keys - self.rows if self.neighbour < 0 else 0
 
 
-def edges_of(of: Sharded) -> tuple[Edge, ...] | None:
+Edges = tuple[Edge, ...]
+
+
+def edges_of(of: Sharded) -> Edges | None:
     """The edges of a call that a halo can run, or None.
 
-    It takes consecutive tokens, as many keys as queries, no lengths and no functions, and a window whose
-    sides reach the next shards at most.
+    It takes consecutive tokens, no block mask, and a window whose sides reach the next shards at most. With
+    lengths of queries and of keys, these must also leave the diagonal where it is (`_if_aligned`).
     """
-    window, own = of.window, of.keys // of.order.shards
-    if of.order.kind is not None or of.queries != of.keys or functions_of(of.spec) is not None:
+    window, n = of.window, of.order.shards
+    if of.order.kind is not None or of.spec.block_mask is not None or len(of.lengths) == 1:
         return None
-    # With lengths, how queries and keys are aligned is data.
-    if of.has_lengths or window.left is None or window.right is None:
+    if window.left is None or window.right is None:
         return None
-    before, after = max(window.left, 0), max(window.right, 0)
-    reaches_all = before + own + after >= of.keys  # an all-gather sends no more
-    if max(before, after) > own or reaches_all:
+    queries, keys = of.queries // n, of.keys // n
+    # From a device to the one before it, the diagonal moves so far among the keys of the device.
+    step = keys - queries
+    least, most = sorted((step, (n - 1) * step))
+    before, after = max(window.left - least, 0), max(window.right + most, 0)
+    fewest = min(queries, keys)
+    reaches_all = before + after >= (n - 1) * fewest  # an all-gather sends no more
+    if max(before, after) > fewest or reaches_all:
         return None
-    return tuple(Edge(side, rows, own) for side, rows in ((-1, before), (1, after)) if rows)
+    return tuple(Edge(side, rows, queries, keys) for side, rows in ((-1, before), (1, after)) if rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Halo:
-    """Everything static about a call."""
+def forward(
+    calls: Calls, edges: Edges, operands: Operands, by_all: Callable[[], tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array]:
+    """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries.
 
-    sharded: Sharded
-    call: Call  # of an ordinary call, on a device's own keys or on a neighbour's
-    passes: Passes
-
-    @property
-    def edges(self) -> tuple[Edge, ...]:
-        edges = edges_of(self.sharded)
-        assert edges is not None, self.sharded
-        return edges
-
-
-Whole = Callable[[Operands], Any]
-"""The same attention, whose derivatives are right to any order."""
-
-
-def attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    """`out (*B, T, N, V)` of this device's queries, and with `return_residual` also `lse (*B, N, T)`.
-
-    The operands are typed alike (`varying.py`).
+    Args:
+      by_all: gives them by calls on all keys.
     """
-    return _attend(halo, whole, operands)
+    of, attended = calls.sharded, functools.partial(calls.passes.forward, calls.call)
+    arrived = [_arrived(of, edge, operands) for edge in edges]
+
+    def by_halo() -> tuple[jax.Array, jax.Array]:
+        out, lse = jax.lax.optimization_barrier(attended(own_operands(of, operands)))
+        for edge, keys in zip(edges, arrived, strict=True):
+            part, spans = _edge_operands(of, edge, operands, keys), _spans(of, edge)
+            rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
+            combined_out, combined_lse = _combined(*rows, *attended(part), operands.sinks)
+            out, lse = _put("out", out, combined_out, spans), _put("lse", lse, combined_lse, spans)
+        return out, lse
+
+    return _if_aligned(of, operands, by_halo, by_all)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
-    return (out, lse) if halo.sharded.spec.return_residual else out
-
-
-def _attend_forward(halo: Halo, whole: Whole, operands: Operands) -> Any:
-    out, lse = debugging.forward(forward, halo.sharded.spec.return_residual, halo, operands)
-    out, lse = saved.named(out, lse)
-    return (out, lse) if halo.sharded.spec.return_residual else out, (operands, out, lse)
-
-
-def _attend_backward(halo: Halo, whole: Whole, residuals: Any, cotangents: Any) -> tuple[Operands]:
-    gradients = _gradients(halo, whole, *residuals, cotangents)
-    return saved.cotangents(residuals[0], gradients)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _gradients(
-    halo: Halo, whole: Whole, operands: Operands, out: jax.Array, lse: jax.Array, cotangents: Any
-) -> Gradients:
-    d_out, d_lse = cotangents if halo.sharded.spec.return_residual else (cotangents, None)
-    return debugging.checked(backward, halo, operands, out, lse, d_out, d_lse)
-
-
-# lse is of whole rows, but a call's own derivative takes it as that of the call's keys. So a second
-# derivative differentiates `whole`.
-@_gradients.defjvp
-def _gradients_jvp(halo: Halo, whole: Whole, primals: Any, tangents: Any) -> Any:
-    operands, _, _, cotangents = primals
-    # out and lse are functions of the operands, so the gradients are functions of the others alone.
-    d_operands, _, _, d_cotangents = tangents
-
-    def gradients(values: Arrays, cotangents: Any) -> Arrays:
-        _, pullback = jax.vjp(lambda values: whole(operands.replace(**values)), values)
-        return pullback(cotangents)[0]
-
-    values, of_values = operands.differentiable(), d_operands.present()
-    given = (values, cotangents), ({name: of_values[name] for name in values}, d_cotangents)
-    return _gradients(halo, whole, *primals), Gradients.of(jax.jvp(gradients, *given)[1])
-
-
-@_settings.as_written
-def forward(halo: Halo, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """`out (*B, T, N, V)` and `lse (*B, N, T)` of this device's queries."""
-    of, attended = halo.sharded, functools.partial(halo.passes.forward, halo.call)
-    arrived = [_arrived(of, edge, operands) for edge in halo.edges]
-    out, lse = jax.lax.optimization_barrier(attended(own_operands(of, operands)))
-    for edge, keys in zip(halo.edges, arrived, strict=True):
-        part, spans = _edge_operands(of, edge, operands, keys), _spans(of, edge)
-        rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
-        combined_out, combined_lse = _combined(*rows, *attended(part), operands.sinks)
-        out, lse = _put("out", out, combined_out, spans), _put("lse", lse, combined_lse, spans)
-    return out, lse
-
-
-@_settings.as_written
 def backward(
-    halo: Halo,
+    calls: Calls,
+    edges: Edges,
     operands: Operands,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array | None,
+    results: dict[str, jax.Array | None],
+    by_all: Callable[[], Gradients],
 ) -> Gradients:
-    """Gradients of this device's operands. Those of operands that devices share are its own queries' part."""
-    of, present = halo.sharded, operands.present()
-    arrived = [_arrived(of, edge, operands) for edge in halo.edges]
-    results = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
+    """Gradients of this device's operands. Those of operands that devices share are its own queries' part.
 
-    def part(operands: Operands, spans: Spans) -> Arrays:
+    Args:
+      results: out, lse and their cotangents.
+      by_all: gives the gradients by calls on all keys.
+    """
+    of, present = calls.sharded, operands.present()
+    arrived = [_arrived(of, edge, operands) for edge in edges]
+
+    def part(call: Call, operands: Operands, spans: Spans) -> Arrays:
         rows = (
             None if x is None else sharded.take(name.removeprefix("d_"), x, spans)
             for name, x in results.items()
         )
-        return halo.passes.backward(halo.call, operands, *rows).present()
+        return calls.passes.backward(call, operands, *rows).present()
 
-    own = _own_spans(of)
-    gradients = {
-        name: sharded.put(name, jnp.zeros_like(present[name]), x, own)
-        for name, x in jax.lax.optimization_barrier(part(own_operands(of, operands), own)).items()
-    }
-    for edge, keys in zip(halo.edges, arrived, strict=True):
-        of_edge = part(_edge_operands(of, edge, operands, keys), _spans(of, edge))
-        home = Packed.of({name: x for name, x in of_edge.items() if sharded.goes_with_keys(name)})
-        for name, x in of_edge.items():
-            if not sharded.goes_with_keys(name):
-                gradients[name] = _added(name, gradients[name], x, _spans(of, edge))
+    def by_halo() -> tuple[Arrays, list[Packed]]:
+        """And the gradients of neighbours' keys."""
+        own = _own_spans(of)
+        own_part = jax.lax.optimization_barrier(part(calls.call, own_operands(of, operands), own))
+        gradients = {
+            name: sharded.put(name, jnp.zeros_like(present[name]), x, own) for name, x in own_part.items()
+        }
+        of_neighbours: list[Packed] = []
+        for edge, keys in zip(edges, arrived, strict=True):
+            spans = _spans(of, edge)
+            of_edge = part(calls.wide_call, _edge_operands(of, edge, operands, keys), spans)
+            for name, x in of_edge.items():
+                if not sharded.goes_with_keys(name):
+                    gradients[name] = _added(name, gradients[name], x, spans)
+            of_neighbours.append(
+                Packed.of({name: x for name, x in of_edge.items() if sharded.goes_with_keys(name)})
+            )
+        return gradients, of_neighbours
+
+    def without_neighbours() -> tuple[Arrays, list[Packed]]:
+        dtype = calls.wide_call.spec.result_dtype(operands.key.dtype)
+        rows = [{name: keys.unpacked()[name].astype(dtype) for name in ("key", "value")} for keys in arrived]
+        return by_all().present(), [Packed.of(sharded.zeros_like(x)) for x in rows]
+
+    gradients, of_neighbours = _if_aligned(of, operands, by_halo, without_neighbours)
+    for edge, home in zip(edges, of_neighbours, strict=True):
         for name, x in of.passed_on(home, edge.neighbour, wraps=False).unpacked().items():
             gradients[name] = _added(name, gradients[name], x, {"S": (edge.first_key, edge.rows)})
     return Gradients.of(gradients)
+
+
+Result = TypeVar("Result")
+
+
+def _if_aligned(
+    of: Sharded, operands: Operands, by_halo: Callable[[], Result], by_all: Callable[[], Result]
+) -> Result:
+    """`by_halo()` if each query is aligned with the key that it would be aligned with without lengths.
+
+    Lengths are data, and all devices of the sequence have the same ones. Other devices of the mesh may take
+    the other branch. So `ppermute`, which waits for the whole mesh, stays out of both.
+    """
+    if not of.lengths:
+        return by_halo()
+    queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths
+    assert queries is not None and keys is not None
+    return jax.lax.cond(jnp.all(keys - queries == of.keys - of.queries), by_halo, by_all)
 
 
 def own_operands(of: Sharded, operands: Operands) -> Operands:
@@ -197,39 +178,35 @@ def own_operands(of: Sharded, operands: Operands) -> Operands:
         name: x if sharded.goes_with_keys(name) else sharded.take(name, x, _own_spans(of))
         for name, x in operands.present().items()
     }
-    own = of.order.chunk(of.own_shard(), 0, _own(of))
-    return of.placed(Operands.of(parts), own, own)[0]
+    queries, keys = (
+        of.order.chunk(of.own_shard(), 0, length) for length in (of.queries_per_chunk, of.keys_per_chunk)
+    )
+    return of.placed(Operands.of(parts), queries, keys)[0]
 
 
 def _edge_operands(of: Sharded, edge: Edge, operands: Operands, keys: Packed) -> Operands:
     """The operands of the call for an edge. Sinks are counted with a device's own keys."""
-    parts = keys.unpacked()
+    parts, spans = keys.unpacked(), _spans(of, edge)
     for name, x in operands.present().items():
         if name not in parts and name != "sinks":
-            parts[name] = sharded.take(name, x, _spans(of, edge))
-    first = of.own_shard() * edge.own
-    queries = Chunk(first + edge.first_query, 1, edge.rows)
-    place = first + edge.neighbour * edge.own + edge.first_key
-    # Where there is no neighbour, its keys are where no query sees them.
-    is_there = (place >= 0) & (place < of.keys)
-    keys_chunk = Chunk(jnp.where(is_there, place, place + edge.neighbour * of.keys), 1, edge.rows)
-    return of.placed(Operands.of(parts), queries, keys_chunk)[0]
-
-
-def _own(of: Sharded) -> int:
-    return of.keys // of.order.shards
+            parts[name] = sharded.take(name, x, spans)
+    queries = Chunk(of.own_shard() * edge.queries + edge.first_query, 1, edge.rows)
+    return of.placed(Operands.of(parts), queries, Chunk(spans["S"][0], 1, edge.rows))[0]
 
 
 def _own_spans(of: Sharded) -> Spans:
     """The device's part of operands that have an axis of its queries or of all keys."""
-    return {"T": (0, _own(of)), "S": (of.own_shard() * _own(of), _own(of))}
+    return {"T": (0, of.queries_per_chunk), "S": (of.own_shard() * of.keys_per_chunk, of.keys_per_chunk)}
 
 
 def _spans(of: Sharded, edge: Edge) -> Spans:
-    """The edge's part of such operands."""
-    place = (of.own_shard() + edge.neighbour) * edge.own + edge.first_key
-    # Without a neighbour, any keys do: no query sees them.
-    return {"T": (edge.first_query, edge.rows), "S": (jnp.maximum(place, 0), edge.rows)}
+    """The edge's part of such operands.
+
+    A device at an end of the sequence takes the other end for its neighbour. No query sees the keys there, as
+    the window doesn't reach all keys. What it gets for them is zeros.
+    """
+    neighbour = (of.own_shard() + edge.neighbour) % of.order.shards
+    return {"T": (edge.first_query, edge.rows), "S": (neighbour * edge.keys + edge.first_key, edge.rows)}
 
 
 def _arrived(of: Sharded, edge: Edge, operands: Operands) -> Packed:

@@ -33,28 +33,17 @@ from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.pairs import Pair, has_one_pair, over_pairs
 from jax_flash.context_parallel.partial import Partial
-from jax_flash.context_parallel.sharded import Passes, Sharded, Spans
+from jax_flash.context_parallel.sharded import Calls, Sharded, Spans
 from jax_flash.transforms import debugging, saved
-from jax_flash.transforms.lowering import Call
-from jax_flash.transforms.varying import vary_over, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """Everything static about a call."""
-
-    sharded: Sharded
-    call: Call  # of an ordinary call on what a step has
-    passes: Passes
+class Ring(Calls):
+    """Everything static about a call. Its ordinary calls are on what a step has."""
 
     @property
     def steps(self) -> int:
         return steps(self.sharded)
-
-    @property
-    def step_call(self) -> Call:
-        """The call of a step. Its results are float32, as they are added up."""
-        return dataclasses.replace(self.call, spec=self.call.spec.wide())
 
 
 def steps(of: Sharded) -> int:
@@ -106,7 +95,7 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
     def with_rows_of(pair: Pair, partial: Partial | None) -> Partial:
         """The pair's rows, with its keys."""
-        found = ring.passes.forward(ring.step_call, pair.operands)
+        found = ring.passes.forward(ring.wide_call, pair.operands)
         return Partial.of(*found) if partial is None else partial.take(pair.own).combined(*found)
 
     def attended(pair: Pair, partial: Partial | None) -> Partial:
@@ -163,7 +152,7 @@ def backward(
     def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
         results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
-        gradients = ring.passes.backward(ring.step_call, pair.operands, *results).present()
+        gradients = ring.passes.backward(ring.wide_call, pair.operands, *results).present()
 
         def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
             return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}
@@ -181,14 +170,14 @@ def backward(
         # XLA runs the last of them beside the computation: let it be the longer one.
         d_keys, sent = jax.lax.optimization_barrier((d_keys, sent))
         arrived = ring.sharded.passed_on(d_keys)
-        d_own, d_step = step(index, keys, d_own, _zeros(d_keys.unpacked()))
+        d_own, d_step = step(index, keys, d_own, sharded.zeros_like(d_keys.unpacked()))
         return (sent, d_own, jax.tree.map(jnp.add, arrived, Packed.of(d_step))), None
 
     keys = sharded.key_side(operands)
     dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
     wide = {name: x.astype(dtype) for name, x in operands.differentiable().items()}
-    d_own = _zeros({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
-    d_keys = _zeros({name: x for name, x in wide.items() if name in keys})
+    d_own = sharded.zeros_like({name: x for name, x in wide.items() if name not in keys and name != "sinks"})
+    d_keys = sharded.zeros_like({name: x for name, x in wide.items() if name in keys})
     packed = Packed.of(keys)
     sent = ring.sharded.passed_on(packed) if ring.steps > 1 else packed
     d_own, d_keys = step(0, packed, d_own, d_keys)
@@ -214,10 +203,6 @@ def _no_second_derivative(ring: Ring, primals: Any, tangents: Any) -> Any:
         'context_parallel_attention with strategy="ring" has no second derivative; with "all_gather" and '
         '"ulysses" it has'
     )
-
-
-def _zeros(like: Arrays) -> Arrays:
-    return {name: vary_over(jnp.zeros(x.shape, x.dtype), varying_axes(x)) for name, x in like.items()}
 
 
 def _of_sinks(

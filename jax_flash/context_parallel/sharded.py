@@ -18,6 +18,7 @@ from jax_flash._spec import AttentionSpec, Gradients, Operands, functions_of
 from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
 from jax_flash.transforms.lowering import Call, axes_of, batch_shape
+from jax_flash.transforms.varying import vary_over, varying_axes
 
 Spans = dict[str, tuple[jax.Array | int, int]]
 """A part of an array, by letters of its axes (`lowering.axes_of`): where it starts and how long it is."""
@@ -33,6 +34,9 @@ class Passes(NamedTuple):
     backward: Callable[..., Gradients]
 
 
+LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharded:
     """Everything static about a call on shards.
@@ -46,7 +50,8 @@ class Sharded:
     queries: int  # of the whole sequence
     keys: int
     has_alibi: bool
-    has_lengths: bool
+    lengths: tuple[str, ...]
+    """Which of the operands that are lengths there are."""
     own_rows: frozenset[str] = frozenset()
     """Which of bias and mask have one row for all queries of a device, but may differ between devices."""
     shard_of: tuple[int, ...] | None = None
@@ -55,6 +60,10 @@ class Sharded:
     @property
     def window(self) -> Window:
         return Window(self.spec.left, self.spec.right)
+
+    @property
+    def has_lengths(self) -> bool:
+        return bool(self.lengths)
 
     @property
     def has_diagonal(self) -> bool:
@@ -118,7 +127,7 @@ class Sharded:
         Args:
           operands: of the chunks, but with lengths and block mask of the whole sequences.
         """
-        given = operands.query_seq_lengths, operands.key_value_seq_lengths
+        given = [getattr(operands, name) for name in LENGTHS]
         lengths = (n if x is None else x for n, x in zip((self.queries, self.keys), given, strict=True))
         mask = local_mask(self.window, queries, keys, *lengths)
         if given[0] is not None:
@@ -146,6 +155,20 @@ class Sharded:
     def may_be_skipped(self) -> bool:
         """Whether there may be chunks of which no query sees a key, by their positions."""
         return self.has_lengths or not self.window.unbounded
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Everything static about a call on shards that becomes several ordinary calls, and what runs these."""
+
+    sharded: Sharded
+    call: Call  # of an ordinary call
+    passes: Passes
+
+    @property
+    def wide_call(self) -> Call:
+        """The ordinary call with float32 results, for those that are added up."""
+        return dataclasses.replace(self.call, spec=self.call.spec.wide())
 
 
 def goes_with_keys(name: str) -> bool:
@@ -195,6 +218,11 @@ def put(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:
     for axis, start, _ in _axes(name, x, spans):
         starts[axis] = jnp.asarray(start, jnp.int32)
     return jax.lax.dynamic_update_slice(x, part, starts)
+
+
+def zeros_like(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Zeros that vary over the mesh as the arrays do."""
+    return {name: vary_over(jnp.zeros(x.shape, x.dtype), varying_axes(x)) for name, x in arrays.items()}
 
 
 def add(name: str, x: jax.Array, part: jax.Array, spans: Spans) -> jax.Array:

@@ -64,8 +64,9 @@ def by_heads(of: Sharded, operands: Operands) -> Operands:
     K = operands.key.shape[-2]
     copies = key_heads_sent(K, of.order.shards) // K
     if copies > 1:
-        repeated = {name: jnp.repeat(getattr(operands, name), copies, axis=-2) for name in ("key", "value")}
-        operands = operands.replace(**repeated)
+        operands = operands.replace(
+            key=_repeated(operands.key, copies, axis=-2), value=_repeated(operands.value, copies, axis=-2)
+        )
     return Operands.of({name: of_heads(of, name, x) for name, x in operands.present().items()})
 
 
@@ -73,7 +74,7 @@ def of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """An operand or result of this device's tokens and all heads, as that of all tokens and its heads."""
     letters, n = axes_of(name), of.order.shards
     if name in of.own_rows:
-        x = _for_each_query(x, of.queries // n)
+        x = _repeated(x, of.queries // n, axis=-2)  # a bias or mask of one row, for each query
     # A bias or mask has all keys already: it is sharded along its queries.
     along = "T" if "T" in letters else "S"
     tokens = sharded.axis_of(name, x, along) if along in letters else None
@@ -105,11 +106,11 @@ def _in_order(of: Sharded, x: jax.Array, axis: int, tokens: int) -> jax.Array:
     return restored(parts, axis + 1, of.order).reshape(x.shape)
 
 
-def _for_each_query(x: jax.Array, queries: int) -> jax.Array:
-    """A bias or mask `(…, 1, S)` as `(…, T / n, S)`. The gradient's sum over queries is in float32."""
+def _repeated(x: jax.Array, copies: int, axis: int) -> jax.Array:
+    """Each element of an axis several times. The gradient's sum over copies is in float32."""
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_float else x
-    return jnp.broadcast_to(wide, (*x.shape[:-2], queries, x.shape[-1])).astype(x.dtype)
+    return jnp.repeat(wide, copies, axis).astype(x.dtype)
 
 
 def by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:

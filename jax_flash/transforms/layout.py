@@ -307,10 +307,8 @@ class Layout:
             partitioned = set(itertools.chain(*(mesh_axes(specs[name], i) for i in range(len(specs[name])))))
             lacking = tuple(sorted(self.used - partitioned))
             if lacking:
-                # Parts of shards of a sequence are added in float32, as a ring adds its steps'.
-                wide = jnp.promote_types(x.dtype, jnp.float32) if self.queries else x.dtype
-                x = jax.lax.psum(x.astype(wide), lacking).astype(x.dtype)
-            results[name] = x
+                x = jax.lax.psum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), lacking)
+            results[name] = x.astype(inputs[name].dtype)
         return results
 
     def _with_key_heads(self, names: Iterable[str]) -> list[str]:

@@ -163,8 +163,8 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
     if reason is not None:
         return reason
     shapes = _of_ordinary_call(of, layout, whole, local)
-    spec = call.spec if strategy == "ulysses" else of.local_spec
-    spec = spec.wide() if strategy == "ring" else spec
+    # Steps of a ring are wide, and so are gradients of an all-gather.
+    spec = call.spec if strategy == "ulysses" else of.local_spec.wide()
     reasons = {name: _dispatch.reason(name, spec, shapes, call.device) for name in call.implementation}
     return next((f'"{name}": {reason}' for name, reason in reasons.items() if reason is not None), None)
 

@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import Gradients, Operands
-from jax_flash.context_parallel import gather, halo, ring, ulysses
+from jax_flash.context_parallel import gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import Chunk, Order
-from jax_flash.context_parallel.sharded import Passes, Sharded
+from jax_flash.context_parallel.sharded import LENGTHS, Calls, Passes, Sharded
 from jax_flash.transforms import lowering
 from jax_flash.transforms.layout import Shards
 from jax_flash.transforms.lowering import Call
 
 PASSES = Passes(lowering.forward, lowering.backward)
-"""What runs the calls of a ring or a halo, on a device's own arrays."""
+"""What runs the calls of a ring or an all-gather, on a device's own arrays."""
 
 
 def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.Array, jax.Array]:
@@ -41,8 +41,8 @@ def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.
         batch = lowering.batch_shape(operands)
         query = jnp.broadcast_to(operands.query, (*batch, *operands.query.shape[-3:]))
         return ring.forward(ring.Ring(of, call, PASSES), operands.replace(query=query))
-    if _has_halo(of, shards):
-        return halo.forward(halo.Halo(of, call, PASSES), operands)
+    if shards.strategy == "all_gather" and shards.keys:
+        return gather.forward(Calls(of, call, PASSES), operands)
     out, lse = lowering.forward(call, _ordinary_operands(of, operands, shards))
     if shards.strategy == "ulysses":
         out, lse = ulysses.by_tokens(of, "out", out), ulysses.by_tokens(of, "lse", lse)
@@ -60,7 +60,8 @@ def backward(
 ) -> Gradients:
     """Gradients of the device's operands.
 
-    Of an operand that devices share, each has the part of its queries, or of its heads.
+    Of an operand that devices share, each has the part of its queries, or of its heads. Where these are parts
+    of the gradients of keys, they are float32.
     """
     if shards is None:
         return lowering.backward(call, operands, out, lse, d_out, d_lse)
@@ -68,18 +69,21 @@ def backward(
     call = _ordinary_call(of, call, shards)
     if shards.strategy == "ring":
         return ring.backward(ring.Ring(of, call, PASSES), operands, out, lse, d_out, d_lse)
-    if _has_halo(of, shards):
-        return halo.backward(halo.Halo(of, call, PASSES), operands, out, lse, d_out, d_lse)
+    if shards.strategy == "all_gather":
+        calls = Calls(of, call, PASSES)
+        if shards.keys:
+            return gather.backward(calls, operands, out, lse, d_out, d_lse)
+        with_place = _ordinary_operands(of, operands, shards)
+        return lowering.backward(calls.wide_call, with_place, out, lse, d_out, d_lse)
 
-    def ordinary(differentiable: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Operands]:
-        moved = _ordinary_operands(of, operands.replace(**differentiable), shards)
+    def by_heads(differentiable: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Operands]:
+        moved = ulysses.by_heads(of, operands.replace(**differentiable))
         return moved.differentiable(), moved
 
-    _, pullback, moved = jax.vjp(ordinary, operands.differentiable(), has_aux=True)
-    if shards.strategy == "ulysses":
-        out, d_out = (ulysses.of_heads(of, "out", x) for x in (out, d_out))
-        lse = ulysses.of_heads(of, "lse", lse)
-        d_lse = None if d_lse is None else ulysses.of_heads(of, "lse", d_lse)
+    _, pullback, moved = jax.vjp(by_heads, operands.differentiable(), has_aux=True)
+    out, d_out = (ulysses.of_heads(of, "out", x) for x in (out, d_out))
+    lse = ulysses.of_heads(of, "lse", lse)
+    d_lse = None if d_lse is None else ulysses.of_heads(of, "lse", d_lse)
     gradients = lowering.backward(call, moved, out, lse, d_out, d_lse)
     return Gradients.of(pullback(gradients.present())[0])
 
@@ -87,7 +91,6 @@ def backward(
 def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
     """From the operands of one device."""
     n = shards.count
-    lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     return Sharded(
         call.spec,
         shards.axes,
@@ -95,13 +98,9 @@ def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
         queries=operands.query.shape[-3] * n,
         keys=operands.key.shape[-3] * (n if shards.keys else 1),
         has_alibi=operands.alibi_slopes is not None,
-        has_lengths=any(x is not None for x in lengths),
+        lengths=tuple(name for name in LENGTHS if getattr(operands, name) is not None),
         shard_of=shards.shard_of,
     )
-
-
-def _has_halo(of: Sharded, shards: Shards) -> bool:
-    return shards.strategy == "all_gather" and shards.keys and halo.edges_of(of) is not None
 
 
 def _ordinary_call(of: Sharded, call: Call, shards: Shards) -> Call:
@@ -110,10 +109,8 @@ def _ordinary_call(of: Sharded, call: Call, shards: Shards) -> Call:
 
 
 def _ordinary_operands(of: Sharded, operands: Operands, shards: Shards) -> Operands:
-    """The operands of the one ordinary call that a device runs."""
+    """The operands of a device's one ordinary call: by Ulysses, or on keys that each device has."""
     if shards.strategy == "ulysses":
         return ulysses.by_heads(of, operands)
-    if shards.keys:
-        return gather.first_chunk(of, operands)
     queries = of.order.chunk(of.own_shard(), 0, of.queries_per_chunk)
     return of.placed(operands, queries, Chunk(0, 1, of.keys))[0]

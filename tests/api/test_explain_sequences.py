@@ -49,6 +49,16 @@ def test_each_strategy_with_its_cost():
     assert "times the mean" not in str(full)
 
 
+def test_a_narrow_window_sends_what_it_reaches():
+    """With lengths too, if these are of queries and of keys."""
+    lengths = jax.ShapeDtypeStruct((4,), jnp.int32)
+    for names, keys in (("", 512), ("query_seq key_value_seq", 512), ("key_value_seq", 3 * 1024)):
+        options = {f"{name}_lengths": lengths for name in names.split()}
+        found = explained(*shapes(), is_causal=True, local_window_size=(512, 0), **options)
+        (cost,) = (x.exposed_bytes for x in found.sequences.choices if x.name == "all_gather")
+        assert cost == 2 * keys * 8 * 256 * (2 * 2 + 4)
+
+
 def test_what_is_picked_runs():
     """As a sharded `jit` compiles it: keys go round, and nothing is gathered."""
     query, key, value = shapes(N=4, K=2, tokens=64)

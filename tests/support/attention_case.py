@@ -139,8 +139,9 @@ class Case:
         """The arrays of the call as `flash_attention` takes them, but for dropout's key.
 
         The forms of a feature: for bias and mask their axes, "1" in the place of one to broadcast, for
-        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone, for varlen sequences "cut"
-        where the longest may have tokens beyond max_seqlen.
+        alibi_slopes "N" or "BN", for seq_lengths "query" or "key_value" alone, or "alike" where both leave
+        the diagonal where it is, for varlen sequences "cut" where the longest may have tokens beyond
+        max_seqlen.
         """
         sizes = {
             "1": 1,
@@ -169,7 +170,7 @@ class Case:
                     arrays["sinks"] = "N", np.float32
                 case "seq_lengths":
                     for side in ("query", "key_value"):
-                        if form in ("", side):
+                        if form in ("", "alike", side):
                             arrays[f"{side}_seq_lengths"] = "B", np.int32
                 case "segment_ids":
                     arrays["query_segment_ids"] = "BT", np.int32
@@ -274,6 +275,9 @@ def draw(case: Case):
             case "cu_seqlens_q" | "cu_seqlens_kv":
                 tokens = case.T if name == "cu_seqlens_q" else case.S
                 arguments[name] = _offsets(generator, x, tokens)
+    if "seq_lengths:alike" in case.features:
+        queries = np.maximum(arguments["query_seq_lengths"], case.T - case.S)
+        arguments |= {"query_seq_lengths": queries, "key_value_seq_lengths": queries + (case.S - case.T)}
     operands = {
         OPERAND_OF.get(name, name): x.reshape(_canonical(name, x.shape)) for name, x in arguments.items()
     }

@@ -11,7 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_case import OPERAND_OF, Case
+from attention_case import OPERAND_OF, Case, score_mod_of
 from implementation_suite import Implementation
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -74,6 +74,9 @@ def attend(arguments, shards, strategy, kind, return_residual=False, check_vma=T
         arrays[name] = x
 
     def local(arrays):
+        arrays = dict(arrays)
+        if "score_table" in arrays:
+            options["score_mod"] = score_mod_of(arrays.pop("score_table"))
         return jax_flash.context_parallel_attention(
             **arrays, **static, axis_name=mesh_axis, strategy=strategy, load_balance=kind,
             return_residual=return_residual, **options,
@@ -101,7 +104,7 @@ def drawn_call(seed):
     def axes(name):
         return f"{name}:" + "".join(axis if random.random() < 0.7 else "1" for axis in "BNTS")
 
-    lengths = choose("seq_lengths", "seq_lengths:query", "seq_lengths:key_value")
+    lengths = choose("seq_lengths", "seq_lengths:alike", "seq_lengths:query", "seq_lengths:key_value")
     features = (
         "logits_soft_cap",
         "alibi_slopes",
@@ -109,6 +112,7 @@ def drawn_call(seed):
         "dropout",
         "segment_ids",
         "deterministic",
+        "score_mod",
         lengths,
     )
     features = [x for x in (*features, axes("bias"), axes("mask")) if random.random() < 0.3]
@@ -118,7 +122,7 @@ def drawn_call(seed):
         "fuzz",
         choose("float32", "bfloat16", "float16"),
         T=T,
-        S=choose(T, S),
+        S=choose(T, S, T + 16),
         B=choose(1, 2, 3),
         N=K * choose(1, 2, 4),
         K=K,

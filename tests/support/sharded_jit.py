@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import transform_cases as cases
-from attention_case import Case
+from attention_case import Case, score_mod_of
 from implementation_suite import Implementation
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -87,6 +87,8 @@ class ShardedJit(Implementation):
 
     def attend(self, arguments, **options):
         arguments = {name: self.sharded(name, x) for name, x in arguments.items()}
+        if "score_table" in arguments:
+            options["score_mod"] = score_mod_of(arguments.pop("score_table"))
         results = jax_flash.flash_attention(
             **arguments, **options, context_parallel=self.context_parallel, implementation="xla"
         )

@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import sharded_calls
 import transform_cases as cases
@@ -26,6 +27,7 @@ from sharded_calls import (
 from strict_settings import SETTINGS, setting
 
 import jax_flash
+from jax_flash.context_parallel import gather
 from jax_flash.context_parallel.strategy import STRATEGIES
 
 LAYOUTS = [(s, kind) for s in STRATEGIES for kind in (None, "zigzag", "striped")]
@@ -205,12 +207,62 @@ def test_all_gather_sends_what_a_window_reaches(window, shards):
         assert bool(count(compiled.as_text(), "collective-permute")) == (sum(reach) > 0)
 
 
+@pytest.mark.parametrize("sizes", [(48, 56), *thorough((56, 48), (40, 48), (48, 40))])
+def test_a_narrow_window_with_a_few_more_keys_or_queries(sizes):
+    """From device to device the diagonal moves by two keys, so it reaches further into a neighbour's."""
+    (query, *_), (_, key, value) = (arrays(T=size) for size in sizes)
+    window = dict(local_window_size=(5, 2))
+    call = sharded_call(4, strategy="all_gather", **window)
+    compiled = jax.jit(with_gradients(call)).lower(query, key, value).compile()
+    expected = with_gradients(functools.partial(jax_flash.flash_attention, **window))(query, key, value)
+    cases.assert_close(compiled(query, key, value), expected)
+    assert not count(compiled.as_text(), "all-gather")
+
+
+def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch):
+    """Not if each sequence has as many keys as queries. It shows, as what is gathered is spoiled."""
+    args, window = arrays(), dict(local_window_size=(5, 2))
+
+    def both(attend, queries, keys):
+        attend = functools.partial(attend, query_seq_lengths=queries, key_value_seq_lengths=keys, **window)
+        return with_gradients(attend)(*args)
+
+    def on_shards(*args, query_seq_lengths, key_value_seq_lengths, **options):
+        attend = functools.partial(
+            jax_flash.context_parallel_attention, axis_name=AXIS, strategy="all_gather", **options
+        )
+        lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
+        mapped = jax.shard_map(
+            lambda args, lengths: attend(*args, **lengths),
+            mesh=sequence_mesh(4), in_specs=(P(None, AXIS), P()), out_specs=P(None, AXIS),
+        )  # fmt: skip
+        return mapped(args, lengths)
+
+    alike, others = jnp.array([30, 11]), jnp.array([30, 19])
+    exact = jax.jit(functools.partial(both, jax_flash.flash_attention))
+    sharded = jax.jit(functools.partial(both, on_shards))
+    for queries, keys in ((alike, alike), (alike, others), (others, alike)):
+        cases.assert_close(sharded(queries, keys), exact(queries, keys))
+    gathered = gather.gathered
+
+    def spoiled(of, axis, x):
+        found = gathered(of, axis, x)
+        return jnp.full_like(found, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else found
+
+    monkeypatch.setattr(gather, "gathered", spoiled)
+    sharded = jax.jit(lambda *lengths: both(on_shards, *lengths))
+    cases.assert_close(sharded(alike, alike), exact(alike, alike))
+    assert all(jnp.isnan(x).any() for x in jax.tree.leaves(sharded(alike, others)))
+
+
 @pytest.mark.parametrize("shards", [4, *thorough(2)])
 def test_every_option_with_a_narrow_window(shards):
     features = "logits_soft_cap alibi_slopes sinks dropout segment_ids bias mask:BNTS deterministic".split()
-    for dtype, options in (("float32", {"is_causal": True}), ("bfloat16", {})):
-        window = (6, 0) if options else (6, 3)
-        case = make_case(("all_gather", None), dtype, features=features, local_window_size=window, **options)
+    for dtype, more, options in (
+        ("float32", "seq_lengths:alike", dict(is_causal=True, local_window_size=(6, 0))),
+        ("bfloat16", "score_mod", dict(S=56, local_window_size=(6, 3))),
+    ):
+        case = make_case(("all_gather", None), dtype, features=[*features, more], **options)
         ShardedCalls(shards, "all_gather", None).check(case)
 
 
@@ -241,6 +293,35 @@ def test_queries_that_see_keys_of_a_neighbour_alone():
     expected = both(lambda *args: jax_flash.flash_attention(*args[:3], mask=mask, sinks=args[3], **options))
     actual = both(lambda *args: sharded(*args, mask))
     cases.assert_close(actual(query, key, value, sinks), expected(query, key, value, sinks))
+
+
+@pytest.mark.parametrize("call", ["shards", "jit", "jit of whole keys"])
+def test_all_gather_rounds_the_sum_of_gradients_once(call):
+    """Devices have parts of dV that are 50 times their sum: to round a part is to be wrong by a tenth."""
+    tokens, mesh = 64, jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    normal = np.random.default_rng(0).standard_normal
+    half, d_half = normal((2, 1, tokens // 2, 4, 8))
+    own = [np.concatenate([half, half], 1), *normal((2, 1, tokens, 1, 8))]
+    query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in own)
+    d_out = np.concatenate([d_half, -d_half], 1) + 0.02 * normal((1, tokens, 4, 8))
+    d_out = jnp.asarray(d_out, jnp.bfloat16)
+
+    def d_value(attend, *args):
+        _, pullback = jax.vjp(attend, *args)
+        return pullback(d_out.astype(args[0].dtype))[2].astype(jnp.float32)
+
+    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+    expected = jax.jit(functools.partial(d_value, jax_flash.flash_attention))(*wide)
+    attend, args = sharded_call(8, strategy="all_gather"), (query, key, value)
+    if call != "shards":
+        attend = functools.partial(jax_flash.flash_attention, context_parallel="all_gather")
+        keys = P() if call == "jit of whole keys" else P(None, AXIS)
+        specs = P(None, AXIS), keys, keys
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+    on_one = jax.jit(functools.partial(d_value, jax_flash.flash_attention))(query, key, value)
+    on_eight = jax.jit(functools.partial(d_value, attend))(*args)
+    for actual in (on_one, on_eight):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2**-8 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

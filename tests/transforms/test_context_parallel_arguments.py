@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -16,22 +17,58 @@ from jax_flash import _dispatch
 from jax_flash._device import H100
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands, Sizes
-from jax_flash.context_parallel import load_balance, ring, strategy
+from jax_flash.context_parallel import gather, halo, load_balance, ring, strategy
 from jax_flash.context_parallel.load_balance import Order
-from jax_flash.context_parallel.sharded import Sharded
+from jax_flash.context_parallel.sharded import LENGTHS, Sharded
 from jax_flash.context_parallel.strategy import STRATEGIES, Work
 
 
-def of_window(left, right=0, T=64, shards=4, kind=None, has_lengths=False):
+def of_window(left, right=0, T=64, shards=4, kind=None, lengths=()):
     spec = AttentionSpec(1.0, left, right)
-    return Sharded(spec, AXIS, Order(kind, shards), T, T, has_alibi=False, has_lengths=has_lengths)
+    return Sharded(spec, AXIS, Order(kind, shards), T, T, has_alibi=False, lengths=lengths)
 
 
 def test_a_causal_window_needs_the_steps_that_it_reaches():
     assert [ring.steps(of_window(left)) for left in (0, 1, 16, 17, 40, None)] == [1, 2, 2, 3, 4, 4]
     assert ring.steps(of_window(1, right=1)) == 4
     assert ring.steps(of_window(1, kind="zigzag")) == 4
-    assert ring.steps(of_window(1, has_lengths=True)) == 4
+    assert ring.steps(of_window(1, lengths=LENGTHS)) == 4
+
+
+@pytest.mark.parametrize("T", [24, 32, 40])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_the_edges_of_a_window_have_all_that_queries_see(T, shards):
+    """Of 32 keys. The first device and the last one see nothing of each other, whose positions they take."""
+    S, distance = 32, np.arange(32) - (np.arange(T)[:, None] + 32 - T)
+    for window in itertools.product((-1, 0, 1, 5, 9, 20), repeat=2):
+        of = Sharded(AttentionSpec(1.0, *window), AXIS, Order(None, shards), T, S, False, ())
+        edges, sees = halo.edges_of(of), (-window[0] <= distance) & (distance <= window[1])
+        if edges is None:
+            continue
+        for device in range(shards):
+            rows, columns = (np.arange(n // shards) + device * n // shards for n in (T, S))
+            covered = np.isin(np.arange(S), columns) & np.isin(np.arange(T), rows)[:, None]
+            for edge in edges:
+                neighbour = device + edge.neighbour
+                of_edge = np.ix_(
+                    rows[edge.first_query :][: edge.rows],
+                    np.arange(edge.rows) + edge.first_key + neighbour % shards * S // shards,
+                )
+                if 0 <= neighbour < shards:
+                    covered[of_edge] = True
+                else:
+                    assert not sees[of_edge].any()
+            assert not (sees & ~covered)[rows].any()
+
+
+def test_what_a_narrow_window_gathers():
+    def gathered(*args, **options):
+        return gather.gathered_keys(of_window(*args, **options))
+
+    assert gathered(3) == 3 and gathered(3, right=2) == 5
+    assert gathered(3, lengths=LENGTHS) == 3
+    assert gathered(3, lengths=LENGTHS[:1]) == gathered(3, lengths=LENGTHS[1:]) == 48
+    assert gathered(17) == gathered(3, kind="zigzag") == gathered(None) == 48
 
 
 @pytest.mark.parametrize("kind", load_balance.KINDS)

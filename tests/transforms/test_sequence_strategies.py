@@ -115,6 +115,14 @@ def test_drawn_calls(name, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_narrow_window_with_lengths_of_which_some_rows_move_the_diagonal(kind):
+    """Devices that have other rows of the batch take the other branch of a program."""
+    queries, keys = jnp.array([30, 11]), jnp.array([30, 19])
+    options = dict(local_window_size=(5, 2), query_seq_lengths=queries, key_value_seq_lengths=keys)
+    check(attention("all_gather", **options), arrays(), mesh_of(dict(b=2, s=4), kind), (P("b", "s"),) * 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", ["four", "with_batch_and_heads", "axes_out_of_order"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_moves(name, mesh, kind):

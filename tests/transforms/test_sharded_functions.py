@@ -197,6 +197,25 @@ def test_within_shard_map(layout, case):
     check(case, jax.jit(functools.partial(case.with_gradients, call))(*arrays), arrays)
 
 
+@pytest.mark.parametrize("name", ["of_tokens", *thorough("soft_cap", "relative_position")])
+def test_a_score_mod_with_a_narrow_window(name):
+    """No keys but those that the window reaches are sent, within shard_map and under jit."""
+    case, window = Case(name), dict(local_window_size=(9, 3))
+    arrays, mesh = case.arrays(), sequence_mesh(4)
+
+    def of(call):
+        return jax.jit(functools.partial(case.with_gradients, functools.partial(call, **window)))
+
+    expected = of(jax_flash.flash_attention)(*arrays)
+    by_jit = functools.partial(jax_flash.flash_attention, context_parallel="all_gather")
+    on_mesh = [put(x, mesh, P(None, "sequence")) for x in arrays[:3]]
+    captured = jax.tree.map(lambda x: put(x, mesh, P()), arrays[3])
+    for call in (context_parallel(4, "all_gather", None), by_jit):
+        compiled = of(call).lower(*on_mesh, captured).compile()
+        cases.assert_close(compiled(*on_mesh, captured), expected)
+        assert not re.search(r" all-gather\(", compiled.as_text())
+
+
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize(
     "calls", [((2, 2), "zigzag"), *thorough(((4, 2), None), ((2, 4), "zigzag"))], ids=str
