@@ -83,7 +83,7 @@ __device__ __forceinline__ void set_to_zero(const Parameters& parameters, int he
 // Stores dK and dV of empty tiles, which the main kernel skips (Traits::skips_empty_tiles): zeros. All threads of all
 // CTAs.
 __device__ __forceinline__ void zero_empty_tiles(const EmptyTiles& empty) {
-    if (empty.tile_blocks == nullptr) return;
+    if (!Traits::persistent || empty.tile_blocks == nullptr) return;
     const int key_tiles = ceil_div(empty.keys, Traits::keys);
 #pragma unroll 1
     for (int index = blockIdx.x; index < empty.tiles; index += gridDim.x) {
