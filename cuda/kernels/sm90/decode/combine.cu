@@ -14,6 +14,7 @@ using RowPartials = Partials<QUERY_ROWS, VALUE_DIM>;
 constexpr bool natural = NATURAL;
 constexpr int chunk_count = ceil_div(VALUE_DIM, 4 * 32);  // of four columns, that a lane has
 constexpr int at_once = 16 / chunk_count;                 // partials whose loads are in flight
+
 // A row, of the partials so far: the maximum of its logits, and the sum of exponentials and the output relative to it.
 struct Total {
     float max = initial_max, sum = 0;
