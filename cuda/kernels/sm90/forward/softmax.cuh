@@ -30,19 +30,22 @@ struct OnlineSoftmax {
     float row_sum[2] = {0.0f, 0.0f};                // over this thread's columns; `finalize` adds the other lanes'
     float rescale[2];  // factor of earlier probabilities, and of the output so far
 
-    // The exponent of a natural logit x is x · log2(e) − shift(row_max), one instruction, where the maximum is
-    // moderate. A large one's shift is rounded by whole numbers. So then it is
-    // (x − row_max) · log2(e) + correction(row_max), the same number where the maximum is moderate.
+    // The exponent of a natural logit x is (x − base(row_max)) · log2(e) − shift(row_max). Where the maximum is
+    // moderate the base is 0, and that is one instruction. A large one's shift would be rounded by whole numbers.
     __device__ static __forceinline__ bool is_moderate(float max) { return fabsf(max) < 0x1p16f; }
-    __device__ static __forceinline__ float shift(float max) { return __fmaf_rn(max, log2_e, -exponent_offset); }
-    __device__ static __forceinline__ float correction(float max) {
+    __device__ static __forceinline__ float base(float max) { return is_moderate(max) ? 0 : max; }
+    __device__ static __forceinline__ float shift(float max) {
+        return is_moderate(max) ? __fmaf_rn(max, log2_e, -exponent_offset) : -exponent_offset;
+    }
+    // The exponent of the maximum: what rounding of the shift leaves, and exponent_offset.
+    __device__ static __forceinline__ float max_exponent(float max) {
         return is_moderate(max) ? __fmaf_rn(max, log2_e, -shift(max)) : exponent_offset;
     }
 
     // The factor of probabilities relative to one maximum that makes them relative to another.
     __device__ static __forceinline__ float change_of_max(float from, float to) {
         if constexpr (!natural) return exp2_approx(from - to);
-        return exp2_approx(__fmaf_rn(from - to, log2_e, correction(to) - correction(from)));
+        return exp2_approx(__fmaf_rn(from - to, log2_e, max_exponent(to) - max_exponent(from)));
     }
     // The exponential of a difference of what `row_max` is a maximum of.
     __device__ static __forceinline__ float exponential(float difference) {
@@ -82,20 +85,20 @@ struct OnlineSoftmax {
             }
         }
     }
-    // The same of natural logits.
+    // The same of natural logits. The bits of a row don't depend on which way its warp takes.
     template <int begin, int end, int count>
     __device__ __forceinline__ void exponentiate_logits(float (&scores)[count]) {
+        const float shifts[2] = {shift(row_max[0]), shift(row_max[1])};
         if (!__any_sync(all_lanes, !is_moderate(row_max[0]) || !is_moderate(row_max[1]))) {
-            const float shifts[2] = {shift(row_max[0]), shift(row_max[1])};
 #pragma unroll
             for (int i = begin; i < end; ++i) {
                 scores[i] = exp2_approx(__fmaf_rn(scores[i], log2_e, -shifts[row_of(i)]));
             }
         } else {
-            const float corrections[2] = {correction(row_max[0]), correction(row_max[1])};
+            const float bases[2] = {base(row_max[0]), base(row_max[1])};
 #pragma unroll
             for (int i = begin; i < end; ++i) {
-                scores[i] = exp2_approx(__fmaf_rn(scores[i] - row_max[row_of(i)], log2_e, corrections[row_of(i)]));
+                scores[i] = exp2_approx(__fmaf_rn(scores[i] - bases[row_of(i)], log2_e, -shifts[row_of(i)]));
             }
         }
 #pragma unroll
@@ -115,7 +118,7 @@ struct OnlineSoftmax {
             const float sum = quad_sum(row_sum[r]);
             const bool is_left = !(sum < least_sum);  // NaN is
             float max = row_max[r], factor = 1;
-            if constexpr (natural) factor = exp2_approx(-correction(max));
+            if constexpr (natural) factor = exp2_approx(-max_exponent(max));
             float total = sum * factor;
             if constexpr (Traits::sinks) {
                 const float logit = sink(r) * (natural ? 1 : log2_e);
