@@ -92,7 +92,8 @@ class BackwardCall:
 
     @property
     def skips_empty_tiles(self) -> bool:
-        """Whether the main kernel skips key tiles that no query sees (`Traits::skips_empty_tiles`)."""
+        """Whether the main kernel skips key tiles that no query sees: the rule of `Traits::skips_empty_tiles`
+        in cuda/kernels/sm90/backward/traits.cuh."""
         persistent = not self.tile.split_products
         has_lists = self.spec.block_mask is not None
         return self.has_metadata and persistent and not has_lists and not self.spec.deterministic

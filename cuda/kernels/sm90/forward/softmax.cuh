@@ -85,7 +85,7 @@ struct OnlineSoftmax {
             }
         }
     }
-    // The same of natural logits. The bits of a row don't depend on which way its warp takes.
+    // `exponentiate` for natural logits. A row gets the same bits in both branches, so they don't depend on other rows.
     template <int begin, int end, int count>
     __device__ __forceinline__ void exponentiate_logits(float (&scores)[count]) {
         const float shifts[2] = {shift(row_max[0]), shift(row_max[1])};
