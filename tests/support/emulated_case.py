@@ -67,6 +67,11 @@ def capped(random, case):
     return lambda score, b, h, q, k: 2 * jax.numpy.tanh(score / 2) + 0.25 * score
 
 
+def mildly_capped(random, case):
+    """A cap that most scores are within."""
+    return lambda score, b, h, q, k: 6 * jax.numpy.tanh(score / 6)
+
+
 def hides(random, case):
     """Keys of the other parity, for odd heads; a slope for each batch row and head."""
     slopes = jax.numpy.asarray(random.uniform(0, 0.1, (case.B, case.N)), "bfloat16")
@@ -107,6 +112,7 @@ def learned(random, case):
 FUNCTIONS = {
     "relative_position": relative_position,
     "capped": capped,
+    "mildly_capped": mildly_capped,
     "hides": hides,
     "scaled": scaled,
     "learned": learned,

@@ -29,13 +29,17 @@ extern "C" void run{n}(const Operands{n}& operands, int count, const float* scor
         const auto tile = f{n}::make_tile(operands, batch[i]);
         const auto row = f{n}::make_row(operands, tile, batch[i], head[i], query_at);
         const auto column = f{n}::make_column(operands, tile, batch[i], key_at);
-        const auto element = f{n}::make_element(
-            operands, tile, row, column, {score} batch[i], head[i], query_at, key_at);
+        {element}
         value[i] = element.value;
         {derivative}
     }}
 }}
 """
+_ARGUMENTS = "operands, tile, row, column, {score} batch[i], head[i], query_at, key_at"
+_ELEMENT_OF_SCORE = f"""const bool small = !(f{{n}}::tangent_bits({_ARGUMENTS}) >> 30 & 1);
+        const auto element = small ? f{{n}}::make_element<true>({_ARGUMENTS})
+                                   : f{{n}}::make_element<false>({_ARGUMENTS});"""
+_ELEMENT = f"const auto element = f{{n}}::make_element({_ARGUMENTS});"
 _DERIVATIVE = """d_score[i] = element.d_score;
         f{n}::add_gradients(gradients, element, d_value[i], [](int, float* sums, int index, float term) {{
             atomicAdd(sums + index, term);
@@ -66,8 +70,11 @@ class Case:
 
     def loop(self, n: int) -> str:
         derivative = "" if self.derivative is None else _DERIVATIVE.format(n=n)
-        score = "score[i]," if "score" in self.traced.arguments else ""
-        return _LOOP.format(n=n, derivative=derivative, score=score)
+        has_score = "score" in self.traced.arguments
+        element = (_ELEMENT_OF_SCORE if has_score else _ELEMENT).format(
+            n=n, score="score[i]," if has_score else ""
+        )
+        return _LOOP.format(n=n, derivative=derivative, element=element)
 
 
 def score_mod(function: Callable[..., Any]) -> Case:

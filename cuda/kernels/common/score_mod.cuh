@@ -74,12 +74,24 @@ struct ScoreRow {
         return x;
     }
 
+    // Whether the user's function takes tangents that `logit` can compute faster where all of a warp's arguments are
+    // small (common/tanh.cuh), and the bits that tell of a score's.
+    static constexpr bool has_tangents = UserRow::has_tangents && !ScoreTraits::soft_cap;
+    __device__ __forceinline__ uint32_t tangent_bits(float score, Position key) const {
+#if SCORE_MOD
+        return user.tangent_bits(score * operands.scale, key);
+#else
+        return 0;
+#endif
+    }
+
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
+    template <bool small_tangents = false>
     __device__ __forceinline__ float logit(float score, Position key, float& derivative) const {
         const int own_key = key.index();
         float x = capped(score, derivative);
 #if SCORE_MOD
-        const user_score_mod::Element element = user.element(x, key);
+        const user_score_mod::Element element = user.element<small_tangents>(x, key);
         x = element.value;
 #if SCORE_MOD == 2
         derivative *= element.d_score;

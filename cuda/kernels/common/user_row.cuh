@@ -23,13 +23,27 @@ struct UserRow {
           tile(user_score_mod::make_tile(operands, batch)),
           row(user_score_mod::make_row(operands, tile, batch, head, query)) {}
 
+    static constexpr bool has_tangents = user_score_mod::has_tangents;
+
+    // small_tangents: `are_small` of what `tangent_bits` gives, for all scores of a warp (common/tanh.cuh).
+    template <bool small_tangents = false>
     __device__ __forceinline__ user_score_mod::Element element(float score, Position key) const {
-        const user_score_mod::Column column = user_score_mod::make_column(operands, tile, batch, key);
-        return user_score_mod::make_element(operands, tile, row, column, score, batch, head, query, key);
+        return user_score_mod::make_element<small_tangents>(operands, tile, row, column(key), score, batch, head,
+                                                            query, key);
+    }
+    __device__ __forceinline__ uint32_t tangent_bits(float score, Position key) const {
+        return user_score_mod::tangent_bits(operands, tile, row, column(key), score, batch, head, query, key);
+    }
+
+   private:
+    __device__ __forceinline__ user_score_mod::Column column(Position key) const {
+        return user_score_mod::make_column(operands, tile, batch, key);
     }
 };
 #else
 struct UserRow {
+    static constexpr bool has_tangents = false;
+
     __device__ __forceinline__ UserRow(int, int, int, int) {}
 };
 #endif

@@ -8,7 +8,11 @@ it has:
     Tile make_tile(operands, batch)
     Row make_row(operands, tile, batch, head, query)
     Column make_column(operands, tile, batch, key)
-    Element make_element(operands, tile, row, column, score, batch, head, query, key)
+    Element make_element<small_tangents>(operands, tile, row, column, score, batch, head, query, key)
+
+Where `has_tangents`, the function takes the tangent of something that is cheap to compute from its score, and
+`tangent_bits(...)`, with make_element's arguments, tells whether `small_tangents` may be true
+(cuda/kernels/common/tanh.cuh).
 
 `query` and `key` are of type `Position` (cuda/kernels/common/position.cuh).
 
@@ -18,7 +22,7 @@ and keys beyond the last: all loads stay within arrays, but for those of a funct
 (functions/varlen.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -29,7 +33,7 @@ from jax_flash.cuda.functions.finite import is_finite
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions.derivative import Derivative
 from jax_flash.functions.function import ScalarFunction
-from jax_flash.functions.graph import BOOL, CONSTANT, INPUT, LOAD, Node
+from jax_flash.functions.graph import BOOL, CONSTANT, FLOAT32, INPUT, LOAD, Node
 from jax_flash.functions.scopes import Scope, by_scope, scope
 
 _QUALIFIERS = "__device__ __forceinline__"
@@ -145,6 +149,8 @@ def _text(
 ) -> str:
     writer = _Writer(operands, has_score, results)
     parts = [writer.function(each) for each in Scope]
+    if has_score:
+        parts.append(writer.tangent_bits())
     body = "\n\n".join([*parts, *([last] if last else [])])
     return (
         '#pragma once\n#include "parameters.cuh"\n#include "common/position.cuh"\n'
@@ -166,6 +172,7 @@ class _Writer:
         used = {argument for node in nodes for argument in node.arguments if scope(argument) < scope(node)}
         used |= {node for _, _, node in results}
         self.kept = {each: [node for node in self.scopes[each] if node in used] for each in Scope}
+        self.tangents = _tangents(self.scopes[Scope.ELEMENT]) if has_score else ()
 
     def function(self, own: Scope) -> str:
         """A scope's struct, and the function that makes it."""
@@ -175,13 +182,27 @@ class _Writer:
         else:
             fields = [(cpp.type_of(node), self.names[node], self.names[node]) for node in self.kept[own]]
         lines = [f"struct {type} {{", *(f"    {type_of} {field};" for type_of, field, _ in fields), "};"]
+        if own == Scope.ELEMENT and self.has_score:
+            lines.append("template <bool small_tangents = false>")
         lines.append(f"{_QUALIFIERS} {type} {name}({', '.join(self.parameters(own))}) {{")
-        lines += [
-            f"    const {cpp.type_of(node)} {self.names[node]} = {self.expression(node, own)};"
-            for node in self.scopes[own]
-        ]
+        lines += self.statements(self.scopes[own], own)
         lines += [f"    return {{{', '.join(value for _, _, value in fields)}}};", "}"]
         return "\n".join(lines)
+
+    def tangent_bits(self) -> str:
+        """A function of the arguments of all tangents of an element."""
+        arguments = [node.arguments[0] for node in self.tangents]
+        lines = [f"constexpr bool has_tangents = {'true' if arguments else 'false'};"]
+        lines.append(f"{_QUALIFIERS} uint32_t tangent_bits({', '.join(self.parameters(Scope.ELEMENT))}) {{")
+        lines += self.statements(by_scope(arguments)[Scope.ELEMENT], Scope.ELEMENT)
+        bits = [f"bits_of_doubled({self.name(argument, Scope.ELEMENT)})" for argument in arguments]
+        lines += [f"    return {' | '.join(bits) or '0'};", "}"]
+        return "\n".join(lines)
+
+    def statements(self, nodes: Iterable[Node], own: Scope) -> list[str]:
+        return [
+            f"    const {cpp.type_of(node)} {self.names[node]} = {self.expression(node, own)};" for node in nodes
+        ]
 
     def parameters(self, own: Scope) -> list[str]:
         earlier = [each for each in Scope if each == Scope.TILE or own == Scope.ELEMENT]
@@ -197,6 +218,8 @@ class _Writer:
         arguments = [self.name(argument, own) for argument in node.arguments]
         if node.operation in (positions.FLOAT_OF_POSITION, positions.COMPARED_POSITION):
             return positions.expression(node, arguments)
+        if node in self.tangents:
+            return f"tangent<small_tangents>({arguments[0]})"
         if node.operation != LOAD:
             return cpp.expression(node, arguments)
         load = f"scalar::load(operands.operand{node.detail} + {arguments[0]})"
@@ -210,6 +233,17 @@ class _Writer:
             return f"{node.detail}.index()" if node.detail in _POSITIONS else str(node.detail)
         of = scope(node)
         return self.names[node] if of == own else f"{_NAMES[of]}.{self.names[node]}"
+
+
+_CHEAP = ("add", "sub", "mul", "div", "neg", "convert_element_type")
+
+
+def _tangents(elements: Sequence[Node]) -> tuple[Node, ...]:
+    """Tangents among an element's values, if computing their arguments twice costs little; else none."""
+    tangents = tuple(node for node in elements if node.operation == "tanh")
+    computed = by_scope(node.arguments[0] for node in tangents)[Scope.ELEMENT]
+    is_cheap = all(node.operation in _CHEAP for node in computed)
+    return tangents if is_cheap and all(node.dtype == FLOAT32 for node in tangents) else ()
 
 
 def shapes_of_gradients(function: Function, derivative: Derivative) -> dict[str, jax.ShapeDtypeStruct]:

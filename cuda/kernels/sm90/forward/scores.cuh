@@ -16,11 +16,15 @@ constexpr int any_key = 1 << 30;
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
     const float doubled = 2 * operands.scale;
+    uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < count; ++i) scores[i] *= doubled;
-    if (are_within_one(scores)) {
+    for (int i = 0; i < count; ++i) {
+        scores[i] *= doubled;
+        bits |= __float_as_uint(scores[i]);
+    }
+    if (are_small(bits)) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) scores[i] = tanh_within_one(scores[i]);
+        for (int i = 0; i < count; ++i) scores[i] = tanh_within_one<true>(scores[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
@@ -28,6 +32,20 @@ __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOp
             const float tanh = tanh_of(0.5f * scores[i]);
             scores[i] = Traits::isolates ? tanh + 0.0f * scores[i] : tanh;
         }
+    }
+}
+
+// Logits of one of the thread's two rows, in place of its scores.
+template <bool small_tangents, int count, class KeyOf>
+__device__ __forceinline__ void make_logits(float (&scores)[count], int r, const ScoreRow& score_row, KeyOf key_of) {
+    float derivative;  // which no one reads
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        if (row_of(i) != r) continue;
+        float logit[1] = {score_row.logit<small_tangents>(scores[i], key_of(i), derivative)};
+        // One after another: operands of several at once have no room in registers.
+        if constexpr (ScoreTraits::all_operands) wgmma::pin(logit);
+        scores[i] = logit[0];
     }
 }
 
@@ -46,14 +64,18 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
             const Position query = position_of(row + 8 * r, shape);
             const int head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
-            float derivative;  // which no one reads
+            auto key_of = [&](int i) { return Position{column, column_of(i), keys - 1}; };
+            uint32_t bits = 0;
+            if constexpr (ScoreRow::has_tangents) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) {
-                if (row_of(i) != r) continue;
-                float logit[1] = {score_row.logit(scores[i], {column, column_of(i), keys - 1}, derivative)};
-                // One after another: operands of several at once have no room in registers.
-                if constexpr (ScoreTraits::all_operands) wgmma::pin(logit);
-                scores[i] = logit[0];
+                for (int i = 0; i < count; ++i) {
+                    if (row_of(i) == r) bits |= score_row.tangent_bits(scores[i], key_of(i));
+                }
+            }
+            if (ScoreRow::has_tangents && are_small(bits)) {
+                make_logits<true>(scores, r, score_row, key_of);
+            } else {
+                make_logits<false>(scores, r, score_row, key_of);
             }
         }
     } else if constexpr (Traits::score_sign != 1) {
