@@ -25,18 +25,15 @@
 using Element = ELEMENT;
 constexpr int warps = WARPS;
 constexpr int lane_columns = 8;  // that a lane has of a row, 16 bytes
-template <int dim>
-using Row = Lanes<dim, lane_columns, warps>;
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// A lane's columns of a row, as they are; zeros where there is no row.
-template <int dim>
-__device__ __forceinline__ uint4 load_columns(const Element* row, bool is_row) {
-    if (!is_row || Row<dim>::column() >= dim) return {0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(row + Row<dim>::column());
+// A lane's piece of a row, as it is; zeros where there is none.
+__device__ __forceinline__ uint4 load_piece(const Element* piece, bool is_there) {
+    if (!is_there) return {0, 0, 0, 0};
+    return *reinterpret_cast<const uint4*>(piece);
 }
 
 __device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bits) {
@@ -49,44 +46,64 @@ __device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bi
     }
 }
 
-// Random signs, then the Hadamard matrix: sums and differences of elements that are 1, 2, 4 … columns apart.
-__device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&signs)[lane_columns], float scale) {
-    if constexpr (HADAMARD > 1) {
+// What a lane has of a row of queries or keys.
+using QueryRow = FewLanes<HEAD_DIM, lane_columns, warps>;
+using QueryColumns = float[QueryRow::pieces][lane_columns];
+
+// The Hadamard matrix, but for its scale: sums and differences of elements that are 1, 2, 4 … columns apart.
+__device__ __forceinline__ void rotate(QueryColumns& x) {
+    constexpr int in_lanes = lane_columns * QueryRow::width;
 #pragma unroll
-        for (int i = 0; i < lane_columns; ++i) x[i] *= signs[i];
+    for (int half = 1; half < HADAMARD; half *= 2) {
 #pragma unroll
-        for (int half = 1; half < HADAMARD; half *= 2) {
-            if (half < lane_columns) {
+        for (int piece = 0; piece < QueryRow::pieces; ++piece) {
 #pragma unroll
-                for (int i = 0; i < lane_columns; ++i) {
-                    if (i & half) continue;
-                    const float low = x[i], high = x[i | half];
-                    x[i] = low + high;
-                    x[i | half] = low - high;
+            for (int i = 0; i < lane_columns; ++i) {
+                if (half >= lane_columns && half < in_lanes) {
+                    const int distance = half / lane_columns;
+                    const float other = __shfl_xor_sync(all_lanes, x[piece][i], distance);
+                    const float sign = threadIdx.x & distance ? -1 : 1;
+                    x[piece][i] = __fmaf_rn(x[piece][i], sign, other);  // exactly ±x[piece][i] + other
+                    continue;
                 }
-            } else {
-                const int distance = half / lane_columns;
-                const float sign = threadIdx.x & distance ? -1 : 1;
-#pragma unroll
-                for (int i = 0; i < lane_columns; ++i) {
-                    const float other = __shfl_xor_sync(all_lanes, x[i], distance);
-                    x[i] = __fmaf_rn(x[i], sign, other);  // exactly ±x[i] + other
-                }
+                const int pieces = half / in_lanes, columns = half < lane_columns ? half : 0;
+                if (piece & pieces || i & columns) continue;
+                float &low = x[piece][i], &high = x[piece | pieces][i | columns];
+                const float sum = low + high;
+                high = low - high;
+                low = sum;
             }
         }
-#pragma unroll
-        for (int i = 0; i < lane_columns; ++i) x[i] *= scale;
     }
 }
 
-__device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const Parameters& of, int batch) {
-    const int column = Row<HEAD_DIM>::column();
+// The sign bits of 16-bit elements that incoherent processing changes, in a lane's columns.
+struct Flips {
+    uint32_t pairs[QueryRow::pieces][lane_columns / 2];
+
+    __device__ __forceinline__ Flips(const Parameters& of, int batch) {
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) {
-        const bool is_there = HADAMARD > 1 && column + i < of.columns;
-        signs[i] = is_there ? global::read_only(of.signs + batch * of.signs_stride + column + i) : 0;
+        for (int piece = 0; piece < QueryRow::pieces; ++piece) {
+#pragma unroll
+            for (int i = 0; i < lane_columns / 2; ++i) {
+                const int column = QueryRow::column(piece) + 2 * i;
+                pairs[piece][i] = flip(of, batch, column) >> 16 | flip(of, batch, column + 1);
+            }
+        }
     }
-}
+
+    __device__ __forceinline__ uint4 apply(const uint4& bits, int piece) const {
+        if constexpr (HADAMARD == 1) return bits;
+        const auto& flips = pairs[piece];
+        return {bits.x ^ flips[0], bits.y ^ flips[1], bits.z ^ flips[2], bits.w ^ flips[3]};
+    }
+
+   private:
+    __device__ static uint32_t flip(const Parameters& of, int batch, int column) {
+        if (HADAMARD == 1 || column >= of.columns) return 0;
+        return __float_as_uint(global::read_only(of.signs + batch * of.signs_stride + column)) & 0x80000000u;
+    }
+};
 
 // The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power
 // of two that brings it to 448 at most.
@@ -125,7 +142,14 @@ __device__ __forceinline__ void make_zero(uint4& bits, const float (&x)[lane_col
     bits = {bits.x & kept(0), bits.y & kept(2), bits.z & kept(4), bits.w & kept(6)};
 }
 
-// Of no infinities; NaN doesn't count.
+// The largest of `largest` and of magnitudes, NaN if one of them is.
+__device__ __forceinline__ float largest_with_nan(float largest, const float (&x)[lane_columns]) {
+#pragma unroll
+    for (int i = 0; i < lane_columns; ++i) largest = max_with_nan(largest, fabsf(x[i]));
+    return largest;
+}
+
+// NaN doesn't count.
 __device__ __forceinline__ float largest_of(const float (&x)[lane_columns]) {
     float largest = 0;
 #pragma unroll
@@ -138,73 +162,90 @@ struct Bytes {
 };
 
 // Of no infinities, which would become the largest number; NaN stays NaN.
-__device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inverse) {
+__device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float factor) {
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) x[i] *= inverse;
+    for (int i = 0; i < lane_columns; ++i) x[i] *= factor;
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
 }
 
-// What a thread has of a head's block of queries or keys: columns of `own` rows.
+// What a thread has of a head's block of queries or keys.
 struct HeadRows {
-    static constexpr int own = Row<HEAD_DIM>::own;
+    static constexpr int own = QueryRow::own, pieces = QueryRow::pieces;
 
-    uint4 bits[own];
+    uint4 bits[own][pieces];
 
-    __device__ static int row(int i) { return Row<HEAD_DIM>::row(i); }
-
+    // `first` of `count` rows.
     __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
 #pragma unroll
         for (int i = 0; i < own; ++i) {
-            bits[i] = load_columns<HEAD_DIM>(first + row(i) * row_stride, row(i) < min(count, block_rows));
+            const int row = QueryRow::row(i);
+#pragma unroll
+            for (int piece = 0; piece < pieces; ++piece) {
+                const bool is_there = row < min(count, block_rows) && QueryRow::has(piece);
+                bits[i][piece] = load_piece(first + row * row_stride + QueryRow::column(piece), is_there);
+            }
         }
     }
 };
 
+// Row `i` of the thread's, rotated but for the rotation's scale. What isn't finite becomes NaN. Returns the largest
+// magnitude.
+__device__ __forceinline__ float take_row(QueryColumns& x, const HeadRows& rows, int i, const Flips& flips) {
+#pragma unroll
+    for (int piece = 0; piece < HeadRows::pieces; ++piece) unpack(x[piece], flips.apply(rows.bits[i][piece], piece));
+    rotate(x);
+    float largest = 0;
+#pragma unroll
+    for (int piece = 0; piece < HeadRows::pieces; ++piece) largest = largest_with_nan(largest, x[piece]);
+    if (is_finite(largest)) return largest;
+    largest = 0;
+#pragma unroll
+    for (int piece = 0; piece < HeadRows::pieces; ++piece) {
+        make_nan(x[piece]);
+        largest = fmaxf(largest, largest_of(x[piece]));
+    }
+    return largest;
+}
+
 // A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from
 // `valid` on are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is
-// 1.
+// 1, and `rows` are loaded.
 template <bool one_head, class IsUsable>
-__device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out,
-                                               int batch, int count, int valid, int group, int64_t row_stride,
-                                               IsUsable is_usable) {
-    constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
-    HeadRows rows;
-    float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
-    load_signs(signs, of, batch);
-    const auto take = [&](float (&x)[lane_columns], const uint4& bits) {
-        unpack(x, bits);
-        rotate(x, signs, of.rotation_scale);
-        if (!all_finite(x)) make_nan(x);
-    };
-#pragma unroll 1
-    for (int head = 0; head < group; ++head) {
-        rows.load(first + head * HEAD_DIM, count, row_stride);
-#pragma unroll
-        for (int i = 0; i < HeadRows::own; ++i) {
-            float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
-            take(x, rows.bits[i]);
-            if (rows.row(i) < valid) largest = fmaxf(largest, largest_of(x));
-        }
-    }
-    const float scale = block_scale(largest);
+__device__ __forceinline__ float quantize_rows(const Parameters& of, HeadRows& rows, const Element* first,
+                                               unsigned char* out, int batch, int count, int valid, int group,
+                                               int64_t row_stride, IsUsable is_usable) {
+    // Of more columns there are too few registers.
+    constexpr bool keeps_rotated = one_head && HeadRows::own * QueryRow::pieces <= 8;
+    const Flips flips(of, batch);
+    QueryColumns rotated[keeps_rotated ? HeadRows::own : 1];
+    float largest = 0;
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
         if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
         for (int i = 0; i < HeadRows::own; ++i) {
-            const int row = rows.row(i), column = Row<HEAD_DIM>::column();
-            float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
-            if constexpr (!keeps_rotated) {
-                take(x, rows.bits[i]);
-            }
-            const bool is_there = row < min(column < HEAD_DIM ? count : 0, block_rows);
-            if (is_there && !is_usable(row)) {
+            const float of_row = take_row(rotated[keeps_rotated ? i : 0], rows, i, flips);
+            if (QueryRow::row(i) < valid) largest = fmaxf(largest, of_row);
+        }
+    }
+    // Both scales are one product, which rounds each element once, as the rotation's alone does: the block's is a power
+    // of 2.
+    const float scale = block_scale(largest * of.rotation_scale), factor = of.rotation_scale * (1 / scale);
+#pragma unroll 1
+    for (int head = 0; head < group; ++head) {
+        if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
 #pragma unroll
-                for (int j = 0; j < lane_columns; ++j) x[j] = not_a_number();
+        for (int i = 0; i < HeadRows::own; ++i) {
+            const int row = QueryRow::row(i);
+            QueryColumns& x = rotated[keeps_rotated ? i : 0];
+            if constexpr (!keeps_rotated) take_row(x, rows, i, flips);
+            const bool is_there = row < min(count, block_rows), hides = is_there && !is_usable(row);
+#pragma unroll
+            for (int piece = 0; piece < HeadRows::pieces; ++piece) {
+                const Bytes bytes = converted(x[piece], hides ? not_a_number() : factor);
+                unsigned char* const to = out + row * row_stride + head * HEAD_DIM + QueryRow::column(piece);
+                if (is_there && QueryRow::has(piece)) *reinterpret_cast<Bytes*>(to) = bytes;
             }
-            const Bytes bytes = converted(x, 1 / scale);
-            unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
-            if (is_there) *reinterpret_cast<Bytes*>(to) = bytes;
         }
     }
     return scale;
@@ -221,8 +262,10 @@ __device__ __forceinline__ void quantize_queries(const Parameters& of, int index
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
     const int count = of.queries - row, valid = length - row;
-    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group,
-                                                stride, AlwaysUsable{});
+    HeadRows rows;
+    if constexpr (!GROUPED) rows.load(of.query + first, count, stride);
+    const float scale = quantize_rows<!GROUPED>(of, rows, of.query + first, of.query_out + first, batch, count, valid,
+                                                group, stride, AlwaysUsable{});
     if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
 }
 
@@ -250,7 +293,7 @@ struct KeyBlock {
 
 // Values as the forward kernel takes them. Says of each key whether its value is finite.
 __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
-    using ValueRow = Row<VALUE_DIM>;
+    using ValueRow = Lanes<VALUE_DIM, lane_columns, warps>;
     using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
     constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
     __shared__ Transposed transposed;
@@ -262,7 +305,8 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
         const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
-        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * stride, four < fours && key < block.count);
+        const bool is_there = four < fours && column < VALUE_DIM && key < block.count;
+        bits[j / 4][j % 4] = load_piece(value + key * stride + column, is_there);
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
@@ -305,16 +349,21 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const KeyB
 __device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
     __shared__ unsigned char finite[block_rows];
     const KeyBlock block(of, index);
-    quantize_values(of, block, finite);
     const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
     const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
-    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count,
+    HeadRows rows;  // which arrive while values are converted
+    rows.load(of.key + first, block.count, stride);
+    quantize_values(of, block, finite);
+    const float scale = quantize_rows<true>(of, rows, of.key + first, of.key_out + first, block.batch, block.count,
                                             block.valid, 1, stride, WithFiniteValue{finite});
     if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * warps) quantize(const __grid_constant__ Parameters of) {
+// While one CTA of a multiprocessor converts, another's rows arrive.
+constexpr int warps_of_multiprocessor = HEAD_DIM <= 64 && warps == 8 ? 24 : 16;
+
+extern "C" __global__ void __launch_bounds__(32 * warps, warps_of_multiprocessor / warps) quantize(const __grid_constant__ Parameters of) {
     const int of_queries = of.batch * of.key_heads * ceil_div(of.queries, block_rows);
     const int index = blockIdx.x;
     if (index < of_queries) {
