@@ -101,7 +101,7 @@ def test_tangents_of_what_is_cheap_have_a_faster_version():
     assert not has_tangents(lambda s, b, h, q, k: s + caps[h])
     assert not has_tangents(lambda s, b, h, q, k: s + jnp.tanh(caps[h])), "once a row"
     assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s + jnp.tanh(s))), "of a tangent"
-    assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s * caps[(q - k) % 4])), "of a look-up for each score"
+    assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s * caps[(q - k) % 4])), "looked up for each score"
     assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s.astype(jnp.bfloat16)).astype(jnp.float32))
 
 

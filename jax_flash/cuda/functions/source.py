@@ -201,7 +201,8 @@ class _Writer:
 
     def statements(self, nodes: Iterable[Node], own: Scope) -> list[str]:
         return [
-            f"    const {cpp.type_of(node)} {self.names[node]} = {self.expression(node, own)};" for node in nodes
+            f"    const {cpp.type_of(node)} {self.names[node]} = {self.expression(node, own)};"
+            for node in nodes
         ]
 
     def parameters(self, own: Scope) -> list[str]:

@@ -39,8 +39,8 @@ _LENGTHS = {"query_lengths": "query_seq_lengths", "key_lengths": "key_value_seq_
 
 
 def _warps(head_dim: int) -> int:
-    """Of a CTA. Rows of more than 128 columns have twice as many, so that a thread can keep all that it has of
-    them in 128 registers, rotated, beside the next block's."""
+    """Of a CTA. Rows of more than 128 columns have twice as many, so that a thread can keep all that it has
+    of them in 128 registers, rotated, beside the next block's."""
     return 8 if head_dim <= 128 else 16
 
 
