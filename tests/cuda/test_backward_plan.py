@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_flash
+from jax_flash import _functions
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
@@ -174,6 +176,19 @@ def test_sequences_of_a_row_stay_in_l2():
     longer = longer.replace(query_segment_ids=ids, key_value_segment_ids=ids)
     launched = main_launch(plan_backward(AttentionSpec(0.1, None, 0), longer, H100))
     assert 1 <= launched.by_path["l2_head_group"] <= 8
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_lists_are_scheduled_as_if_causal(head_dim):
+    """In their order the longest come first, so that the last wave ends evenly, whatever heads it has."""
+    given = shapes(B=4, T=4096, S=4096, N=16, K=16, H=head_dim)
+    mask = jax_flash.BlockMask.from_blocks(jnp.tri(32, dtype=bool)[None, None], lengths=(4096, 4096))
+    _, static, arrays = _functions.operands(None, mask, (4,), (4096, 4096, 16))
+    rows = {"query": given.query, "key": given.key, "value": given.value}
+    masked = Operands.of(rows | {name: jax.typeof(x) for name, x in arrays.items()})
+    launched = main_launch(plan_backward(AttentionSpec(0.1, block_mask=static), masked, H100))
+    causal = main_launch(plan_backward(AttentionSpec(0.1, None, 0), given, H100))
+    assert launched.by_path["l2_head_group"] == causal.by_path["l2_head_group"] > 1
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -225,8 +225,17 @@ class BackwardCall:
             return self._most_heads_together(tiles)
         if mask_metadata.assumed_sequences(self.shapes) > 1:
             return backward_scheduler.l2_head_group_of_sequences(self._of_sequences(tiles), parts, SPAN)
+        if self.spec.block_mask is not None:
+            tiles = dataclasses.replace(tiles, blocks=self._assumed_lists)
         # Lengths of batch rows leave a head's tiles as alike as they are, or empty.
         return backward_scheduler.l2_head_group(tiles, head_bytes, l2_bytes, parts, SPAN)
+
+    @property
+    def _assumed_lists(self) -> tuple[int, ...]:
+        """How many blocks each tile visits by a block mask, whose lists are known only at run time: as under a
+        causal mask. Where all lists are alike, nothing is lost by the order of tiles which that leads to."""
+        mask = position_mask(Window(None, 0), self.n.T, self.n.S).transposed()
+        return tuple(mask.block_counts(self.tile.keys, self.tile.queries))
 
     def _of_sequences(self, tiles: Tiles) -> Tiles:
         """`tiles` as those of sequences of assumed lengths, one after another."""
@@ -252,7 +261,8 @@ class BackwardCall:
     def _heads_at_work_of(self, tiles: Tiles, l2_head_group: int) -> int:
         """How many query heads of `tiles` have their dQ summed at a time."""
         # Where much of each head is skipped, more heads are at work.
-        workers = self.workers * (4 if self.has_metadata else 1)
+        may_skip = self.has_metadata or self.spec.block_mask is not None
+        workers = self.workers * (4 if may_skip else 1)
         if self.has_metadata:  # lengths may be short
             l2_head_group = max(l2_head_group, self._most_heads_together(tiles))
         tiles = dataclasses.replace(tiles, blocks=self._blocks_of_tiles, workers=workers)
