@@ -66,6 +66,19 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
     return count(spec, shapes) > 0
 
 
+def logit_unit(spec: AttentionSpec, shapes: Shapes) -> float:
+    """What the forward pass's softmax multiplies by: the scale if there are no modifications; a soft cap or the
+    unit of a user's function if that is the only one; else 1."""
+    modifications = count(spec, shapes)
+    if modifications == 0:
+        return abs(spec.scale)
+    if modifications > 1:
+        return 1.0
+    if spec.score_mod is not None:
+        return user_score_mod.unit(spec.score_mod)
+    return spec.logits_soft_cap or 1.0
+
+
 def loaded_operand(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """The array that a score is looked up in: "bias" (with a mask or without), "mask" alone, or None.
 
@@ -99,6 +112,7 @@ def parameters(spec: AttentionSpec) -> Struct:
 def defines(spec: AttentionSpec, shapes: Shapes, backward: bool = False) -> tuple[tuple[str, int | str], ...]:
     return (
         *user_score_mod.defines(spec, backward),
+        ("LOGIT_UNIT", int(not backward and has_score_mod(spec, shapes) and logit_unit(spec, shapes) != 1)),
         ("SOFT_CAP", int(spec.logits_soft_cap is not None)),
         ("BIAS", "void" if shapes.bias is None else _C_TYPES[shapes.bias.dtype.name]),
         ("ALIBI", int(shapes.alibi_slopes is not None)),
@@ -106,7 +120,10 @@ def defines(spec: AttentionSpec, shapes: Shapes, backward: bool = False) -> tupl
     )
 
 
-NO_DEFINES = (*user_score_mod.NO_DEFINES, ("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0))
+NO_DEFINES = (
+    *user_score_mod.NO_DEFINES,
+    *(("LOGIT_UNIT", 0), ("SOFT_CAP", 0), ("BIAS", "void"), ("ALIBI", 0), ("MASK", 0)),
+)
 """Defines of kernels that compute no scores."""
 
 

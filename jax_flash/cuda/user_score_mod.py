@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.cuda import exact_sum, user_function
-from jax_flash.cuda.functions import derivative_text, value_text
+from jax_flash.cuda import exact_sum, functions, user_function
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions.derivative import Derivative
@@ -79,26 +78,37 @@ def looks_scores_up(spec: AttentionSpec) -> bool:
     return spec.score_mod is not None and spec.score_mod.looks_up_each_score
 
 
-def headers(spec: AttentionSpec, backward: bool) -> tuple[tuple[str, str], ...]:
-    """What a kernel that calls the function includes, as `Kernel.headers`."""
+def unit(function: StaticFunction) -> float:
+    """What kernels may multiply what they compute of a function by, to have its value (`functions.unit`)."""
+    assert function.value is not None
+    return functions.unit(function.value)[0]
+
+
+def headers(spec: AttentionSpec, backward: bool, in_units: bool = False) -> tuple[tuple[str, str], ...]:
+    """What a kernel that calls the function includes, as `Kernel.headers`.
+
+    Args:
+      in_units: whether the kernel multiplies by `unit`.
+    """
     if spec.score_mod is None:
         return ()
-    return ((HEADER_NAME, _text(spec.score_mod, backward)),)
+    return ((HEADER_NAME, _text(spec.score_mod, backward, in_units)),)
 
 
 @functools.cache
-def _text(function: StaticFunction, backward: bool) -> str:
+def _text(function: StaticFunction, backward: bool, in_units: bool) -> str:
     of_rows = [user_function.of_batch_row(_OPERANDS, user_function.operand_strides(function))]
     if backward:
         derivative, with_gradients = _derivative(function), _with_gradients(function)
         gradients = _GRADIENTS if with_gradients else None
-        text = derivative_text(derivative, _NAMESPACE, _OPERANDS, gradients)
+        text = functions.derivative_text(derivative, _NAMESPACE, _OPERANDS, gradients)
         if with_gradients:
             strides = {f"d_operand{n}": f"stride{n}" for n in with_gradients}
             of_rows.append(user_function.of_batch_row(_GRADIENTS, strides))
     else:
         assert function.value is not None
-        text = value_text(function.value, True, _NAMESPACE, _OPERANDS)
+        value = functions.unit(function.value)[1] if in_units else function.value
+        text = functions.value_text(value, True, _NAMESPACE, _OPERANDS)
     return "\n".join([text, user_function.in_namespace(_NAMESPACE, *of_rows)])
 
 

@@ -59,7 +59,7 @@ struct ScoreRow {
 
     __device__ __forceinline__ float distance(int key) const { return static_cast<float>(abs(diagonal - key)); }
 
-    // A score scaled and capped, as the user's function takes it, and its derivative by the scaled score.
+    // A score scaled and capped, and its derivative by the scaled score.
     __device__ __forceinline__ float capped(float score, float& derivative) const {
         float x = score * operands.scale;
         derivative = 1;
@@ -79,23 +79,35 @@ struct ScoreRow {
     static constexpr bool has_tangents = UserRow::has_tangents && !ScoreTraits::soft_cap;
     __device__ __forceinline__ uint32_t tangent_bits(float score, Position key) const {
 #if SCORE_MOD
-        return user.tangent_bits(score * operands.scale, key);
+        return user.tangent_bits({score, operands.scale}, key);
 #else
         return 0;
 #endif
     }
 
+#if SCORE_MOD
+    // What the user's function makes of a score, and the soft cap's derivative.
+    template <bool small_tangents>
+    __device__ __forceinline__ user_score_mod::Element user_element(float score, Position key,
+                                                                    float& derivative) const {
+        const float x = capped(score, derivative);
+        const ScaledScore taken = ScoreTraits::soft_cap ? ScaledScore{x, 1} : ScaledScore{score, operands.scale};
+        return user.element<small_tangents>(taken, key);
+    }
+#endif
+
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
     template <bool small_tangents = false>
     __device__ __forceinline__ float logit(float score, Position key, float& derivative) const {
         const int own_key = key.index();
-        float x = capped(score, derivative);
 #if SCORE_MOD
-        const user_score_mod::Element element = user.element<small_tangents>(x, key);
-        x = element.value;
+        const user_score_mod::Element element = user_element<small_tangents>(score, key, derivative);
+        float x = element.value;
 #if SCORE_MOD == 2
         derivative *= element.d_score;
 #endif
+#else
+        float x = capped(score, derivative);
 #endif
         if constexpr (ScoreTraits::bias) {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);

@@ -5,6 +5,7 @@
 //   SCORE_MOD               a user's function: 0 for none; 1 for one; 2 in the backward pass, where its derivative by
 //                           the score is a factor of dS
 //   SCORE_MOD_GRADIENTS     1: arrays that it captures have gradients; 2: they depend on the score
+//   LOGIT_UNIT              1 in a forward pass whose only modification has a unit (score_mod.py, logit_unit)
 //   BIAS                    the bias's element type; void: there is none
 // MASK_METADATA: the queries' diagonals are known only at run time. ISOLATES: score_mod.cuh keeps what isn't finite
 // apart.
@@ -18,8 +19,10 @@ struct ScoreTraits {
     // Without any, the softmax applies the scale.
     static constexpr bool has_score_mod = soft_cap || user || bias || alibi || mask;
     static constexpr bool all_operands = soft_cap && bias && alibi && mask;
-    // Forward, what is capped stays in units of the cap then, which is the scale that the softmax applies.
     static constexpr bool soft_cap_alone = soft_cap && !(user || bias || alibi || mask);
+    // Forward, logits may stay in units, which the softmax multiplies by: of a soft cap, or of what the user's function
+    // ends with. Others are natural.
+    static constexpr bool natural_logits = has_score_mod && !LOGIT_UNIT;
     // Whether dS has the derivative of logits by scores as a factor, and whether gradients are made of dS without it.
     static constexpr bool score_grad = soft_cap || SCORE_MOD == 2;
     static constexpr bool user_gradients = SCORE_MOD_GRADIENTS > 0;

@@ -27,11 +27,11 @@ struct UserRow {
 
     // small_tangents: `are_small` of what `tangent_bits` gives, for all scores of a warp (common/tanh.cuh).
     template <bool small_tangents = false>
-    __device__ __forceinline__ user_score_mod::Element element(float score, Position key) const {
+    __device__ __forceinline__ user_score_mod::Element element(ScaledScore score, Position key) const {
         return user_score_mod::make_element<small_tangents>(operands, tile, row, column(key), score, batch, head,
                                                             query, key);
     }
-    __device__ __forceinline__ uint32_t tangent_bits(float score, Position key) const {
+    __device__ __forceinline__ uint32_t tangent_bits(ScaledScore score, Position key) const {
         return user_score_mod::tangent_bits(operands, tile, row, column(key), score, batch, head, query, key);
     }
 

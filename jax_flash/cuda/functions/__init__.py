@@ -19,6 +19,7 @@ from jax_flash.cuda.functions.source import (
     operand_fields,
     operand_struct,
     shapes_of_gradients,
+    unit,
     value_text,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "shapes_of_gradients",
     "trace_mask_mod",
     "trace_score_mod",
+    "unit",
     "value_text",
 ]
 

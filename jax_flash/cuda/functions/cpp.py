@@ -109,15 +109,16 @@ def _infix(sign: str, functions_of_integers: str | None = None) -> Write:
 
 
 def _divide(node: Node, a: str, b: str) -> str:
-    divisor = node.arguments[1]
-    if node.dtype in FLOATS and divisor.operation == CONSTANT and _has_reciprocal(float(divisor.value)):
-        return f"{a} * {float(np.float32(1 / float(divisor.value))).hex()}f"
-    return f"scalar::divide({a}, {b})"
+    factor = reciprocal(node.arguments[1])
+    return f"scalar::divide({a}, {b})" if factor is None else f"{a} * {factor}"
 
 
-def _has_reciprocal(x: float) -> bool:
-    """Whether x has a reciprocal in float32. XLA also multiplies by the reciprocal of a constant."""
-    return 2.0**-100 < abs(x) < 2.0**100
+def reciprocal(divisor: Node) -> str | None:
+    """That of a constant in C++, if it has one in float32; else None. XLA also multiplies by it."""
+    if divisor.dtype not in FLOATS or divisor.operation != CONSTANT:
+        return None
+    x = float(divisor.value)
+    return f"{float(np.float32(1 / x)).hex()}f" if 2.0**-100 < abs(x) < 2.0**100 else None
 
 
 def _bitwise(sign: str) -> Write:

@@ -10,9 +10,9 @@ it has:
     Column make_column(operands, tile, batch, key)
     Element make_element<small_tangents>(operands, tile, row, column, score, batch, head, query, key)
 
-Where `has_tangents`, the function takes the tangent of something that is cheap to compute from its score, and
-`tangent_bits(...)`, with make_element's arguments, tells whether `small_tangents` may be true
-(cuda/kernels/common/tanh.cuh).
+`score` is a `ScaledScore` (cuda/kernels/common/scaled_score.cuh). Where `has_tangents`, the function takes
+hyperbolic tangents of what is cheap to compute from its score, and `tangent_bits`, with the arguments of
+`make_element`, tells whether `small_tangents` may be true (cuda/kernels/common/tanh.cuh).
 
 `query` and `key` are of type `Position` (cuda/kernels/common/position.cuh).
 
@@ -89,6 +89,24 @@ def value_text(output: Node, has_score: bool, namespace: str, operands: str) -> 
     return _text(namespace, operands, has_score, result, "")
 
 
+def unit(output: Node) -> tuple[float, Node]:
+    """A number c and a bounded x whose product is the function's value, as those of a soft cap c tanh(…); or 1
+    and the value.
+
+    The softmax multiplies logits by log2(e), and so by c at no cost. Logits that may be huge are not for this:
+    their products would be rounded by whole numbers.
+    """
+    if output.operation == "mul" and output.dtype == FLOAT32:
+        for factor, rest in (output.arguments, output.arguments[::-1]):
+            if factor.operation == CONSTANT and 0 < factor.value < _MOST_UNIT and rest.operation in _BOUNDED:
+                return float(factor.value), rest
+    return 1.0, output
+
+
+_MOST_UNIT = 2.0**16
+_BOUNDED = ("tanh", "logistic", "erf", "sin", "cos")
+
+
 def derivative_text(derivative: Derivative, namespace: str, operands: str, gradients: str | None) -> str:
     """The C++ of a function and its derivative.
 
@@ -154,7 +172,7 @@ def _text(
     body = "\n\n".join([*parts, *([last] if last else [])])
     return (
         '#pragma once\n#include "parameters.cuh"\n#include "common/position.cuh"\n'
-        '#include "common/scalar_functions.cuh"\n\n'
+        '#include "common/scalar_functions.cuh"\n#include "common/scaled_score.cuh"\n\n'
         f"namespace {namespace} {{\n\n{body}\n\n}}  // namespace {namespace}\n"
     )
 
@@ -210,7 +228,7 @@ class _Writer:
         parameters = [f"const {self.operands}& operands"]
         parameters += [f"const {each.name.capitalize()}& {_NAMES[each]}" for each in earlier if each < own]
         if own == Scope.ELEMENT and self.has_score:
-            parameters.append("float score")
+            parameters.append("ScaledScore score")
         return parameters + [
             f"{'Position' if name in _POSITIONS else 'int'} {name}" for name in _INDEX_ARGUMENTS[own]
         ]
@@ -221,19 +239,38 @@ class _Writer:
             return positions.expression(node, arguments)
         if node in self.tangents:
             return f"tangent<small_tangents>({arguments[0]})"
+        if (factor := self.factor_of_score(node, own)) is not None:
+            return f"score.times({factor})"
         if node.operation != LOAD:
             return cpp.expression(node, arguments)
         load = f"scalar::load(operands.operand{node.detail} + {arguments[0]})"
         return f"{load} != 0" if node.dtype == BOOL else load
 
+    def factor_of_score(self, node: Node, own: Scope) -> str | None:
+        """What a node multiplies the score by, if it is the same for all scores of a row; else None."""
+        if node.dtype != FLOAT32 or node.operation not in ("mul", "div"):
+            return None
+        first, second = node.arguments
+        if node.operation == "div":
+            reciprocal = cpp.reciprocal(second)
+            return reciprocal if _is_score(first) else None
+        factors = [x for x, other in ((first, second), (second, first)) if _is_score(other)]
+        return next((self.name(x, own) for x in factors if x.inputs <= {"batch", "head", "query"}), None)
+
     def name(self, node: Node, own: Scope) -> str:
         """How the function of a scope names a value, which may be of an earlier scope."""
         if node.operation == CONSTANT:
             return cpp.literal(node)
+        if _is_score(node):
+            return "score.scaled()"
         if node.operation == INPUT:
             return f"{node.detail}.index()" if node.detail in _POSITIONS else str(node.detail)
         of = scope(node)
         return self.names[node] if of == own else f"{_NAMES[of]}.{self.names[node]}"
+
+
+def _is_score(node: Node) -> bool:
+    return node.operation == INPUT and node.detail == "score"
 
 
 _CHEAP = ("add", "sub", "mul", "div", "neg", "convert_element_type")

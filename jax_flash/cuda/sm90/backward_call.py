@@ -232,8 +232,8 @@ class BackwardCall:
 
     @property
     def _assumed_lists(self) -> tuple[int, ...]:
-        """How many blocks each tile visits by a block mask, whose lists are known only at run time: as under a
-        causal mask. Where all lists are alike, nothing is lost by the order of tiles which that leads to."""
+        """How many blocks each tile is assumed to visit by a block mask, whose lists are known only at run
+        time: as under a causal mask. Where all lists are alike, that order of tiles loses nothing."""
         mask = position_mask(Window(None, 0), self.n.T, self.n.S).transposed()
         return tuple(mask.block_counts(self.tile.keys, self.tile.queries))
 

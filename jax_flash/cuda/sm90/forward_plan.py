@@ -179,6 +179,7 @@ def _kernel(
     # Mask metadata includes the window.
     window = UNBOUNDED if requirements.mask_metadata else requirements.window
     # Score modifications apply the whole scale, sign included.
+    in_units = score_mod.logit_unit(spec, shapes) != 1
     sign = 1 if requirements.score_mods else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
         source="sm90/forward/forward.cu",
@@ -214,7 +215,7 @@ def _kernel(
         parameters=_PARAMETERS.replace(
             score=score_mod.parameters(spec), **block_mask.parameters(spec, shapes)
         ),
-        headers=(*user_score_mod.headers(spec, backward=False), *block_mask.headers(spec, shapes)),
+        headers=(*user_score_mod.headers(spec, False, in_units), *block_mask.headers(spec, shapes)),
     )
 
 
@@ -390,7 +391,7 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
         "partials": Pointer("partials") if schedule.split_tiles else None,
         "arrived": Pointer("arrived") if schedule.split_tiles else None,
         # A scale of zero makes all scores zero, so any factor does.
-        "scale_log2": (spec.logits_soft_cap or abs(spec.scale)) * math.log2(math.e) or 1.0,
+        "scale_log2": score_mod.logit_unit(spec, shapes) * math.log2(math.e) or 1.0,
         "score": score_mod.arguments(spec, shapes),
         "sinks": score_mod.pointer("sinks", shapes.sinks),
         "sinks_stride": score_mod.batch_stride(shapes.sinks),

@@ -199,7 +199,7 @@ struct HeadSums {
         const UserScoreModGradients sums = user_score_mod::of_batch_row(call.user_gradients, batch);
         const UserRow row(call.scores.user, batch, head, 0);
         using Sum = decltype(user_score_mod::sums_of(sums, 0));
-        user_score_mod::add_gradients(sums, row.element(0, 0), 0, [&](int gather, Sum sum, int index, float) {
+        user_score_mod::add_gradients(sums, row.element({0, 1}, 0), 0, [&](int gather, Sum sum, int index, float) {
             if (!user_score_mod::is_of_head(gather)) return;
             const float of_warp = warp_sum(of_gather[gather]);
             if (threadIdx.x % 32 == 0) add_term(sum + index, of_warp, 1);
@@ -222,10 +222,10 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
     for (int i = 0; i < score_count; ++i) {
         const ScoreRow row(call.scores, batch, head, query_position(block, i, shape), shape.queries, shape.keys);
         if (!HeadSums::have_all() && d_scores[i] == 0) continue;
-        float derivative, score = 0;
-        if constexpr (ScoreTraits::user_gradients_need_scores) score = row.capped(scores[i], derivative);
+        const float score = ScoreTraits::user_gradients_need_scores ? scores[i] : 0;
+        float derivative;  // which no one reads
         user_score_mod::add_gradients(
-            sums, row.user.element(score, key_position(key, i, shape)), d_scores[i],
+            sums, row.user_element<false>(score, key_position(key, i, shape), derivative), d_scores[i],
             [&](int gather, Sum sum, int index, float term) {
                 if (user_score_mod::is_of_head(gather)) {
                     head_sums.add(gather, d_scores[i], term);

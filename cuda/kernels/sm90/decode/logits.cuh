@@ -65,7 +65,7 @@ __device__ __forceinline__ void make_logits(float (&scores)[count], const Consum
         if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
 #if SCORE_MOD
         const Position key{first_column, column_of(i), Position::no_last};
-        logit = rows.user[row_of(i)].element(logit, key).value;
+        logit = rows.user[row_of(i)].element({logit, 1}, key).value;
 #endif
         if constexpr (Traits::alibi) {
             const float key = static_cast<float>(first_column + column_of(i));

@@ -66,10 +66,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
         }
     } else {
         if constexpr (Traits::consumers > 1) take_registers<Traits::consumer_registers>();
-        // With score modifications the scale is applied there (scores.cuh). A soft cap alone leaves scores in its
-        // units.
-        constexpr bool are_logits = ScoreTraits::has_score_mod && !ScoreTraits::soft_cap_alone;
-        const float softmax_scale = are_logits ? 1.0f : parameters.scale_log2;
+        // With score modifications the scale is applied there (scores.cuh).
+        const float softmax_scale = ScoreTraits::natural_logits ? 1.0f : parameters.scale_log2;
         consume({shared,
                  {parameters.out, parameters.lse},
                  {parameters.partials, parameters.arrived},

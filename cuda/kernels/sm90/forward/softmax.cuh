@@ -1,7 +1,7 @@
 // The online softmax over the rows of a wgmma accumulator (Milakov and Gimelshein, arXiv:1805.02867).
 //
-// It is in base 2. The scale of scores, or a soft cap that is the only modification, converts them, so that one
-// instruction makes an exponent of a score. The logits that other modifications make are natural: the lowest float,
+// It is in base 2. The scale of scores, or the unit of the only modification, converts them, so that one instruction
+// makes an exponent of a score. The logits that other modifications make are natural: the lowest float,
 // which users add to scores to hide keys, would not be finite in base 2.
 #pragma once
 #include "ptx/math.cuh"
@@ -15,7 +15,7 @@ __device__ constexpr int row_of(int i) { return i / 2 % 2; }
 __device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
 struct OnlineSoftmax {
-    static constexpr bool natural = ScoreTraits::has_score_mod && !ScoreTraits::soft_cap_alone;
+    static constexpr bool natural = ScoreTraits::natural_logits;
     // The maximum that probabilities are relative to is raised only when the row's maximum exceeds it by more than
     // this. Probabilities then stay below 2^8, and the output is hardly ever rescaled. The result is exact all the
     // same: the sum that normalises it has the same factor (FlashAttention-4's conditional rescaling).

@@ -78,7 +78,7 @@ __device__ __forceinline__ void rotate(QueryColumns& x) {
     }
 }
 
-// The sign bits of 16-bit elements that incoherent processing changes, of a row. In shared memory, as registers are few.
+// The sign bits that incoherent processing changes in a row of 16-bit elements. In shared memory, as registers are few.
 struct Flips {
     uint4 pieces[HEAD_DIM / lane_columns];
 
@@ -201,8 +201,8 @@ __device__ __forceinline__ float take_row(QueryColumns& x, const HeadRows& rows,
     return largest;
 }
 
-// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory. Rows from `valid` on are padding,
-// and count for no scale.
+// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory. Rows from `valid` on are
+// padding, and count for no scale.
 struct RowBlock {
     int64_t first;  // element
     int batch, head, count, valid, descale;
@@ -378,7 +378,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, Values& va
 }
 
 // Blocks `index`, `index + step`, … of keys, and their values. Keys arrive while values are converted. Where a
-// multiprocessor has one CTA, they are loaded a block ahead; where it has two, that takes more registers than there are.
+// multiprocessor has one CTA, they are loaded a block ahead. Where it has more, there are too few registers for that.
 __device__ __forceinline__ void quantize_keys(const Parameters& of, int index, int step) {
     __shared__ unsigned char finite[2][block_rows];  // in turns
     const int end = of.batch * of.key_heads * ceil_div(of.keys, block_rows);

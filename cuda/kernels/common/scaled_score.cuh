@@ -1,0 +1,10 @@
+// A score as users' functions take it (jax_flash/cuda/functions/source.py).
+#pragma once
+
+struct ScaledScore {
+    float unscaled, scale;
+
+    __device__ float scaled() const { return unscaled * scale; }
+    // The scaled score times what is the same for many: their scale and that are multiplied once.
+    __device__ float times(float factor) const { return unscaled * (scale * factor); }
+};
