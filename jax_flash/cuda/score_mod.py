@@ -67,8 +67,8 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
 
 
 def logit_unit(spec: AttentionSpec, shapes: Shapes) -> float:
-    """What the forward pass's softmax multiplies by: the scale if there are no modifications; a soft cap or the
-    unit of a user's function if that is the only one; else 1."""
+    """What the forward pass's softmax multiplies by: the scale if there are no modifications; a soft cap or
+    the unit of a user's function if that is the only one; else 1."""
     modifications = count(spec, shapes)
     if modifications == 0:
         return abs(spec.scale)

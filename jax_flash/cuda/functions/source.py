@@ -90,11 +90,11 @@ def value_text(output: Node, has_score: bool, namespace: str, operands: str) -> 
 
 
 def unit(output: Node) -> tuple[float, Node]:
-    """A number c and a bounded x whose product is the function's value, as those of a soft cap c tanh(…); or 1
-    and the value.
+    """A number c and a bounded x whose product is the function's value, as of a soft cap c tanh(…); or 1 and
+    the value.
 
-    The softmax multiplies logits by log2(e), and so by c at no cost. Logits that may be huge are not for this:
-    their products would be rounded by whole numbers.
+    The softmax multiplies logits by log2(e), and so by c at no cost. Logits that may be huge are not for
+    this: their products would be rounded by whole numbers.
     """
     if output.operation == "mul" and output.dtype == FLOAT32:
         for factor, rest in (output.arguments, output.arguments[::-1]):
