@@ -47,7 +47,7 @@ DTYPES = {
 
 
 shared_folder: Path | None = None
-"""Where the emulated layer is compiled once for all emulators, of other processes too; where this is None each
+"""Where the emulated layer is compiled once for all emulators, those of other processes too. If None, each
 emulator compiles it for itself."""
 
 
@@ -175,8 +175,10 @@ class KernelEmulator:
 
 
 def _layer(compiler: tuple[str, ...], folder: Path) -> Path:
-    """The folder of what kernels are linked with, and of the standard library's headers compiled: that takes as
-    long as several kernels. Kernels are compiled with the headers' flags, or g++ passes them over."""
+    """The folder of the compiled layer, which kernels are linked with, and of compiled standard headers.
+
+    To compile them takes as long as several kernels. Kernels are compiled with the same flags, or g++ passes
+    the headers over."""
     layer = folder / f"layer_{hashlib.sha256(repr(compiler).encode()).hexdigest()[:8]}"
     folder.mkdir(exist_ok=True)
     with (folder / "layer.lock").open("w") as lock:
