@@ -29,7 +29,7 @@ CASES = (
     Case(H=64, V=128, T=150, S=260, segments="mixed", dtype="float16"),
     Case(H=96, T=130, S=140, N=2, right=0, dropout=0.2, dtype="float16", return_residual=True),
     Case(H=80, T=100, S=260, packed=4, right=0),
-    Case(H=128, T=150, S=260, N=2, right=0, return_residual=True),
+    Case(H=128, T=150, S=260, N=2, K=2, right=0, return_residual=True),
     Case(H=128, T=200, S=300, left=30, right=9, dtype="float16"),
     Case(H=128, T=140, S=140, dropout=0.4, left=50),
     Case(H=128, T=150, S=260, N=2, B=2, lengths="k", right=0),
@@ -50,6 +50,10 @@ CASES = (
     Case(H=256, T=130, S=200, B=2, lengths="qk", right=0),
     Case(H=256, T=130, S=200, segments="sorted", soft_cap=2.0, alibi="1N"),
     Case(H=256, T=70, S=140, mask="1N1S", bias="BNTS", soft_cap=3.0, right=0),
+    # As some above, with more heads: nothing that `make test` lacks.
+    Case(H=64, T=150, S=260, right=0, N=2, return_residual=True),
+    Case(H=128, T=150, S=260, N=4, K=2, right=0, return_residual=True),
+    Case(H=256, T=130, S=260, right=0, N=2, dtype="float16", return_residual=True),
 )
 
 
