@@ -1,8 +1,19 @@
 import functools
 import os
 
+import kernel_emulator
 import pytest
 from kernel_emulator import KernelEmulator
+
+
+@pytest.fixture(scope="session", autouse=True)
+def emulated_layer(tmp_path_factory):
+    """Is compiled once for all emulators of all workers."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    kernel_emulator.shared_folder = base / "emulated_layer"
+    yield
+    kernel_emulator.shared_folder = None
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,16 @@ SHARED_BYTES_PER_CTA = 232448  # 227 KB, of which 1 KB is the system's in what a
 NAMED_BARRIERS = 16
 
 
+@functools.cache
+def traced_score_mod(name):
+    return static_score_mod(SCORE_MODS[name])
+
+
+@functools.cache
+def traced_mask_mod(name):
+    return static_mask_mod(MASK_MODS[name])
+
+
 def spec_and_operands(
     head_dim=128,
     dtype="bfloat16",
@@ -127,7 +137,7 @@ def spec_and_operands(
     }
     operands = Operands(query, key, value, **{name: x for name, x in others.items() if name in features})
     for name in SCORE_MODS.keys() & set(features):
-        score_mod, captured = static_score_mod(SCORE_MODS[name])
+        score_mod, captured = traced_score_mod(name)
         spec = dataclasses.replace(spec, score_mod=score_mod)
         operands = operands.replace(
             batch_indices=jax.ShapeDtypeStruct((B,), jnp.int32),
@@ -153,7 +163,7 @@ def with_block_mask(name, spec, operands) -> tuple[AttentionSpec, Operands]:
     }
     function = None
     if MASK_MODS[name] is not None:
-        function, captured = static_mask_mod(MASK_MODS[name])
+        function, captured = traced_mask_mod(name)
         arrays |= {
             captured_name("mask_mod", i): jax.ShapeDtypeStruct((1, x.size), x.dtype)
             for i, x in enumerate(captured)

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_case import DEVICE, Case, draw
+from emulated_case import DEVICE, Case, draw, tile
+from exhaustive import thinned
 from float8_arrays import arranged
 from kernel_emulator import KernelEmulator
 
@@ -35,6 +36,24 @@ CASES = (
 )
 
 
+def in_8_bits(spec, operands):
+    """`_float8.quantized`, compiled as a whole: that takes less time than operation by operation."""
+    specs = []  # plain Python, which a compiled function doesn't return
+
+    def quantized(operands):
+        of_8_bits, operands = _float8.quantized(spec, operands)
+        specs.append(of_8_bits)
+        return operands
+
+    operands = jax.jit(quantized)(operands)
+    return specs[0], operands
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def reference(spec, operands):
+    return _reference.reference(spec, operands, jnp.float64)
+
+
 def of_8_bits(case, scales):
     """A case's call on e4m3 arrays; of the scales some have other sizes, signs, and are no powers of two."""
     spec, operands, _, _, seed = draw(case)
@@ -46,7 +65,7 @@ def of_8_bits(case, scales):
     quantized = dataclasses.replace(spec, quantization="fp8")
     if scales == "incoherent":
         operands = operands.replace(rotation_signs=_float8.fixed_signs(case.H)[None])
-    spec, operands = _float8.quantized(quantized, operands)
+    spec, operands = in_8_bits(quantized, operands)
     if scales == "any":
         names = ("query_descale", "key_descale", "value_descale")
         changed = {
@@ -66,7 +85,7 @@ def run(spec, operands, emulator, seed):
     shapes = shapes_of(operands)
     plan = forward_plan.plan_forward(spec, shapes, DEVICE)
     metadata_plan = forward_plan.plan_forward_metadata(spec, shapes, DEVICE)
-    arrays = {name: np.asarray(x) for name, x in arranged(operands).items()}
+    arrays = {name: np.asarray(x) for name, x in jax.jit(arranged)(operands).items()}
     if metadata_plan is not None:
         arrays |= emulator.run(metadata_plan, arrays, seed)
     arrays |= forward_plan.forward_block_lists(spec, operands, arrays)
@@ -77,7 +96,7 @@ def run(spec, operands, emulator, seed):
 def check(spec, operands, got):
     with jax.enable_x64(True):
         wide = jax.tree.map(_reference._widen, operands)
-        out, lse = map(np.asarray, _reference.reference(spec, wide, jnp.float64))
+        out, lse = map(np.asarray, reference(spec, wide))
     np.testing.assert_allclose(got["lse"], lse, rtol=1e-4, atol=1e-4)
     # P is rounded to 4 bits, relative to 2^-4 of its own size at most; an output averages many.
     found = np.asarray(got["out"], np.float64)
@@ -88,8 +107,21 @@ def check(spec, operands, got):
     assert np.all(error <= 0.04 * size + 0.04 * np.linalg.norm(values.max(1).max(1), axis=-1)[:, None, None])
 
 
-@pytest.mark.parametrize("scales", ("incoherent", "any", "none"))
-@pytest.mark.parametrize("case", CASES, ids=str)
+SCALES = ("incoherent", "any", "none")
+
+
+def with_tile(case_and_scales):
+    """What `make test` has at least once: every case, and every tile shape with scales of every kind."""
+    case, scales = case_and_scales
+    return {case, *((width, scales) for width in tile(case))}
+
+
+@pytest.mark.parametrize(
+    "case,scales",
+    # Each kind first in turn, as the first of a case is what `make test` runs.
+    thinned([(case, SCALES[(i + k) % 3]) for k in range(3) for i, case in enumerate(CASES)], with_tile),
+    ids=str,
+)
 def test_forward(case, scales, emulator):
     spec, operands, seed = of_8_bits(case, scales)
     check(spec, operands, run(spec, operands, emulator, seed))
@@ -101,7 +133,7 @@ def long_sum(keys):
     spec, operands, _, _, seed = draw(case)
     value = 1 + jnp.abs(operands.value) / jnp.max(jnp.abs(operands.value))
     operands = operands.replace(query=jnp.zeros_like(operands.query), value=value)
-    return *_float8.quantized(dataclasses.replace(spec, quantization="fp8"), operands), seed
+    return *in_8_bits(dataclasses.replace(spec, quantization="fp8"), operands), seed
 
 
 def error_of_long_sum(keys, emulator):

@@ -1,6 +1,7 @@
 """The kernels that round to e4m3 and arrange e4m3 arrays, in the emulator: the bits of their definition."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,8 @@ def test_is_the_definition(case, incoherent, emulator):
     plan = plan_quantize(shapes_of(operands), SMALL_DEVICE if incoherent else DEVICE)
     got = emulator.run(plan, {name: np.asarray(x) for name, x in operands.present().items()}, seed)
     spec = dataclasses.replace(draw(case)[0], quantization="fp8")
-    _, quantized = _float8.quantized(spec, operands)
-    expected = arranged(quantized)
+    # Compiled as a whole, which takes less time than operation by operation.
+    expected = jax.jit(lambda operands: arranged(_float8.quantized(spec, operands)[1]))(operands)
     for name, buffer in (("query", "quantized_query"), ("key", "quantized_key")):
         found, right = (np.asarray(x, np.float32) for x in (got[buffer], expected[name]))
         np.testing.assert_array_equal(found, right, err_msg=name)
@@ -82,7 +83,7 @@ def test_rows_are_the_definition(case, incoherent, emulator):
         plan = plan_quantize_rows(spec, shapes_of(arrays), SMALL_DEVICE if incoherent else DEVICE)
         plan_check.check(plan)
         got = emulator.run(plan, {name: np.asarray(x) for name, x in arrays.present().items()}, seed)
-        quantized, descale = quantizing.forward(spec, arrays)
+        quantized, descale = jax.jit(functools.partial(quantizing.forward, spec))(arrays)
         np.testing.assert_array_equal(got["quantized"].astype(np.float32), quantized.astype(np.float32))
         np.testing.assert_array_equal(got["descale"], descale)
 
@@ -104,7 +105,7 @@ def test_arranged(case, scales, emulator):
     got = emulator.run(plan, {name: np.asarray(x) for name, x in operands.present().items()}, seed)
     found = arrays | {name.removeprefix("arranged_"): x for name, x in got.items()}
     assert ("arranged_query" in got) == (scales != "none")
-    right = arranged(operands)
+    right = jax.jit(arranged)(operands)
     names = ("query", "key", "transposed_value", "query_descale", "key_descale", "value_descale")
     for name in names:
         one, other = (np.asarray(x[name], np.float32) for x in (found, right))

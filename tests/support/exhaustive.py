@@ -6,7 +6,7 @@ them for each commit (`.ci/run`), and every case of a test with the marker `ever
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +24,19 @@ def thinned(cases: Iterable[Any], traits: Callable[[Any], Collection[Hashable]])
         values = case if isinstance(case, tuple) else (case,)
         parameters.append(pytest.param(*values, marks=() if new else pytest.mark.exhaustive))
     return parameters
+
+
+def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list:
+    """Parameters for pytest: each case with each of the others, in `make test` with one of them, in turn."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            other,
+            marks=() if i % len(others) == j else pytest.mark.exhaustive,
+        )
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
+    ]
 
 
 def thorough(*values: Any) -> list:

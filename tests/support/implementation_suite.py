@@ -55,7 +55,7 @@ class Implementation:
 
     implementation: str
     compiler_options: dict[str, Any] | None = None
-    reports_errors: bool = True  # in `check`, by how much they exceed plain attention's; or just checks them
+    reports_errors: bool = True  # by how much they exceed plain attention's; or just checks them
     p_is_converted: bool = True  # to 16 bits, before dS is made of it: bounds are tighter where it isn't
 
     def environment(self):
@@ -110,9 +110,9 @@ class Implementation:
 
         return run
 
-    def compare(self, case: Case, spec, operands, d_out, d_lse, got, ratios=True) -> dict[str, float]:
+    def compare(self, case: Case, spec, operands, d_out, d_lse, got) -> dict[str, float]:
         """Compare a run with the definition: `agreement.compare`."""
-        return compare(case, spec, operands, d_out, d_lse, got, ratios, self.p_is_converted)
+        return compare(case, spec, operands, d_out, d_lse, got, self.reports_errors, self.p_is_converted)
 
     def check(self, case: Case) -> dict[str, float]:
         """Run a case in the form that it has, and compare it with the definition: its ratios."""
@@ -121,7 +121,7 @@ class Implementation:
         attend = in_form_of(case, self.attend)
         program = self.program(arguments, d_out, d_lse, attend, return_residual=case.residual != "absent")
         got = program()
-        ratios = self.compare(case, spec, operands, d_out, d_lse, got, self.reports_errors)
+        ratios = self.compare(case, spec, operands, d_out, d_lse, got)
         if spec.deterministic:
             jax.tree.map(np.testing.assert_array_equal, got, program())
         return ratios

@@ -2,6 +2,7 @@
 tests/support/emulator. What is emulated, and what is not, is said in tests/support/emulator/emulator.h."""
 
 import ctypes
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -43,6 +44,11 @@ DTYPES = {
     "bool": np.bool_,
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
 }
+
+
+shared_folder: Path | None = None
+"""Where the emulated layer is compiled once for all emulators, those of other processes too. If None, each
+emulator compiles it for itself."""
 
 
 class _TensorMap(ctypes.Structure):
@@ -142,12 +148,13 @@ class KernelEmulator:
             (generated / header_name).write_text(text)
         named = {"ENTRY": kernel.entry, "SOURCE": kernel.source}
         defines = {**dict(kernel.defines), **self.defines, **named}
-        command = [*self._compile(), "-include", STANDARD, "-I.", f"-I{generated}"]
+        layer = _layer(self._compile(), shared_folder or self.folder)
+        command = [*self._compile(), "-include", str(layer / STANDARD), "-I.", f"-I{generated}"]
         command += [f"-D{name}={value}" for name, value in defines.items()]
         kernel_object, ready = generated / "kernel.o", generated / "kernel.so"
         subprocess.run([*command, "-c", "kernel.cc", "-o", str(kernel_object)], cwd=sources, check=True)
         # Not as -fsanitize=thread would have it linked: races.cc takes the calls that it makes.
-        objects = [str(kernel_object), *(f"{name}.o" for name in EMULATED_BY)]
+        objects = [str(kernel_object), *(str(layer / f"{name}.o") for name in EMULATED_BY)]
         subprocess.run(["g++", "-shared", *objects, "-o", str(ready)], cwd=sources, check=True)
         ready.replace(library)  # at once, for whoever looks for it meanwhile
 
@@ -161,16 +168,30 @@ class KernelEmulator:
                 source = (sources / file).read_text()
                 assert source.count(text) == 1, (file, text)
                 (sources / file).write_text(source.replace(text, other))
-            # Compiled once, as it takes as long as a kernel. Kernels are compiled with the same flags, or g++
-            # passes it over.
-            subprocess.run([*self._compile(), "-w", "-x", "c++-header", STANDARD], cwd=sources, check=True)
-            for name in EMULATED_BY:
-                command = [*COMPILE, *FOR_THIS_CPU, "-I.", "-c", f"{name}.cc"]
-                subprocess.run(command, cwd=sources, check=True)
         return sources
 
     def _compile(self) -> tuple[str, ...]:
         return (*COMPILE, *(INSTRUMENT if self.seeks_races else ()))
+
+
+def _layer(compiler: tuple[str, ...], folder: Path) -> Path:
+    """The folder of the compiled layer, which kernels are linked with, and of compiled standard headers.
+
+    To compile them takes as long as several kernels. Kernels are compiled with the same flags, or g++ passes
+    the headers over."""
+    layer = folder / f"layer_{hashlib.sha256(repr(compiler).encode()).hexdigest()[:8]}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "layer.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed: one process compiles, and others wait for it
+        if not (layer / "complete").exists():
+            shutil.copytree(kernels_folder(), layer)
+            shutil.copytree(EMULATOR, layer, dirs_exist_ok=True)
+            subprocess.run([*compiler, "-w", "-x", "c++-header", STANDARD], cwd=layer, check=True)
+            for name in EMULATED_BY:
+                command = [*COMPILE, *FOR_THIS_CPU, "-I.", "-c", f"{name}.cc"]
+                subprocess.run(command, cwd=layer, check=True)
+            (layer / "complete").touch()
+    return layer
 
 
 def _described(race: str, library: Path) -> str:

@@ -1,5 +1,7 @@
 """Values that arguments of a kind refuse: of a flag, a number, lengths, floating arrays …"""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,12 +98,18 @@ NO_INTEGERS = [
 NO_SIZES = [*NO_INTEGERS, -1, -HUGE, -UNPRINTABLE_INT, np.int64(-3)]
 
 
+@functools.cache
+def _keys(shape):
+    return jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0)
+
+
 def of_other_dtypes(shape, *allowed):
     """Arrays of that shape, of every dtype but those that are subtypes of `allowed`."""
     dtypes = ("bool", "int8", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float32", "bfloat16")
-    arrays = [jnp.zeros(shape, dtype) for dtype in (*dtypes, "complex64")]
+    # From NumPy, as JAX compiles each shape and dtype of its own zeros.
+    arrays = [jnp.asarray(np.zeros(shape, jnp.dtype(dtype))) for dtype in (*dtypes, "complex64")]
     arrays += [np.zeros(shape, dtype) for dtype in ("int64", "float64", "longdouble", "complex128")]
-    arrays.append(jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0))
+    arrays.append(_keys(shape))
     return [x for x in arrays if not any(jnp.issubdtype(x.dtype, dtype) for dtype in allowed)]
 
 

@@ -114,14 +114,14 @@ def terms_of(
         logits = logits + np.asarray(operands.bias).astype(np.float64)
     if operands.alibi_slopes is not None:
         slopes = np.asarray(operands.alibi_slopes, np.float64)[:, :, None, None]
-        logits = logits - slopes * np.abs(np.asarray(_reference._distance(spec, operands)))
+        logits = logits - slopes * np.abs(np.asarray(_distances(spec, operands)))
     lse = np.asarray(lse, np.float64).transpose(0, 2, 1)[..., None]
     seen = np.isfinite(lse)
     lse = np.where(seen, lse, 0)
-    allowed = np.asarray(_reference._allowed(spec, operands)) & seen & ~np.isneginf(logits)
+    allowed = np.asarray(_allowed(spec, operands)) & seen & ~np.isneginf(logits)
     logits = np.where(allowed, logits, 0)
     p = np.where(allowed, np.exp(np.where(allowed, logits - lse, 0)), 0)
-    kept = np.asarray(_reference._kept(spec, operands), np.float64)
+    kept = np.asarray(_kept(spec, operands), np.float64)
     sink_p = np.zeros(())
     if operands.sinks is not None:
         sinks = np.asarray(operands.sinks, np.float64)[:, :, None, None]
@@ -385,42 +385,57 @@ def of_d_captured(terms):
     return squares
 
 
+# Compiled as a whole: operation by operation it takes several times as long, to compile each for each shape.
+_quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+_allowed = _quickly(_reference._allowed, static_argnums=0)
+_kept = _quickly(_reference._kept, static_argnums=0)
+_distances = _quickly(_reference._distance, static_argnums=0)
+
+
+@functools.partial(_quickly, static_argnums=0)
+def _values_of_score_mod(spec, operands, scores):
+    def values(scores):
+        return _reference._of_function(spec.score_mod, "score_mod", operands, jnp.float64, scores)
+
+    logits, vjp = jax.vjp(values, scores)
+    return logits, vjp(jnp.ones_like(logits))[0]
+
+
 def _of_score_mod(spec, operands, scores):
     """The values of score_mod, and their derivative by the score. 0 where that isn't finite, as of -inf."""
     with jax.enable_x64(True):
-
-        def values(scores):
-            return _reference._of_function(spec.score_mod, "score_mod", operands, jnp.float64, scores)
-
-        logits, vjp = jax.vjp(values, jnp.asarray(scores))
-        (derivative,) = vjp(jnp.ones_like(logits))
+        logits, derivative = _values_of_score_mod(spec, operands, jnp.asarray(scores))
     logits, derivative = np.asarray(logits), np.asarray(derivative)
     hidden = np.isneginf(logits)
     return logits, np.where(hidden, 0, derivative)
+
+
+@functools.partial(_quickly, static_argnums=0)
+def _gradients_of_captured(spec, operands, floats, scores, d_logits):
+    def values(floats):
+        of_floats = operands.replace(**floats)
+        return _reference._of_function(spec.score_mod, "score_mod", of_floats, jnp.float64, scores)
+
+    _, vjp = jax.vjp(values, floats)
+    return vjp(d_logits)[0]
 
 
 def _of_captured(terms, d_logits):
     """The gradients of what score_mod captures, by name, for gradients of its values."""
     if terms.spec.score_mod is None:
         return {}
-    floats = {
-        name: x for name, x in terms.operands.differentiable().items() if name in terms.operands.captured
-    }
     with jax.enable_x64(True):
-
-        def values(floats):
-            operands = terms.operands.replace(**floats)
-            scores = jnp.asarray(terms.scores)
-            return _reference._of_function(terms.spec.score_mod, "score_mod", operands, jnp.float64, scores)
-
-        wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in floats.items()}
-        _, vjp = jax.vjp(values, wide)
-        (gradients,) = vjp(jnp.asarray(d_logits))
-        return {name: np.asarray(x) for name, x in gradients.items()}
+        wide = {
+            name: jnp.asarray(np.asarray(x).astype(np.float64))
+            for name, x in terms.operands.differentiable().items()
+            if name in terms.operands.captured
+        }
+        of_call = terms.spec, terms.operands, wide, jnp.asarray(terms.scores), jnp.asarray(d_logits)
+        return {name: np.asarray(x) for name, x in _gradients_of_captured(*of_call).items()}
 
 
 def _distance(terms):
-    return np.abs(np.asarray(_reference._distance(terms.spec, terms.operands)))
+    return np.abs(np.asarray(_distances(terms.spec, terms.operands)))
 
 
 def _sum_to(x, shape):

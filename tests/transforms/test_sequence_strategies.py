@@ -5,6 +5,7 @@ Each strategy against one device, what moves between devices, what "auto" takes,
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transform_cases as cases
-from exhaustive import thorough
+from exhaustive import in_turn, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import arrays, count, drawn_call
@@ -38,10 +39,9 @@ def compiled_text(function, args, mesh, specs):
         return jax.jit(functools.partial(with_gradients, function)).lower(*sharded).compile().as_text()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "mesh", "option", "sizes"),
-    [
+    ("name", "mesh", "option", "sizes", "kind"),
+    in_turn([
         ("all_gather", "two", "causal", dict(K=1)),
         ("all_gather", "eight", "window", dict(T=64, S=32)),
         ("all_gather", "with_batch_and_heads", "soft_cap", dict(N=4, K=1)),
@@ -57,7 +57,7 @@ def compiled_text(function, args, mesh, specs):
         ("ulysses", "axes_out_of_order", "causal", {}),
         ("ring", "four", "causal", {}),
         ("ring", "axes_out_of_order", "window", {}),
-    ],
+    ], KINDS),
 )  # fmt: skip
 def test_as_on_one_device_and_sharded_as_given(name, mesh, option, sizes, kind):
     axes, spec = MESHES[mesh]
@@ -122,9 +122,10 @@ def test_a_narrow_window_with_lengths_of_which_some_rows_move_the_diagonal(kind)
     check(attention("all_gather", **options), arrays(), mesh_of(dict(b=2, s=4), kind), (P("b", "s"),) * 3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", ["four", "with_batch_and_heads", "axes_out_of_order"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "mesh", "kind"),
+    in_turn(itertools.product(STRATEGIES, ["four", "with_batch_and_heads", "axes_out_of_order"]), KINDS),
+)
 def test_what_moves(name, mesh, kind):
     """Of a custom call, which the compiler can't partition by itself."""
     axes, spec = MESHES[mesh]
@@ -154,8 +155,7 @@ def test_what_moves(name, mesh, kind):
     assert all(shape.split(",")[1] == "16" for shape in of_floats) and (name != "ulysses" or not of_floats)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "kind"), in_turn(STRATEGIES, KINDS))
 def test_moves_nothing_whole_in_a_layer(name, kind):
     """Activations are sharded along the sequence, and weights are whole. Attention alone moves tokens."""
     mesh = mesh_of(dict(s=4), kind)
@@ -207,8 +207,7 @@ def test_changes_nothing_where_sequences_are_whole(name):
     np.testing.assert_array_equal(jax.jit(local)(*args), jax.jit(local_plain)(*args))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "kind"), in_turn(STRATEGIES, KINDS))
 def test_vmap(name, kind):
     axes, spec = MESHES["with_batch_and_heads"]
     query, key, value = arrays()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transform_cases as cases
-from exhaustive import thorough
+from exhaustive import in_turn, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import arrays, count, drawn_call
@@ -35,10 +35,9 @@ from jax_flash.transforms.layout import Shards
 from jax_flash.transforms.locations import without_locations
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("mesh", "option", "sizes"),
-    [
+    ("mesh", "option", "sizes", "kind"),
+    in_turn([
         ("two", "causal", dict(K=1)),
         ("four", "plain", {}),
         ("four", "causal", dict(T=32, S=64)),
@@ -50,8 +49,8 @@ from jax_flash.transforms.locations import without_locations
         ("several_axes", "causal", {}),
         ("axes_out_of_order", "causal", {}),
         ("axes_out_of_order", "causal_window", {}),
-    ],
-)
+    ], KINDS),
+)  # fmt: skip
 def test_as_on_one_device_and_sharded_as_given(mesh, option, sizes, kind):
     axes, spec = MESHES[mesh]
     sizes = dict(T=32, S=32, N=4, K=2) | sizes

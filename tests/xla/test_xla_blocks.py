@@ -1,8 +1,11 @@
 """How the portable implementation cuts a call into blocks, and which of them it visits."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
+from exhaustive import in_turn
 from xla_calls import check, cotangents, qkv, run
 
 from jax_flash import _reference, xla
@@ -79,9 +82,10 @@ def with_segments(operands, how):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("diagonal", [(0, 64), (-130, 40), (31,)])
-@pytest.mark.parametrize("window", [(None, 0), (5, 20), (40, None)])
-@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize(
+    ("diagonal", "window", "has_lengths"),
+    in_turn(itertools.product([(0, 64), (-130, 40), (31,)], [(None, 0), (5, 20), (40, None)]), [False, True]),
+)
 def test_a_diagonal_of_each_batch_row(draw, diagonal, window, has_lengths):
     operands = qkv(draw, T=97, S=130).replace(diagonal=np.array(diagonal, np.int32))
     operands = operands.replace(alibi_slopes=draw.uniform(0.01, 0.5, (1, 4)).astype(np.float32))
@@ -123,8 +127,7 @@ def test_visits_the_blocks_that_are_needed_and_no_others(window, lengths, T, S):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("how", SEGMENTS)
-@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize(("how", "right"), in_turn(SEGMENTS, [None, 0]))
 def test_segments_of_every_kind(draw, how, right):
     operands = with_segments(qkv(draw, T=130, S=150), how)
     check(AttentionSpec(0.3, right=right), operands, *cotangents(draw, operands))
