@@ -88,7 +88,9 @@ struct Flips {
         __syncthreads();  // the block before is rotated
         const float* const signs = of.signs + batch * of.signs_stride;
         auto* const elements = reinterpret_cast<uint16_t*>(pieces);
-        for (int column = threadIdx.x; column < HEAD_DIM; column += 32 * warps) {
+        static_assert(32 * warps >= HEAD_DIM, "a thread has a column");
+        const int column = threadIdx.x;
+        if (column < HEAD_DIM) {
             const uint32_t sign = column < of.columns ? __float_as_uint(global::read_only(signs + column)) : 0;
             elements[column] = sign >> 16 & 0x8000u;
         }
@@ -154,12 +156,8 @@ __device__ __forceinline__ float largest_of(const float (&x)[lane_columns]) {
     return largest;
 }
 
-struct Bytes {
-    uint32_t low, high;
-};
-
 // Of no infinities, which would become the largest number; NaN stays NaN.
-__device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float factor) {
+__device__ __forceinline__ uint2 converted(float (&x)[lane_columns], float factor) {
 #pragma unroll
     for (int i = 0; i < lane_columns; ++i) x[i] *= factor;
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
@@ -262,13 +260,13 @@ __device__ __forceinline__ float quantize_rows(const Parameters& of, HeadRows& r
                     load_next(i);
                 }
             }
-            const bool is_there = row < min(block.count, block_rows), hides = is_there && !is_usable(row);
+            if (row >= min(block.count, block_rows)) continue;
+            const float of_row = is_usable(row) ? factor : not_a_number();
+            unsigned char* const to = out + block.first + row * row_stride + head * HEAD_DIM;
 #pragma unroll
             for (int piece = 0; piece < HeadRows::pieces; ++piece) {
-                const Bytes bytes = converted(x[piece], hides ? not_a_number() : factor);
-                unsigned char* const to =
-                    out + block.first + row * row_stride + head * HEAD_DIM + QueryRow::column(piece);
-                if (is_there && QueryRow::has(piece)) *reinterpret_cast<Bytes*>(to) = bytes;
+                if (!QueryRow::has(piece)) continue;
+                *reinterpret_cast<uint2*>(to + QueryRow::column(piece)) = converted(x[piece], of_row);
             }
         }
     }
@@ -362,9 +360,9 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, Values& va
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             unpack(x, values.bits[j][k]);
-            const Bytes of_key = converted(x, 1 / scale);
-            words[0][k] = of_key.low;
-            words[1][k] = of_key.high;
+            const uint2 of_key = converted(x, 1 / scale);
+            words[0][k] = of_key.x;
+            words[1][k] = of_key.y;
         }
         if (column >= VALUE_DIM || !Values::has(4 * j)) continue;
 #pragma unroll
