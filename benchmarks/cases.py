@@ -23,6 +23,11 @@ FURTHEST = 128
 """The distance beyond which a relative bias is the same."""
 
 
+def has_one(name: str, texts: str) -> bool:
+    """Whether a name has one of the texts, which commas separate. Any name has the empty one."""
+    return any(text in name for text in texts.split(","))
+
+
 def label(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, causal: bool = False) -> str:
     """The name that `calls.Case` gives a case in 16 bits."""
     text = f"b{batch} s{length} h{heads}/{kv_heads} d{head_dim}"

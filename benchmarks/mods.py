@@ -26,7 +26,7 @@ import passes
 import record
 import rounds
 from calls import Case
-from cases import FUNCTION_SHAPES, FURTHEST
+from cases import FUNCTION_SHAPES, FURTHEST, has_one
 
 import jax_flash
 
@@ -200,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--match", default="", help="cases that have one of these texts, by commas")
+    parser.add_argument("--variants", default="", help="variants that have one of these texts, by commas")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
     parser.add_argument("--merge", type=Path, help="JSON of torch_flex.py")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -208,10 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     theirs = flex_times(record.other_rows(options.merge, result["device"]))
     print(record.heading(result))
     for case in CASES:
-        if not any(text in str(case) for text in options.match.split(",")):
+        if not has_one(str(case), options.match):
             continue
         for variant in VARIANTS:
-            if case.causal and variant in MASKS:
+            if (case.causal and variant in MASKS) or not has_one(variant, options.variants):
                 continue
             for row in rows(variant, case, options.rounds, options.implementation):
                 row = {"case": str(case), "variant": variant} | row

@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -163,9 +164,8 @@ def measure(variant: str, case: Case) -> list[dict]:
         torch.cuda.empty_cache()
 
 
-def compile_ahead(jobs: int, match: str) -> None:
+def compile_ahead(jobs: int, match: str, names: Sequence[str]) -> None:
     """Fills the cache of compiled code on disk: several variants at once, for AHEAD_SECONDS each at most."""
-    names = variants(CASES[0])
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else each starts one for each core
 
     def run(variant: str) -> None:
@@ -182,21 +182,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--match", default="", help="cases that have one of these texts, by commas")
+    parser.add_argument("--variants", default="", help="variants that have one of these texts, by commas")
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile; 0 for none")
     parser.add_argument("--compile", help="compile this variant alone, and measure nothing")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
-    chosen = [case for case in CASES if any(text in str(case) for text in options.match.split(","))]
+    chosen = {case: variants(case) for case in CASES if cases.has_one(str(case), options.match)}
     if options.compile:
-        for case in chosen:
-            if options.compile in variants(case):
+        for case, names in chosen.items():
+            if options.compile in names:
                 passes(options.compile, case)
         return
+    chosen = {
+        case: [name for name in names if cases.has_one(name, options.variants)]
+        for case, names in chosen.items()
+    }
     if options.jobs:
-        compile_ahead(options.jobs, options.match)
+        compile_ahead(options.jobs, options.match, list(dict.fromkeys(itertools.chain(*chosen.values()))))
     result = torch_timing.environment() | {"rows": []}
-    for case in chosen:
-        for variant in variants(case):
+    for case, names in chosen.items():
+        for variant in names:
             for row in measure(variant, case):
                 result["rows"].append(row)
                 told = row.get("milliseconds") or row["error"][:160]

@@ -159,7 +159,7 @@ def _factors(graph: Graph, tangent: Node, nodes: list[Node], leaves: list[Node])
     values = [scalar(node) for node in (*leaves, *others)]
     constants = [constant(graph, x) for x in closed.consts]
     found = [factor.at(()) for factor in reading.read(graph, closed, constants, values)]
-    return [_float32(graph, factor) for factor in found]
+    return [_with_one_constant(graph, _float32(graph, factor)) for factor in found]
 
 
 def _float32(graph: Graph, factor: Node) -> Node:
@@ -167,6 +167,24 @@ def _float32(graph: Graph, factor: Node) -> Node:
     if factor.operation == "convert_element_type" and factor.arguments[0].dtype == FLOAT32:
         return factor.arguments[0]
     return graph.convert(factor, FLOAT32)
+
+
+def _with_one_constant(graph: Graph, factor: Node) -> Node:
+    """A factor whose constant factors are one: those of a soft cap c tanh(x / c) cancel."""
+    rest, product, constants = factor, 1.0, 0
+    while rest.operation in ("mul", "div"):
+        first, second = rest.arguments
+        if second.operation == CONSTANT:
+            of_product = float(second.value) if rest.operation == "mul" else 1 / float(second.value or np.nan)
+            kept = first
+        elif first.operation == CONSTANT and rest.operation == "mul":
+            of_product, kept = float(first.value), second
+        else:
+            break
+        rest, product, constants = kept, product * of_product, constants + 1
+    if constants < 2 or not 2.0**-100 < abs(product) < 2.0**100:
+        return factor
+    return graph.product(rest, graph.constant(product, FLOAT32))
 
 
 def _refuse_custom_vjp(jaxpr, callers) -> None:

@@ -8,6 +8,7 @@ from function_harness import Compiled, compile_by_nvrtc, differentiated
 
 from jax_flash.cuda import functions
 from jax_flash.functions import Scope, UnsupportedPrimitiveError, differentiate
+from jax_flash.functions.graph import CONSTANT, reachable
 
 RANDOM = np.random.default_rng(1)
 BATCH, HEADS, LENGTH = 2, 3, 7
@@ -193,3 +194,16 @@ def test_custom_vjp_is_refused():
 
 def test_compiles_by_nvrtc():
     compile_by_nvrtc([differentiated(make(name)) for name in CASES])
+
+
+def test_constant_factors_of_a_derivative_are_one():
+    """Those of a soft cap cancel. A product that float32 has no number for stays as it is."""
+
+    def factors(function):
+        derivative = differentiate(functions.trace_score_mod(function))
+        products = [node for node in reachable([derivative.d_score]) if node.operation == "mul"]
+        return [float(x.value) for node in products for x in node.arguments if x.operation == CONSTANT]
+
+    assert factors(lambda s, b, h, q, k: 16 * jnp.sin(s / 16)) == []
+    assert factors(lambda s, b, h, q, k: 3 * jnp.sin(s * 4)) == [4.0, 12.0], "one is that of the sine's argument"
+    assert len(factors(lambda s, b, h, q, k: 1e30 * jnp.sin(s * 1e30))) == 3

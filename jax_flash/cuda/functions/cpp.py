@@ -249,7 +249,7 @@ _WRITERS: dict[str, tuple[tuple[np.dtype, ...], Write]] = {
     "pow": (FLOATS, lambda node, x, y: f"powf({x}, static_cast<float>({y}))"),
     "integer_pow": ((*FLOATS, *_INTEGERS), _integer_power),
     "square": ((*FLOATS, *_INTEGERS), lambda node, x: f"scalar::multiply({x}, {x})"),
-    "one_minus_square": (FLOATS, lambda node, x: f"(1.0f + {x}) * (1.0f - {x})"),
+    "one_minus_square": (FLOATS, lambda node, x: f"__fmaf_rn(-{x}, {x}, 1.0f)"),
     "polynomial": (FLOATS, _polynomial),
     "nextafter": ((FLOAT32,), _function("nextafterf")),
     "is_finite": (FLOATS, _function("scalar::is_finite")),
