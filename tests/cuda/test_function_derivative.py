@@ -205,5 +205,5 @@ def test_constant_factors_of_a_derivative_are_one():
         return [float(x.value) for node in products for x in node.arguments if x.operation == CONSTANT]
 
     assert factors(lambda s, b, h, q, k: 16 * jnp.sin(s / 16)) == []
-    assert factors(lambda s, b, h, q, k: 3 * jnp.sin(s * 4)) == [4.0, 12.0], "one is that of the sine's argument"
+    assert factors(lambda s, b, h, q, k: 3 * jnp.sin(s * 4)) == [4.0, 12.0], "one of the argument"
     assert len(factors(lambda s, b, h, q, k: 1e30 * jnp.sin(s * 1e30))) == 3
