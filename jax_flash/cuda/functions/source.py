@@ -98,7 +98,7 @@ def unit(output: Node) -> tuple[float, Node]:
     """
     if output.operation == "mul" and output.dtype == FLOAT32:
         for factor, rest in (output.arguments, output.arguments[::-1]):
-            if factor.operation == CONSTANT and 0 < factor.value < _MOST_UNIT and rest.operation in _BOUNDED:
+            if factor.operation == CONSTANT and 0 < float(factor.value) < _MOST_UNIT and rest.operation in _BOUNDED:
                 return float(factor.value), rest
     return 1.0, output
 
