@@ -98,8 +98,10 @@ def unit(output: Node) -> tuple[float, Node]:
     """
     if output.operation == "mul" and output.dtype == FLOAT32:
         for factor, rest in (output.arguments, output.arguments[::-1]):
-            if factor.operation == CONSTANT and 0 < float(factor.value) < _MOST_UNIT and rest.operation in _BOUNDED:
-                return float(factor.value), rest
+            if factor.operation == CONSTANT and rest.operation in _BOUNDED:
+                number = float(factor.value)
+                if 0 < number < _MOST_UNIT:
+                    return number, rest
     return 1.0, output
 
 
