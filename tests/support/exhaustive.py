@@ -28,9 +28,9 @@ def thinned(cases: Iterable[Any], traits: Callable[[Any], Collection[Hashable]])
 
 
 def covering(sets: Sequence[Set[Hashable]]) -> Set[int]:
-    """Indices of sets that have all elements between them: the first of those with most new ones, again and again.
+    """Indices of sets that have all elements between them, found greedily: next is that with most new ones.
 
-    They are fewer than those that bring something new in their order, where plain cases come before rich ones.
+    They are fewer than the sets that bring something new in order, where plain cases come before rich ones.
     """
     chosen: set[int] = set()
     missing = set().union(*sets)
