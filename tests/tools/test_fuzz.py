@@ -29,9 +29,8 @@ from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.decode_plan import plan_decode
 
 
-@pytest.mark.parametrize(
-    "seed", (0, *thorough(1, 2, 3))
-)  # always the same calls: others are for the command line
+# Always the same calls: others are for the command line.
+@pytest.mark.parametrize("seed", (0, *thorough(1, 2, 3)))
 def test_random_calls_agree_with_the_definition(seed):
     report = fuzz.fuzz(fuzz.Xla(), 7, seed)
     assert not report.failures, fuzz.describe("xla", report.failures[0])
