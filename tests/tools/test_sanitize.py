@@ -14,7 +14,6 @@ from jax_flash import _device, _dispatch, cuda
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import is_captured, shapes_of
-from jax_flash.cuda import call as cuda_call
 from jax_flash.cuda import decoding
 from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.cuda.sm90.decode_plan import plan_decode
@@ -82,8 +81,7 @@ def test_calls_in_8_bits_are_taken(case):
 
 
 @pytest.mark.parametrize("case", sanitize.PARTS["parts of sequences"], ids=str)
-def test_parts_of_sequences_are_taken(case, monkeypatch):
-    monkeypatch.setattr(cuda_call, "_compile_all", lambda plan: {})  # test_cuda_kernels.py compiles them
+def test_parts_of_sequences_are_taken(case):
     spec, operands, *_ = emulated_case.draw(case)
     assert operands.diagonal is not None
     assert _dispatch.reason("cuda", spec, shapes_of(operands), H100) is None
