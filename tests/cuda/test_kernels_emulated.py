@@ -188,15 +188,15 @@ BACKWARD = (
 )
 # Calls that add to dQ in a fixed order, and the multiprocessors of their device.
 IN_ORDER = (
-    (Case(H=128, T=300, S=300, right=0, N=4, K=2), 3),
+    (Case(H=128, T=200, S=300, right=0, N=4, K=2), 3),
     (Case(H=128, T=200, S=500, N=4, K=2), 3),  # more tiles of a head than blocks
     (Case(H=128, T=70, S=700), 5),
-    (Case(H=64, T=600, S=500, N=3), 4),
+    (Case(H=64, T=300, S=500, N=3), 4),
     (Case(H=64, T=500, S=900, left=200, right=10, N=2), 4),
     (Case(H=96, T=129, S=300, left=70, N=2, K=2, B=2), 5),
     (Case(H=128, T=100, S=300, right=-150, N=2), 3),  # the last keys are seen by no query
     (Case(H=64, T=200, S=129, left=-3, right=1), 2),  # none is seen by any, and the last tile is of one key
-    (Case(H=192, T=200, S=400, N=4, K=2), 6),
+    (Case(H=192, T=130, S=400, N=4, K=2), 6),
     (Case(H=192, T=200, S=450, left=90, right=30, N=2), 6),
     (Case(H=256, T=130, S=500, N=2, dtype="float16"), 8),
     (Case(H=256, T=300, S=300, right=0), 4),

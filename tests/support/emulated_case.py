@@ -163,6 +163,7 @@ def traits(case: Case | tuple) -> set:
     case = case[0] if isinstance(case, tuple) else case
     options = {field.name for field in dataclasses.fields(case) if getattr(case, field.name) != field.default}
     options -= {"H", "V", "T", "S", "B", "N", "K", "left", "right", "bias", "bias_dtype", "dtype"}
+    options = options or {"none"}
     window = "causal" if (case.left, case.right) == (None, 0) else (case.left, case.right) != (None, None)
     bias = None if case.bias is None else "1" in case.bias
     return options | {("bias", bias), ("V", case.V is not None), ("window", window), case.dtype} | tile(case)

@@ -1,4 +1,4 @@
-"""Which of many cases `make test` runs: those that bring something which none before them has.
+"""Which of many cases `make test` runs: a few that have everything which the others have, each thing once.
 
 The others have the marker `exhaustive`, and belong to `make test-all`. Continuous integration runs a part of
 them for each commit (`.ci/run`), and every case of a test with the marker `every_case`.
@@ -6,7 +6,7 @@ them for each commit (`.ci/run`), and every case of a test with the marker `ever
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import pytest
@@ -16,14 +16,37 @@ SIZES = ("T", "S", "B", "N", "K", "seed")  # of a case, whose values are no trai
 
 def thinned(cases: Iterable[Any], traits: Callable[[Any], Collection[Hashable]]) -> list:
     """Parameters for pytest, in order. A tuple has the values of several arguments."""
-    seen: set[Hashable] = set()
-    parameters = []
-    for case in cases:
-        new = set(traits(case)) - seen
-        seen |= new
-        values = case if isinstance(case, tuple) else (case,)
-        parameters.append(pytest.param(*values, marks=() if new else pytest.mark.exhaustive))
-    return parameters
+    cases = list(cases)
+    chosen = covering([set(traits(case)) for case in cases])
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if i in chosen else pytest.mark.exhaustive,
+        )
+        for i, case in enumerate(cases)
+    ]
+
+
+def covering(sets: Sequence[Set[Hashable]]) -> Set[int]:
+    """Indices of sets that have all elements between them, found greedily: next is that with most new ones.
+
+    They are fewer than the sets that bring something new in order, where plain cases come before rich ones.
+    """
+    chosen: set[int] = set()
+    missing = set().union(*sets)
+    most = {i: len(elements) for i, elements in enumerate(sets)}  # new elements, at most
+    while missing:
+        best = None
+        for i in sorted(most, key=lambda i: (-most[i], i)):
+            if best is not None and (most[i], -i) < (most[best], -best):
+                break
+            most[i] = len(sets[i] & missing)
+            if best is None or (most[i], -i) > (most[best], -best):
+                best = i
+        chosen.add(best)
+        missing -= sets[best]
+        del most[best]
+    return chosen
 
 
 def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list:
@@ -67,4 +90,4 @@ def fields(case: Any) -> set[tuple[str, Hashable]]:
         if field.name in ("left", "right", "local_window_size", "scale", "magnitude"):
             value = True  # that there is one
         found |= {(field.name, x) for x in (value if isinstance(value, tuple) else (value,))}
-    return found
+    return found or {("all defaults", True)}

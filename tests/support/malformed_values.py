@@ -1,7 +1,5 @@
 """Values that arguments of a kind refuse: of a flag, a number, lengths, floating arrays …"""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +27,19 @@ class Misleading:
         raise RuntimeError("no array")
 
 
+# Arrays come from NumPy: JAX compiles a program for each shape of its own, and there are hundreds of shapes.
+
+
+def filled(shape, dtype, value=0):
+    return jax.device_put(np.full(shape, value, jnp.dtype(dtype)))
+
+
 def ones(*shape, dtype=jnp.float32):
-    return jnp.ones(shape, dtype)
+    return filled(shape, dtype, 1)
 
 
 def integers(*shape):
-    return jnp.zeros(shape, jnp.int32)
+    return filled(shape, jnp.int32)
 
 
 HUGE = 10**400
@@ -98,16 +103,14 @@ NO_INTEGERS = [
 NO_SIZES = [*NO_INTEGERS, -1, -HUGE, -UNPRINTABLE_INT, np.int64(-3)]
 
 
-@functools.cache
 def _keys(shape):
-    return jax.random.split(jax.random.key(0), shape) if shape else jax.random.key(0)
+    return jax.random.wrap_key_data(np.zeros((*shape, 2), np.uint32))
 
 
 def of_other_dtypes(shape, *allowed):
     """Arrays of that shape, of every dtype but those that are subtypes of `allowed`."""
     dtypes = ("bool", "int8", "int32", "uint32", "float8_e4m3fn", "float8_e5m2", "float32", "bfloat16")
-    # From NumPy, as JAX compiles each shape and dtype of its own zeros.
-    arrays = [jnp.asarray(np.zeros(shape, jnp.dtype(dtype))) for dtype in (*dtypes, "complex64")]
+    arrays = [filled(shape, dtype) for dtype in (*dtypes, "complex64")]
     arrays += [np.zeros(shape, dtype) for dtype in ("int64", "float64", "longdouble", "complex128")]
     arrays.append(_keys(shape))
     return [x for x in arrays if not any(jnp.issubdtype(x.dtype, dtype) for dtype in allowed)]
@@ -119,7 +122,7 @@ FLOATING = (jnp.float16, jnp.bfloat16, jnp.float32, np.float64)
 def reshaped(shape, dtype):
     """Arrays whose rank is too low or too high, or whose last axis is wrong."""
     shapes = [(1, 1, 1, *shape), (*shape, 1), (*shape[:-1], 0), (*shape[:-1], shape[-1] + 1)]
-    return [jnp.zeros(bad, dtype) for bad in (*shapes, shape[-1:] * 2 if len(shape) == 1 else shape[-1:])]
+    return [filled(bad, dtype) for bad in (*shapes, shape[-1:] * 2 if len(shape) == 1 else shape[-1:])]
 
 
 def tensor(*shape, also=()):
@@ -130,7 +133,7 @@ def tensor(*shape, also=()):
 
 def per_logit(shape, *allowed):
     bad = [(*shape[:-1], shape[-1] + 1), (1, 1, *shape), (*shape[:-1], 0)]
-    return [*NO_ARRAYS, *of_other_dtypes(shape, *allowed), *(jnp.zeros(s, allowed[0]) for s in bad)]
+    return [*NO_ARRAYS, *of_other_dtypes(shape, *allowed), *(filled(s, allowed[0]) for s in bad)]
 
 
 def per_head(shape):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from exhaustive import numbers_of_part
+from exhaustive import covering, numbers_of_part
 
 TESTS = Path(__file__).parents[1]
 THINNED = TESTS / "tools" / "test_agreement.py"
@@ -20,6 +20,12 @@ def run(*options: str) -> subprocess.CompletedProcess:
 def cases(path: Path, *options: str) -> set[str]:
     found = run(str(path), *options).stdout.splitlines()
     return {line for line in found if "::" in line}
+
+
+def test_a_covering_has_every_element():
+    """And needs no plain set before a rich one. The first set is taken of those that bring as much."""
+    assert covering([{1}, {1, 2}, {3}, {2, 3, 4}, {4, 3, 2}, set()]) == {0, 3}
+    assert covering([set(), set()]) == set()
 
 
 def test_each_exhaustive_case_is_in_one_part():

@@ -18,6 +18,7 @@ import numpy as np
 import pairwise_suite
 import pytest
 from attention_case import Case
+from exhaustive import thorough
 from flawed import add_flawed_implementation
 from fuzzed_caches import FuzzedCache
 
@@ -28,7 +29,8 @@ from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.decode_plan import plan_decode
 
 
-@pytest.mark.parametrize("seed", range(4))  # always the same calls: others are for the command line
+# Always the same calls: others are for the command line.
+@pytest.mark.parametrize("seed", (0, *thorough(1, 2, 3)))
 def test_random_calls_agree_with_the_definition(seed):
     report = fuzz.fuzz(fuzz.Xla(), 7, seed)
     assert not report.failures, fuzz.describe("xla", report.failures[0])
@@ -101,9 +103,9 @@ def test_a_fault_of_two_features_together_is_found_and_made_small(monkeypatch, c
 def test_failures_are_printed_as_they_are_found_where_the_fuzz_goes_on(monkeypatch, capsys):
     add_flawed_implementation(monkeypatch)
     monkeypatch.setitem(fuzz.FUZZED, "flawed", Flawed)
-    command = ["--implementation", "flawed", "--cases", "60", "--seed", "0", "--go-on"]
+    command = ["--implementation", "flawed", "--cases", "30", "--seed", "0", "--go-on"]
     assert fuzz.main(command) == 1
-    found, ran, _ = capsys.readouterr().out.partition("ran 60 in ")
+    found, ran, _ = capsys.readouterr().out.partition("ran 30 in ")
     assert ran and found.count("FAILED") > 1 and "lse: error" in found
 
 
@@ -193,10 +195,11 @@ def test_cases_of_a_list_have_the_same_kernels():
     assert several > 10
 
 
-def test_random_calls_on_caches_agree_with_the_definition():
-    report = fuzz.fuzz(fuzz.XlaDecoding(), 4, 0)
+@pytest.mark.parametrize("count", (2, *thorough(4)))
+def test_random_calls_on_caches_agree_with_the_definition(count):
+    report = fuzz.fuzz(fuzz.XlaDecoding(), count, 0)
     assert not report.failures, fuzz.describe("xla-decoding", report.failures[0])
-    assert report.ran == 4
+    assert report.ran == count
 
 
 def drawn_caches(count):
