@@ -72,7 +72,7 @@ class Case:
         derivative = "" if self.derivative is None else _DERIVATIVE.format(n=n)
         has_score = "score" in self.traced.arguments
         element = (_ELEMENT_OF_SCORE if has_score else _ELEMENT).format(
-            n=n, score="ScaledScore{2 * score[i], 0.5f}," if has_score else ""
+            n=n, score="ScaledScore{score[i], 1}," if has_score else ""
         )
         return _LOOP.format(n=n, derivative=derivative, element=element)
 
