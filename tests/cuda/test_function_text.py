@@ -91,18 +91,18 @@ def test_sums_of_positions_have_a_base_and_an_offset():
 def test_tangents_of_what_is_cheap_have_a_faster_version():
     caps = jnp.ones(4)
 
-    def has_tangents(function):
+    def has_tanh(function):
         text = text_of(function)
-        assert ("tangent<small_tangents>(" in text) == ("constexpr bool has_tangents = true;" in text)
-        return "tangent<small_tangents>(" in text
+        assert ("tanh_of<small_tanh>(" in text) == ("constexpr bool has_tanh = true;" in text)
+        return "tanh_of<small_tanh>(" in text
 
-    assert has_tangents(alibi_of(jnp.ones(4), 20.0))
-    assert has_tangents(lambda s, b, h, q, k: caps[h] * jnp.tanh(s / caps[h]) + jnp.tanh(s * caps[0]))
-    assert not has_tangents(lambda s, b, h, q, k: s + caps[h])
-    assert not has_tangents(lambda s, b, h, q, k: s + jnp.tanh(caps[h])), "once a row"
-    assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s + jnp.tanh(s))), "of a tangent"
-    assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s * caps[(q - k) % 4])), "looked up for each score"
-    assert not has_tangents(lambda s, b, h, q, k: jnp.tanh(s.astype(jnp.bfloat16)).astype(jnp.float32))
+    assert has_tanh(alibi_of(jnp.ones(4), 20.0))
+    assert has_tanh(lambda s, b, h, q, k: caps[h] * jnp.tanh(s / caps[h]) + jnp.tanh(s * caps[0]))
+    assert not has_tanh(lambda s, b, h, q, k: s + caps[h])
+    assert not has_tanh(lambda s, b, h, q, k: s + jnp.tanh(caps[h])), "once a row"
+    assert not has_tanh(lambda s, b, h, q, k: jnp.tanh(s + jnp.tanh(s))), "of a tangent"
+    assert not has_tanh(lambda s, b, h, q, k: jnp.tanh(s * caps[(q - k) % 4])), "looked up for each score"
+    assert not has_tanh(lambda s, b, h, q, k: jnp.tanh(s.astype(jnp.bfloat16)).astype(jnp.float32))
 
 
 def test_terms_of_a_head_are_known():

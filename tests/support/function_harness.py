@@ -36,7 +36,7 @@ extern "C" void run{n}(const Operands{n}& operands, int count, const float* scor
 }}
 """
 _ARGUMENTS = "operands, tile, row, column, {score} batch[i], head[i], query_at, key_at"
-_ELEMENT_OF_SCORE = f"""const bool small = !(f{{n}}::tangent_bits({_ARGUMENTS}) >> 30 & 1);
+_ELEMENT_OF_SCORE = f"""const bool small = !(f{{n}}::tanh_bits({_ARGUMENTS}) >> 30 & 1);
         const auto element = small ? f{{n}}::make_element<true>({_ARGUMENTS})
                                    : f{{n}}::make_element<false>({_ARGUMENTS});"""
 _ELEMENT = f"const auto element = f{{n}}::make_element({_ARGUMENTS});"

@@ -67,19 +67,19 @@ struct ScoreRow {
             const float tanh = tanh_of(x);
             x = operands.soft_cap * tanh;
             derivative = softcap_grad_of(tanh);
-            // Of an infinite score the tangent is finite. Its logit is NaN, so that the log-sum-exp tells which queries
+            // Of an infinite score tanh is finite. Its logit is NaN, so that the log-sum-exp tells which queries
             // see what isn't finite.
             if constexpr (ISOLATES) x += 0.0f * score;
         }
         return x;
     }
 
-    // Whether the user's function takes tangents that `logit` can compute faster where all of a warp's arguments are
-    // small (common/tanh.cuh), and the bits that tell of a score's.
-    static constexpr bool has_tangents = UserRow::has_tangents && !ScoreTraits::soft_cap;
-    __device__ __forceinline__ uint32_t tangent_bits(float score, Position key) const {
+    // Whether the user's function has a tanh that `logit` computes faster where all of a warp's arguments are small
+    // (common/tanh.cuh), and the bits that tell whether a score's are.
+    static constexpr bool has_tanh = UserRow::has_tanh && !ScoreTraits::soft_cap;
+    __device__ __forceinline__ uint32_t tanh_bits(float score, Position key) const {
 #if SCORE_MOD
-        return user.tangent_bits({score, operands.scale}, key);
+        return user.tanh_bits({score, operands.scale}, key);
 #else
         return 0;
 #endif
@@ -87,21 +87,21 @@ struct ScoreRow {
 
 #if SCORE_MOD
     // What the user's function makes of a score, and the soft cap's derivative.
-    template <bool small_tangents>
+    template <bool small_tanh>
     __device__ __forceinline__ user_score_mod::Element user_element(float score, Position key,
                                                                     float& derivative) const {
         const float x = capped(score, derivative);
         const ScaledScore taken = ScoreTraits::soft_cap ? ScaledScore{x, 1} : ScaledScore{score, operands.scale};
-        return user.element<small_tangents>(taken, key);
+        return user.element<small_tanh>(taken, key);
     }
 #endif
 
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
-    template <bool small_tangents = false>
+    template <bool small_tanh = false>
     __device__ __forceinline__ float logit(float score, Position key, float& derivative) const {
         const int own_key = key.index();
 #if SCORE_MOD
-        const user_score_mod::Element element = user_element<small_tangents>(score, key, derivative);
+        const user_score_mod::Element element = user_element<small_tanh>(score, key, derivative);
         float x = element.value;
 #if SCORE_MOD == 2
         derivative *= element.d_score;

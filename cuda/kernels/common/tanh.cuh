@@ -1,4 +1,4 @@
-// The tangent of the soft cap.
+// The hyperbolic tangent, of a soft cap and in users' functions.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool are_small(uint32_t bits) { return !__any_sync(al
 
 // tanh of x. small: |x| < 1.
 template <bool small>
-__device__ __forceinline__ float tangent(float x) {
+__device__ __forceinline__ float tanh_of(float x) {
     if constexpr (small) return tanh_within_one<false>(x);
     return tanh_of(x);
 }

@@ -23,16 +23,16 @@ struct UserRow {
           tile(user_score_mod::make_tile(operands, batch)),
           row(user_score_mod::make_row(operands, tile, batch, head, query)) {}
 
-    static constexpr bool has_tangents = user_score_mod::has_tangents;
+    static constexpr bool has_tanh = user_score_mod::has_tanh;
 
-    // small_tangents: `are_small` of what `tangent_bits` gives, for all scores of a warp (common/tanh.cuh).
-    template <bool small_tangents = false>
+    // small_tanh: `are_small` of what `tanh_bits` gives, for all scores of a warp (common/tanh.cuh).
+    template <bool small_tanh = false>
     __device__ __forceinline__ user_score_mod::Element element(ScaledScore score, Position key) const {
-        return user_score_mod::make_element<small_tangents>(operands, tile, row, column(key), score, batch, head,
+        return user_score_mod::make_element<small_tanh>(operands, tile, row, column(key), score, batch, head,
                                                             query, key);
     }
-    __device__ __forceinline__ uint32_t tangent_bits(ScaledScore score, Position key) const {
-        return user_score_mod::tangent_bits(operands, tile, row, column(key), score, batch, head, query, key);
+    __device__ __forceinline__ uint32_t tanh_bits(ScaledScore score, Position key) const {
+        return user_score_mod::tanh_bits(operands, tile, row, column(key), score, batch, head, query, key);
     }
 
    private:
@@ -42,7 +42,7 @@ struct UserRow {
 };
 #else
 struct UserRow {
-    static constexpr bool has_tangents = false;
+    static constexpr bool has_tanh = false;
 
     __device__ __forceinline__ UserRow(int, int, int, int) {}
 };

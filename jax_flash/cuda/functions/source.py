@@ -8,11 +8,11 @@ it has:
     Tile make_tile(operands, batch)
     Row make_row(operands, tile, batch, head, query)
     Column make_column(operands, tile, batch, key)
-    Element make_element<small_tangents>(operands, tile, row, column, score, batch, head, query, key)
+    Element make_element<small_tanh>(operands, tile, row, column, score, batch, head, query, key)
 
-`score` is a `ScaledScore` (cuda/kernels/common/scaled_score.cuh). Where `has_tangents`, the function takes
-hyperbolic tangents of what is cheap to compute from its score, and `tangent_bits`, with the arguments of
-`make_element`, tells whether `small_tangents` may be true (cuda/kernels/common/tanh.cuh).
+`score` is a `ScaledScore` (cuda/kernels/common/scaled_score.cuh). Where `has_tanh`, the function takes
+tanh of what is cheap to compute from its score, and `tanh_bits`, with the arguments of
+`make_element`, tells whether `small_tanh` may be true (cuda/kernels/common/tanh.cuh).
 
 `query` and `key` are of type `Position` (cuda/kernels/common/position.cuh).
 
@@ -170,7 +170,7 @@ def _text(
     writer = _Writer(operands, has_score, results)
     parts = [writer.function(each) for each in Scope]
     if has_score:
-        parts.append(writer.tangent_bits())
+        parts.append(writer.tanh_bits())
     body = "\n\n".join([*parts, *([last] if last else [])])
     return (
         '#pragma once\n#include "parameters.cuh"\n#include "common/position.cuh"\n'
@@ -192,7 +192,7 @@ class _Writer:
         used = {argument for node in nodes for argument in node.arguments if scope(argument) < scope(node)}
         used |= {node for _, _, node in results}
         self.kept = {each: [node for node in self.scopes[each] if node in used] for each in Scope}
-        self.tangents = _tangents(self.scopes[Scope.ELEMENT]) if has_score else ()
+        self.tanhs = _tanhs(self.scopes[Scope.ELEMENT]) if has_score else ()
 
     def function(self, own: Scope) -> str:
         """A scope's struct, and the function that makes it."""
@@ -203,17 +203,17 @@ class _Writer:
             fields = [(cpp.type_of(node), self.names[node], self.names[node]) for node in self.kept[own]]
         lines = [f"struct {type} {{", *(f"    {type_of} {field};" for type_of, field, _ in fields), "};"]
         if own == Scope.ELEMENT and self.has_score:
-            lines.append("template <bool small_tangents = false>")
+            lines.append("template <bool small_tanh = false>")
         lines.append(f"{_QUALIFIERS} {type} {name}({', '.join(self.parameters(own))}) {{")
         lines += self.statements(self.scopes[own], own)
         lines += [f"    return {{{', '.join(value for _, _, value in fields)}}};", "}"]
         return "\n".join(lines)
 
-    def tangent_bits(self) -> str:
-        """A function of the arguments of all tangents of an element."""
-        arguments = [node.arguments[0] for node in self.tangents]
-        lines = [f"constexpr bool has_tangents = {'true' if arguments else 'false'};"]
-        lines.append(f"{_QUALIFIERS} uint32_t tangent_bits({', '.join(self.parameters(Scope.ELEMENT))}) {{")
+    def tanh_bits(self) -> str:
+        """The text of a function that ORs `bits_of_doubled` of the arguments of every tanh of an element."""
+        arguments = [node.arguments[0] for node in self.tanhs]
+        lines = [f"constexpr bool has_tanh = {'true' if arguments else 'false'};"]
+        lines.append(f"{_QUALIFIERS} uint32_t tanh_bits({', '.join(self.parameters(Scope.ELEMENT))}) {{")
         lines += self.statements(by_scope(arguments)[Scope.ELEMENT], Scope.ELEMENT)
         bits = [f"bits_of_doubled({self.name(argument, Scope.ELEMENT)})" for argument in arguments]
         lines += [f"    return {' | '.join(bits) or '0'};", "}"]
@@ -239,8 +239,8 @@ class _Writer:
         arguments = [self.name(argument, own) for argument in node.arguments]
         if node.operation in (positions.FLOAT_OF_POSITION, positions.COMPARED_POSITION):
             return positions.expression(node, arguments)
-        if node in self.tangents:
-            return f"tangent<small_tangents>({arguments[0]})"
+        if node in self.tanhs:
+            return f"tanh_of<small_tanh>({arguments[0]})"
         if (factor := self.factor_of_score(node, own)) is not None:
             return f"score.times({factor})"
         if node.operation != LOAD:
@@ -278,12 +278,12 @@ def _is_score(node: Node) -> bool:
 _CHEAP = ("add", "sub", "mul", "div", "neg", "convert_element_type")
 
 
-def _tangents(elements: Sequence[Node]) -> tuple[Node, ...]:
-    """Tangents among an element's values, if computing their arguments twice costs little; else none."""
-    tangents = tuple(node for node in elements if node.operation == "tanh")
-    computed = by_scope(node.arguments[0] for node in tangents)[Scope.ELEMENT]
+def _tanhs(elements: Sequence[Node]) -> tuple[Node, ...]:
+    """Each tanh among an element's values, if computing their arguments twice costs little; else none."""
+    tanhs = tuple(node for node in elements if node.operation == "tanh")
+    computed = by_scope(node.arguments[0] for node in tanhs)[Scope.ELEMENT]
     is_cheap = all(node.operation in _CHEAP for node in computed)
-    return tangents if is_cheap and all(node.dtype == FLOAT32 for node in tangents) else ()
+    return tanhs if is_cheap and all(node.dtype == FLOAT32 for node in tanhs) else ()
 
 
 def shapes_of_gradients(function: Function, derivative: Derivative) -> dict[str, jax.ShapeDtypeStruct]:

@@ -178,8 +178,8 @@ def _kernel(
     requirements, tile = requirements_of(spec, shapes), configuration.tile
     # Mask metadata includes the window.
     window = UNBOUNDED if requirements.mask_metadata else requirements.window
-    # Score modifications apply the whole scale, sign included.
     in_units = score_mod.logit_unit(spec, shapes) != 1
+    # Score modifications apply the whole scale, sign included.
     sign = 1 if requirements.score_mods else (spec.scale > 0) - (spec.scale < 0)
     return Kernel(
         source="sm90/forward/forward.cu",

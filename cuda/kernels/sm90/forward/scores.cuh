@@ -11,7 +11,7 @@
 // so their indices can exceed the number of keys. No operand of such a call has an axis of keys.
 constexpr int any_key = 1 << 30;
 
-// Scores that have a soft cap alone, in units of the cap. Where all of a warp are within it, as most are, the tangent
+// Scores that have a soft cap alone, in units of the cap. Where all of a warp are within it, as most are, tanh
 // takes less.
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOp
     } else {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            // Of an infinite score the tangent is finite. It becomes NaN, as in ScoreRow::capped.
+            // Of an infinite score tanh is finite. It becomes NaN, as in ScoreRow::capped.
             const float tanh = tanh_of(0.5f * scores[i]);
             scores[i] = Traits::isolates ? tanh + 0.0f * scores[i] : tanh;
         }
@@ -36,13 +36,13 @@ __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOp
 }
 
 // Logits of one of the thread's two rows, in place of its scores.
-template <bool small_tangents, int count, class KeyOf>
+template <bool small_tanh, int count, class KeyOf>
 __device__ __forceinline__ void make_logits(float (&scores)[count], int r, const ScoreRow& score_row, KeyOf key_of) {
     float derivative;  // which no one reads
 #pragma unroll
     for (int i = 0; i < count; ++i) {
         if (row_of(i) != r) continue;
-        float logit[1] = {score_row.logit<small_tangents>(scores[i], key_of(i), derivative)};
+        float logit[1] = {score_row.logit<small_tanh>(scores[i], key_of(i), derivative)};
         // One after another: operands of several at once have no room in registers.
         if constexpr (ScoreTraits::all_operands) wgmma::pin(logit);
         scores[i] = logit[0];
@@ -66,13 +66,13 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
             auto key_of = [&](int i) { return Position{column, column_of(i), keys - 1}; };
             uint32_t bits = 0;
-            if constexpr (ScoreRow::has_tangents) {
+            if constexpr (ScoreRow::has_tanh) {
 #pragma unroll
                 for (int i = 0; i < count; ++i) {
-                    if (row_of(i) == r) bits |= score_row.tangent_bits(scores[i], key_of(i));
+                    if (row_of(i) == r) bits |= score_row.tanh_bits(scores[i], key_of(i));
                 }
             }
-            if (ScoreRow::has_tangents && are_small(bits)) {
+            if (ScoreRow::has_tanh && are_small(bits)) {
                 make_logits<true>(scores, r, score_row, key_of);
             } else {
                 make_logits<false>(scores, r, score_row, key_of);
