@@ -75,8 +75,10 @@ struct ScoreRow {
     }
 
     // Whether the user's function has a tanh that `logit` computes faster where all of a warp's arguments are small
-    // (common/tanh.cuh), and the bits that tell whether a score's are.
-    static constexpr bool has_tanh = UserRow::has_tanh && !ScoreTraits::soft_cap;
+    // (common/tanh.cuh), and the bits that tell whether a score's are. Not beside a bias or a mask: with two forms of
+    // `logit`, the compiler computes the addresses of all elements ahead of both, and they spill.
+    static constexpr bool has_tanh =
+        UserRow::has_tanh && !(ScoreTraits::soft_cap || ScoreTraits::bias || ScoreTraits::mask);
     __device__ __forceinline__ uint32_t tanh_bits(float score, Position key) const {
 #if SCORE_MOD
         return user.tanh_bits({score, operands.scale}, key);
