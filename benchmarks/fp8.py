@@ -7,7 +7,7 @@ arrays as it takes them, and of long calls with other numbers of blocks whose PV
 themselves, where shared memory has room for sums (cuda/kernels/sm90/forward/out_sums.cuh); `flash_attention`
 of e4m3 arrays, which transposes values first; with `quantization="fp8"`, which also quantizes; `quantize`
 alone, and a copy of as many bytes as it reads and writes; and `flash_attention` in bfloat16. Then the rates
-of the first and the last, and their ratio.
+of the first and the last, and their ratio. With `--pallas` also e4m3 arrays by `pallas`, on Hopper.
 
 Peers run on e4m3 arrays too: cuDNN, which has a scale for each array and writes e4m3, by JAX; and with
 `--merge FILE` what torch_fa3.py measured of FlashAttention-3 on the same GPU just before. `to_best_peer` is
@@ -39,8 +39,9 @@ from jax_flash._float8_arguments import Float8
 from jax_flash._mask import Window
 from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import forward_tiles
+from jax_flash.pallas import lowering
 
-KERNEL, OF_16_BITS = "kernel", "bfloat16"
+KERNEL, OF_16_BITS, PALLAS = "kernel", "bfloat16", "pallas, e4m3 arrays"
 CUDNN, FA3 = "cudnn_fp8", "fa3_fp8"
 SUM_BLOCKS, LONG = (0, 4, 16), 16384  # of long calls alone, as each is a kernel to compile
 CASES = [
@@ -121,6 +122,13 @@ def programs(case: Case) -> Programs:
     return {name: _compiled(*call) for name, call in calls.items()}
 
 
+def by_pallas(case: Case) -> Programs:
+    quantized = jax.jit(jax_flash.quantize)(*case.inputs())
+    attend = functools.partial(jax_flash.flash_attention, is_causal=case.causal, implementation="pallas")
+    with lowering.only(lowering.MOSAIC):
+        return {PALLAS: _compiled(lambda x: attend(**x._asdict()), quantized)}
+
+
 def _compiled(function: Callable, *arguments: Any) -> tuple:
     return jax.jit(function).lower(*arguments).compile(), *arguments
 
@@ -143,10 +151,10 @@ def peer_program(case: Case) -> tuple[Programs, dict[str, str]]:
         return {}, {f"{CUDNN} error": record.error(exception)}
 
 
-def row(case: Case, of_rounds: int, fa3: float | None = None) -> dict:
+def row(case: Case, of_rounds: int, fa3: float | None = None, pallas: bool = False) -> dict:
     """`fa3`: milliseconds of FlashAttention-3, where these were measured."""
     try:
-        ours = programs(case)
+        ours = programs(case) | (by_pallas(case) if pallas else {})
         theirs, refused = peer_program(case)
         times = measure(ours | theirs, of_rounds)
     except Exception as exception:  # the other calls are measured nevertheless
@@ -172,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--match", default="", help="cases that have this text")
     parser.add_argument("--rounds", type=int, default=rounds.ROUNDS)
+    parser.add_argument("--pallas", action="store_true", help="e4m3 arrays by pallas too")
     parser.add_argument("--merge", type=Path, help="JSON of torch_fa3.py")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
@@ -183,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if other["peer"] == FA3 and "milliseconds" in other
     }
     for case in [case for case in CASES if options.match in str(case)]:
-        found = row(case, options.rounds, theirs.get(str(case)))
+        found = row(case, options.rounds, theirs.get(str(case)), options.pallas)
         result["rows"].append(found)
         told = {name: round(x, 3) for name, x in found.get("milliseconds", {}).items()} or found.get("error")
         print(

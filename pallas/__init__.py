@@ -3,9 +3,11 @@
 One of the implementations behind `jax_flash.flash_attention`, in kernels of plain Python.
 """
 
+import dataclasses
+
 import jax
 
-from jax_flash import _device, _varlen_unpacking
+from jax_flash import _device, _float8, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
@@ -27,14 +29,13 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
 
     Raises ImportError where it could if the installed JAX had a lowering of Pallas for the device.
     """
-    why_not = limits.device_reason(device) or _function_reason(spec)
-    if why_not is None and spec.quantization is not None:
-        why_not = "its kernels take no quantization"
-    if why_not is not None:
+    if (why_not := limits.device_reason(device) or _function_reason(spec)) is not None:
         return why_not
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
     if (why_not := _call_reason(spec, shapes)) is not None:
         return why_not
+    if lowering.is_float8(spec, shapes):
+        return lowering.mosaic_reason(spec, shapes, device)
     if not lowering.allowed(lowering.TRITON):
         return lowering.mosaic_reason(spec, shapes, device)
     if not compat.interpreting():
@@ -54,7 +55,10 @@ def _function_reason(spec: AttentionSpec) -> str | None:
 def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
     size = sizes(shapes)
     arrays = (shapes.query, shapes.key, shapes.value)
-    if why_not := limits.operand_reason(arrays, (size.H, size.V), (size.T, size.S)):
+    dtypes = limits.DTYPES
+    if _float8.is_float8(shapes.query.dtype):
+        dtypes = (_float8.DTYPE.__name__,)
+    if why_not := limits.operand_reason(arrays, (size.H, size.V), (size.T, size.S), dtypes):
         return why_not
     if shapes.bias is not None and str(shapes.bias.dtype) not in _BIAS_DTYPES:
         return f"bias must be {' or '.join(_BIAS_DTYPES)}, not {shapes.bias.dtype}"
@@ -71,15 +75,28 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
-    by_triton = triton_tiles.choose(spec, shapes, device)
+    forward = _describe_forward(spec, shapes, device)
+    if _float8.is_float8(shapes.query.dtype):
+        return forward
+    return f"{forward}, {_describe_backward(*_of_16_bits(spec, shapes), device)}"
+
+
+def _describe_forward(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
+    if lowering.is_float8(spec, shapes):
+        return f"Mosaic GPU forward in 8 bits ({mosaic_tiles.forward(head_dims.padded_sizes(shapes), True)})"
     if lowering.mosaic_reason(spec, shapes, device) is None:
-        size = head_dims.padded_sizes(shapes)
-        forward, backward = mosaic_tiles.forward(size), _mosaic_backward(spec, size, device)
-        return f"Mosaic GPU forward ({forward}), Mosaic GPU backward {backward}"
+        return f"Mosaic GPU forward ({mosaic_tiles.forward(head_dims.padded_sizes(shapes))})"
+    return f"Triton forward ({triton_tiles.choose(spec, shapes, device).forward})"
+
+
+def _describe_backward(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
+    if lowering.mosaic_reason(spec, shapes, device) is None:
+        return f"Mosaic GPU backward {_mosaic_backward(spec, head_dims.padded_sizes(shapes), device)}"
+    by_triton = triton_tiles.choose(spec, shapes, device)
     backward = f"of keys ({by_triton.backward_keys}) and of queries ({by_triton.backward_queries})"
     if features.bias_gradient(shapes) == "shared":
         backward += f" and of bias ({by_triton.backward_bias})"
-    return f"Triton forward ({by_triton.forward}), Triton backward {backward}"
+    return f"Triton backward {backward}"
 
 
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -93,6 +110,12 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
     device = _device.current()
+    if lowering.is_float8(spec, operands):
+        from .mosaic import forward_float8
+
+        config = mosaic_tiles.forward(head_dims.padded_sizes(operands), float8=True)
+        assert config is not None  # or there would be a reason
+        return forward_float8.forward(spec, operands, config, device.sm_count or 1)
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import forward as mosaic_forward
 
@@ -123,6 +146,7 @@ def backward(
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
+    spec, operands = _of_16_bits(spec, operands)
     device = _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import backward as mosaic_backward
@@ -144,6 +168,11 @@ def backward(
 
     chosen = triton_tiles.choose(spec, operands, device)
     return triton_backward.backward(spec, operands, out, lse, d_out, d_lse, chosen)
+
+
+def _of_16_bits(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
+    """The call without its quantization, as the backward pass has it."""
+    return dataclasses.replace(spec, quantization=None), operands.replace(rotation_signs=None)
 
 
 def _mosaic_backward(spec: AttentionSpec, size: Sizes, device: Device) -> mosaic_tiles.BackwardConfigs:

@@ -24,16 +24,19 @@ def device_reason(device: Device) -> str | None:
     return None
 
 
-def operand_reason(arrays: Sequence[Any], head_dims: Sequence[int], lengths: Sequence[int]) -> str | None:
+def operand_reason(
+    arrays: Sequence[Any], head_dims: Sequence[int], lengths: Sequence[int], allowed: Sequence[str] = DTYPES
+) -> str | None:
     """Why the kernels can't take such a call, or None.
 
     Args:
       arrays: query, key and value, or their shapes.
       head_dims: of keys and of values.
       lengths: of queries and of keys, at most.
+      allowed: dtypes.
     """
     dtypes = [str(x.dtype) for x in arrays]
-    if len(set(dtypes)) != 1 or dtypes[0] not in DTYPES:
+    if len(set(dtypes)) != 1 or dtypes[0] not in allowed:
         return f"query, key and value must all be bfloat16 or all float16, not {', '.join(dtypes)}"
     if max(head_dims) > MAX_HEAD_DIM:
         return f"head dims must be at most {MAX_HEAD_DIM}, not {max(head_dims)}"

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_flash import _slower
+from jax_flash import _float8, _slower
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
-from . import compat, features
+from . import compat, features, limits
 from .mosaic import head_dims
 from .mosaic import tiles as mosaic_tiles
 
@@ -64,7 +64,9 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
         return "its kernels for Hopper take no diagonal as an operand, as calls on parts of sequences have"
     if spec.wide_results:
         return "its kernels for Hopper write no float32 results, as steps of a ring have"
-    if mosaic_tiles.forward(head_dims.padded_sizes(shapes)) is None:
+    if (float8 := is_float8(spec, shapes)) and (reason := _float8_reason(spec)) is not None:
+        return reason
+    if mosaic_tiles.forward(head_dims.padded_sizes(shapes), float8) is None:
         size = sizes(shapes)
         return f"head dims {size.H} and {size.V} need more shared memory than there is"
     try:
@@ -73,4 +75,20 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
         if allowed(TRITON):
             _slower.warn(f"On {device.kind} jax_flash's Pallas kernels run by Triton, slower: {error}")
         return str(error)
+    return None
+
+
+def is_float8(spec: AttentionSpec, shapes: Operands) -> bool:
+    """Whether the forward pass is of e4m3 numbers."""
+    return spec.quantization is not None or _float8.is_float8(shapes.query.dtype)
+
+
+def _float8_reason(spec: AttentionSpec) -> str | None:
+    if spec.out_dtype not in (None, *limits.DTYPES):
+        return f"out_dtype must be {' or '.join(limits.DTYPES)}, not {spec.out_dtype}"
+    if not compat.interpreting() and allowed(TRITON):
+        return (
+            "its kernel in 8 bits has been checked in JAX's interpreter alone, on no GPU: the environment "
+            f"variable {_ENVIRONMENT}={MOSAIC} allows it"
+        )
     return None

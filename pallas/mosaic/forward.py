@@ -40,7 +40,7 @@ def forward(
         functools.partial(flash_forward, scale=spec.scale, problem=problem),
         blocks=problem.scheduler.grid,
         warpgroups=config.warpgroups + 1,
-        scratch=_scratch(problem, dtype),
+        scratch=scratch(problem, dtype, dtype),
         out_shape=[
             compat.result((*query.shape[:-1], size.V), dtype, like=query),
             compat.result((size.B, size.N, rows), jnp.float32, like=query),
@@ -57,7 +57,7 @@ def forward(
             functools.partial(flash_forward_again, scale=spec.scale, problem=problem),
             blocks=problem.scheduler.grid,
             warpgroups=config.warpgroups + 1,
-            scratch=(*_scratch(problem, dtype), landed, first_full),
+            scratch=(*scratch(problem, dtype, dtype), landed, first_full),
             out_shape=[],
             changes=compat.result(out.shape, out.dtype, like=out),
             name="jax_flash_mosaic_forward_again",
@@ -65,18 +65,25 @@ def forward(
     return out[:, : size.T], lse[:, :, : size.T]
 
 
-def _scratch(problem: ForwardProblem, dtype: jnp.dtype) -> tuple[Shared, Barriers]:
-    """A block's shared memory and barriers."""
-    size, config = problem.size, problem.config
+def scratch(problem: ForwardProblem, dtype: jnp.dtype, out_dtype: jnp.dtype) -> tuple[Shared, Barriers]:
+    """A block's shared memory and barriers.
 
-    def tiles(count: int, tile_rows: int, width: int):
+    Args:
+      dtype: of queries, keys and values.
+    """
+    size, config = problem.size, problem.config
+    own_out = size.H != size.V or dtype != out_dtype
+
+    def tiles(count: int, tile_rows: int, width: int, dtype: jnp.dtype = dtype):
         return compat.tiled_shared_memory((count, tile_rows, width), dtype)
+
+    values = (size.V, config.keys) if problem.float8 else (config.keys, size.V)
 
     shared = Shared(
         query=tiles(config.query_stages * config.warpgroups, ROWS, size.H),
         key=tiles(config.stages, config.keys, size.H),
-        value=tiles(config.stages, config.keys, size.V),
-        out=None if size.H == size.V else tiles(config.warpgroups, ROWS, size.V),
+        value=tiles(config.stages, *values),
+        out=tiles(config.warpgroups, ROWS, size.V, out_dtype) if own_out else None,
         lse=plgpu.SMEM((config.warpgroups, ROWS), jnp.float32),
     )
     of_warpgroups = plgpu.Barrier(num_barriers=config.warpgroups)

@@ -5,7 +5,8 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +44,7 @@ class ForwardProblem:
     mask: PositionMask
     config: ForwardConfig
     multiprocessors: int
+    float8: bool = False  # of e4m3 numbers, values transposed (`forward_float8.py`)
 
     @property
     def scheduler(self) -> TileScheduler:
@@ -54,7 +56,7 @@ class ForwardProblem:
             batch=size.B,
             lengths=tile_lengths(self.mask, config.queries, config.keys),
             blocks=self.multiprocessors if config.persistent else None,
-            bytes_of_head=2 * size.S * (size.H + size.V) // size.group,
+            bytes_of_head=(1 if self.float8 else 2) * size.S * (size.H + size.V) // size.group,
         )
 
     def again(self) -> "ForwardProblem":
@@ -75,6 +77,14 @@ class ForwardProblem:
     def keys_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
         """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
         return self.mask.block_range(first, ROWS, self.config.keys).full_within(tile).reversed()
+
+
+class Place(NamedTuple):
+    """Where a warpgroup's rows of a tile lie."""
+
+    batch: Any
+    head: Any
+    first_row: Any
 
 
 class Shared(NamedTuple):
@@ -116,11 +126,11 @@ def flash_forward(
     divide(
         problem.config.warpgroups,
         compute=lambda warpgroup: Consumer(warpgroup, results, shared, barriers, scale, problem).run(),
-        load=lambda: _load(query, key, value, shared, barriers, problem=problem),
+        load=lambda: load_tiles(query, key, value, shared, barriers, problem=problem),
     )
 
 
-def _load(query, key, value, shared, barriers, *, problem: ForwardProblem) -> None:
+def load_tiles(query, key, value, shared, barriers, *, problem: ForwardProblem) -> None:
     """Fills the queries of each tile, and the rings of its keys and values."""
     config, group = problem.config, problem.size.group
 
@@ -144,8 +154,9 @@ def _load(query, key, value, shared, barriers, *, problem: ForwardProblem) -> No
             index = blocks_done + (i - start)
             slot = rem(index, config.stages)
             pl.when(index >= config.stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-            rows = pl.ds((start + stop - 1 - i) * config.keys, config.keys)
-            own = source.at[batch, rows, div(head, group)]
+            rows, key_head = pl.ds((start + stop - 1 - i) * config.keys, config.keys), div(head, group)
+            transposed = problem.float8 and source is value
+            own = source.at[batch, key_head, :, rows] if transposed else source.at[batch, rows, key_head]
             plgpu.copy_gmem_to_smem(own, ring.at[slot], full.at[slot])
 
         def step(i, carry):
@@ -198,6 +209,9 @@ class Consumer:
     problem: ForwardProblem
     spoiled: SpoiledTiles | None = None  # of the second kernel, the tiles that it computes again
 
+    slack: ClassVar[float] = SLACK
+    lowered: ClassVar[float] = 0.0  # what is subtracted lies below the largest logit, in base 2
+
     @property
     def config(self) -> ForwardConfig:
         return self.problem.config
@@ -245,75 +259,90 @@ class Consumer:
         tile_keys = self.problem.keys_of_tile(first_row)
         slot = self._query_slot(tiles_done)
         query = self.shared.query.at[slot]
-        first_row += self.warpgroup * ROWS
-        keys = self.problem.keys_of_warpgroup(first_row, tile_keys)
+        place = Place(batch, head, first_row + self.warpgroup * ROWS)
+        keys = self.problem.keys_of_warpgroup(place.first_row, tile_keys)
         count = keys.last - keys.first
 
         plgpu.barrier_wait(self.barriers.query_full.at[slot])
-        p, rows = self._first_block(query, blocks_done, first_row, keys)
+        p, rows = self._first_block(query, blocks_done, place, keys)
         if self.releases_later:
             pl.when(tiles_done > 0)(functools.partial(self._release_query, tiles_done - 1))
 
-        step = functools.partial(self._step, query, blocks_done, first_row, keys)
+        step = functools.partial(self._step, query, blocks_done, place, keys)
         rest = BlockRange(keys.first + 1, keys.last, _after(keys, "full_begin"), _after(keys, "full_end"))
-        acc, p, rows = over_block_range(rest, step, (_zeros(self.size.V), self._convert(p), rows))
+        acc, p, rows = over_block_range(rest, step, (self._no_output(), p, rows))
         if not self.stages_over_query and self.config.persistent:
             plgpu.barrier_arrive(self.barriers.query_free.at[slot])
         acc, lse, normaliser = self._last_values(acc, p, rows, blocks_done + count - 1)
-        self._store(acc, lse, normaliser, query, (batch, head, first_row))
+        self._store(acc, lse, normaliser, query, place)
         if self.stages_over_query and self.config.persistent and not self.releases_later:
             self._release_query(tiles_done)
         return tiles_done + 1, blocks_done + count
 
-    def _first_block(self, query, index, first_row, keys: BlockRange):
+    def _first_block(self, query, index, place: Place, keys: BlockRange):
         """Softmax of a tile's first block, which has no values of an earlier one to run beside."""
+        block = keys.last - 1
+        scale = self._scale_of(place, block)
         scores = self._issue_scores(query, index)
         self._pass_turn()
         scores = self._wait_scores(scores, index, in_flight=0)
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
-        rows = Rows(nothing, _zeros(FOLDED), nothing)
-        return self._softmax(scores, rows, self.has_partial_blocks, first_row, keys.last - 1)
+        rows = Rows(nothing, zeros(FOLDED), nothing)
+        p, rows = self._softmax(scores, scale, rows, self.has_partial_blocks, place.first_row, block)
+        return self._convert(p, place, block), rows
 
-    def _step(self, query, blocks_done, first_row, keys: BlockRange, partial, i, carry):
+    def _step(self, query, blocks_done, place: Place, keys: BlockRange, partial, i, carry):
         """Scores and softmax of a block, beside the product of the last one's probabilities and values."""
         acc, p, rows = carry
         index = blocks_done + (i - keys.first)
+        block = keys.first + keys.last - 1 - i
+        scale = self._scale_of(place, block)
 
         scores = self._issue_scores(query, index)
 
-        def softmax_beside(acc):
-            self._issue_values(acc, p, index - 1)
+        def softmax():
             self._pass_turn()
-            block = keys.first + keys.last - 1 - i
             done = self._wait_scores(scores, index, in_flight=1)
-            return self._softmax(done, rows, partial, first_row, block)
+            return self._softmax(done, scale, rows, partial, place.first_row, block)
 
-        acc = scaled_unless_one(acc, rows.correction)
-        like = (_zeros(self.config.keys), rows)
-        acc, (p, rows) = compat.accumulate(softmax_beside, acc, like)
-        self._release_values(index - 1)
-        return acc, self._convert(p), rows
+        like = (zeros(self.config.keys), rows)
+        acc, (p, rows) = self._add_values(acc, p, rows.correction, index - 1, softmax, like)
+        return acc, self._convert(p, place, block), rows
 
     def _last_values(self, acc, p, rows: Rows, index):
         """The unnormalised output, lse, and what the output is to be multiplied with."""
 
-        def normalise_beside(acc):
-            self._issue_values(acc, p, index)
+        def normalise():
             sums = rows.sums.sum(axis=1)
             sees_nothing = sums == 0.0
             sums = jnp.where(sees_nothing, 1.0, sums)
             lse = jnp.where(sees_nothing, -jnp.inf, rows.subtracted * LN_2 + jnp.log(sums))
             return lse, 1.0 / sums
 
-        acc, (lse, normaliser) = compat.accumulate(
-            normalise_beside, scaled_unless_one(acc, rows.correction), (rows.subtracted, rows.subtracted)
-        )
-        self._release_values(index)
+        like = (rows.subtracted, rows.subtracted)
+        acc, (lse, normaliser) = self._add_values(acc, p, rows.correction, index, normalise, like)
         return acc, lse, normaliser
 
-    def _store(self, acc, lse, normaliser, query, place) -> None:
-        """Stages the rows of a tile in shared memory, and copies them to `place`: batch row, head, first
-        row."""
+    def _no_output(self):
+        """The sum of no values."""
+        return zeros(self.size.V)
+
+    def _add_values(self, acc, p, correction, index, beside: Callable[[], Any], like):
+        """The corrected `acc` plus a block's probabilities times its values; and what `beside()` gives, of
+        the types of `like`, computed beside that product."""
+
+        def product_beside(acc):
+            slot = self._slot(index)
+            plgpu.barrier_wait(self.barriers.value_full.at[slot])
+            compat.wgmma(acc, p, self.shared.value.at[slot])
+            return beside()
+
+        acc, results = compat.accumulate(product_beside, scaled_unless_one(acc, correction), like)
+        self._release_values(index)
+        return acc, results
+
+    def _store(self, acc, lse, normaliser, query, place: Place) -> None:
+        """Stages the rows of a tile in shared memory, and copies them to their place."""
         batch, head, first_row = place
         own = pl.ds(first_row, ROWS)
         out = self.results.out.at[batch, own, head]
@@ -323,33 +352,44 @@ class Consumer:
         staged_lse = self.shared.lse.at[self.warpgroup]
         if self.results.lse is not None:
             staged_lse[...] = lse
-        values = _rescaled(acc, normaliser)
-        if self.results.marks is not None:
-            marks = pl.ds(div(first_row, MARKED_ROWS), ROWS // MARKED_ROWS)
-            mark(self.results.marks.at[batch, head, marks], [values])
-        if self.spoiled is not None:
-            values = self.spoiled.unless_finite(out, staged, self.warpgroup, values)
-        staged[...] = values.astype(self.shared.query.dtype)
+        self._stage(acc, normaliser, staged, place)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, out)
         if self.results.lse is not None:
             plgpu.copy_smem_to_gmem(staged_lse, self.results.lse.at[batch, head, own])
 
-    def _softmax(self, scores, rows: Rows, partial: bool, first_row, block):
+    def _stage(self, acc, normaliser, staged, place: Place) -> None:
+        """Writes the normalised output to shared memory, and marks of it."""
+        batch, head, first_row = place
+        values = rescaled(acc, normaliser)
+        if self.results.marks is not None:
+            marks = pl.ds(div(first_row, MARKED_ROWS), ROWS // MARKED_ROWS)
+            mark(self.results.marks.at[batch, head, marks], [values])
+        if self.spoiled is not None:
+            out = self.results.out.at[batch, pl.ds(first_row, ROWS), head]
+            values = self.spoiled.unless_finite(out, staged, self.warpgroup, values)
+        staged[...] = values.astype(staged.dtype)
+
+    def _scale_of(self, place: Place, block) -> Any:
+        """What scores of a block are to be multiplied with to be logits in base 2."""
+        return self.scale * LOG2_E
+
+    def _softmax(self, scores, scale, rows: Rows, partial: bool, first_row, block):
         """A block's probabilities, and what is known of the rows with it."""
-        scores, scale = self._masked_scores(scores, partial, first_row, block)
-        highest = jnp.maximum(rows.subtracted, folded(jnp.maximum, scores).max(axis=1) * scale)
-        subtracted = jnp.where(highest > rows.subtracted + SLACK, highest, rows.subtracted)
+        scores, scale = self._masked_scores(scores, scale, partial, first_row, block)
+        highest = folded(jnp.maximum, scores).max(axis=1) * scale
+        highest = jnp.maximum(rows.subtracted, highest - self.lowered if self.lowered else highest)
+        subtracted = jnp.where(highest > rows.subtracted + self.slack, highest, rows.subtracted)
         # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
         shift = jnp.where(subtracted == -jnp.inf, 0.0, subtracted) if self.has_partial_blocks else subtracted
         p = jnp.exp2(scores * scale - lax.broadcast_in_dim(shift, scores.shape, [0]))
         correction = jnp.exp2(rows.subtracted - shift)
-        return p, Rows(subtracted, _rescaled(rows.sums, correction) + folded(jnp.add, p), correction)
+        return p, Rows(subtracted, rescaled(rows.sums, correction) + folded(jnp.add, p), correction)
 
-    def _masked_scores(self, scores, partial: bool, first_row, block):
+    def _masked_scores(self, scores, scale, partial: bool, first_row, block):
         """Masked scores, and the scale that they are yet to be multiplied with to be logits in base 2."""
-        scale = self.scale * LOG2_E
-        if scale <= 0:  # the largest score is not the largest logit, and -inf would not stay that
+        # If it isn't positive, the largest score is not the largest logit, and -inf would not stay that.
+        if not isinstance(scale, float) or scale <= 0:
             scores, scale = scores * scale, 1.0
         if not partial:
             return scores, scale
@@ -371,11 +411,6 @@ class Consumer:
         plgpu.barrier_arrive(self.barriers.key_free.at[self._slot(index)])
         return result
 
-    def _issue_values(self, acc, p, index) -> None:
-        slot = self._slot(index)
-        plgpu.barrier_wait(self.barriers.value_full.at[slot])
-        compat.wgmma(acc, p, self.shared.value.at[slot])
-
     def _release_values(self, index) -> None:
         plgpu.barrier_arrive(self.barriers.value_free.at[self._slot(index)])
 
@@ -396,16 +431,17 @@ class Consumer:
     def _query_slot(self, tile_number):
         return rem(tile_number, self.config.query_stages) * self.config.warpgroups + self.warpgroup
 
-    def _convert(self, p):
+    def _convert(self, p, place: Place, block):
+        """The probabilities of a block as an operand of `_add_values`."""
         # Without the barrier LLVM carries probabilities in float32, and converts them where they are used.
         return lax.optimization_barrier(p.astype(self.shared.query.dtype))
 
 
-def _zeros(columns: int):
+def zeros(columns: int):
     return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), ACCUMULATOR)
 
 
-def _rescaled(x, factors):
+def rescaled(x, factors):
     return x * lax.broadcast_in_dim(factors, x.shape, [0])
 
 

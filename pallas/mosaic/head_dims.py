@@ -26,7 +26,12 @@ def padded_sizes(shapes: Operands[Any]) -> Sizes:
 
 def pad(x: jax.Array) -> jax.Array:
     """(B, rows, heads, width) with the width that kernels take."""
-    missing = padded(x.shape[-1]) - x.shape[-1]
+    return padded_to(x, padded(x.shape[-1]))
+
+
+def padded_to(x: jax.Array, multiple: int) -> jax.Array:
+    """(B, rows, heads, width) with zeros up to a multiple of columns."""
+    missing = -x.shape[-1] % multiple
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
 
 

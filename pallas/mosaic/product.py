@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,14 +27,14 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from .. import compat
 from .registers import ACCUMULATOR, element
 
-_SLICE = 16  # of what is summed over, by one instruction
+_SLICE_BYTES = 32  # of what is summed over, by one instruction
 _ATOM_ROWS = 8  # rows that lie together, a swizzle's width of each, in memory that wgmma reads
 
 
 def issue_product(a: Any, b: Any) -> jax.Array:
     """Issues `a @ b.T`, both `(rows, width)` in `compat.tiled_shared_memory`."""
     if compat.interpreting():
-        return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+        return _dot(a[...], b[...].T)
 
     @plgpu.inline_mgpu(arg_types=(_tiled(a), _tiled(b)), return_type=_accumulator(a.shape[0], b.shape[0]))
     def issue(_, a, b) -> Any:
@@ -42,6 +43,12 @@ def issue_product(a: Any, b: Any) -> jax.Array:
         return _issue(shape, ir.MemRefType(a.type).element_type, [pair])
 
     return issue(a, b)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A product in the interpreter. Few devices have one of e4m3 numbers, which bfloat16 holds exactly."""
+    a, b = (x.astype(jnp.bfloat16) if x.dtype == jnp.float8_e4m3fn else x for x in (a, b))
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def issue_accumulate(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
@@ -55,10 +62,84 @@ def issue_accumulate(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
     def issue(_, total, a, b) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         # Of 16 columns a thread has four pairs, in the order in which its registers are named here.
-        packed = _Operand([utils.bitcast(pair, i32) for pair in a.registers.flat])
-        return _issue(total.shape, a.mlir_dtype, [(packed, _Tiles.of(b).summed_over_rows(b))], total)
+        pairs = _Operand([utils.bitcast(pair, i32) for pair in a.registers.flat])
+        return _issue(total.shape, a.mlir_dtype, [(pairs, _Tiles.of(b).summed_over_rows(b))], total)
 
     return issue(total, a, b)
+
+
+_PACKED = 4  # e4m3 numbers of a word
+
+
+def packed(x: jax.Array) -> jax.Array:
+    """`x (rows, columns)` rounded to e4m3, as `issue_packed_product` takes it: `(rows, columns / 4)` words.
+
+    A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 as an accumulator, and would have 4t to
+    4t + 3 as an operand of 8 bits, t its number in a group of four. It takes its own for these.
+    """
+    if compat.interpreting():
+        return in_packed_order(x).astype(jnp.float8_e4m3fn)
+    words = plgpu.ShapeDtypeStruct((x.shape[0], x.shape[1] // _PACKED), jnp.int32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,), return_type=words)
+    def pack(_, x) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        # By 16 columns: the two pairs of each of both rows.
+        pairs = x.registers.reshape(x.shape[1] // 16, 2, 2).swapaxes(1, 2).reshape(-1, 2)
+        operands = [
+            llvm.inline_asm(i32, [element(pair, i) for pair in both for i in range(2)], *_TO_WORD)
+            for both in pairs
+        ]
+        pair_of_words = ir.VectorType.get((2,), i32)
+        registers = np.empty(len(operands) // 2, dtype=object)
+        registers[:] = [
+            vector.from_elements(pair_of_words, operands[i : i + 2]) for i in range(0, len(operands), 2)
+        ]
+        layout = mgpu.WGMMA_LAYOUT
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape(words.shape)),
+            _layout=layout,
+            _is_signed=True,
+        )
+
+    return pack(x)
+
+
+# The instruction that rounds has the higher of two numbers first.
+_TO_WORD = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+    "=r,f,f,f,f",
+)
+
+
+def in_packed_order(x: jax.Array) -> jax.Array:
+    """The columns of `x (…, columns)`, of each 16, in the order in which `packed` has them."""
+    halves = x.reshape(*x.shape[:-1], -1, 2, 4, 2)
+    return halves.swapaxes(-3, -2).reshape(x.shape)
+
+
+def issue_packed_product(a: jax.Array, b: Any, rows: slice) -> jax.Array:
+    """Issues `a @ b[rows].T`.
+
+    Args:
+      a: of `packed`.
+      b: e4m3 numbers `(rows, columns)` in `compat.tiled_shared_memory`, columns in the order of `packed`.
+    """
+    if compat.interpreting():
+        return _dot(a, b[rows].T)
+    part = b.at[pl.ds(rows.start, rows.stop - rows.start)]
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, _tiled(b)), return_type=_accumulator(a.shape[0], part.shape[0])
+    )
+    def issue(_, a, b) -> Any:
+        words = _Operand([element(pair, i) for pair in a.registers.flat for i in range(2)])
+        tiles = _Tiles.of(b)
+        shape = a.shape[0], tiles.rows
+        return _issue(shape, ir.MemRefType(b.type).element_type, [(words, tiles.summed_over_columns(b))])
+
+    return issue(a, part)
 
 
 def issue_share(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
@@ -127,11 +208,13 @@ class _Tiles(NamedTuple):
     rows: int
     tiles: int  # side by side
     tile_columns: int
+    itemsize: int
 
     @classmethod
     def of(cls, ref: ir.Value) -> "_Tiles":
-        row_tiles, tiles, _, tile_columns = ir.MemRefType(ref.type).shape
-        return cls(_ATOM_ROWS * row_tiles, tiles, tile_columns)
+        of = ir.MemRefType(ref.type)
+        row_tiles, tiles, _, tile_columns = of.shape
+        return cls(_ATOM_ROWS * row_tiles, tiles, tile_columns, utils.bitwidth(of.element_type) // 8)
 
     @property
     def columns(self) -> int:
@@ -139,20 +222,21 @@ class _Tiles(NamedTuple):
 
     @property
     def swizzle(self) -> int:
-        return 2 * self.tile_columns
+        return self.itemsize * self.tile_columns
 
     @property
     def atom(self) -> int:
         return _ATOM_ROWS * self.swizzle
 
     def summed_over_columns(self, ref: ir.Value) -> _Operand:
-        slices = range(self.tile_columns // _SLICE)
-        offsets = [tile * self.atom + 2 * _SLICE * i for tile in range(self.tiles) for i in slices]
+        slices = range(self.swizzle // _SLICE_BYTES)
+        offsets = [tile * self.atom + _SLICE_BYTES * i for tile in range(self.tiles) for i in slices]
         return _Operand([self._descriptor(ref, leading=0)], offsets)
 
     def summed_over_rows(self, ref: ir.Value) -> _Operand:
-        slice_bytes = _SLICE // _ATOM_ROWS * self.tiles * self.atom
-        offsets = [i * slice_bytes for i in range(self.rows // _SLICE)]
+        rows_of_slice = _SLICE_BYTES // self.itemsize
+        slice_bytes = rows_of_slice // _ATOM_ROWS * self.tiles * self.atom
+        offsets = [i * slice_bytes for i in range(self.rows // rows_of_slice)]
         return _Operand([self._descriptor(ref, leading=self.atom)], offsets, summed_over_rows=True)
 
     def _descriptor(self, ref: ir.Value, leading: int) -> ir.Value:
@@ -178,7 +262,9 @@ def _issue(
     count = shape[1] // 2  # registers of a thread
     onto = [] if total is None else [element(pair, i) for pair in total.registers.flat for i in range(2)]
     inputs, constraints = list(onto), ["=f"] * count + [str(i) for i in range(len(onto))]
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{_SLICE}.f32.{dtype}.{dtype}"
+    is_float8 = str(dtype) == "f8E4M3FN"
+    kind, slice_columns = ("e4m3", 32) if is_float8 else (dtype, 16)
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{shape[1]}k{slice_columns}.f32.{kind}.{kind}"
     lines = ["{ .reg .pred overwrite, add; .reg .b64 a, b;"]
     lines += ["setp.ne.b32 overwrite, 0, 0; setp.ne.b32 add, 1, 0; wgmma.fence.sync.aligned;"]
     scale = "overwrite" if total is None else "add"
@@ -195,7 +281,9 @@ def _issue(
             else:
                 lines += [f"add.s64 a, ${first_a}, {a.offsets[i] >> 4};"]
                 rows, of_rows = "a", [str(int(a.summed_over_rows))]
-            modes = ", ".join([scale, "1", "1", *of_rows, str(int(b.summed_over_rows))])
+            # 8-bit operands are summed over columns alone.
+            transposed = [] if is_float8 else [*of_rows, str(int(b.summed_over_rows))]
+            modes = ", ".join([scale, "1", "1", *transposed])
             lines += [f"{instruction} {_braced(range(count))}, {rows}, b, {modes};"]
             scale = "add"
     lines += ["wgmma.commit_group.sync.aligned; }"]

@@ -120,12 +120,14 @@ def backward_kernel_fits(size: Sizes, kernel: str, config: BackwardConfig) -> bo
     return tiles + lse_and_delta + added + _ALIGNMENT <= SHARED_MEMORY
 
 
-def forward_fits(size: Sizes, config: ForwardConfig) -> bool:
-    """The output is staged where queries were, or in a place of its own where it has another head dim."""
-    rows = config.query_stages * size.H + (size.V if size.V != size.H else 0)
-    rings = config.stages * config.keys * (size.H + size.V)
+def forward_fits(size: Sizes, config: ForwardConfig, itemsize: int = 2) -> bool:
+    """The output, of 16 bits, is staged where queries were, or in a place of its own where these have another
+    head dim or other numbers, of `itemsize` bytes."""
+    own_out = size.V != size.H or itemsize != 2
+    rows = itemsize * config.query_stages * size.H + (2 * size.V if own_out else 0)
+    rings = itemsize * config.stages * config.keys * (size.H + size.V)
     lse = 4 * config.queries
-    return 2 * (config.queries * rows + rings) + lse + _RESERVED <= SHARED_MEMORY
+    return config.queries * rows + rings + lse + _RESERVED <= SHARED_MEMORY
 
 
 # By head dim: that one and smaller ones.
@@ -134,6 +136,17 @@ _FORWARD = {
     128: ForwardConfig(2, 128, 2, 2),
     192: ForwardConfig(2, 64, 2, 2),
     256: ForwardConfig(2, 64, 2, 1),
+}
+
+
+PART = 64
+"""Columns of values that are summed at once, in 8 bits at head dims of values over 128."""
+
+# Of e4m3 numbers, likewise: what leaves registers for the output, the sum of a part's values and the scores.
+_FORWARD_FLOAT8 = {
+    64: ForwardConfig(2, 128, 2, 2),
+    128: ForwardConfig(2, 64, 4, 2),
+    256: ForwardConfig(2, 64, 3, 1),
 }
 
 
@@ -172,8 +185,9 @@ def backward(size: Sizes, together: bool) -> BackwardConfigs:
     )
 
 
-def forward(size: Sizes) -> ForwardConfig | None:
+def forward(size: Sizes, float8: bool = False) -> ForwardConfig | None:
     """The configuration for such a call; None where nothing fits."""
     head_dim = max(size.H, size.V)
-    config = next((config for limit, config in _FORWARD.items() if head_dim <= limit), None)
-    return config if config is not None and forward_fits(size, config) else None
+    table = _FORWARD_FLOAT8 if float8 else _FORWARD
+    config = next((config for limit, config in table.items() if head_dim <= limit), None)
+    return config if config is not None and forward_fits(size, config, 1 if float8 else 2) else None

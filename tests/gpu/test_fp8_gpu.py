@@ -14,6 +14,7 @@ from seeds import seed_of
 import jax_flash
 from jax_flash import masks
 from jax_flash.cuda.sm90 import forward_tiles
+from jax_flash.pallas import lowering
 
 
 def arrays(seed, B, T, S, N, K, H, V, dtype):
@@ -81,6 +82,35 @@ def test_equals_xla(options, head_dims, heads, lengths, dtype):
     found, expected = (attend(*given, implementation=name) for name in ("cuda", "xla"))
     assert found[0].dtype == dtype
     check(found, expected, *given)
+
+
+@pytest.mark.parametrize("options", ("plain", "causal", "window"))
+@pytest.mark.parametrize(
+    "head_dims", ((64, 64), (128, 128), (96, 96), (192, 128), (80, 160), (256, 256)), ids=str
+)
+@pytest.mark.parametrize("heads, lengths", [((8, 2), (1000, 1000)), ((4, 4), (257, 3001))])
+def test_pallas_equals_xla(options, head_dims, heads, lengths):
+    seed = seed_of((options, head_dims, heads, lengths))
+    (N, K), (T, S), (H, V) = heads, lengths, head_dims
+    given = arrays(seed, 2, T, S, N, K, H, V, "bfloat16")
+    attend = functools.partial(
+        jax_flash.flash_attention, **OPTIONS[options], quantization="fp8", return_residual=True
+    )
+    with lowering.only(lowering.MOSAIC):
+        found = attend(*given, implementation="pallas")
+    check(found, attend(*given, implementation="xla"), *given)
+
+
+def test_pallas_takes_arrays_with_scales_of_any_sign():
+    given = jax_flash.quantize(*arrays(3, 2, 500, 700, 8, 2, 128, 128, "bfloat16"), implementation="xla")
+    given = given._asdict()
+    given["key_descale"] *= jnp.asarray([-1.3, 0.7])[None, :, None]
+    attend = functools.partial(jax_flash.flash_attention, **given, return_residual=True)
+    with lowering.only(lowering.MOSAIC):
+        found = attend(implementation="pallas")
+    names = ("query", "key", "value")
+    wide = (given[x].astype(jnp.float32) * jnp.max(given[f"{x}_descale"]) for x in names)
+    check(found, attend(implementation="xla"), *wide)
 
 
 @pytest.mark.parametrize("out_dtype", ("bfloat16", "float16", "float32"))
