@@ -41,7 +41,7 @@ def operands(
         function, arrays = static_masked_score(score_mod, mask_mod) if both else static_score_mod(score_mod)
         if function.changes_nothing:
             function, arrays = None, ()
-    if function is None and kinds is None:
+    if function is None and block_mask is None:
         return None, None, {}
     *_, N = lengths_and_heads
     axes = max(len(batch), 1)
@@ -58,7 +58,8 @@ def operands(
         }
 
     found |= captured("score_mod", map(flat, arrays))
-    if kinds is not None:
+    if block_mask is not None:
+        assert kinds is not None
         block_mask_spec = BlockMaskSpec(
             block_mask.block_size, block_mask.mask_mod, kinds.shape[0] > 1, kinds.shape[1] > 1
         )

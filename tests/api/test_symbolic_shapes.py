@@ -219,3 +219,17 @@ def test_the_capacity_of_a_cache_must_be_known(kind, shapes, name):
     specs = jax.export.symbolic_args_specs(arguments, ("...", shapes))
     with pytest.raises(ValueError, match=f"{name}.* without symbols"):
         jax.export.export(jax.jit(jax_flash.flash_attention_with_cache))(*specs)
+
+
+def test_a_tree_on_a_cache():
+    def verify(query, cache, key, value):
+        tree = jax_flash.masks.TreeMask([-1, 0, 0], cache.lengths, takes_positions=True)
+        return jax_flash.flash_attention_with_cache(
+            query, cache, key, value, mask_mod=tree, implementation="xla"
+        )
+
+    cache, shapes = CACHES["contiguous"]
+    arguments = normal(B, 3, N, H), cache, normal(B, 3, K, H), normal(B, 3, K, H)
+    specs = jax.export.symbolic_args_specs(arguments, ("b, ...", shapes, "b, ...", "b, ..."))
+    program = jax.export.export(jax.jit(verify))(*specs)
+    cases.assert_close(program.call(*arguments), jax.jit(verify)(*arguments))
