@@ -130,11 +130,13 @@ def create_block_mask(
         )
     size = _block_size(block_size)
     alike = [name for name, n in (("batch", B), ("head", N)) if n is None]
-    B, N = (1 if n is None else _validate.integer(name, n) for name, n in (("B", B), ("N", N)))
-    if min(B, N) < 1:
-        raise ValueError(f"B and N must be None or at least 1; got {B} and {N}")
+    B, N = (1 if n is None else _validate.size(name, n) for name, n in (("B", B), ("N", N)))
     lengths = _lengths((T, S))
     check_sizes(mask_mod, B, N, *lengths)
+    if 0 in (B, N, *lengths):  # no pair, and arrays that mask_mod looks up may have no element
+        blocks = (-(-length // block) for length, block in zip(lengths, size, strict=True))
+        kinds = jnp.zeros((B, N, *blocks), jnp.int8)
+        return BlockMask(kinds, *_block_kinds.lists(kinds), (), None, lengths, size)
     function, captured = static_mask_mod(mask_mod)
     for index, given in (("batch", "B"), ("head", "N")):
         if index in alike and index in function.inputs:
@@ -148,9 +150,7 @@ def create_block_mask(
 
 
 def _lengths(lengths: Any) -> tuple[int, int]:
-    T, S = (_validate.integer(name, n) for name, n in zip("TS", lengths, strict=True))
-    if min(T, S) < 1:
-        raise ValueError(f"T and S must be at least 1; got {T} and {S}")
+    T, S = (_validate.size(name, n) for name, n in zip("TS", lengths, strict=True))
     return T, S
 
 

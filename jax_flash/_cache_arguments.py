@@ -107,12 +107,16 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
             f"{names['key']} and {names['value']} must have at least one head, a head dim of at least 1, and "
             f"rows in their pages; got {described(key)} and {described(value)}"
         )
+    rows = "page size" if is_paged else "capacity"
+    for name, x in (("key", key), ("value", value)):
+        _validate.without_symbols(names[name], f"{rows}, number of heads and head dim", x.shape[-3:])
     lead = key.shape[:-4]
     if lead == (0,):
         raise ValueError(f"{names['key']} must hold at least one layer; got none: {described(key)}")
     layer = _layer(layer, lead, names)
     if is_paged:
         table = _page_table(arrays.page_table, lead, key.shape[-4], layer, names)
+        _validate.without_symbols(names["page_table"], "number of pages of a sequence", table.shape[1:])
         B, S = table.shape[0], table.shape[1] * key.shape[-3]
     else:
         table, (B, S) = None, key.shape[-4:-2]

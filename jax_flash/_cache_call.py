@@ -145,6 +145,10 @@ def _query(arguments: CacheArguments) -> jax.Array:
     query = _validate.array(names["query"], arguments.query, "floating")
     B, H = lengths.shape[0], key.shape[-1]
     is_varlen = arguments.query_offsets is not None
+    if is_varlen:
+        _validate.without_symbols(names["query"], "shape", query.shape)
+    else:
+        _validate.without_symbols(names["query"], "number of heads and head dim", query.shape[-2:])
     if query.ndim != 4 or query.shape[-1] != H or (query.shape[0] != B and not is_varlen):
         raise ValueError(
             f"{names['query']} must have shape (B, T, N, H) with B = {B} and H = {H} as the cache; "

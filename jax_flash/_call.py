@@ -182,8 +182,7 @@ def _check_symbolic(arguments: Arguments) -> None:
     else:
         what, shapes = "shape", shapes | {"cu_seqlens_q": arguments.varlen.query_offsets.shape}
     for name, shape in shapes.items():
-        if not all(isinstance(size, int) for size in shape):
-            raise ValueError(f"{arguments.names[name]} must have a {what} without symbols; got {shape}")
+        _validate.without_symbols(arguments.names[name], what, shape)
 
 
 def _spec(arguments: Arguments, shape: _Shape, scale: float, dropout_rate: float) -> AttentionSpec:

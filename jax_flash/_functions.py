@@ -21,15 +21,24 @@ def operands(
 ) -> tuple[StaticFunction | None, BlockMaskSpec | None, dict[str, jax.Array]]:
     """What the spec has of them, and their operands by name. A score_mod that changes nothing is left out.
 
+    So are all of them where nothing is computed: arrays that they look up may have no element then.
+
     Args:
       mask_mod: becomes part of the score_mod, which gives -inf to what it hides.
       batch: the caller's leading axes. Operands have as many, or one of size 1 if there are none.
       lengths_and_heads: T, S and N.
     """
-    function = block_mask_spec = None
+    function = block_mask_spec = kinds = None
     arrays: Any = ()
+    _check_callable(score_mod, mask_mod)
+    if block_mask is not None:
+        kinds = _kinds(block_mask, batch, lengths_and_heads)
+    if 0 in (*batch, *lengths_and_heads):
+        return None, None, {}
     if score_mod is not None or mask_mod is not None:
-        function, arrays = _of_scores(score_mod, mask_mod)
+        # One function of a score for both.
+        both = mask_mod is not None
+        function, arrays = static_masked_score(score_mod, mask_mod) if both else static_score_mod(score_mod)
         if function.changes_nothing:
             function, arrays = None, ()
     if function is None and block_mask is None:
@@ -50,7 +59,7 @@ def operands(
 
     found |= captured("score_mod", map(flat, arrays))
     if block_mask is not None:
-        kinds = _kinds(block_mask, batch, lengths_and_heads)
+        assert kinds is not None
         block_mask_spec = BlockMaskSpec(
             block_mask.block_size, block_mask.mask_mod, kinds.shape[0] > 1, kinds.shape[1] > 1
         )
@@ -60,8 +69,7 @@ def operands(
     return function, block_mask_spec, found
 
 
-def _of_scores(score_mod: Any, mask_mod: Any) -> tuple[StaticFunction, tuple[Any, ...]]:
-    """One function of a score for both, and the arrays that it captures."""
+def _check_callable(score_mod: Any, mask_mod: Any) -> None:
     for name, function, inputs in (("score_mod", score_mod, "score, "), ("mask_mod", mask_mod, "")):
         if function is not None and not callable(function):
             is_block_mask = isinstance(function, BlockMask)
@@ -70,7 +78,6 @@ def _of_scores(score_mod: Any, mask_mod: Any) -> tuple[StaticFunction, tuple[Any
                 f"{name} must be None or a function of {inputs}batch, head, query_index and key_index; "
                 f"got {_validate.short(function)}{advice}"
             )
-    return static_score_mod(score_mod) if mask_mod is None else static_masked_score(score_mod, mask_mod)
 
 
 def _kinds(block_mask: Any, batch: tuple[int, ...], lengths_and_heads: tuple[int, int, int]) -> jax.Array:

@@ -160,6 +160,12 @@ def shaped_unconverted(name: str, value: Any, shapes: Shapes, kind: str) -> jax.
     return value
 
 
+def without_symbols(name: str, what: str, sizes: Sequence[Any]) -> None:
+    """Refuses symbolic sizes, as of an export for every size."""
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(f"{name} must have a {what} without symbols; got {tuple(sizes)}")
+
+
 def number(name: str, value: Any) -> float:
     """A static number, known when the call is traced, that is finite in float32."""
     result = value if type(value) is float else _as_float(name, value)

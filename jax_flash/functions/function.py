@@ -152,7 +152,7 @@ def as_graph(traced: Traced, unsupported: Unsupported = nothing) -> ScalarFuncti
 
     Raises:
       UnsupportedPrimitiveError: it has a primitive that no graph can have, or that `unsupported` refuses.
-      TypeError: it captures an array of a dtype that no graph has.
+      TypeError: it captures an array of a dtype that no graph has, or of symbolic shape.
     """
     graph, closed, arguments = Graph(unsupported), traced.jaxpr, traced.arguments
     shapes = [_loadable(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in map(jax.typeof, closed.consts)]
@@ -166,4 +166,6 @@ def _loadable(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         raise TypeError(
             f"the function captures an array of {shape.dtype}; it may be {', '.join(x.name for x in DTYPES)}"
         )
+    if not all(isinstance(size, int) for size in shape.shape):
+        raise TypeError(f"the function captures an array of symbolic shape {shape.shape}")
     return shape

@@ -123,7 +123,7 @@ def check_axis(name: str, x: int | Array, axis: int, letter: str, size: int) -> 
     raise ValueError(f"{name} is {described(x)}; its axis {axis} must be {letter} = {size}")
 
 
-def check_length(name: str, x: Array, axis: int, letter: str, size: int) -> None:
+def check_length(name: str, x: Array, axis: int, letter: str, size: int, advice: str = "") -> None:
     """`check_axis` of an axis that must be as long, even if it is 1."""
     if x.shape[axis] != size:
-        raise ValueError(f"{name} is {described(x)}; its axis {axis} must be {letter} = {size}")
+        raise ValueError(f"{name} is {described(x)}; its axis {axis} must be {letter} = {size}{advice}")

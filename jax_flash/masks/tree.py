@@ -88,7 +88,8 @@ class TreeMask(Mask):
         super().check_sizes(B, N, T, S)
         check_axis("parents", self.parents, -2, "B", B)
         if not self.takes_positions:
-            check_length("parents", self.parents, -1, "T", T)
+            advice = "; where query indices are positions, as on a key-value cache, set takes_positions=True"
+            check_length("parents", self.parents, -1, "T", T, advice)
 
 
 _RANKS = {"(T,)": 1, "(B, T)": 2}

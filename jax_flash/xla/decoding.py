@@ -85,12 +85,14 @@ def _cut(operands: CacheOperands) -> _Cut:
     pages = min(max(1, KEYS_PER_BLOCK // page), max(1, n.S // page))
     keys = pages * page if page <= KEYS_PER_BLOCK else KEYS_PER_BLOCK
     if operands.query_offsets is None:
-        queries = min(n.T, QUERIES_PER_TILE)
+        queries = min(n.T, QUERIES_PER_TILE) if isinstance(n.T, int) else QUERIES_PER_TILE
         tiles = n.B * -(-n.T // queries)
     else:
         queries = max(1, min(n.T // n.B, PACKED_QUERIES_PER_TILE))
         tiles = -(-n.T // queries) + n.B
-    at_once = min(tiles, max(1, LOGITS_AT_ONCE // (n.N * queries * keys)))
+    at_once = 1  # which divides every number of tiles
+    if isinstance(tiles, int):
+        at_once = min(tiles, max(1, LOGITS_AT_ONCE // (n.N * queries * keys)))
     return _Cut(queries, tiles, at_once, keys, pages, -(-page // keys))
 
 
@@ -116,15 +118,19 @@ def _attend(spec: CacheSpec, operands: CacheOperands, isolates: bool) -> tuple[j
     """`out` and `lse` for a cache that has the new keys."""
     n, cut = cache_sizes(operands), _cut(operands)
     sequences = _sequences(operands, n)
-    # Each tile's sequence, and its first query there.
-    per_sequence = -(-sequences.queries // cut.queries)
-    ends = jnp.cumsum(per_sequence)
     chunks = -(-cut.tiles // cut.tiles_at_once)
     tile = jnp.arange(chunks * cut.tiles_at_once, dtype=jnp.int32)
-    sequence = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-    sequence = jnp.minimum(sequence, n.B)
-    first_tile = ends - per_sequence
-    first = (tile - jnp.take(first_tile, sequence)) * cut.queries
+    # Each tile's sequence, and its first query there.
+    if operands.query_offsets is None:
+        of_one = -(-n.T // cut.queries)
+        sequence, first = jnp.minimum(tile // of_one, n.B), tile % of_one * cut.queries
+    else:
+        per_sequence = -(-sequences.queries // cut.queries)
+        ends = jnp.cumsum(per_sequence)
+        sequence = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+        sequence = jnp.minimum(sequence, n.B)
+        first_tile = ends - per_sequence
+        first = (tile - jnp.take(first_tile, sequence)) * cut.queries
 
     def attend(tiles):
         return _attend_tiles(spec, operands, cut, sequences, *tiles, isolates)
@@ -137,7 +143,7 @@ def _attend(spec: CacheSpec, operands: CacheOperands, isolates: bool) -> tuple[j
     out, lse = out.reshape(-1, n.N, n.V), lse.reshape(-1, n.N)
 
     if operands.query_offsets is None:
-        rows = -(-n.T // cut.queries) * cut.queries
+        rows = of_one * cut.queries
         out, lse = (x[: n.B * rows].reshape(n.B, rows, *x.shape[1:])[:, : n.T] for x in (out, lse))
     else:
         token = jnp.arange(n.T, dtype=jnp.int32)

@@ -278,6 +278,11 @@ ERRORS = {
         r"mask_mod must be of B = 3 sequences.*T = S = 24: ids is int32 \(3, 23\)",
     ),
     "sequences": (masks.TreeMask([-1], LENGTHS[1:], True), ValueError, r"mask_mod must.*B = 3"),
+    "a tree by tokens": (
+        masks.TreeMask([-1], LENGTHS),
+        ValueError,
+        "key-value cache, set takes_positions=True",
+    ),
 }
 
 

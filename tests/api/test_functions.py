@@ -77,13 +77,9 @@ def test_malformed_arguments(options, error, said):
     ("make", "error", "said"),
     (
         (lambda: create_block_mask(3, 1, 1, 4, 4), TypeError, "mask_mod must be a function of batch, head"),
-        (lambda: create_block_mask(causal, 0, 1, 4, 4), ValueError, "B and N must be None or at least 1"),
+        (lambda: create_block_mask(causal, -1, 1, 4, 4), ValueError, "B must be at least 0; got -1"),
         (lambda: create_block_mask(causal, 1.0, 1, 4, 4), TypeError, "B must be a Python integer"),
-        (
-            lambda: create_block_mask(causal, 1, 1, 0, 4),
-            ValueError,
-            "T and S must be at least 1; got 0 and 4",
-        ),
+        (lambda: create_block_mask(causal, 1, 1, -1, 4), ValueError, "T must be at least 0; got -1"),
         (
             lambda: create_block_mask(causal, 1, 1, 4, 4, block_size=0),
             ValueError,
@@ -344,3 +340,35 @@ def test_gradients_of_a_score_mod_that_changes_nothing():
     d_query, d_unused = jax.grad(functools.partial(loss, score_mod=True), (0, 1))(query, unused)
     np.testing.assert_array_equal(d_query, jax.grad(loss)(query, unused))
     np.testing.assert_array_equal(d_unused, 0)
+
+
+@pytest.mark.parametrize("sizes", ((0, 2, 6, 5), (2, 2, 0, 5), (2, 2, 6, 0)), ids="BTS")
+def test_sizes_of_zero(sizes):
+    """Functions may look up arrays that have no element then."""
+    B, N, T, S = sizes
+    query, key, ids = jnp.ones((B, T, N, 4)), jnp.ones((B, S, N, 4)), np.zeros((B, max(T, S)), int)
+    documents = jax_flash.masks.DocumentMask(ids[:, :T], ids[:, :S])
+    for mask in (causal, documents, lambda b, h, q, k: jnp.ones((T, S), bool)[q, k]):
+        block_mask = create_block_mask(mask, B, N, T, S, block_size=4)
+        assert block_mask.kinds.shape == (B, N, -(-T // 4), -(-S // 4))
+
+        def loss(table, query, block_mask=block_mask):
+            out = jax_flash.flash_attention(
+                query, key, key, score_mod=lambda x, b, h, q, k: x + table[b, h, q, k], block_mask=block_mask
+            )
+            return jnp.sum(out), out
+
+        gradients, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(jnp.ones(sizes), query)
+        np.testing.assert_array_equal(out, np.zeros((B, T, N, 4)))
+        jax.tree.map(np.testing.assert_array_equal, gradients, (np.zeros(sizes), np.zeros(query.shape)))
+
+
+def test_no_sequence_has_a_cache():
+    table, ids = jnp.ones((0, 5)), np.zeros((0, 5), int)
+    out, _ = jax_flash.flash_attention_with_cache(
+        jnp.ones((0, 2, 2, 4)),
+        jax_flash.KVCache.create(0, 5, 2, 4, jnp.float32),
+        score_mod=lambda score, batch, head, query, key: score + table[batch, key],
+        mask_mod=jax_flash.masks.DocumentMask(ids),
+    )
+    assert out.shape == (0, 2, 2, 4)

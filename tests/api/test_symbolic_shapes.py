@@ -161,3 +161,75 @@ def test_alignment_to_the_top_left():
     cases.assert_close(exported(attend, {"key": shape})(key=key), attend(key))
     with pytest.raises(ValueError, match="aligned to the top left needs the difference"):
         exported(attend, {"key": shape, "query": ARRAYS["query"][1]})
+
+
+def with_cache(query, cache, key, value):
+    return jax_flash.flash_attention_with_cache(
+        *(query, cache, key, value),
+        local_window_size=(90, None),
+        sinks=ARRAYS["sinks"][0],
+        score_mod=lambda score, batch, head, query, key: score + 0.1 * batch * (query - key),
+        return_residual=True,
+        implementation="xla",
+    )
+
+
+CACHES = {
+    "contiguous": (
+        jax_flash.KVCache(normal(B, S, K, H), normal(B, S, K, H), integers(S - T, B)),
+        jax_flash.KVCache("b, ...", "b, ...", "b"),
+    ),
+    "paged": (
+        jax_flash.PagedKVCache(
+            normal(3 * B, 100, K, H),
+            normal(3 * B, 100, K, H),
+            jnp.asarray(RNG.permutation(3 * B).reshape(B, 3), jnp.int32),
+            integers(S - T, B),
+        ),
+        jax_flash.PagedKVCache("p, ...", "p, ...", "b, ...", "b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", ["b, ...", "b, t, ..."])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache(kind, sizes):
+    cache, shapes = CACHES[kind]
+    arguments = normal(B, T, N, H), cache, normal(B, T, K, H), normal(B, T, K, H)
+    specs = jax.export.symbolic_args_specs(arguments, (sizes, shapes, sizes, sizes))
+    program = jax.export.export(jax.jit(with_cache))(*specs)
+    got = jax.export.deserialize(program.serialize()).call(*arguments)
+    cases.assert_close(got, jax.jit(with_cache)(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "name"),
+    [
+        ("contiguous", jax_flash.KVCache("_, s, ...", "_, s, ...", "..."), "cache.key must have a capacity"),
+        (
+            "paged",
+            jax_flash.PagedKVCache("_, n, ...", "_, n, ...", "...", "..."),
+            "key_pages must have a page",
+        ),
+        ("paged", jax_flash.PagedKVCache("...", "...", "_, n", "..."), "cache.page_table must have a number"),
+    ],
+)
+def test_the_capacity_of_a_cache_must_be_known(kind, shapes, name):
+    arguments = normal(B, 1, N, H), CACHES[kind][0]
+    specs = jax.export.symbolic_args_specs(arguments, ("...", shapes))
+    with pytest.raises(ValueError, match=f"{name}.* without symbols"):
+        jax.export.export(jax.jit(jax_flash.flash_attention_with_cache))(*specs)
+
+
+def test_a_tree_on_a_cache():
+    def verify(query, cache, key, value):
+        tree = jax_flash.masks.TreeMask([-1, 0, 0], cache.lengths, takes_positions=True)
+        return jax_flash.flash_attention_with_cache(
+            query, cache, key, value, mask_mod=tree, implementation="xla"
+        )
+
+    cache, shapes = CACHES["contiguous"]
+    arguments = normal(B, 3, N, H), cache, normal(B, 3, K, H), normal(B, 3, K, H)
+    specs = jax.export.symbolic_args_specs(arguments, ("b, ...", shapes, "b, ...", "b, ..."))
+    program = jax.export.export(jax.jit(verify))(*specs)
+    cases.assert_close(program.call(*arguments), jax.jit(verify)(*arguments))
