@@ -256,8 +256,9 @@ def without_arrays(jaxpr: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
 
 
 def flat(x: Any) -> jax.Array:
-    """A captured array as operands hold it."""
-    x = jnp.asarray(x)
+    """A captured array as operands hold it. One of NumPy is sent to the device explicitly, which a transfer
+    guard allows: masks of `jax_flash.masks` hold such."""
+    x = jax.device_put(x) if isinstance(x, np.ndarray) else jnp.asarray(x)
     return x.reshape(1, math.prod(x.shape))
 
 

@@ -24,8 +24,8 @@ from mask_cases import (
     kinds_of,
 )
 
-from jax_flash import _block_kinds, functions, masks
-from jax_flash._block_kinds import block_kinds
+from jax_flash import _block_kinds, create_block_mask, functions, masks
+from jax_flash._block_kinds import Kind, block_kinds
 from jax_flash.functions.static import static_mask_mod
 
 BLOCK = (16, 32)
@@ -46,6 +46,12 @@ def test_kinds_under_strict_settings(name):
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         kinds = jax.jit(lambda: block_kinds(case.mask, B, N, case.T, case.S, BLOCK))()
     np.testing.assert_array_equal(kinds, kinds_of(case.expected(), BLOCK))
+
+
+def test_a_tree_of_python_integers_under_a_transfer_guard():
+    with jax.transfer_guard("disallow"):
+        found = create_block_mask(masks.TreeMask([-1, 0, 0], 9), None, None, 3, 12, block_size=4)
+    np.testing.assert_array_equal(found.kinds, [[[[Kind.FULL, Kind.FULL, Kind.PARTIAL]]]])
 
 
 @pytest.mark.parametrize("name", CASES)
