@@ -161,7 +161,7 @@ def _cache(
             )
         sequences, capacity = B, block_table.shape[1] * k_cache.shape[1]
     # The checks of a cache ask for a length of each sequence that it has.
-    anything = jax.device_put(np.zeros(sequences, np.int32))
+    anything = _filled(sequences, 0)
     arrays = CacheArrays(k_cache, v_cache, anything, block_table)
     checked = _cache_arguments.cache(arrays, None, _NAMES)
     index = None
@@ -177,11 +177,17 @@ def _cache(
 
 def _lengths(seqlens: Any, B: int, capacity: int) -> jax.Array:
     if seqlens is None:
-        return jax.device_put(np.full(B, capacity, np.int32))
+        return _filled(B, capacity)
     if not hasattr(seqlens, "ndim") and not isinstance(seqlens, list | tuple):
-        seqlens = np.full(B, _validate.size("cache_seqlens", seqlens))
+        return _filled(B, min(_validate.size("cache_seqlens", seqlens), capacity))
     seqlens = _validate.listed("cache_seqlens", seqlens)
     seqlens = _validate.shaped_unconverted(
         "cache_seqlens", seqlens, {"()": (), "(batch_size,)": (B,)}, "integer"
     )
     return jnp.broadcast_to(_validate.clipped(seqlens, capacity), (B,))
+
+
+def _filled(sequences: int, value: int) -> jax.Array:
+    if isinstance(sequences, int):
+        return jax.device_put(np.full(sequences, value, np.int32))
+    return jnp.full(sequences, value, jnp.int32)  # of symbolic size, so in a program

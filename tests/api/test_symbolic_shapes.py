@@ -8,7 +8,7 @@ import pytest
 import transform_cases as cases
 
 import jax_flash
-from jax_flash import _device
+from jax_flash import _device, flash_attn
 
 B, T, S, N, K, H = 3, 70, 300, 4, 2, 8
 RNG = np.random.default_rng(0)
@@ -233,3 +233,15 @@ def test_a_tree_on_a_cache():
     specs = jax.export.symbolic_args_specs(arguments, ("b, ...", shapes, "b, ...", "b, ..."))
     program = jax.export.export(jax.jit(verify))(*specs)
     cases.assert_close(program.call(*arguments), jax.jit(verify)(*arguments))
+
+
+@pytest.mark.parametrize("lengths", [None, 150])
+def test_flash_attn_with_kvcache(lengths):
+    def attend(query, key, value):
+        return flash_attn.flash_attn_with_kvcache(query, key, value, cache_seqlens=lengths, causal=True)
+
+    cache = CACHES["contiguous"][0]
+    arguments = normal(B, T, N, H), cache.key, cache.value
+    specs = jax.export.symbolic_args_specs(arguments, "b, ...")
+    program = jax.export.export(jax.jit(attend))(*specs)
+    cases.assert_close(program.call(*arguments), jax.jit(attend)(*arguments))
