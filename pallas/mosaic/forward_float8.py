@@ -14,6 +14,7 @@ Roles, rings and the softmax are those of `forward_kernel.py`. What differs:
   see it and no others. These get NaN in all columns.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -87,6 +88,7 @@ _SUMMED = 32
 
 
 def arranged(operands: Operands, tile: int) -> Arranged:
+    """The operands of a call on e4m3 numbers as the kernel takes them, whose blocks have `tile` keys."""
     size = sizes(operands)
     value = operands.value.astype(jnp.float32)
     of_finite = jnp.isfinite(value).all(-1, keepdims=True)
@@ -110,6 +112,8 @@ def arranged(operands: Operands, tile: int) -> Arranged:
 
 
 class Descales(NamedTuple):
+    """Refs of those of `Arranged`."""
+
     query: Any
     key: Any
     value: Any
@@ -149,16 +153,14 @@ class Probabilities(NamedTuple):
     descale: Any  # of the block's values
 
 
+@dataclasses.dataclass(frozen=True)
 class Float8Consumer(Consumer):
     """One computing warpgroup. Its output is a list of parts, each of some columns."""
 
+    descales: Descales = dataclasses.field(kw_only=True)
+
     slack: ClassVar[float] = 2.0
     lowered: ClassVar[float] = 6.0
-    descales: Descales
-
-    def __init__(self, *arguments: Any, descales: Descales):
-        super().__init__(*arguments)
-        object.__setattr__(self, "descales", descales)
 
     @property
     def parts(self) -> list[slice]:
