@@ -355,8 +355,8 @@ def test_explain():
         found = jax_flash.explain(*given, quantization="fp8")
         of_arrays = jax_flash.explain(**jax_flash.quantize(*given)._asdict(), out_dtype="float16")
     assert found.picked == of_arrays.picked == "cuda"
-    assert "JAX_FLASH_PALLAS=mosaic allows it" in found.choices[1].reason
-    assert "float8_e4m3fn" in of_arrays.choices[1].reason
+    for call in (found, of_arrays):
+        assert "JAX_FLASH_PALLAS=mosaic allows it" in call.choices[1].reason
     assert "out_dtype=float16" in str(of_arrays)
 
 
