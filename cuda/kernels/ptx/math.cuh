@@ -28,6 +28,13 @@ __device__ __forceinline__ float divide_full(float a, float b) {
     return quotient;
 }
 
+// The larger of two numbers, NaN if one of them is.
+__device__ __forceinline__ float max_with_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
 // Converts two floats to a pair of 16-bit elements, rounding to nearest. `low` comes at the lower address.
 template <class Element>
 __device__ __forceinline__ uint32_t convert(float low, float high) {

@@ -39,9 +39,14 @@ _LENGTHS = {"query_lengths": "query_seq_lengths", "key_lengths": "key_value_seq_
 
 
 def _warps(head_dim: int) -> int:
-    """Of a CTA. Rows of more than 128 columns have twice as many: a thread then keeps its columns of 8 rows,
-    rotated, in 128 registers. With 16 rows it would take 255, which leaves room for half as many warps."""
+    """Of a CTA. Rows of more than 128 columns have twice as many, so that a thread can keep all that it has
+    of them in 128 registers, rotated, beside the next block's."""
     return 8 if head_dim <= 128 else 16
+
+
+def _ctas_of_multiprocessor(head_dim: int) -> int:
+    """As many as have registers for what their threads keep."""
+    return 3 if head_dim <= 64 else 16 // _warps(head_dim)
 
 
 def plan_quantize(shapes: Shapes, device: Device) -> LaunchPlan:
@@ -112,7 +117,8 @@ def _launch(
     head_dim, value_dim = head_dims
     columns = head_dim if signs is None else signs.shape[1]
     hadamard = 1 if signs is None else _float8.hadamard_size(columns)
-    warps = _warps(max(head_dims))
+    warps, ctas = _warps(max(head_dims)), _ctas_of_multiprocessor(max(head_dims))
+    blocks, *_ = float8.grid(sizes)
     of_values = [("VALUE_DIM", value_dim), ("VALUE_KEYS", float8.keys_of_block(value_dim))]
     kernel = Kernel(
         source="sm90/quantize/quantize.cu",
@@ -123,6 +129,7 @@ def _launch(
             ("HEAD_DIM", head_dim),
             ("HADAMARD", hadamard),
             ("WARPS", warps),
+            ("CTAS", ctas),
             ("GROUPED", int(sizes["query_heads"] > sizes["key_heads"])),
             ("KEYS", int(value_dim > 0)),
             *(of_values if value_dim else []),
@@ -131,7 +138,7 @@ def _launch(
     )
     return launch(
         kernel=kernel,
-        grid=float8.grid(sizes),
+        grid=(min(blocks, ctas * device.sm_count), 1, 1),
         block=32 * warps,
         arguments={
             **dict.fromkeys(_POINTERS),

@@ -15,9 +15,25 @@ struct Lanes {
     static constexpr int own = block_rows > at_once ? block_rows / at_once : 1;  // of a block, that a thread has
     static_assert(dim % 16 == 0 && dim % columns == 0 && dim <= 32 * columns, "a warp holds whole rows");
 
-    // The thread's place among rows that the CTA holds at once.
-    __device__ static int row() { return threadIdx.x / 32 * rows + threadIdx.x % 32 / width; }
-    __device__ static int column() { return threadIdx.x % width * columns; }
-    // Row `i` of the thread's `own`.
-    __device__ static int row(int i) { return i * at_once + row(); }
+    // Row `i` of a thread's `own`, and its columns of them.
+    __device__ static int row(int i, uint32_t thread = threadIdx.x) {
+        return i * at_once + thread / 32 * rows + thread % 32 / width;
+    }
+    __device__ static int column(uint32_t thread = threadIdx.x) { return thread % width * columns; }
+};
+
+// The same rows in few lanes, each of which has several pieces of a row, `width` pieces apart. What crosses lanes
+// crosses fewer of them: a shuffle takes as long as four additions.
+template <int dim, int columns, int warps>
+struct FewLanes {
+    static constexpr int width = dim > 128 ? 8 : 4;
+    static constexpr int pieces = (dim / columns + width - 1) / width;  // of a lane
+    static constexpr int at_once = warps * (32 / width);  // rows of the CTA
+    static constexpr int own = block_rows > at_once ? block_rows / at_once : 1;
+    static_assert(dim % columns == 0, "a row has whole pieces");
+
+    // The first column of a lane's piece, which may lie beyond the row, and the thread's rows.
+    __device__ static int column(int piece) { return (piece * width + threadIdx.x % width) * columns; }
+    __device__ static bool has(int piece) { return (piece + 1) * width * columns <= dim || column(piece) < dim; }
+    __device__ static int row(int i) { return i * at_once + threadIdx.x / width; }
 };

@@ -2,10 +2,13 @@
 // block of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward
 // kernel takes them (jax_flash/cuda/sm90/float8.py).
 //
-// A CTA has a block of queries, of all heads of a group; or a block of keys and their values. There may be queries
-// alone: any rows are rounded so. A thread loads all that it has of a
-// head's block at once, finds the largest element, and converts what it still holds. Of several heads it reads the rows
-// twice, the second time from L2.
+// A CTA takes block after block: first of queries, of all heads of a group; then of keys, each with its values. There
+// may be queries alone: any rows are rounded so. A thread holds all that it has of a head's block, rotated, until the
+// block's scale is known. Meanwhile the next block's rows arrive in the registers of what has been rotated. Of several
+// heads it reads the rows twice, the second time from L2.
+//
+// Registers are what limits this kernel: at most 128, of which up to 96 hold rows. So little else may live across a
+// loop. What is cheap to compute again is computed from an index that the compiler must read again (reload_…).
 //
 // Defines:
 //   ELEMENT    of the input
@@ -15,28 +18,27 @@
 //   KEYS       whether there are keys and values, 1 or 0; with 1, VALUE_KEYS keys are in a panel's column of V: 128 or
 //              64
 //   WARPS      of a CTA
+//   CTAS       of a multiprocessor. While one converts, another's rows arrive
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/quantize/lanes.cuh"
 #include "sm90/quantize/transposed_values.cuh"
 
 using Element = ELEMENT;
 constexpr int warps = WARPS;
 constexpr int lane_columns = 8;  // that a lane has of a row, 16 bytes
-template <int dim>
-using Row = Lanes<dim, lane_columns, warps>;
 
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// A lane's columns of a row, as they are; zeros where there is no row.
-template <int dim>
-__device__ __forceinline__ uint4 load_columns(const Element* row, bool is_row) {
-    if (!is_row || Row<dim>::column() >= dim) return {0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(row + Row<dim>::column());
+// A lane's piece of a row, as it is; zeros where there is none.
+__device__ __forceinline__ uint4 load_piece(const Element* piece, bool is_there) {
+    if (!is_there) return {0, 0, 0, 0};
+    return *reinterpret_cast<const uint4*>(piece);
 }
 
 __device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bits) {
@@ -49,44 +51,62 @@ __device__ __forceinline__ void unpack(float (&x)[lane_columns], const uint4& bi
     }
 }
 
-// Random signs, then the Hadamard matrix: sums and differences of elements that are 1, 2, 4 … columns apart.
-__device__ __forceinline__ void rotate(float (&x)[lane_columns], const float (&signs)[lane_columns], float scale) {
-    if constexpr (HADAMARD > 1) {
+// What a lane has of a row of queries or keys.
+using QueryRow = FewLanes<HEAD_DIM, lane_columns, warps>;
+using QueryColumns = float[QueryRow::pieces][lane_columns];
+
+// The Hadamard matrix, but for its scale: sums and differences of elements that are 1, 2, 4 … columns apart.
+__device__ __forceinline__ void rotate(QueryColumns& x) {
+    constexpr int in_lanes = lane_columns * QueryRow::width;
 #pragma unroll
-        for (int i = 0; i < lane_columns; ++i) x[i] *= signs[i];
+    for (int half = 1; half < HADAMARD; half *= 2) {
 #pragma unroll
-        for (int half = 1; half < HADAMARD; half *= 2) {
-            if (half < lane_columns) {
+        for (int piece = 0; piece < QueryRow::pieces; ++piece) {
 #pragma unroll
-                for (int i = 0; i < lane_columns; ++i) {
-                    if (i & half) continue;
-                    const float low = x[i], high = x[i | half];
-                    x[i] = low + high;
-                    x[i | half] = low - high;
+            for (int i = 0; i < lane_columns; ++i) {
+                if (half >= lane_columns && half < in_lanes) {
+                    const int distance = half / lane_columns;
+                    const float other = __shfl_xor_sync(all_lanes, x[piece][i], distance);
+                    const float sign = threadIdx.x & distance ? -1 : 1;
+                    x[piece][i] = __fmaf_rn(x[piece][i], sign, other);  // exactly ±x[piece][i] + other
+                    continue;
                 }
-            } else {
-                const int distance = half / lane_columns;
-                const float sign = threadIdx.x & distance ? -1 : 1;
-#pragma unroll
-                for (int i = 0; i < lane_columns; ++i) {
-                    const float other = __shfl_xor_sync(all_lanes, x[i], distance);
-                    x[i] = __fmaf_rn(x[i], sign, other);  // exactly ±x[i] + other
-                }
+                const int pieces = half / in_lanes, columns = half < lane_columns ? half : 0;
+                if (piece & pieces || i & columns) continue;
+                float &low = x[piece][i], &high = x[piece | pieces][i | columns];
+                const float sum = low + high;
+                high = low - high;
+                low = sum;
             }
         }
-#pragma unroll
-        for (int i = 0; i < lane_columns; ++i) x[i] *= scale;
     }
 }
 
-__device__ __forceinline__ void load_signs(float (&signs)[lane_columns], const Parameters& of, int batch) {
-    const int column = Row<HEAD_DIM>::column();
-#pragma unroll
-    for (int i = 0; i < lane_columns; ++i) {
-        const bool is_there = HADAMARD > 1 && column + i < of.columns;
-        signs[i] = is_there ? global::read_only(of.signs + batch * of.signs_stride + column + i) : 0;
+// The sign bits that incoherent processing changes in a row of 16-bit elements. In shared memory, as registers are few.
+struct Flips {
+    uint4 pieces[HEAD_DIM / lane_columns];
+
+    // By all threads of the CTA.
+    __device__ __forceinline__ void load(const Parameters& of, int batch) {
+        if constexpr (HADAMARD == 1) return;
+        __syncthreads();  // the block before is rotated
+        const float* const signs = of.signs + batch * of.signs_stride;
+        auto* const elements = reinterpret_cast<uint16_t*>(pieces);
+        static_assert(32 * warps >= HEAD_DIM, "a thread has a column");
+        const int column = reload_thread_index();
+        if (column < HEAD_DIM) {
+            const uint32_t sign = column < of.columns ? __float_as_uint(global::read_only(signs + column)) : 0;
+            elements[column] = sign >> 16 & 0x8000u;
+        }
+        __syncthreads();
     }
-}
+
+    __device__ __forceinline__ uint4 apply(const uint4& bits, int piece) const {
+        if (HADAMARD == 1 || !QueryRow::has(piece)) return bits;
+        const uint4 flips = pieces[QueryRow::column(piece) / lane_columns];
+        return {bits.x ^ flips.x, bits.y ^ flips.y, bits.z ^ flips.z, bits.w ^ flips.w};
+    }
+};
 
 // The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power
 // of two that brings it to 448 at most.
@@ -96,13 +116,17 @@ __device__ __forceinline__ float block_scale(float largest) {
     __syncthreads();  // the block before has been read
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < warps; ++i) largest = fmaxf(largest, of_warps[i]);
+    largest = warp_max(of_warps[threadIdx.x % warps]);
     if (largest == 0) return 1;
     const uint32_t bits = __float_as_uint(largest);
     // 448 is 1.75 * 2^8; the lowest exponents are those of numbers that have no leading 1.
     const int exponent = static_cast<int>(bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000);
     return __uint_as_float(static_cast<uint32_t>(127 + min(max(exponent, -126), 126)) << 23);
+}
+
+// 1 / `scale`, of a block: its exponent with the other sign.
+__device__ __forceinline__ float inverse(float scale) {
+    return __uint_as_float((2 * 127u << 23) - __float_as_uint(scale));
 }
 
 // By one instruction an element: 0 times what isn't finite is NaN.
@@ -125,7 +149,14 @@ __device__ __forceinline__ void make_zero(uint4& bits, const float (&x)[lane_col
     bits = {bits.x & kept(0), bits.y & kept(2), bits.z & kept(4), bits.w & kept(6)};
 }
 
-// Of no infinities; NaN doesn't count.
+// The largest of `largest` and of magnitudes, NaN if one of them is.
+__device__ __forceinline__ float largest_with_nan(float largest, const float (&x)[lane_columns]) {
+#pragma unroll
+    for (int i = 0; i < lane_columns; ++i) largest = max_with_nan(largest, fabsf(x[i]));
+    return largest;
+}
+
+// NaN doesn't count.
 __device__ __forceinline__ float largest_of(const float (&x)[lane_columns]) {
     float largest = 0;
 #pragma unroll
@@ -133,195 +164,239 @@ __device__ __forceinline__ float largest_of(const float (&x)[lane_columns]) {
     return largest;
 }
 
-struct Bytes {
-    uint32_t low, high;
-};
-
 // Of no infinities, which would become the largest number; NaN stays NaN.
-__device__ __forceinline__ Bytes converted(float (&x)[lane_columns], float inverse) {
+__device__ __forceinline__ uint2 converted(float (&x)[lane_columns], float factor) {
 #pragma unroll
-    for (int i = 0; i < lane_columns; ++i) x[i] *= inverse;
+    for (int i = 0; i < lane_columns; ++i) x[i] *= factor;
     return {convert_to_e4m3(x[0], x[1], x[2], x[3]), convert_to_e4m3(x[4], x[5], x[6], x[7])};
 }
 
-// What a thread has of a head's block of queries or keys: columns of `own` rows.
+// What a thread has of a head's block of queries or keys.
 struct HeadRows {
-    static constexpr int own = Row<HEAD_DIM>::own;
+    static constexpr int own = QueryRow::own, pieces = QueryRow::pieces;
 
-    uint4 bits[own];
+    uint4 bits[own][pieces];
 
-    __device__ static int row(int i) { return Row<HEAD_DIM>::row(i); }
-
-    __device__ __forceinline__ void load(const Element* first, int count, int64_t row_stride) {
+    // Loads row `i` of the thread's. `first` of `count` rows.
+    __device__ __forceinline__ void load(int i, const Element* first, int count, int64_t row_stride) {
+        const int row = QueryRow::row(i);
 #pragma unroll
-        for (int i = 0; i < own; ++i) {
-            bits[i] = load_columns<HEAD_DIM>(first + row(i) * row_stride, row(i) < min(count, block_rows));
+        for (int piece = 0; piece < pieces; ++piece) {
+            const bool is_there = row < count && QueryRow::has(piece);
+            bits[i][piece] = load_piece(first + row * row_stride + QueryRow::column(piece), is_there);
         }
     }
 };
 
-// A block of queries or keys: `count` rows of `group` heads each, neighbours in memory, from `first` on. Rows from
-// `valid` on are padding, and count for no scale. Those that `is_usable` denies become NaN. With `one_head`, `group` is
-// 1.
-template <bool one_head, class IsUsable>
-__device__ __forceinline__ float quantize_rows(const Parameters& of, const Element* first, unsigned char* out,
-                                               int batch, int count, int valid, int group, int64_t row_stride,
-                                               IsUsable is_usable) {
-    constexpr bool keeps_rotated = one_head && HeadRows::own <= 8;  // of more rows there are too few registers
-    HeadRows rows;
-    float signs[lane_columns], rotated[keeps_rotated ? HeadRows::own : 1][lane_columns], largest = 0;
-    load_signs(signs, of, batch);
-    const auto take = [&](float (&x)[lane_columns], const uint4& bits) {
-        unpack(x, bits);
-        rotate(x, signs, of.rotation_scale);
-        if (!all_finite(x)) make_nan(x);
-    };
-#pragma unroll 1
-    for (int head = 0; head < group; ++head) {
-        rows.load(first + head * HEAD_DIM, count, row_stride);
+// Row `i` of the thread's, rotated but for the rotation's scale. What isn't finite becomes NaN. Returns the largest
+// magnitude.
+__device__ __forceinline__ float take_row(QueryColumns& x, const HeadRows& rows, int i, const Flips& flips) {
 #pragma unroll
-        for (int i = 0; i < HeadRows::own; ++i) {
-            float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
-            take(x, rows.bits[i]);
-            if (rows.row(i) < valid) largest = fmaxf(largest, largest_of(x));
-        }
+    for (int piece = 0; piece < HeadRows::pieces; ++piece) unpack(x[piece], flips.apply(rows.bits[i][piece], piece));
+    rotate(x);
+    float largest = 0;
+#pragma unroll
+    for (int piece = 0; piece < HeadRows::pieces; ++piece) largest = largest_with_nan(largest, x[piece]);
+    if (is_finite(largest)) return largest;
+    largest = 0;
+#pragma unroll
+    for (int piece = 0; piece < HeadRows::pieces; ++piece) {
+        make_nan(x[piece]);
+        largest = fmaxf(largest, largest_of(x[piece]));
     }
-    const float scale = block_scale(largest);
-#pragma unroll 1
-    for (int head = 0; head < group; ++head) {
-        if constexpr (!one_head) rows.load(first + head * HEAD_DIM, count, row_stride);
-#pragma unroll
-        for (int i = 0; i < HeadRows::own; ++i) {
-            const int row = rows.row(i), column = Row<HEAD_DIM>::column();
-            float (&x)[lane_columns] = rotated[keeps_rotated ? i : 0];
-            if constexpr (!keeps_rotated) {
-                take(x, rows.bits[i]);
-            }
-            const bool is_there = row < min(column < HEAD_DIM ? count : 0, block_rows);
-            if (is_there && !is_usable(row)) {
-#pragma unroll
-                for (int j = 0; j < lane_columns; ++j) x[j] = not_a_number();
-            }
-            const Bytes bytes = converted(x, 1 / scale);
-            unsigned char* const to = out + row * row_stride + head * HEAD_DIM + column;
-            if (is_there) *reinterpret_cast<Bytes*>(to) = bytes;
-        }
-    }
-    return scale;
+    return largest;
 }
 
-struct AlwaysUsable {
-    __device__ bool operator()(int) const { return true; }
+// Queries or keys of a call: `length` rows of `group` heads for each key head.
+struct Rows {
+    const Element* in;
+    unsigned char* out;
+    float* descale;
+    const int* lengths;  // of batch rows, or null
+    int length, group;
+
+    __device__ int blocks() const { return ceil_div(length, block_rows); }
 };
 
-__device__ __forceinline__ void quantize_queries(const Parameters& of, int index) {
-    const int blocks = ceil_div(of.queries, block_rows), group = of.query_heads / of.key_heads;
-    const int block = index % blocks, key_head = index / blocks % of.key_heads, batch = index / blocks / of.key_heads;
-    const int row = block * block_rows, length = of.query_lengths ? of.query_lengths[batch] : of.queries;
-    const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
-    const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
-    const int count = of.queries - row, valid = length - row;
-    const float scale = quantize_rows<!GROUPED>(of, of.query + first, of.query_out + first, batch, count, valid, group,
-                                                stride, AlwaysUsable{});
-    if (threadIdx.x == 0) of.query_descale[(batch * of.key_heads + key_head) * blocks + block] = scale;
+// A block of them, of `count` rows. Rows from `valid` on are padding, and count for no scale.
+struct Block {
+    int64_t first;  // element of its first head
+    int batch, count, valid;
+
+    // Block `index` of all key heads.
+    __device__ Block(const Parameters& of, const Rows& rows, int index) {
+        const int blocks = rows.blocks(), row = index % blocks * block_rows, head = index / blocks % of.key_heads;
+        batch = index / blocks / of.key_heads;
+        count = min(rows.length - row, block_rows);
+        valid = (rows.lengths ? rows.lengths[batch] : rows.length) - row;
+        first = ((static_cast<int64_t>(batch) * rows.length + row) * of.key_heads + head) * rows.group * HEAD_DIM;
+    }
+};
+
+// Rounds block `index`, whose rows, of the first head, are `held`. Calls `load_next(i)` once the thread has taken its
+// row `i` for the last time: what is loaded then arrives while this block is converted.
+template <bool one_head, class LoadNext>
+__device__ __forceinline__ void quantize_rows(const Parameters& of, HeadRows& held, const Rows& rows,
+                                              const Block& block, int index, const Flips& flips, LoadNext load_next) {
+    const int64_t row_stride = static_cast<int64_t>(of.key_heads) * rows.group * HEAD_DIM;
+    QueryColumns rotated[one_head ? HeadRows::own : 1];  // rows of several heads are read twice
+    // Against spills, the thread's last row is loaded only once it has been converted. And rows are rotated and
+    // converted one after another, as the compiler moves no loads across __syncwarp.
+    constexpr int rows_ahead = HeadRows::own - 1;
+    float largest = 0;
+    const Element* const in = rows.in + block.first;
+#pragma unroll 1
+    for (int head = 0; head < rows.group; ++head) {
+        const int next_head = head + 1 < rows.group ? head + 1 : 0;
+#pragma unroll
+        for (int i = 0; i < HeadRows::own; ++i) {
+            __syncwarp();
+            const float of_row = take_row(rotated[one_head ? i : 0], held, i, flips);
+            if (QueryRow::row(i) < block.valid) largest = fmaxf(largest, of_row);
+            if constexpr (one_head) {
+                if (i < rows_ahead) load_next(i);
+            } else {
+                held.load(i, in + next_head * HEAD_DIM, block.count, row_stride);
+            }
+        }
+    }
+    // Both scales are one product, which rounds each element once, as the rotation's alone does: the block's is a power
+    // of 2.
+    const float scale = block_scale(largest * of.rotation_scale), factor = of.rotation_scale * inverse(scale);
+    if (threadIdx.x == 0) rows.descale[index] = scale;
+#pragma unroll 1
+    for (int head = 0; head < rows.group; ++head) {
+#pragma unroll
+        for (int i = 0; i < HeadRows::own; ++i) {
+            const int row = QueryRow::row(i);
+            QueryColumns& x = rotated[one_head ? i : 0];
+            if constexpr (!one_head) {
+                take_row(x, held, i, flips);
+                if (head + 1 < rows.group) {
+                    held.load(i, in + (head + 1) * HEAD_DIM, block.count, row_stride);
+                } else {
+                    load_next(i);
+                }
+            }
+            if (row < block.count) {
+                unsigned char* const to = rows.out + block.first + row * row_stride + head * HEAD_DIM;
+#pragma unroll
+                for (int piece = 0; piece < HeadRows::pieces; ++piece) {
+                    if (!QueryRow::has(piece)) continue;
+                    *reinterpret_cast<uint2*>(to + QueryRow::column(piece)) = converted(x[piece], factor);
+                }
+            }
+            __syncwarp();
+            if (one_head && i >= rows_ahead) load_next(i);
+        }
+    }
+}
+
+// Rounds blocks `index`, `index + step`, … of `rows`, and calls `then(index)` after each. Returns the first index that
+// is not one of these.
+template <bool one_head, class Then>
+__device__ __forceinline__ int quantize_blocks(const Parameters& of, const Rows& rows, int index, int step, Then then) {
+    const int end = of.batch * of.key_heads * rows.blocks();
+    const int64_t stride = static_cast<int64_t>(of.key_heads) * rows.group * HEAD_DIM;
+    if (index >= end) return index;
+    HeadRows held;
+    Block block(of, rows, index);
+    __shared__ Flips flips;
+    flips.load(of, block.batch);
+#pragma unroll
+    for (int i = 0; i < HeadRows::own; ++i) held.load(i, rows.in + block.first, block.count, stride);
+#pragma unroll 1
+    for (; index < end; index += step) {
+        const bool is_last = index + step >= end;
+        Block next(of, rows, is_last ? index : index + step);
+        if (is_last) next.count = 0;
+        quantize_rows<one_head>(of, held, rows, block, index, flips, [&](int i) {
+            held.load(i, rows.in + next.first, next.count, stride);
+        });
+        then(index);
+        if (of.signs_stride > 0) flips.load(of, next.batch);
+        block = next;
+    }
+    return index;
 }
 
 #if KEYS
-struct WithFiniteValue {
-    const unsigned char* finite;
-    __device__ bool operator()(int row) const { return finite[row] != 0; }
-};
-
-struct KeyBlock {
-    int batch, head, row, count, valid, descale;
-    int64_t first_row;
-
-    __device__ KeyBlock(const Parameters& of, int index) {
-        const int blocks = ceil_div(of.keys, block_rows), block = index % blocks;
-        head = index / blocks % of.key_heads;
-        batch = index / blocks / of.key_heads;
-        row = block * block_rows;
-        count = of.keys - row;
-        valid = (of.key_lengths ? of.key_lengths[batch] : of.keys) - row;
-        descale = (batch * of.key_heads + head) * blocks + block;
-        first_row = static_cast<int64_t>(batch) * of.keys + row;
+// Overwrites the CTA's keys of which a bit in `spoiled` is set.
+template <class KeyOf>
+__device__ __forceinline__ void make_keys_nan(unsigned char* keys, int64_t stride, uint32_t spoiled, KeyOf key_of) {
+    const uint4 nans{0x7f7f7f7f, 0x7f7f7f7f, 0x7f7f7f7f, 0x7f7f7f7f};  // 16 of e4m3
+#pragma unroll 1
+    for (int j = 0; spoiled; ++j, spoiled >>= 1) {
+        if (!(spoiled & 1)) continue;
+        auto* const to = reinterpret_cast<uint4*>(keys + key_of(j) * stride);
+#pragma unroll 1
+        for (int i = 0; i < HEAD_DIM / 16; ++i) to[i] = nans;
     }
-};
+}
 
-// Values as the forward kernel takes them. Says of each key whether its value is finite.
-__device__ __forceinline__ void quantize_values(const Parameters& of, const KeyBlock& block, unsigned char* finite) {
-    using ValueRow = Row<VALUE_DIM>;
+// Values of block `index` of keys, as the forward kernel takes them. The CTA has rounded the keys; those whose value
+// isn't finite become NaN.
+__device__ __forceinline__ void quantize_values(const Parameters& of, const Rows& keys, int index) {
+    using Row = Lanes<VALUE_DIM, lane_columns, warps>;
     using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
-    constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
+    constexpr int fours = Transposed::fours, own = fours > Row::at_once ? fours / Row::at_once : 1;
     __shared__ Transposed transposed;
-    const int64_t stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
-    const Element* const value = of.value + block.first_row * stride + block.head * VALUE_DIM;
+    index = reload_uniform(index);
+    const Block block(of, keys, index);
+    const int64_t first = block.first / HEAD_DIM, stride = of.key_heads;
     uint4 bits[own][4];
     float x[lane_columns], largest = 0;
-    const int column = ValueRow::column();
+    const uint32_t thread = reload_thread_index();
+    const int column = Row::column(thread);
+    const auto key_of = [&](int j) { return Transposed::key_of_four(Row::row(j / 4, thread), j % 4); };
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
-        bits[j / 4][j % 4] = load_columns<VALUE_DIM>(value + key * stride, four < fours && key < block.count);
+        const int four = Row::row(j / 4, thread), key = key_of(j);
+        const bool is_there = four < fours && column < VALUE_DIM && key < block.count;
+        bits[j / 4][j % 4] = load_piece(of.value + (first + key * stride) * VALUE_DIM + column, is_there);
     }
+    uint32_t spoiled = 0;  // a bit for each of the thread's keys
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
-        const int four = ValueRow::row(j / 4), key = Transposed::key_of_four(four, j % 4);
+        const int four = Row::row(j / 4, thread), key = key_of(j);
         unpack(x, bits[j / 4][j % 4]);
-        int is_whole = all_finite(x);
-        if (!is_whole) {
+        if (!all_finite(x)) {
             make_zero(bits[j / 4][j % 4], x);
             unpack(x, bits[j / 4][j % 4]);
+            spoiled |= 1u << j;
         }
         if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
-#pragma unroll
-        for (int distance = 1; distance < ValueRow::width; distance *= 2) {
-            is_whole &= __shfl_xor_sync(all_lanes, is_whole, distance);
-        }
-        if (column == 0 && four < fours) finite[key] = is_whole;
     }
-    const float scale = block_scale(largest);
+    const float scale = block_scale(largest);  // its barriers come after the stores of the CTA's keys
+    make_keys_nan(of.key_out + block.first, stride * HEAD_DIM, spoiled, key_of);
 #pragma unroll
     for (int j = 0; j < own; ++j) {
-        const int four = ValueRow::row(j);
+        const int four = Row::row(j, thread);
         uint32_t words[2][4];  // of the first and the last four columns, a key each
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             unpack(x, bits[j][k]);
-            const Bytes of_key = converted(x, 1 / scale);
-            words[0][k] = of_key.low;
-            words[1][k] = of_key.high;
+            const uint2 of_key = converted(x, inverse(scale));
+            words[0][k] = of_key.x;
+            words[1][k] = of_key.y;
         }
         if (column >= VALUE_DIM || four >= fours) continue;
 #pragma unroll
         for (int half = 0; half < 2; ++half) transposed.store(four, column + 4 * half, words[half]);
     }
-    const Panels panels =
-        panels_of<VALUE_DIM, VALUE_KEYS>(block.batch * of.key_heads + block.head, block.row / block_rows, of.keys);
+    const Panels panels = panels_of<VALUE_DIM, VALUE_KEYS>(index / keys.blocks(), index % keys.blocks(), of.keys);
     transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
-    if (threadIdx.x == 0) of.value_descale[block.descale] = scale;
-}
-
-__device__ __forceinline__ void quantize_keys(const Parameters& of, int index) {
-    __shared__ unsigned char finite[block_rows];
-    const KeyBlock block(of, index);
-    quantize_values(of, block, finite);
-    const int64_t stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
-    const int64_t first = block.first_row * stride + block.head * HEAD_DIM;
-    const float scale = quantize_rows<true>(of, of.key + first, of.key_out + first, block.batch, block.count,
-                                            block.valid, 1, stride, WithFiniteValue{finite});
-    if (threadIdx.x == 0) of.key_descale[block.descale] = scale;
+    if (threadIdx.x == 0) of.value_descale[index] = scale;
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(32 * warps) quantize(const __grid_constant__ Parameters of) {
-    const int of_queries = of.batch * of.key_heads * ceil_div(of.queries, block_rows);
-    const int index = blockIdx.x;
-    if (index < of_queries) {
-        quantize_queries(of, index);
-    } else {
+extern "C" __global__ void __launch_bounds__(32 * warps, CTAS) quantize(const __grid_constant__ Parameters of) {
+    const int step = gridDim.x, group = of.query_heads / of.key_heads;
+    const Rows queries{of.query, of.query_out, of.query_descale, of.query_lengths, of.queries, group};
+    [[maybe_unused]] const int index = quantize_blocks<!GROUPED>(of, queries, blockIdx.x, step, [](int) {});
 #if KEYS
-        quantize_keys(of, index - of_queries);
+    const Rows keys{of.key, of.key_out, of.key_descale, of.key_lengths, of.keys, 1};
+    quantize_blocks<true>(of, keys, index - of.batch * of.key_heads * queries.blocks(), step,
+                          [&](int index) { quantize_values(of, keys, index); });
 #endif
-    }
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
+#include "ptx/warpgroup.cuh"
 
 // Bytes of four rows, of four columns each, become bytes of four columns.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
@@ -49,7 +50,7 @@ struct TransposedValues {
     // Writes the first `bytes` of the panels, by all `threads` of the CTA, which have stored all of them.
     __device__ __forceinline__ void write(unsigned char* out, int bytes, int threads) const {
         __syncthreads();
-        for (int place = 16 * threadIdx.x; place < bytes; place += 16 * threads) {
+        for (int place = 16 * reload_thread_index(); place < bytes; place += 16 * threads) {
             *reinterpret_cast<uint4*>(out + place) = chunks[spread(place) / 16];
         }
     }

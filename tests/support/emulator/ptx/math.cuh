@@ -8,6 +8,7 @@ inline float exp2_approx(float x) { return exp2f(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 inline float divide_full(float a, float b) { return a / b; }
 inline float log2_approx(float x) { return log2f(x); }
+inline float max_with_nan(float a, float b) { return a != a || b != b ? NAN : fmaxf(a, b); }
 
 // Rounds `x` to nearest even at a multiple of 2^`exponent`.
 inline float round_at(float x, int exponent) { return ldexpf(nearbyintf(ldexpf(x, -exponent)), exponent); }
