@@ -5,5 +5,22 @@ times NaN is NaN. Plain JAX always guards against that, and so do the kernels, i
 `benchmarks/isolation.py` measures what it costs (docs/tuning/).
 """
 
+import jax.numpy as jnp
+
+from jax_flash._spec import Operands
+
 KERNELS = True
 """Read when a call is traced. Off for measurements alone."""
+
+
+def with_finite_values(operands: Operands) -> Operands:
+    """The operands with 0 for what isn't finite in values, and NaN for the keys of such values.
+
+    A query that sees such a key finds NaN among its logits, and to others the key is nothing.
+    """
+    is_finite = jnp.isfinite(operands.value)
+    of_finite = jnp.all(is_finite, -1, keepdims=True)
+    return operands.replace(
+        key=jnp.where(of_finite, operands.key, jnp.full_like(operands.key, jnp.nan)),
+        value=jnp.where(is_finite, operands.value, jnp.zeros_like(operands.value)),
+    )

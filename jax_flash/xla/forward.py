@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _float8, _varlen_unpacking
+from jax_flash import _device, _dropout, _float8, _isolation, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops, symbolic
@@ -38,18 +38,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
 
     if not blocks.hides_keys(spec, operands):
         return attend(operands)
-    return loops.until_finite(attend, _isolate, operands, judge=lambda results: results[:1])
-
-
-def _isolate(operands):
-    """The operands with 0 for what isn't finite in values; the keys of such values are NaN.
-
-    A query that sees such a key finds NaN among its logits, and to others it is nothing.
-    """
-    is_finite = jnp.isfinite(operands.value)
-    of_finite = jnp.all(is_finite, -1, keepdims=True)
-    return operands.replace(
-        key=jnp.where(of_finite, operands.key, jnp.nan), value=jnp.where(is_finite, operands.value, 0)
+    return loops.until_finite(
+        attend, _isolation.with_finite_values, operands, judge=lambda results: results[:1]
     )
 
 

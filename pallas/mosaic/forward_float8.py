@@ -4,7 +4,7 @@ Roles, rings and the softmax are those of `forward_kernel.py`. What differs:
 
 - wgmma sums 8-bit operands over the axis that is contiguous in memory. That of probabilities and values is
   the axis of keys, so values are transposed before the launch. And their keys are permuted, so that the
-  accumulators of probabilities become an operand where they are (`product.packed`).
+  accumulators of probabilities become an operand where they are (`product.as_operand`).
 - Queries and keys have scales by blocks of 128 rows, which a block's scores are multiplied with. The sum of a
   block's values is multiplied with theirs as it is added to the output. So that sum has registers of its own,
   and is one of few terms: tensor cores keep 14 bits of a sum of e4m3 products (DeepSeek-V3, arXiv:2412.19437,
@@ -25,15 +25,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import _float8
+from jax_flash._isolation import with_finite_values
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash.transforms.varying import vary_over, varying_axes
 
 from .. import compat
 from ..scores import LOG2_E
 from .forward import scratch
 from .forward_kernel import Consumer, ForwardProblem, Place, Results, load_tiles, rescaled, zeros
 from .head_dims import padded_to
-from .product import in_packed_order, issue_packed_product, packed, wait_product
+from .product import as_operand, in_operand_order, issue_operand_product, wait_product
 from .registers import scaled_unless_one
 from .roles import divide
 from .tile_scheduler import div
@@ -90,20 +92,19 @@ _SUMMED = 32
 def arranged(operands: Operands, tile: int) -> Arranged:
     """The operands of a call on e4m3 numbers as the kernel takes them, whose blocks have `tile` keys."""
     size = sizes(operands)
-    value = operands.value.astype(jnp.float32)
-    of_finite = jnp.isfinite(value).all(-1, keepdims=True)
-    key = jnp.where(of_finite, operands.key.astype(jnp.float32), jnp.nan).astype(operands.key.dtype)
-    value = jnp.where(of_finite, value, 0).astype(operands.value.dtype)
-    value = jnp.pad(value, ((0, 0), (0, -size.S % tile), (0, 0), (0, 0)))
-    value = in_packed_order(value.transpose(0, 2, 3, 1))
+    operands = with_finite_values(operands)
+    value = jnp.pad(operands.value, ((0, 0), (0, -size.S % tile), (0, 0), (0, 0)))
+    value = in_operand_order(value.transpose(0, 2, 3, 1))
 
     def by_block(descale: jax.Array | None, rows: int) -> jax.Array:
         shape = size.B, size.K, _float8.descales_of(rows)
-        return jnp.broadcast_to(jnp.float32(1) if descale is None else descale, shape)
+        if descale is None:
+            return vary_over(jnp.ones(shape, jnp.float32), varying_axes(operands.key))
+        return jnp.broadcast_to(descale, shape)
 
     return Arranged(
         compat.in_tiles(operands.query),
-        compat.in_tiles(key),
+        compat.in_tiles(operands.key),
         value,
         by_block(operands.query_descale, size.T),
         by_block(operands.key_descale, size.S),
@@ -111,38 +112,16 @@ def arranged(operands: Operands, tile: int) -> Arranged:
     )
 
 
-class Descales(NamedTuple):
-    """Refs of those of `Arranged`."""
-
-    query: Any
-    key: Any
-    value: Any
-
-
-def _flash_forward(
-    query,
-    key,
-    value,
-    query_descale,
-    key_descale,
-    value_descale,
-    out,
-    lse,
-    shared,
-    barriers,
-    *,
-    scale: float,
-    problem: ForwardProblem,
-) -> None:
-    """Refs of `Arranged` -> out (B,T,N,V), lse (B,N,T, in whole tiles)."""
-    descales = Descales(query_descale, key_descale, value_descale)
-    results = Results(out, lse)
+def _flash_forward(*refs: Any, scale: float, problem: ForwardProblem) -> None:
+    """Refs of `Arranged` -> out (B,T,N,V), lse (B,N,T, in whole tiles); then shared memory and barriers."""
+    *given, out, lse, shared, barriers = refs
+    arrays = Arranged(*given)
     divide(
         problem.config.warpgroups,
         compute=lambda warpgroup: Float8Consumer(
-            warpgroup, results, shared, barriers, scale, problem, descales=descales
+            warpgroup, Results(out, lse), shared, barriers, scale, problem, arrays=arrays
         ).run(),
-        load=lambda: load_tiles(query, key, value, shared, barriers, problem=problem),
+        load=lambda: load_tiles(*arrays[:3], shared, barriers, problem=problem),
     )
 
 
@@ -157,10 +136,10 @@ class Probabilities(NamedTuple):
 class Float8Consumer(Consumer):
     """One computing warpgroup. Its output is a list of parts, each of some columns."""
 
-    descales: Descales = dataclasses.field(kw_only=True)
+    arrays: Arranged = dataclasses.field(kw_only=True)  # in global memory
 
     slack: ClassVar[float] = 2.0
-    lowered: ClassVar[float] = 6.0
+    log2_p_scale: ClassVar[float] = 6.0
 
     @property
     def parts(self) -> list[slice]:
@@ -170,8 +149,8 @@ class Float8Consumer(Consumer):
 
     def _scale_of(self, place: Place, block) -> jax.Array:
         rows = div(place.first_row, _float8.ROWS_PER_DESCALE)
-        of_queries = self.descales.query[place.batch, self._key_head(place), rows]
-        return of_queries * self._of_block(self.descales.key, place, block) * (self.scale * LOG2_E)
+        of_queries = self.arrays.query_descale[place.batch, self._key_head(place), rows]
+        return of_queries * self._of_block(self.arrays.key_descale, place, block) * (self.scale * LOG2_E)
 
     def _of_block(self, descales, place: Place, block) -> jax.Array:
         """The descale of a block of keys."""
@@ -182,7 +161,7 @@ class Float8Consumer(Consumer):
         return div(place.head, self.size.group)
 
     def _convert(self, p, place: Place, block) -> Probabilities:
-        return Probabilities(packed(p), self._of_block(self.descales.value, place, block))
+        return Probabilities(as_operand(p), self._of_block(self.arrays.value_descale, place, block))
 
     def _no_output(self) -> list[jax.Array]:
         return [zeros(part.stop - part.start) for part in self.parts]
@@ -194,7 +173,7 @@ class Float8Consumer(Consumer):
         acc = [scaled_unless_one(part, correction) for part in acc]
         product, results = None, None
         for i, part in enumerate(self.parts):
-            product = issue_packed_product(p.operand, values, part)
+            product = issue_operand_product(p.operand, values, part)
             results = beside() if i == 0 else results
             acc[i] += wait_product(product, in_flight=0) * p.descale
         self._release_values(index)

@@ -210,7 +210,7 @@ class Consumer:
     spoiled: SpoiledTiles | None = None  # of the second kernel, the tiles that it computes again
 
     slack: ClassVar[float] = SLACK
-    lowered: ClassVar[float] = 0.0  # what is subtracted lies below the largest logit, in base 2
+    log2_p_scale: ClassVar[float] = 0.0  # probabilities are multiplied by 2 to this
 
     @property
     def config(self) -> ForwardConfig:
@@ -378,7 +378,7 @@ class Consumer:
         """A block's probabilities, and what is known of the rows with it."""
         scores, scale = self._masked_scores(scores, scale, partial, first_row, block)
         highest = folded(jnp.maximum, scores).max(axis=1) * scale
-        highest = jnp.maximum(rows.subtracted, highest - self.lowered if self.lowered else highest)
+        highest = jnp.maximum(rows.subtracted, highest - self.log2_p_scale if self.log2_p_scale else highest)
         subtracted = jnp.where(highest > rows.subtracted + self.slack, highest, rows.subtracted)
         # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
         shift = jnp.where(subtracted == -jnp.inf, 0.0, subtracted) if self.has_partial_blocks else subtracted

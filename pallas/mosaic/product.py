@@ -68,18 +68,18 @@ def issue_accumulate(total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
     return issue(total, a, b)
 
 
-_PACKED = 4  # e4m3 numbers of a word
+_OF_WORD = 4  # e4m3 numbers
 
 
-def packed(x: jax.Array) -> jax.Array:
-    """`x (rows, columns)` rounded to e4m3, as `issue_packed_product` takes it: `(rows, columns / 4)` words.
+def as_operand(x: jax.Array) -> jax.Array:
+    """`x (rows, columns)` rounded to e4m3, as `issue_operand_product` takes it: `(rows, columns / 4)` words.
 
     A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 as an accumulator, and would have 4t to
     4t + 3 as an operand of 8 bits, t its number in a group of four. It takes its own for these.
     """
     if compat.interpreting():
-        return in_packed_order(x).astype(jnp.float8_e4m3fn)
-    words = plgpu.ShapeDtypeStruct((x.shape[0], x.shape[1] // _PACKED), jnp.int32, layout=ACCUMULATOR)
+        return in_operand_order(x).astype(jnp.float8_e4m3fn)
+    words = plgpu.ShapeDtypeStruct((x.shape[0], x.shape[1] // _OF_WORD), jnp.int32, layout=ACCUMULATOR)
 
     @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,), return_type=words)
     def pack(_, x) -> Any:
@@ -113,18 +113,18 @@ _TO_WORD = (
 )
 
 
-def in_packed_order(x: jax.Array) -> jax.Array:
-    """The columns of `x (…, columns)`, of each 16, in the order in which `packed` has them."""
+def in_operand_order(x: jax.Array) -> jax.Array:
+    """The columns of `x (…, columns)`, of each 16, in the order in which `as_operand` has them."""
     halves = x.reshape(*x.shape[:-1], -1, 2, 4, 2)
     return halves.swapaxes(-3, -2).reshape(x.shape)
 
 
-def issue_packed_product(a: jax.Array, b: Any, rows: slice) -> jax.Array:
+def issue_operand_product(a: jax.Array, b: Any, rows: slice) -> jax.Array:
     """Issues `a @ b[rows].T`.
 
     Args:
-      a: of `packed`.
-      b: e4m3 numbers `(rows, columns)` in `compat.tiled_shared_memory`, columns in the order of `packed`.
+      a: of `as_operand`.
+      b: e4m3 numbers `(rows, columns)` in `compat.tiled_shared_memory`, columns in the order of `as_operand`.
     """
     if compat.interpreting():
         return _dot(a, b[rows].T)

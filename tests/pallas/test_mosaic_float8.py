@@ -162,3 +162,20 @@ def test_what_the_table_has_fits_in_shared_memory(head_dim, value_head_dim):
     config = mosaic_tiles.forward(size, float8=True)
     assert config is not None
     assert mosaic_tiles.forward_fits(size, config, itemsize=1)
+
+
+def test_lowers_under_strict_settings_and_within_shard_map():
+    """Arrays without scales, which every device has whole."""
+    operands = shapes(B=2, dtype="float8_e4m3fn")
+    device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("batch", "heads"), axis_types=types, abstract_device=device)
+    split = jax.sharding.PartitionSpec("batch", None, "heads", None)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split)
+    def attend(*arrays):
+        return jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas")
+
+    with lowering.only(lowering.MOSAIC), jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        kernels = calls_lowered_for_hopper(attend, operands.query, operands.key, operands.value)
+    assert kernels == (1, 0)

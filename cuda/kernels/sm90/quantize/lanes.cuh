@@ -22,8 +22,8 @@ struct Lanes {
     __device__ static int column(uint32_t thread = threadIdx.x) { return thread % width * columns; }
 };
 
-// The same rows in few lanes, each of which has several pieces of a row, `width` pieces apart. What crosses lanes
-// crosses fewer of them: a shuffle takes as long as four additions.
+// The same rows in few lanes, each of which has several pieces of a row, `width` pieces apart. Fewer lanes need fewer
+// shuffles, each of which takes as long as four additions.
 template <int dim, int columns, int warps>
 struct FewLanes {
     static constexpr int width = dim > 128 ? 8 : 4;

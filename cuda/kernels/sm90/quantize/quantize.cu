@@ -4,8 +4,8 @@
 //
 // A CTA takes block after block: first of queries, of all heads of a group; then of keys, each with its values. There
 // may be queries alone: any rows are rounded so. A thread holds all that it has of a head's block, rotated, until the
-// block's scale is known. Meanwhile the next block's rows arrive in the registers of what has been rotated. Of several
-// heads it reads the rows twice, the second time from L2.
+// block's scale is known. Meanwhile the next block's rows arrive in the registers of what has been rotated. Where a key
+// head has several query heads, it reads their rows twice, the second time from L2.
 //
 // Registers are what limits this kernel: at most 128, of which up to 96 hold rows. So little else may live across a
 // loop. What is cheap to compute again is computed from an index that the compiler must read again (reload_…).
@@ -86,7 +86,7 @@ __device__ __forceinline__ void rotate(QueryColumns& x) {
 struct Flips {
     uint4 pieces[HEAD_DIM / lane_columns];
 
-    // By all threads of the CTA.
+    // Called by all threads of the CTA.
     __device__ __forceinline__ void load(const Parameters& of, int batch) {
         if constexpr (HADAMARD == 1) return;
         __syncthreads();  // the block before is rotated
