@@ -9,6 +9,7 @@
     partial        how results with several sets of keys are combined
     gather         keys and values of all devices on each
     halo           of a narrow window, what it reaches of neighbours' keys
+    chunk_axis     a device's chunks as one call
     ulysses        shards of heads in place of shards of the sequence
     two_axes       Ulysses over one mesh axis, another strategy over the other
     sharded        how parts of a call on shards become ordinary calls

@@ -223,7 +223,7 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
     part = {"ring": pairs.first_pair, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
     of_part = jax.eval_shape(functools.partial(part, of), operands)
-    shapes = Call(spec, of_part, lowering.batch_shape(operands)).shapes
+    shapes = Call(spec, of_part, lowering.batch_shape(of_part)).shapes
     names, device = _arguments.implementations(implementation), _device.current()
     # Steps of a ring are wide, and so are gradients of an all-gather.
     selected = _dispatch.select(spec if chosen == "ulysses" else spec.wide(), shapes, names, device)

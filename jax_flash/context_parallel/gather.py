@@ -175,10 +175,10 @@ def _restores(of: Sharded) -> bool:
 
 
 def gathered_keys(of: Sharded) -> int:
-    """How many keys of other devices a device gets."""
+    """How many keys of other devices a device gets, at most."""
     edges = halo.edges_of(of)
     own = of.keys // of.order.shards
-    return of.keys - own if edges is None else sum(edge.rows for edge in edges)
+    return of.keys - own if edges is None else of.chunks * sum(edge.rows for edge in edges)
 
 
 def first_chunk(of: Sharded, operands: Operands) -> Operands:

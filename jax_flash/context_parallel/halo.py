@@ -9,69 +9,91 @@ keys of the neighbour that they reach, in a small call (+):
 Results of the two are combined by lse, in these rows alone. The backward pass computes both parts of the
 gradients from lse of the whole rows, and sends those of a neighbour's keys home.
 
+With zigzag a device has two chunks, and each has neighbours of its own. They are one call all the same, and
+so are their edges (`chunk_axis.py`). The two of the last device are neighbours themselves.
+
 Lengths may move the diagonal, and then a window reaches elsewhere. They are data, so a program with lengths
 has calls on all keys too (`gather.py`), and takes them where that happens.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jax_flash._mask import Index
 from jax_flash._rounding import round_to
 from jax_flash._spec import Gradients, Operands
-from jax_flash.context_parallel import sharded
+from jax_flash.context_parallel import chunk_axis, sharded
 from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.context_parallel.packed import Arrays, Packed
 from jax_flash.context_parallel.partial import Partial
 from jax_flash.context_parallel.sharded import Calls, Sharded, Spans
-from jax_flash.transforms.lowering import Call
 
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """Queries at one end of a device's shard, and the keys of the neighbour there that they see."""
+    """Queries at one end of each chunk of a device, and the keys of the neighbouring chunk that they see."""
 
-    neighbour: int  # -1: the device before; 1: the next one
+    side: int  # -1: keys of the chunk before; 1: of the next one
     rows: int  # queries, and as many keys
-    queries: int  # of a device
+    queries: int  # of a chunk
     keys: int
 
     @property
     def first_query(self) -> int:
-        """Of those that the device has."""
-        return 0 if self.neighbour < 0 else self.queries - self.rows
+        """Of those of the chunk."""
+        return 0 if self.side < 0 else self.queries - self.rows
 
     @property
     def first_key(self) -> int:
-        """Of those that the neighbour has."""
-        return self.keys - self.rows if self.neighbour < 0 else 0
+        """Of those of the neighbouring chunk."""
+        return self.keys - self.rows if self.side < 0 else 0
+
+    @property
+    def of_rows(self) -> Spans:
+        """The queries, in arrays of the chunk's."""
+        return {"T": (self.first_query, self.rows)}
+
+    def of_keys(self, chunk: int) -> Spans:
+        """Such keys, seen by other devices, in that chunk of this device."""
+        return {"S": (chunk * self.keys + self.first_key, self.rows)}
+
+    def towards(self, chunk: int) -> int:
+        """From a device to the one with the neighbour of that chunk. Zigzag's late chunks run backwards."""
+        return self.side if chunk == 0 else -self.side
 
 
 Edges = tuple[Edge, ...]
+
+Rows = dict[str, jax.Array | None]
+"""The results and their cotangents, with an axis of chunks."""
+
+Neighbours = list[Packed]
+"""Of an edge: keys of the chunk that neighbours each chunk of this device, or their gradients."""
 
 
 def edges_of(of: Sharded) -> Edges | None:
     """The edges of a call that a halo can run, or None.
 
-    It takes consecutive tokens, no block mask, and a window whose sides reach the next shards at most. With
-    lengths of queries and of keys, these must also leave the diagonal where it is (`_if_aligned`).
+    It takes chunks of consecutive tokens, no block mask, and a window whose sides reach the next chunks at
+    most. With lengths of queries and of keys, these must also leave the diagonal where it is (`_if_aligned`).
     """
-    window, n = of.window, of.order.shards
-    if of.order.kind is not None or of.spec.block_mask is not None or len(of.lengths) == 1:
+    window, chunks = of.window, of.chunks * of.order.shards
+    if of.order.stride != 1 or of.spec.block_mask is not None or len(of.lengths) == 1:
         return None
     if window.left is None or window.right is None:
         return None
-    queries, keys = of.queries // n, of.keys // n
-    # From a device to the one before it, the diagonal moves so far among the keys of the device.
+    queries, keys = of.queries_per_chunk, of.keys_per_chunk
+    # From a chunk to the one before it, the diagonal moves so far among the keys of the chunk.
     step = keys - queries
-    least, most = sorted((step, (n - 1) * step))
+    least, most = sorted((step, (chunks - 1) * step))
     before, after = max(window.left - least, 0), max(window.right + most, 0)
     fewest = min(queries, keys)
-    reaches_all = before + after >= (n - 1) * fewest  # an all-gather sends no more
+    reaches_all = before + after >= (of.order.shards - 1) * fewest  # an all-gather sends no more
     if max(before, after) > fewest or reaches_all:
         return None
     return tuple(Edge(side, rows, queries, keys) for side, rows in ((-1, before), (1, after)) if rows)
@@ -89,13 +111,14 @@ def forward(
     arrived = [_arrived(of, edge, operands) for edge in edges]
 
     def by_halo() -> tuple[jax.Array, jax.Array]:
-        out, lse = jax.lax.optimization_barrier(attended(own_operands(of, operands)))
+        own = own_operands(of, operands)
+        out, lse = jax.lax.optimization_barrier(attended(own))
         for edge, keys in zip(edges, arrived, strict=True):
-            part, spans = _edge_operands(of, edge, operands, keys), _spans(of, edge)
+            part, spans = _edge_operands(of, edge, operands, keys), edge.of_rows
             rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
-            combined_out, combined_lse = _combined(*rows, *attended(part), operands.sinks)
+            combined_out, combined_lse = _combined(*rows, *attended(part), own.sinks)
             out, lse = _put("out", out, combined_out, spans), _put("lse", lse, combined_lse, spans)
-        return out, lse
+        return chunk_axis.merged(of, "out", out), chunk_axis.merged(of, "lse", lse)
 
     return _if_aligned(of, operands, by_halo, by_all)
 
@@ -113,45 +136,74 @@ def backward(
       results: out, lse and their cotangents.
       by_all: gives the gradients by calls on all keys.
     """
-    of, present = calls.sharded, operands.present()
+    of = calls.sharded
     arrived = [_arrived(of, edge, operands) for edge in edges]
 
-    def part(call: Call, operands: Operands, spans: Spans) -> Arrays:
-        rows = (
-            None if x is None else sharded.take(name.removeprefix("d_"), x, spans)
-            for name, x in results.items()
-        )
-        return calls.passes.backward(call, operands, *rows).present()
-
-    def by_halo() -> tuple[Arrays, list[Packed]]:
+    def by_halo() -> tuple[Arrays, list[Neighbours]]:
         """And the gradients of neighbours' keys."""
-        own = _own_spans(of)
-        own_part = jax.lax.optimization_barrier(part(calls.call, own_operands(of, operands), own))
-        gradients = {
-            name: sharded.put(name, jnp.zeros_like(present[name]), x, own) for name, x in own_part.items()
+        rows = {
+            name: None if x is None else chunk_axis.split(of, name.removeprefix("d_"), x)
+            for name, x in results.items()
         }
-        of_neighbours: list[Packed] = []
+        gradients, of_neighbours = _own_gradients(calls, operands, rows), []
         for edge, keys in zip(edges, arrived, strict=True):
-            spans = _spans(of, edge)
-            of_edge = part(calls.wide_call, _edge_operands(of, edge, operands, keys), spans)
-            for name, x in of_edge.items():
-                if not sharded.goes_with_keys(name):
-                    gradients[name] = _added(name, gradients[name], x, spans)
-            of_neighbours.append(
-                Packed.of({name: x for name, x in of_edge.items() if sharded.goes_with_keys(name)})
-            )
-        return gradients, of_neighbours
+            gradients, of_edge = _with_edge(calls, edge, operands, keys, rows, gradients)
+            of_neighbours.append(of_edge)
+        return {
+            name: chunk_axis.merged(of, name, x) if name in _VIEWS else x for name, x in gradients.items()
+        }, of_neighbours
 
-    def without_neighbours() -> tuple[Arrays, list[Packed]]:
+    def without_neighbours() -> tuple[Arrays, list[Neighbours]]:
         dtype = calls.wide_call.spec.result_dtype(operands.key.dtype)
-        rows = [{name: keys.unpacked()[name].astype(dtype) for name in ("key", "value")} for keys in arrived]
-        return by_all().present(), [Packed.of(sharded.zeros_like(x)) for x in rows]
+
+        def nothing(keys: Packed) -> Packed:
+            rows = {name: keys.unpacked()[name].astype(dtype) for name in ("key", "value")}
+            return Packed.of(sharded.zeros_like(rows))
+
+        return by_all().present(), [[nothing(keys) for keys in of_edge] for of_edge in arrived]
 
     gradients, of_neighbours = _if_aligned(of, operands, by_halo, without_neighbours)
-    for edge, home in zip(edges, of_neighbours, strict=True):
-        for name, x in of.passed_on(home, edge.neighbour, wraps=False).unpacked().items():
-            gradients[name] = _added(name, gradients[name], x, {"S": (edge.first_key, edge.rows)})
+    for edge, found in zip(edges, of_neighbours, strict=True):
+        for chunk, home in _sent_home(of, edge, found):
+            for name, x in home.unpacked().items():
+                gradients[name] = _added(name, gradients[name], x, edge.of_keys(chunk))
     return Gradients.of(gradients)
+
+
+_VIEWS = ("query", "key", "value")
+"""Operands that have an axis of chunks as views, without a copy, and so have their gradients."""
+
+
+def _own_gradients(calls: Calls, operands: Operands, rows: Rows) -> Arrays:
+    """Gradients by the call on the chunks' own keys."""
+    of = calls.sharded
+    found = calls.passes.backward(calls.call, own_operands(of, operands), *rows.values())
+    gradients = jax.lax.optimization_barrier(found.present())
+    for name, x in gradients.items():
+        if name not in _VIEWS:
+            gradients[name] = jnp.zeros_like(operands.present()[name])
+            for chunk, part in enumerate(chunk_axis.parts(of, name, x)):
+                gradients[name] = sharded.put(name, gradients[name], part, _own_spans(of, chunk)[0])
+    return gradients
+
+
+def _with_edge(
+    calls: Calls, edge: Edge, operands: Operands, arrived: Neighbours, rows: Rows, gradients: Arrays
+) -> tuple[Arrays, Neighbours]:
+    """With those by an edge's call; and those of the neighbours' keys."""
+    of, gradients = calls.sharded, dict(gradients)
+    of_rows = (
+        None if x is None else sharded.take(name.removeprefix("d_"), x, edge.of_rows)
+        for name, x in rows.items()
+    )
+    part = _edge_operands(of, edge, operands, arrived)
+    found = calls.passes.backward(calls.wide_call, part, *of_rows).present()
+    keys, values = (chunk_axis.parts(of, name, found.pop(name)) for name in ("key", "value"))
+    gradients["query"] = _added("query", gradients["query"], found.pop("query"), edge.of_rows)
+    for name, x in found.items():
+        for chunk, part in enumerate(chunk_axis.parts(of, name, x)):
+            gradients[name] = _added(name, gradients[name], part, _spans(of, edge, chunk))
+    return gradients, [Packed.of({"key": k, "value": v}) for k, v in zip(keys, values, strict=True)]
 
 
 Result = TypeVar("Result")
@@ -173,47 +225,101 @@ def _if_aligned(
 
 
 def own_operands(of: Sharded, operands: Operands) -> Operands:
-    """The operands of the call for this device's queries, on its own keys."""
-    parts = {
-        name: x if sharded.goes_with_keys(name) else sharded.take(name, x, _own_spans(of))
-        for name, x in operands.present().items()
-    }
-    queries, keys = (
-        of.order.chunk(of.own_shard(), 0, length) for length in (of.queries_per_chunk, of.keys_per_chunk)
-    )
-    return of.placed(Operands.of(parts), queries, keys)[0]
+    """The operands of the call for this device's queries, on the keys of their own chunk."""
+
+    def of_chunk(chunk: int) -> Operands:
+        own, of_keys = _own_spans(of, chunk)
+        parts = {
+            name: sharded.take(name, x, of_keys if sharded.goes_with_keys(name) else own)
+            for name, x in operands.present().items()
+        }
+        lengths = of.queries_per_chunk, of.keys_per_chunk
+        queries, keys = (of.order.chunk(of.own_shard(), chunk, length) for length in lengths)
+        return of.placed(Operands.of(parts), queries, keys)[0]
+
+    views = {name: chunk_axis.split(of, name, operands.present()[name]) for name in _VIEWS}
+    return chunk_axis.as_one_call(of, of_chunk).replace(**views)
 
 
-def _edge_operands(of: Sharded, edge: Edge, operands: Operands, keys: Packed) -> Operands:
-    """The operands of the call for an edge. Sinks are counted with a device's own keys."""
-    parts, spans = keys.unpacked(), _spans(of, edge)
-    for name, x in operands.present().items():
-        if name not in parts and name != "sinks":
-            parts[name] = sharded.take(name, x, spans)
-    queries = Chunk(of.own_shard() * edge.queries + edge.first_query, 1, edge.rows)
-    return of.placed(Operands.of(parts), queries, Chunk(spans["S"][0], 1, edge.rows))[0]
+def _edge_operands(of: Sharded, edge: Edge, operands: Operands, arrived: Neighbours) -> Operands:
+    """The operands of the call for an edge. Sinks are counted with a chunk's own keys."""
+
+    def of_chunk(chunk: int) -> Operands:
+        parts, spans = arrived[chunk].unpacked(), _spans(of, edge, chunk)
+        for name, x in operands.present().items():
+            if name not in parts and name != "sinks":
+                parts[name] = sharded.take(name, x, spans)
+        place, neighbour = of.order.place(of.own_shard(), chunk), _neighbour(of, edge, chunk)
+        queries = Chunk(place * edge.queries + edge.first_query, 1, edge.rows)
+        keys = Chunk(neighbour * edge.keys + edge.first_key, 1, edge.rows)
+        return of.placed(Operands.of(parts), queries, keys)[0]
+
+    return chunk_axis.as_one_call(of, of_chunk)
 
 
-def _own_spans(of: Sharded) -> Spans:
-    """The device's part of operands that have an axis of its queries or of all keys."""
-    return {"T": (0, of.queries_per_chunk), "S": (of.own_shard() * of.keys_per_chunk, of.keys_per_chunk)}
+def _own_spans(of: Sharded, chunk: int) -> tuple[Spans, Spans]:
+    """A chunk's part of operands that have an axis of this device's queries or of all keys; and of those that
+    go with the device's keys."""
+    t, s = of.queries_per_chunk, of.keys_per_chunk
+    return {"T": (chunk * t, t), "S": (_first_key(of, of.own_shard(), chunk), s)}, {"S": (chunk * s, s)}
 
 
-def _spans(of: Sharded, edge: Edge) -> Spans:
-    """The edge's part of such operands.
+def _spans(of: Sharded, edge: Edge, chunk: int) -> Spans:
+    """The part of such operands that the chunk's edge has: its queries, and the neighbour's keys."""
+    first_query = chunk * edge.queries + edge.first_query
+    first_key = _first_key(of, *of.order.at(_neighbour(of, edge, chunk))) + edge.first_key
+    return {"T": (first_query, edge.rows), "S": (first_key, edge.rows)}
 
-    A device at an end of the sequence takes the other end for its neighbour. No query sees the keys there, as
-    the window doesn't reach all keys. What it gets for them is zeros.
+
+def _first_key(of: Sharded, shard: jax.Array, chunk: Index) -> jax.Array:
+    """Where the keys of a chunk start in arrays of all keys, which are in the order of the shards."""
+    return (shard * of.chunks + chunk) * of.keys_per_chunk
+
+
+def _neighbour(of: Sharded, edge: Edge, chunk: int) -> jax.Array:
+    """The place of the neighbouring chunk among all chunks of the sequence.
+
+    A chunk at an end of the sequence takes the other end for its neighbour. No query sees the keys there, as
+    the window doesn't reach all keys. What arrives for them is zeros.
     """
-    neighbour = (of.own_shard() + edge.neighbour) % of.order.shards
-    return {"T": (edge.first_query, edge.rows), "S": (neighbour * edge.keys + edge.first_key, edge.rows)}
+    place = jnp.asarray(of.order.place(of.own_shard(), chunk))
+    return (place + edge.side) % (of.chunks * of.order.shards)
 
 
-def _arrived(of: Sharded, edge: Edge, operands: Operands) -> Packed:
-    """The neighbour's keys, and what goes with them."""
-    spans: Spans = {"S": (edge.first_key, edge.rows)}
-    rows = {name: sharded.take(name, x, spans) for name, x in sharded.key_side(operands).items()}
-    return of.passed_on(Packed.of(rows), -edge.neighbour, wraps=False)
+def _turns(of: Sharded, edge: Edge, chunk: int) -> bool:
+    """Whether the last device has the neighbour of that chunk itself, as its other chunk.
+
+    Zigzag's early chunks end there, and its late ones start.
+    """
+    return of.chunks == 2 and edge.towards(chunk) > 0
+
+
+def _at_turn(of: Sharded, there: Packed, elsewhere: Packed) -> Packed:
+    """`there` on the device where chunks turn back, else `elsewhere`."""
+    is_last = of.own_shard() == of.order.shards - 1
+    return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), there, elsewhere)
+
+
+def _arrived(of: Sharded, edge: Edge, operands: Operands) -> Neighbours:
+    """The keys of each chunk's neighbour, and what goes with them."""
+
+    def keys(chunk: int) -> Packed:
+        rows = sharded.key_side(operands).items()
+        return Packed.of({name: sharded.take(name, x, edge.of_keys(chunk)) for name, x in rows})
+
+    def of_chunk(chunk: int) -> Packed:
+        found = of.passed_on(keys(chunk), -edge.towards(chunk), wraps=False)
+        return _at_turn(of, keys(1 - chunk), found) if _turns(of, edge, chunk) else found
+
+    return [of_chunk(chunk) for chunk in range(of.chunks)]
+
+
+def _sent_home(of: Sharded, edge: Edge, gradients: Neighbours) -> Iterator[tuple[int, Packed]]:
+    """A chunk of this device, and gradients of its keys that come from an edge: all of them."""
+    for chunk, found in enumerate(gradients):
+        yield chunk, of.passed_on(found, edge.towards(chunk), wraps=False)
+        if _turns(of, edge, chunk):
+            yield 1 - chunk, _at_turn(of, found, jax.tree.map(jnp.zeros_like, found))
 
 
 def _combined(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from sharded_calls import (
     count,
     gradients,
     program,
+    reorder,
+    restore,
     sequence_mesh,
     sharded_call,
     with_gradients,
@@ -207,6 +210,26 @@ def test_all_gather_sends_what_a_window_reaches(window, shards):
         assert bool(count(compiled.as_text(), "collective-permute")) == (sum(reach) > 0)
 
 
+@pytest.mark.parametrize("window", [(5, 2), *thorough((0, 0), (0, 3), (4, 0), (6, 6), (7, 0))])
+@pytest.mark.parametrize("shards", [4, *thorough(2, 3)])
+def test_what_a_window_reaches_of_zigzags_chunks(window, shards):
+    """Chunks of 6 tokens. The last device has two that are neighbours."""
+    T = 12 * shards
+    inputs = [reorder(x, 1, shards, "zigzag") for x in arrays(T=T)]
+    call = sharded_call(shards, local_window_size=window, strategy="all_gather", load_balance="zigzag")
+    whole = functools.partial(jax_flash.flash_attention, local_window_size=window)
+    compiled = jax.jit(with_gradients(call)).lower(*inputs).compile()
+    results = jax.tree.map(lambda x: restore(x, 1, shards, "zigzag"), compiled(*inputs))
+    cases.assert_close(results, with_gradients(whole)(*arrays(T=T)))
+    reach = [max(side, 0) for side in window]
+    is_narrow = max(reach) <= 6 and sum(reach) < 6 * (shards - 1)
+    assert bool(count(compiled.as_text(), "all-gather")) != is_narrow
+    if is_narrow:
+        sent = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute(?:-start)?\(", compiled.as_text())
+        assert bool(sent) == (sum(reach) > 0)
+        assert not any("12" in shape.split(",") for shape in sent)  # no whole shard
+
+
 @pytest.mark.parametrize(
     ("sizes", "left", "is_narrow"),
     [
@@ -232,9 +255,10 @@ def test_a_narrow_window_with_a_few_more_keys_or_queries(sizes, left, is_narrow)
     assert bool(count(compiled.as_text(), "all-gather")) != is_narrow
 
 
-def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch):
+@pytest.mark.parametrize("kind", [None, "zigzag"])
+def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch, kind):
     """Not if each sequence has as many keys as queries. It shows, as what is gathered is spoiled."""
-    args, window = arrays(), dict(local_window_size=(5, 2))
+    args, window = arrays(), dict(local_window_size=(4, 2))
 
     def both(attend, queries, keys):
         attend = functools.partial(attend, query_seq_lengths=queries, key_value_seq_lengths=keys, **window)
@@ -242,14 +266,16 @@ def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch):
 
     def on_shards(*args, query_seq_lengths, key_value_seq_lengths, **options):
         attend = functools.partial(
-            jax_flash.context_parallel_attention, axis_name=AXIS, strategy="all_gather", **options
-        )
+            jax_flash.context_parallel_attention,
+            axis_name=AXIS, strategy="all_gather", load_balance=kind, **options,
+        )  # fmt: skip
         lengths = dict(query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths)
         mapped = jax.shard_map(
             lambda args, lengths: attend(*args, **lengths),
             mesh=sequence_mesh(4), in_specs=(P(None, AXIS), P()), out_specs=P(None, AXIS),
         )  # fmt: skip
-        return mapped(args, lengths)
+        args = [reorder(x, 1, 4, kind) for x in args]
+        return restore(mapped(args, lengths), 1, 4, kind)
 
     alike, others = jnp.array([30, 11]), jnp.array([30, 19])
     exact = jax.jit(functools.partial(both, jax_flash.flash_attention))
@@ -268,15 +294,17 @@ def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch):
     assert all(jnp.isnan(x).any() for x in jax.tree.leaves(sharded(alike, others)))
 
 
+@pytest.mark.parametrize("kind", [None, "zigzag"])
 @pytest.mark.parametrize("shards", [4, *thorough(2)])
-def test_every_option_with_a_narrow_window(shards):
+def test_every_option_with_a_narrow_window(shards, kind):
     features = "logits_soft_cap alibi_slopes sinks dropout segment_ids bias mask:BNTS deterministic".split()
+    T = 96 if kind else 48
     for dtype, more, options in (
-        ("float32", "seq_lengths:alike", dict(is_causal=True, local_window_size=(6, 0))),
-        ("bfloat16", "score_mod", dict(S=56, local_window_size=(6, 3))),
+        ("float32", "seq_lengths:alike", dict(S=T, is_causal=True, local_window_size=(6, 0))),
+        ("bfloat16", "score_mod", dict(S=T + 8, local_window_size=(6, 3))),
     ):
-        case = make_case(("all_gather", None), dtype, features=[*features, more], **options)
-        ShardedCalls(shards, "all_gather", None).check(case)
+        case = make_case(("all_gather", kind), dtype, T, features=[*features, more], **options)
+        ShardedCalls(shards, "all_gather", kind).check(case)
 
 
 def test_queries_that_see_keys_of_a_neighbour_alone():

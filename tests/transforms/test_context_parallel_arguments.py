@@ -35,30 +35,33 @@ def test_a_causal_window_needs_the_steps_that_it_reaches():
     assert ring.steps(of_window(1, lengths=LENGTHS)) == 4
 
 
-@pytest.mark.parametrize("T", [24, 32, 40])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_the_edges_of_a_window_have_all_that_queries_see(T, shards):
-    """Of 32 keys. The first device and the last one see nothing of each other, whose positions they take."""
-    S, distance = 32, np.arange(32) - (np.arange(T)[:, None] + 32 - T)
-    for window in itertools.product((-1, 0, 1, 5, 9, 20), repeat=2):
-        of = Sharded(AttentionSpec(1.0, *window), AXIS, Order(None, shards), T, S, False, ())
+@pytest.mark.parametrize("T", [56, 64, 72])
+@pytest.mark.parametrize(("shards", "kind"), [(1, None), (2, None), (4, None), (2, "zigzag"), (4, "zigzag")])
+def test_the_edges_of_a_window_have_all_that_queries_see(T, shards, kind):
+    """Of 64 keys. The first chunk and the last one see nothing of each other, whose positions they take."""
+    S, distance, chunks = 64, np.arange(64) - (np.arange(T)[:, None] + 64 - T), shards * (2 if kind else 1)
+    narrow = 0
+    for window in itertools.product((-1, 0, 1, 3, 5, 9, 20, 40), repeat=2):
+        of = Sharded(AttentionSpec(1.0, *window), AXIS, Order(kind, shards), T, S, False, ())
         edges, sees = halo.edges_of(of), (-window[0] <= distance) & (distance <= window[1])
         if edges is None:
             continue
-        for device in range(shards):
-            rows, columns = (np.arange(n // shards) + device * n // shards for n in (T, S))
+        narrow += 1
+        for chunk in range(chunks):
+            rows, columns = (np.arange(n // chunks) + chunk * n // chunks for n in (T, S))
             covered = np.isin(np.arange(S), columns) & np.isin(np.arange(T), rows)[:, None]
             for edge in edges:
-                neighbour = device + edge.neighbour
+                neighbour = chunk + edge.side
                 of_edge = np.ix_(
                     rows[edge.first_query :][: edge.rows],
-                    np.arange(edge.rows) + edge.first_key + neighbour % shards * S // shards,
+                    np.arange(edge.rows) + edge.first_key + neighbour % chunks * S // chunks,
                 )
-                if 0 <= neighbour < shards:
+                if 0 <= neighbour < chunks:
                     covered[of_edge] = True
                 else:
                     assert not sees[of_edge].any()
             assert not (sees & ~covered)[rows].any()
+    assert narrow > 1 or shards == 1
 
 
 def test_what_a_narrow_window_gathers():
@@ -68,7 +71,8 @@ def test_what_a_narrow_window_gathers():
     assert gathered(3) == 3 and gathered(3, right=2) == 5
     assert gathered(3, lengths=LENGTHS) == 3
     assert gathered(3, lengths=LENGTHS[:1]) == gathered(3, lengths=LENGTHS[1:]) == 48
-    assert gathered(17) == gathered(3, kind="zigzag") == gathered(None) == 48
+    assert gathered(3, kind="zigzag") == 6 and gathered(3, right=2, kind="zigzag") == 10
+    assert gathered(17) == gathered(9, kind="zigzag") == gathered(3, kind="striped") == gathered(None) == 48
 
 
 @pytest.mark.parametrize("kind", load_balance.KINDS)
@@ -87,6 +91,15 @@ def test_orders(kind, shards):
         of_zigzag = [2 * device, 2 * device + 1, 2 * late, 2 * late + 1]
         of_stripes = [device + shards * i for i in range(4)]
         np.testing.assert_array_equal(positions, of_zigzag if kind == "zigzag" else of_stripes)
+
+
+@pytest.mark.parametrize("kind", [None, "zigzag"])
+def test_the_place_of_each_chunk(kind):
+    order = Order(kind, 3)
+    chunks = [(shard, index) for shard in range(3) for index in range(order.chunks_per_device)]
+    places = [order.place(*chunk) for chunk in chunks]
+    assert sorted(places) == list(range(len(chunks)))
+    assert [tuple(map(int, order.at(jnp.int32(place)))) for place in places] == chunks
 
 
 def test_orders_of_arrays_without_elements():
