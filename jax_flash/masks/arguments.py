@@ -47,11 +47,12 @@ def window(name: str, value: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def of_rows(name: str, value: Any, least: int = -LONGEST) -> int | Array:
+def of_rows(name: str, value: Any, least: int = -LONGEST, advice: str = "") -> int | Array:
     """An integer from `least` to LONGEST, or an array of them, `()` or `(B,)`, which is clipped to these."""
     if isinstance(value, list | tuple):
         raise TypeError(
             f"{name} must be a Python integer, or an integer array of shape () or (B,); got {short(value)}"
+            f"{advice}"
         )
     if not isinstance(value, jax.Array | np.ndarray):
         number = _validate.integer(name, value)

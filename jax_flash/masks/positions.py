@@ -17,6 +17,9 @@ class FullMask(Mask):
         return jnp.asarray(True)
 
 
+_WITHOUT_SHAPE = "; masks have no argument shape, unlike those of splash attention"
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CausalMask(Mask):
     """A query attends to the key at its position and to those before: `key <= query + offset`.
@@ -36,7 +39,7 @@ class CausalMask(Mask):
     _of_rows = ("offset",)
 
     def __post_init__(self):
-        self._set(offset=of_rows("offset", self.offset))
+        self._set(offset=of_rows("offset", self.offset, advice=_WITHOUT_SHAPE))
 
     def _sees(self, batch, head, query, key) -> jax.Array:
         return key <= position(query, self.offset, batch)
@@ -62,7 +65,10 @@ class LocalMask(Mask):
     _of_rows = ("offset",)
 
     def __post_init__(self):
-        self._set(window_size=window("window_size", self.window_size), offset=of_rows("offset", self.offset))
+        self._set(
+            window_size=window("window_size", self.window_size),
+            offset=of_rows("offset", self.offset, advice=_WITHOUT_SHAPE),
+        )
 
     def _sees(self, batch, head, query, key) -> jax.Array:
         return in_window(self.window_size, position(query, self.offset, batch), key)
@@ -102,7 +108,7 @@ class ChunkedCausalMask(Mask):
     def __post_init__(self):
         self._set(
             chunk_size=min(positive("chunk_size", self.chunk_size), FARTHEST),
-            offset=of_rows("offset", self.offset),
+            offset=of_rows("offset", self.offset, advice=_WITHOUT_SHAPE),
         )
 
     def _sees(self, batch, head, query, key) -> jax.Array:
@@ -135,7 +141,7 @@ class PrefixLMMask(Mask):
     def __post_init__(self):
         self._set(
             prefix_length=of_rows("prefix_length", self.prefix_length, least=0),
-            offset=of_rows("offset", self.offset),
+            offset=of_rows("offset", self.offset, advice=_WITHOUT_SHAPE),
         )
 
     def _sees(self, batch, head, query, key) -> jax.Array:

@@ -53,6 +53,16 @@ ERRORS = {
         TypeError,
         "prefix_length must be a Python integer, or an integer array of shape () or (B,); got [1, 2]",
     ),
+    "a shape, as splash attention's masks have": (
+        lambda: masks.CausalMask((4, 4)),
+        TypeError,
+        "got (4, 4) (tuple); masks have no argument shape, unlike those of splash attention",
+    ),
+    "a shape beside a window": (
+        lambda: masks.LocalMask((4, 4), (2, 0)),
+        TypeError,
+        "offset must be a Python integer, or an integer array of shape () or (B,); got (2, 0) (tuple); masks have",
+    ),
     "prefix is a flag": (
         lambda: masks.PrefixLMMask(True),
         TypeError,
