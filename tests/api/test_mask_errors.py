@@ -61,7 +61,7 @@ ERRORS = {
     "a shape beside a window": (
         lambda: masks.LocalMask((4, 4), (2, 0)),
         TypeError,
-        "offset must be a Python integer, or an integer array of shape () or (B,); got (2, 0) (tuple); masks have",
+        "offset must be a Python integer, or an integer array of shape () or (B,); got (2, 0) (tuple); masks",
     ),
     "prefix is a flag": (
         lambda: masks.PrefixLMMask(True),
