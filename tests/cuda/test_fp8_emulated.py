@@ -180,6 +180,28 @@ def test_what_is_not_finite_reaches_those_that_see_it(where, emulator):
     np.testing.assert_array_equal(np.asarray(out)[0][~sees.T], np.asarray(clean)[0][~sees.T])
 
 
+@pytest.mark.parametrize("size", (-70, -110))
+def test_scores_that_are_nearly_zero(size, emulator):
+    """The product of the scale and the descales is 0 in float32. Causal, so that some scores are -inf."""
+    spec, operands, _, _, seed = draw(Case(H=64, T=130, S=140, N=1, right=0))
+    small = {name: (getattr(operands, name) * 2.0**size).astype("bfloat16") for name in ("query", "key")}
+    spec, operands = in_8_bits(dataclasses.replace(spec, quantization="fp8"), operands.replace(**small))
+    check(spec, operands, run(spec, operands, emulator, seed))
+
+
+@pytest.mark.parametrize("block", (0, 1, 2))
+@pytest.mark.parametrize("descale", (1e-12, np.finfo("float32").tiny, np.finfo("float32").tiny / 448))
+def test_a_block_of_values_that_are_nothing(block, descale, emulator):
+    """Zeros of a small descale, as of padding whose largest magnitude was clamped, change no other values."""
+    spec, operands, seed = of_8_bits(Case(H=64, T=64, S=384, N=1), "incoherent")
+    rows = slice(128 * block, 128 * (block + 1))
+    operands = operands.replace(
+        value=operands.value.at[:, rows].set(0),
+        value_descale=operands.value_descale.at[..., block].set(descale),
+    )
+    check(spec, operands, run(spec, operands, emulator, seed))
+
+
 def test_lowered_for_a_gpu():
     """Quantization, transposition and the kernel in one program; backward the usual kernels."""
     query = jnp.ones((1, 200, 4, 96), jnp.bfloat16)

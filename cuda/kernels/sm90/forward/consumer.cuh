@@ -247,19 +247,23 @@ struct TileConsumer {
         make_probabilities();
     }
 
-    // Factor of the block's scores in the exponent.
+    // Factor of the block's scores in the exponent. Never 0, as descales may make it: -inf of a masked score times 0 is
+    // NaN.
     __device__ __forceinline__ float scale() const {
-        return Traits::fp8 && !ScoreTraits::has_score_mod ? call.scale_log2 * factors.score : call.scale_log2;
+        if constexpr (!Traits::fp8 || ScoreTraits::has_score_mod) return call.scale_log2;
+        return fmaxf(call.scale_log2 * factors.score, least_normal);
     }
 
-    // O is to be summed in the unit of the block's values from here on.
+    // O is to be summed in the unit of the block's values from here on. In a unit less than 2^-80 of the one before, O
+    // might be infinite, so such values count as multiples of that.
     __device__ __forceinline__ void change_out_unit() {
-        if (factors.value == out_unit) return;
-        const float change = out_unit / factors.value;
+        const float unit = fmaxf(factors.value, out_unit * 0x1p-80f);
+        if (unit == out_unit) return;
+        const float change = out_unit / unit;
 #pragma unroll
         for (int r = 0; r < 2; ++r) softmax.rescale[r] *= change;
         rescales = true;
-        out_unit = factors.value;
+        out_unit = unit;
     }
 
     // S = QK^T.
