@@ -86,7 +86,18 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
         for name in ("bias", "mask")
         if name in given and given[name].shape[-2] == 1 and not varying_axes(given[name]).isdisjoint(axes)
     )
-    of = Sharded(spec, axis_name, order, T, S, operands.alibi_slopes is not None, lengths, own_rows)
+    mesh = jax.typeof(operands.query).sharding.mesh
+    of = Sharded(
+        spec,
+        axis_name,
+        order,
+        T,
+        S,
+        operands.alibi_slopes is not None,
+        lengths,
+        own_rows,
+        automatic=tuple(name for name in mesh.auto_axes if mesh.shape[name] > 1),
+    )
     return of, Call(spec, operands.replace(**given), batch)
 
 

@@ -1,7 +1,7 @@
-"""A device's chunks as one ordinary call: their axis is the last of its batch axes.
+"""All chunks of a device in one ordinary call: the axis of chunks is the last of its batch axes.
 
-That goes where no chunk of queries sees keys of another one in the call. A device's tokens are one chunk
-behind the other, so query, key and value of all chunks are views of what it has:
+This is right if each chunk of queries sees one chunk of keys alone. The tokens of a chunk are consecutive in
+the device's memory, so query, key, value and output need no copy:
 
     (*B, chunks * t, N, H)   as   (*B, chunks, t, N, H)
 
@@ -20,7 +20,7 @@ from jax_flash.transforms.lowering import axes_of
 
 
 def split(of: Sharded, name: str, x: jax.Array) -> jax.Array:
-    """With an axis of chunks: an array with an axis of the device's queries, or of its keys."""
+    """`x`, of the device's queries or of its keys, with an axis of chunks."""
     if of.chunks == 1:
         return x
     tokens = _axis_of_tokens(name, x)
@@ -56,7 +56,7 @@ def as_one_call(of: Sharded, operands_of: Callable[[int], Operands]) -> Operands
 
 
 def parts(of: Sharded, name: str, x: jax.Array) -> list[jax.Array]:
-    """Those of each chunk, of an operand of such a call or of its gradient; one where chunks share it."""
+    """Those of each chunk, of an operand with that axis or of its gradient; or one that the chunks share."""
     if of.chunks == 1:
         return [x]
     axis = _axis_of_chunks(name, x)

@@ -1,11 +1,11 @@
 """All-gather of keys and values: each device attends with its queries to all keys.
 
-One collective, and one ordinary call for each chunk of queries. Grouped heads make it cheap: keys and values
-are small beside queries. The gathered ones are not kept for the backward pass, which gathers them again; out
-and lse are kept, so attention runs once. Each device's part of the gradients of keys and values is float32.
-A reduce-scatter adds these parts up, and their sum is rounded once.
+One all-gather of each array that goes with the keys, and one ordinary call for each chunk of queries. Grouped
+heads make it cheap: keys and values are small beside queries. The gathered ones are not kept for the backward
+pass, which gathers them again; out and lse are kept, so attention runs once. Each device's part of the
+gradients of keys and values is float32. A reduce-scatter adds these parts up, and their sum is rounded once.
 
-For a narrow window nothing is gathered: `halo.py`.
+A narrow window sends only the keys that it reaches, where lengths don't move the diagonal: `halo.py`.
 
 It is how Llama 3 was trained on long contexts (https://arxiv.org/abs/2407.21783, section 3.3.2).
 """
@@ -175,7 +175,7 @@ def _restores(of: Sharded) -> bool:
 
 
 def gathered_keys(of: Sharded) -> int:
-    """How many keys of other devices a device gets, at most."""
+    """How many keys of other devices a device gets. With lengths: if these leave the diagonal where it is."""
     edges = halo.edges_of(of)
     own = of.keys // of.order.shards
     return of.keys - own if edges is None else of.chunks * sum(edge.rows for edge in edges)

@@ -17,7 +17,6 @@ has calls on all keys too (`gather.py`), and takes them where that happens.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -40,30 +39,30 @@ class Edge:
 
     side: int  # -1: keys of the chunk before; 1: of the next one
     rows: int  # queries, and as many keys
-    queries: int  # of a chunk
-    keys: int
+    chunk_queries: int
+    chunk_keys: int
 
     @property
     def first_query(self) -> int:
-        """Of those of the chunk."""
-        return 0 if self.side < 0 else self.queries - self.rows
+        """Where the edge's queries start in the chunk."""
+        return 0 if self.side < 0 else self.chunk_queries - self.rows
 
     @property
     def first_key(self) -> int:
-        """Of those of the neighbouring chunk."""
-        return self.keys - self.rows if self.side < 0 else 0
+        """Where the edge's keys start in the neighbouring chunk."""
+        return self.chunk_keys - self.rows if self.side < 0 else 0
 
     @property
-    def of_rows(self) -> Spans:
-        """The queries, in arrays of the chunk's."""
+    def of_queries(self) -> Spans:
+        """The edge's queries, as a part of one chunk."""
         return {"T": (self.first_query, self.rows)}
 
     def of_keys(self, chunk: int) -> Spans:
-        """Such keys, seen by other devices, in that chunk of this device."""
-        return {"S": (chunk * self.keys + self.first_key, self.rows)}
+        """The keys that other devices' edges see in that chunk of this device, as a part of the device's."""
+        return {"S": (chunk * self.chunk_keys + self.first_key, self.rows)}
 
-    def towards(self, chunk: int) -> int:
-        """From a device to the one with the neighbour of that chunk. Zigzag's late chunks run backwards."""
+    def shards_to_neighbour(self, chunk: int) -> int:
+        """How many shards further that chunk's neighbour is: 1 or -1. Zigzag's late chunks run backwards."""
         return self.side if chunk == 0 else -self.side
 
 
@@ -73,27 +72,30 @@ Rows = dict[str, jax.Array | None]
 """The results and their cotangents, with an axis of chunks."""
 
 Neighbours = list[Packed]
-"""Of an edge: keys of the chunk that neighbours each chunk of this device, or their gradients."""
+"""Of an edge: the keys that each chunk gets of its neighbour, and what goes with them; or their gradients."""
 
 
 def edges_of(of: Sharded) -> Edges | None:
     """The edges of a call that a halo can run, or None.
 
-    It takes chunks of consecutive tokens, no block mask, and a window whose sides reach the next chunks at
-    most. With lengths of queries and of keys, these must also leave the diagonal where it is (`_if_aligned`).
+    It needs chunks of consecutive tokens, no block mask, and a window with two sides. Each side ends within
+    the neighbouring chunk. Together they are shorter than all other chunks, else an all-gather sends no more.
+    Lengths are those of queries and of keys, and must leave the diagonal where it is (`_if_aligned`).
     """
     window, chunks = of.window, of.chunks * of.order.shards
     if of.order.stride != 1 or of.spec.block_mask is not None or len(of.lengths) == 1:
         return None
     if window.left is None or window.right is None:
         return None
+    if of.lengths and of.automatic:
+        return None  # devices may take different branches, and the compiler communicates within each
     queries, keys = of.queries_per_chunk, of.keys_per_chunk
-    # From a chunk to the one before it, the diagonal moves so far among the keys of the chunk.
-    step = keys - queries
-    least, most = sorted((step, (chunks - 1) * step))
+    # A query is aligned with a key that lies so much further in its chunk than that of the chunk before.
+    shift = keys - queries
+    least, most = sorted((shift, (chunks - 1) * shift))
     before, after = max(window.left - least, 0), max(window.right + most, 0)
     fewest = min(queries, keys)
-    reaches_all = before + after >= (of.order.shards - 1) * fewest  # an all-gather sends no more
+    reaches_all = before + after >= (of.order.shards - 1) * fewest
     if max(before, after) > fewest or reaches_all:
         return None
     return tuple(Edge(side, rows, queries, keys) for side, rows in ((-1, before), (1, after)) if rows)
@@ -107,16 +109,17 @@ def forward(
     Args:
       by_all: gives them by calls on all keys.
     """
-    of, attended = calls.sharded, functools.partial(calls.passes.forward, calls.call)
+    of, passes = calls.sharded, calls.passes
     arrived = [_arrived(of, edge, operands) for edge in edges]
 
     def by_halo() -> tuple[jax.Array, jax.Array]:
         own = own_operands(of, operands)
-        out, lse = jax.lax.optimization_barrier(attended(own))
+        out, lse = jax.lax.optimization_barrier(passes.forward(calls.call, own))
         for edge, keys in zip(edges, arrived, strict=True):
-            part, spans = _edge_operands(of, edge, operands, keys), edge.of_rows
+            of_edge = passes.forward(calls.wide_call, _edge_operands(of, edge, operands, keys))
+            spans = edge.of_queries
             rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
-            combined_out, combined_lse = _combined(*rows, *attended(part), own.sinks)
+            combined_out, combined_lse = _combined(*rows, *of_edge, own.sinks)
             out, lse = _put("out", out, combined_out, spans), _put("lse", lse, combined_lse, spans)
         return chunk_axis.merged(of, "out", out), chunk_axis.merged(of, "lse", lse)
 
@@ -140,7 +143,7 @@ def backward(
     arrived = [_arrived(of, edge, operands) for edge in edges]
 
     def by_halo() -> tuple[Arrays, list[Neighbours]]:
-        """And the gradients of neighbours' keys."""
+        """This device's gradients, and those of its neighbours' keys."""
         rows = {
             name: None if x is None else chunk_axis.split(of, name.removeprefix("d_"), x)
             for name, x in results.items()
@@ -171,11 +174,11 @@ def backward(
 
 
 _VIEWS = ("query", "key", "value")
-"""Operands that have an axis of chunks as views, without a copy, and so have their gradients."""
+"""Operands that get the axis of chunks without a copy."""
 
 
 def _own_gradients(calls: Calls, operands: Operands, rows: Rows) -> Arrays:
-    """Gradients by the call on the chunks' own keys."""
+    """Gradients by the call on the chunks' own keys. Those of `_VIEWS` have the axis of chunks."""
     of = calls.sharded
     found = calls.passes.backward(calls.call, own_operands(of, operands), *rows.values())
     gradients = jax.lax.optimization_barrier(found.present())
@@ -190,16 +193,16 @@ def _own_gradients(calls: Calls, operands: Operands, rows: Rows) -> Arrays:
 def _with_edge(
     calls: Calls, edge: Edge, operands: Operands, arrived: Neighbours, rows: Rows, gradients: Arrays
 ) -> tuple[Arrays, Neighbours]:
-    """With those by an edge's call; and those of the neighbours' keys."""
+    """`gradients` and those by an edge's call, added; and the gradients of the neighbours' keys."""
     of, gradients = calls.sharded, dict(gradients)
-    of_rows = (
-        None if x is None else sharded.take(name.removeprefix("d_"), x, edge.of_rows)
+    of_edge = (
+        None if x is None else sharded.take(name.removeprefix("d_"), x, edge.of_queries)
         for name, x in rows.items()
     )
-    part = _edge_operands(of, edge, operands, arrived)
-    found = calls.passes.backward(calls.wide_call, part, *of_rows).present()
+    edge_operands = _edge_operands(of, edge, operands, arrived)
+    found = calls.passes.backward(calls.wide_call, edge_operands, *of_edge).present()
     keys, values = (chunk_axis.parts(of, name, found.pop(name)) for name in ("key", "value"))
-    gradients["query"] = _added("query", gradients["query"], found.pop("query"), edge.of_rows)
+    gradients["query"] = _added("query", gradients["query"], found.pop("query"), edge.of_queries)
     for name, x in found.items():
         for chunk, part in enumerate(chunk_axis.parts(of, name, x)):
             gradients[name] = _added(name, gradients[name], part, _spans(of, edge, chunk))
@@ -212,7 +215,7 @@ Result = TypeVar("Result")
 def _if_aligned(
     of: Sharded, operands: Operands, by_halo: Callable[[], Result], by_all: Callable[[], Result]
 ) -> Result:
-    """`by_halo()` if each query is aligned with the key that it would be aligned with without lengths.
+    """`by_halo()` if lengths leave the diagonal where it is, else `by_all()`.
 
     Lengths are data, and all devices of the sequence have the same ones. Other devices of the mesh may take
     the other branch. So `ppermute`, which waits for the whole mesh, stays out of both.
@@ -229,8 +232,10 @@ def own_operands(of: Sharded, operands: Operands) -> Operands:
 
     def of_chunk(chunk: int) -> Operands:
         own, of_keys = _own_spans(of, chunk)
-        parts = {
-            name: sharded.take(name, x, of_keys if sharded.goes_with_keys(name) else own)
+        parts = {  # of `_VIEWS` not yet
+            name: x
+            if name in _VIEWS
+            else sharded.take(name, x, of_keys if sharded.goes_with_keys(name) else own)
             for name, x in operands.present().items()
         }
         lengths = of.queries_per_chunk, of.keys_per_chunk
@@ -249,25 +254,24 @@ def _edge_operands(of: Sharded, edge: Edge, operands: Operands, arrived: Neighbo
         for name, x in operands.present().items():
             if name not in parts and name != "sinks":
                 parts[name] = sharded.take(name, x, spans)
-        place, neighbour = of.order.place(of.own_shard(), chunk), _neighbour(of, edge, chunk)
-        queries = Chunk(place * edge.queries + edge.first_query, 1, edge.rows)
-        keys = Chunk(neighbour * edge.keys + edge.first_key, 1, edge.rows)
+        number, neighbour = of.order.number(of.own_shard(), chunk), _neighbour(of, edge, chunk)
+        queries = Chunk(number * edge.chunk_queries + edge.first_query, 1, edge.rows)
+        keys = Chunk(neighbour * edge.chunk_keys + edge.first_key, 1, edge.rows)
         return of.placed(Operands.of(parts), queries, keys)[0]
 
     return chunk_axis.as_one_call(of, of_chunk)
 
 
 def _own_spans(of: Sharded, chunk: int) -> tuple[Spans, Spans]:
-    """A chunk's part of operands that have an axis of this device's queries or of all keys; and of those that
-    go with the device's keys."""
+    """A chunk's part of arrays with the device's queries or all keys, and of those with the device's keys."""
     t, s = of.queries_per_chunk, of.keys_per_chunk
     return {"T": (chunk * t, t), "S": (_first_key(of, of.own_shard(), chunk), s)}, {"S": (chunk * s, s)}
 
 
 def _spans(of: Sharded, edge: Edge, chunk: int) -> Spans:
-    """The part of such operands that the chunk's edge has: its queries, and the neighbour's keys."""
-    first_query = chunk * edge.queries + edge.first_query
-    first_key = _first_key(of, *of.order.at(_neighbour(of, edge, chunk))) + edge.first_key
+    """The part that a chunk's edge has of arrays with this device's queries or all keys."""
+    first_query = chunk * edge.chunk_queries + edge.first_query
+    first_key = _first_key(of, *of.order.holder(_neighbour(of, edge, chunk))) + edge.first_key
     return {"T": (first_query, edge.rows), "S": (first_key, edge.rows)}
 
 
@@ -277,25 +281,25 @@ def _first_key(of: Sharded, shard: jax.Array, chunk: Index) -> jax.Array:
 
 
 def _neighbour(of: Sharded, edge: Edge, chunk: int) -> jax.Array:
-    """The place of the neighbouring chunk among all chunks of the sequence.
+    """The number of the neighbouring chunk.
 
     A chunk at an end of the sequence takes the other end for its neighbour. No query sees the keys there, as
     the window doesn't reach all keys. What arrives for them is zeros.
     """
-    place = jnp.asarray(of.order.place(of.own_shard(), chunk))
-    return (place + edge.side) % (of.chunks * of.order.shards)
+    number = jnp.asarray(of.order.number(of.own_shard(), chunk))
+    return (number + edge.side) % (of.chunks * of.order.shards)
 
 
-def _turns(of: Sharded, edge: Edge, chunk: int) -> bool:
-    """Whether the last device has the neighbour of that chunk itself, as its other chunk.
+def _is_at_fold(of: Sharded, edge: Edge, chunk: int) -> bool:
+    """Whether the chunk's neighbour, on the last device, is that device's other chunk.
 
     Zigzag's early chunks end there, and its late ones start.
     """
-    return of.chunks == 2 and edge.towards(chunk) > 0
+    return of.chunks == 2 and edge.shards_to_neighbour(chunk) > 0
 
 
-def _at_turn(of: Sharded, there: Packed, elsewhere: Packed) -> Packed:
-    """`there` on the device where chunks turn back, else `elsewhere`."""
+def _on_last_device(of: Sharded, there: Packed, elsewhere: Packed) -> Packed:
+    """`there` on the device with the last shard, else `elsewhere`."""
     is_last = of.own_shard() == of.order.shards - 1
     return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), there, elsewhere)
 
@@ -308,18 +312,18 @@ def _arrived(of: Sharded, edge: Edge, operands: Operands) -> Neighbours:
         return Packed.of({name: sharded.take(name, x, edge.of_keys(chunk)) for name, x in rows})
 
     def of_chunk(chunk: int) -> Packed:
-        found = of.passed_on(keys(chunk), -edge.towards(chunk), wraps=False)
-        return _at_turn(of, keys(1 - chunk), found) if _turns(of, edge, chunk) else found
+        found = of.passed_on(keys(chunk), -edge.shards_to_neighbour(chunk), wraps=False)
+        return _on_last_device(of, keys(1 - chunk), found) if _is_at_fold(of, edge, chunk) else found
 
     return [of_chunk(chunk) for chunk in range(of.chunks)]
 
 
 def _sent_home(of: Sharded, edge: Edge, gradients: Neighbours) -> Iterator[tuple[int, Packed]]:
-    """A chunk of this device, and gradients of its keys that come from an edge: all of them."""
+    """Chunks of this device, each with gradients of its keys that edges of other chunks gave."""
     for chunk, found in enumerate(gradients):
-        yield chunk, of.passed_on(found, edge.towards(chunk), wraps=False)
-        if _turns(of, edge, chunk):
-            yield 1 - chunk, _at_turn(of, found, jax.tree.map(jnp.zeros_like, found))
+        yield chunk, of.passed_on(found, edge.shards_to_neighbour(chunk), wraps=False)
+        if _is_at_fold(of, edge, chunk):
+            yield 1 - chunk, _on_last_device(of, found, jax.tree.map(jnp.zeros_like, found))
 
 
 def _combined(

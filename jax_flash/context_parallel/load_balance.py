@@ -69,19 +69,19 @@ class Order:
         """Chunk `index` of a shard, of `length` tokens."""
         if self.kind == STRIPED:
             return Chunk(shard, self.stride, length)
-        return Chunk(self.place(shard, index) * length, 1, length)
+        return Chunk(self.number(shard, index) * length, 1, length)
 
-    def place(self, shard: Index, index: Index) -> Index:
-        """The place of a shard's chunk among all chunks, which have consecutive tokens."""
+    def number(self, shard: Index, index: Index) -> Index:
+        """Of a shard's chunk, among all chunks of the sequence in its own order. Not for stripes."""
         # The second one of zigzag is as far from the end as the first is from the beginning.
         return shard + index * (2 * self.shards - 1 - 2 * shard)
 
-    def at(self, place: jax.Array) -> tuple[jax.Array, Index]:
-        """The shard that has the chunk at that place, and the chunk's index there."""
+    def holder(self, number: jax.Array) -> tuple[jax.Array, Index]:
+        """The shard that has the chunk of that number, and the chunk's index there."""
         if self.chunks_per_device == 1:
-            return place, 0
-        is_late = place >= self.shards
-        return jnp.where(is_late, 2 * self.shards - 1 - place, place), is_late.astype(jnp.int32)
+            return number, 0
+        is_late = number >= self.shards
+        return jnp.where(is_late, 2 * self.shards - 1 - number, number), is_late.astype(jnp.int32)
 
     def positions(self, shard: Index, tokens: int) -> jax.Array:
         """The places that a shard's tokens have in the sequence, int32 `(tokens,)`."""

@@ -56,6 +56,8 @@ class Sharded:
     """Which of bias and mask have one row for all queries of a device, but may differ between devices."""
     shard_of: tuple[int, ...] | None = None
     """The shard that is at each place on the mesh axes. None: places are numbered as shards are."""
+    automatic: tuple[str, ...] = ()
+    """The Auto mesh axes that the `shard_map` leaves, along which the compiler communicates anywhere."""
 
     @property
     def window(self) -> Window:

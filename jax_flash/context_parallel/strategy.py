@@ -155,13 +155,11 @@ def refusal(strategy: Strategy, of: Sharded, operands: Operands) -> str | None:
     """Why a strategy can't run the call, or None."""
     if strategy == "ulysses":
         return ulysses.refusal(of, operands)
-    mesh = jax.typeof(operands.query).sharding.mesh
-    if explicit := mesh.explicit_axes:
+    if explicit := jax.typeof(operands.query).sharding.mesh.explicit_axes:
         return f"the surrounding shard_map leaves the Explicit axes {explicit}; it must map over them too"
     # The compiler would communicate along them within a step, which some devices skip.
-    automatic = tuple(name for name in mesh.auto_axes if mesh.shape[name] > 1)
-    if strategy == "ring" and automatic:
-        return f"the surrounding shard_map leaves the Auto axes {automatic}; it must map over them too"
+    if strategy == "ring" and of.automatic:
+        return f"the surrounding shard_map leaves the Auto axes {of.automatic}; it must map over them too"
     if of.order.kind == STRIPED and of.is_positional and (reason := _refusal_of_stripes(strategy, of)):
         return reason
     return of.refusal_of_functions(keys_are_whole=strategy == "all_gather")

@@ -195,6 +195,12 @@ def test_a_ring_for_a_window_is_exact(left):
     assert bool(count(compiled.as_text(), "collective-permute")) == (left > 0)
 
 
+def rows_sent(program):
+    """How many keys each transfer to a neighbour has. Keys and values are (*, 2 rows, keys, 2 heads, 8)."""
+    shapes = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute(?:-start)?\(", program)
+    return {int(shape.split(",")[-3]) for shape in shapes}
+
+
 @pytest.mark.parametrize("window", [(5, 0), (12, 4), *thorough((0, 0), (0, 12), (12, 12), (3, 1))])
 @pytest.mark.parametrize("shards", [4, *thorough(2, 8)])
 def test_all_gather_sends_what_a_window_reaches(window, shards):
@@ -207,7 +213,7 @@ def test_all_gather_sends_what_a_window_reaches(window, shards):
     is_narrow = max(reach) <= own and own + sum(reach) < 48
     assert bool(count(compiled.as_text(), "all-gather")) != is_narrow
     if is_narrow:
-        assert bool(count(compiled.as_text(), "collective-permute")) == (sum(reach) > 0)
+        assert rows_sent(compiled.as_text()) == {side for side in reach if side > 0}
 
 
 @pytest.mark.parametrize("window", [(5, 2), *thorough((0, 0), (0, 3), (4, 0), (6, 6), (7, 0))])
@@ -225,9 +231,7 @@ def test_what_a_window_reaches_of_zigzags_chunks(window, shards):
     is_narrow = max(reach) <= 6 and sum(reach) < 6 * (shards - 1)
     assert bool(count(compiled.as_text(), "all-gather")) != is_narrow
     if is_narrow:
-        sent = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute(?:-start)?\(", compiled.as_text())
-        assert bool(sent) == (sum(reach) > 0)
-        assert not any("12" in shape.split(",") for shape in sent)  # no whole shard
+        assert rows_sent(compiled.as_text()) == {side for side in reach if side > 0}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +299,32 @@ def test_lengths_decide_whether_a_narrow_window_gathers_all_keys(monkeypatch, ki
 
 
 @pytest.mark.parametrize("kind", [None, "zigzag"])
+def test_lengths_and_a_narrow_window_beside_an_automatic_axis(kind):
+    """Devices of other batch rows could take another branch, and the compiler communicates in branches."""
+    query, key, value = arrays(T=32, N=1, K=1)
+    lengths = dict(query_seq_lengths=jnp.array([30, 30]), key_value_seq_lengths=jnp.array([30, 19]))
+    window = dict(local_window_size=(4, 2))
+    attend = functools.partial(
+        jax_flash.context_parallel_attention,
+        axis_name=AXIS, strategy="all_gather", load_balance=kind, **window,
+    )  # fmt: skip
+    mapped = jax.shard_map(
+        lambda args, lengths: attend(*args, **lengths),
+        mesh=jax.make_mesh((2, 2, 2), ("batch", AXIS, "model"), axis_types=(AxisType.Auto,) * 3),
+        in_specs=(P("batch", AXIS), P("batch")),
+        out_specs=P("batch", AXIS),
+        axis_names={"batch", AXIS},
+    )
+    inputs = [reorder(x, 1, 2, kind) for x in (query, key, value)]
+    compiled = jax.jit(mapped).lower(inputs, lengths).compile()
+    branches = [line for line in compiled.as_text().splitlines() if " conditional(" in line]
+    assert all("jax_flash_forward" in line for line in branches)  # those of a device's own call alone
+    assert count(compiled.as_text(), "all-gather")
+    exact = jax_flash.flash_attention(query, key, value, **lengths, **window)
+    cases.assert_close(restore(compiled(inputs, lengths), 1, 2, kind), exact)
+
+
+@pytest.mark.parametrize("kind", [None, "zigzag"])
 @pytest.mark.parametrize("shards", [4, *thorough(2)])
 def test_every_option_with_a_narrow_window(shards, kind):
     features = "logits_soft_cap alibi_slopes sinks dropout segment_ids bias mask:BNTS deterministic".split()
@@ -307,12 +337,13 @@ def test_every_option_with_a_narrow_window(shards, kind):
         ShardedCalls(shards, "all_gather", kind).check(case)
 
 
-def test_queries_that_see_keys_of_a_neighbour_alone():
+@pytest.mark.parametrize(("kind", "chunk"), [(None, 8), ("zigzag", 4)])
+def test_queries_that_see_keys_of_a_neighbour_alone(kind, chunk):
     """Sinks count in each row that sees a key, whoever has it."""
     query, key, value = arrays(T=32)
     place = jnp.arange(32)
-    is_own = place[:, None] // 8 == place // 8
-    mask = ~(is_own & (place[:, None] % 8 < 3))
+    is_own = place[:, None] // chunk == place // chunk
+    mask = ~(is_own & (place[:, None] % chunk < 3))
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
 
     def both(attend):
@@ -322,18 +353,26 @@ def test_queries_that_see_keys_of_a_neighbour_alone():
 
         return jax.jit(lambda *args: (attend(*args), jax.grad(loss, (0, 1, 2, 3))(*args)))
 
-    options = dict(local_window_size=(6, 0), return_residual=True)
-
-    def on_shards(query, key, value, sinks, mask):
-        attend = functools.partial(jax_flash.context_parallel_attention, strategy="all_gather", **options)
-        return attend(query, key, value, mask=mask, sinks=sinks, axis_name=AXIS)
-
+    options = dict(local_window_size=(chunk - 2, 0), return_residual=True)
+    attend = functools.partial(
+        jax_flash.context_parallel_attention,
+        axis_name=AXIS, strategy="all_gather", load_balance=kind, **options,
+    )  # fmt: skip
     shards = P(None, AXIS)
-    specs = (*(shards,) * 3, P(), P(AXIS))
-    sharded = jax.shard_map(on_shards, mesh=sequence_mesh(4), in_specs=specs, out_specs=(shards, shards))
-    expected = both(lambda *args: jax_flash.flash_attention(*args[:3], mask=mask, sinks=args[3], **options))
-    actual = both(lambda *args: sharded(*args, mask))
-    cases.assert_close(actual(query, key, value, sinks), expected(query, key, value, sinks))
+    mapped = jax.shard_map(
+        lambda query, key, value, sinks, mask: attend(query, key, value, mask=mask, sinks=sinks),
+        mesh=sequence_mesh(4),
+        in_specs=(*(shards,) * 3, P(), P(AXIS)),
+        out_specs=(shards, shards),
+    )
+
+    def on_shards(query, key, value, sinks):
+        query, key, value = (reorder(x, 1, 4, kind) for x in (query, key, value))
+        rows = reorder(reorder(mask, 0, 4, kind), 1, 4, kind)
+        return jax.tree.map(lambda x: restore(x, 1, 4, kind), mapped(query, key, value, sinks, rows))
+
+    whole = both(lambda *args: jax_flash.flash_attention(*args[:3], mask=mask, sinks=args[3], **options))
+    cases.assert_close(both(on_shards)(query, key, value, sinks), whole(query, key, value, sinks))
 
 
 @pytest.mark.parametrize("call", ["shards", "jit", "jit of whole keys"])
@@ -530,8 +569,9 @@ def test_strict_settings(name, option):
 
 
 @pytest.mark.parametrize("option", [*sorted(MIXED), *thorough(*sorted(STRICT - MIXED))])
-def test_strict_settings_with_a_narrow_window(option):
-    check_strict(option, "all_gather", None, local_window_size=(3, 0))
+@pytest.mark.parametrize("kind", [None, *thorough("zigzag")])
+def test_strict_settings_with_a_narrow_window(option, kind):
+    check_strict(option, "all_gather", kind, local_window_size=(3, 0))
 
 
 def check_strict(option, name, kind, **options):
@@ -580,15 +620,21 @@ def second_derivative(function, *args):
 
 
 @pytest.mark.parametrize(
-    "name, options",
-    [("all_gather", {}), ("ulysses", {}), ("all_gather", {"local_window_size": (3, 1)})],
-    ids=["all_gather", "ulysses", "narrow_window"],
+    ("layout", "options"),
+    [
+        (("all_gather", None), {"is_causal": True}),
+        (("ulysses", None), {"is_causal": True}),
+        (("all_gather", None), {"local_window_size": (3, 1)}),
+        (("all_gather", "zigzag"), {"local_window_size": (3, 1)}),
+    ],
+    ids=["all_gather", "ulysses", "narrow_window", "narrow_window_zigzag"],
 )
-def test_second_derivative(name, options):
-    options = options or {"is_causal": True}
+def test_second_derivative(layout, options):
+    name, kind = layout
     whole = functools.partial(jax_flash.flash_attention, **options)
-    actual = second_derivative(sharded_call(2, strategy=name, **options), *arrays())
-    cases.assert_close(actual, second_derivative(whole, *arrays()), 1e-4)
+    inputs = [reorder(x, 1, 2, kind) for x in arrays()]
+    actual = second_derivative(sharded_call(2, strategy=name, load_balance=kind, **options), *inputs)
+    cases.assert_close(restore(actual, 1, 2, kind), second_derivative(whole, *arrays()), 1e-4)
 
 
 def test_a_ring_has_no_second_derivative():

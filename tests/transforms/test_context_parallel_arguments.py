@@ -94,12 +94,12 @@ def test_orders(kind, shards):
 
 
 @pytest.mark.parametrize("kind", [None, "zigzag"])
-def test_the_place_of_each_chunk(kind):
+def test_the_number_of_each_chunk(kind):
     order = Order(kind, 3)
     chunks = [(shard, index) for shard in range(3) for index in range(order.chunks_per_device)]
-    places = [order.place(*chunk) for chunk in chunks]
-    assert sorted(places) == list(range(len(chunks)))
-    assert [tuple(map(int, order.at(jnp.int32(place)))) for place in places] == chunks
+    numbers = [order.number(*chunk) for chunk in chunks]
+    assert sorted(numbers) == list(range(len(chunks)))
+    assert [tuple(map(int, order.holder(jnp.int32(number)))) for number in numbers] == chunks
 
 
 def test_orders_of_arrays_without_elements():

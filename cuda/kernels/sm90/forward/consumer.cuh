@@ -257,13 +257,12 @@ struct TileConsumer {
     // O is to be summed in the unit of the block's values from here on. In a unit less than 2^-80 of the one before, O
     // might be infinite, so such values count as multiples of that.
     __device__ __forceinline__ void change_out_unit() {
-        const float unit = fmaxf(factors.value, out_unit * 0x1p-80f);
-        if (unit == out_unit) return;
-        const float change = out_unit / unit;
+        if (factors.value == out_unit) return;
+        const float change = fminf(divide_full(out_unit, factors.value), 0x1p80f);
 #pragma unroll
         for (int r = 0; r < 2; ++r) softmax.rescale[r] *= change;
         rescales = true;
-        out_unit = unit;
+        out_unit = fmaxf(factors.value, out_unit * 0x1p-80f);
     }
 
     // S = QK^T.
