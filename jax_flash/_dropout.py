@@ -13,20 +13,20 @@ reasons. The hashes are odd, so its upper bits take all values equally often. Th
 rows or two columns agree only if the ratio of their hashes is one of small numbers, as it is for one pair in
 2**28.
 
-No two rows of a call have the same hash, whatever their batch rows and heads, and no two columns. A hash is a
-position that a bijection of 30-bit numbers permutes, made odd. The key selects the bijection, and two keys
-select unrelated ones. A line is a head of a batch row (for columns: a batch row); index `i` of line `l` has
-the position
+No two rows of a batch row have the same hash, whatever their heads, and no two columns of a call. A hash is a
+position that a bijection of 30-bit numbers permutes, made odd. The key selects the bijection, for rows with
+the number of the batch row, and two keys select unrelated ones. A line is a head (for columns: a batch row);
+index `i` of line `l` has the position
 
     i  xor  (the 30 bits of l in reverse order)
 
 Indices fill the position's bits from the lowest up and lines fill them from the highest down. So positions
 differ as long as the bits of the largest index and of the largest line number are at most 30 together:
-`B * N * T <= 2**30` if these are powers of two. Positions don't depend on T or S.
+`N * T <= 2**30` and `B * S <= 2**30` if these are powers of two. Positions don't depend on B, N, T or S.
 
-A larger call repeats hashes, in another order: line `l` has those of lines that are a multiple of `2**30 / T`
-away. If N is at most that, these are heads of other batch rows, where columns have other hashes: no decision
-is repeated.
+Rows of different batch rows may have the same hash, but their columns have different ones, so no decision is
+repeated. A larger call repeats hashes, in another order: line `l` has those of lines that are a multiple of
+`2**30 / T` away.
 """
 
 import functools
@@ -49,16 +49,16 @@ _LAST_SHIFT = 15
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def hashes(key: jax.Array, batch: int, heads: int, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
     """The hashes of rows, uint32 `(batch, heads, queries)`, and of columns, `(batch, keys)`."""
-    return hashes_at(key, batch, jnp.arange(heads), heads, jnp.arange(queries), jnp.arange(keys))
+    return hashes_at(key, batch, jnp.arange(heads), jnp.arange(queries), jnp.arange(keys))
 
 
 def hashes_at(
-    key: jax.Array, batch: int, heads: jax.Array, all_heads: int, rows: jax.Array, columns: jax.Array
+    key: jax.Array, batch: int, heads: jax.Array, rows: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The hashes of some rows of some heads, and of some columns, whatever there are besides.
 
     Args:
-      heads: int32 `(N,)`, each less than `all_heads`.
+      heads: int32 `(N,)`.
       rows: int32 `(T,)`.
       columns: int32 `(S,)`.
 
@@ -66,9 +66,12 @@ def hashes_at(
       uint32 `(batch, N, T)` and `(batch, S)`.
     """
     row_key, column_key = jax.random.split(key)
-    batch_rows = jnp.arange(batch)
-    lines = batch_rows[:, None] * all_heads + heads[None]
-    return _hash_lines(row_key, lines, rows), _hash_lines(column_key, batch_rows, columns)
+    batch_rows = jnp.arange(batch, dtype=jnp.uint32)
+    of_rows = jax.vmap(lambda batch_row: _round_keys(jax.random.fold_in(row_key, batch_row)))(batch_rows)
+    return (
+        _hash_lines(of_rows.T, heads, rows),
+        _hash_lines(_round_keys(column_key), batch_rows, columns),
+    )
 
 
 def threshold(rate: float) -> int:
@@ -106,12 +109,16 @@ def keep_each(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
     return product << 1 >= jnp.uint32(threshold(rate) << 17)
 
 
-def _hash_lines(key: jax.Array, lines: jax.Array, indices: jax.Array) -> jax.Array:
-    """The hashes of those indices of those heads or batch rows, `(*lines.shape, length)`."""
-    lines = lines[..., None].astype(jnp.uint32)
-    indices = jnp.expand_dims(indices.astype(jnp.uint32), range(lines.ndim - 1))
-    round_keys = jax.random.bits(key, (len(_ROUNDS),), jnp.uint32)
-    return _permute(_position(lines, indices), round_keys) << 1 | 1
+def _round_keys(key: jax.Array) -> jax.Array:
+    """Those of the bijection that a key selects, uint32 `(rounds,)`."""
+    return jax.random.bits(key, (len(_ROUNDS),), jnp.uint32)
+
+
+def _hash_lines(round_keys: jax.Array, lines: jax.Array, indices: jax.Array) -> jax.Array:
+    """The hashes of those indices of those lines, `(*B, lines, indices)`, by round keys `(rounds, *B)`."""
+    positions = _position(lines.astype(jnp.uint32)[:, None], indices.astype(jnp.uint32)[None])
+    positions = jnp.expand_dims(positions, range(round_keys.ndim - 1))
+    return _permute(positions, round_keys[..., None, None]) << 1 | 1
 
 
 def _position(line: jax.Array, index: jax.Array) -> jax.Array:

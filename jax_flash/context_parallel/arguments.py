@@ -135,7 +135,7 @@ def _dropout_hashes(
     *batch, heads, queries, keys = shape
     device = jax.lax.axis_index(axis_name)
     rows, columns = (order.positions(device, tokens) for tokens in (queries, keys))
-    rows, columns = _dropout.hashes_at(key, math.prod(batch), jnp.arange(heads), heads, rows, columns)
+    rows, columns = _dropout.hashes_at(key, math.prod(batch), jnp.arange(heads), rows, columns)
     return {
         "dropout_rows": rows.reshape(*batch, heads, queries),
         "dropout_columns": columns.reshape(*batch, keys),
