@@ -165,7 +165,10 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
         layer = _validate.shaped_unconverted("layer", layer, {"()": ()}, "integer")
         value = _validate.known(layer)
     else:
-        value = _validate.integer("layer", layer)
+        try:
+            value = _validate.integer("layer", layer)
+        except TypeError:
+            raise TypeError(f"layer must be an integer or an integer array (); got {short(layer)}") from None
         layer = np.asarray(value)
     if value is not None and not 0 <= value < lead[0]:
         raise ValueError(

@@ -161,7 +161,9 @@ def _query(arguments: CacheArguments) -> jax.Array:
                 f"got {arguments.new[0].dtype}"
             )
     elif query.dtype != key.dtype:
-        raise TypeError(f"{names['query']} must have the cache's dtype, {key.dtype}; got {query.dtype}")
+        raise TypeError(
+            f"{names['query']} must have the dtype of {names['key']}, {key.dtype}; got {query.dtype}"
+        )
     return query
 
 

@@ -184,6 +184,8 @@ def _as_float(name: str, value: Any) -> float:
     else:
         is_number = hasattr(type(value), "__float__") and not isinstance(value, bool)
     if not is_number:
+        if isinstance(value, np.ndarray | jax.Array) and value.ndim:
+            raise ValueError(f"{name} must have shape (); got {described(value)}")
         raise TypeError(f"{name} must be a number; got {short(value)}")
     try:
         return float(value)

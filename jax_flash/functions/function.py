@@ -1,6 +1,7 @@
 """A user's function of scalars, traced."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,14 +120,27 @@ def operands(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct]) -> list[lazy.
     return [lazy.operand(graph, number, x.shape, np.dtype(x.dtype)) for number, x in enumerate(shapes)]
 
 
+def _check_takes(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Raises TypeError if it can't be called with as many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function that isn't Python's
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{name} must take ({', '.join(arguments)}); it has {signature}: {error}") from None
+
+
 def _traced(
     argument: str, function: Callable[..., Any], arguments: tuple[str, ...], result: np.dtype
 ) -> Traced:
+    name = f"{argument} ({getattr(function, '__name__', repr(function))})"
+    _check_takes(name, function, arguments)
     # An inner `jit` would keep arrays that it captures to itself. Without it they are constants of the
     # whole. Loops of a static length are written out too.
     with jax.disable_jit():
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*argument_shapes(arguments))
-    name = f"{argument} ({getattr(function, '__name__', repr(function))})"
     if not isinstance(shape, jax.ShapeDtypeStruct) or shape.shape != ():
         raise ValueError(f"{name} returns {shape}; it must return a scalar")
     given = np.dtype(shape.dtype)

@@ -31,6 +31,11 @@ def causal(b, h, q, k):
     (
         ({"score_mod": 3}, TypeError, "score_mod must be None or a function of score, batch"),
         ({"score_mod": lambda s, b, h, q, k: q}, TypeError, "returns int32; it must return float32"),
+        (
+            {"score_mod": lambda s: s},
+            TypeError,
+            r"score_mod \(<lambda>\) must take \(score, batch, head, query, key\); it has \(s\): too many",
+        ),
         ({"score_mod": lambda s, b, h, q, k: s > 0}, TypeError, "returns bool; it must return float32"),
         ({"score_mod": lambda s, b, h, q, k: s[None]}, ValueError, r"shape=\(1,\).*must return a scalar"),
         ({"score_mod": lambda s, b, h, q, k: (s, s)}, ValueError, "must return a scalar"),

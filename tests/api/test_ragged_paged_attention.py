@@ -113,7 +113,12 @@ def test_offsets_that_do_not_ascend_read_nothing_out_of_bounds():
     [
         (0, jnp.ones((N, H)), ValueError, "q must have shape"),
         (1, jnp.ones((3, PAGE, 3, H)), ValueError, "kv_pages must have shape"),
-        (1, jnp.ones((3, PAGE, 2 * K, H), jnp.bfloat16), TypeError, "q must have the cache's dtype"),
+        (
+            1,
+            jnp.ones((3, PAGE, 2 * K, H), jnp.bfloat16),
+            TypeError,
+            "q must have the dtype of kv_pages, bfloat16",
+        ),
         (2, jnp.ones(3, jnp.int32), ValueError, "kv_lens must have shape"),
         (3, jnp.ones(3, jnp.int32), ValueError, "page_indices must have shape"),
         (4, jnp.ones(3, jnp.int32), ValueError, "cu_q_lens must have shape"),
