@@ -208,7 +208,7 @@ def paged_with(**fields):
         ({"cache": paged_with(page_table=jnp.zeros((B, 2)))}, TypeError, "cache.page_table must have an int"),
         ({"cache": paged_with(**dict.fromkeys(("key_pages", "value_pages"), normal(0, 3, 0, K, H)))},
          ValueError, "rows in their pages"),
-        ({"query": normal(2, B, 1, N, H, dtype=jnp.bfloat16)}, TypeError, "query must have the dtype of cache"),
+        ({"query": normal(2, B, 1, N, H, dtype=jnp.bfloat16)}, TypeError, "query must have the dtype of "),
         ({"query": normal(2, B + 1, 1, N, H)}, ValueError, "query must have shape"),
         ({"query": normal(2, B, N, H)}, ValueError, "query must have shape"),
         ({"query": normal(2, B, 1, 3, H)}, ValueError, "multiple of the heads of cache.key"),
