@@ -60,15 +60,14 @@ def rows_of(which: str, head_dim: int) -> list[dict]:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if run.returncode:
         return [{"case": f"{which} d{head_dim}", "refused": run.stderr.strip().splitlines()[-1][:200]}]
-    text = run.stdout + run.stderr
+    return [{"case": f"{which} d{head_dim}", **row} for row in kernels(run.stdout + run.stderr)]
+
+
+def kernels(text: str) -> list[dict]:
+    """The kernels of which ptxas speaks."""
     serialised = SERIALISED.findall(text)
     return [
-        {
-            "case": f"{which} d{head_dim}",
-            "kernel": name,
-            "spilled_bytes": max(int(stores), int(loads)),
-            "serialised": name in serialised,
-        }
+        {"kernel": name, "spilled_bytes": max(int(stores), int(loads)), "serialised": name in serialised}
         for name, stores, loads in SPILLED.findall(text)
     ]
 
