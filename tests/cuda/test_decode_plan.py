@@ -274,7 +274,7 @@ def test_each_block_is_one_ctas(workload):
     load = collections.Counter()
     for cta, part in parts(work, ctas, workload.max_parts):
         tile = (part.batch, part.head, part.tile)
-        visits.update((*tile, unit) for unit in range(part.begin, part.end))
+        visits.update((*tile, block) for block in range(part.begin, part.end))
         load[cta] += part.end - part.begin
         of_tile[tile].append(part)
         if not part.is_whole:
@@ -287,13 +287,13 @@ def test_each_block_is_one_ctas(workload):
             seen = [work.visible(batch, row // work.group) for row in rows]
             blocks = {key // work.keys for begin, end in seen for key in range(begin, end)}
             for head in range(work.key_heads):
-                expected.update((batch, head, tile, unit) for unit in range(max(len(blocks), 1)))
+                expected.update((batch, head, tile, block) for block in range(max(len(blocks), 1)))
     assert visits == expected
     assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
     # A tile that CTAs share is described by its first one, which describes no other.
     first = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
     assert len(set(first)) == len(first)
-    longest = max((part.units for of in of_tile.values() for part in of), default=0)
+    longest = max((part.counted_blocks for of in of_tile.values() for part in of), default=0)
     if workload.max_parts is None:
         assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas)
     else:

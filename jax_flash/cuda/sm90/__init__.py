@@ -121,7 +121,7 @@ def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:
         return "the call has an empty array"
     if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:
         return f"queries, keys and heads are limited to {_LIMIT}"
-    if decode_plan.max_units(shapes) >= decode_plan.UNITS_LIMIT:
+    if decode_plan.max_counted_blocks(shapes) >= decode_plan.COUNTED_BLOCKS_LIMIT:
         return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
     if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
         return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"

@@ -1,7 +1,8 @@
 // Attention on a key-value cache for Hopper: few queries of each sequence, and many keys.
 //
 // The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is
-// room, have equal shares of all key blocks (schedule.cuh). Their warps have two roles:
+// room, have equal shares of all key blocks (schedule.cuh), or, in clusters, one part of one tile. Their warps have two
+// roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         consume({shared,
                  shape,
                  parameters.rotary,
-                 {parameters.out, parameters.lse, parameters.sinks},
+                 {parameters.out, parameters.lse},
+                 parameters.sinks,
                  {parameters.partial_out, parameters.partial_statistics},
                  parameters.descales,
                  parameters.scale,

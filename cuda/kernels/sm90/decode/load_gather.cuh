@@ -1,6 +1,8 @@
 // Loads blocks of keys and values row by row, from pages of any size. As many threads as a block has keys copy them in
 // chunks of 16 bytes, which arrive asynchronously, so that all stages are in flight.
 #pragma once
+
+// No tensor maps to prefetch.
 __device__ __forceinline__ void prepare_loads(const Cache&) {}
 
 // Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared
