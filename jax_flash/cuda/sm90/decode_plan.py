@@ -115,6 +115,9 @@ _COMBINE_PARAMETERS = struct(
 UNBOUNDED_SIDE = 1 << 30
 """A side of the window that hides nothing, of any length that calls have."""
 
+# Hides all from tiles, too, as the keys of a tile's last row end before those of its first row begin.
+_HIDES_ALL = Window(0, -UNBOUNDED_SIDE)
+
 COUNTED_BLOCKS_LIMIT = 2**30
 """Sums of `max_counted_blocks`, and of shares of them, must fit 32 bits."""
 
@@ -373,7 +376,9 @@ def _descale_arguments(shapes: Shapes) -> Arguments:
 
 
 def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
-    n, window = cache_sizes(shapes), window_of(spec, cache_sizes(shapes))
+    n = cache_sizes(shapes)
+    window = window_of(spec, n)
+    window = _HIDES_ALL if window.hides_all else window
     table, layer = shapes.page_table, shapes.layer
     data = ("lengths", "layer", "page_table", "batch_index", "left_padding", "query_offsets")
     return {
