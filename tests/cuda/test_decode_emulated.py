@@ -107,13 +107,14 @@ SHARED = (
     CacheCase(S=2600, B=2, N=3, K=1, H=16, T=25, right=0, U=25, alibi="1N"),
     CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
     CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
+    CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 partials
 )
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
-    """Partials are combined in groups first."""
-    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
+    """One tile of them has more partials than a warp has lanes."""
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
     for resident in (1, 20):
         run(case, emulator, 20, resident)
 

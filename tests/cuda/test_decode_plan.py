@@ -189,7 +189,7 @@ def test_custom_call_has_the_aliases():
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options, monkeypatch):
     """Two partials a CTA, whatever the lengths are."""
-    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
@@ -202,7 +202,7 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
 
 
 def test_few_blocks_take_few_ctas(monkeypatch):
-    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
     assert plan(B=1, S=300, K=2).launches[0].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
     assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
 
@@ -336,6 +336,15 @@ def test_kernel_has_this_schedule(num_splits, emulator):
         ({"key": array(4, 0, 2, 128), "value": array(4, 0, 2, 128)}, "the call has an empty array"),
         ({"query": array(4, 1 << 28, 8, 128)}, "limited to"),
         ({"query": array(4, 1 << 20, 8, 128), "key": array(4, 1 << 20, 2, 128)}, "are too many"),
+        (
+            {
+                "query": array(4, 1, 8, 8),
+                "key": array(1 << 15, 1 << 16, 1, 2, 8),
+                "value": array(1 << 15, 1 << 16, 1, 2, 8),
+                "layer": array(dtype="int32"),
+            },
+            "times its layers, are limited to",
+        ),
     ],
 )
 def test_refusals(change, reason):

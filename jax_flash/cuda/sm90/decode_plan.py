@@ -121,9 +121,6 @@ _HIDES_ALL = Window(0, -UNBOUNDED_SIDE)
 COUNTED_BLOCKS_LIMIT = 2**30
 """Sums of `max_counted_blocks`, and of shares of them, must fit 32 bits."""
 
-CLUSTERS = True
-"""Whether CTAs that share a tile may form clusters. benchmarks/tune_decode.py times plans without them."""
-
 CLUSTER_SIZES = (8, 4, 2)
 MOST_CLUSTER_BLOCKS = 8
 """Of one CTA in a cluster. With 2 a call on an H100 took 0.70 of its time by two kernels, with 8 0.94, with
@@ -162,7 +159,7 @@ def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """
     n, tiles = cache_sizes(shapes), _tiles(shapes)
     blocks = math.ceil(n.S / tile.keys)
-    if not CLUSTERS or shapes.query_offsets is not None or not tile.holds_partial:
+    if shapes.query_offsets is not None or not tile.holds_partial:
         return 1
     fits = (
         size
