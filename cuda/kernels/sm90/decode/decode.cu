@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
         prepare_loads(parameters.cache);
         for (int stage = 0; stage < Traits::stages; ++stage) {
-            mbarrier::init(shared.key_full(stage), Traits::full_arrivals);
-            mbarrier::init(shared.value_full(stage), Traits::full_arrivals);
+            mbarrier::init(shared.key_full(stage), Traits::key_arrivals);
+            mbarrier::init(shared.value_full(stage), Traits::value_arrivals);
             mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
         }
         for (int stage = 0; stage < Traits::tile_stages; ++stage) {

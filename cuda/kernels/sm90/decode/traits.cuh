@@ -51,7 +51,8 @@ struct Traits {
     static constexpr int producer_threads = gathers ? keys : 32;
     static constexpr int threads = consumer_threads + producer_threads;
     // From the producer, at a stage's barriers and at a tile's.
-    static constexpr int full_arrivals = gathers ? producer_threads : boxes;
+    static constexpr int value_arrivals = gathers ? producer_threads : boxes;
+    static constexpr int key_arrivals = value_arrivals + gathers;  // one tells which keys are missing
     static constexpr int tile_arrivals = producer_threads + 1;
 
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
