@@ -13,6 +13,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import decode
@@ -41,18 +42,18 @@ CALLS = (
     dataclasses.replace(LARGE, page=1),
     dataclasses.replace(LARGE, cache_dtype="float8_e4m3fn"),
 )
-SETTINGS: dict[str, dict[str, int]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "shares of 1 block": {"LEAST_SHARE": 1},
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
-    "no clusters": {"CLUSTERS": False},
+    "no clusters": {"CLUSTER_SIZES": ()},
     "clusters of up to 16 blocks": {"MOST_CLUSTER_BLOCKS": 16},
 }
 
 
 @contextlib.contextmanager
-def set_to(changes: dict[str, int]) -> Iterator[None]:
+def set_to(changes: dict[str, Any]) -> Iterator[None]:
     """Plans made meanwhile have these settings."""
     constants = {name: value for name, value in changes.items() if name.isupper()}
     with contextlib.ExitStack() as stack:
@@ -68,7 +69,9 @@ def set_to(changes: dict[str, int]) -> Iterator[None]:
 def _tile_of(ctas: int):
     def choose(shapes):
         tile = decode_tiles.choose_tile(shapes)
-        return dataclasses.replace(tile, ctas_of_sm=ctas).fitted()
+        fitted = dataclasses.replace(tile, ctas_of_sm=ctas).fitted()
+        assert fitted is not None, f"no stage fits into the shared memory of {ctas} CTAs on a multiprocessor"
+        return fitted
 
     return choose
 

@@ -4,11 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from cache_case import CacheCase, Draw, check
+from cache_case import DTYPES, CacheCase, Draw, check
 from exhaustive import thinned, thorough
 from seeds import seed_of
 
 from jax_flash import _reference_cache
+from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import decode_plan
@@ -106,13 +107,14 @@ SHARED = (
     CacheCase(S=2600, B=2, N=3, K=1, H=16, T=25, right=0, U=25, alibi="1N"),
     CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
     CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
+    CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 partials
 )
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
-    """Partials are combined in groups first."""
-    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
+    """One tile of them has more partials than a warp has lanes."""
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
     for resident in (1, 20):
         run(case, emulator, 20, resident)
 
@@ -140,6 +142,18 @@ def test_unused_memory_does_not_matter(page, emulator):
         np.testing.assert_array_equal(poisoned[name], clean[name])
 
 
+@pytest.mark.parametrize("options", ({}, {"page": 16}, {"page": 3}, {"float8": True, "N": 2}), ids=str)
+def test_a_window_that_hides_all_reads_nothing(options, emulator):
+    """Its sides cross, so no row sees a key, though the last row's window ends behind the first's begin."""
+    case = CacheCase(T=10, S=200, left=2, right=-5, full=True, **options)
+    operands = Draw(case).operands
+    operands.key[...] = operands.value[...] = np.nan
+    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[3])
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    results = emulator.run(plan, arrays, seed_of(case), 2)
+    assert not results["out"].any() and np.isneginf(results["lse"]).all()
+
+
 @pytest.mark.parametrize("page", (None, 16, 3))
 @pytest.mark.parametrize("layer", (-1, 2))
 def test_a_layer_that_is_not_there(page, layer, emulator):
@@ -147,6 +161,33 @@ def test_a_layer_that_is_not_there(page, layer, emulator):
     operands = Draw(case).operands.replace(layer=np.int32(layer))
     results = run(case, emulator, 2, 2, operands)
     assert not results["out"].any() and np.isneginf(results["lse"]).all()
+
+
+def test_alibi_where_floats_do_not_count_keys(emulator):
+    """Positions beyond 2^24 have no float32 of their own. Distances from a query are small, and exact."""
+    case = CacheCase(T=1, S=2**24 + 256, B=1, N=2, K=1, H=16, page=256, left=60, right=0, alibi="1N")
+    length, random = 2**24 + 101, np.random.default_rng(seed_of(case))
+    shape = (2, case.page, case.K, case.H)
+    query, key, value = (
+        random.normal(size=shape).astype(DTYPES[case.dtype]) for shape in ((1, 1, 2, 16), shape, shape)
+    )
+    slopes = np.array([[0.5, 0.3]], np.float32)
+    table = np.full((1, case.S // case.page), -1, np.int32)
+    table[0, -2:] = 1, 0  # no other page is visited
+    operands = CacheOperands(
+        query, key, value, np.array([length], np.int32), page_table=table, alibi_slopes=slopes
+    )
+    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[1])
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    results = emulator.run(plan, arrays, seed_of(case), 2)
+    distance = np.arange(case.left, -1, -1)
+    rows = (length - 1 - distance) % case.page
+    query, key, value = (x.astype(np.float64) for x in (query[0, 0], key[0, rows, 0], value[0, rows, 0]))
+    logits = case.spec.attention.scale * query @ key.T - slopes.T * distance
+    lse = np.log(np.exp(logits).sum(1))
+    np.testing.assert_allclose(results["lse"][0, :, 0], lse, rtol=1e-5)
+    out = np.exp(logits - lse[:, None]) @ value
+    np.testing.assert_allclose(results["out"][0, 0].astype(np.float64), out, atol=2**-8 * np.abs(value).max())
 
 
 def test_nan_of_a_key_reaches_its_queries(emulator):

@@ -189,7 +189,7 @@ def test_custom_call_has_the_aliases():
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options, monkeypatch):
     """Two partials a CTA, whatever the lengths are."""
-    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
@@ -202,7 +202,7 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
 
 
 def test_few_blocks_take_few_ctas(monkeypatch):
-    monkeypatch.setattr(decode_plan, "CLUSTERS", False)
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
     assert plan(B=1, S=300, K=2).launches[0].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
     assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
 
@@ -274,7 +274,7 @@ def test_each_block_is_one_ctas(workload):
     load = collections.Counter()
     for cta, part in parts(work, ctas, workload.max_parts):
         tile = (part.batch, part.head, part.tile)
-        visits.update((*tile, unit) for unit in range(part.begin, part.end))
+        visits.update((*tile, block) for block in range(part.begin, part.end))
         load[cta] += part.end - part.begin
         of_tile[tile].append(part)
         if not part.is_whole:
@@ -287,13 +287,13 @@ def test_each_block_is_one_ctas(workload):
             seen = [work.visible(batch, row // work.group) for row in rows]
             blocks = {key // work.keys for begin, end in seen for key in range(begin, end)}
             for head in range(work.key_heads):
-                expected.update((batch, head, tile, unit) for unit in range(max(len(blocks), 1)))
+                expected.update((batch, head, tile, block) for block in range(max(len(blocks), 1)))
     assert visits == expected
     assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
     # A tile that CTAs share is described by its first one, which describes no other.
     first = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
     assert len(set(first)) == len(first)
-    longest = max((part.units for of in of_tile.values() for part in of), default=0)
+    longest = max((part.counted_blocks for of in of_tile.values() for part in of), default=0)
     if workload.max_parts is None:
         assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas)
     else:
@@ -336,6 +336,15 @@ def test_kernel_has_this_schedule(num_splits, emulator):
         ({"key": array(4, 0, 2, 128), "value": array(4, 0, 2, 128)}, "the call has an empty array"),
         ({"query": array(4, 1 << 28, 8, 128)}, "limited to"),
         ({"query": array(4, 1 << 20, 8, 128), "key": array(4, 1 << 20, 2, 128)}, "are too many"),
+        (
+            {
+                "query": array(4, 1, 8, 8),
+                "key": array(1 << 15, 1 << 16, 1, 2, 8),
+                "value": array(1 << 15, 1 << 16, 1, 2, 8),
+                "layer": array(dtype="int32"),
+            },
+            "times its layers, are limited to",
+        ),
     ],
 )
 def test_refusals(change, reason):

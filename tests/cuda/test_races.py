@@ -63,6 +63,16 @@ MISTAKES = {
         "        }\n        multiply_keys",
         "another proxy",
     ),
+    "a thread tells which gathered keys are missing before others have said so": (
+        CacheCase(page=3, S=300),
+        DECODE + "load_gather.cuh",
+        """sync_producer();
+        // Arrivals of copies tell of the copies alone: this one tells consumers which keys are missing.
+        if (thread == 0) mbarrier::arrive(shared.key_full(stage));""",
+        """if (thread == 0) mbarrier::arrive(shared.key_full(stage));
+        sync_producer();""",
+        "a write and a read",
+    ),
     "products read widened keys that are behind no fence": (
         CacheCase(T=9, S=300, float8=True),
         DECODE + "widen.cuh",

@@ -22,7 +22,7 @@ from gpu_memory import poison
 import jax_flash
 from jax_flash import _device, _dispatch, _reference_cache
 from jax_flash._spec import shapes_of
-from jax_flash.cuda.sm90 import decode_plan, prefill_plan
+from jax_flash.cuda.sm90 import prefill_plan
 from jax_flash.transforms import decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -187,23 +187,10 @@ def test_drawn_cases_by_the_forward_kernel(index, by_the_forward_kernel):
     run("cuda", EMULATED_PREFILL.drawn(index))
 
 
-@pytest.fixture
-def clusters(monkeypatch):
-    monkeypatch.setattr(decode_plan, "CLUSTERS", True)
-    jax.clear_caches()  # of what was traced with other plans
-    yield
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", (*EMULATED_CLUSTERS.CASES, LARGE["one sequence"]), ids=str)
-def test_clusters_that_share_tiles(case, dtype, clusters):
+def test_clusters_that_share_tiles(case, dtype):
     run("cuda", dataclasses.replace(case, dtype=dtype))
-
-
-@pytest.mark.parametrize("index", range(40))
-def test_drawn_cases_by_clusters(index, clusters):
-    run("cuda", EMULATED.drawn(index))
 
 
 @pytest.mark.parametrize("layer", (-1, 2))

@@ -40,27 +40,27 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A CTA's part of a tile, in blocks from the tile's first; a tile without blocks has one unit."""
+    """A CTA's part of a tile, in blocks from the tile's first; a tile without blocks counts one."""
 
     batch: int
     head: int
     tile: int
     begin: int
     end: int
-    units: int
+    counted_blocks: int  # of the whole tile
     first_cta: int  # that shares the tile, if several do
     partial: int  # of this CTA
 
     @property
     def is_whole(self) -> bool:
-        return (self.begin, self.end) == (0, self.units)
+        return (self.begin, self.end) == (0, self.counted_blocks)
 
 
-def boundary(offset: int, units: int, max_parts: int) -> int:
+def boundary(offset: int, counted_blocks: int, max_parts: int) -> int:
     """Where in a tile parts meet, if a boundary between shares lies `offset` behind the tile's start."""
-    offset = min(max(offset, 0), units)
-    step = math.ceil(units / min(max_parts, units))
-    return min(math.ceil(offset / step) * step, units)
+    offset = min(max(offset, 0), counted_blocks)
+    step = math.ceil(counted_blocks / min(max_parts, counted_blocks))
+    return min(math.ceil(offset / step) * step, counted_blocks)
 
 
 def parts(work: Work, ctas: int, max_parts: int | None, least_share: int = 1) -> Iterator[tuple[int, Part]]:
@@ -70,16 +70,17 @@ def parts(work: Work, ctas: int, max_parts: int | None, least_share: int = 1) ->
         for head in range(work.key_heads):
             for tile in range(work.tiles(batch)):
                 first, last = work.blocks(batch, tile)
-                units = max(last - first, 1)
-                tiles.append((batch, head, tile, start, units))
-                start += units
+                counted_blocks = max(last - first, 1)
+                tiles.append((batch, head, tile, start, counted_blocks))
+                start += counted_blocks
     share = max(math.ceil(start / ctas), least_share)
     for cta in range(ctas):
-        for batch, head, tile, start, units in tiles:
+        for batch, head, tile, start, counted_blocks in tiles:
             begin, end = (
-                boundary(edge * share - start, units, max_parts or units) for edge in (cta, cta + 1)
+                boundary(edge * share - start, counted_blocks, max_parts or counted_blocks)
+                for edge in (cta, cta + 1)
             )
             if begin < end:
                 # Only a tile that begins in the CTA's share has its first partial.
                 partial = 2 * cta + (start >= cta * share)
-                yield cta, Part(batch, head, tile, begin, end, units, start // share, partial)
+                yield cta, Part(batch, head, tile, begin, end, counted_blocks, start // share, partial)

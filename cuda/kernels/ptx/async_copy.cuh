@@ -12,7 +12,8 @@ __device__ __forceinline__ void load(uint32_t destination, const void* source, b
                  : "memory");
 }
 
-// Arrives at a barrier, which counts this thread, when all copies that the thread has begun are there.
+// Arrives at a barrier, which counts this thread, when all copies that the thread has begun are there. It tells of
+// these copies alone: for what the thread itself wrote PTX promises nothing.
 __device__ __forceinline__ void arrive_when_done(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

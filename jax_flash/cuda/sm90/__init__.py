@@ -3,6 +3,8 @@
 A family of kernels is a package with the names in `__all__`; `jax_flash.cuda.families` lists them.
 """
 
+import math
+
 import jax
 
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
@@ -53,6 +55,7 @@ _DTYPES = ("bfloat16", "float16")
 _OUT_DTYPES = (*_DTYPES, "float32")  # for arrays of 8 bits
 _LIMIT = 2**29  # sums of rows, keys and window sides must fit 32 bits
 
+_CACHE_ROWS_LIMIT = 2**31  # sequences or pages of all layers: KeyPlace has 32 bits
 _CACHE_BYTES_LIMIT = 2**40  # what a tensor map can stride over, from one layer of a cache to the next
 
 Shapes = Operands[jax.ShapeDtypeStruct]
@@ -121,8 +124,10 @@ def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:
         return "the call has an empty array"
     if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:
         return f"queries, keys and heads are limited to {_LIMIT}"
-    if decode_plan.max_units(shapes) >= decode_plan.UNITS_LIMIT:
+    if decode_plan.max_counted_blocks(shapes) >= decode_plan.COUNTED_BLOCKS_LIMIT:
         return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
+    if math.prod(shapes.key.shape[:-3]) >= _CACHE_ROWS_LIMIT:
+        return f"the sequences or pages of a cache, times its layers, are limited to {_CACHE_ROWS_LIMIT}"
     if shapes.key.size * shapes.key.dtype.itemsize >= _CACHE_BYTES_LIMIT:
         return f"a cache of {shapes.key.size} elements is larger than any GPU's memory"
     function = spec.attention.score_mod

@@ -46,9 +46,9 @@ SHAPE = struct(
     head_step="int32_t",  # 2 if pages hold keys and values, 1 elsewhere
     left="int32_t",  # the window; a side without limit is `UNBOUNDED_SIDE`
     right="int32_t",
-    tiles_alike="int32_t",  # 1: all tiles of a sequence have as many blocks
-    query_base="int32_t",  # see `query_position` in sequences.cuh
-    query_step="int32_t",
+    tiles_alike="int32_t",  # 1: all tiles of a sequence have the same number of blocks
+    query_base="int32_t",  # `QueryBase` in sequences.cuh
+    query_step="int32_t",  # positions from a query to the next; see `query_position` there
     lengths="const int*",
     layer="const int*",
     page_table="const int*",
@@ -115,11 +115,11 @@ _COMBINE_PARAMETERS = struct(
 UNBOUNDED_SIDE = 1 << 30
 """A side of the window that hides nothing, of any length that calls have."""
 
-UNITS_LIMIT = 2**30
-"""Sums of `max_units`, and of shares of them, must fit 32 bits."""
+# Hides all from tiles, too, as the keys of a tile's last row end before those of its first row begin.
+_HIDES_ALL = Window(0, -UNBOUNDED_SIDE)
 
-CLUSTERS = True
-"""Whether CTAs that share a tile may form clusters. benchmarks/tune_decode.py times plans without them."""
+COUNTED_BLOCKS_LIMIT = 2**30
+"""Sums of `max_counted_blocks`, and of shares of them, must fit 32 bits."""
 
 CLUSTER_SIZES = (8, 4, 2)
 MOST_CLUSTER_BLOCKS = 8
@@ -130,15 +130,16 @@ _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _PREPROCESS_THREADS = 128
 _COMBINE_ROWS = 8  # of a CTA, a warp each
-_ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2
+_ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
+_OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
 
 
 def window_of(spec: CacheSpec, n: CacheSizes) -> Window:
     return Window(spec.attention.left, spec.attention.right).normalised(n.T, n.S)
 
 
-def max_units(shapes: Shapes) -> int:
-    """Blocks that all tiles visit, at most, where one without any counts one."""
+def max_counted_blocks(shapes: Shapes) -> int:
+    """The blocks that all tiles count, at most: those that a tile visits, or one if it visits none."""
     return _tiles(shapes) * math.ceil(cache_sizes(shapes).S / choose_tile(shapes).keys)
 
 
@@ -158,7 +159,7 @@ def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """
     n, tiles = cache_sizes(shapes), _tiles(shapes)
     blocks = math.ceil(n.S / tile.keys)
-    if not CLUSTERS or shapes.query_offsets is not None or not tile.holds_partial:
+    if shapes.query_offsets is not None or not tile.holds_partial:
         return 1
     fits = (
         size
@@ -172,7 +173,7 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
     n, tile = cache_sizes(shapes), choose_tile(shapes)
     packed = shapes.query_offsets is not None
-    shares = math.ceil(max_units(shapes) / LEAST_SHARE)
+    shares = math.ceil(max_counted_blocks(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
     cluster = cluster_size(shapes, tile, device) if split else 1
@@ -372,7 +373,9 @@ def _descale_arguments(shapes: Shapes) -> Arguments:
 
 
 def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
-    n, window = cache_sizes(shapes), window_of(spec, cache_sizes(shapes))
+    n = cache_sizes(shapes)
+    window = window_of(spec, n)
+    window = _HIDES_ALL if window.hides_all else window
     table, layer = shapes.page_table, shapes.layer
     data = ("lengths", "layer", "page_table", "batch_index", "left_padding", "query_offsets")
     return {
@@ -386,8 +389,8 @@ def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
         "left": UNBOUNDED_SIDE if window.left is None else window.left,
         "right": UNBOUNDED_SIDE if window.right is None else window.right,
         "tiles_alike": int(window.unbounded),
-        "query_base": int(spec.query_positions != "own"),
-        "query_step": int(spec.query_positions != "first"),
+        "query_base": _OWN_POSITION if spec.query_positions == "own" else _LENGTH_BEFORE,
+        "query_step": 0 if spec.query_positions == "first" else 1,
         **{name: _pointer(shapes, name) for name in data},
     }
 

@@ -75,11 +75,11 @@ class DecodeTile:
         element_bytes = 1 if self.float8 else _ELEMENT_BYTES
         return self.keys * sum(tile_row_bytes(x, element_bytes) for x in (self.head_dim, self.value_dim))
 
-    def fitted(self) -> "DecodeTile":
-        """With as many stages as there is room for."""
+    def fitted(self) -> "DecodeTile | None":
+        """With as many stages as there is room for, up to 6; None if there is no room for one."""
         room = min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
         options = (dataclasses.replace(self, stages=stages) for stages in range(_MAX_STAGES, 0, -1))
-        return next((tile for tile in options if tile.shared_bytes <= room), self)
+        return next((tile for tile in options if tile.shared_bytes <= room), None)
 
 
 LEAST_SHARE = 2
@@ -102,7 +102,7 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     if sum(dims) <= 128 and _box(n.page, 128) and not tile.by_warps:
         tile = dataclasses.replace(tile, keys=128, box=_box(n.page, 128))
     options = (dataclasses.replace(tile, ctas_of_sm=ctas).fitted() for ctas in (2, 1))
-    return max(options, key=lambda tile: min(tile.stages, 3))
+    return max((tile for tile in options if tile is not None), key=lambda tile: min(tile.stages, 3))
 
 
 def _box(page: int | None, keys: int) -> int:

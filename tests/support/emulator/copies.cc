@@ -44,6 +44,7 @@ void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
 
 // Begins a store of the running thread, which reads `bytes` of shared memory.
 void begin_store(uint32_t source, uint32_t bytes, const void* from, std::function<Action()> read) {
+    if (cta->copies.count(threadIdx.x)) emulator::fail("a bulk store by a thread that copies");  // see races.cc
     races::reads(races::store_of_thread(from), *cta, source, bytes);
     ++cta->bulk_steps[threadIdx.x].taken;
     cta->bulk[threadIdx.x].open.push_back(std::move(read));
@@ -127,15 +128,15 @@ void wait_for_groups(int pending) {
 namespace async_copy {
 void load(uint32_t destination, const void* source, bool is_there) {
     check_bulk(source, destination, 16);
-    emulator::called_from = __builtin_return_address(0);
-    races::writes(threadIdx.x, *cta, destination, 16);
+    if (cta->bulk.count(threadIdx.x)) emulator::fail("a copy by a thread that stores in bulk");  // see races.cc
+    races::writes_by_copy(*cta, destination, 16, __builtin_return_address(0));
     cta->copies[threadIdx.x].push_back([=] {
         if (is_there) memcpy(cta->shared + destination, source, 16);
         if (!is_there) memset(cta->shared + destination, 0, 16);
     });
 }
 void arrive_when_done(uint32_t barrier) {
-    emulator::later([copies = std::exchange(cta->copies[threadIdx.x], {}), barrier, own = races::work_of_thread()] {
+    emulator::later([copies = std::exchange(cta->copies[threadIdx.x], {}), barrier, own = races::copies_of_thread()] {
         for (const Action& act : copies) act();
         mbarrier::arrive(barrier, own);
     });

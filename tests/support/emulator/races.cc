@@ -26,8 +26,8 @@ struct Warp {
     bool reads_are_known = false;  // to all lanes, of each other
 };
 
-// Actors are numbered: threads of all CTAs; the stores of each thread; tensor cores by warp; copies, whose numbers are
-// used again.
+// Actors are numbered: threads of all CTAs; the stores of each thread, or its copies, as no thread has both
+// (copies.cc); tensor cores by warp; copies by TMA, whose numbers are used again.
 struct Clocks {
     int ctas, threads;
     std::vector<Clock> of_threads;
@@ -79,7 +79,8 @@ std::string name_of(int actor) {
     const int of_ctas = all.ctas * all.threads;
     if (actor < 2 * of_ctas) {
         const int thread = actor % of_ctas % all.threads, rank = actor % of_ctas / all.threads;
-        snprintf(text, sizeof(text), "%sthread %d of CTA %d", actor < of_ctas ? "" : "a store by ", thread, rank);
+        const char* what = actor < of_ctas ? "" : "a store or copy by ";
+        snprintf(text, sizeof(text), "%sthread %d of CTA %d", what, thread, rank);
     } else if (actor < all.first_copy()) {
         const int warps = all.threads / 32, warp = actor - 2 * of_ctas;
         snprintf(text, sizeof(text), "tensor cores of warp %d of CTA %d", warp % warps, warp / warps);
@@ -271,11 +272,18 @@ void writes(int thread, Cta& owner, uint32_t offset, uint32_t bytes) {
                  true);
 }
 
-Operation work_of_thread() {
+void writes_by_copy(Cta& owner, uint32_t offset, uint32_t bytes, const void* from) {
+    if (!sought) return;
+    const int actor = clocks().stores(me());
+    access<true>(owner, offset, bytes, {actor, ++clocks().steps[actor], from}, clock_of(me()), true);
+}
+Operation copies_of_thread() {
     if (!sought) return {};
-    Operation work{me(), clock_of(me()).seen[me()], clock_of(me())};
-    step(me());
-    return work;
+    const int actor = clocks().stores(me());
+    Operation begun{actor, clocks().steps[actor]};
+    for (auto* steps : {&begun.before.seen, &begun.before.read}) steps->assign(actor + 1, 0);
+    begun.before.seen[actor] = begun.before.read[actor] = begun.step;
+    return begun;
 }
 Operation copy_of_thread(const void* from) {
     if (!sought) return {};

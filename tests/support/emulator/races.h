@@ -1,12 +1,13 @@
 // Finds races in shared memory: pairs of accesses, one of them a write, that nothing orders. They are found whether or
 // not the accesses come in a harmful order in this run.
 //
-// Threads, the tensor cores of each warp, and copies under way are actors. Each has a vector clock, which says how much
-// of every other one's work came before (Lamport; FastTrack, PLDI 2009, has the rules). Arrivals hand a clock to a
-// barrier, waits take it from there. What orders accesses:
+// Threads, their stores and copies, the tensor cores of each warp, and copies by TMA under way are actors. Each has a
+// vector clock, which says how much of every other one's work came before (Lamport; FastTrack, PLDI 2009, has the
+// rules). Arrivals hand a clock to a barrier, waits take it from there. What orders accesses:
 //
 //   program order of a thread, __syncwarp, named barriers, mbarriers, barriers of the cluster
-//   an asynchronous operation comes after what its issuer did before, and before who waits for it
+//   an asynchronous operation comes after what its issuer did before, and before who waits for it. An arrival when a
+//     thread's copies are done (cp.async) tells of these alone
 //   what threads write is seen by asynchronous operations only behind a fence of the proxy (PTX ISA, "async proxy")
 //
 // An instruction that a warp carries out together, a shuffle or product say, orders what its lanes have read before:
@@ -85,7 +86,9 @@ void carry_out_together(int warp);
 
 void reads(int thread, Cta& cta, uint32_t offset, uint32_t bytes);
 void writes(int thread, Cta& cta, uint32_t offset, uint32_t bytes);
-Operation work_of_thread();                             // what the running thread did so far
+// By a copy of the running thread, which is an ordinary access.
+void writes_by_copy(Cta& cta, uint32_t offset, uint32_t bytes, const void* from);
+Operation copies_of_thread();                           // those that the running thread has begun so far
 Operation copy_of_thread(const void* from);             // told to a barrier when done
 Operation store_of_thread(const void* from);            // that the thread itself waits for
 Operation product_of_warp(int warp, const void* from);  // that the warp waits for

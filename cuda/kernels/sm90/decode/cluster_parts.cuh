@@ -15,7 +15,7 @@ struct ClusterSchedule {
     const int max_parts;
     bool is_done = false;
 
-    __device__ __forceinline__ ClusterSchedule(const Shape& shape, int max_parts, int)
+    __device__ __forceinline__ ClusterSchedule(const Shape& shape, int max_parts, int /* least_share, unused */)
         : shape(shape), max_parts(max_parts) {}
 
     __device__ __forceinline__ bool next(Tile& found) {
@@ -25,9 +25,10 @@ struct ClusterSchedule {
         const int tile = index % tiles, head = index / tiles % shape.key_heads, batch = index / tiles / shape.key_heads;
         const Sequence sequence = sequence_at(shape, batch);
         const Interval keys = tile_keys(shape, sequence, tile);
-        const int units = units_of(keys), step = ceil_div(units, min(Traits::cluster, max_parts));
-        const int begin = min(cluster::rank() * step, units), end = min(begin + step, units);
-        describe(found, shape, sequence, {batch, head, tile}, keys, {units, begin, end});
+        const int counted_blocks = count_blocks(keys);
+        const int step = ceil_div(counted_blocks, min(Traits::cluster, max_parts));
+        const int begin = min(cluster::rank() * step, counted_blocks), end = min(begin + step, counted_blocks);
+        describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
         return true;
     }
 };
@@ -40,14 +41,15 @@ struct ClusterPartials {
     static constexpr int statistics_place = SharedMemory::key;
     static constexpr int rows_place = statistics_place + Traits::query_rows * 8;
     static constexpr int end = rows_place + Traits::query_rows * row_floats * 4;
-    static_assert(Traits::cluster == 1 || end <= SharedMemory::rows, "a partial fits where the blocks were");
+    static_assert(Traits::cluster == 1 || end <= SharedMemory::gathered_rows, "a partial fits where the blocks were");
 
     const SharedMemory& shared;
 
-    __device__ __forceinline__ float* row(int, int row) const {
+    // `write_partial` takes an index of a partial. A CTA has one here, 0.
+    __device__ __forceinline__ float* row(int /* partial */, int row) const {
         return reinterpret_cast<float*>(shared.data + rows_place) + row * row_floats;
     }
-    __device__ __forceinline__ float2* row_statistics(int, int row) const {
+    __device__ __forceinline__ float2* row_statistics(int /* partial */, int row) const {
         return reinterpret_cast<float2*>(shared.data + statistics_place) + row;
     }
     // The same of CTA `rank`, as addresses in the cluster.
@@ -62,7 +64,8 @@ struct ClusterPartials {
 
 // Adds up four columns of a row.
 __device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, const Results& results,
-                                              const Shape& shape, const Tile& tile, int index, int chunk) {
+                                              const float* sinks, const Shape& shape, const Tile& tile, int index,
+                                              int chunk) {
     float2 statistics[Traits::cluster];
     float4 values[Traits::cluster];
     float max = initial_max, sum = 0;
@@ -82,7 +85,7 @@ __device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, c
         out.z += values[rank].z * factor, out.w += values[rank].w * factor;
     }
     const Row row(shape, tile, index);
-    const RowResult<Traits::natural> result(max, sum, sink_of(results.sinks, row.head));
+    const RowResult<Traits::natural> result(max, sum, sink_of(sinks, row.head));
     if (chunk == 0) results.lse[row.in_lse(shape)] = result.lse;
     const uint32_t low = convert<Traits::Element>(out.x * result.factor, out.y * result.factor);
     const uint32_t high = convert<Traits::Element>(out.z * result.factor, out.w * result.factor);
@@ -99,7 +102,8 @@ __device__ __forceinline__ void meet_twice() {
 // Writes a CTA's partial and its share of the cluster's results.
 __device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::value_dim / 2],
                                                    const OnlineSoftmax& softmax, const SharedMemory& shared,
-                                                   const Results& results, const Shape& shape, const Tile& tile) {
+                                                   const Results& results, const float* sinks, const Shape& shape,
+                                                   const Tile& tile) {
     const ClusterPartials partials{shared};
     sync_consumers();  // all have read the blocks
     write_partial(out, softmax, partials, 0, tile);
@@ -109,7 +113,7 @@ __device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::va
     const int share = ceil_div(chunks, Traits::cluster), first = cluster::rank() * share;
 #pragma unroll 1
     for (int i = first + threadIdx.x; i < min(first + share, chunks); i += Traits::consumer_threads) {
-        combine_chunk(partials, results, shape, tile, i / row_chunks, i % row_chunks);
+        combine_chunk(partials, results, sinks, shape, tile, i / row_chunks, i % row_chunks);
     }
     cluster::sync();
 }

@@ -1,5 +1,5 @@
-// Runs after the decode kernel: adds up the partials of tiles that CTAs share. In the share of a CTA there, one such
-// tile begins at most, and one or more CTAs here have its rows. A warp has a row.
+// Runs after the decode kernel: adds up the partials of tiles that CTAs share. At most one shared tile begins in the
+// share of each decode CTA. `row_groups` CTAs of this kernel combine it, a warp a row.
 //
 // Defines: ELEMENT, VALUE_DIM and QUERY_ROWS, as in traits.cuh; NATURAL, whether logits are natural; ROWS, of a CTA.
 #include "parameters.cuh"

@@ -25,8 +25,9 @@ constexpr int value_step = Traits::widens ? 0 : Traits::value_bytes >> 4;
 
 // ---------------------------------------------------------------------------------------- Q
 
-// Rotates a tile's rows of Q, on their way to where wgmma reads them. All consumers have read the tile before it. Of
-// rows beyond the tile's last there is no Q: wgmma reads other memory for them, and nobody reads what it makes of that.
+// Rotates a tile's rows of Q, on their way to where wgmma reads them. The first barrier waits until all consumers have
+// read the previous tile's Q. Rows behind the tile's last stay as they are: wgmma reads them, and their results aren't
+// used.
 __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Tile& tile, int tile_stage) {
     constexpr int row_chunks = Traits::head_dim / 8;
     sync_consumers();
@@ -187,10 +188,10 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         tile_ring.advance();
         if constexpr (Traits::by_warps) combine_warps(shared, out, softmax);
         if constexpr (Traits::cluster > 1) {
-            combine_in_cluster(out, softmax, shared, call.results, call.shape, tile);
+            combine_in_cluster(out, softmax, shared, call.results, call.sinks, call.shape, tile);
         } else if (!Traits::split || tile.is_whole()) {
-            write_row<0>(out, softmax, call.results, call.shape, tile);
-            write_row<1>(out, softmax, call.results, call.shape, tile);
+            write_row<0>(out, softmax, call.results, call.sinks, call.shape, tile);
+            write_row<1>(out, softmax, call.results, call.sinks, call.shape, tile);
         } else {
             const int own = Sharers(tile, call.max_parts).partial_of(blockIdx.x);
             write_partial(out, softmax, call.partials, own, tile);

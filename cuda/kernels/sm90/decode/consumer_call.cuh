@@ -10,6 +10,7 @@ struct ConsumerCall {
     const Shape& shape;
     const Rotary& rotary;
     const Results results;
+    const float* const sinks;  // (N); null if there are none
     const TilePartials partials;
     const Descales& descales;
     const float scale;     // what a score is multiplied by first; with a soft cap the product is in units of the cap

@@ -1,7 +1,8 @@
 // Attention on a key-value cache for Hopper: few queries of each sequence, and many keys.
 //
 // The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is
-// room, have equal shares of all key blocks (schedule.cuh). Their warps have two roles:
+// room, have equal shares of all key blocks (schedule.cuh), or, in clusters, one part of one tile. Their warps have two
+// roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads
@@ -25,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
         prepare_loads(parameters.cache);
         for (int stage = 0; stage < Traits::stages; ++stage) {
-            mbarrier::init(shared.key_full(stage), Traits::full_arrivals);
-            mbarrier::init(shared.value_full(stage), Traits::full_arrivals);
+            mbarrier::init(shared.key_full(stage), Traits::key_arrivals);
+            mbarrier::init(shared.value_full(stage), Traits::value_arrivals);
             mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
         }
         for (int stage = 0; stage < Traits::tile_stages; ++stage) {
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         consume({shared,
                  shape,
                  parameters.rotary,
-                 {parameters.out, parameters.lse, parameters.sinks},
+                 {parameters.out, parameters.lse},
+                 parameters.sinks,
                  {parameters.partial_out, parameters.partial_statistics},
                  parameters.descales,
                  parameters.scale,

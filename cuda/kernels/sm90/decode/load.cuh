@@ -1,4 +1,4 @@
-// The producer role of the decode kernel: tells the consumers of tiles, and loads their blocks of keys and values
+// The producer role of the decode kernel: announces tiles to the consumers, and loads their blocks of keys and values
 // through a ring of stages. TMA copies them (load_tma.cuh), or, from pages whose size doesn't suit it, threads do
 // (load_gather.cuh).
 #pragma once
@@ -49,8 +49,9 @@ __device__ __forceinline__ void sync_producer() {
 #include "sm90/decode/load_gather.cuh"
 #endif
 
-// Tells the consumers of a tile, and begins to copy its rows of Q. Columns beyond the last become 0; rows beyond it
-// stay what they were. Q is asked for before the tile's keys, behind which it would wait for long.
+// Announces a tile to the consumers, and begins to copy its rows of Q. Columns beyond the head dim become 0; shared
+// memory behind the tile's last row keeps what it held. Q is asked for before the tile's keys, behind which it would
+// wait for long.
 __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile) {
     constexpr int row_chunks = Traits::head_dim / 8;
     const SharedMemory& shared = call.shared;

@@ -1,6 +1,8 @@
 // Loads blocks of keys and values row by row, from pages of any size. As many threads as a block has keys copy them in
 // chunks of 16 bytes, which arrive asynchronously, so that all stages are in flight.
 #pragma once
+
+// No tensor maps to prefetch.
 __device__ __forceinline__ void prepare_loads(const Cache&) {}
 
 // Begins to copy the columns of a head, `columns` of `padded` wide, from the rows of the cache to a block in shared
@@ -58,6 +60,8 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
             }
         }
         sync_producer();
+        // Arrivals of copies tell of the copies alone: this one tells consumers which keys are missing.
+        if (thread == 0) mbarrier::arrive(shared.key_full(stage));
         gather<Traits::head_dim>(shared.base + shared.key_block(stage), keys, shared.cache_rows(stage),
                                  heads * shape.head_dim, shape.head_dim, shared.key_full(stage));
         gather<Traits::value_dim>(shared.base + shared.value_block(stage), values, shared.cache_rows(stage),

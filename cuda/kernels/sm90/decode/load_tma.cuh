@@ -2,7 +2,7 @@
 #pragma once
 #include "ptx/tma.cuh"
 
-// Brings what the first copies need close, before the kernel may read data of those ahead of it.
+// Prefetches the tensor maps. They are kernel parameters, so this waits for no earlier kernel.
 __device__ __forceinline__ void prepare_loads(const Cache& cache) {
     tma::prefetch_descriptor(cache.key);
     tma::prefetch_descriptor(cache.value);

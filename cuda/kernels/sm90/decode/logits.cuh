@@ -8,7 +8,8 @@
 struct ThreadRows {
     int begin[2], end[2];
     float scale[2];
-    float slope[2], diagonal[2];
+    float slope[2];
+    int diagonal[2];
     const UserRow user[2];
 
     __device__ __forceinline__ ThreadRows(const ConsumerCall& call, const Tile& tile, int upper_row)
@@ -23,7 +24,7 @@ struct ThreadRows {
             begin[r] = keys.begin, end[r] = keys.end;
             if constexpr (Traits::alibi) {
                 slope[r] = global::read_only(call.slopes + tile.batch * call.slopes_stride + row.head);
-                diagonal[r] = static_cast<float>(diagonal_of(sequence, row.query));
+                diagonal[r] = diagonal_of(sequence, row.query);
             }
         }
     }
@@ -58,18 +59,26 @@ __device__ __forceinline__ Interval keys_of_all_rows(const Shape& shape, const T
 template <int count>
 __device__ __forceinline__ void make_logits(float (&scores)[count], const ConsumerCall& call,
                                             const ThreadRows& rows, int first_key) {
-    const int first_column = first_key + 2 * (threadIdx.x % 4);
+    const int lane_column = 2 * (threadIdx.x % 4);
+    // From the rows' diagonals to the thread's first column. Positions are subtracted as integers: floats round those
+    // beyond 2^24. The thread's own part is added afterwards, which takes fewer registers.
+    float relative[2];
+    if constexpr (Traits::alibi) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            relative[r] = static_cast<float>(first_key - rows.diagonal[r]) + static_cast<float>(lane_column);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < count; ++i) {
         float logit = scores[i] * rows.scale[row_of(i)];
         if constexpr (Traits::soft_cap) logit = call.soft_cap * tanh_of(logit);
 #if SCORE_MOD
-        const Position key{first_column, column_of(i), Position::no_last};
+        const Position key{first_key + lane_column, column_of(i), Position::no_last};
         logit = rows.user[row_of(i)].element({logit, 1}, key).value;
 #endif
         if constexpr (Traits::alibi) {
-            const float key = static_cast<float>(first_column + column_of(i));
-            logit -= rows.slope[row_of(i)] * fabsf(rows.diagonal[row_of(i)] - key);
+            logit -= rows.slope[row_of(i)] * fabsf(relative[row_of(i)] + static_cast<float>(column_of(i)));
         }
         scores[i] = logit;
     }

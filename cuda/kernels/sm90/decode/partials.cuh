@@ -3,13 +3,13 @@
 #pragma once
 #include "sm90/decode/tile.cuh"
 
-// Where within a tile a part ends or begins, if a boundary between shares is `offset` units behind the tile's start.
-__device__ __forceinline__ int part_boundary(int offset, int units, int max_parts) {
+// Where within a tile a part ends or begins, if a boundary between shares is `offset` blocks behind the tile's start.
+__device__ __forceinline__ int part_boundary(int offset, int counted_blocks, int max_parts) {
     if (offset <= 0) return 0;
-    if (offset >= units) return units;
-    if (max_parts >= units) return offset;
-    const int step = ceil_div(units, max_parts);
-    return min(ceil_div(offset, step) * step, units);
+    if (offset >= counted_blocks) return counted_blocks;
+    if (max_parts >= counted_blocks) return offset;
+    const int step = ceil_div(counted_blocks, max_parts);
+    return min(ceil_div(offset, step) * step, counted_blocks);
 }
 
 // The CTAs that share a tile. Some may have no part, if the call limits how many there are.
@@ -20,15 +20,16 @@ struct Sharers {
 
     __device__ __forceinline__ Sharers(const Tile& tile, int max_parts) : tile(tile), max_parts(max_parts) {
         first = tile.start / tile.share;
-        count = (tile.start + tile.units - 1) / tile.share - first + 1;
+        count = (tile.start + tile.counted_blocks - 1) / tile.share - first + 1;
     }
 
     // Where in the tile the part of the CTA `first + index` begins; that of the next is its end.
     __device__ __forceinline__ int begin(int index) const {
-        return part_boundary((first + index) * tile.share - tile.start, tile.units, max_parts);
+        return part_boundary((first + index) * tile.share - tile.start, tile.counted_blocks, max_parts);
     }
     __device__ __forceinline__ bool has_part(int index) const { return begin(index) < begin(index + 1); }
-    // A CTA has two partials at most: of a tile that begins before its share, and of one that ends behind it.
+    // A CTA has two slots. Slot 0: its part of a tile that began in an earlier share. Slot 1: its part of the tile that
+    // begins in its share and goes on in the next.
     __device__ __forceinline__ int partial(int index) const { return 2 * (first + index) + (index == 0); }
     __device__ __forceinline__ int partial_of(int cta) const { return partial(cta - first); }
 };

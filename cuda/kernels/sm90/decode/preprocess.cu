@@ -16,7 +16,7 @@ constexpr int threads = 128;
 constexpr int chunk_elements = 16 / sizeof(Element);
 
 // Writes a chunk to chunk `index` of a row of the cache; to one in 8 bits divided by the descale of its head, and
-// rounded. Of what isn't finite e4m3 has only NaN.
+// rounded. e4m3 has no infinity: what isn't finite becomes NaN.
 __device__ __forceinline__ void write_chunk(CacheElement* row, int index, uint4 chunk, const float* descales,
                                             int head) {
     if constexpr (is_same<Element, CacheElement>) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void append(const Parameters& parameters, int64_t ind
     }
 }
 
-// Writes element `index` of the rows (T, N, V), and their log-sum-exp, if its query belongs to no sequence.
+// Writes 0 to element `index` of out (T, N, V), and -inf to its lse, if its query belongs to no sequence.
 __device__ __forceinline__ void write_unused(const Parameters& parameters, int64_t index) {
     const Shape& shape = parameters.shape;
     const int column = static_cast<int>(index % shape.value_dim);

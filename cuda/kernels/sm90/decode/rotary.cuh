@@ -5,7 +5,9 @@
 #include "ptx/types.cuh"
 
 // `Rotary`, a part of the kernels' parameters: tables (positions, half) of cosines and sines.
-enum RotaryPairs { no_rotary = 0, halves = 1, neighbours = 2 };  // which columns make a pair
+
+// Which columns make a pair: the values of the define ROTARY.
+enum RotaryPairs { no_rotary = 0, halves = 1, neighbours = 2 };
 
 constexpr float float_nan = __builtin_bit_cast(float, 0x7fffffff);
 

@@ -3,8 +3,8 @@
 // The key blocks of all tiles form one sequence: by batch row, key head, tile of rows, and block. Each CTA has an equal
 // share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs
 // share the tile (partials.cuh). If a call limits into how many parts a tile is split, boundaries move to the next
-// place where that many equal parts meet. A tile without blocks counts as one, so that somebody writes its rows. Units
-// of all tiles are fewer than 2^30 (decode_plan.py).
+// place where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some CTA
+// writes its rows. All tiles together count fewer than 2^30 blocks (decode_plan.py).
 //
 // tests/support/decode_schedule.py has the same arithmetic in Python.
 #pragma once
@@ -32,19 +32,21 @@ __device__ __forceinline__ Interval tile_keys(const Shape& shape, const Sequence
     const int end = keys_of(shape, sequence, last_row / shape.group).end;
     return sequence.is_there && begin < end ? Interval{begin, end} : none;
 }
-__device__ __forceinline__ int units_of(Interval keys) {
+
+// The blocks that a tile counts whose rows see `keys`.
+__device__ __forceinline__ int count_blocks(Interval keys) {
     return max(ceil_div(keys.end, Traits::keys) - keys.begin / Traits::keys, 1);
 }
 
-// The units of one key head of a sequence.
-__device__ __forceinline__ int head_units(const Shape& shape, const Sequence& sequence) {
+// The blocks that the tiles of one key head of a sequence count.
+__device__ __forceinline__ int count_head_blocks(const Shape& shape, const Sequence& sequence) {
     const int tiles = tile_count(shape, sequence);
     if (tiles == 0) return 0;
-    if (shape.tiles_alike) return tiles * units_of(tile_keys(shape, sequence, 0));
-    int units = 0;
+    if (shape.tiles_alike) return tiles * count_blocks(tile_keys(shape, sequence, 0));
+    int blocks = 0;
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) units += units_of(tile_keys(shape, sequence, tile));
-    return units;
+    for (int tile = 0; tile < tiles; ++tile) blocks += count_blocks(tile_keys(shape, sequence, tile));
+    return blocks;
 }
 
 // Which tile, of a batch row's and key head's.
@@ -52,9 +54,9 @@ struct TilePlace {
     int batch, head, tile;
 };
 
-// The part [begin, end) of a tile's units, counted from the tile's first.
+// The part [begin, end) of the blocks that a tile counts, from the tile's first.
 struct Part {
-    int units, begin, end;
+    int counted_blocks, begin, end;
 };
 
 // Describes a part of a tile some row of which sees `keys`.
@@ -70,25 +72,25 @@ __device__ __forceinline__ void describe(Tile& found, const Shape& shape, const 
     found.first = sees_none ? 0 : keys.begin / Traits::keys + part.begin;
     found.last = sees_none ? 0 : keys.begin / Traits::keys + part.end;
     found.keys = keys;
-    found.units = part.units, found.part_begin = part.begin, found.part_end = part.end;
+    found.counted_blocks = part.counted_blocks, found.part_begin = part.begin, found.part_end = part.end;
 }
 
 // A CTA's way along its share. All lanes of a warp have one, and make it together.
 struct Schedule {
     const Shape& shape;
     const int max_parts;  // of a tile
-    int share;            // units of each CTA's
-    int start;            // of the next tile, in units from the start of this CTA's share
+    int share;            // the blocks that each CTA has
+    int start_in_share;   // of the next tile, in blocks from the start of this CTA's share
     int batch, head, tile;
     Sequence sequence;
 
     __device__ __forceinline__ Schedule(const Shape& shape, int max_parts, int least_share)
         : shape(shape), max_parts(max_parts) {
-        // Each lane has the units of as many sequences, and of all those before them.
+        // Each lane counts the blocks of as many sequences, and of all those before them.
         const int lane_sequences = ceil_div(shape.batch, 32), lane = threadIdx.x % 32;
         int own = 0;
 #pragma unroll 4
-        for (int i = 0; i < lane_sequences; ++i) own += units_of_sequence(lane * lane_sequences + i);
+        for (int i = 0; i < lane_sequences; ++i) own += count_sequence_blocks(lane * lane_sequences + i);
         int end = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -98,7 +100,7 @@ struct Schedule {
         const int total = __shfl_sync(all_lanes, end, 31);
         share = max(ceil_div(total, static_cast<int>(gridDim.x)), least_share);
         int position = static_cast<int>(min(static_cast<int64_t>(blockIdx.x) * share, static_cast<int64_t>(total)));
-        start = 0;
+        start_in_share = 0;
         batch = shape.batch, head = 0, tile = 0;
         if (position == total) return;
 
@@ -109,16 +111,16 @@ struct Schedule {
 
     // The next part of a tile in this CTA's share; false where there is none.
     __device__ __forceinline__ bool next(Tile& found) {
-        while (batch < shape.batch && start < share) {
+        while (batch < shape.batch && start_in_share < share) {
             const Interval keys = tile_keys(shape, sequence, tile);
-            const int units = units_of(keys);
-            const int begin = part_boundary(-start, units, max_parts);
-            const int end = part_boundary(share - start, units, max_parts);
+            const int counted_blocks = count_blocks(keys);
+            const int begin = part_boundary(-start_in_share, counted_blocks, max_parts);
+            const int end = part_boundary(share - start_in_share, counted_blocks, max_parts);
             if (begin < end) {
-                describe(found, shape, sequence, {batch, head, tile}, keys, {units, begin, end});
-                found.start = blockIdx.x * share + start, found.share = share;
+                describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
+                found.start = blockIdx.x * share + start_in_share, found.share = share;
             }
-            start += units;
+            start_in_share += counted_blocks;
             advance();
             if (begin < end) return true;
         }
@@ -126,30 +128,30 @@ struct Schedule {
     }
 
 private:
-    __device__ __forceinline__ int units_of_sequence(int index) const {
+    __device__ __forceinline__ int count_sequence_blocks(int index) const {
         if (index >= shape.batch) return 0;
-        return head_units(shape, sequence_at(shape, index)) * shape.key_heads;
+        return count_head_blocks(shape, sequence_at(shape, index)) * shape.key_heads;
     }
 
-    // Finds the tile that has unit `position`, counted from the first one of sequence `index`.
+    // Finds the tile that has block `position`, counted from the first one of sequence `index`.
     __device__ __forceinline__ void find(int index, int position) {
-        int units;
+        int head_blocks;
 #pragma unroll 1
         for (;; ++index) {
             enter(index);
-            units = head_units(shape, sequence);
-            if (position < units * shape.key_heads) break;
-            position -= units * shape.key_heads;
+            head_blocks = count_head_blocks(shape, sequence);
+            if (position < head_blocks * shape.key_heads) break;
+            position -= head_blocks * shape.key_heads;
         }
-        head = position / units;
-        position -= head * units;
+        head = position / head_blocks;
+        position -= head * head_blocks;
 #pragma unroll 1
         for (;; ++tile) {
-            const int of_tile = units_of(tile_keys(shape, sequence, tile));
+            const int of_tile = count_blocks(tile_keys(shape, sequence, tile));
             if (position < of_tile) break;
             position -= of_tile;
         }
-        start = -position;
+        start_in_share = -position;
     }
 
     __device__ __forceinline__ void enter(int index) {

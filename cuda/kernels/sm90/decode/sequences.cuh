@@ -51,7 +51,8 @@ __device__ __forceinline__ int64_t row_of_key(const Shape& shape, int batch, con
     return first * shape.capacity + key;
 }
 
-// Offsets, in elements, of a key head in a row of keys, and of its values in a row of values.
+// Indices, among the heads of a row of the cache, of a key head's keys and of its values. Pages that hold both
+// alternate them.
 __device__ __forceinline__ int key_head_of(const Shape& shape, int head) { return head * shape.head_step; }
 __device__ __forceinline__ int value_head_of(const Shape& shape, int head) {
     return head * shape.head_step + shape.head_step - 1;

@@ -7,7 +7,6 @@
 struct Results {
     Traits::Element* out;  // (B, T, N, V)
     float* lse;            // (B, N, T)
-    const float* sinks;    // (N); null if there are none
 };
 
 using TilePartials = Partials<Traits::query_rows, Traits::value_dim>;
@@ -21,12 +20,13 @@ __device__ __forceinline__ int upper_row() { return threadIdx.x / 32 % 4 * 16 + 
 // Normalises and writes row `r` of the thread's two from the accumulators of the output. A row is four lanes'.
 template <int r>
 __device__ __forceinline__ void write_row(const float (&out)[Traits::value_dim / 2], const OnlineSoftmax& softmax,
-                                          const Results& results, const Shape& shape, const Tile& tile) {
+                                          const Results& results, const float* sinks, const Shape& shape,
+                                          const Tile& tile) {
     const int lane = threadIdx.x % 32, index = upper_row() + 8 * r;
     const float sum = quad_sum(softmax.row_sum[r]);
     if (index >= tile.rows) return;
     const Row row(shape, tile, index);
-    const RowResult<Traits::natural> result(softmax.row_max[r], sum, sink_of(results.sinks, row.head));
+    const RowResult<Traits::natural> result(softmax.row_max[r], sum, sink_of(sinks, row.head));
     if (lane % 4 == 0) results.lse[row.in_lse(shape)] = result.lse;
     Traits::Element* const elements = results.out + row.in_out(shape);
 #pragma unroll

@@ -3,8 +3,8 @@
 #include "parameters.cuh"
 #include "common/block_range.cuh"
 
-// A part of a tile: the key blocks [first, last) that one CTA visits for the tile's rows. Row r of a sequence and key
-// head is head r % group of query r / group.
+// A tile, and the part of it that this CTA has: key blocks [first, last) of the cache. Row r of a sequence and key head
+// is head r % group of query r / group.
 struct Tile {
     static constexpr int no_more = -1;  // as batch: there are no more tiles
 
@@ -13,17 +13,16 @@ struct Tile {
     int first_query, queries;  // of the sequence: where its queries start among all, and how many it has
     int length, first_key;     // the sequence's keys are [first_key, length)
     int cache_row;             // which sequence of the cache it is; unused with pages
-    int first, last;
+    int first, last;           // the part's blocks, counted from key 0; equal if there are none
     Interval keys;             // those that some row of the tile sees
-    // Blocks are counted from the tile's first. A tile without blocks counts one.
-    int units;       // blocks of the whole tile
-    int part_begin;  // the part's first
-    int part_end;
-    int start;       // the tile's first unit, among those of all tiles …
-    int share;       // … of which each CTA has so many
+    // The part as the schedule counts it, from the tile's first block. A tile counts one block at least.
+    int counted_blocks;        // of the whole tile
+    int part_begin, part_end;
+    int start;                 // the tile's first block, among those of all tiles …
+    int share;                 // … of which each CTA has so many
 
     __device__ bool exists() const { return batch != no_more; }
-    __device__ bool is_whole() const { return part_begin == 0 && part_end == units; }
+    __device__ bool is_whole() const { return part_begin == 0 && part_end == counted_blocks; }
 };
 
 // A row of a tile: one query of a head.

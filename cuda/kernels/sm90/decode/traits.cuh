@@ -40,7 +40,8 @@ struct Traits {
     static constexpr bool split = SPLIT;
     static constexpr int cluster = CLUSTER;
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
-    static constexpr bool natural = soft_cap || alibi || SCORE_MOD;  // logits are; else they are in base 2
+    // Whether logits are natural; otherwise they are in base 2.
+    static constexpr bool natural = soft_cap || alibi || SCORE_MOD;
     static constexpr bool rotary = ROTARY != 0;
 
     static constexpr int key_steps = head_dim / 16;  // wgmmas of QK^T
@@ -50,7 +51,8 @@ struct Traits {
     static constexpr int producer_threads = gathers ? keys : 32;
     static constexpr int threads = consumer_threads + producer_threads;
     // From the producer, at a stage's barriers and at a tile's.
-    static constexpr int full_arrivals = gathers ? producer_threads : boxes;
+    static constexpr int value_arrivals = gathers ? producer_threads : boxes;
+    static constexpr int key_arrivals = value_arrivals + gathers;  // one tells which keys are missing
     static constexpr int tile_arrivals = producer_threads + 1;
 
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
@@ -94,8 +96,8 @@ struct SharedMemory {
     static constexpr int widened_value = widened_key + (Traits::widens ? Traits::key_operand_bytes : 0);
     static constexpr int key = widened_value + (Traits::widens ? Traits::value_operand_bytes : 0);
     static constexpr int value = key + Traits::stages * Traits::key_bytes;
-    static constexpr int rows = value + Traits::stages * Traits::value_bytes;
-    static constexpr int plain_query = rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
+    static constexpr int gathered_rows = value + Traits::stages * Traits::value_bytes;
+    static constexpr int plain_query = gathered_rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
     static constexpr int tiles = plain_query + Traits::tile_stages * Traits::plain_query_bytes;
     static constexpr int warp_parts = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
     static constexpr int missing = warp_parts + Traits::warp_parts_bytes;
@@ -137,12 +139,13 @@ struct SharedMemory {
     }
     // Of gathered blocks: which row of the cache each key is; -1: none.
     __device__ int64_t* cache_rows(int stage) const {
-        return reinterpret_cast<int64_t*>(data + rows) + stage * Traits::keys;
+        return reinterpret_cast<int64_t*>(data + gathered_rows) + stage * Traits::keys;
     }
     __device__ Tile& tile(int stage) const { return reinterpret_cast<Tile*>(data + tiles)[stage]; }
-    // With pages: whether keys of the block aren't there, as four words, each of some of them …
+    // With pages: whether keys of the block are missing, as four words, as each warp that gathers writes words of its
+    // own; nonzero: some key is missing …
     __device__ uint4& has_missing(int stage) const { return reinterpret_cast<uint4*>(data + missing)[stage]; }
-    // … and a byte for each key, 1 if it isn't there. They are written only if some key isn't.
+    // … and a byte for each key, 1 if it is missing. By TMA they are written only if some key is missing.
     __device__ unsigned char* is_missing(int stage) const { return data + missing_keys + stage * Traits::keys; }
 
     __device__ uint32_t key_full(int stage) const { return base + barriers + 8 * stage; }

@@ -1,5 +1,5 @@
 // Caches in e4m3 and tiles of at most 16 rows: each warp attends to 16 keys of a block by itself, with a softmax of its
-// own. So no warp waits for another until a tile's end, where one adds up what each made.
+// own. Between the preparation of Q and the tile's end no warp waits for another. There one adds up what each made.
 //
 // The products are mma's, of float16. Operands of keys and values come to registers as they are, in 8 bits, and are
 // widened there, which is exact. Of a query in bfloat16 each row is multiplied by a power of two, so that its largest
@@ -56,7 +56,7 @@ struct WarpTile {
     __device__ __forceinline__ void prepare_query() {
         float factor[row_groups];
 #pragma unroll
-        for (int r = 0; r < row_groups; ++r) factor[r] = query_factor(r);
+        for (int r = 0; r < row_groups; ++r) factor[r] = normalise_query(r);
         sync_consumers();
 #pragma unroll
         for (int r = 0; r < row_groups; ++r) {
@@ -69,14 +69,14 @@ struct WarpTile {
         }
         sync_consumers();
     }
-    __device__ static __forceinline__ uint32_t in_float16(uint32_t packed, float factor) {
-        if constexpr (is_same<Traits::Element, float16>) return packed;
-        const float2 pair = to_floats<Traits::Element>(packed);
-        return convert<float16>(pair.x * factor, pair.y * factor);
+    __device__ static __forceinline__ uint32_t in_float16(uint32_t pair, float factor) {
+        if constexpr (is_same<Traits::Element, float16>) return pair;
+        const float2 numbers = to_floats<Traits::Element>(pair);
+        return convert<float16>(numbers.x * factor, numbers.y * factor);
     }
 
-    // By what a row of Q is multiplied. Its scores are divided by that again.
-    __device__ __forceinline__ float query_factor(int r) {
+    // Returns the power of two by which row r of Q is multiplied, and divides the row's scale by it.
+    __device__ __forceinline__ float normalise_query(int r) {
         if constexpr (is_same<Traits::Element, float16>) return 1;
         float largest = 0;
 #pragma unroll 1

@@ -3,8 +3,8 @@
 // Defines, all set by jax_flash/cuda/sm90/forward_plan.py:
 //   ELEMENT        bfloat16, float16 or float8_e4m3fn
 //   RESULT         of the output: ELEMENT, or float; of e4m3 any floats
-//   HEAD_DIM       head dim of queries and keys, rounded up to a multiple of 16
-//   VALUE_DIM      head dim of values and of the output, likewise
+//   HEAD_DIM       head dim of queries and keys, rounded up to a multiple of 32 bytes
+//   VALUE_DIM      head dim of values and of the output, rounded up to a multiple of 16
 //   CONSUMERS      consumer warpgroups; each computes 64 rows of the tile
 //   KEYS           keys in a block
 //   STAGES         blocks of keys, and of values, in flight

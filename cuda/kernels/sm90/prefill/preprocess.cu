@@ -3,7 +3,7 @@
 //
 // Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key.
 //
-// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; BLOCK_KEYS and PACK_GQA, the forward kernel's.
+// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; BLOCK_KEYS, the forward kernel's KEYS; PACK_GQA, as there.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
