@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from jax_flash import _device
 from jax_flash.transforms.varying import vary_over
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
@@ -39,6 +40,30 @@ def interpret() -> Iterator[None]:
 
 def interpreting() -> bool:
     return _interpreting
+
+
+_KINDS = {
+    (8, 0): "NVIDIA A100",
+    (8, 6): "NVIDIA A10",
+    (8, 9): "NVIDIA L4",
+    (9, 0): "NVIDIA H100",
+    (10, 0): "NVIDIA B200",
+    (12, 0): "NVIDIA RTX PRO 6000",
+}
+"""A GPU of each compute capability, as JAX knows it by name."""
+
+
+def lowering_for_planned() -> contextlib.AbstractContextManager[None]:
+    """Lower what is traced in this context for the GPU that it is planned for, if this machine has none.
+
+    The Triton lowering of JAX 0.11 and later asks which GPU that is. Where a mesh is set, that mesh says it.
+    """
+    device = _device.current()
+    mesh = jax.sharding.get_abstract_mesh()
+    kind = _KINDS.get(device.compute_capability or (0, 0))
+    if kind is None or not mesh.empty or mesh.abstract_device is not None or jax.default_backend() == "gpu":
+        return contextlib.nullcontext()
+    return lowering_for(kind)
 
 
 @contextlib.contextmanager
@@ -298,7 +323,7 @@ def triton_call(
     from jax.experimental.pallas import triton
 
     inputs = len(jax.tree.leaves(in_specs))
-    return pl.pallas_call(
+    call = pl.pallas_call(
         _traced(kernel),
         grid=grid,
         in_specs=in_specs,
@@ -309,3 +334,9 @@ def triton_call(
         input_output_aliases={inputs - changes_last + i: i for i in range(changes_last)},
         name=name,
     )
+
+    def run(*args: Any) -> Any:
+        with lowering_for_planned():
+            return call(*args)
+
+    return run

@@ -37,13 +37,13 @@ def arrays(dtype, H, V, **others):
     return Operands(*(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes), **others)
 
 
-def check(plan, spilled=0):
-    """The plan is accepted; its kernels' products aren't serialised, and no more bytes are spilled."""
+def check(plan):
+    """The plan is accepted; its kernels' products aren't serialised, and nothing is spilled."""
     plan_check.check(plan)
     for launch in plan.launches:
         log = compile_kernel(launch.kernel).log
         assert not re.search(r"warning|C75\d\d|serializ", log, re.IGNORECASE), log
-        assert max(map(int, re.findall(r"(\d+) bytes spill", log))) <= spilled, log
+        assert max(map(int, re.findall(r"(\d+) bytes spill", log))) == 0, log
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
@@ -53,7 +53,7 @@ def test_forward(options, head_dims):
     out_dtype = {"plain": "float32", "window": "float16"}.get(options, "bfloat16")
     spec = AttentionSpec(scale=0.1, out_dtype=out_dtype, **static)
     plan = forward_plan.plan_forward(spec, arrays(_float8.DTYPE, *head_dims, **operands), H100)
-    check(plan, spilled=8 if options == "soft cap" and head_dims == (192, 192) else 0)
+    check(plan)
 
 
 @pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
