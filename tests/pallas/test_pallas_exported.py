@@ -1,4 +1,4 @@
-"""Programs with Triton's kernels, exported on a machine without a GPU for the GPU that they are planned for."""
+"""Programs with Triton's kernels, exported on a machine without a GPU for one that has it."""
 
 import jax
 import jax.numpy as jnp
