@@ -41,6 +41,6 @@ def test_exported_without_a_gpu(function, architecture):
 def test_a_mesh_says_the_gpu_itself():
     """What is traced where a mesh is set stays as it is: JAX asks that mesh."""
     mesh = jax.sharding.AbstractMesh((2,), ("heads",))
-    with jax_flash.planned_for("sm_90a"), jax.sharding.use_abstract_mesh(mesh):
-        with compat.lowering_for_planned():
-            assert jax.sharding.get_abstract_mesh() == mesh
+    planned, on_mesh = jax_flash.planned_for("sm_90a"), jax.sharding.use_abstract_mesh(mesh)
+    with planned, on_mesh, compat.lowering_for_planned():
+        assert jax.sharding.get_abstract_mesh() == mesh
