@@ -56,7 +56,10 @@ def as_one_call(of: Sharded, operands_of: Callable[[int], Operands]) -> Operands
 
 
 def parts(of: Sharded, name: str, x: jax.Array) -> list[jax.Array]:
-    """Those of each chunk, of an operand with that axis or of its gradient; or one that the chunks share."""
+    """Those of each chunk, of an operand with that axis or of its gradient.
+
+    There is one part if the chunks share it; then no axis of tokens is longer than 1.
+    """
     if of.chunks == 1:
         return [x]
     axis = _axis_of_chunks(name, x)

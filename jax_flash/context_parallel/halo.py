@@ -79,7 +79,7 @@ def edges_of(of: Sharded) -> Edges | None:
     """The edges of a call that a halo can run, or None.
 
     It needs chunks of consecutive tokens, no block mask, and a window with two sides. Each side ends within
-    the neighbouring chunk. Together they are shorter than all other chunks, else an all-gather sends no more.
+    the neighbouring chunk. On n devices the two reach fewer than n - 1 chunks: an all-gather sends as many.
     Lengths are those of queries and of keys, and must leave the diagonal where it is (`_if_aligned`).
     """
     window, chunks = of.window, of.chunks * of.order.shards
@@ -232,7 +232,7 @@ def own_operands(of: Sharded, operands: Operands) -> Operands:
 
     def of_chunk(chunk: int) -> Operands:
         own, of_keys = _own_spans(of, chunk)
-        parts = {  # of `_VIEWS` not yet
+        parts = {  # those of `_VIEWS` whole, as `views` takes their place
             name: x
             if name in _VIEWS
             else sharded.take(name, x, of_keys if sharded.goes_with_keys(name) else own)
