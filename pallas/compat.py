@@ -122,14 +122,15 @@ def in_tiles(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """An array from shared memory, in the layout of a product, or a vector in that of its rows or columns."""
+def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
+    """An array from shared memory, in the layout of a product, or a vector in that of its rows or columns.
+    One from global memory, which isn't tiled, needs `optimized=False`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     index = inspect.signature(plgpu.load).parameters.get("idx")
     if index is not None and index.default is inspect.Parameter.empty:  # in 0.10
-        return plgpu.load(ref, (), layout=layout)
-    return plgpu.load(ref, layout=layout)
+        return plgpu.load(ref, (), layout=layout, optimized=optimized)
+    return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def accumulate(body: Callable[[Any], Any], acc: jax.Array, like: Any) -> tuple[jax.Array, Any]:

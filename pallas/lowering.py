@@ -86,9 +86,4 @@ def is_float8(spec: AttentionSpec, shapes: Operands) -> bool:
 def _float8_reason(spec: AttentionSpec) -> str | None:
     if spec.out_dtype not in (None, *limits.DTYPES):
         return f"out_dtype must be {' or '.join(limits.DTYPES)}, not {spec.out_dtype}"
-    if not compat.interpreting() and allowed(TRITON):
-        return (
-            "its kernel in 8 bits has been checked in JAX's interpreter alone, on no GPU: the environment "
-            f"variable {_ENVIRONMENT}={MOSAIC} allows it"
-        )
     return None

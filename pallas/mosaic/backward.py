@@ -176,12 +176,10 @@ def gradients(
         name=f"jax_flash_mosaic_backward_{kernel}",
         sums=summed,
     )(rows, columns, call.lse_and_delta)
-    if shares > 1:
-        found = jax.tree.map(functools.partial(_sum_over_shares, dtype=rows.key_or_query.dtype), found)
-        if is_isolated:
-            marks = marks.reshape(size.B, -1, shares, marks.shape[2]).max(2)
     if is_isolated:
         found = _again(call, marks, found, f"jax_flash_mosaic_backward_{kernel}_again")
+    if shares > 1:
+        found = jax.tree.map(functools.partial(_sum_over_shares, dtype=rows.key_or_query.dtype), found)
     return found, of_columns
 
 
@@ -191,7 +189,7 @@ def _sum_over_shares(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _again(call: _Call, marks: jax.Array, found: Pair, name: str) -> Pair:
-    """The gradients of rows, with the tiles computed again that have marks."""
+    """The gradients of rows, or of head shares, with the tiles computed again that have marks."""
     problem = call.problem.again()
     config, rows, lse_and_delta = problem.config, call.rows, call.lse_and_delta
     copies = 2 + problem.rows_are_keys * len(jax.tree.leaves(lse_and_delta))

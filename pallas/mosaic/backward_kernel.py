@@ -18,7 +18,7 @@ from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
-from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
+from .nonfinite import MARKED_ROWS, SpoiledTiles, mark, where_not_finite
 from .product import issue_accumulate, issue_product, wait_product
 from .registers import ACCUMULATOR, ROW, store, where_between
 from .roles import divide, drain
@@ -326,7 +326,10 @@ class Consumer:
         key_head, share = self.problem.head_and_share(head)
         for values, target in zip(results, self.results.gradients, strict=True):
             if values is not None:
-                store(target.at[share, batch, pl.ds(first_row, ROWS), key_head], values)
+                target = target.at[share, batch, pl.ds(first_row, ROWS), key_head]
+                if self.spoiled is not None:
+                    values = where_not_finite(compat.load(target, ACCUMULATOR, optimized=False), values)
+                store(target, values)
 
     def _row_slots(self, slot):
         """The places of all warpgroups' rows, where this one's are in `slot`."""

@@ -64,11 +64,10 @@ class BackwardProblem:
         """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes
         through all its tiles, and passes over those that need nothing. It adds nothing to dQ.
 
-        It loads nothing ahead, which leaves it shared memory for its reductions. A tile is one block's work.
+        It loads nothing ahead, which leaves it shared memory for its reductions. Head shares stay apart, so
+        that sums are in the same order.
         """
-        config = dataclasses.replace(
-            self.config, stages=1, second_stages=1, persistent=True, row_stages=1, head_shares=1
-        )
+        config = dataclasses.replace(self.config, stages=1, second_stages=1, persistent=True, row_stages=1)
         kernel = self.kernel._replace(adds_d_query=False)
         return dataclasses.replace(self, config=config, kernel=kernel)
 

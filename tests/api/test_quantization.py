@@ -356,7 +356,7 @@ def test_explain():
         of_arrays = jax_flash.explain(**jax_flash.quantize(*given)._asdict(), out_dtype="float16")
     assert found.picked == of_arrays.picked == "cuda"
     for call in (found, of_arrays):
-        assert "JAX_FLASH_PALLAS=mosaic allows it" in call.choices[1].reason
+        assert [choice.reason for choice in call.choices] == [None] * 3
     assert "out_dtype=float16" in str(of_arrays)
 
 

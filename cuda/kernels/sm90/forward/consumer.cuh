@@ -294,7 +294,10 @@ struct TileConsumer {
             if (by_position || first_key + Traits::keys > call.shape.keys) {
                 mask_scores(scores, row, first_key, right, left, call.shape, row_mask);
             }
-            if constexpr (Traits::block_mask) mask_by_function(scores, tile, row, first_key, call.shape);
+            // The first block of a tile may be full. The function is computed for each pair, so it is skipped there.
+            if (Traits::block_mask && block >= blocks.full_end) {
+                mask_by_function(scores, tile, row, first_key, call.shape);
+            }
         }
     }
 
