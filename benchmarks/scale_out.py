@@ -141,7 +141,7 @@ def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation
 
 
 def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Wall clock of a call: the least of several, of as many calls in flight as 0.2 s take."""
+    """Wall clock of a call: the least of several, of as many calls in flight as 0.2 s take, 4 at most."""
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()
@@ -151,7 +151,7 @@ def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
     estimate = seconds(1)
     if estimate > 1:  # nothing is lost in such a time
         return estimate * 1e3
-    calls = min(max(math.ceil(0.2 / estimate), 1), 8)
+    calls = min(max(math.ceil(0.2 / estimate), 1), 4)  # whose results are all in memory
     repeats = min(max(math.ceil(0.5 / estimate / calls), 2), 5)
     return min(seconds(calls) for _ in range(repeats)) * 1e3
 

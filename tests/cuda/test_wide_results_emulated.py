@@ -22,6 +22,7 @@ CASES = (
     Case(H=64, T=130, S=300, N=4, K=2, deterministic=True, right=0),
     Case(H=128, T=130, S=200, segments="mixed", left=40, diagonal=(30,)),
     Case(H=64, T=70, S=130, N=2, B=2, score_mod="learned"),
+    Case(H=128, T=200, S=400, N=2, K=1, lengths="qk", B=3),  # tiles that no query sees
 )
 EACH = pytest.mark.parametrize("case", thinned(CASES, tile), ids=str)
 
@@ -51,10 +52,13 @@ def test_backward(case, emulator):
         assert {results[name].dtype for name in ("d_query", "d_key", "d_value")} == {np.dtype(np.float32)}
 
 
-def test_gradients_go_by_way_of_sums():
-    spec, operands, *_ = draw(Case(H=128, T=200, S=300, N=2, wide=True))
+@pytest.mark.parametrize("is_shared", (False, True))
+def test_gradients_of_keys_are_sums_where_units_share_tiles(is_shared):
+    heads = dict(N=32, K=1) if is_shared else dict(N=2)
+    spec, operands, *_ = draw(Case(H=128, T=200, S=300, wide=True, **heads))
     plan = backward_plan.plan_backward(spec, shapes_of(operands), DEVICE)
-    kernels = [launch.kernel for launch in plan.launches]
-    assert [kernel.entry for kernel in kernels][-2:] == ["backward_postprocess", "backward_postprocess_keys"]
-    assert all(dict(kernel.defines)["RESULT"] == "float" for kernel in kernels[-2:])
-    assert dict(kernels[-3].defines)["KEY_SUMS"] == 1
+    kernels = {launch.kernel.entry: dict(launch.kernel.defines) for launch in plan.launches}
+    last = ["backward_postprocess", *(["backward_postprocess_keys"] if is_shared else [])]
+    assert list(kernels)[2:] == last
+    assert all(kernels[entry]["RESULT"] == "float" for entry in last)
+    assert kernels["backward"]["KEY_SUMS"] == is_shared and kernels["backward"]["WIDE_KEYS"] != is_shared

@@ -196,8 +196,13 @@ class BackwardCall:
 
     @property
     def has_key_sums(self) -> bool:
-        """Whether dK and dV are float32 sums, for postprocess: units share them, or they are wide."""
-        return self.units.count > 1 or self.spec.wide_results
+        """Whether dK and dV are float32 sums, for postprocess, as units share them."""
+        return self.units.count > 1
+
+    @property
+    def has_wide_keys(self) -> bool:
+        """Whether the main kernel writes float32 rows of dK and dV."""
+        return self.spec.wide_results and not self.has_key_sums
 
     @property
     def most_heads_in_l2(self) -> int:

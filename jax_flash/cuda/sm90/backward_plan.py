@@ -70,8 +70,8 @@ _PREPROCESS = struct(
         d_value="uint4*",  # (B, S, K, V)
         keys="int32_t",  # S
         key_heads="int32_t",  # K
-        key_columns="int32_t",  # H
-        value_columns="int32_t",  # V
+        key_vectors="int32_t",  # of 16 bytes, in a row of d_key
+        value_vectors="int32_t",  # … of d_value
     ),
     queries="int32_t",  # T
     query_heads="int32_t",  # N
@@ -120,6 +120,14 @@ _MAIN = struct(
     mask_metadata=mask_metadata.BACKWARD_PARAMETERS,
     bias_factor="const float*",  # of terms that are added up as integers
     dropout=dropout.PARAMETERS,
+)
+
+_WIDE_KEYS = struct(
+    "WideKeys",
+    d_key="float*",  # (B, S, K, H)
+    d_value="float*",  # (B, S, K, V)
+    key_columns="int32_t",  # H
+    value_columns="int32_t",  # V
 )
 
 _POSTPROCESS = struct(
@@ -232,6 +240,7 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
         ("ISOLATES", int(is_main and call.isolates)),
         ("DETERMINISTIC", int(is_main and call.spec.deterministic)),
         ("KEY_SUMS", int(is_main and call.has_key_sums)),
+        ("WIDE_KEYS", int(is_main and call.has_wide_keys)),
         ("DQ_SUMS", 1 if entry == "backward_postprocess_keys" else call.dq_sums),
         *(mask_metadata.defines(call.shapes) if is_main else mask_metadata.NO_DEFINES),
         *(block_mask.defines(call.spec) if is_main else block_mask.NO_DEFINES),
@@ -276,10 +285,11 @@ def _empty_tiles(call: BackwardCall) -> dict[str, Argument]:
     """What preprocess needs for the zeros of key tiles that the main kernel skips. Sums are zeros anyway."""
     n, names = call.n, ("tile_blocks", "d_key", "d_value")
     stores = call.skips_empty_tiles and not call.has_key_sums
+    vector = 16 // call.spec.result_dtype(call.dtype).itemsize
     return {
         **{name: Pointer(name) if stores else None for name in names},
         **{"tiles": n.B * n.K * call.key_tiles, "keys": n.S, "key_heads": n.K},
-        **{"key_columns": n.H, "value_columns": n.V},
+        **{"key_vectors": n.H // vector, "value_vectors": n.V // vector},
     }
 
 
@@ -296,6 +306,14 @@ def _first_tile_stores(call: BackwardCall) -> bool:
     return call.key_tiles == 1 and call.spec.block_mask is None
 
 
+def _wide_keys(call: BackwardCall) -> dict[str, Argument]:
+    """A further field of the main kernel's parameters: where it writes float32 rows of dK and dV."""
+    if not call.has_wide_keys:
+        return {}
+    columns = {"key_columns": call.n.H, "value_columns": call.n.V}
+    return {"wide_keys": call.pointers("d_key", "d_value") | columns}
+
+
 def _main(call: BackwardCall) -> Launch:
     """Computes the gradients; dQ as float32 sums, unless its own warps write it."""
     n, spec, tile = call.n, call.spec, call.main_tile
@@ -306,11 +324,12 @@ def _main(call: BackwardCall) -> Launch:
     # Others are persistent.
     ctas = units if tile.split_products else min(units, call.device.sm_count)
     buffers = {buffer.name: buffer for buffer in (*call.operands, *call.gradients)}
-    if spec.wide_results:  # dK and dV go by way of sums, and float32 rows have no map: these aren't used
+    if spec.wide_results:  # float32 rows have no map: these aren't used
         buffers |= {"d_key": buffers["key"], "d_value": buffers["value"]}
     of_function = user_score_mod.gradient_parameters(spec)
     of_mask = block_mask.parameters(spec, call.shapes)
-    parameters = _MAIN.replace(score=score_mod.parameters(spec), **of_function, **of_mask)
+    wide = {"wide_keys": _WIDE_KEYS} if call.has_wide_keys else {}
+    parameters = _MAIN.replace(score=score_mod.parameters(spec), **wide, **of_function, **of_mask)
     rows = {
         # Each CTA loads a part of the block for all that share it.
         **{"query": tile.queries // tile.cluster, "d_out": tile.queries // tile.cluster},
@@ -337,6 +356,7 @@ def _main(call: BackwardCall) -> Launch:
             **call.pointers("d_bias", "d_slopes", "bias_factor"),
             "mask_metadata": mask_metadata.backward_arguments(call.metadata),
             "dropout": dropout.arguments(spec),
+            **_wide_keys(call),
             **user_score_mod.gradient_arguments(spec, call.shapes),
             **block_mask.arguments(spec, call.shapes, call.block_grid, SPAN),
         },

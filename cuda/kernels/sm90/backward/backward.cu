@@ -154,6 +154,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     parameters.d_slopes,
                     parameters.bias_factor,
                     parameters.dropout,
+#if WIDE_KEYS
+                    parameters.wide_keys,
+#endif
 #if SCORE_MOD_GRADIENTS
                     parameters.user_gradients,
 #endif

@@ -93,6 +93,9 @@ struct Call {
     float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
     const float* bias_factor;  // of terms that are added up as integers
     const Dropout dropout;
+#if WIDE_KEYS
+    const WideKeys wide_keys;  // float32 rows of dK and dV
+#endif
 #if SCORE_MOD_GRADIENTS
     const UserScoreModGradients user_gradients;  // of arrays that the user's function captures
 #endif

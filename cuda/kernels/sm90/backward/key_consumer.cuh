@@ -4,6 +4,7 @@
 #include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/scores.cuh"
 #include "sm90/backward/split_products.cuh"
+#include "sm90/backward/store_keys.cuh"
 
 struct KeyConsumer {
     static constexpr int consumer = 1;
@@ -206,8 +207,7 @@ struct KeyConsumer {
                 add_d_key(call, d_key, work.tile, cta_first_key(work.tile), own + consumer);
             }
         } else {
-            store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key, shared.key_tile(),
-                           own + consumer, work.tile.head, cta_first_key(work.tile), work.tile.batch);
+            store_d_key(call, d_key, shared.key_tile(), own + consumer, work.tile, cta_first_key(work.tile));
             wait_for_stores(own + consumer);
         }
         wait_for_additions();

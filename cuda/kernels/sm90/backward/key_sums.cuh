@@ -1,6 +1,6 @@
-// dK and dV as sums in float32, to which each unit of work adds its own: of key tiles that several units share (Units
-// in shape.cuh), or of all where gradients are float32. They lie in the order of accumulators as DqBlock has it, for 64
-// keys after 64 keys. backward_postprocess_keys converts them.
+// dK and dV as sums in float32, to which each unit of work adds its own, where several units share a key tile (Units in
+// shape.cuh). They lie in the order of accumulators as DqBlock has it, for 64 keys after 64 keys.
+// backward_postprocess_keys converts them.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"

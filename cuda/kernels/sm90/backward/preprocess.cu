@@ -93,16 +93,15 @@ __device__ __forceinline__ void zero_empty_tiles(const EmptyTiles& empty) {
         if (blocks.begin < blocks.end) continue;
         const int first_key = tile * Traits::keys, rows = min(Traits::keys, empty.keys - first_key);
         const int64_t first_row = (static_cast<int64_t>(batch) * empty.keys + first_key) * empty.key_heads + head;
-        auto zero = [&](uint4* gradient, int columns) {
-            const int vectors = columns / 8;  // of a row
+        auto zero = [&](uint4* gradient, int vectors) {
 #pragma unroll 1
             for (int row = threadIdx.x / row_lanes; row < rows; row += pass_rows) {
                 uint4* there = gradient + (first_row + static_cast<int64_t>(row) * empty.key_heads) * vectors;
                 for (int i = threadIdx.x % row_lanes; i < vectors; i += row_lanes) there[i] = {0, 0, 0, 0};
             }
         };
-        zero(empty.d_key, empty.key_columns);
-        zero(empty.d_value, empty.value_columns);
+        zero(empty.d_key, empty.key_vectors);
+        zero(empty.d_value, empty.value_vectors);
     }
 }
 

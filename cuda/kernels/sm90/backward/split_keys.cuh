@@ -14,6 +14,7 @@
 #include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/products.cuh"
 #include "sm90/backward/scores.cuh"
+#include "sm90/backward/store_keys.cuh"
 
 // Ping-pong: the consumers alternate on the tensor cores. Left alone they fall into step, and neither has products to
 // run while both compute exponentials.
@@ -106,9 +107,8 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             }
         };
 
-        auto store_d_value = [&]() __attribute__((always_inline)) {
-            store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value,
-                           shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+        auto store_value_gradient = [&]() __attribute__((always_inline)) {
+            store_d_value(call, d_value, shared.gradient_tile(consumer), own + consumer, work.tile, first_key);
         };
         auto add_gradients = [&]() __attribute__((always_inline)) {
             add_d_value(call, d_value, work.tile, first_key, own + consumer);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             if (!last) issue_block_scores();
             pass_ping_pong(consumer);
             if (last) {
-                if constexpr (in_value_place && !Traits::key_sums) store_d_value();
+                if constexpr (in_value_place && !Traits::key_sums) store_value_gradient();
                 wgmma::wait<0>();
             } else {
                 compute_probabilities();
@@ -179,7 +179,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             step(true);
         } else if constexpr (in_value_place && !Traits::key_sums) {
             wait_for_stores(own + consumer);  // of the tile before
-            store_d_value();
+            store_value_gradient();
         } else if constexpr (!in_value_place) {
             mbarrier::wait(shared.value_full(), key_slot.parity);  // the barrier's next round may not start before
             if (arrives(lane)) mbarrier::arrive(shared.value_empty());
@@ -193,10 +193,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         }
         if constexpr (!in_value_place) wait_for_stores(own + consumer);  // of the tile before
         if (arrives(lane)) mbarrier::arrive(shared.key_empty(key_slot.stage));
-        if constexpr (!in_value_place) store_d_value();
+        if constexpr (!in_value_place) store_value_gradient();
         wait_for_stores(own + consumer);
-        store_gradient(d_key, with_dropout(call.scale, call.dropout.factor), call.maps.d_key,
-                       shared.gradient_tile(consumer), own + consumer, work.tile.head, first_key, work.tile.batch);
+        store_d_key(call, d_key, shared.gradient_tile(consumer), own + consumer, work.tile, first_key);
     });
     wait_for_stores(own + consumer);
 }

@@ -4,6 +4,7 @@
 #include "sm90/backward/key_sums.cuh"
 #include "sm90/backward/scores.cuh"
 #include "sm90/backward/split_products.cuh"
+#include "sm90/backward/store_keys.cuh"
 
 struct ValueConsumer {
     static constexpr int consumer = 0;
@@ -203,8 +204,7 @@ struct ValueConsumer {
         } else {
             // Over V, which consumer 1 no longer reads: its last dPᵀ came before the last dS.
             mbarrier::wait(shared.value_full(), 0);
-            store_gradient(d_value, with_dropout(1, call.dropout.factor), call.maps.d_value, shared.value_tile(),
-                           own + consumer, work.tile.head, first_key(), work.tile.batch);
+            store_d_value(call, d_value, shared.value_tile(), own + consumer, work.tile, first_key());
             wait_for_stores(own + consumer);
         }
         wait_for_additions();
