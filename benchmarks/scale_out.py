@@ -141,19 +141,24 @@ def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation
 
 
 def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Wall clock of a call: the least of several, of as many calls in flight as 0.2 s take, 4 at most."""
+    """Wall clock of a call between others, as in a model: what twice as many calls take longer.
+
+    So it has nothing of what a row of calls takes to begin and to be waited for, which is milliseconds on
+    several devices.
+    """
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(calls)])
-        return (time.perf_counter() - start) / calls
+        for _ in range(calls):
+            results = function(*arguments)  # those of the call before are freed
+        jax.block_until_ready(results)
+        return time.perf_counter() - start
 
     estimate = seconds(1)
     if estimate > 1:  # nothing is lost in such a time
         return estimate * 1e3
-    calls = min(max(math.ceil(0.2 / estimate), 1), 4)  # whose results are all in memory
-    repeats = min(max(math.ceil(0.5 / estimate / calls), 2), 5)
-    return min(seconds(calls) for _ in range(repeats)) * 1e3
+    calls = min(max(math.ceil(0.1 / estimate), 1), 16)
+    return statistics.median((seconds(2 * calls) - seconds(calls)) / calls for _ in range(3)) * 1e3
 
 
 def rows(

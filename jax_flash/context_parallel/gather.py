@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax_flash import _settings
 from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import halo, sharded
-from jax_flash.context_parallel.load_balance import Chunk, reordered, restored
+from jax_flash.context_parallel.load_balance import Chunk, reordered, restored_slices
 from jax_flash.context_parallel.packed import Arrays
 from jax_flash.context_parallel.sharded import Calls, Sharded
 from jax_flash.transforms import debugging, saved
@@ -158,7 +158,7 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
             if sharded.goes_with_keys(name):
                 x = gathered(of, axis, x)
             if x.shape[axis] != 1 and _restores(of):
-                x = restored(x, axis, of.order)
+                x = restored_slices(x, axis, of.order)
         whole[name] = x
     keys, t, shard = Chunk(0, 1, of.keys), of.queries_per_chunk, of.own_shard()
 

@@ -191,6 +191,17 @@ def restored(x: jax.Array, axis: int, order: Order) -> jax.Array:
     return x if order.kind is None else _restored(x, axis, order)
 
 
+def restored_slices(x: jax.Array, axis: int, order: Order) -> jax.Array:
+    """`restored` of an array that a device has whole: by a slice for each chunk, which XLA moves nearly twice
+    as fast (docs/tuning/scale-out.md)."""
+    if order.kind != ZIGZAG:
+        return restored(x, axis, order)
+    n, length = order.shards, x.shape[axis] // (2 * order.shards)
+    places = [2 * shard for shard in range(n)] + [2 * shard + 1 for shard in reversed(range(n))]
+    slices = [jax.lax.slice_in_dim(x, place * length, (place + 1) * length, axis=axis) for place in places]
+    return jnp.concatenate(slices, axis)
+
+
 # In a `jit`, as the indices of a gather are constants, which a transfer guard refuses outside of one.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _reordered(x: jax.Array, axis: int, order: Order) -> jax.Array:

@@ -5,47 +5,13 @@ It can't follow the tensor memory accelerator's copies of tensors into shared me
 threads read and write themselves, and plain bulk copies.
 """
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import sanitize
-
-SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-TOOLS = ("racecheck", "memcheck", "synccheck")  # the slowest first
+from compute_sanitizer import TOOLS, assert_finds_nothing, needs_sanitizer
 
 
-@pytest.mark.skipif(not Path(SANITIZER).exists(), reason="compute-sanitizer is not installed")
+@needs_sanitizer
 @pytest.mark.parametrize("group", sanitize.ALL_GROUPS)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_finds_nothing(tool, group, record_property):
-    calls = [sys.executable, sanitize.__file__, group]
-    if tool == "racecheck":
-        calls.append("--for-racecheck")
-    command = [
-        SANITIZER,
-        f"--tool={tool}",
-        "--error-exitcode=99",
-        "--launch-timeout=120",
-        "--target-processes=application-only",
-        # Probing the device for features fails by design here and there; what counts is our launches.
-        "--report-api-errors=no",
-        *calls,
-    ]
-    # Launches one by one, not as CUDA graphs, so that each is checked and named.
-    environment = {**os.environ, "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=560, env=environment)
-    output = result.stdout + result.stderr
-    if "not supported" in output and f"{group} done" not in output:
-        record_property("sanitizer", {f"{tool} {group}": "the tool can't run on this machine"})
-        pytest.skip(f"compute-sanitizer can't run on this machine: {output[-300:]}")
-    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", output)
-    verdict = summary[-1] if summary else f"no summary, exit status {result.returncode}"
-    record_property("sanitizer", {f"{tool} {group}": verdict})
-    assert f"{group} done" in output, output[-4000:]
-    assert result.returncode == 0, output[-4000:]
-    assert summary, output[-4000:]
+    assert_finds_nothing(tool, sanitize.__file__, group, record_property)

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sanitize_several
 from attention_case import Case
+from compute_sanitizer import TOOLS, assert_finds_nothing, needs_sanitizer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from seeds import seed_of
 from sharded_calls import AXIS, ShardedCalls, reorder, restore, sequence_mesh
@@ -130,6 +132,15 @@ def test_sharded_sequences(layout, option, shards, head_dim):
     if layout == ("ring", "striped") and option in ("window", "two_sides", "alibi"):
         pytest.skip("a ring of stripes has neither")
     check(shards, layout, option, head_dim)
+
+
+@needs_sanitizer
+@pytest.mark.parametrize("group", sanitize_several.LAYOUTS)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_sanitizer_finds_nothing(tool, group, record_property):
+    """In our kernels. NCCL's are left out: its devices wait for each other."""
+    without = ("--kernel-name-exclude", "kns=nccl")
+    assert_finds_nothing(tool, sanitize_several.__file__, group, record_property, *without)
 
 
 @pytest.mark.parametrize("option", ("causal", "two_sides", "alibi"))

@@ -23,6 +23,7 @@ from jax_flash.cuda.sm90.forward_plan import plan_forward
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 import sanitize
+import sanitize_several
 
 PROMPTS = [
     case
@@ -128,3 +129,8 @@ def test_chunks_of_prompts_run_in_the_forward_kernel(case):
     operands = shapes_of(Draw(case).operands)
     assert decoding.supports(case.spec, operands, H100) is None
     assert prefill_plan.suits(case.spec, operands, H100)
+
+
+def test_calls_on_several_gpus_are_right(capsys):
+    sanitize_several.run("Ulysses", "xla")
+    assert capsys.readouterr().out.endswith("Ulysses done\n")

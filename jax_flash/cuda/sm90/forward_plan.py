@@ -254,7 +254,7 @@ def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Confi
         split_tiles=tiles - whole_tiles if split_ctas else 0,
         split_ctas=split_ctas,
         counted=tiles > device.sm_count and not alike,
-        l2_head_group=_l2_head_group(spec, shapes, pack_gqa, device),
+        l2_head_group=_l2_head_group(spec, shapes, chosen, device),
     )
 
 
@@ -400,20 +400,30 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
     }
 
 
-def _l2_head_group(spec: AttentionSpec, shapes: Shapes, pack_gqa: int, device: Device) -> int:
+_TAIL_TILES = 1.5
+"""For each multiprocessor, in a group of heads whose tiles differ: the longest begin first."""
+
+
+def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, device: Device) -> int:
     """How many head packs the tile scheduler interleaves (`tile_at` in sm90/forward/tile_scheduler.cuh).
 
     A head pack is the `pack_gqa` query heads whose rows share tiles. Where all tiles take equally long, the
     scheduler finishes one head pack before the next, so that its keys and values stay in L2. Elsewhere it
     interleaves as many head packs as L2 holds, longest tiles first, to even out the tail. If tile lengths are
     known only at run time, concurrent tiles read about one sequence of each batch row.
+
+    Tiles with lists of blocks read keys here and there, not one behind the other, and miss L2 long before its
+    size. So of those a group has no more head packs than it needs for an even tail.
     """
-    n, sequences = sizes(shapes), mask_metadata.assumed_sequences(shapes)
+    n, sequences, pack_gqa = sizes(shapes), mask_metadata.assumed_sequences(shapes), chosen.pack_gqa
     if window_of(spec, n).unbounded and not sequences and spec.block_mask is None:
         return 1
     head_packs = n.B * n.N // pack_gqa
     element_bytes = ELEMENT_BYTES[shapes.key.dtype.name]
     bytes_per_pack = n.S * (n.H + n.V) * element_bytes / (n.group / pack_gqa)
     groups = math.ceil(head_packs * bytes_per_pack / (max(sequences, 1) * l2.forward_bytes(device)))
+    if spec.block_mask is not None:
+        tiles_of_pack = math.ceil(n.T * pack_gqa / chosen.tile.rows)
+        groups = max(groups, head_packs * tiles_of_pack // math.ceil(_TAIL_TILES * device.sm_count))
     # Groups of equal size: a small last group would end in a ragged wave.
     return math.ceil(head_packs / min(head_packs, groups))
