@@ -401,7 +401,7 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
 
 
 _TAIL_TILES = 1.5
-"""For each multiprocessor, in a group of heads whose tiles differ: the longest begin first."""
+"""How many tiles a group has for each multiprocessor, so that all end at about the same time."""
 
 
 def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, device: Device) -> int:
