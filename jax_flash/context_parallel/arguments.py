@@ -56,8 +56,12 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
     given: dict[str, jax.Array] = {}
     for name, kind in (("bias", "floating"), ("mask", "mask")):
         if whole[name] is not None:
-            letters = f"(*B, N, T / {order.shards}, S), a device's queries and all keys,"
-            given[name] = _validate.broadcastable(name, whole[name], (*batch, N, t, S), letters, kind)
+            x = _of_own_queries(_validate.array(name, whole[name], kind), axis_name, (T, s), order.shards)
+            letters = (
+                f"(*B, N, T / {order.shards}, S), a device's queries and all keys, "
+                f"or (*B, N, T, S / {order.shards}); the first"
+            )
+            given[name] = _validate.broadcastable(name, x, (*batch, N, t, S), letters, kind)
     for name, most in zip(LENGTHS, (T, S), strict=True):
         if whole[name] is not None:
             given[name] = _sequences.lengths(name, whole[name], {"(*B,)": batch}, most)
@@ -99,6 +103,23 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
         automatic=tuple(name for name in mesh.auto_axes if mesh.shape[name] > 1),
     )
     return of, Call(spec, operands.replace(**given), batch)
+
+
+def _of_own_queries(x: jax.Array, axis_name: Any, lengths: tuple[int, int], shards: int) -> jax.Array:
+    """A bias or mask that is sharded along its keys, `(…, T | 1, S / n)`, as one of the device's queries with
+    all keys. Any other as it is.
+
+    Args:
+      lengths: T and S / n.
+    """
+    queries, own_keys = lengths
+    if shards == 1 or x.ndim < 2 or own_keys == 1 or x.shape[-1] != own_keys:
+        return x
+    if x.shape[-2] == 1:
+        return jax.lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
+    if x.shape[-2] == queries:
+        return jax.lax.all_to_all(x, axis_name, x.ndim - 2, x.ndim - 1, tiled=True)
+    return x
 
 
 def _kind(load_balance: Any) -> LoadBalance | None:
