@@ -400,8 +400,9 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
     }
 
 
-_TAIL_TILES = 1.5
-"""How many tiles a group has for each multiprocessor, so that all end at about the same time."""
+# For each multiprocessor, see `_l2_head_group`.
+_TAIL_TILES = 1.5  # of a group, so that all multiprocessors end at about the same time
+_MANY_TILES = 32  # of a call that is long
 
 
 def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, device: Device) -> int:
@@ -413,7 +414,7 @@ def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, d
     known only at run time, concurrent tiles read about one sequence of each batch row.
 
     Tiles with lists of blocks read keys here and there, not one behind the other, and miss L2 long before its
-    size. So of those a group has no more head packs than it needs for an even tail.
+    size. So in a long call of those a group has no more head packs than it needs for an even tail.
     """
     n, sequences, pack_gqa = sizes(shapes), mask_metadata.assumed_sequences(shapes), chosen.pack_gqa
     if window_of(spec, n).unbounded and not sequences and spec.block_mask is None:
@@ -422,8 +423,8 @@ def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, d
     element_bytes = ELEMENT_BYTES[shapes.key.dtype.name]
     bytes_per_pack = n.S * (n.H + n.V) * element_bytes / (n.group / pack_gqa)
     groups = math.ceil(head_packs * bytes_per_pack / (max(sequences, 1) * l2.forward_bytes(device)))
-    if spec.block_mask is not None:
-        tiles_of_pack = math.ceil(n.T * pack_gqa / chosen.tile.rows)
-        groups = max(groups, head_packs * tiles_of_pack // math.ceil(_TAIL_TILES * device.sm_count))
+    tiles = head_packs * math.ceil(n.T * pack_gqa / chosen.tile.rows)
+    if spec.block_mask is not None and tiles >= _MANY_TILES * device.sm_count:
+        groups = max(groups, tiles // math.ceil(_TAIL_TILES * device.sm_count))
     # Groups of equal size: a small last group would end in a ragged wave.
     return math.ceil(head_packs / min(head_packs, groups))
