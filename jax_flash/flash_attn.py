@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _sequences, _validate
+from jax_flash import _arguments, _flash_attn_pages, _sequences, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._flash_attn_cache import flash_attn_with_kvcache
@@ -221,7 +221,10 @@ def flash_attn_varlen_func(
       cu_seqlens_k: the same for k and v.
       max_seqlen_q: at least the queries of the longest sequence, a Python int.
       max_seqlen_k: the same for keys.
-      block_table: must be None: paged keys and values are not supported.
+      block_table: `(batch_size, max_num_blocks_per_seq)`, integer. Then k and v are pages, `(num_blocks,
+        page_block_size, nheads_k, headdim)`, of any size: key j of sequence i is row `j % page_block_size`
+        of page `block_table[i, j // page_block_size]`, and `cu_seqlens_k` says how many keys each has. A
+        page outside of k is no page: its keys are hidden. There is no dropout then, and no derivative.
 
     All else as `flash_attn_func`.
 
@@ -230,12 +233,26 @@ def flash_attn_varlen_func(
       softmax_lse float32 `(nheads, total_q)`.
 
     Raises:
-      NotImplementedError: block_table is given.
+      NotImplementedError: dropout_p isn't 0 with a block_table.
     """
     if block_table is not None:
-        raise NotImplementedError(
-            "block_table must be None, since paged keys and values are not supported; "
-            f"got {_validate.short(block_table)}"
+        for name, size in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            _validate.size(name, size)
+        _validate.flag("deterministic", deterministic)
+        return _flash_attn_pages.attend(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_attn_probs=return_attn_probs,
         )
     options = _Options(
         dropout_p,

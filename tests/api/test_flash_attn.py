@@ -226,12 +226,6 @@ def test_errors_of_packed_arguments():
         )
 
 
-def test_paged_keys_are_refused():
-    x, offsets = jnp.ones((4, N, H)), np.array([0, 4])
-    with pytest.raises(NotImplementedError, match="block_table must be None"):
-        flash_attn.flash_attn_varlen_func(x, x, x, offsets, offsets, 4, 4, block_table=jnp.zeros((1, 1), int))
-
-
 def test_errors_of_padding():
     states, mask = jnp.ones((2, 3, 5)), np.ones((2, 3), bool)
     with pytest.raises(ValueError, match=r"attention_mask must have shape \(batch, seqlen\) = \(2, 3\)"):

@@ -292,7 +292,7 @@ FUNCTIONS = {
     ),
     flash_attn.flash_attn_varlen_func: (
         {name: x[0] for name, x in QKV.items()} | DROPS | CU,
-        {"block_table": [*NO_ARGUMENT, integers(2, 2)], **renamed(VARLEN, q="query", k="key", v="value")}
+        {"block_table": NO_ARGUMENT, **renamed(VARLEN, q="query", k="key", v="value")}
         | OFFICIAL
         | OFFICIAL_SEQUENCES,
     ),

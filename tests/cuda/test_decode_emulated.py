@@ -87,6 +87,7 @@ PAGED = (
     CacheCase(page=40, T=1, S=400, H=72, V=24, U=1, N=2, K=2),
     CacheCase(page=32, S=160, shares_pages=True, left=50),
     CacheCase(page=16, T=40, packed=True, interleaved=True, right=0, B=4, S=128),
+    CacheCase(page=16, T=40, packed=True, right=0, B=4, S=128, V=32, alibi="BN"),
     CacheCase(page=5, T=20, packed=True, interleaved=True, right=0, B=4, S=130, N=2, K=1, alibi="1N"),
     CacheCase(page=7, S=350, interleaved=True, U=3, T=3, right=0, rotary=16, layers=2, left_padding=True),
     CacheCase(page=16, S=600, B=2, N=2, K=1, num_splits=2, U=1, left_padding=True),

@@ -18,6 +18,7 @@ from jax_flash.cuda import block_mask, dropout, mask_metadata, mask_metadata_pla
 from jax_flash.cuda.launch_plan import (
     ELEMENT_BYTES,
     Argument,
+    Arguments,
     Kernel,
     Launch,
     LaunchPlan,
@@ -306,12 +307,12 @@ def _first_tile_stores(call: BackwardCall) -> bool:
     return call.key_tiles == 1 and call.spec.block_mask is None
 
 
-def _wide_keys(call: BackwardCall) -> dict[str, Argument]:
+def _wide_keys(call: BackwardCall) -> Arguments:
     """A further field of the main kernel's parameters: where it writes float32 rows of dK and dV."""
     if not call.has_wide_keys:
         return {}
     columns = {"key_columns": call.n.H, "value_columns": call.n.V}
-    return {"wide_keys": call.pointers("d_key", "d_value") | columns}
+    return {"wide_keys": {**call.pointers("d_key", "d_value"), **columns}}
 
 
 def _main(call: BackwardCall) -> Launch:

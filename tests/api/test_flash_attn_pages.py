@@ -1,0 +1,144 @@
+"""`flash_attn_varlen_func` with a block_table: the results of the same keys and values without pages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from seeds import seed_of
+
+from jax_flash import flash_attn
+
+N, K, H, V = 4, 2, 16, 8
+QUERIES, KEYS = (3, 0, 1, 5), (9, 4, 1, 30)
+OPTIONS = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(window_size=(4, 2)),
+    "causal_window": dict(causal=True, window_size=(6, -1)),
+    "soft_cap": dict(causal=True, softcap=3.0, softmax_scale=0.4),
+    "alibi": dict(causal=True, alibi_slopes=np.linspace(0.1, 0.6, N, dtype=np.float32)),
+    "alibi_of_each": dict(alibi_slopes=np.linspace(0.1, 0.9, 4 * N, dtype=np.float32).reshape(4, N)),
+}
+
+
+def drawn(page, dtype=jnp.float32):
+    """q, packed keys and values, pages of these, offsets, and the block table. Unused rows are NaN."""
+    generator = np.random.default_rng(seed_of(page))
+    q, k, v = (
+        generator.standard_normal((sum(lengths) + more, heads, dim)).astype(dtype)
+        for lengths, more, heads, dim in ((QUERIES, 2, N, H), (KEYS, 0, K, H), (KEYS, 0, K, V))
+    )
+    pages_of = [-(-length // page) for length in KEYS]
+    count = sum(pages_of) + 3
+    places = iter(generator.permutation(count))
+    table = np.full((len(KEYS), max(pages_of) + 1), -1, np.int32)
+    k_pages, v_pages = (np.full((count, page, K, dim), np.nan, dtype) for dim in (H, V))
+    starts = np.cumsum((0, *KEYS))
+    for i, length in enumerate(KEYS):
+        for j in range(length):
+            if j % page == 0:
+                table[i, j // page] = next(places)
+            place = table[i, j // page], j % page
+            k_pages[place], v_pages[place] = k[starts[i] + j], v[starts[i] + j]
+    offsets = [np.cumsum((0, *lengths)).astype(np.int32) for lengths in (QUERIES, KEYS)]
+    return q, (k, v), (k_pages, v_pages), offsets, table
+
+
+@pytest.mark.parametrize("page", (1, 3, 16))
+@pytest.mark.parametrize("options", OPTIONS)
+def test_same_as_without_pages(options, page):
+    q, packed, pages, offsets, table = drawn(page)
+    lengths = max(QUERIES), max(KEYS)
+    attend = functools.partial(flash_attn.flash_attn_varlen_func, **OPTIONS[options], return_attn_probs=True)
+    expected = attend(q, *packed, *offsets, *lengths)
+    found = jax.jit(lambda *x: attend(*x[:5], *lengths, block_table=x[5]))(q, *pages, *offsets, table)
+    tokens = sum(QUERIES)
+    assert found[0].shape == (tokens + 2, N, V) and found[1].shape == (N, tokens + 2) and found[2] is None
+    np.testing.assert_allclose(found[0][:tokens], expected[0][:tokens], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(found[1][:, :tokens], expected[1][:, :tokens], rtol=2e-5, atol=2e-5)
+    assert not found[0][tokens:].any()
+
+
+def test_results_without_probabilities_and_lists():
+    q, packed, pages, offsets, table = drawn(4, jnp.bfloat16)
+    found = flash_attn.flash_attn_varlen_func(
+        q, *pages, *(x.tolist() for x in offsets), 5, 30, causal=True, block_table=table
+    )
+    expected = flash_attn.flash_attn_varlen_func(q, *packed, *offsets, 5, 30, causal=True)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found[:9].astype(np.float32), expected[:9].astype(np.float32), atol=0.03)
+
+
+def test_a_page_that_is_not_there_hides_its_keys():
+    q, _, pages, offsets, table = drawn(3)
+    attend = functools.partial(flash_attn.flash_attn_varlen_func, causal=True)
+    expected = attend(q, *pages, *offsets, 5, 30, block_table=table)
+    for invalid in (-1, len(pages[0]), 2**31 - 1):
+        changed = table.copy()
+        changed[3, 2] = invalid
+        found = attend(q, *pages, *offsets, 5, 30, block_table=changed)
+        assert np.isfinite(found).all() and (found[4:9] != expected[4:9]).any()
+        np.testing.assert_array_equal(found[:4], expected[:4])
+
+
+def test_offsets_beyond_the_arrays_read_nothing_out_of_bounds():
+    q, _, pages, _, table = drawn(3)
+    wild = np.asarray([3, -5, 2**31 - 1, 1, 2**31 - 1], np.int32)
+    assert flash_attn.flash_attn_varlen_func(q, *pages, wild, wild, 5, 30, block_table=table).shape == (
+        len(q),
+        N,
+        V,
+    )
+
+
+def call(**changes):
+    q, _, pages, offsets, table = drawn(3)
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+    given = dict(zip(names, (q, *pages, *offsets, table), strict=True), max_seqlen_q=5, max_seqlen_k=30)
+    return flash_attn.flash_attn_varlen_func(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (dict(q=np.ones((2, 3, N, H), np.float32)), ValueError, r"q must have shape \(total_q, nheads"),
+        (
+            dict(k=np.ones((9, K, H), np.float32)),
+            ValueError,
+            r"k must have shape \(num_blocks, page_block_size",
+        ),
+        (dict(v=np.ones((2, 3, K, V), np.float32)), ValueError, "v must have the shape of k"),
+        (dict(q=np.ones((11, N, H), np.float16)), TypeError, "q must have the dtype of k, float32"),
+        (dict(cu_seqlens_q=np.zeros((2, 2), np.int32)), ValueError, "cu_seqlens_q must have shape"),
+        (
+            dict(cu_seqlens_k=np.zeros(4, np.int32)),
+            ValueError,
+            r"cu_seqlens_k must have shape \(batch_size \+ 1",
+        ),
+        (dict(cu_seqlens_k=np.zeros(5, np.float32)), TypeError, "cu_seqlens_k must have an integer dtype"),
+        (dict(block_table=np.zeros(4, np.int32)), ValueError, r"block_table \(batch_size, max_num_blocks"),
+        (dict(dropout_p=0.1), NotImplementedError, "dropout_p must be 0 with a block_table"),
+        (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q"),
+        (dict(deterministic=2), TypeError, "deterministic"),
+    ],
+)
+def test_errors(changes, error, words):
+    with pytest.raises(error, match=words):
+        call(**changes)
+
+
+def test_has_no_derivative():
+    with pytest.raises(NotImplementedError, match="derivative"):
+        jax.grad(lambda q: call(q=q).sum())(jnp.asarray(drawn(3)[0]))
+
+
+def test_strict_settings():
+    expected = call(causal=True)
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.enable_x64(True),
+    ):
+        np.testing.assert_array_equal(call(causal=True), expected)
