@@ -141,10 +141,10 @@ def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation
 
 
 def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Wall clock of a call between others, as in a model: what twice as many calls take longer.
+    """Wall clock of a call that runs between others, as in a model.
 
-    So it has nothing of what a row of calls takes to begin and to be waited for, which is milliseconds on
-    several devices.
+    It is the difference between the times of 2n and of n calls, divided by n. The start of a row of calls and
+    the wait for its end, which take milliseconds on several devices, are in both times.
     """
 
     def seconds(calls: int) -> float:
@@ -206,7 +206,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     devices = jax.devices()[: options.devices]
     if len(devices) < options.devices:
         raise SystemExit(f"{options.devices} devices are needed, and there are {len(devices)}")
-    result = record.environment() | {"timing": "wall clock", "devices": len(devices), "links": [], "rows": []}
+    result = record.environment() | {
+        "timing": "wall clock of a call between others",
+        "devices": len(devices),
+        "links": [],
+        "rows": [],
+    }
     print(record.heading(result))
     if options.links:
         result["links"] = links.rows(devices, options.links)

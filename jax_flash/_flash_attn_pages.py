@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _arguments, _cache_arguments, _cache_call, _settings, _validate
+from jax_flash import _cache_arguments, _cache_call, _settings, _validate
 from jax_flash._arguments import Names
 from jax_flash._cache_arguments import CacheArrays
 from jax_flash._cache_call import CacheArguments
+from jax_flash._call import Arguments
 from jax_flash._validate import described, short
+from jax_flash._varlen import VarlenSequences
 
 _NAMES = Names(
     query="q",
@@ -24,59 +26,53 @@ _NAMES = Names(
 )
 
 
-def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    block_table: Any,
-    *,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_attn_probs: Any,
-) -> Any:
-    """`(total_q, nheads, headdim_v)`; with `return_attn_probs` the tuple `(out, softmax_lse, None)`."""
+def attend(arguments: Arguments, sequences: VarlenSequences, block_table: Any) -> Any:
+    """`out (total_q, nheads, headdim_v)`; with `return_residual` the tuple `(out, lse, None)`, lse float32
+    `(nheads, total_q)`."""
     table = _validate.unconverted("block_table", block_table, "integer")
-    q = _validate.array("q", q, "floating")
+    q = _validate.array("q", arguments.query, "floating")
     if q.ndim != 3:
         raise ValueError(f"q must have shape (total_q, nheads, headdim); got {described(q)}")
-    if _validate.number("dropout_p", dropout_p) != 0:
-        raise NotImplementedError(f"dropout_p must be 0 with a block_table; got {short(dropout_p)}")
-    k = _validate.array("k", k, "floating")
+    if _validate.number("dropout_p", arguments.dropout_rate) != 0:
+        raise NotImplementedError(
+            f"dropout_p must be 0 with a block_table; got {short(arguments.dropout_rate)}"
+        )
+    _validate.flag("deterministic", arguments.deterministic)
+    k = _validate.array("k", arguments.key, "floating")
     if k.ndim != 4:
         raise ValueError(
             "k must have shape (num_blocks, page_block_size, nheads_k, headdim) with a block_table; "
             f"got {described(k)}"
         )
-    offsets = _offsets("cu_seqlens_q", cu_seqlens_q)
+    offsets = _offsets("cu_seqlens_q", sequences.cu_seqlens_q)
+    of_keys = _offsets("cu_seqlens_k", sequences.cu_seqlens_kv)
+    _validate.size("max_seqlen_q", sequences.max_seqlen_q)
+    _validate.size("max_seqlen_k", sequences.max_seqlen_kv)
     B = offsets.shape[0] - 1
-    of_keys = _offsets("cu_seqlens_k", cu_seqlens_k)
-    if of_keys.shape != offsets.shape or table.ndim != 2 or table.shape[0] != B:
+    if of_keys.shape != offsets.shape:
         raise ValueError(
-            "cu_seqlens_k must have shape (batch_size + 1,) and block_table (batch_size, "
-            f"max_num_blocks_per_seq) with batch_size = {B} as in cu_seqlens_q; "
-            f"got {described(of_keys)} and {described(table)}"
+            f"cu_seqlens_k must have shape (batch_size + 1,) = {offsets.shape} as cu_seqlens_q; "
+            f"got {described(of_keys)}"
+        )
+    if table.ndim != 2 or table.shape[0] != B:
+        raise ValueError(
+            f"block_table must have shape (batch_size, max_num_blocks_per_seq) with batch_size = {B} as in "
+            f"cu_seqlens_q; got {described(table)}"
         )
     capacity = min(table.shape[1] * k.shape[1], _validate.INT32_MAX)
     lengths = _lengths(_validate.clipped(of_keys, _validate.INT32_MAX), capacity)
-    checked = _cache_arguments.cache(CacheArrays(k, v, lengths, table), None, _NAMES)
-    cap = _validate.number("softcap", softcap)
+    checked = _cache_arguments.cache(CacheArrays(k, arguments.value, lengths, table), None, _NAMES)
     call = _cache_call.prepare(
         CacheArguments(
             jnp.expand_dims(q, 0),
             checked.operands,
             _NAMES,
-            window=_arguments.official_window(window_size, causal),
-            scale=softmax_scale,
-            logits_soft_cap=cap if cap > 0 else None,
-            alibi_slopes=alibi_slopes,
+            window=arguments.window,
+            scale=arguments.scale,
+            logits_soft_cap=arguments.logits_soft_cap,
+            alibi_slopes=arguments.alibi_slopes,
             query_offsets=_ascending(_validate.clipped(offsets, q.shape[0])),
-            return_residual=return_attn_probs,
+            return_residual=arguments.return_residual,
         )
     )
     out, lse, *_ = _cache_call.attend(call, implementation=None)
@@ -101,5 +97,5 @@ def _ascending(offsets: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=1)
 @_settings.as_written
 def _lengths(offsets: jax.Array, most: int) -> jax.Array:
-    """How many keys each sequence has."""
+    """How many keys each sequence has, at most `most`."""
     return jnp.clip(jnp.diff(offsets), 0, most)

@@ -223,8 +223,8 @@ def flash_attn_varlen_func(
       max_seqlen_k: the same for keys.
       block_table: `(batch_size, max_num_blocks_per_seq)`, integer. Then k and v are pages, `(num_blocks,
         page_block_size, nheads_k, headdim)`, of any size: key j of sequence i is row `j % page_block_size`
-        of page `block_table[i, j // page_block_size]`, and `cu_seqlens_k` says how many keys each has. A
-        page outside of k is no page: its keys are hidden. There is no dropout then, and no derivative.
+        of page `block_table[i, j // page_block_size]`, and `cu_seqlens_k` says how many keys each sequence
+        has. Keys of a page outside of k are hidden. Such a call has no dropout and no derivative.
 
     All else as `flash_attn_func`.
 
@@ -235,25 +235,6 @@ def flash_attn_varlen_func(
     Raises:
       NotImplementedError: dropout_p isn't 0 with a block_table.
     """
-    if block_table is not None:
-        for name, size in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            _validate.size(name, size)
-        _validate.flag("deterministic", deterministic)
-        return _flash_attn_pages.attend(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            return_attn_probs=return_attn_probs,
-        )
     options = _Options(
         dropout_p,
         softmax_scale,
@@ -266,7 +247,10 @@ def flash_attn_varlen_func(
         dropout_key,
     )
     sequences = VarlenSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend_varlen(options.arguments(q, k, v), sequences)
+    arguments = options.arguments(q, k, v)
+    if block_table is not None:
+        return _flash_attn_pages.attend(arguments, sequences, block_table)
+    return _attend_varlen(arguments, sequences)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -56,12 +56,17 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
     given: dict[str, jax.Array] = {}
     for name, kind in (("bias", "floating"), ("mask", "mask")):
         if whole[name] is not None:
-            x = _of_own_queries(_validate.array(name, whole[name], kind), axis_name, (T, s), order.shards)
+            of_keys, of_queries = (*batch, N, T, s), (*batch, N, t, S)
+            x = _validate.array(name, whole[name], kind)
+            if _is_along_keys(x, T, s, order.shards):
+                letters = f"(*B, N, T, S / {order.shards}), all queries and a device's keys,"
+                x = _validate.broadcastable(name, x, of_keys, letters, kind)
+                x = _exchanged(x, axis_name)
             letters = (
-                f"(*B, N, T / {order.shards}, S), a device's queries and all keys, "
-                f"or (*B, N, T, S / {order.shards}); the first"
+                f"(*B, N, T, S / {order.shards}) = {of_keys}, all queries and a device's keys, or "
+                f"(*B, N, T / {order.shards}, S)"
             )
-            given[name] = _validate.broadcastable(name, x, (*batch, N, t, S), letters, kind)
+            given[name] = _validate.broadcastable(name, x, of_queries, letters, kind)
     for name, most in zip(LENGTHS, (T, S), strict=True):
         if whole[name] is not None:
             given[name] = _sequences.lengths(name, whole[name], {"(*B,)": batch}, most)
@@ -105,21 +110,22 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
     return of, Call(spec, operands.replace(**given), batch)
 
 
-def _of_own_queries(x: jax.Array, axis_name: Any, lengths: tuple[int, int], shards: int) -> jax.Array:
-    """A bias or mask that is sharded along its keys, `(…, T | 1, S / n)`, as one of the device's queries with
-    all keys. Any other as it is.
+def _is_along_keys(x: jax.Array, queries: int, own_keys: int, shards: int) -> bool:
+    """Whether a bias or mask is sharded along its keys, `(…, T | 1, S / n)`, and not along its queries.
 
-    Args:
-      lengths: T and S / n.
+    One number for all queries and keys is sharded along neither.
     """
-    queries, own_keys = lengths
-    if shards == 1 or x.ndim < 2 or own_keys == 1 or x.shape[-1] != own_keys:
-        return x
-    if x.shape[-2] == 1:
-        return jax.lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
-    if x.shape[-2] == queries:
-        return jax.lax.all_to_all(x, axis_name, x.ndim - 2, x.ndim - 1, tiled=True)
-    return x
+    if shards == 1 or x.ndim < 2 or x.shape[-1] != own_keys:
+        return False
+    return x.shape[-2] == queries or (x.shape[-2] == 1 and own_keys > 1)
+
+
+def _exchanged(x: jax.Array, axis_name: Any) -> jax.Array:
+    """A bias or mask that is sharded along its keys as one of this device's queries with all keys."""
+    queries, keys = x.ndim - 2, x.ndim - 1
+    if x.shape[queries] == 1:
+        return jax.lax.all_gather(x, axis_name, axis=keys, tiled=True)
+    return jax.lax.all_to_all(x, axis_name, queries, keys, tiled=True)
 
 
 def _kind(load_balance: Any) -> LoadBalance | None:

@@ -129,9 +129,9 @@ def context_parallel_attention(
       query: `(*B, T / n, N, H)`, floating.
       key: `(*B, S / n, K, H)`, query's dtype.
       value: `(*B, S / n, K, V)`, query's dtype.
-      bias: broadcastable to `(*B, N, T / n, S)`: the device's queries with all keys. Or `(…, T, S / n)` or
-        `(…, 1, S / n)`: all queries with the device's keys, which are exchanged for the former. Its queries
-        and keys are in the order of `load_balance`.
+      bias: broadcastable to `(*B, N, T / n, S)`, the device's queries with all keys; or `(*B, N, T, S / n)`
+        or `(*B, N, 1, S / n)`, all queries with the device's keys, from which devices make the first by an
+        all-to-all. Its queries and keys are in the order of `load_balance`.
       mask: likewise, bool.
       axis_name: of the mesh axis. Or of two: Ulysses then goes over the second one, where links should be
         fast, and `strategy` over the first. Shards are numbered along the second axis first.

@@ -192,12 +192,18 @@ def restored(x: jax.Array, axis: int, order: Order) -> jax.Array:
 
 
 def restored_slices(x: jax.Array, axis: int, order: Order) -> jax.Array:
-    """`restored` of an array that a device has whole: by a slice for each chunk, which XLA moves nearly twice
-    as fast (docs/tuning/scale-out.md)."""
+    """`restored` of an array that a device has whole, by a slice for each chunk.
+
+    XLA moves slices nearly twice as fast (docs/tuning/scale-out.md). It might gather an array that is sharded
+    along `axis`.
+    """
     if order.kind != ZIGZAG:
         return restored(x, axis, order)
-    n, length = order.shards, x.shape[axis] // (2 * order.shards)
-    places = [2 * shard for shard in range(n)] + [2 * shard + 1 for shard in reversed(range(n))]
+    per_device = order.chunks_per_device
+    length = x.shape[axis] // (per_device * order.shards)
+    places = sorted(
+        range(per_device * order.shards), key=lambda place: order.number(*divmod(place, per_device))
+    )
     slices = [jax.lax.slice_in_dim(x, place * length, (place + 1) * length, axis=axis) for place in places]
     return jnp.concatenate(slices, axis)
 

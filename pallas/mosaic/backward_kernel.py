@@ -18,7 +18,7 @@ from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
-from .nonfinite import MARKED_ROWS, SpoiledTiles, mark, where_not_finite
+from .nonfinite import MARKED_ROWS, SpoiledTiles, finite_or, mark
 from .product import issue_accumulate, issue_product, wait_product
 from .registers import ACCUMULATOR, ROW, store, where_between
 from .roles import divide, drain
@@ -319,7 +319,8 @@ class Consumer:
             plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
 
     def _store_share(self, results: Pair, slot, place) -> None:
-        """Writes the float32 gradients of a head share, straight from registers."""
+        """Writes the float32 gradients of a head share, straight from registers: the second kernel only those
+        that weren't finite."""
         if self.config.persistent:
             plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
         batch, head, first_row = place
@@ -328,7 +329,7 @@ class Consumer:
             if values is not None:
                 target = target.at[share, batch, pl.ds(first_row, ROWS), key_head]
                 if self.spoiled is not None:
-                    values = where_not_finite(compat.load(target, ACCUMULATOR, optimized=False), values)
+                    values = finite_or(compat.load(target, ACCUMULATOR, optimized=False), values)
                 store(target, values)
 
     def _row_slots(self, slot):

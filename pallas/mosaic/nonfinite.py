@@ -175,10 +175,10 @@ class SpoiledTiles:
         full = self.first_full.at[warpgroup]
         plgpu.copy_gmem_to_smem(first, staged, full)
         plgpu.barrier_wait(full)
-        return where_not_finite(compat.load(staged, ACCUMULATOR).astype(jnp.float32), again)
+        return finite_or(compat.load(staged, ACCUMULATOR).astype(jnp.float32), again)
 
 
-def where_not_finite(first: jax.Array, again: jax.Array) -> jax.Array:
+def finite_or(first: jax.Array, again: jax.Array) -> jax.Array:
     """`first` where it is finite, `again` elsewhere."""
     return jnp.where(jnp.abs(first) < jnp.inf, first, again)
 

@@ -115,10 +115,14 @@ def call(**changes):
         (
             dict(cu_seqlens_k=np.zeros(4, np.int32)),
             ValueError,
-            r"cu_seqlens_k must have shape \(batch_size \+ 1",
+            r"cu_seqlens_k must have shape \(batch_size \+ 1,\) = \(5,\) as cu_seqlens_q; got int32 \(4,\)",
         ),
         (dict(cu_seqlens_k=np.zeros(5, np.float32)), TypeError, "cu_seqlens_k must have an integer dtype"),
-        (dict(block_table=np.zeros(4, np.int32)), ValueError, r"block_table \(batch_size, max_num_blocks"),
+        (
+            dict(block_table=np.zeros(4, np.int32)),
+            ValueError,
+            r"block_table must have shape \(batch_size, max_num",
+        ),
         (dict(dropout_p=0.1), NotImplementedError, "dropout_p must be 0 with a block_table"),
         (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q"),
         (dict(deterministic=2), TypeError, "deterministic"),

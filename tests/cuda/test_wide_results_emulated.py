@@ -61,4 +61,7 @@ def test_gradients_of_keys_are_sums_where_units_share_tiles(is_shared):
     last = ["backward_postprocess", *(["backward_postprocess_keys"] if is_shared else [])]
     assert list(kernels)[2:] == last
     assert all(kernels[entry]["RESULT"] == "float" for entry in last)
-    assert kernels["backward"]["KEY_SUMS"] == is_shared and kernels["backward"]["WIDE_KEYS"] != is_shared
+    assert (
+        kernels["backward"]["KEY_SUMS"] == is_shared
+        and kernels["backward"]["WIDE_KEY_GRADIENTS"] != is_shared
+    )

@@ -15,6 +15,7 @@ import faulthandler
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -264,14 +265,20 @@ def run(case: Case, implementation: str = "cuda", spoils: bool = False, kind: ty
             raise RuntimeError(f"results of {case} are not finite")
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("groups", nargs="*", default=list(ALL_GROUPS), help=", ".join(ALL_GROUPS))
+def parse(arguments: list[str], description: str | None, groups: Iterable[str]) -> argparse.Namespace:
+    """Which groups run, and by which implementation. With --for-racecheck kernels are compiled for that."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("groups", nargs="*", default=list(groups), help=", ".join(groups))
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--for-racecheck", action="store_true", help="kernels whose order it can follow")
     options = parser.parse_args(arguments)
     if options.for_racecheck:
         compile.OPTIONS = (*compile.OPTIONS, "-DFOR_RACECHECK=1")
+    return options
+
+
+def main(arguments: list[str]) -> None:
+    options = parse(arguments, __doc__, ALL_GROUPS)
     for group in options.groups:
         for case in GROUPS.get(group, ()):
             print(case, flush=True)

@@ -7,7 +7,6 @@ Each strategy and order of tokens runs forward and backward, with options of eac
 reads the verdicts. `--for-racecheck` is as in `sanitize.py`.
 """
 
-import argparse
 import faulthandler
 import os
 import sys
@@ -18,10 +17,9 @@ if __name__ == "__main__":
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # before JAX starts: processes share the GPUs
     sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+import sanitize
 from attention_case import Case
 from sharded_calls import ShardedCalls
-
-from jax_flash.cuda import compile
 
 LAYOUTS = {
     "ring": (("ring", None), ("ring", "zigzag"), ("ring", "striped")),
@@ -50,13 +48,7 @@ def run(name: str, implementation: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("groups", nargs="*", default=list(LAYOUTS), help=", ".join(LAYOUTS))
-    parser.add_argument("--implementation", default="cuda")
-    parser.add_argument("--for-racecheck", action="store_true", help="kernels whose order it can follow")
-    options = parser.parse_args(arguments)
-    if options.for_racecheck:
-        compile.OPTIONS = (*compile.OPTIONS, "-DFOR_RACECHECK=1")
+    options = sanitize.parse(arguments, __doc__, LAYOUTS)
     for group in options.groups:
         run(group, options.implementation)
 

@@ -148,8 +148,15 @@ MALFORMED = {
     ),
     "bias": (
         ValueError,
-        r"bias must be broadcastable to \(\*B, N, T / 4, S\), .* = \(2, 4, 3, 12\); got float32",
+        r"bias must be broadcastable to \(\*B, N, T, S / 4\) = \(2, 4, 12, 3\), .* or \(\*B, N, T / 4, S\) = "
+        r"\(2, 4, 3, 12\); got float32 \(1, 4, 12, 12\)",
         dict(bias=jnp.zeros((1, 4, 12, 12))),
+    ),
+    "bias_along_keys": (
+        ValueError,
+        r"bias must be broadcastable to \(\*B, N, T, S / 4\), .* = \(2, 4, 12, 3\); "
+        r"got float32 \(3, 4, 12, 3\)",
+        dict(bias=jnp.zeros((3, 4, 12, 3))),
     ),
     "bias_of_all_heads": (
         NotImplementedError,

@@ -200,7 +200,7 @@ class BackwardCall:
         return self.units.count > 1
 
     @property
-    def has_wide_keys(self) -> bool:
+    def has_wide_key_gradients(self) -> bool:
         """Whether the main kernel writes float32 rows of dK and dV."""
         return self.spec.wide_results and not self.has_key_sums
 

@@ -123,8 +123,8 @@ _MAIN = struct(
     dropout=dropout.PARAMETERS,
 )
 
-_WIDE_KEYS = struct(
-    "WideKeys",
+_WIDE_KEY_GRADIENTS = struct(
+    "WideKeyGradients",
     d_key="float*",  # (B, S, K, H)
     d_value="float*",  # (B, S, K, V)
     key_columns="int32_t",  # H
@@ -241,7 +241,7 @@ def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
         ("ISOLATES", int(is_main and call.isolates)),
         ("DETERMINISTIC", int(is_main and call.spec.deterministic)),
         ("KEY_SUMS", int(is_main and call.has_key_sums)),
-        ("WIDE_KEYS", int(is_main and call.has_wide_keys)),
+        ("WIDE_KEY_GRADIENTS", int(is_main and call.has_wide_key_gradients)),
         ("DQ_SUMS", 1 if entry == "backward_postprocess_keys" else call.dq_sums),
         *(mask_metadata.defines(call.shapes) if is_main else mask_metadata.NO_DEFINES),
         *(block_mask.defines(call.spec) if is_main else block_mask.NO_DEFINES),
@@ -286,11 +286,11 @@ def _empty_tiles(call: BackwardCall) -> dict[str, Argument]:
     """What preprocess needs for the zeros of key tiles that the main kernel skips. Sums are zeros anyway."""
     n, names = call.n, ("tile_blocks", "d_key", "d_value")
     stores = call.skips_empty_tiles and not call.has_key_sums
-    vector = 16 // call.spec.result_dtype(call.dtype).itemsize
+    elements_of_vector = 16 // call.spec.result_dtype(call.dtype).itemsize
     return {
         **{name: Pointer(name) if stores else None for name in names},
         **{"tiles": n.B * n.K * call.key_tiles, "keys": n.S, "key_heads": n.K},
-        **{"key_vectors": n.H // vector, "value_vectors": n.V // vector},
+        **{"key_vectors": n.H // elements_of_vector, "value_vectors": n.V // elements_of_vector},
     }
 
 
@@ -307,12 +307,12 @@ def _first_tile_stores(call: BackwardCall) -> bool:
     return call.key_tiles == 1 and call.spec.block_mask is None
 
 
-def _wide_keys(call: BackwardCall) -> Arguments:
+def _wide_key_gradients(call: BackwardCall) -> Arguments:
     """A further field of the main kernel's parameters: where it writes float32 rows of dK and dV."""
-    if not call.has_wide_keys:
+    if not call.has_wide_key_gradients:
         return {}
     columns = {"key_columns": call.n.H, "value_columns": call.n.V}
-    return {"wide_keys": {**call.pointers("d_key", "d_value"), **columns}}
+    return {"wide_key_gradients": {**call.pointers("d_key", "d_value"), **columns}}
 
 
 def _main(call: BackwardCall) -> Launch:
@@ -329,7 +329,7 @@ def _main(call: BackwardCall) -> Launch:
         buffers |= {"d_key": buffers["key"], "d_value": buffers["value"]}
     of_function = user_score_mod.gradient_parameters(spec)
     of_mask = block_mask.parameters(spec, call.shapes)
-    wide = {"wide_keys": _WIDE_KEYS} if call.has_wide_keys else {}
+    wide = {"wide_key_gradients": _WIDE_KEY_GRADIENTS} if call.has_wide_key_gradients else {}
     parameters = _MAIN.replace(score=score_mod.parameters(spec), **wide, **of_function, **of_mask)
     rows = {
         # Each CTA loads a part of the block for all that share it.
@@ -357,7 +357,7 @@ def _main(call: BackwardCall) -> Launch:
             **call.pointers("d_bias", "d_slopes", "bias_factor"),
             "mask_metadata": mask_metadata.backward_arguments(call.metadata),
             "dropout": dropout.arguments(spec),
-            **_wide_keys(call),
+            **_wide_key_gradients(call),
             **user_score_mod.gradient_arguments(spec, call.shapes),
             **block_mask.arguments(spec, call.shapes, call.block_grid, SPAN),
         },

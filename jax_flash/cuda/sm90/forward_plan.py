@@ -254,7 +254,7 @@ def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Confi
         split_tiles=tiles - whole_tiles if split_ctas else 0,
         split_ctas=split_ctas,
         counted=tiles > device.sm_count and not alike,
-        l2_head_group=_l2_head_group(spec, shapes, chosen, device),
+        l2_head_group=_l2_head_group(spec, shapes, pack_gqa, tiles, device),
     )
 
 
@@ -400,12 +400,12 @@ def _arguments(spec: AttentionSpec, shapes: Shapes, schedule: _Schedule) -> Argu
     }
 
 
-# For each multiprocessor, see `_l2_head_group`.
-_TAIL_TILES = 1.5  # of a group, so that all multiprocessors end at about the same time
-_MANY_TILES = 32  # of a call that is long
+# Of `_l2_head_group`: tiles for each multiprocessor, by measurement (docs/tuning/options.md, random blocks).
+_TAIL_TILES = 1.5  # in a group, so that all multiprocessors end at about the same time
+_MANY_TILES = 32  # in a long call
 
 
-def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, device: Device) -> int:
+def _l2_head_group(spec: AttentionSpec, shapes: Shapes, pack_gqa: int, tiles: int, device: Device) -> int:
     """How many head packs the tile scheduler interleaves (`tile_at` in sm90/forward/tile_scheduler.cuh).
 
     A head pack is the `pack_gqa` query heads whose rows share tiles. Where all tiles take equally long, the
@@ -413,17 +413,16 @@ def _l2_head_group(spec: AttentionSpec, shapes: Shapes, chosen: Configuration, d
     interleaves as many head packs as L2 holds, longest tiles first, to even out the tail. If tile lengths are
     known only at run time, concurrent tiles read about one sequence of each batch row.
 
-    Tiles with lists of blocks read keys here and there, not one behind the other, and miss L2 long before its
-    size. So in a long call of those a group has no more head packs than it needs for an even tail.
+    Tiles with lists of blocks don't read the same keys at the same time, so they find fewer of them in L2. A
+    group of a long call with such lists has only as many head packs as an even tail needs.
     """
-    n, sequences, pack_gqa = sizes(shapes), mask_metadata.assumed_sequences(shapes), chosen.pack_gqa
+    n, sequences = sizes(shapes), mask_metadata.assumed_sequences(shapes)
     if window_of(spec, n).unbounded and not sequences and spec.block_mask is None:
         return 1
     head_packs = n.B * n.N // pack_gqa
     element_bytes = ELEMENT_BYTES[shapes.key.dtype.name]
     bytes_per_pack = n.S * (n.H + n.V) * element_bytes / (n.group / pack_gqa)
     groups = math.ceil(head_packs * bytes_per_pack / (max(sequences, 1) * l2.forward_bytes(device)))
-    tiles = head_packs * math.ceil(n.T * pack_gqa / chosen.tile.rows)
     if spec.block_mask is not None and tiles >= _MANY_TILES * device.sm_count:
         groups = max(groups, tiles // math.ceil(_TAIL_TILES * device.sm_count))
     # Groups of equal size: a small last group would end in a ragged wave.

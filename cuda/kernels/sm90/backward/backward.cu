@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                     parameters.d_slopes,
                     parameters.bias_factor,
                     parameters.dropout,
-#if WIDE_KEYS
-                    parameters.wide_keys,
+#if WIDE_KEY_GRADIENTS
+                    parameters.wide_key_gradients,
 #endif
 #if SCORE_MOD_GRADIENTS
                     parameters.user_gradients,

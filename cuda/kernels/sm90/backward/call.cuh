@@ -93,8 +93,8 @@ struct Call {
     float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
     const float* bias_factor;  // of terms that are added up as integers
     const Dropout dropout;
-#if WIDE_KEYS
-    const WideKeys wide_keys;  // float32 rows of dK and dV
+#if WIDE_KEY_GRADIENTS
+    const WideKeyGradients wide_key_gradients;  // float32 rows of dK and dV
 #endif
 #if SCORE_MOD_GRADIENTS
     const UserScoreModGradients user_gradients;  // of arrays that the user's function captures

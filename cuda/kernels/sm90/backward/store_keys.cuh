@@ -1,5 +1,5 @@
-// Writes dK and dV of key tiles that are one unit's: 16-bit rows by way of shared memory, or with WIDE_KEYS float32
-// rows straight from registers, as four lanes have 32 bytes of a row, a sector of memory.
+// Writes dK and dV of key tiles that are one unit's: 16-bit rows by way of shared memory, or with WIDE_KEY_GRADIENTS
+// float32 rows straight from registers, as four lanes have 32 bytes of a row, a sector of memory.
 #pragma once
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
@@ -28,8 +28,9 @@ __device__ __forceinline__ void store_wide(const Call& call, const float (&gradi
 __device__ __forceinline__ void store_d_key(const Call& call, const float (&d_key)[d_key_count], uint32_t staging,
                                             int barrier, const KeyTile& tile, int first_key) {
     const float factor = with_dropout(call.scale, call.dropout.factor);
-#if WIDE_KEYS
-    store_wide(call, d_key, factor, call.wide_keys.d_key, call.wide_keys.key_columns, tile, first_key);
+#if WIDE_KEY_GRADIENTS
+    const WideKeyGradients& wide = call.wide_key_gradients;
+    store_wide(call, d_key, factor, wide.d_key, wide.key_columns, tile, first_key);
 #else
     store_gradient(d_key, factor, call.maps.d_key, staging, barrier, tile.head, first_key, tile.batch);
 #endif
@@ -37,8 +38,9 @@ __device__ __forceinline__ void store_d_key(const Call& call, const float (&d_ke
 __device__ __forceinline__ void store_d_value(const Call& call, const float (&d_value)[d_value_count], uint32_t staging,
                                               int barrier, const KeyTile& tile, int first_key) {
     const float factor = with_dropout(1, call.dropout.factor);
-#if WIDE_KEYS
-    store_wide(call, d_value, factor, call.wide_keys.d_value, call.wide_keys.value_columns, tile, first_key);
+#if WIDE_KEY_GRADIENTS
+    const WideKeyGradients& wide = call.wide_key_gradients;
+    store_wide(call, d_value, factor, wide.d_value, wide.value_columns, tile, first_key);
 #else
     store_gradient(d_value, factor, call.maps.d_value, staging, barrier, tile.head, first_key, tile.batch);
 #endif

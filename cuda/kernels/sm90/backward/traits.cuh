@@ -17,7 +17,7 @@
 //   ISOLATES        1: queries may not see all keys, so NaN is kept apart, see isolation.cuh
 //   DETERMINISTIC   whether the main kernel adds to dQ in a fixed order, see dq_order.cuh
 //   KEY_SUMS        1: units of work add to float32 sums of dK and dV (key_sums.cuh), as several share a key tile
-//   WIDE_KEYS       1: the main kernel writes float32 rows of dK and dV (store_keys.cuh)
+//   WIDE_KEY_GRADIENTS  1: the main kernel writes float32 rows of dK and dV (store_keys.cuh)
 //   DQ_SUMS         float32 sums of a block's dQ, a power of two; more than one only where they have a fixed order
 //   BIAS_SUM        what the bias's gradient is added up in: float, or uint64_t, see jax_flash/cuda/fixed_point.py
 //   RESULT          of the gradients that postprocess kernels write: ELEMENT, or float
