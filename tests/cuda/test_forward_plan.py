@@ -7,7 +7,7 @@ import pytest
 
 from jax_flash._device import H100
 from jax_flash._mask import Window
-from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, sizes
 from jax_flash.cuda import dropout, launch_plan
 from jax_flash.cuda.launch_plan import Launch, Pointer, TensorMap, Zero
 from jax_flash.cuda.sm90.forward_plan import plan_forward
@@ -311,3 +311,21 @@ def test_shared_memory_goes_by_the_size_of_elements(bytes_of_element):
     inputs = 6 * 128 * 128 * bytes_of_element
     rest = tile.shared_bytes(requirements) - inputs
     assert rest == tile.shared_bytes(dataclasses.replace(requirements, element_bytes=2)) - 6 * 128 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "head_dim", "expected"),
+    [(2, 32768, 128, 1), (8, 8192, 128, 4), (16, 4096, 64, 7), (4, 4096, 128, 16)],  # the last one is short
+)
+def test_long_calls_with_lists_of_blocks_have_few_heads_at_work(batch, length, head_dim, expected):
+    """A group has 1.5 tiles for each multiprocessor; that of a short call has what fits into L2."""
+    x, blocks = jax.ShapeDtypeStruct((batch, length, 16, head_dim), jnp.bfloat16), length // 128
+    operands = Operands(
+        *(x, x, x),
+        batch_indices=jax.ShapeDtypeStruct((batch,), jnp.int32),
+        head_indices=jax.ShapeDtypeStruct((1, 16), jnp.int32),
+        block_kinds=jax.ShapeDtypeStruct((1, 1, blocks, blocks), jnp.int8),
+    )
+    plan = plan_forward(AttentionSpec(0.1, block_mask=BlockMaskSpec((128, 128), None)), operands, H100)
+    launches = [launch for launch in plan.launches if isinstance(launch, Launch)]
+    assert launches[-1].by_path["l2_head_group"] == expected
