@@ -57,8 +57,8 @@ class Call:
 
     @staticmethod
     def of(case: str) -> "Call":
-        """That of a row's case."""
-        found = re.fullmatch(r"b1 s(\d+) h(\d+)/(\d+) d(\d+) causal", case)
+        """That of a row's case, or each of its calls."""
+        found = re.fullmatch(r"b1 s(\d+) h(\d+)/(\d+) d(\d+) causal(?: ×\d+)?", case)
         if found is None:
             raise ValueError(f"no call of this model: {case}")
         return Call(*map(int, found.groups()))

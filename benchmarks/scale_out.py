@@ -2,12 +2,14 @@
 
     python benchmarks/scale_out.py --out benchmarks/results/scale_out_2xh100.json
 
-Causal calls of 32K to 1M tokens, a window, and for comparison a sharded batch: by each strategy and order
-of tokens, and under a sharded `jit`. Times are wall clock, transfers among them, in shuffled rounds. Each
-row has a call, how it is sharded, a pass, the time on one device and on all, and the efficiency: the first
-over the second times the number of devices. 1.00 is linear. One device runs at most `ON_ONE` tokens; its
-time for a longer call is computed from its rate there, and the row has `one_tokens`. `links` has the
-collectives alone.
+Causal calls of 32K to 1M tokens, a window, and for comparison a sharded batch: by each strategy and order of
+tokens, and under a sharded `jit`. A program makes calls as a model's layers do: each has keys and values of
+its own, and its queries are the output of the one before. Times are wall clock, transfers among them, in
+shuffled rounds. Each row has a case, how it is sharded, a pass, a call's time on one device and on all, and
+the efficiency: the first over the second times the number of devices. 1.00 is linear. The time on one device
+is the mean of the devices' own, as some are slower than others. One runs at most `ON_ONE` tokens; its time
+for a longer call is computed from its rate there, and the row has `one_tokens`. `links` has the collectives
+alone.
 """
 
 import argparse
@@ -33,13 +35,13 @@ import jax_flash
 AXIS = "devices"
 TWO_AXES = ("groups", "members")
 CASES = [
-    Case(1, 32768, 32768, 32, 8, 128, causal=True),
+    Case(1, 32768, 32768, 32, 8, 128, causal=True, calls=4),
     Case(1, 131072, 131072, 32, 8, 128, causal=True),
     Case(1, 524288, 524288, 32, 8, 128, causal=True),
     Case(1, 1048576, 1048576, 32, 8, 128, causal=True),
-    Case(1, 262144, 262144, 48, 12, 128, causal=True, window=512),
+    Case(1, 262144, 262144, 48, 12, 128, causal=True, window=512, calls=4),
     Case(1, 262144, 262144, 48, 12, 128, causal=True),
-    Case(8, 8192, 8192, 32, 8, 128, causal=True),
+    Case(8, 8192, 8192, 32, 8, 128, causal=True, calls=4),
 ]
 ON_ONE = 262144
 ONE = "one device"
@@ -69,6 +71,7 @@ def runs(way: str, case: Case, devices: int) -> bool:
 
 
 def attend(case: Case, implementation: str) -> Callable[..., jax.Array]:
+    """One call on a device."""
     window = None if case.window is None else (case.window - 1, 0)
     return functools.partial(
         jax_flash.flash_attention,
@@ -108,14 +111,25 @@ Programs = dict[str, tuple]
 
 
 def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Programs:
-    """Results stay as they are sharded."""
-    *inputs, d_out = inputs
+    """Programs of as many calls as there are keys. Results stay as they are sharded.
+
+    Args:
+      inputs: a query, the output's cotangent, and a key and a value for each call.
+    """
+    d_out = inputs[1]
+    inputs = inputs[0], *inputs[2:]
+
+    def calls(query: jax.Array, *keys_and_values: jax.Array) -> jax.Array:
+        for key, value in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
+            # Whole in memory, as a layer's projection reads it.
+            query = jax.lax.optimization_barrier(call(query, key, value))
+        return query
 
     def both(d_out: jax.Array, *inputs: jax.Array) -> Any:
-        out, vjp = jax.vjp(call, *inputs)
+        out, vjp = jax.vjp(calls, *inputs)
         return out, *vjp(d_out)
 
-    forward = jax.jit(call).lower(*inputs).compile()
+    forward = jax.jit(calls).lower(*inputs).compile()
     return {
         "forward": (forward, *inputs),
         "both": (jax.jit(both).lower(d_out, *inputs).compile(), d_out, *inputs),
@@ -123,8 +137,9 @@ def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Pro
 
 
 def inputs_of(case: Case, sharding: jax.sharding.Sharding) -> list[jax.Array]:
-    """Query, key, value and the output's cotangent, made where they are."""
-    arrays = [(i, x.shape, x.dtype) for i, x in enumerate((*case.shapes(), case.shapes()[0]))]
+    """Query, the output's cotangent, and a key and a value for each call, made where they are."""
+    query, *key_and_value = case.shapes()
+    arrays = [(i, x.shape, x.dtype) for i, x in enumerate((query, query, *key_and_value * case.calls))]
     return [
         jax.jit(lambda i=i, s=s, t=t: jax.random.normal(jax.random.key(i), s, t), out_shardings=sharding)()
         for i, s, t in arrays
@@ -141,24 +156,24 @@ def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation
 
 
 def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Wall clock of a call that runs between others, as in a model.
+    """Wall clock of a program that runs between others, as a step of training does.
 
-    It is the difference between the times of 2n and of n calls, divided by n. The start of a row of calls and
+    It is the difference between the times of 2n and of n runs, divided by n. The start of a row of runs and
     the wait for its end, which take milliseconds on several devices, are in both times.
     """
 
-    def seconds(calls: int) -> float:
+    def seconds(runs: int) -> float:
         start = time.perf_counter()
-        for _ in range(calls):
-            results = function(*arguments)  # those of the call before are freed
+        for _ in range(runs):
+            results = function(*arguments)  # those of the run before are freed
         jax.block_until_ready(results)
         return time.perf_counter() - start
 
     estimate = seconds(1)
     if estimate > 1:  # nothing is lost in such a time
         return estimate * 1e3
-    calls = min(max(math.ceil(0.1 / estimate), 1), 16)
-    return statistics.median((seconds(2 * calls) - seconds(calls)) / calls for _ in range(3)) * 1e3
+    runs = min(max(math.ceil(0.1 / estimate), 1), 16)
+    return statistics.median((seconds(2 * runs) - seconds(runs)) / runs for _ in range(3)) * 1e3
 
 
 def rows(
@@ -169,9 +184,10 @@ def rows(
     if case.queries > ON_ONE:
         on_one = dataclasses.replace(case, queries=ON_ONE, keys=ON_ONE)
     found, prepared = [], {}
-    for way in (ONE, *ways):
+    alone = {f"{ONE} {i}": (ONE, on_one, [device], implementation) for i, device in enumerate(devices)}
+    for way, given in (alone | {way: (way, case, devices, implementation) for way in ways}).items():
         try:
-            prepared[way] = programs(way, on_one if way == ONE else case, devices, implementation)
+            prepared[way] = programs(*given)
             for function, *arguments in prepared[way].values():
                 jax.block_until_ready(function(*arguments))  # the first call is slow
                 if case.queries > ON_ONE:
@@ -185,9 +201,9 @@ def rows(
             for name in order:
                 times[name].append(milliseconds(*prepared[name][direction]))
         median = {name: statistics.median(times[name]) for name in times}
-        one = median.pop(ONE) * case.flops / on_one.flops
+        one = statistics.mean(median.pop(way) for way in alone) * case.flops / on_one.flops
         for way, of_all in median.items():
-            row = {"way": way, "pass": direction, "one": one, "all": of_all}
+            row = {"way": way, "pass": direction, "one": one / case.calls, "all": of_all / case.calls}
             found.append(row | {"efficiency": one / (of_all * len(devices)), "one_tokens": on_one.queries})
     return found
 
@@ -207,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(devices) < options.devices:
         raise SystemExit(f"{options.devices} devices are needed, and there are {len(devices)}")
     result = record.environment() | {
-        "timing": "wall clock of a call between others",
+        "timing": "wall clock of a program between others",
         "devices": len(devices),
         "links": [],
         "rows": [],

@@ -185,7 +185,8 @@ def _distance(spec, operands):
     size = sizes(operands)
     if operands.diagonal is not None:
         distance = _distance(spec, operands.replace(diagonal=None))
-        return distance - operands.diagonal[:, None, None, None]
+        of_queries = jnp.repeat(operands.diagonal, size.T // operands.diagonal.shape[1], axis=1)
+        return distance - of_queries[:, None, :, None]
     if operands.query_offsets is not None:
         return _distance_within_sequences(spec, operands)
     queries, keys = operands.query_seq_lengths, operands.key_value_seq_lengths

@@ -106,7 +106,9 @@ class Operands(Generic[Leaf]):
 
     A `diagonal` moves what causality, the window and ALiBi are relative to: query `i` is aligned with key
     `i + S - T + diagonal`. So queries and keys may be parts of longer sequences, from any place on. Causal
-    attention and windows then hide keys that the shapes alone don't say.
+    attention and windows then hide keys that the shapes alone don't say. Several diagonals, in ascending
+    order, are those of as many parts of the queries, which are equally long. Then there are no lengths and no
+    offsets.
 
     Functions of users (`AttentionSpec.score_mod`, `BlockMaskSpec.mask_mod`) take indices of the whole call.
     So where there is a function, each row and head brings its own index, which stays with it when the call
@@ -129,7 +131,7 @@ class Operands(Generic[Leaf]):
     key_value_offsets: Leaf | None = None  # (B, P + 1) int32
     dropout_rows: Leaf | None = None  # (B, N, T) uint32, see `_dropout.py`
     dropout_columns: Leaf | None = None  # (B, S) uint32
-    diagonal: Leaf | None = None  # (B|1,) int32, by how many keys every diagonal lies further to the right
+    diagonal: Leaf | None = None  # (B|1, P) int32, by how many keys diagonals of P parts lie further right
     batch_indices: Leaf | None = None  # (B,) int32
     head_indices: Leaf | None = None  # (B|1, N) int32
     block_kinds: Leaf | None = None  # (B|1, N|1, blocks of T, blocks of S) int8, see `_block_kinds.py`

@@ -7,7 +7,7 @@ import dataclasses
 
 import jax
 
-from jax_flash import _device, _float8, _varlen_unpacking
+from jax_flash import _device, _float8, _query_parts, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
@@ -109,6 +109,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(forward, spec, operands)
+    if _query_parts.are_several(operands):
+        return _query_parts.forward(forward, spec, operands)
     device = _device.current()
     if lowering.is_float8(spec, operands):
         from .mosaic import forward_float8
@@ -146,6 +148,8 @@ def backward(
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
+    if _query_parts.are_several(operands):
+        return _query_parts.backward(backward, spec, operands, out, lse, d_out, d_lse)
     spec, operands = _of_16_bits(spec, operands)
     device = _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:

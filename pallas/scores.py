@@ -321,7 +321,8 @@ class Scores:
         ref = self.refs.get("diagonal")
         if ref is None:
             return None
-        return triton.load(ref if batch is None else ref.at[batch if ref.shape[0] > 1 else np.int32(0)])
+        row = () if batch is None else (batch if ref.shape[0] > 1 else np.int32(0),)
+        return triton.load(ref.at[(*row, np.int32(0))])
 
     def _load(self, name: str, place: Place) -> jax.Array:
         """The tile of an operand, with axes of 1 where it broadcasts."""

@@ -222,7 +222,7 @@ def _attend(of: Sharded, call: Call, named: str, implementation: Any) -> Any:
 def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands) -> Any:
     """`out (*B, T, N, V)`, and with `return_residual` also `lse (*B, N, T)`; by a strategy over one axis."""
     spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
-    part = {"ring": pairs.first_pair, "all_gather": gather.first_chunk, "ulysses": ulysses.by_heads}[chosen]
+    part = {"ring": pairs.first_pair, "all_gather": gather.first_call, "ulysses": ulysses.by_heads}[chosen]
     of_part = jax.eval_shape(functools.partial(part, of), operands)
     shapes = Call(spec, of_part, lowering.batch_shape(of_part)).shapes
     names, device = _arguments.implementations(implementation), _device.current()

@@ -1,9 +1,10 @@
 """All-gather of keys and values: each device attends with its queries to all keys.
 
-One all-gather of each array that goes with the keys, and one ordinary call for each chunk of queries. Grouped
-heads make it cheap: keys and values are small beside queries. The gathered ones are not kept for the backward
-pass, which gathers them again; out and lse are kept, so attention runs once. Each device's part of the
-gradients of keys and values is float32. A reduce-scatter adds these parts up, and their sum is rounded once.
+One all-gather of each array that goes with the keys, and one ordinary call, in which each chunk of queries
+has a diagonal. Lengths and functions are a chunk's own, so with them each chunk is a call. Grouped heads make
+it cheap: keys and values are small beside queries. The gathered ones are not kept for the backward pass,
+which gathers them again; out and lse are kept, so attention runs once. Each device's part of the gradients of
+keys and values is float32. A reduce-scatter adds these parts up, and their sum is rounded once.
 
 A narrow window sends only the keys that it reaches, where lengths don't move the diagonal: `halo.py`.
 
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _settings
+from jax_flash import _query_parts, _settings
 from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import halo, sharded
 from jax_flash.context_parallel.load_balance import Chunk, reordered, restored_slices
@@ -114,43 +115,40 @@ def _backward(calls: Calls, operands: Operands, results: dict[str, jax.Array | N
     """By calls on all keys."""
     of = calls.sharded
     parts: list[Arrays] = []
-    for q, of_chunk in enumerate(chunk_operands(of, operands)):
-        spans = {"T": (q * of.queries_per_chunk, of.queries_per_chunk)}
+    for call, of_call in enumerate(call_operands(of, operands)):
         rows = (
-            None if x is None else sharded.take(name.removeprefix("d_"), x, spans)
+            None if x is None else sharded.take(name.removeprefix("d_"), x, _spans(of, call))
             for name, x in results.items()
         )
-        parts.append(calls.passes.backward(calls.wide_call, of_chunk, *rows).present())
+        parts.append(calls.passes.backward(calls.wide_call, of_call, *rows).present())
     present = operands.present()
     gradients = {name: _sum_of(of, name, present[name], [part[name] for part in parts]) for name in parts[0]}
     return Gradients.of(gradients)
 
 
 def _sum_of(of: Sharded, name: str, operand: jax.Array, parts: list[jax.Array]) -> jax.Array:
-    """The gradient of an operand, from those of the operands of each chunk."""
-    axes = {letter: sharded.axis_of(name, operand, letter) for letter in "TS" if letter in axes_of(name)}
-    # An axis of size 1 stands for all positions.
-    axes = {letter: axis for letter, axis in axes.items() if operand.shape[axis] != 1}
-    total = jnp.concatenate(parts, axes["T"]) if "T" in axes else functools.reduce(jnp.add, parts)
-    if "S" in axes:
+    """The gradient of an operand, from those of the operands of each call."""
+    total = _query_parts.total(name, operand, parts)
+    axis = sharded.axis_of(name, operand, "S") if "S" in axes_of(name) else None
+    if axis is not None and operand.shape[axis] != 1:  # which stands for all positions
         if _restores(of):
-            total = reordered(total, axes["S"], of.order)
+            total = reordered(total, axis, of.order)
         if sharded.goes_with_keys(name):
-            total = _scattered(of, axes["S"], total)
+            total = _scattered(of, axis, total)
     return total.astype(operand.dtype)
 
 
 def attend_by(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands) -> Any:
     """What `ordinary`, which runs a call of `of.local_spec`, gives for all queries of this device."""
-    results = [ordinary(call) for call in chunk_operands(of, operands)]
+    results = [ordinary(call) for call in call_operands(of, operands)]
     if not isinstance(results[0], tuple):
-        return jnp.concatenate(results, axis=-3)
+        return _query_parts.joined("out", results)
     out, lse = zip(*results, strict=True)
-    return jnp.concatenate(out, axis=-3), jnp.concatenate(lse, axis=-1)
+    return _query_parts.joined("out", out), _query_parts.joined("lse", lse)
 
 
-def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
-    """The operands of the call for each chunk of this device's queries, on all keys in their own order."""
+def call_operands(of: Sharded, operands: Operands) -> list[Operands]:
+    """The operands of each call on all keys, in their own order: of this device's queries, or of a chunk."""
     whole: dict[str, jax.Array] = {}
     for name, x in operands.present().items():
         if "S" in axes_of(name):
@@ -160,13 +158,22 @@ def chunk_operands(of: Sharded, operands: Operands) -> list[Operands]:
             if x.shape[axis] != 1 and _restores(of):
                 x = restored_slices(x, axis, of.order)
         whole[name] = x
-    keys, t, shard = Chunk(0, 1, of.keys), of.queries_per_chunk, of.own_shard()
+    keys, shard = Chunk(0, 1, of.keys), of.own_shard()
+    chunks = [of.order.chunk(shard, q, of.queries_per_chunk) for q in range(of.chunks)]
+    if of.joins_chunks:
+        return [of.placed_together(Operands.of(whole), chunks, keys)]
 
     def of_chunk(q: int) -> Operands:
-        parts = {name: sharded.take(name, x, {"T": (q * t, t)}) for name, x in whole.items()}
-        return of.placed(Operands.of(parts), of.order.chunk(shard, q, t), keys)[0]
+        parts = {name: sharded.take(name, x, _spans(of, q)) for name, x in whole.items()}
+        return of.placed(Operands.of(parts), chunks[q], keys)[0]
 
     return [of_chunk(q) for q in range(of.chunks)]
+
+
+def _spans(of: Sharded, call: int) -> sharded.Spans:
+    """The queries of that call, as a part of this device's."""
+    t = of.queries_per_chunk * (of.chunks if of.joins_chunks else 1)
+    return {"T": (call * t, t)}
 
 
 def _restores(of: Sharded) -> bool:
@@ -181,11 +188,11 @@ def gathered_keys(of: Sharded) -> int:
     return of.keys - own if edges is None else of.chunks * sum(edge.rows for edge in edges)
 
 
-def first_chunk(of: Sharded, operands: Operands) -> Operands:
+def first_call(of: Sharded, operands: Operands) -> Operands:
     """The operands of the first call, as implementations are asked about them."""
     if halo.edges_of(of) is not None:
         return halo.own_operands(of, operands)
-    return chunk_operands(of, operands)[0]
+    return call_operands(of, operands)[0]
 
 
 def gathered(of: Sharded, axis: int, x: jax.Array) -> jax.Array:

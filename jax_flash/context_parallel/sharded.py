@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_flash._mask import PositionMask, Window
+from jax_flash._mask import Index, PositionMask, Window
 from jax_flash._spec import AttentionSpec, Gradients, Operands, functions_of
 from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
@@ -137,10 +137,24 @@ class Sharded:
         if given[1] is not None:
             operands = operands.replace(key_value_seq_lengths=mask.columns)
         if self.has_diagonal:
-            diagonal = jnp.asarray(mask.shift, jnp.int32)
-            one = (1,) * len(batch_shape(operands))
-            operands = operands.replace(diagonal=diagonal if diagonal.ndim else diagonal.reshape(one))
+            operands = operands.replace(diagonal=_diagonals(operands, [mask.shift]))
         return functions.placed(self.spec, operands, queries, keys), mask
+
+    @property
+    def joins_chunks(self) -> bool:
+        """Whether a call may have all chunks of a device's queries, with a diagonal for each.
+
+        Lengths, and what functions capture, are a chunk's own.
+        """
+        return self.chunks > 1 and not self.has_lengths and functions_of(self.spec) is None
+
+    def placed_together(self, operands: Operands, queries: list[Chunk], keys: Chunk) -> Operands:
+        """The operands of a call on all chunks of a device's queries, if `joins_chunks`."""
+        shifts = [local_mask(self.window, chunk, keys, self.queries, self.keys).shift for chunk in queries]
+        # In the call a chunk begins that much further from the last query than it would alone.
+        behind = [sum(later.length for later in queries[i + 1 :]) for i in range(len(queries))]
+        diagonals = [shift + tokens for shift, tokens in zip(shifts, behind, strict=True)]
+        return operands.replace(diagonal=_diagonals(operands, diagonals))
 
     def refusal_of_functions(self, keys_are_whole: bool) -> str | None:
         """Why calls on chunks can't have the call's block mask, or None.
@@ -171,6 +185,13 @@ class Calls:
     def wide_call(self) -> Call:
         """The ordinary call with float32 results, for those that are added up."""
         return dataclasses.replace(self.call, spec=self.call.spec.wide())
+
+
+def _diagonals(operands: Operands, of_parts: list[Index]) -> jax.Array:
+    """The operand `diagonal`, from the number of each part of the queries, or its numbers `(*B,)`."""
+    diagonals = jnp.stack([jnp.asarray(shift, jnp.int32) for shift in of_parts], -1)
+    batch = len(batch_shape(operands))
+    return diagonals if diagonals.ndim == batch + 1 else diagonals.reshape((1,) * batch + (-1,))
 
 
 def goes_with_keys(name: str) -> bool:

@@ -170,7 +170,8 @@ def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Arra
         return {}
     arrays = operands.present()
     if operands.diagonal is not None:
-        shifts = jnp.broadcast_to(operands.diagonal, operands.query.shape[:1])
+        parts = operands.diagonal.shape[1]
+        shifts = jnp.broadcast_to(operands.diagonal, (operands.query.shape[0], parts))
         arrays["diagonal"] = jnp.clip(shifts, -mask_metadata.MAX_SHIFT, mask_metadata.MAX_SHIFT)
     # The target keeps its first name, as exported programs have it.
     return _call("jax_flash_bounds", plan, arrays)

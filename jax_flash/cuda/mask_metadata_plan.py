@@ -24,7 +24,7 @@ _SEQUENCES = struct(
     key_offsets="const int*",
     query_lengths="const int*",  # (B); null: all of T or S
     key_lengths="const int*",
-    shifts="const int*",  # (B): the operand `diagonal`, clipped; null without
+    shifts="const int*",  # (B, parts): the operand `diagonal`, clipped; null without
     count="int32_t",  # sequences in a batch row
     longest_query="int32_t",  # tokens of a varlen sequence beyond are padding
     longest_key="int32_t",
@@ -32,6 +32,7 @@ _SEQUENCES = struct(
     keys="int32_t",  # S
     left="int32_t",  # the window; as far as any key on sides that hide nothing
     right="int32_t",
+    parts="int32_t",  # of the queries, with a shift each
 )
 
 _FORWARD = struct(
@@ -163,7 +164,7 @@ def _buffers(shapes: Shapes, wanted: tuple[Buffer, ...]) -> tuple[tuple[Buffer, 
     found = ((name, getattr(shapes, name)) for name in names)
     operands = tuple(Buffer(name, x.shape, "int32") for name, x in found if x is not None)
     if shapes.diagonal is not None:
-        operands += (Buffer("diagonal", (sizes(shapes).B,), "int32"),)
+        operands += (Buffer("diagonal", (sizes(shapes).B, shapes.diagonal.shape[1]), "int32"),)
     return operands, tuple(buffer for buffer in wanted if buffer.name not in names)
 
 
@@ -205,6 +206,7 @@ def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]
         "count": count,
         **{"longest_query": min(longest[0], n.T), "longest_key": min(longest[1], n.S)},
         **{"queries": n.T, "keys": n.S, "left": left, "right": right},
+        "parts": 1 if shapes.diagonal is None else shapes.diagonal.shape[1],
     }
 
 

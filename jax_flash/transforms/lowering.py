@@ -41,7 +41,7 @@ _AXES = {
     "key_value_offsets": "O",
     "dropout_rows": "NT",
     "dropout_columns": "S",
-    "diagonal": "",
+    "diagonal": "P",
     "batch_indices": "",
     "head_indices": "N",
     "block_kinds": "NIJ",
@@ -57,8 +57,9 @@ _AXES = {
 def axes_of(name: str) -> Sequence[str]:
     """The axes of an array after its batch axes, in the letters of `_spec.py`.
 
-    `O` is the offsets of varlen sequences, `I` and `J` the blocks of a block mask, `C` and `D` the blocks of
-    queries and of keys that have a scale. The elements of a captured array have the array's name.
+    `O` is the offsets of varlen sequences, `P` the parts of the queries that have a diagonal, `I` and `J` the
+    blocks of a block mask, `C` and `D` the blocks of queries and of keys that have a scale. The elements of a
+    captured array have the array's name.
     """
     return (name,) if is_captured(name) else _AXES[name]
 

@@ -201,7 +201,7 @@ def _of_ordinary_call(of: Sharded, layout: Layout, whole: Shapes, local: Shapes)
     shapes = Operands.of({name: of_call(name, x, is_one[name]) for name, x in local.present().items()})
     if of.has_diagonal and not by_heads:
         rows = batch if of.has_lengths else 1
-        shapes = shapes.replace(diagonal=jax.ShapeDtypeStruct((rows,), jnp.int32))
+        shapes = shapes.replace(diagonal=jax.ShapeDtypeStruct((rows, 1), jnp.int32))
     if not by_heads:
         chunks = (of.order.chunk(0, 0, sizes[letter]) for letter in "TS")
         shapes = jax.eval_shape(lambda x: functions.placed(of.spec, x, *chunks), shapes)

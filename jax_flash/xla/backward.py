@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _gradients, _varlen_unpacking
+from jax_flash import _device, _dropout, _gradients, _query_parts, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, functions, logits, loops, symbolic
@@ -35,6 +35,8 @@ def backward(
     """
     if operands.query_offsets is not None:
         return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
+    if _query_parts.are_several(operands):
+        return _query_parts.backward(backward, spec, operands, out, lse, d_out, d_lse)
     if symbolic.needs_padding(operands):
         return symbolic.backward(backward, spec, operands, out, lse, d_out, d_lse)
     cut = blocks.plan(spec, operands, _device.current())

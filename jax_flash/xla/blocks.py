@@ -137,7 +137,8 @@ def _even_blocks(length: int, most: int) -> Axis:
 def position_mask(spec: AttentionSpec, operands: Operands) -> PositionMask:
     """What causality, the window and the lengths of each batch row leave visible, with queries as rows."""
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
-    return keys_of_queries(spec, sizes(operands), *lengths, shift=operands.diagonal)
+    shift = None if operands.diagonal is None else operands.diagonal[:, 0]
+    return keys_of_queries(spec, sizes(operands), *lengths, shift=shift)
 
 
 def key_blocks(spec: AttentionSpec, operands: Operands, cut: Plan, query_block) -> tuple:

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _dropout, _varlen_unpacking
+from jax_flash import _dropout, _query_parts, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms import lowering
 from jax_flash.transforms.varying import vary_alike
@@ -42,6 +42,8 @@ def _forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Ar
     """Attention of operands with one batch axis."""
     if operands.query_offsets is not None:
         return _varlen_unpacking.forward(_forward, spec, operands)
+    if _query_parts.are_several(operands):
+        return _query_parts.forward(_forward, spec, operands)
     if symbolic.needs_padding(operands):
         return symbolic.forward(_forward, spec, operands)
     operands = vary_alike(operands)

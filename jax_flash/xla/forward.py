@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _device, _dropout, _float8, _isolation, _varlen_unpacking
+from jax_flash import _device, _dropout, _float8, _isolation, _query_parts, _varlen_unpacking
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, loops, symbolic
@@ -18,6 +18,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out `(B, T, N, V)` in `spec.result_dtype` of query's, and lse `(B, N, T)` in float32
       (float64 for float64 operands), −inf where a row has nothing to attend to.
     """
+    if _query_parts.are_several(operands):
+        return _query_parts.forward(forward, spec, operands)
     if symbolic.needs_padding(operands):
         return symbolic.forward(forward, spec, operands)
     if _float8.is_float8(operands.query.dtype):

@@ -36,7 +36,7 @@ def lists(
     assert operands.block_kinds is not None
     lengths = operands.query_seq_lengths, operands.key_value_seq_lengths
     size = sizes(operands)
-    of_positions = lengths, operands.diagonal
+    of_positions = lengths, None if operands.diagonal is None else operands.diagonal[:, 0]
     found = _lists(spec, size, tile, transposed, operands.block_kinds, *of_positions, segment_blocks)
     return dict(zip(LISTS, found, strict=True))
 

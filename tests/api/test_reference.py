@@ -40,7 +40,7 @@ def all_operands(draw):
         key_value_segment_ids=draw.integers(0, 2, (B, S), np.int32),
         dropout_rows=rows,
         dropout_columns=columns,
-        diagonal=np.array([1, -2], np.int32),
+        diagonal=np.array([[1], [-2]], np.int32),
     )
 
 
@@ -80,7 +80,8 @@ def by_hand(spec, operands):
                 x += per_row["bias"][b, n, i, j]
             diagonal = k_start + i - q_start + k_length - q_length
             if operands.diagonal is not None:
-                diagonal += operands.diagonal[b % len(operands.diagonal)]
+                of_row = operands.diagonal[b % len(operands.diagonal)]
+                diagonal += of_row[i * len(of_row) // size.T]
             if operands.alibi_slopes is not None:
                 x -= operands.alibi_slopes[0, n] * abs(diagonal - j)
             attends = i < q_start + q_length and k_start <= j < k_start + k_length
@@ -148,6 +149,14 @@ def test_is_the_definition(draw, feature):
     operands = operands.replace(**optional)
     for got, expected in zip(reference(spec, operands), by_hand(spec, operands), strict=True):
         assert got.dtype == np.float64
+        np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-14)
+
+
+def test_diagonals_of_parts_are_the_definition(draw):
+    diagonal = np.array([[-3, -1, 0, 0, 4], [0, 0, 0, 0, 2]], np.int32)  # each query is a part
+    operands = plain_operands(draw).replace(diagonal=diagonal, alibi_slopes=all_operands(draw).alibi_slopes)
+    spec = AttentionSpec(0.5, left=3, right=1)
+    for got, expected in zip(reference(spec, operands), by_hand(spec, operands), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-14)
 
 

@@ -115,6 +115,9 @@ MASK_METADATA = (
     Case(H=64, T=200, S=200, N=2, B=3, right=0, diagonal=(-200, -70, 200), return_residual=True),
     Case(H=128, T=300, S=200, N=4, K=2, B=2, left=150, right=0, diagonal=(250, 40), alibi="1N"),
     Case(H=256, T=100, S=130, B=3, right=0, lengths="qk", diagonal=(-60, 30, 90)),
+    # An early and a late part in a call.
+    Case(H=128, T=260, S=520, N=4, K=2, right=0, diagonal=((-130, 130),), deterministic=True),
+    Case(H=64, T=300, S=400, N=2, B=2, left=90, right=20, diagonal=((-200, 0), (-250, -20)), alibi="1N"),
     Case(H=128, T=400, S=400, N=2, segments="sorted", right=0, B=2),
     Case(H=64, T=300, S=700, N=2, segments="sorted", return_residual=True),
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
@@ -469,7 +472,7 @@ def test_backward_passes_of_chunks_add_up(emulator):
             operands.query[:, own],
             operands.key[:, of_keys],
             operands.value[:, of_keys],
-            diagonal=np.array([i - j - (keys - rows)], np.int32),
+            diagonal=np.array([[i - j - (keys - rows)]], np.int32),
         )
         metadata = backward_plan.plan_backward_metadata(spec, shapes_of(chunks), DEVICE)
         arrays = arrays_of(chunks, metadata, emulator, seed)

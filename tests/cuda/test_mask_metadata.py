@@ -51,6 +51,12 @@ def draw(random, form, B=None, T=None, S=None, count=None) -> Case:
     B = B or int(random.integers(1, 4))
     T, S = T or int(random.integers(1, 500)), S or int(random.integers(1, 500))
     others = {}
+    if "diagonal" in form:
+        parts = int(random.integers(1, 4))
+        T = parts * -(-T // parts)
+        shifts = random.integers(-S, T, size=(B, parts), endpoint=True)
+        shifts = np.where(random.integers(8, size=(1, parts)), shifts, random.choice((-(2**29), 2**29)))
+        others["diagonal"] = np.sort(shifts, axis=1).astype(np.int32)
     longest = (None, None)
     if "packed" in form:
         count = count or int(random.integers(1, 40))
@@ -67,11 +73,6 @@ def draw(random, form, B=None, T=None, S=None, count=None) -> Case:
         for name, size in (("query", T), ("key_value", S)):
             ids = random.integers(-most, most, size=(B, size), endpoint=True).astype(np.int32)
             others[f"{name}_segment_ids"] = np.sort(ids) if random.integers(4) else ids
-    if "diagonal" in form:
-        shifts = random.integers(-S, T, size=B, endpoint=True)
-        others["diagonal"] = np.where(random.integers(8), shifts, random.choice((-(2**29), 2**29))).astype(
-            np.int32
-        )
     if random.integers(2):
         others["alibi_slopes"] = np.ones((1, 2), np.float32)
     # A diagonal's call has the window as it is.

@@ -26,6 +26,7 @@ CASES = [
     Case(64, 80, 80, left=30, right=0, diagonal=(17,), bias="1NTS", sinks="1N", N=2, K=2, wide=True),
     Case(64, 80, 80, B=2, left=30, right=0, diagonal=(17, -17), bias="11TS", soft_cap=5.0),
     Case(32, 90, 80, right=0, diagonal=(-5,), bias="1N1S", mask="B1TS", segments="sorted", dropout=0.3),
+    Case(64, 80, 160, right=0, diagonal=((-80, 20),), bias="1NTS", alibi="1N", return_residual=True),  # parts
     Case(32, 96, 96, right=0, diagonal=(20,), score_mod="relative_position", block_mask="layout"),
 ]
 

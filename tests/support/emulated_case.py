@@ -45,7 +45,7 @@ class Case:
     packed: int | None = None  # so many sequences to a batch row
     V: int | None = None  # where values have a head dim of their own
     dropout: float = 0.0
-    diagonal: tuple[int, ...] | None = None  # for each batch row
+    diagonal: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None  # for each batch row, or its parts
     score_mod: str | None = None  # of FUNCTIONS
     block_mask: str | None = None  # of BLOCK_MASKS
     wide: bool = False  # float32 results
@@ -329,7 +329,8 @@ def draw(case):
         rows, columns = _dropout.hashes(dropout_key, case.B, case.N, case.T, case.S)
         others |= {"dropout_rows": rows, "dropout_columns": columns}
     if case.diagonal is not None:
-        others["diagonal"] = np.array(case.diagonal, np.int32)
+        diagonal = np.array(case.diagonal, np.int32)
+        others["diagonal"] = diagonal if diagonal.ndim == 2 else diagonal[:, None]
     arrays = {"query": query, "key": key, "value": value} | others
     operands = Operands.of({name: jax.numpy.asarray(x) for name, x in arrays.items()})
     return spec, operands, normal(case.T, case.N), d_lse if case.return_residual else None, seed

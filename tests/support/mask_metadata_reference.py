@@ -99,12 +99,15 @@ def diagonals(spec: AttentionSpec, operands: Operands) -> tuple[np.ndarray, np.n
     """The key on each query's diagonal, and whether the query is no padding, `(B, T)`."""
     n = sizes(operands)
     of, _ = _sequences(spec, operands, n)
-    return np.arange(n.T) - of.first_query + of.first_key + of.keys - of.queries + _shifts(operands), of.there
+    return _shifted(operands, n) - of.first_query + of.first_key + of.keys - of.queries, of.there
 
 
-def _shifts(operands: Operands) -> np.ndarray:
-    """By how much diagonals lie further to the right, `(B, 1)`."""
-    return np.int64(0) if operands.diagonal is None else np.asarray(operands.diagonal, np.int64)[:, None]
+def _shifted(operands: Operands, n: Sizes) -> np.ndarray:
+    """Each query's index and how much further to the right its diagonal lies, added: ascending `(B, T)`."""
+    shifts = np.zeros((n.B, 1), np.int64)
+    if operands.diagonal is not None:
+        shifts = np.asarray(operands.diagonal, np.int64)
+    return np.arange(n.T) + shifts.repeat(n.T // shifts.shape[1], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +138,18 @@ def _key_queries(spec: AttentionSpec, operands: Operands) -> Interval:
     """The interval of queries that see each key."""
     n = sizes(operands)
     _, of = _sequences(spec, operands, n)
-    aligned = np.arange(n.S) - of.first_key + of.first_query + of.queries - of.keys - _shifts(operands)
+    aligned = np.arange(n.S) - of.first_key + of.first_query + of.queries - of.keys + np.zeros((n.B, 1), int)
     begin = np.broadcast_to(of.first_query, aligned.shape)
     end = np.broadcast_to(of.first_query + of.queries, aligned.shape)
+
+    def first_from(aligned: np.ndarray) -> np.ndarray:
+        rows = zip(_shifted(operands, n), aligned, strict=True)
+        return np.stack([np.searchsorted(shifted, row) for shifted, row in rows])
+
     if spec.right is not None:
-        begin = np.maximum(begin, aligned - spec.right)
+        begin = np.maximum(begin, first_from(aligned - spec.right))
     if spec.left is not None:
-        end = np.minimum(end, aligned + spec.left + 1)
+        end = np.minimum(end, first_from(aligned + spec.left + 1))
     return _nonempty(begin, end, of.there)
 
 

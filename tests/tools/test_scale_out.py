@@ -23,18 +23,28 @@ def scale_out(monkeypatch):
     "way", ("batch", "jit", "ring", "all-gather, zigzag", "Ulysses", "ring × Ulysses, zigzag")
 )
 def test_ways_compute_the_same(scale_out, way):
-    case = scale_out.Case(4, 32, 32, 4, 2, 8, causal=True, dtype="float32")
+    case = scale_out.Case(4, 32, 32, 4, 2, 8, causal=True, dtype="float32", calls=2)
+
+    def forward(call, inputs):
+        function, *arguments = scale_out.compiled(call, inputs)["forward"]
+        return function(*arguments)
+
     mesh = scale_out.mesh_of(way, jax.devices()[:4])
     call, spec = scale_out.sharded(way, case, mesh, "xla")
-    *whole, _ = scale_out.inputs_of(case, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    expected = scale_out.attend(case, "xla")(*whole)
-    *inputs, d_out = scale_out.inputs_of(case, NamedSharding(mesh, spec))
+    query, _, *keys_and_values = scale_out.inputs_of(
+        case, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    key, value, later_key, later_value = keys_and_values
+    attend = scale_out.attend(case, "xla")
+    expected = attend(attend(query, key, value), later_key, later_value)
+    query, d_out, *keys_and_values = scale_out.inputs_of(case, NamedSharding(mesh, spec))
     assert d_out.sharding.spec == spec
+    inputs = query, d_out, *keys_and_values
     if "zigzag" not in way:
-        out = jax.jit(call)(*inputs)
+        out = forward(call, inputs)
     else:
         inputs = [jax_flash.reorder_for_load_balance(x, 1, 4, "zigzag") for x in inputs]
-        out = jax_flash.restore_order(jax.jit(call)(*inputs), 1, 4, "zigzag")
+        out = jax_flash.restore_order(forward(call, inputs), 1, 4, "zigzag")
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_calls import AXIS, arrays, count, program, sequence_mesh, sharded_call
 
 import jax_flash
-from jax_flash import _dispatch
+from jax_flash import _dispatch, xla
 from jax_flash._device import H100
 from jax_flash._mask import Window
 from jax_flash._spec import AttentionSpec, Operands, Sizes
@@ -192,7 +192,7 @@ def test_outside_of_a_mesh():
 
 def test_which_kernels_take_a_diagonal():
     query, key, value = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(H=64))
-    shapes = Operands(query, key, value, diagonal=jax.ShapeDtypeStruct((1,), jnp.int32))
+    shapes = Operands(query, key, value, diagonal=jax.ShapeDtypeStruct((1, 1), jnp.int32))
     reasons = _dispatch.reasons(AttentionSpec(1.0, right=0), shapes, H100)
     assert all(reasons[name] is None for name in ("cuda", "pallas", "xla"))
     for name in ("cuda", "pallas"):
@@ -255,6 +255,33 @@ class TestAuto:
     def test_takes_a_strategy_that_can(self, heads, expected):
         text = program(sharded_call(4, is_causal=True), *arrays(T=8, N=heads, K=heads))
         assert count(text, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "queries"),
+    [
+        ({"is_causal": True}, [(24, (1, 2))]),
+        ({"local_window_size": (40, 0)}, [(24, (1, 2))]),
+        ({"is_causal": True, "key_value_seq_lengths": np.array([96, 90])}, [(12, (2, 1))]),
+        ({"score_mod": lambda score, b, h, q, k: score + q - k}, [(12, None)]),
+        ({}, [(24, None)]),
+    ],
+    ids=["causal", "window", "lengths", "function", "any order"],
+)
+def test_an_all_gather_of_zigzag_calls_once_where_it_can(monkeypatch, options, queries):
+    """The queries of a call, and the shape of its diagonals. Calls that are alike are traced once."""
+    seen, forward = [], xla.forward
+
+    def recorded(spec, operands):
+        seen.append((operands.query.shape[1], None if operands.diagonal is None else operands.diagonal.shape))
+        return forward(spec, operands)
+
+    monkeypatch.setattr(xla, "forward", recorded)
+    call = sharded_call(
+        4, strategy="all_gather", load_balance="zigzag", implementation="xla", check_vma=False, **options
+    )
+    jax.jit(call).lower(*arrays(T=96))
+    assert seen == queries
 
 
 def test_a_window_of_stripes_is_that_of_one_side():

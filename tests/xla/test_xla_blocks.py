@@ -87,11 +87,25 @@ def with_segments(operands, how):
     in_turn(itertools.product([(0, 64), (-130, 40), (31,)], [(None, 0), (5, 20), (40, None)]), [False, True]),
 )
 def test_a_diagonal_of_each_batch_row(draw, diagonal, window, has_lengths):
-    operands = qkv(draw, T=97, S=130).replace(diagonal=np.array(diagonal, np.int32))
+    operands = qkv(draw, T=97, S=130).replace(diagonal=np.array(diagonal, np.int32)[:, None])
     operands = operands.replace(alibi_slopes=draw.uniform(0.01, 0.5, (1, 4)).astype(np.float32))
     if has_lengths:
         lengths = {name: np.array(x, np.int32) for name, x in (("query", (97, 60)), ("key_value", (90, 130)))}
         operands = operands.replace(**{f"{name}_seq_lengths": x for name, x in lengths.items()})
+    check(AttentionSpec(0.3, *window, return_residual=True), operands, *cotangents(draw, operands))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", [(None, 0), (30, 10)])
+@pytest.mark.parametrize("diagonals", [((-60, 70),), ((-60, -20, 10, 80), (0, 0, 0, 200))])
+def test_a_diagonal_of_each_part_of_the_queries(draw, diagonals, window):
+    operands = qkv(draw, T=96, S=130).replace(diagonal=np.array(diagonals, np.int32))
+    operands = operands.replace(
+        alibi_slopes=draw.uniform(0.01, 0.5, (1, 4)).astype(np.float32),
+        bias=draw.standard_normal((1, 1, 96, 130)).astype(np.float32),
+        query_segment_ids=draw.integers(0, 2, (2, 96)).astype(np.int32),
+        key_value_segment_ids=draw.integers(0, 2, (2, 130)).astype(np.int32),
+    )
     check(AttentionSpec(0.3, *window, return_residual=True), operands, *cotangents(draw, operands))
 
 

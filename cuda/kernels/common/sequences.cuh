@@ -6,11 +6,22 @@
 // A sequence of a batch row. Tokens of padding belong to an empty one.
 struct Sequence {
     int first_query, queries, first_key, keys;
-    int shift;  // by how many keys every diagonal lies further to the right
+    const int* shifts;  // by how many keys the diagonals of each part lie further to the right; null: by none
+    int part_queries;
 
-    // Alignment is to the bottom right: the key on a query's diagonal, and the query on whose diagonal a key is.
-    __device__ int diagonal(int query) const { return query - first_query + first_key + keys - queries + shift; }
-    __device__ int aligned_query(int key) const { return key - first_key + first_query + queries - keys - shift; }
+    // The key on a query's diagonal. Alignment is to the bottom right.
+    __device__ int diagonal(int query) const {
+        return query - first_query + first_key + keys - queries + (shifts ? shifts[query / part_queries] : 0);
+    }
+    // The first query whose diagonal is at the key or further to the right, of the `parts`; it may be of no sequence.
+    __device__ int first_query_from(int key, int parts) const {
+        const int unshifted = key - first_key + first_query + queries - keys;
+        for (int part = 0; part < parts; ++part) {
+            const int query = max(unshifted - (shifts ? shifts[part] : 0), part * part_queries);
+            if (query < (part + 1) * part_queries) return query;
+        }
+        return parts * part_queries;
+    }
 };
 
 // The fields are described in jax_flash/cuda/mask_metadata_plan.py.
@@ -26,9 +37,10 @@ struct Sequences : SequenceOperands {
     }
     // The queries that see a key of the sequence.
     __device__ Interval queries_of(const Sequence& sequence, int key) const {
-        const int aligned = sequence.aligned_query(key);
-        return interval(key - sequence.first_key < sequence.keys, max(sequence.first_query, aligned - right),
-                        min(sequence.first_query + sequence.queries, aligned + left + 1));
+        const int begin = sequence.first_query_from(key - right, parts);
+        const int end = sequence.first_query_from(key + left + 1, parts);
+        return interval(key - sequence.first_key < sequence.keys, max(sequence.first_query, begin),
+                        min(sequence.first_query + sequence.queries, end));
     }
 
 private:
@@ -38,10 +50,11 @@ private:
 
     // The sequence of a token. `offsets` are those of queries or those of keys.
     __device__ Sequence of_token(const int* offsets, int batch, int token) const {
-        const int shift = shifts ? shifts[batch] : 0;
+        const int* shift = shifts ? shifts + static_cast<int64_t>(batch) * parts : nullptr;
+        const int part_queries = queries / parts;
         if (offsets == nullptr) {
             return {0, query_lengths ? query_lengths[batch] : queries, 0, key_lengths ? key_lengths[batch] : keys,
-                    shift};
+                    shift, part_queries};
         }
         const int64_t row = static_cast<int64_t>(batch) * (count + 1);
         // Binary search: the first offset beyond the token. The sequence that ends there is not empty.
@@ -54,9 +67,9 @@ private:
                 end = middle;
             }
         }
-        if (next == 0 || next > count) return {0, 0, 0, 0, shift};
+        if (next == 0 || next > count) return {0, 0, 0, 0, shift, part_queries};
         const int *query = query_offsets + row + next - 1, *key = key_offsets + row + next - 1;
         return {query[0], min(max(query[1] - query[0], 0), longest_query), key[0],
-                min(max(key[1] - key[0], 0), longest_key), shift};
+                min(max(key[1] - key[0], 0), longest_key), shift, part_queries};
     }
 };

@@ -1,0 +1,105 @@
+"""Calls whose parts of the queries have a diagonal each, as a call for each part.
+
+Implementations whose kernels know one diagonal split such calls. The forward pass of one begins with
+
+    if _query_parts.are_several(operands):
+        return _query_parts.forward(forward, spec, operands)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
+from jax_flash.transforms.lowering import axes_of
+
+
+def are_several(operands: Operands) -> bool:
+    return operands.diagonal is not None and operands.diagonal.shape[1] > 1
+
+
+def forward(run: Callable[..., Any], spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Runs `run`, an implementation's forward pass, on each part of the queries, and joins its results."""
+    out, lse = zip(*(run(spec, part) for part in split(operands)), strict=True)
+    return joined("out", out), joined("lse", lse)
+
+
+def backward(
+    run: Callable[..., Gradients],
+    spec: AttentionSpec,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> Gradients:
+    """Runs `run`, an implementation's backward pass, on each part of the queries.
+
+    Gradients of what the parts share are added up in float32, and rounded once.
+    """
+    results = {"out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
+    parts = []
+    for index, part in enumerate(split(operands)):
+        rows = (None if x is None else _part_of(name, x, index, operands) for name, x in results.items())
+        parts.append(run(spec.wide(), part, *rows).present())
+    present = operands.present()
+    return Gradients.of(
+        {
+            name: total(name, present[name], [part[name] for part in parts]).astype(
+                spec.result_dtype(present[name].dtype)
+            )
+            for name in parts[0]
+        }
+    )
+
+
+def split(operands: Operands) -> list[Operands]:
+    """The operands of the call for each part of the queries, which has one diagonal."""
+    diagonals = operands.diagonal
+    assert diagonals is not None
+    assert operands.query_seq_lengths is operands.key_value_seq_lengths is operands.query_offsets is None
+    count, T = diagonals.shape[1], sizes(operands).T
+
+    def part(index: int) -> Operands:
+        arrays = {name: _part_of(name, x, index, operands) for name, x in operands.present().items()}
+        # Alone, a part ends at the last query.
+        behind = (count - 1 - index) * (T // count)
+        return Operands.of(arrays | {"diagonal": diagonals[:, index : index + 1] - behind})
+
+    return [part(index) for index in range(count)]
+
+
+def _part_of(name: str, x: jax.Array, index: int, operands: Operands) -> jax.Array:
+    """A part of an operand, of a result or of its cotangent."""
+    axis = _axis_of_queries(name.removeprefix("d_"), x)
+    if axis is None:
+        return x
+    assert operands.diagonal is not None
+    length = sizes(operands).T // operands.diagonal.shape[1]
+    return jax.lax.slice_in_dim(x, index * length, (index + 1) * length, axis=axis)
+
+
+def joined(name: str, parts: Any) -> jax.Array:
+    """What the parts of the queries give, one behind the other."""
+    axis = _axis_of_queries(name, parts[0])
+    assert axis is not None
+    return jnp.concatenate(parts, axis)
+
+
+def total(name: str, operand: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    """The gradient of an operand, from those of the operands of each part."""
+    if _axis_of_queries(name, operand) is None:
+        return functools.reduce(jnp.add, parts)
+    return joined(name, parts)
+
+
+def _axis_of_queries(name: str, x: jax.Array) -> int | None:
+    """None also where a size of 1 stands for all queries."""
+    letters = axes_of(name)
+    if "T" not in letters:
+        return None
+    axis = x.ndim - len(letters) + letters.index("T")
+    return None if x.shape[axis] == 1 else axis
