@@ -18,7 +18,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,8 @@ Programs = dict[str, tuple]
 """By pass, forward and both together: a compiled function, and its arguments."""
 
 
-def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Programs:
-    """Programs of as many calls as there are keys. Results stay as they are sharded.
-
-    Args:
-      inputs: a query, the output's cotangent, and a key and a value for each call.
-    """
-    d_out = inputs[1]
-    inputs = inputs[0], *inputs[2:]
+def in_layers(call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A function of a query, and of a key and a value for each call."""
 
     def calls(query: jax.Array, *keys_and_values: jax.Array) -> jax.Array:
         for key, value in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
@@ -125,25 +119,36 @@ def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Pro
             query = jax.lax.optimization_barrier(call(query, key, value))
         return query
 
+    return calls
+
+
+def compiled(call: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Programs:
+    """Results stay as they are sharded.
+
+    Args:
+      inputs: as `inputs_of` gives them.
+    """
+    calls = in_layers(call)
+    query, d_out, *keys_and_values = inputs
+
     def both(d_out: jax.Array, *inputs: jax.Array) -> Any:
         out, vjp = jax.vjp(calls, *inputs)
         return out, *vjp(d_out)
 
-    forward = jax.jit(calls).lower(*inputs).compile()
+    arguments = query, *keys_and_values
+    forward = jax.jit(calls).lower(*arguments).compile()
     return {
-        "forward": (forward, *inputs),
-        "both": (jax.jit(both).lower(d_out, *inputs).compile(), d_out, *inputs),
+        "forward": (forward, *arguments),
+        "both": (jax.jit(both).lower(d_out, *arguments).compile(), d_out, *arguments),
     }
 
 
 def inputs_of(case: Case, sharding: jax.sharding.Sharding) -> list[jax.Array]:
     """Query, the output's cotangent, and a key and a value for each call, made where they are."""
     query, *key_and_value = case.shapes()
-    arrays = [(i, x.shape, x.dtype) for i, x in enumerate((query, query, *key_and_value * case.calls))]
-    return [
-        jax.jit(lambda i=i, s=s, t=t: jax.random.normal(jax.random.key(i), s, t), out_shardings=sharding)()
-        for i, s, t in arrays
-    ]
+    drawn = jax.jit(jax.random.normal, static_argnames=("shape", "dtype"), out_shardings=sharding)
+    arrays = query, query, *key_and_value * case.calls
+    return [drawn(jax.random.key(i), shape=x.shape, dtype=x.dtype) for i, x in enumerate(arrays)]
 
 
 def programs(way: str, case: Case, devices: Sequence[jax.Device], implementation: str) -> Programs:
@@ -178,12 +183,12 @@ def milliseconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
 
 def rows(
     case: Case, devices: Sequence[jax.Device], ways: Sequence[str], of_rounds: int, implementation: str
-) -> list[dict]:
-    """A row of each way and pass; of a way that doesn't take the call, why."""
+) -> Iterator[dict]:
+    """A row of each way and pass, as soon as it is there; of a way that doesn't take the call, why."""
     on_one = case
     if case.queries > ON_ONE:
         on_one = dataclasses.replace(case, queries=ON_ONE, keys=ON_ONE)
-    found, prepared = [], {}
+    prepared: dict[str, Programs] = {}
     alone = {f"{ONE} {i}": (ONE, on_one, [device], implementation) for i, device in enumerate(devices)}
     for way, given in (alone | {way: (way, case, devices, implementation) for way in ways}).items():
         try:
@@ -194,7 +199,7 @@ def rows(
                     break  # forward alone, which sets up the links for both
         except Exception as error:  # the other ways are measured nevertheless
             prepared.pop(way, None)
-            found.append({"way": way, "error": record.error(error)})
+            yield {"way": way, "error": record.error(error)}
     for direction in ("forward", "both"):
         times: dict[str, list[float]] = {name: [] for name in prepared}
         for order in rounds.orders(list(times), of_rounds if case.queries <= ON_ONE else 1):
@@ -204,8 +209,7 @@ def rows(
         one = statistics.mean(median.pop(way) for way in alone) * case.flops / on_one.flops
         for way, of_all in median.items():
             row = {"way": way, "pass": direction, "one": one / case.calls, "all": of_all / case.calls}
-            found.append(row | {"efficiency": one / (of_all * len(devices)), "one_tokens": on_one.queries})
-    return found
+            yield row | {"efficiency": one / (of_all * len(devices)), "one_tokens": on_one.queries}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -243,9 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result["rows"].append(row)
             told = f"{row['efficiency']:.3f}" if "efficiency" in row else row["error"][:160]
             print(f"{row['case']:40} {row['way']:24} {row.get('pass', ''):9} {told}", flush=True)
+            if options.out:
+                record.write(result, options.out)
         jax.clear_caches()
-        if options.out:
-            record.write(result, options.out)
 
 
 if __name__ == "__main__":

@@ -24,27 +24,20 @@ def scale_out(monkeypatch):
 )
 def test_ways_compute_the_same(scale_out, way):
     case = scale_out.Case(4, 32, 32, 4, 2, 8, causal=True, dtype="float32", calls=2)
-
-    def forward(call, inputs):
-        function, *arguments = scale_out.compiled(call, inputs)["forward"]
-        return function(*arguments)
-
     mesh = scale_out.mesh_of(way, jax.devices()[:4])
     call, spec = scale_out.sharded(way, case, mesh, "xla")
-    query, _, *keys_and_values = scale_out.inputs_of(
-        case, jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    )
-    key, value, later_key, later_value = keys_and_values
-    attend = scale_out.attend(case, "xla")
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    query, _, key, value, later_key, later_value = scale_out.inputs_of(case, alone)
+    attend = jax.jit(scale_out.attend(case, "xla"))
     expected = attend(attend(query, key, value), later_key, later_value)
     query, d_out, *keys_and_values = scale_out.inputs_of(case, NamedSharding(mesh, spec))
     assert d_out.sharding.spec == spec
-    inputs = query, d_out, *keys_and_values
+    inputs, forward = (query, *keys_and_values), jax.jit(scale_out.in_layers(call))
     if "zigzag" not in way:
-        out = forward(call, inputs)
+        out = forward(*inputs)
     else:
         inputs = [jax_flash.reorder_for_load_balance(x, 1, 4, "zigzag") for x in inputs]
-        out = jax_flash.restore_order(forward(call, inputs), 1, 4, "zigzag")
+        out = jax_flash.restore_order(forward(*inputs), 1, 4, "zigzag")
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -77,6 +70,6 @@ def test_too_few_devices(scale_out):
 def test_long_calls_count_by_a_shorter_ones_rate(scale_out, monkeypatch):
     monkeypatch.setattr(scale_out, "ON_ONE", 16)
     case = scale_out.Case(1, 64, 64, 4, 2, 8, causal=True)
-    rows = scale_out.rows(case, jax.devices()[:2], ["Ulysses"], 1, "xla")
+    rows = list(scale_out.rows(case, jax.devices()[:2], ["Ulysses"], 1, "xla"))
     assert [row["one_tokens"] for row in rows] == [16, 16]
     assert all(row["efficiency"] == row["one"] / row["all"] / 2 for row in rows)
