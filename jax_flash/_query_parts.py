@@ -1,4 +1,4 @@
-"""Calls whose parts of the queries have a diagonal each, as a call for each part.
+"""A call in which each part of the queries has a diagonal of its own, as a call for each part.
 
 Implementations whose kernels know one diagonal split such calls. The forward pass of one begins with
 
@@ -18,6 +18,7 @@ from jax_flash.transforms.lowering import axes_of
 
 
 def are_several(operands: Operands) -> bool:
+    """Whether the call has parts."""
     return operands.diagonal is not None and operands.diagonal.shape[1] > 1
 
 
@@ -65,7 +66,7 @@ def split(operands: Operands) -> list[Operands]:
 
     def part(index: int) -> Operands:
         arrays = {name: _part_of(name, x, index, operands) for name, x in operands.present().items()}
-        # Alone, a part ends at the last query.
+        # A part's own call is aligned at its last query, the whole one at the last of all.
         behind = (count - 1 - index) * (T // count)
         return Operands.of(arrays | {"diagonal": diagonals[:, index : index + 1] - behind})
 

@@ -151,7 +151,7 @@ class Sharded:
     def placed_together(self, operands: Operands, queries: list[Chunk], keys: Chunk) -> Operands:
         """The operands of a call on all chunks of a device's queries, if `joins_chunks`."""
         shifts = [local_mask(self.window, chunk, keys, self.queries, self.keys).shift for chunk in queries]
-        # In the call a chunk begins that much further from the last query than it would alone.
+        # A chunk's own call is aligned at its last query, this one at the last of all.
         behind = [sum(later.length for later in queries[i + 1 :]) for i in range(len(queries))]
         diagonals = [shift + tokens for shift, tokens in zip(shifts, behind, strict=True)]
         return operands.replace(diagonal=_diagonals(operands, diagonals))
@@ -188,7 +188,7 @@ class Calls:
 
 
 def _diagonals(operands: Operands, of_parts: list[Index]) -> jax.Array:
-    """The operand `diagonal`, from the number of each part of the queries, or its numbers `(*B,)`."""
+    """The operand `diagonal`, from that of each part of the queries: a number, or numbers `(*B,)`."""
     diagonals = jnp.stack([jnp.asarray(shift, jnp.int32) for shift in of_parts], -1)
     batch = len(batch_shape(operands))
     return diagonals if diagonals.ndim == batch + 1 else diagonals.reshape((1,) * batch + (-1,))

@@ -6,7 +6,7 @@
 // A sequence of a batch row. Tokens of padding belong to an empty one.
 struct Sequence {
     int first_query, queries, first_key, keys;
-    const int* shifts;  // by how many keys the diagonals of each part lie further to the right; null: by none
+    const int* shifts;  // for each part of the queries, by how many keys diagonals lie further right; null: by none
     int part_queries;
 
     // The key on a query's diagonal. Alignment is to the bottom right.
