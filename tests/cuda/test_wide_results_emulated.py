@@ -21,7 +21,7 @@ CASES = (
     Case(H=128, T=9, S=200, N=8, K=2, right=0),  # whose heads share a tile
     Case(H=64, T=130, S=300, N=4, K=2, deterministic=True, right=0),
     Case(H=128, T=130, S=200, segments="mixed", left=40, diagonal=(30,)),
-    Case(H=128, T=260, S=390, N=4, K=2, right=0, diagonal=((-100, 40),)),  # an early and a late part
+    Case(H=128, T=262, S=391, N=4, K=2, right=0, diagonal=((-100, 40),)),  # an early and a late part
     Case(H=64, T=70, S=130, N=2, B=2, score_mod="learned"),
     Case(H=128, T=200, S=400, N=2, K=1, lengths="qk", B=3),  # tiles that no query sees
 )
