@@ -7,9 +7,9 @@ tokens, and under a sharded `jit`. A program makes calls as a model's layers do:
 its own, and its queries are the output of the one before. Times are wall clock, transfers among them, in
 shuffled rounds. Each row has a case, how it is sharded, a pass, a call's time on one device and on all, and
 the efficiency: the first over the second times the number of devices. 1.00 is linear. The time on one device
-is the mean of the devices' own, as some are slower than others. One runs at most `ON_ONE` tokens; its time
-for a longer call is computed from its rate there, and the row has `one_tokens`. `links` has the collectives
-alone.
+is the mean of the devices' own, as some are slower than others; `alone` has each device's. One runs at most
+`ON_ONE` tokens; its time for a longer call is computed from its rate there, and the row has `one_tokens`.
+`links` has the collectives alone.
 """
 
 import argparse
@@ -206,10 +206,12 @@ def rows(
             for name in order:
                 times[name].append(milliseconds(*prepared[name][direction]))
         median = {name: statistics.median(times[name]) for name in times}
-        one = statistics.mean(median.pop(way) for way in alone) * case.flops / on_one.flops
+        each = [median.pop(way) * case.flops / on_one.flops for way in alone]
+        one = statistics.mean(each)
         for way, of_all in median.items():
             row = {"way": way, "pass": direction, "one": one / case.calls, "all": of_all / case.calls}
-            yield row | {"efficiency": one / (of_all * len(devices)), "one_tokens": on_one.queries}
+            row |= {"efficiency": one / (of_all * len(devices)), "one_tokens": on_one.queries}
+            yield row | {"alone": [x / case.calls for x in each]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

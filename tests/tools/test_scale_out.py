@@ -58,6 +58,8 @@ def test_command_line(scale_out, monkeypatch, tmp_path, capsys):
     assert "striped" in rows[0]["error"]
     measured = [(row["way"], row["pass"]) for row in rows[1:]]
     assert measured == [(way, direction) for direction in ("forward", "both") for way in ways[:2]]
+    for row in rows[1:]:
+        assert row["one"] == pytest.approx(sum(row["alone"]) / 2)
     assert all(row["efficiency"] > 0 for row in rows[1:])
     assert "ring, zigzag" in capsys.readouterr().out
 
