@@ -271,7 +271,7 @@ def attend(call: Call, implementation: Any) -> Any:
 def _nothing(call: Call) -> Any:
     """The results where no row has a key to attend to."""
     n = sizes(call.shapes)
-    dtype = call.spec.result_dtype(call.operands.query.dtype)
+    dtype = call.spec.result_dtype("out", call.operands.query.dtype)
     out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), dtype)
     if not call.spec.return_residual:
         return out

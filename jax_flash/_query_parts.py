@@ -50,7 +50,7 @@ def backward(
     return Gradients.of(
         {
             name: total(name, present[name], [part[name] for part in parts]).astype(
-                spec.result_dtype(present[name].dtype)
+                spec.result_dtype(name, present[name].dtype)
             )
             for name in parts[0]
         }

@@ -50,7 +50,7 @@ def plain_attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array,
     dtype = operands.query.dtype
     accumulator = jnp.promote_types(dtype, jnp.float32)
     out, lse = _attention(spec, operands, accumulator, rounding=dtype)
-    return out.astype(spec.result_dtype(dtype)), lse
+    return out.astype(spec.result_dtype("out", dtype)), lse
 
 
 def reference_with_gradients(

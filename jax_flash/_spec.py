@@ -26,8 +26,10 @@ class AttentionSpec:
     `i + S - T - left <= j <= i + S - T + right`; None on a side is unbounded. Causal attention is
     `right == 0`, and has no field of its own.
 
-    With `wide_results`, output and gradients of operands in 16 bits are float32, for a caller that adds
-    several up. In the backward pass out and its cotangent stay in query's dtype.
+    Wide results are float32 for operands in 16 bits too, for a caller that adds several up. With
+    `wide_results="all"` these are the output and all gradients, as steps of a ring have them; with `"shared"`
+    all gradients but the query's, for devices that have queries of their own and share the rest. In the
+    backward pass out and its cotangent stay in query's dtype.
 
     With a `quantization`, the forward pass rounds query, key and value, as `_float8.py` says, and the
     backward pass is that of the operands as they are. Operands of 8 bits have no backward pass. The call has
@@ -50,18 +52,22 @@ class AttentionSpec:
     max_key_value_length: int | None = None
     score_mod: StaticFunction | None = None
     block_mask: "BlockMaskSpec | None" = None
-    wide_results: bool = False
+    wide_results: str | None = None
     quantization: str | None = None  # "fp8"
     out_dtype: str | None = None  # None: query's
 
-    def wide(self) -> "AttentionSpec":
+    def wide(self, which: str = "all") -> "AttentionSpec":
         """The same call with wide results."""
-        return dataclasses.replace(self, wide_results=True)
+        return dataclasses.replace(self, wide_results=which)
 
-    def result_dtype(self, dtype: Any) -> np.dtype:
-        """Of the output, or of a gradient, for an operand of that dtype."""
+    def is_wide(self, name: str) -> bool:
+        """Whether that result is wide: `"out"`, or the gradient of an operand of that name."""
+        return self.wide_results == "all" or (self.wide_results == "shared" and name not in ("out", "query"))
+
+    def result_dtype(self, name: str, dtype: Any) -> np.dtype:
+        """Of a result as `is_wide` names it, for an operand of that dtype; for the output, query's."""
         dtype = np.dtype(self.out_dtype or dtype)
-        return np.dtype(jnp.promote_types(dtype, jnp.float32)) if self.wide_results else dtype
+        return np.dtype(jnp.promote_types(dtype, jnp.float32)) if self.is_wide(name) else dtype
 
 
 @dataclasses.dataclass(frozen=True)

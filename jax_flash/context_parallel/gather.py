@@ -120,7 +120,7 @@ def _backward(calls: Calls, operands: Operands, results: dict[str, jax.Array | N
             None if x is None else sharded.take(name.removeprefix("d_"), x, _spans(of, call))
             for name, x in results.items()
         )
-        parts.append(calls.passes.backward(calls.wide_call, of_call, *rows).present())
+        parts.append(calls.passes.backward(calls.wide_call("shared"), of_call, *rows).present())
     present = operands.present()
     gradients = {name: _sum_of(of, name, present[name], [part[name] for part in parts]) for name in parts[0]}
     return Gradients.of(gradients)

@@ -116,7 +116,7 @@ def forward(
         own = own_operands(of, operands)
         out, lse = jax.lax.optimization_barrier(passes.forward(calls.call, own))
         for edge, keys in zip(edges, arrived, strict=True):
-            of_edge = passes.forward(calls.wide_call, _edge_operands(of, edge, operands, keys))
+            of_edge = passes.forward(calls.wide_call(), _edge_operands(of, edge, operands, keys))
             spans = edge.of_queries
             rows = sharded.take("out", out, spans), sharded.take("lse", lse, spans)
             combined_out, combined_lse = _combined(*rows, *of_edge, own.sinks)
@@ -157,10 +157,11 @@ def backward(
         }, of_neighbours
 
     def without_neighbours() -> tuple[Arrays, list[Neighbours]]:
-        dtype = calls.wide_call.spec.result_dtype(operands.key.dtype)
+        spec = calls.wide_call().spec
 
         def nothing(keys: Packed) -> Packed:
-            rows = {name: keys.unpacked()[name].astype(dtype) for name in ("key", "value")}
+            rows = {name: keys.unpacked()[name] for name in ("key", "value")}
+            rows = {name: x.astype(spec.result_dtype(name, x.dtype)) for name, x in rows.items()}
             return Packed.of(sharded.zeros_like(rows))
 
         return by_all().present(), [[nothing(keys) for keys in of_edge] for of_edge in arrived]
@@ -200,7 +201,7 @@ def _with_edge(
         for name, x in rows.items()
     )
     edge_operands = _edge_operands(of, edge, operands, arrived)
-    found = calls.passes.backward(calls.wide_call, edge_operands, *of_edge).present()
+    found = calls.passes.backward(calls.wide_call(), edge_operands, *of_edge).present()
     keys, values = (chunk_axis.parts(of, name, found.pop(name)) for name in ("key", "value"))
     gradients["query"] = _added("query", gradients["query"], found.pop("query"), edge.of_queries)
     for name, x in found.items():

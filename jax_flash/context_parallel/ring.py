@@ -95,7 +95,7 @@ def forward(ring: Ring, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
     def with_rows_of(pair: Pair, partial: Partial | None) -> Partial:
         """The pair's rows, with its keys."""
-        found = ring.passes.forward(ring.wide_call, pair.operands)
+        found = ring.passes.forward(ring.wide_call(), pair.operands)
         return Partial.of(*found) if partial is None else partial.take(pair.own).combined(*found)
 
     def attended(pair: Pair, partial: Partial | None) -> Partial:
@@ -152,7 +152,7 @@ def backward(
     def added(pair: Pair, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         rows = {name: sharded.take(name.removeprefix("d_"), x, pair.own) for name, x in of_rows.items()}
         results = rows["out"], rows["lse"], rows["d_out"], rows.get("d_lse")
-        gradients = ring.passes.backward(ring.wide_call, pair.operands, *results).present()
+        gradients = ring.passes.backward(ring.wide_call(), pair.operands, *results).present()
 
         def with_its_part(sums: Arrays, spans: Spans) -> Arrays:
             return {name: sharded.add(name, x, gradients[name], spans) for name, x in sums.items()}

@@ -181,10 +181,9 @@ class Calls:
     call: Call  # of an ordinary call
     passes: Passes
 
-    @property
-    def wide_call(self) -> Call:
+    def wide_call(self, which: str = "all") -> Call:
         """The ordinary call with float32 results, for those that are added up."""
-        return dataclasses.replace(self.call, spec=self.call.spec.wide())
+        return dataclasses.replace(self.call, spec=self.call.spec.wide(which))
 
 
 def _diagonals(operands: Operands, of_parts: list[Index]) -> jax.Array:

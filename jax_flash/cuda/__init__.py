@@ -73,7 +73,7 @@ def require_nvrtc() -> None:
 def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (B, T, N, V)` and the natural log-sum-exp `lse (B, N, T)`.
 
-    `out` is in `spec.result_dtype` of query's; lse is float32.
+    `out` is in its `spec.result_dtype`; lse is float32.
     """
     is_float8 = spec.quantization is not None or _float8.is_float8(operands.query.dtype)
     if is_float8 and operands.query_offsets is not None:

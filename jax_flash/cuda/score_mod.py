@@ -189,7 +189,7 @@ def gradients(
         d_bias = results["d_bias"]
         if bias_factor is not None:
             d_bias = fixed_point.to_float32(d_bias, bias_factor)
-        found["bias"] = (d_bias * factor).astype(spec.result_dtype(operands.bias.dtype))
+        found["bias"] = (d_bias * factor).astype(spec.result_dtype("bias", operands.bias.dtype))
     if operands.alibi_slopes is not None:
         d_slopes = results["d_slopes"].sum((2, 3)) * factor
         d_slopes = _gradients.sum_to(d_slopes, operands.alibi_slopes.shape)

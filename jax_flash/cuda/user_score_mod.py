@@ -184,7 +184,7 @@ def gradients(
             sums = jnp.zeros(x.shape, jnp.float32)
         elif spec.deterministic:
             sums = exact_sum.to_float32(sums)
-        found[name] = (sums * factor).astype(spec.result_dtype(x.dtype))
+        found[name] = (sums * factor).astype(spec.result_dtype(name, x.dtype))
     return found
 
 

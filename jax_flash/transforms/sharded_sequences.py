@@ -74,7 +74,7 @@ def backward(
         if shards.keys:
             return gather.backward(calls, operands, out, lse, d_out, d_lse)
         with_place = _ordinary_operands(of, operands, shards)
-        return lowering.backward(calls.wide_call, with_place, out, lse, d_out, d_lse)
+        return lowering.backward(calls.wide_call("shared"), with_place, out, lse, d_out, d_lse)
 
     def by_heads(differentiable: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Operands]:
         moved = ulysses.by_heads(of, operands.replace(**differentiable))

@@ -58,7 +58,7 @@ def backward(
         gradients, of_all = loops.over_batch(cut.batch, attend, operands, others, sums)
         gradients |= of_all
         return {
-            name: x.reshape(present[name].shape).astype(spec.result_dtype(present[name].dtype))
+            name: x.reshape(present[name].shape).astype(spec.result_dtype(name, present[name].dtype))
             for name, x in gradients.items()
         }
 
@@ -194,7 +194,7 @@ def _zero_gradients(spec, operands, dtype):
         return loops.full(shape, 0, dtype, like=operands.query)
 
     return (
-        zeros(operands.query.shape, spec.result_dtype(operands.query.dtype)),
+        zeros(operands.query.shape, spec.result_dtype("query", operands.query.dtype)),
         zeros((size.B, size.K, size.H, size.S), dtype),
         zeros((size.B, size.K, size.V, size.S), dtype),
     )

@@ -100,7 +100,7 @@ def _forward(spec, operands, cut):
         out = cut.queries.put(out, logits.by_head(block_out).swapaxes(1, 2), index, 1)
         return out, cut.queries.put(lse, logits.by_head(block_lse), index, 2)
 
-    out_dtype = spec.result_dtype(operands.query.dtype)
+    out_dtype = spec.result_dtype("out", operands.query.dtype)
     out = loops.full((size.B, size.T, size.N, size.V), 0, out_dtype, like=operands.query)
     lse = loops.full((size.B, size.N, size.T), 0, dtype, like=operands.query)
     return jax.lax.fori_loop(0, cut.queries.count, query_block, (out, lse))

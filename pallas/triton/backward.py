@@ -306,7 +306,10 @@ def _keys(call: _Call, tile: Tile) -> tuple[jax.Array, jax.Array, dict[str, jax.
         *_specs(size, heads=size.group, key_head=lambda k: k),
         scores.specs_of(score_operands, size.group),
     ]
-    shapes = [result(x.shape, call.spec.result_dtype(x.dtype), like=x) for x in call.arguments[1:3]]
+    shapes = [
+        result(x.shape, call.spec.result_dtype(name, x.dtype), like=x)
+        for name, x in zip(("key", "value"), call.arguments[1:3], strict=True)
+    ]
     row_shape = result((size.B, size.K, size.S), jnp.float32, like=call.operands.query)
     *gradients, sums, spoiled = triton_call(
         functools.partial(kernel, again=False),
@@ -346,7 +349,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array], 
     d_scores = call.sums({"bias_of_queries": call.bias_form == "queries", "slopes": has_slopes}, size.T)
     specs = {name: pl.BlockSpec((None, None, size.T), lambda block, n, b: (b, n, 0)) for name in d_scores}
     if call.bias_form == "scores" and bias is not None:
-        d_scores["bias"] = result(bias.shape, call.spec.result_dtype(bias.dtype), like=query)
+        d_scores["bias"] = result(bias.shape, call.spec.result_dtype("bias", bias.dtype), like=query)
         specs["bias"] = pl.BlockSpec((None, None, size.T, size.S), lambda block, n, b: (b, n, 0, 0))
     kernel = functools.partial(flash_backward_queries, tile=tile, spec=call.spec, size=size)
     of_queries = pl.BlockSpec((None, size.T, None, padded(size.H)), lambda block, n, b: (b, 0, n, 0))
@@ -355,7 +358,7 @@ def _queries(call: _Call, tile: Tile) -> tuple[jax.Array, dict[str, jax.Array], 
         *_specs(size, heads=None, key_head=lambda n: lax.div(n, np.int32(size.group))),
         scores.specs_of(score_operands),
     ]
-    shape = result(query.shape, call.spec.result_dtype(query.dtype), like=query)
+    shape = result(query.shape, call.spec.result_dtype("query", query.dtype), like=query)
     row_shape = result((size.B, size.N, size.T), jnp.float32, like=query)
     sums = call.captured_sums()
     of_sums = scores.specs_of(sums)
@@ -395,7 +398,7 @@ def backward(
     tiles: Tiles,
 ) -> Gradients:
     """Shapes as in `jax_flash.pallas.backward`."""
-    size, bias = sizes(operands), operands.bias
+    size = sizes(operands)
     of = Scores(spec, size, operands.present())
     d_out = d_out.astype(operands.query.dtype)
     lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse)
@@ -408,8 +411,9 @@ def backward(
     d_key, d_value, sums_of_keys = _keys(call, tiles.backward_keys)
     d_query, d_scores, d_captured = _queries(call, tiles.backward_queries)
 
-    def sum_to_operand(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-        return _gradients.sum_to(gradient, operand.shape).astype(spec.result_dtype(operand.dtype))
+    def sum_to_operand(name: str, gradient: jax.Array) -> jax.Array:
+        operand = operands.present()[name]
+        return _gradients.sum_to(gradient, operand.shape).astype(spec.result_dtype(name, operand.dtype))
 
     d_bias = d_slopes = None
     if call.bias_form == "shared":
@@ -417,16 +421,16 @@ def backward(
     elif call.bias_form == "scores":
         d_bias = d_scores["bias"]
     elif call.bias_form == "queries":
-        d_bias = sum_to_operand(d_scores["bias_of_queries"][:, :, :, None], bias)
+        d_bias = sum_to_operand("bias", d_scores["bias_of_queries"][:, :, :, None])
     elif call.bias_form == "keys":
-        d_bias = sum_to_operand(sums_of_keys["bias_of_keys"][:, :, None, :], bias)
+        d_bias = sum_to_operand("bias", sums_of_keys["bias_of_keys"][:, :, None, :])
     if operands.alibi_slopes is not None:
-        d_slopes = sum_to_operand(jnp.sum(d_scores["slopes"], 2), operands.alibi_slopes)
+        d_slopes = sum_to_operand("alibi_slopes", jnp.sum(d_scores["slopes"], 2))
     captured = {name: x for name, x in operands.differentiable().items() if name in operands.captured}
     d_captured = {
-        name: (d_captured[name] * of.dropout_scale).astype(spec.result_dtype(x.dtype))
+        name: (d_captured[name] * of.dropout_scale).astype(spec.result_dtype(name, x.dtype))
         if name in d_captured
-        else jnp.zeros_like(x, spec.result_dtype(x.dtype))
+        else jnp.zeros_like(x, spec.result_dtype(name, x.dtype))
         for name, x in captured.items()
     }
     return Gradients(d_query, d_key, d_value, d_bias, d_slopes, d_sinks, d_captured)

@@ -112,7 +112,7 @@ def backward(
             scores.whole(score_operands),
         ],
         out_specs=[pl.BlockSpec((None, None, size.T, size.S), index)],
-        out_shape=[result(bias.shape, spec.result_dtype(bias.dtype), like=arguments[0])],
+        out_shape=[result(bias.shape, spec.result_dtype("bias", bias.dtype), like=arguments[0])],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         name="jax_flash_pallas_backward_bias",

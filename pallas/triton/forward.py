@@ -202,7 +202,9 @@ def forward(spec: AttentionSpec, operands: Operands, tile: Tile) -> tuple[jax.Ar
         out_specs=[of_queries(padded(size.V)), of_rows, of_rows if isolates else None],
         out_shape=[
             result(
-                (size.B, size.T, size.N, size.V), spec.result_dtype(operands.query.dtype), like=operands.query
+                (size.B, size.T, size.N, size.V),
+                spec.result_dtype("out", operands.query.dtype),
+                like=operands.query,
             ),
             row_shape,
             row_shape if isolates else None,

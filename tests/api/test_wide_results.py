@@ -1,4 +1,4 @@
-"""Float32 results of 16-bit calls, which steps of a ring add up: what implementations give, and a ring."""
+"""Float32 results of 16-bit calls, which sharded sequences add up: what implementations give, and a ring."""
 
 import dataclasses
 import functools
@@ -51,17 +51,23 @@ def results(name, case, wide):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", ("xla", "pallas"))
 def test_are_what_is_rounded_otherwise(name, case):
-    usual, operands = results(name, case, wide=False)
-    wide, _ = results(name, case, wide=True)
+    usual, operands = results(name, case, wide=None)
+    wide, _ = results(name, case, wide="all")
     assert {x.dtype for x in wide.values()} == {np.dtype(np.float32)}
     for result, x in usual.items():
         np.testing.assert_array_equal(wide[result].astype(x.dtype), x, err_msg=result)
     assert {usual[x].dtype for x in ("out", "query", "key", "value")} == {operands.query.dtype}
+    of_shared_keys, _ = results(name, case, wide="shared")
+    own = "out", "query"
+    for result, x in of_shared_keys.items():
+        expected = usual if result in own else wide
+        assert x.dtype == expected[result].dtype
+        np.testing.assert_array_equal(x, expected[result], err_msg=result)
 
 
 def test_kernels_for_hopper_by_pallas_have_none():
     _, spec, operands, *_ = draw(CASES[0])
-    spec = dataclasses.replace(spec, wide_results=True)
+    spec = dataclasses.replace(spec, wide_results="all")
     with _device.assume(H100):
         assert "no float32 results" in (lowering.mosaic_reason(spec, shapes_of(operands), H100) or "")
 

@@ -111,7 +111,7 @@ def spec_and_operands(
         scale,
         left,
         right,
-        wide_results="wide" in features,
+        wide_results=next((x.removeprefix("wide_") for x in features if x.startswith("wide_")), None),
         logits_soft_cap=cap,
         dropout_rate=0.1 if "dropout" in features else 0.0,
         return_residual=return_residual,
@@ -212,11 +212,14 @@ def variants() -> dict[Kernel, Launch]:
     for i, head_dim in enumerate((*HEAD_DIMS, 32, 112)):
         fixed = {"head_dim": head_dim, "dtype": DTYPES[i % 2], "deterministic": True}
         calls += [fixed | {"B": 1, "T": 4096, "S": 4096, "N": heads, "K": heads} for heads in (1, 8, 128)]
-    # Float32 results, as steps of a ring have.
+    # Float32 results, as steps of a ring have, and devices that share keys.
     for i, head_dim in enumerate((*HEAD_DIMS, 80)):
         wide = {"head_dim": head_dim, "dtype": DTYPES[i % 2]}
-        calls += [wide | {"features": ("wide",), "window": window} for window in ((None, None), (None, 0))]
-        calls += [wide | {"features": ("wide", "bias", "dropout", "lengths"), "deterministic": i % 2 == 1}]
+        calls += [wide | {"features": ("wide_all",), "window": x} for x in ((None, None), (None, 0))]
+        calls += [
+            wide | {"features": ("wide_all", "bias", "dropout", "lengths"), "deterministic": i % 2 == 1}
+        ]
+        calls += [wide | {"features": ("wide_shared",), "window": (None, 0)}]
     # Score modifications and sinks, one by one and all at once.
     features = ("soft_cap", "bias", "mask", "alibi_slopes", "sinks")
     for head_dim in (64, 128, 192, 256):

@@ -27,7 +27,7 @@ CASES = (
     Case(H=96, T=9, S=300, N=8, K=2, right=0),  # whose heads share a tile
     Case(H=128, T=260, S=300, N=2, B=2, lengths="qk", return_residual=True),
     Case(H=64, T=130, S=300, segments="mixed", soft_cap=2.0),
-    Case(H=128, T=130, S=300, N=2, bias="1NTS", sinks="1N", alibi="1N", wide=True),
+    Case(H=128, T=130, S=300, N=2, bias="1NTS", sinks="1N", alibi="1N", wide="all"),
     Case(H=64, T=200, S=300, N=2, score_mod="capped", block_mask="of_own_heads"),
     Case(H=128, T=200, S=1100, N=1, sinks="1N"),  # split among CTAs
     Case(H=64, T=200, S=300, N=4, K=2, B=2, right=0, dropout=0.3),

@@ -1,4 +1,4 @@
-"""Float32 results of 16-bit calls, which steps of a ring add up: by the kernels in the emulator."""
+"""Float32 results of 16-bit calls, which sharded sequences add up: by the kernels in the emulator."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from exhaustive import thinned
 
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import dropout
-from jax_flash.cuda.sm90 import backward_plan, forward_plan
+from jax_flash.cuda.sm90 import backward_plan, backward_scheduler, forward_plan
 
 CASES = (
     Case(H=64, T=130, S=200, N=4, K=2, B=2, right=0, return_residual=True),
@@ -31,9 +31,9 @@ EACH = pytest.mark.parametrize("case", thinned(CASES, tile), ids=str)
 @EACH
 def test_forward(case, emulator):
     """Rounded, they are the bits of the usual results."""
-    check_forward(dataclasses.replace(case, wide=True), DEVICE, emulator)
+    check_forward(dataclasses.replace(case, wide="all"), DEVICE, emulator)
     outs = []
-    for wide in (False, True):
+    for wide in (None, "all"):
         spec, operands, _, _, seed = draw(case)
         spec = dataclasses.replace(spec, wide_results=wide)
         shapes = shapes_of(operands)
@@ -49,14 +49,24 @@ def test_forward(case, emulator):
 
 @EACH
 def test_backward(case, emulator):
-    for results in check_backward(dataclasses.replace(case, wide=True), emulator, multiprocessors=3, runs=2):
+    for results in check_backward(dataclasses.replace(case, wide="all"), emulator, multiprocessors=3, runs=2):
         assert {results[name].dtype for name in ("d_query", "d_key", "d_value")} == {np.dtype(np.float32)}
+
+
+@EACH
+def test_backward_of_shared_keys(case, emulator, monkeypatch):
+    """The query's gradient is in 16 bits, so where its order is free the main kernel can write it."""
+    monkeypatch.setattr(backward_scheduler, "main_writes_dq", lambda *_: True)
+    case = dataclasses.replace(case, wide="shared")
+    (results,) = check_backward(case, emulator, multiprocessors=3)
+    assert results["d_query"].dtype == DTYPES[case.dtype]
+    assert results["d_key"].dtype == results["d_value"].dtype == np.float32
 
 
 @pytest.mark.parametrize("is_shared", (False, True))
 def test_gradients_of_keys_are_sums_where_units_share_tiles(is_shared):
     heads = dict(N=32, K=1) if is_shared else dict(N=2)
-    spec, operands, *_ = draw(Case(H=128, T=200, S=300, wide=True, **heads))
+    spec, operands, *_ = draw(Case(H=128, T=200, S=300, wide="all", **heads))
     plan = backward_plan.plan_backward(spec, shapes_of(operands), DEVICE)
     kernels = {launch.kernel.entry: dict(launch.kernel.defines) for launch in plan.launches}
     last = ["backward_postprocess", *(["backward_postprocess_keys"] if is_shared else [])]

@@ -146,13 +146,25 @@ FP8_GROUPS = {
 PARTS = {
     "parts of sequences": (
         *(
-            emulated_case.Case(H=H, T=200, S=300, N=4, K=2, B=2, right=0, diagonal=(-250, 60), wide=H != 256)
+            emulated_case.Case(
+                H=H,
+                T=200,
+                S=300,
+                N=4,
+                K=2,
+                B=2,
+                right=0,
+                diagonal=(-250, 60),
+                wide="all" if H != 256 else None,
+            )
             for H in HEAD_DIMS
         ),
         emulated_case.Case(H=128, T=300, S=200, B=2, left=150, right=0, diagonal=(250, 40), alibi="1N"),
-        emulated_case.Case(H=64, T=200, S=200, B=3, right=0, lengths="qk", diagonal=(-60, 30, 90), wide=True),
+        emulated_case.Case(
+            H=64, T=200, S=200, B=3, right=0, lengths="qk", diagonal=(-60, 30, 90), wide="all"
+        ),
         emulated_case.Case(H=128, T=130, S=200, segments="mixed", left=40, diagonal=(30,), dropout=0.1),
-        emulated_case.Case(H=128, T=260, S=520, N=4, K=2, right=0, diagonal=((-130, 130),), wide=True),
+        emulated_case.Case(H=128, T=260, S=520, N=4, K=2, right=0, diagonal=((-130, 130),), wide="shared"),
     ),
 }
 """Calls as the steps of a ring make them, whose diagonal is an operand, and whose results are float32."""

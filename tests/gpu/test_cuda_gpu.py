@@ -261,9 +261,14 @@ def test_float32_results(H, features):
 
     usual = run(spec, operands)
     poison(4 * sum(x.nbytes for x in usual.values()))
-    wide = run(dataclasses.replace(spec, wide_results=True), operands)
+    wide = run(spec.wide(), operands)
     np.testing.assert_array_equal(wide["out"].astype(usual["out"].dtype), usual["out"])
     for name in ("query", "key", "value"):
         assert wide[name].dtype == jnp.float32
         exact, rounded = (np.asarray(x[name], np.float64) for x in (wide, usual))
         assert np.linalg.norm(exact - rounded) <= 2.0**-8 * np.linalg.norm(exact), name
+    shared = run(spec.wide("shared"), operands)
+    assert shared["query"].dtype == usual["query"].dtype and shared["key"].dtype == jnp.float32
+    for name in ("query", "key", "value"):
+        exact, other = (np.asarray(x[name], np.float64) for x in (wide, shared))
+        assert np.linalg.norm(exact - other) <= 2.0**-8 * np.linalg.norm(exact), name

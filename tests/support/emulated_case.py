@@ -48,7 +48,7 @@ class Case:
     diagonal: tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None  # for each batch row, or its parts
     score_mod: str | None = None  # of FUNCTIONS
     block_mask: str | None = None  # of BLOCK_MASKS
-    wide: bool = False  # float32 results
+    wide: str | None = None  # which results are float32
 
     def __str__(self):
         return "-".join(

@@ -209,7 +209,7 @@ def of_rounded_result(name, terms, reference):
     operand = name.removeprefix("d_")
     if name == "d_bias" or operand in terms.operands.captured:
         dtype = np.dtype(terms.operands.present()[operand].dtype).name
-    if terms.spec.wide_results:
+    if terms.spec.is_wide("out" if name == "out" else operand):
         dtype = "float32"
     return of_rounding(dtype, np.where(np.isfinite(reference), reference, 0))
 

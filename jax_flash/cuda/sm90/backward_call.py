@@ -139,7 +139,7 @@ class BackwardCall:
     @functools.cached_property
     def main_writes_dq(self) -> bool:
         """Whether warps of the main kernel write dQ. Otherwise every head keeps its sum for postprocess."""
-        if self.tile.split_products or self.spec.deterministic or self.spec.wide_results:
+        if self.tile.split_products or self.spec.deterministic or self.spec.is_wide("query"):
             return False
         if self.chosen is not None:
             return self.chosen.main_writes_dq
@@ -202,7 +202,7 @@ class BackwardCall:
     @property
     def has_wide_key_gradients(self) -> bool:
         """Whether the main kernel writes float32 rows of dK and dV."""
-        return self.spec.wide_results and not self.has_key_sums
+        return self.spec.is_wide("key") and not self.has_key_sums
 
     @property
     def most_heads_in_l2(self) -> int:
@@ -334,9 +334,11 @@ class BackwardCall:
 
     @functools.cached_property
     def gradients(self) -> tuple[Buffer, ...]:
-        operands = {"d_query": self.shapes.query, "d_key": self.shapes.key, "d_value": self.shapes.value}
-        dtype = self.spec.result_dtype(self.dtype).name
-        return tuple(Buffer(name, x.shape, dtype) for name, x in operands.items())
+        operands = {"query": self.shapes.query, "key": self.shapes.key, "value": self.shapes.value}
+        return tuple(
+            Buffer(f"d_{name}", x.shape, self.spec.result_dtype(name, self.dtype).name)
+            for name, x in operands.items()
+        )
 
     @functools.cached_property
     def score_gradients(self) -> tuple[Buffer, ...]:

@@ -221,12 +221,14 @@ _ACCUM = ("dq_accum", "arrived", "written", "next_job")
 
 def _kernel(call: BackwardCall, entry: str, parameters: Struct) -> Kernel:
     """The kernel `backward`, or `backward_preprocess` and the like, for the call's tile."""
-    is_main, is_last = entry == "backward", entry.startswith("backward_postprocess")
+    is_main = entry == "backward"
+    written_by = {"backward_postprocess": "query", "backward_postprocess_keys": "key"}
     tile = call.main_tile if is_main else call.tile
     head_dim, value_dim = call.head_dims
+    result = call.spec.result_dtype(written_by[entry], call.dtype) if entry in written_by else call.dtype
     defines = (
         ("ELEMENT", call.dtype),
-        ("RESULT", element_type(call.spec.result_dtype(call.dtype) if is_last else call.dtype)),
+        ("RESULT", element_type(result)),
         ("HEAD_DIM", head_dim),
         ("VALUE_DIM", value_dim),
         ("QUERIES", tile.queries),
@@ -286,7 +288,7 @@ def _empty_tiles(call: BackwardCall) -> dict[str, Argument]:
     """What preprocess needs for the zeros of key tiles that the main kernel skips. Sums are zeros anyway."""
     n, names = call.n, ("tile_blocks", "d_key", "d_value")
     stores = call.skips_empty_tiles and not call.has_key_sums
-    elements_of_vector = 16 // call.spec.result_dtype(call.dtype).itemsize
+    elements_of_vector = 16 // call.spec.result_dtype("key", call.dtype).itemsize
     return {
         **{name: Pointer(name) if stores else None for name in names},
         **{"tiles": n.B * n.K * call.key_tiles, "keys": n.S, "key_heads": n.K},
@@ -325,7 +327,7 @@ def _main(call: BackwardCall) -> Launch:
     # Others are persistent.
     ctas = units if tile.split_products else min(units, call.device.sm_count)
     buffers = {buffer.name: buffer for buffer in (*call.operands, *call.gradients)}
-    if spec.wide_results:  # float32 rows have no map: these aren't used
+    if spec.is_wide("key"):  # float32 rows have no map: these aren't used
         buffers |= {"d_key": buffers["key"], "d_value": buffers["value"]}
     of_function = user_score_mod.gradient_parameters(spec)
     of_mask = block_mask.parameters(spec, call.shapes)

@@ -187,7 +187,7 @@ def _kernel(
         arch=arch,
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
-            ("RESULT", element_type(spec.result_dtype(shapes.query.dtype))),
+            ("RESULT", element_type(spec.result_dtype("out", shapes.query.dtype))),
             ("HEAD_DIM", requirements.head_dim),
             ("VALUE_DIM", requirements.value_dim),
             ("CONSUMERS", tile.consumers),
@@ -277,7 +277,7 @@ def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchP
         *dropout.buffers(spec, (n.B, n.N, n.T), (n.B, math.ceil(n.S / tile.keys), tile.keys)),
         *metadata_buffers(spec, shapes),
     )
-    out = Buffer("out", (n.B, n.T, n.N, n.V), spec.result_dtype(shapes.query.dtype).name)
+    out = Buffer("out", (n.B, n.T, n.N, n.V), spec.result_dtype("out", shapes.query.dtype).name)
     lse = Buffer("lse", (n.B, n.N, n.T), "float32")
     attention = plan_attention(spec, shapes, device, loaded)
     zeroed = tuple(map(Zero, attention.zeroed))
