@@ -14,12 +14,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
-from jax_flash.transforms.lowering import axes_of
+from jax_flash.transforms.lowering import axes_of, axis_of
+
+
+def count(operands: Operands) -> int:
+    """How many parts there are, all of one length. `operands` may be shapes."""
+    if operands.diagonal is None:
+        return 1
+    T, parts = sizes(operands).T, operands.diagonal.shape[1]
+    assert parts == 1 or T % parts == 0, f"{parts} parts of {T} queries"
+    return parts
 
 
 def are_several(operands: Operands) -> bool:
     """Whether the call has parts."""
-    return operands.diagonal is not None and operands.diagonal.shape[1] > 1
+    return count(operands) > 1
 
 
 def forward(run: Callable[..., Any], spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -62,15 +71,16 @@ def split(operands: Operands) -> list[Operands]:
     diagonals = operands.diagonal
     assert diagonals is not None
     assert operands.query_seq_lengths is operands.key_value_seq_lengths is operands.query_offsets is None
-    count, T = diagonals.shape[1], sizes(operands).T
+    parts = count(operands)
+    length = sizes(operands).T // parts
 
     def part(index: int) -> Operands:
         arrays = {name: _part_of(name, x, index, operands) for name, x in operands.present().items()}
         # A part's own call is aligned at its last query, the whole one at the last of all.
-        behind = (count - 1 - index) * (T // count)
+        behind = (parts - 1 - index) * length
         return Operands.of(arrays | {"diagonal": diagonals[:, index : index + 1] - behind})
 
-    return [part(index) for index in range(count)]
+    return [part(index) for index in range(parts)]
 
 
 def _part_of(name: str, x: jax.Array, index: int, operands: Operands) -> jax.Array:
@@ -78,9 +88,8 @@ def _part_of(name: str, x: jax.Array, index: int, operands: Operands) -> jax.Arr
     axis = _axis_of_queries(name.removeprefix("d_"), x)
     if axis is None:
         return x
-    assert operands.diagonal is not None
-    length = sizes(operands).T // operands.diagonal.shape[1]
-    return jax.lax.slice_in_dim(x, index * length, (index + 1) * length, axis=axis)
+    rows = sizes(operands).T // count(operands)
+    return jax.lax.slice_in_dim(x, index * rows, (index + 1) * rows, axis=axis)
 
 
 def joined(name: str, parts: Any) -> jax.Array:
@@ -99,8 +108,7 @@ def total(name: str, operand: jax.Array, parts: list[jax.Array]) -> jax.Array:
 
 def _axis_of_queries(name: str, x: jax.Array) -> int | None:
     """None also where a size of 1 stands for all queries."""
-    letters = axes_of(name)
-    if "T" not in letters:
+    if "T" not in axes_of(name):
         return None
-    axis = x.ndim - len(letters) + letters.index("T")
+    axis = axis_of(name, x, "T")
     return None if x.shape[axis] == 1 else axis

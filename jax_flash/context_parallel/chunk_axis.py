@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash._spec import Operands
-from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.sharded import Sharded
-from jax_flash.transforms.lowering import axes_of
+from jax_flash.transforms.lowering import axes_of, axis_of
 
 
 def split(of: Sharded, name: str, x: jax.Array) -> jax.Array:
@@ -71,4 +70,4 @@ def _axis_of_chunks(name: str, x: jax.Array) -> int:
 
 
 def _axis_of_tokens(name: str, x: jax.Array) -> int:
-    return sharded.axis_of(name, x, "T" if "T" in axes_of(name) else "S")
+    return axis_of(name, x, "T" if "T" in axes_of(name) else "S")

@@ -25,7 +25,7 @@ from jax_flash.context_parallel.load_balance import Chunk, reordered, restored_s
 from jax_flash.context_parallel.packed import Arrays
 from jax_flash.context_parallel.sharded import Calls, Sharded
 from jax_flash.transforms import debugging, saved
-from jax_flash.transforms.lowering import axes_of
+from jax_flash.transforms.lowering import axes_of, axis_of
 
 Whole = Callable[[Operands], Any]
 """The same attention, by ordinary calls that have a derivative."""
@@ -129,7 +129,7 @@ def _backward(calls: Calls, operands: Operands, results: dict[str, jax.Array | N
 def _sum_of(of: Sharded, name: str, operand: jax.Array, parts: list[jax.Array]) -> jax.Array:
     """The gradient of an operand, from those of the operands of each call."""
     total = _query_parts.total(name, operand, parts)
-    axis = sharded.axis_of(name, operand, "S") if "S" in axes_of(name) else None
+    axis = axis_of(name, operand, "S") if "S" in axes_of(name) else None
     if axis is not None and operand.shape[axis] != 1:  # which stands for all positions
         if _restores(of):
             total = reordered(total, axis, of.order)
@@ -152,7 +152,7 @@ def call_operands(of: Sharded, operands: Operands) -> list[Operands]:
     whole: dict[str, jax.Array] = {}
     for name, x in operands.present().items():
         if "S" in axes_of(name):
-            axis = sharded.axis_of(name, x, "S")
+            axis = axis_of(name, x, "S")
             if sharded.goes_with_keys(name):
                 x = gathered(of, axis, x)
             if x.shape[axis] != 1 and _restores(of):

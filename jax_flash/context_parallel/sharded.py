@@ -17,7 +17,7 @@ from jax_flash._mask import Index, PositionMask, Window
 from jax_flash._spec import AttentionSpec, Gradients, Operands, functions_of
 from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
-from jax_flash.transforms.lowering import Call, axes_of, batch_shape
+from jax_flash.transforms.lowering import Call, axes_of, axis_of, batch_shape
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 Spans = dict[str, tuple[jax.Array | int, int]]
@@ -209,11 +209,6 @@ def _rearranged(x: jax.Array, axis: int, order: list[int]) -> jax.Array:
         return x
     parts = jnp.split(x, len(order), axis)
     return jnp.concatenate([parts[i] for i in order], axis)
-
-
-def axis_of(name: str, x: jax.Array, letter: str) -> int:
-    """Which axis of the array has that letter."""
-    return x.ndim - len(axes_of(name)) + axes_of(name).index(letter)
 
 
 def take(name: str, x: jax.Array, spans: Spans) -> jax.Array:

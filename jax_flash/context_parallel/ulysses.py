@@ -19,10 +19,9 @@ import jax.numpy as jnp
 
 from jax_flash import _validate
 from jax_flash._spec import Operands
-from jax_flash.context_parallel import sharded
 from jax_flash.context_parallel.load_balance import reordered, restored
 from jax_flash.context_parallel.sharded import Sharded
-from jax_flash.transforms.lowering import axes_of
+from jax_flash.transforms.lowering import axes_of, axis_of
 
 
 def attend(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands) -> Any:
@@ -77,10 +76,10 @@ def of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
         x = _repeated(x, of.queries // n, axis=-2)  # a bias or mask of one row, for each query
     # A bias or mask has all keys already: it is sharded along its queries.
     along = "T" if "T" in letters else "S"
-    tokens = sharded.axis_of(name, x, along) if along in letters else None
+    tokens = axis_of(name, x, along) if along in letters else None
     if tokens is not None and x.shape[tokens] != (of.queries if along == "T" else of.keys) // n:
         tokens = None
-    heads = next((sharded.axis_of(name, x, letter) for letter in "NK" if letter in letters), None)
+    heads = next((axis_of(name, x, letter) for letter in "NK" if letter in letters), None)
     if heads is not None and x.shape[heads] == 1:
         heads = None
     if tokens is None and heads is not None:
@@ -93,7 +92,7 @@ def of_heads(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     if tokens is not None:
         x = of.by_shard(x, tokens)
     for letter in "TS":
-        if letter in letters and x.shape[axis := sharded.axis_of(name, x, letter)] != 1:
+        if letter in letters and x.shape[axis := axis_of(name, x, letter)] != 1:
             x = _in_order(of, x, axis, of.queries if letter == "T" else of.keys)
     return x
 
@@ -115,7 +114,7 @@ def _repeated(x: jax.Array, copies: int, axis: int) -> jax.Array:
 
 def by_tokens(of: Sharded, name: str, x: jax.Array) -> jax.Array:
     """A result for this device's heads as that for its tokens."""
-    heads, tokens = (sharded.axis_of(name, x, letter) for letter in "NT")
+    heads, tokens = (axis_of(name, x, letter) for letter in "NT")
     x = of.by_place(reordered(x, tokens, of.order), tokens)
     return _all_to_all(of, x, tokens, heads)
 

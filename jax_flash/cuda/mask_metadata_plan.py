@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jax_flash import _varlen_unpacking
+from jax_flash import _query_parts, _varlen_unpacking
 from jax_flash._mask import window_of
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import mask_metadata
@@ -206,7 +206,7 @@ def _sequences(spec: AttentionSpec, shapes: Shapes, operands: tuple[Buffer, ...]
         "count": count,
         **{"longest_query": min(longest[0], n.T), "longest_key": min(longest[1], n.S)},
         **{"queries": n.T, "keys": n.S, "left": left, "right": right},
-        "parts": 1 if shapes.diagonal is None else shapes.diagonal.shape[1],
+        "parts": _query_parts.count(shapes),
     }
 
 

@@ -64,6 +64,11 @@ def axes_of(name: str) -> Sequence[str]:
     return (name,) if is_captured(name) else _AXES[name]
 
 
+def axis_of(name: str, x: Any, letter: str) -> int:
+    """Which axis of the array, with its batch axes, has that letter of `axes_of`."""
+    return x.ndim - len(axes_of(name)) + axes_of(name).index(letter)
+
+
 Spec = TypeVar("Spec", bound=AttentionSpec | CacheSpec | QuantizeSpec)
 
 

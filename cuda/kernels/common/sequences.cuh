@@ -50,11 +50,11 @@ private:
 
     // The sequence of a token. `offsets` are those of queries or those of keys.
     __device__ Sequence of_token(const int* offsets, int batch, int token) const {
-        const int* shift = shifts ? shifts + static_cast<int64_t>(batch) * parts : nullptr;
+        const int* row_shifts = shifts ? shifts + static_cast<int64_t>(batch) * parts : nullptr;
         const int part_queries = queries / parts;
         if (offsets == nullptr) {
             return {0, query_lengths ? query_lengths[batch] : queries, 0, key_lengths ? key_lengths[batch] : keys,
-                    shift, part_queries};
+                    row_shifts, part_queries};
         }
         const int64_t row = static_cast<int64_t>(batch) * (count + 1);
         // Binary search: the first offset beyond the token. The sequence that ends there is not empty.
@@ -67,9 +67,9 @@ private:
                 end = middle;
             }
         }
-        if (next == 0 || next > count) return {0, 0, 0, 0, shift, part_queries};
+        if (next == 0 || next > count) return {0, 0, 0, 0, row_shifts, part_queries};
         const int *query = query_offsets + row + next - 1, *key = key_offsets + row + next - 1;
         return {query[0], min(max(query[1] - query[0], 0), longest_query), key[0],
-                min(max(key[1] - key[0], 0), longest_key), shift, part_queries};
+                min(max(key[1] - key[0], 0), longest_key), row_shifts, part_queries};
     }
 };
