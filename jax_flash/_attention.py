@@ -203,8 +203,8 @@ def flash_attention(
         "ring" passes them on from device to device, each transfer beside the computation of a step.
         "ulysses" exchanges tokens for heads by an all-to-all, so that each device has whole sequences; the
         devices must divide the query heads.
-        "auto" picks, of those that can run the call, the one that costs least in bytes sent and in time that
-        devices wait for each other; if none can, it gathers sequences.
+        "auto" picks, of those that can run the call, the one by which devices lose least time: in which they
+        only send, wait for each other, or add up a ring's results; if none can, it gathers sequences.
         It changes nothing where sequences are whole, as on one device and inside of a `shard_map` over the
         mesh axes of the sequence.
       broadcast_dropout: must be None. Flax's linen layers pass it to an attention_fn that accepts it. Give

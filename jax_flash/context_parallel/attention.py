@@ -140,7 +140,8 @@ def context_parallel_attention(
         "ring" passes them on from device to device, each transfer beside the computation of a step.
         "ulysses" exchanges tokens for heads by an all-to-all, so that each device has whole sequences; n must
         divide the query heads. Over two axes it can't be named.
-        "auto" picks the one that costs least in bytes sent and in time that devices wait for each other.
+        "auto" picks the one by which devices lose least time: in which they only send, wait for each other,
+        or add up the results of a ring's steps.
       load_balance: the order of tokens on devices, as `reorder_for_load_balance` makes it. None: in order,
         which leaves work uneven under a causal mask. "zigzag": an early and a late chunk on each device.
         "striped": every n-th token.

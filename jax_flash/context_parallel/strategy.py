@@ -23,6 +23,17 @@ FLOPS_PER_BYTE = 2200
 """What a device computes while it sends a byte to its neighbour: of H100s, 610 to 630 TFLOP/s of attention
 forward and backward, over the 283 GB/s of a `ppermute` by NVLink (`scale_out_2xh100.json`)."""
 
+HOST_DEVICES = 8
+ACROSS_HOSTS = 6
+"""More devices than a host has are taken to be on several. Links between these, of 400 Gb/s, are so many
+times slower than NVLink."""
+
+COMBINED_BYTES = 4
+"""The time that each step of a ring but the first takes beside its products and transfers: as long as a
+device sends so many bytes for each element of its queries and of the output. Results of steps are float32;
+they are written, read and added up. Measured as the difference of rings and all-gathers
+(docs/tuning/scale-out.md)."""
+
 BACKWARD_FLOPS = 2.5
 """Of the backward pass for each of the forward pass: five products to two."""
 
@@ -47,7 +58,8 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
     - all_gather: keys and values go to each other device, or what a window reaches to the next ones, forward
       and again backward, and come back as float32 gradients.
     - ring: the same bytes, one device at a time, and the gradients once more, to go home. A window needs
-      fewer steps. Transfers run beside the steps' computation; only what takes longer than that counts.
+      fewer steps. Transfers run beside the steps' computation; only what takes longer than that counts. What
+      it takes to add up the steps' results is in `combined_bytes`.
     - ulysses: all but one part in n of queries, keys, values and output, there or back, forward and backward;
       a third time if devices don't keep their heads. Key heads count as often as they are repeated.
     """
@@ -63,7 +75,18 @@ def exposed_bytes(strategy: Strategy, work: Work) -> float:
         return gathered * n.B * n.K * (n.H + n.V) * (2 * work.itemsize + 4)
     sends = work.steps - 1
     sent = key_elements * (2 * sends * work.itemsize + 4 * (sends + 1 if sends else 0))
-    return max(0.0, sent - flops(work) / FLOPS_PER_BYTE)
+    return max(0.0, sent - flops(work) / flops_per_byte(work))
+
+
+def combined_bytes(strategy: Strategy, work: Work) -> float:
+    """What a device could send, within a host, while it adds up the results of a ring's steps."""
+    n = work.local
+    return COMBINED_BYTES * (work.steps - 1) * n.B * n.T * n.N * (n.H + n.V) if strategy == "ring" else 0.0
+
+
+def flops_per_byte(work: Work) -> float:
+    """What a device computes while it sends a byte."""
+    return FLOPS_PER_BYTE * (ACROSS_HOSTS if work.shards > HOST_DEVICES else 1)
 
 
 def flops(work: Work) -> float:
@@ -73,13 +96,15 @@ def flops(work: Work) -> float:
 
 
 def cost(strategy: Strategy, work: Work) -> float:
-    """Of a call, in bytes: those that are exposed, and those of the time that devices wait for the busiest.
+    """The time that a device loses in a call, forward and backward, in operations that it could do meanwhile.
 
-    By Ulysses all devices compute alike. On two H200 under a causal mask, tokens in order, it took 0.69 of a
+    It is the time in which it only sends, adds up the results of steps, or waits for the busiest device. By
+    Ulysses all devices compute alike. On two H200 under a causal mask, tokens in order, it took 0.69 of a
     ring's time (benchmarks/results/scale_out_2xh200.json).
     """
     waiting = 0.0 if strategy == "ulysses" else (work.busiest - 1) * flops(work)
-    return exposed_bytes(strategy, work) + waiting / FLOPS_PER_BYTE
+    combining = combined_bytes(strategy, work) * FLOPS_PER_BYTE
+    return exposed_bytes(strategy, work) * flops_per_byte(work) + combining + waiting
 
 
 def bytes_of_whole_keys(work: Work, parts: int) -> float:

@@ -91,11 +91,14 @@ class StrategyChoice:
     # That a device sends beside no computation, forward and backward; None where it doesn't run.
     exposed_bytes: float | None
     busiest: float = 1.0  # what the device with most work computes, in means over devices
+    combined_bytes: float = 0.0  # whose sending takes as long as adding up the results of a ring's steps
 
     def __str__(self) -> str:
         if self.exposed_bytes is None:
             return f"{self.name:<10} does not run: {self.reason}"
         text = f"{self.name:<10} runs: a device sends {self.exposed_bytes / 1e6:.3g} MB beside no computation"
+        if self.combined_bytes:
+            text += f", adds up results of steps for as long as {self.combined_bytes / 1e6:.3g} MB take"
         return text if self.busiest == 1 else f"{text}, and one computes {self.busiest:.3g} times the mean"
 
 
@@ -118,7 +121,8 @@ def explained(
         work = strategies.work_of(of, local, keeps_heads=False)
         busiest = 1.0 if name == "ulysses" else work.busiest
         if found.shards.keys:
-            return StrategyChoice(name, None, strategies.exposed_bytes(name, work), busiest)
+            combined = strategies.combined_bytes(name, work)
+            return StrategyChoice(name, None, strategies.exposed_bytes(name, work), busiest, combined)
         parts = math.prod(found.mesh[axis] for axis in keys)  # in which keys lie before they are gathered
         return StrategyChoice(name, None, strategies.bytes_of_whole_keys(work, parts), busiest)
 

@@ -44,9 +44,12 @@ def test_each_strategy_with_its_cost():
     assert "the sequence is sharded" in str(found) and "context_parallel picks ulysses" in str(found)
     assert "and one computes 1.75 times the mean" in str(found)
     full = explained(*shapes())
-    costs = {choice.name: choice.exposed_bytes for choice in full.sequences.choices}
-    assert full.sequences.picked == min(costs, key=costs.get) == "ring"
+    costs = {x.name: x.exposed_bytes + x.combined_bytes for x in full.sequences.choices}
+    assert full.sequences.picked == min(costs, key=costs.get) == "ulysses"
     assert "times the mean" not in str(full)
+    # Three steps after the first.
+    assert costs["ring"] == 3 * 4 * 2 * 1024 * 32 * 256
+    assert "adds up results of steps for as long as 201 MB take" in str(full)
 
 
 def test_a_narrow_window_sends_what_it_reaches():
