@@ -182,7 +182,7 @@ class Calls:
     passes: Passes
 
     def wide_call(self, which: str = "all") -> Call:
-        """The ordinary call with float32 results, for those that are added up."""
+        """The ordinary call with those results float32 that `AttentionSpec.wide_results` says."""
         return dataclasses.replace(self.call, spec=self.call.spec.wide(which))
 
 
