@@ -3,7 +3,8 @@
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
     python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
-A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, or how many CTAs share a multiprocessor.
+A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, or fields of the tile (decode_tiles.py),
+which then has as many stages as there is room for, unless the setting names them too.
 Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
 """
 
@@ -32,6 +33,7 @@ CALLS = (
     Call(1, 8192, 32, 8),
     Call(4, 2048, 32, 8),
     Call(4, 4096, 32, 8, lengths="uniform"),
+    Call(1, 131072, 32, 8),
     Call(4, 32768, 32, 32),
     Call(64, 2048, 32, 8),
     Call(128, 512, 28, 4),
@@ -49,6 +51,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one CTA": {"ctas_of_sm": 1},
     "no clusters": {"CLUSTER_SIZES": ()},
     "clusters of up to 16 blocks": {"MOST_CLUSTER_BLOCKS": 16},
+    "no teams": {"LARGEST_TEAM": 1},
+    "teams of 4": {"LARGEST_TEAM": 4},
+    "teams of 32": {"LARGEST_TEAM": 32, "MOST_IDLE": 0.1},
+    "2 stages": {"stages": 2},
+    "3 stages": {"stages": 3},
+    "3 stages; no teams": {"stages": 3, "LARGEST_TEAM": 1},
+    "boxes of 32 keys": {"box": 32},
+    "boxes of 16 keys": {"box": 16},
 }
 
 
@@ -59,19 +69,16 @@ def set_to(changes: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in constants.items():
             stack.enter_context(mock.patch.object(decode_plan, name, value))
-        if "ctas_of_sm" in changes:
-            stack.enter_context(
-                mock.patch.object(decode_plan, "choose_tile", _tile_of(changes["ctas_of_sm"]))
-            )
+        if fields := {name: value for name, value in changes.items() if not name.isupper()}:
+            stack.enter_context(mock.patch.object(decode_plan, "choose_tile", _with(fields)))
         yield
 
 
-def _tile_of(ctas: int):
+def _with(fields: dict[str, int]):
     def choose(shapes):
-        tile = decode_tiles.choose_tile(shapes)
-        fitted = dataclasses.replace(tile, ctas_of_sm=ctas).fitted()
-        assert fitted is not None, f"no stage fits into the shared memory of {ctas} CTAs on a multiprocessor"
-        return fitted
+        fitted = dataclasses.replace(decode_tiles.choose_tile(shapes), **fields).fitted()
+        assert fitted is not None, f"no stage fits into shared memory with {fields}"
+        return dataclasses.replace(fitted, **fields)
 
     return choose
 

@@ -40,20 +40,8 @@ CUtensorMapSwizzle Swizzle(int bytes) {
     throw std::invalid_argument("swizzle is " + std::to_string(bytes) + "; it may be 0, 32, 64 or 128");
 }
 
-CUtensorMapL2promotion L2Promotion(int bytes) {
-    switch (bytes) {
-        case 64:
-            return CU_TENSOR_MAP_L2_PROMOTION_L2_64B;
-        case 128:
-            return CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-        case 256:
-            return CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-    }
-    throw std::invalid_argument("l2_fetch is " + std::to_string(bytes) + "; it may be 64, 128 or 256");
-}
-
 TensorMap MakeTensorMap(std::size_t offset, std::size_t buffer, const std::string& dtype, std::vector<cuuint64_t> sizes,
-                        std::vector<cuuint64_t> strides, std::vector<cuuint32_t> box, int swizzle, int l2_fetch) {
+                        std::vector<cuuint64_t> strides, std::vector<cuuint32_t> box, int swizzle) {
     // The driver reads as many strides and box sizes as there are axes.
     if (sizes.empty() || sizes.size() > 5 || strides.size() != sizes.size() - 1 || box.size() != sizes.size()) {
         throw std::invalid_argument(
@@ -63,7 +51,7 @@ TensorMap MakeTensorMap(std::size_t offset, std::size_t buffer, const std::strin
             std::to_string(box.size()));
     }
     return TensorMap{offset,          buffer, ElementType(dtype), std::move(sizes), std::move(strides), std::move(box),
-                     Swizzle(swizzle), L2Promotion(l2_fetch)};
+                     Swizzle(swizzle)};
 }
 
 Launch MakeLaunch(std::shared_ptr<Kernel> kernel, std::array<unsigned, 3> grid, unsigned block, unsigned shared_bytes,
@@ -92,7 +80,7 @@ PYBIND11_MODULE(_launcher, m) {
              py::arg("offset"), py::arg("buffer"));
     py::class_<TensorMap>(m, "TensorMap")
         .def(py::init(&MakeTensorMap), py::arg("offset"), py::arg("buffer"), py::arg("dtype"), py::arg("sizes"),
-             py::arg("strides"), py::arg("box"), py::arg("swizzle"), py::arg("l2_fetch"));
+             py::arg("strides"), py::arg("box"), py::arg("swizzle"));
 
     py::class_<Launch>(m, "Launch")
         .def(py::init(&MakeLaunch), py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),

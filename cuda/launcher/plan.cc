@@ -13,7 +13,7 @@ CUtensorMap Encode(const TensorMap& map, CUdeviceptr address, const std::string&
     Check(GetDriver().tensor_map_encode_tiled(&encoded, map.dtype, static_cast<cuuint32_t>(map.sizes.size()),
                                               reinterpret_cast<void*>(address), map.sizes.data(), map.strides.data(),
                                               map.box.data(), kUnitStrides, CU_TENSOR_MAP_INTERLEAVE_NONE, map.swizzle,
-                                              map.l2_promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+                                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
           "cuTensorMapEncodeTiled", subject);
     return encoded;
 }

@@ -68,7 +68,6 @@ struct TensorMap {
     std::vector<cuuint64_t> strides;
     std::vector<cuuint32_t> box;
     CUtensorMapSwizzle swizzle;
-    CUtensorMapL2promotion l2_promotion;
 };
 
 struct Launch {

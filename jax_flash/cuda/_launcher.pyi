@@ -19,7 +19,6 @@ class TensorMap:
         strides: Sequence[int],
         box: Sequence[int],
         swizzle: int,
-        l2_fetch: int,
     ) -> None: ...
 
 class Launch:

@@ -110,7 +110,6 @@ def build(plan: LaunchPlan) -> _launcher.Plan:
                     x.strides,
                     x.box,
                     x.swizzle,
-                    x.l2_fetch,
                 )
                 for slot, x in fields
                 if isinstance(x, TensorMap)

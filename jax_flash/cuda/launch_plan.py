@@ -75,7 +75,6 @@ class TensorMap:
     strides: tuple[int, ...]  # bytes, of axes 1…
     box: tuple[int, ...]  # elements
     swizzle: int = 128  # bytes: 0, 32, 64 or 128
-    l2_fetch: int = 128  # bytes that L2 fetches where it lacks some of them: 64, 128 or 256
 
 
 Argument = Pointer | TensorMap | int | float | None
@@ -222,15 +221,15 @@ _TYPES = {
 }
 
 
-_USUAL: dict[str, Any] = {"LaunchPlan": (), "TensorMap": TensorMap.l2_fetch, "Kernel": ()}
+_USUAL: dict[str, Any] = {"LaunchPlan": (), "Kernel": ()}
 """By class, the usual value of its last field. `dump` leaves it out, and `load` restores it."""
 
 
 def dump(plan: LaunchPlan) -> str:
     """`plan` as compact JSON; equal plans give equal text.
 
-    It doesn't mention that a plan has no aliases, or a kernel no generated headers, or that a tensor map has
-    the usual `l2_fetch`: programs that were exported before there were others don't either.
+    It doesn't mention that a plan has no aliases, or a kernel no generated headers: programs that were
+    exported before there were others don't either.
     """
 
     def encode(value: Any) -> Any:

@@ -127,8 +127,6 @@ def tensor_map_problem(map: TensorMap, buffer: Buffer) -> str | None:
     box_bytes = map.box[0] * element
     if map.swizzle not in (0, 32, 64, 128) or box_bytes % 16 or box_bytes > (map.swizzle or box_bytes):
         return f"with rows of {box_bytes} bytes in its box, and a swizzle of {map.swizzle}"
-    if map.l2_fetch not in (64, 128, 256):
-        return f"for which L2 fetches {map.l2_fetch} bytes"
     last = sum((size - 1) * stride for size, stride in zip(map.sizes, (element, *map.strides), strict=True))
     if last + element > buffer.bytes:
         return f"of {last + element} bytes over {buffer.bytes}"

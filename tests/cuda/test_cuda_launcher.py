@@ -144,7 +144,7 @@ def make_launch(
 
 
 def make_map(offset: int) -> "_launcher.TensorMap":
-    return _launcher.TensorMap(offset, 0, "uint8", (16,), (), (16,), 0, 128)
+    return _launcher.TensorMap(offset, 0, "uint8", (16,), (), (16,), 0)
 
 
 def make_plan(*steps, compute_capability=(9, 0)) -> "_launcher.Plan":
@@ -190,17 +190,16 @@ def test_addresses_are_written_between_the_numbers(driver, site):
 
 
 def test_tensor_maps_are_encoded_once_and_take_the_addresses_of_each_run(driver, site):
-    first = _launcher.TensorMap(0, 0, "bfloat16", (64, 3, 5), (128, 384), (64, 1, 4), 128, 256)
-    second = _launcher.TensorMap(128, 1, "float32", (8,), (), (8,), 0, 128)
+    first = _launcher.TensorMap(0, 0, "bfloat16", (64, 3, 5), (128, 384), (64, 1, 4), 128)
+    second = _launcher.TensorMap(128, 1, "float32", (8,), (), (8,), 0)
     of_call = site(make_launch(bytes(256), maps=[first, second]))
     assert of_call.call("initialize") == ""
     encoded = driver.calls("cuTensorMapEncodeTiled")
     assert [e["address"] for e in encoded] == [OPERAND, SCRATCH]
     want = {"type": 9, "sizes": [64, 3, 5], "strides": [128, 384], "box": [64, 1, 4]}
-    want |= {"element_strides": [1, 1, 1], "swizzle": 3, "l2_promotion": 3}
+    want |= {"element_strides": [1, 1, 1], "swizzle": 3, "l2_promotion": 2}
     assert {key: encoded[0][key] for key in want} == want
     assert (encoded[1]["type"], encoded[1]["strides"], encoded[1]["swizzle"]) == (7, [], 0)
-    assert encoded[1]["l2_promotion"] == 2
 
     driver.reset(layout="mm")
     for offset in (0, 64):
@@ -315,7 +314,7 @@ def test_plans_end_with_their_executables(driver, xla, monkeypatch):
     ],
 )
 def test_errors_name_the_call_the_error_and_the_kernel(driver, site, failing_call, subject):
-    tensor_map = _launcher.TensorMap(0, 0, "float16", (8, 4), (16,), (8, 4), 32, 128)
+    tensor_map = _launcher.TensorMap(0, 0, "float16", (8, 4), (16,), (8, 4), 32)
     of_call = site(make_launch(bytes(128), maps=[tensor_map], shared_bytes=1000), _launcher.Zero(1))
     driver.reset(layout="m", failing_call=failing_call)
     message = f"{failing_call} failed with CUDA_ERROR_INVALID_VALUE (invalid argument): {subject}"
@@ -335,11 +334,10 @@ def test_a_failed_load_is_tried_again(driver, site):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: _launcher.TensorMap(0, 0, "int8", (8,), (), (8,), 0, 128), 'dtype is "int8"'),
-        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,), (), (8,), 96, 128), "swizzle is 96"),
-        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,), (), (8,), 0, 32), "l2_fetch is 32"),
-        (lambda: _launcher.TensorMap(0, 0, "uint8", (8, 8), (), (8, 8), 0, 128), "got 2, 0 and 2"),
-        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,) * 6, (8,) * 5, (8,) * 6, 0, 128), "got 6, 5 and 6"),
+        (lambda: _launcher.TensorMap(0, 0, "int8", (8,), (), (8,), 0), 'dtype is "int8"'),
+        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,), (), (8,), 96), "swizzle is 96"),
+        (lambda: _launcher.TensorMap(0, 0, "uint8", (8, 8), (), (8, 8), 0), "got 2, 0 and 2"),
+        (lambda: _launcher.TensorMap(0, 0, "uint8", (8,) * 6, (8,) * 5, (8,) * 6, 0), "got 6, 5 and 6"),
         (lambda: make_plan(_launcher.Zero(2)), "buffer 2 of 2"),
         (lambda: make_plan(make_launch(bytes(8), [_launcher.Pointer(0, 5)])), "buffer 5 of 2"),
         (lambda: make_plan(make_launch(bytes(8), [_launcher.Pointer(8, 0)])), "8 bytes at 8 of 8"),

@@ -238,6 +238,7 @@ class Workload:
     max_parts: int | None = None
     left: int | None = None
     right: int | None = None
+    team: int = 1
 
     @property
     def work(self) -> Work:
@@ -262,6 +263,10 @@ WORKLOADS = [
             (5, 3000, 9, 2, 16, 20, 3, 1000, -5),
             (300, 64, 1, 1, 1, 132, None, None, None),
             (3, 0, 2, 1, 1, 5, None, None, 0),
+            (64, 2000, 1, 8, 4, 264, None, None, 0, 8),
+            (5, 3000, 9, 6, 16, 20, 3, 1000, -5, 2),
+            (7, 900, 60, 3, 5, 9, None, 200, 0, 3),
+            (1, 100, 1, 8, 1, 4, None, None, None, 4),
         )
     )
 ]
@@ -272,7 +277,7 @@ def test_each_block_is_one_ctas(workload):
     work, ctas = workload.work, workload.ctas
     visits, partials, of_tile = collections.Counter(), collections.Counter(), collections.defaultdict(list)
     load = collections.Counter()
-    for cta, part in parts(work, ctas, workload.max_parts):
+    for cta, part in parts(work, ctas, workload.max_parts, team=workload.team):
         tile = (part.batch, part.head, part.tile)
         visits.update((*tile, block) for block in range(part.begin, part.end))
         load[cta] += part.end - part.begin
@@ -301,6 +306,25 @@ def test_each_block_is_one_ctas(workload):
         assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas) + longest
 
 
+@pytest.mark.parametrize(
+    "key_heads, ctas, size",
+    [
+        (8, 264, 8),
+        (8, 132, 4),
+        (8, 4, 4),
+        (32, 264, 8),
+        (12, 264, 6),
+        (7, 264, 7),
+        (5, 264, 5),
+        (1, 264, 1),
+        (17, 264, 1),
+    ],
+)
+def test_teams(key_heads, ctas, size):
+    """A team's CTAs have as many heads, and few CTAs are left over."""
+    assert decode_plan.team_size(key_heads, ctas) == size
+
+
 @pytest.mark.parametrize("num_splits", (None, 2))
 def test_kernel_has_this_schedule(num_splits, emulator):
     """Which tiles the kernel says that CTAs share."""
@@ -316,7 +340,7 @@ def test_kernel_has_this_schedule(num_splits, emulator):
         right=0,
     )
     expected = {}
-    for cta, part in parts(work, 14, num_splits, LEAST_SHARE):
+    for cta, part in parts(work, 14, num_splits, LEAST_SHARE, team=decode_plan.team_size(case.K, 14)):
         if not part.is_whole and part.begin == 0:
             expected[cta] = (part.batch, part.head)
     found = {cta: tuple(tile[:2]) for cta, tile in enumerate(split_tiles.tolist()) if tile[0] != -1}
@@ -359,7 +383,7 @@ def test_other_devices_are_refused():
 
 def test_describe():
     assert decoding.describe(*call(page=16), H100).endswith(
-        "3 stages, 2 CTAs on a multiprocessor, pages of 16 keys loaded by TMA"
+        "2 stages, 2 CTAs on a multiprocessor, pages of 16 keys loaded by TMA"
     )
     assert decoding.describe(*call(page=1), H100).endswith("loaded row by row")
 

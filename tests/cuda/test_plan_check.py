@@ -91,7 +91,6 @@ B, S, K, H = KEY.shape
         (lambda: with_map(box=(64, 1, 512, 1)), "a tensor map with a box"),
         (lambda: with_map(box=(128, 1, 64, 1)), "with rows of 256 bytes in its box, and a swizzle of 128"),
         (lambda: with_map(swizzle=96), "a swizzle of 96"),
-        (lambda: with_map(l2_fetch=32), "for which L2 fetches 32 bytes"),
         (
             lambda: dataclasses.replace(FORWARD, steps=(*FORWARD.steps, Zero("absent"))),
             "a step zeroes 'absent', which is no buffer",

@@ -63,24 +63,28 @@ def boundary(offset: int, counted_blocks: int, max_parts: int) -> int:
     return min(math.ceil(offset / step) * step, counted_blocks)
 
 
-def parts(work: Work, ctas: int, max_parts: int | None, least_share: int = 1) -> Iterator[tuple[int, Part]]:
-    """Every CTA's parts, in order."""
+def parts(
+    work: Work, ctas: int, max_parts: int | None, least_share: int = 1, team: int = 1
+) -> Iterator[tuple[int, Part]]:
+    """Every CTA's parts, in order. A team of CTAs has as many heads, each CTA one of them."""
     tiles, start = [], 0
     for batch in range(len(work.lengths)):
-        for head in range(work.key_heads):
+        for group in range(work.key_heads // team):
             for tile in range(work.tiles(batch)):
                 first, last = work.blocks(batch, tile)
                 counted_blocks = max(last - first, 1)
-                tiles.append((batch, head, tile, start, counted_blocks))
+                tiles.append((batch, group, tile, start, counted_blocks))
                 start += counted_blocks
-    share = max(math.ceil(start / ctas), least_share)
-    for cta in range(ctas):
-        for batch, head, tile, start, counted_blocks in tiles:
+    share = max(math.ceil(start / (ctas // team)), least_share)
+    for cta in range(ctas):  # as they are in scratch memory: by member, then by team
+        member, own_team = divmod(cta, ctas // team)
+        for batch, group, tile, start, counted_blocks in tiles:
             begin, end = (
                 boundary(edge * share - start, counted_blocks, max_parts or counted_blocks)
-                for edge in (cta, cta + 1)
+                for edge in (own_team, own_team + 1)
             )
             if begin < end:
                 # Only a tile that begins in the CTA's share has its first partial.
-                partial = 2 * cta + (start >= cta * share)
-                yield cta, Part(batch, head, tile, begin, end, counted_blocks, start // share, partial)
+                partial = 2 * cta + (start >= own_team * share)
+                head, first_cta = group * team + member, cta - own_team + start // share
+                yield cta, Part(batch, head, tile, begin, end, counted_blocks, first_cta, partial)

@@ -57,6 +57,13 @@ SHAPE = struct(
     query_offsets="const int*",
 )
 ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
+DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
+    "Division",
+    max_parts="int32_t",  # of a tile
+    least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
+    team_size="int32_t",  # CTAs side by side, each with a key head of its own
+    teams="int32_t",
+)
 
 _TMA_CACHE = struct("Cache", key="TensorMap", value="TensorMap")
 _GATHERED_CACHE = struct("Cache", key="const CACHE_ELEMENT*", value="const CACHE_ELEMENT*")
@@ -78,8 +85,7 @@ def _parameters(spec: CacheSpec, box: int) -> Struct:
         slopes="const float*",
         slopes_stride="int32_t",
         sinks="const float*",
-        max_parts="int32_t",  # of a tile
-        least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
+        division=DIVISION,
         partial_out="float*",  # see Partials
         partial_statistics="float2*",
         split_tiles="int*",
@@ -106,7 +112,7 @@ _COMBINE_PARAMETERS = struct(
     lse="float*",
     sinks="const float*",
     shape=SHAPE,
-    max_parts="int32_t",
+    division=DIVISION,
     partial_out="float*",
     partial_statistics="float2*",
     split_tiles="int*",
@@ -125,6 +131,12 @@ CLUSTER_SIZES = (8, 4, 2)
 MOST_CLUSTER_BLOCKS = 8
 """Of one CTA in a cluster. With 2 a call on an H100 took 0.70 of its time by two kernels, with 8 0.94, with
 16 1.21 (benchmarks/results/tune_clusters_h100.json)."""
+
+LARGEST_TEAM = 8
+"""CTAs of a team, at most. Teams of 4 and of 32 took as long (docs/tuning/decode.md)."""
+
+MOST_IDLE = 0.02
+"""The share of all CTAs that teams may leave over."""
 
 _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
@@ -169,12 +181,23 @@ def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     return next(fits, 1)
 
 
+def team_size(key_heads: int, ctas: int) -> int:
+    """The CTAs of a team, which go through the blocks side by side, each with a key head of its own.
+
+    The more, the longer are the pieces that memory is read in. But CTAs that teams leave over are idle.
+    """
+    sizes = (size for size in range(min(LARGEST_TEAM, ctas), 0, -1) if key_heads % size == 0)
+    return next(size for size in sizes if ctas % size <= ctas * MOST_IDLE)
+
+
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
     n, tile = cache_sizes(shapes), choose_tile(shapes)
     packed = shapes.query_offsets is not None
     shares = math.ceil(max_counted_blocks(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
+    members = team_size(n.K, ctas)
+    teams, ctas = ctas // members, ctas - ctas % members
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
     cluster = cluster_size(shapes, tile, device) if split else 1
     if cluster > 1:
@@ -186,11 +209,14 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
             Buffer("split_tiles", (ctas, TILE_BYTES // 4), "int32"),
         )
-    launches = [_decode(spec, shapes, device, tile, ctas, split, cluster)]
+    max_parts = spec.num_splits or _ANY_PARTS
+    division: dict[str, Argument] = {"max_parts": max_parts, "least_share": LEAST_SHARE}
+    division |= {"team_size": members, "teams": teams}
+    launches = [_decode(spec, shapes, device, tile, ctas, split, cluster, division)]
     if n.U or packed:
         launches.insert(0, preprocess(spec, shapes, device))
     if split:
-        launches.append(_combine(spec, shapes, device, tile, ctas))
+        launches.append(_combine(spec, shapes, device, tile, ctas, division))
     return plan_of(shapes, launches, scratch)
 
 
@@ -218,6 +244,7 @@ def _decode(
     ctas: int,
     split: bool,
     cluster: int,
+    division: Arguments,
 ) -> Launch:
     n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
     scale = spec.attention.scale
@@ -272,8 +299,7 @@ def _decode(
             "slopes": _pointer(shapes, "alibi_slopes"),
             "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
             "sinks": _pointer(shapes, "sinks"),
-            "max_parts": spec.num_splits or _ANY_PARTS,
-            "least_share": LEAST_SHARE,
+            "division": division,
             **{name: Pointer(name) if split else None for name in _PARTIALS},
             **user_score_mod.arguments(spec.attention, shapes),
         },
@@ -286,7 +312,14 @@ def _are_natural(spec: CacheSpec, shapes: Shapes) -> bool:
     return any(x is not None for x in of_attention)
 
 
-def _combine(spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, ctas: int) -> Launch:
+def _combine(
+    spec: CacheSpec,
+    shapes: Shapes,
+    device: Device,
+    tile: DecodeTile,
+    ctas: int,
+    division: Arguments,
+) -> Launch:
     """Adds up the partials of tiles that CTAs share."""
     kernel = Kernel(
         source="sm90/decode/combine.cu",
@@ -311,7 +344,7 @@ def _combine(spec: CacheSpec, shapes: Shapes, device: Device, tile: DecodeTile, 
             "lse": Pointer("lse"),
             "sinks": _pointer(shapes, "sinks"),
             "shape": shape_arguments(spec, shapes),
-            "max_parts": spec.num_splits or _ANY_PARTS,
+            "division": division,
             **{name: Pointer(name) for name in _PARTIALS},
         },
     )
@@ -409,16 +442,12 @@ def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
 
 
 def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
-    """A tensor map over a cache. Its box is a panel of one head of `box` keys, 128 bytes wide.
-
-    The panels of a row are loaded one by one, and are neighbours in memory: L2 fetches two for one.
-    """
+    """A tensor map over a cache. Its box is a panel of one head of `box` keys, 128 bytes wide."""
     C, S, K, H = array.shape[-4:]
     layers = math.prod(array.shape[:-4])
     element = ELEMENT_BYTES[array.dtype.name]
     strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
     sizes = (H, K, S, C, layers)
-    l2_fetch = 256 if H * element > PANEL_BYTES else 128
     return TensorMap(
         buffer,
         array.dtype.name,
@@ -426,5 +455,4 @@ def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
         strides,
         (PANEL_BYTES // element, 1, box, 1, 1),
         PANEL_BYTES,
-        l2_fetch,
     )

@@ -20,6 +20,7 @@ _ELEMENT_BYTES = 2
 _MAX_STAGES = 6
 _SM_BYTES = 228 << 10  # shared memory of a multiprocessor, of which each CTA takes 1 KiB more than its own
 _TILE_STAGES = 2
+_BYTES_IN_FLIGHT = 64 << 10  # of each of two CTAs on a multiprocessor: with more, calls took longer
 TILE_BYTES = 80  # of `Tile` in cuda/kernels/sm90/decode/tile.cuh
 
 
@@ -72,14 +73,24 @@ class DecodeTile:
 
     @property
     def _stage_bytes(self) -> int:
-        element_bytes = 1 if self.float8 else _ELEMENT_BYTES
-        return self.keys * sum(tile_row_bytes(x, element_bytes) for x in (self.head_dim, self.value_dim))
+        dims = (self.head_dim, self.value_dim)
+        return self.keys * sum(tile_row_bytes(x, self._element_bytes) for x in dims)
+
+    @property
+    def _element_bytes(self) -> int:
+        return 1 if self.float8 else _ELEMENT_BYTES
 
     def fitted(self) -> "DecodeTile | None":
         """With as many stages as there is room for, up to 6; None if there is no room for one."""
         room = min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
         options = (dataclasses.replace(self, stages=stages) for stages in range(_MAX_STAGES, 0, -1))
         return next((tile for tile in options if tile.shared_bytes <= room), None)
+
+    def with_fewer_stages(self) -> "DecodeTile":
+        """With as many stages as keep memory busy, and two at least. More would only queue up there."""
+        block_bytes = self.keys * (self.head_dim + self.value_dim) * self._element_bytes
+        enough = max(_BYTES_IN_FLIGHT // block_bytes, 2)
+        return dataclasses.replace(self, stages=min(self.stages, enough))
 
 
 LEAST_SHARE = 2
@@ -102,7 +113,8 @@ def choose_tile(shapes: CacheOperands[jax.ShapeDtypeStruct]) -> DecodeTile:
     if sum(dims) <= 128 and _box(n.page, 128) and not tile.by_warps:
         tile = dataclasses.replace(tile, keys=128, box=_box(n.page, 128))
     options = (dataclasses.replace(tile, ctas_of_sm=ctas).fitted() for ctas in (2, 1))
-    return max((tile for tile in options if tile is not None), key=lambda tile: min(tile.stages, 3))
+    tile = max((tile for tile in options if tile is not None), key=lambda tile: min(tile.stages, 3))
+    return tile.with_fewer_stages() if tile.ctas_of_sm == 2 else tile
 
 
 def _box(page: int | None, keys: int) -> int:

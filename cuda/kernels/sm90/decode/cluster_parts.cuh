@@ -12,11 +12,11 @@
 // parts.
 struct ClusterSchedule {
     const Shape& shape;
-    const int max_parts;
+    const Division& division;
     bool is_done = false;
 
-    __device__ __forceinline__ ClusterSchedule(const Shape& shape, int max_parts, int /* least_share, unused */)
-        : shape(shape), max_parts(max_parts) {}
+    __device__ __forceinline__ ClusterSchedule(const Shape& shape, const Division& division)
+        : shape(shape), division(division) {}
 
     __device__ __forceinline__ bool next(Tile& found) {
         if (is_done) return false;
@@ -26,7 +26,7 @@ struct ClusterSchedule {
         const Sequence sequence = sequence_at(shape, batch);
         const Interval keys = tile_keys(shape, sequence, tile);
         const int counted_blocks = count_blocks(keys);
-        const int step = ceil_div(counted_blocks, min(Traits::cluster, max_parts));
+        const int step = ceil_div(counted_blocks, min(Traits::cluster, division.max_parts));
         const int begin = min(cluster::rank() * step, counted_blocks), end = min(begin + step, counted_blocks);
         describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
         return true;

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS) decode_combine(const __g
     if (!tile.exists() || row >= tile.rows) return;
 
     Total total;
-    add_partials(total, partials, {tile, parameters.max_parts}, row);
+    add_partials(total, partials, {tile, parameters.division}, row);
     const Row place(shape, tile, row);
     const RowResult<natural> result(total.max, total.sum, sink_of(parameters.sinks, place.head));
     if (threadIdx.x % 32 == 0) parameters.lse[place.in_lse(shape)] = result.lse;

@@ -17,7 +17,7 @@ struct ConsumerCall {
     const float soft_cap;
     const float* const slopes;  // ALiBi's, (B | 1, N)
     const int slopes_stride;    // from batch row to batch row
-    const int max_parts;        // of a tile
+    const Division& division;
 #if SCORE_MOD
     const UserScoreMod& user;
 #endif

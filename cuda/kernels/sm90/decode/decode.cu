@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
 
     if (warp_index() >= Traits::consumer_threads / 32) {
         produce({parameters.cache, shared, shape, parameters.query, reinterpret_cast<Tile*>(parameters.split_tiles)},
-                parameters.max_parts, parameters.least_share);
+                parameters.division);
     } else {
         consume({shared,
                  shape,
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  parameters.soft_cap,
                  parameters.slopes,
                  parameters.slopes_stride,
-                 parameters.max_parts,
+                 parameters.division,
 #if SCORE_MOD
                  parameters.user
 #endif

@@ -76,8 +76,8 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
     ring.advance();
 }
 
-__device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int least_share) {
-    TileSchedule schedule(call.shape, max_parts, least_share);
+__device__ __forceinline__ void produce(const LoadCall& call, const Division& division) {
+    TileSchedule schedule(call.shape, division);
     AppendedKeys appended(call.shape);
     Ring ring;
     TileRing tile_ring;
@@ -91,6 +91,8 @@ __device__ __forceinline__ void produce(const LoadCall& call, int max_parts, int
     }
     tile.batch = Tile::no_more;
     hand_out(call, tile_ring, tile);
-    if (Traits::split && threadIdx.x == Traits::consumer_threads) call.split_tiles[blockIdx.x] = split_tile;
+    if (Traits::split && threadIdx.x == Traits::consumer_threads) {
+        call.split_tiles[cta_place(division, own_member(division), own_team(division))] = split_tile;
+    }
     if constexpr (Traits::cluster > 1) meet_twice();
 }

@@ -6,6 +6,10 @@
 // place where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some CTA
 // writes its rows. All tiles together count fewer than 2^30 blocks (decode_plan.py).
 //
+// A cache has the heads of a key side by side, and memory serves neighbours faster than pieces far apart. So adjacent
+// CTAs form a team that goes through the sequence side by side, each member with one head of a group of as many. The
+// sequence has one tile for those of a group, and shares are of teams.
+//
 // tests/support/decode_schedule.py has the same arithmetic in Python.
 #pragma once
 #include "sm90/decode/partials.cuh"
@@ -78,14 +82,16 @@ __device__ __forceinline__ void describe(Tile& found, const Shape& shape, const 
 // A CTA's way along its share. All lanes of a warp have one, and make it together.
 struct Schedule {
     const Shape& shape;
-    const int max_parts;  // of a tile
-    int share;            // the blocks that each CTA has
-    int start_in_share;   // of the next tile, in blocks from the start of this CTA's share
-    int batch, head, tile;
+    const Division& division;
+    const int head_groups, team, member;
+    int share;           // the blocks that each team has
+    int start_in_share;  // of the next tile, in blocks from the start of this team's share
+    int batch, head_group, tile;
     Sequence sequence;
 
-    __device__ __forceinline__ Schedule(const Shape& shape, int max_parts, int least_share)
-        : shape(shape), max_parts(max_parts) {
+    __device__ __forceinline__ Schedule(const Shape& shape, const Division& division)
+        : shape(shape), division(division), head_groups(shape.key_heads / division.team_size),
+          team(own_team(division)), member(own_member(division)) {
         // Each lane counts the blocks of as many sequences, and of all those before them.
         const int lane_sequences = ceil_div(shape.batch, 32), lane = threadIdx.x % 32;
         int own = 0;
@@ -98,10 +104,10 @@ struct Schedule {
             if (lane >= distance) end += before;
         }
         const int total = __shfl_sync(all_lanes, end, 31);
-        share = max(ceil_div(total, static_cast<int>(gridDim.x)), least_share);
-        int position = static_cast<int>(min(static_cast<int64_t>(blockIdx.x) * share, static_cast<int64_t>(total)));
+        share = max(ceil_div(total, division.teams), division.least_share);
+        int position = static_cast<int>(min(static_cast<int64_t>(team) * share, static_cast<int64_t>(total)));
         start_in_share = 0;
-        batch = shape.batch, head = 0, tile = 0;
+        batch = shape.batch, head_group = 0, tile = 0;
         if (position == total) return;
 
         const int owner = __reduce_min_sync(all_lanes, position < end ? lane : 31);
@@ -109,16 +115,17 @@ struct Schedule {
         find(owner * lane_sequences, position);
     }
 
-    // The next part of a tile in this CTA's share; false where there is none.
+    // The next part of a tile in this team's share, of this CTA's head; false where there is none.
     __device__ __forceinline__ bool next(Tile& found) {
         while (batch < shape.batch && start_in_share < share) {
             const Interval keys = tile_keys(shape, sequence, tile);
             const int counted_blocks = count_blocks(keys);
-            const int begin = part_boundary(-start_in_share, counted_blocks, max_parts);
-            const int end = part_boundary(share - start_in_share, counted_blocks, max_parts);
+            const int begin = part_boundary(-start_in_share, counted_blocks, division.max_parts);
+            const int end = part_boundary(share - start_in_share, counted_blocks, division.max_parts);
             if (begin < end) {
+                const int head = head_group * division.team_size + member;
                 describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
-                found.start = blockIdx.x * share + start_in_share, found.share = share;
+                found.start = team * share + start_in_share, found.share = share;
             }
             start_in_share += counted_blocks;
             advance();
@@ -130,7 +137,7 @@ struct Schedule {
 private:
     __device__ __forceinline__ int count_sequence_blocks(int index) const {
         if (index >= shape.batch) return 0;
-        return count_head_blocks(shape, sequence_at(shape, index)) * shape.key_heads;
+        return count_head_blocks(shape, sequence_at(shape, index)) * head_groups;
     }
 
     // Finds the tile that has block `position`, counted from the first one of sequence `index`.
@@ -140,11 +147,11 @@ private:
         for (;; ++index) {
             enter(index);
             head_blocks = count_head_blocks(shape, sequence);
-            if (position < head_blocks * shape.key_heads) break;
-            position -= head_blocks * shape.key_heads;
+            if (position < head_blocks * head_groups) break;
+            position -= head_blocks * head_groups;
         }
-        head = position / head_blocks;
-        position -= head * head_blocks;
+        head_group = position / head_blocks;
+        position -= head_group * head_blocks;
 #pragma unroll 1
         for (;; ++tile) {
             const int of_tile = count_blocks(tile_keys(shape, sequence, tile));
@@ -155,14 +162,14 @@ private:
     }
 
     __device__ __forceinline__ void enter(int index) {
-        batch = index, head = 0, tile = 0;
+        batch = index, head_group = 0, tile = 0;
         if (batch < shape.batch) sequence = sequence_at(shape, batch);
     }
 
     __device__ __forceinline__ void advance() {
         if (++tile < tile_count(shape, sequence)) return;
         tile = 0;
-        if (++head < shape.key_heads) return;
+        if (++head_group < head_groups) return;
         do {
             enter(batch + 1);
         } while (batch < shape.batch && sequence.queries == 0);

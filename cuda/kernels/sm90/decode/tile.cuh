@@ -18,8 +18,8 @@ struct Tile {
     // The part as the schedule counts it, from the tile's first block. A tile counts one block at least.
     int counted_blocks;        // of the whole tile
     int part_begin, part_end;
-    int start;                 // the tile's first block, among those of all tiles …
-    int share;                 // … of which each CTA has so many
+    int start;                 // the tile's first block, among those that teams go through (schedule.cuh) …
+    int share;                 // … of which each team has so many
 
     __device__ bool exists() const { return batch != no_more; }
     __device__ bool is_whole() const { return part_begin == 0 && part_end == counted_blocks; }
