@@ -122,12 +122,12 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
         table, (B, S) = None, key.shape[-4:-2]
     shapes = {"(layers, B)" if lead else "(B,)": (*lead, B)}
     lengths = _validate.shaped_unconverted(names["lengths"], arrays.lengths, shapes, "integer")
-    clipped = _validate.clipped(lengths, min(S, _validate.INT32_MAX))
+    narrowed = _validate.narrowed(lengths, min(S, _validate.INT32_MAX))
     # A loop's carry keeps its dtype, if each length that the cache may have fits it.
     fits = isinstance(lengths, jax.Array) and min(S, _validate.INT32_MAX) <= jnp.iinfo(lengths.dtype).max
-    all_lengths = lengths if fits else clipped
+    all_lengths = lengths if fits else narrowed
     descales = _descales(arrays, key, layer, names)
-    return CheckedCache(key, value, of_layer(clipped, layer), table, layer, all_lengths, *descales)
+    return CheckedCache(key, value, of_layer(narrowed, layer), table, layer, all_lengths, *descales)
 
 
 def _descales(
@@ -186,7 +186,7 @@ def _page_table(
     if table.ndim != 2 and not (table.ndim == 3 and table.shape[:1] == lead):
         of_layers = f", or ({lead[0]}, B, pages_per_sequence)" if lead else ""
         raise ValueError(f"{name} must have shape (B, pages_per_sequence){of_layers}; got {described(table)}")
-    table = _validate.clipped(table, pages, _validate.NO_INDEX)
+    table = _validate.narrowed(table, pages, _validate.NO_INDEX)
     return table if table.ndim == 2 else of_layer(table, layer)
 
 

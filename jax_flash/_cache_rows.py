@@ -9,6 +9,11 @@ from jax_flash import _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 
 
+def clipped(operands: CacheOperands) -> CacheOperands:
+    """The same call with lengths in [0, S]."""
+    return operands.replace(lengths=_longer(operands.lengths, 0, cache_sizes(operands).S))
+
+
 def lengths_after(operands: CacheOperands) -> jax.Array:
     """The lengths `(B,)` after the append."""
     n = cache_sizes(operands)
@@ -18,7 +23,7 @@ def lengths_after(operands: CacheOperands) -> jax.Array:
 # In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _longer(lengths: jax.Array, by: int, most: int) -> jax.Array:
-    return jnp.minimum(lengths + by, most)
+    return jnp.minimum(jnp.clip(lengths, 0, most) + by, most)
 
 
 def page_table(operands: CacheOperands) -> tuple[jax.Array, int]:

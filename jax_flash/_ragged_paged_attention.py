@@ -124,8 +124,8 @@ def prepare(
         jnp.expand_dims(q, 0),
         {
             "key": pages,
-            "lengths": _validate.clipped(lengths, min(capacity, _validate.INT32_MAX)),
-            "page_table": _validate.clipped(table, P, _validate.NO_INDEX),
+            "lengths": _validate.narrowed(lengths, min(capacity, _validate.INT32_MAX)),
+            "page_table": _validate.narrowed(table, P, _validate.NO_INDEX),
         },
         _NAMES,
         window=Window(None if sliding_window is None else sliding_window - 1, 0),

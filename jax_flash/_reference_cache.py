@@ -86,10 +86,10 @@ def _results(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> Results:
 def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[Operands, "Cache", np.ndarray]:
     """What the call attends to, the cache after the append, and how many queries each sequence has."""
     n = cache_sizes(operands)
-    cache = Cache(operands)
+    cache, lengths_before = Cache(operands), np.clip(operands.lengths, 0, n.S)
     for b in range(n.B):
         for t in range(n.U):
-            position = int(operands.lengths[b]) + t
+            position = int(lengths_before[b]) + t
             new_key = _rotated(spec, operands, operands.new_key[b, t], position, dtype)
             new = new_key, operands.new_value[b, t]
             descales = operands.key_descale, operands.value_descale
@@ -98,7 +98,7 @@ def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[O
             cache.write(b, position, *new)
 
     # The same caches with the keys of each sequence one after another; 0 for those that are hidden from all.
-    lengths = np.minimum(operands.lengths + n.U, n.S)
+    lengths = np.minimum(lengths_before + n.U, n.S)
     key = np.zeros((n.B, n.S, n.K, n.H), operands.query.dtype)
     value = np.zeros((n.B, n.S, n.K, n.V), operands.query.dtype)
     is_visible = np.zeros((n.B, 1, 1, n.S), bool)
@@ -118,8 +118,8 @@ def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[O
         for t in range(counts[b]):
             first = {
                 "own": lengths[b] - counts[b],
-                "appended": operands.lengths[b],
-                "first": operands.lengths[b],
+                "appended": lengths_before[b],
+                "first": lengths_before[b],
             }
             position = int(first[spec.query_positions]) + (t if spec.query_positions != "first" else 0)
             query[b, t] = _rotated(spec, operands, query[b, t], position, dtype)

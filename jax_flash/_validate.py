@@ -124,6 +124,15 @@ def clipped(x: jax.Array | np.ndarray, most: int, least: int = 0) -> jax.Array:
     return _clip(x, least, most)
 
 
+def narrowed(x: jax.Array | np.ndarray, most: int, least: int = 0) -> jax.Array:
+    """Integers as int32, where those below `least` mean `least`, and those above `most` mean `most`.
+
+    An array of int32 stays as it is: clipping it would be a kernel of its own. Others are clipped, so that
+    none wraps.
+    """
+    return x if isinstance(x, jax.Array) and x.dtype == jnp.int32 else clipped(x, most, least)
+
+
 # In a `jit`, where bounds are constants: outside of one they are sent to the device, which a transfer guard
 # refuses.
 @functools.partial(jax.jit, static_argnums=(1, 2))

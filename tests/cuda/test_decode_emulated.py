@@ -130,7 +130,7 @@ def test_unused_memory_does_not_matter(page, emulator):
     operands = Draw(case).operands
     clean = run(case, emulator, 3, 2, operands)
     places = _reference_cache.Cache(operands)
-    for b, length in enumerate(operands.lengths):
+    for b, length in enumerate(np.clip(operands.lengths, 0, case.S)):
         first_seen = min(int(length) + case.U, case.S) - case.T - case.left
         hidden = max(first_seen, int(operands.left_padding[b]), 0)
         for position in range(min(hidden, int(length))):

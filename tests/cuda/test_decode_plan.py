@@ -14,6 +14,7 @@ from decode_schedule import Work, parts
 from exhaustive import thinned
 from seeds import seed_of
 
+import jax_flash
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device, assume
 from jax_flash._spec import AttentionSpec, shapes_of
@@ -186,6 +187,23 @@ def test_custom_call_has_the_aliases():
     assert pairs == [("2", "1"), ("3", "2")]
 
 
+@pytest.mark.parametrize("is_paged", (False, True))
+def test_the_program_is_the_custom_call_alone(is_paged):
+    """The kernels clip lengths and page tables as they read them; no kernel ahead of them does."""
+    if is_paged:
+        pages = [array(40, 16, 2, 128)] * 2
+        cache = jax_flash.PagedKVCache(*pages, array(4, 8, dtype="int32"), array(4, dtype="int32"))
+    else:
+        cache = jax_flash.KVCache(*[array(4, 1024, 2, 128)] * 2, array(4, dtype="int32"))
+    with assume(H100):
+        exported = jax.export.export(
+            jax.jit(lambda *x: jax_flash.flash_attention_with_cache(*x, implementation="cuda")[0]),
+            platforms=["cuda"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jax_flash_decode")],
+        )(array(4, 1, 8, 128), cache)
+    assert re.findall(r"stablehlo\.(\w+)", exported.mlir_module()) == ["custom_call"]
+
+
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options, monkeypatch):
     """Two partials a CTA, whatever the lengths are."""
@@ -329,13 +347,14 @@ def test_teams(key_heads, ctas, size):
 def test_kernel_has_this_schedule(num_splits, emulator):
     """Which tiles the kernel says that CTAs share."""
     case = CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=num_splits, left_padding=True, right=0)
-    operands = Draw(case).operands
+    draw = Draw(case)
+    operands = draw.operands
     device = dataclasses.replace(H100, sm_count=7)
     made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     split_tiles = emulator.run(made, arrays, seed_of(case), 3)["split_tiles"]
     work = Work(
-        *(x.tolist() for x in (operands.lengths, np.ones(case.B, int), operands.left_padding)),
+        *(x.tolist() for x in (draw.lengths, np.ones(case.B, int), operands.left_padding)),
         *(case.K, case.N // case.K, choose_tile(shapes_of(operands)).keys),
         right=0,
     )

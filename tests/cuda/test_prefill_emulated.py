@@ -98,7 +98,7 @@ def test_lengths(length, emulator):
 def spoil_hidden_keys(case, operands):
     """Makes NaN what lies to the left of all queries' windows, and behind left padding."""
     spoiled = 0
-    for b, length in enumerate(operands.lengths):
+    for b, length in enumerate(np.clip(operands.lengths, 0, case.S)):
         hidden = min(int(length) + case.U, case.S) - case.T - case.left
         if operands.left_padding is not None:
             hidden = max(hidden, int(operands.left_padding[b]))

@@ -125,6 +125,13 @@ class Draw:
             lengths[self.random.permutation(c.B)[:2]] = 0, c.S - c.U // 2
         return lengths.astype(np.int32)
 
+    @property
+    def given_lengths(self) -> np.ndarray:
+        """The lengths as a call has them: numbers below 0 count as 0, and those beyond S as S."""
+        S, kind = self.case.S, np.arange(self.case.B) % 3
+        given = np.where(self.lengths == 0, np.choose(kind, [-1, 0, -(2**31)]), self.lengths)
+        return np.where(self.lengths == S, np.choose(kind, [S, S + 1, 2**31 - 1]), given).astype(np.int32)
+
     @functools.cached_property
     def page_table(self) -> np.ndarray:
         """Permuted pages of a pool that has more; some entries beyond the lengths are invalid."""
@@ -145,7 +152,7 @@ class Draw:
     def operands(self) -> CacheOperands:
         c, random = self.case, self.random
         V = c.V or c.H
-        arrays = {"lengths": self.lengths}
+        arrays = {"lengths": self.given_lengths}
         if c.page is not None:
             arrays["page_table"] = self.page_table
             shape = (self.page_table.size + 5, c.page)

@@ -25,7 +25,7 @@ struct AppendedKeys {
         : waits(shape.appended > 0), is_shared(shape.page_table || shape.batch_index) {}
 
     __device__ __forceinline__ void wait_for(const Shape& shape, const Tile& tile, int block) {
-        if (waits && (is_shared || (block + 1) * Traits::keys > shape.lengths[tile.batch])) {
+        if (waits && (is_shared || (block + 1) * Traits::keys > length_before_append(shape, tile.batch))) {
             wait_for_previous_kernel();
             waits = false;
         }

@@ -50,7 +50,7 @@ __device__ __forceinline__ void append(const Parameters& parameters, int64_t ind
     const int head = static_cast<int>(row % shape.key_heads);
     const int64_t token = row / shape.key_heads;
     const int batch = static_cast<int>(token / shape.appended);
-    const int position = shape.lengths[batch] + static_cast<int>(token % shape.appended);
+    const int position = length_before_append(shape, batch) + static_cast<int>(token % shape.appended);
     const int64_t place = row_of_key(shape, batch, sequence_at(shape, batch), position);
     if (place == no_row) return;
 

@@ -17,11 +17,16 @@ __device__ __forceinline__ bool has_layer(const Shape& shape) {
     return static_cast<uint32_t>(layer_of(shape)) < static_cast<uint32_t>(shape.layers);
 }
 
+// The keys that a sequence has before the call appends. Lengths may be any numbers.
+__device__ __forceinline__ int length_before_append(const Shape& shape, int batch) {
+    return min(max(shape.lengths[batch], 0), shape.capacity);
+}
+
 __device__ __forceinline__ Sequence sequence_at(const Shape& shape, int batch) {
     Sequence sequence;
     sequence.first_query = shape.query_offsets ? shape.query_offsets[batch] : batch * shape.queries;
     sequence.queries = shape.query_offsets ? shape.query_offsets[batch + 1] - sequence.first_query : shape.queries;
-    sequence.length = min(shape.lengths[batch] + shape.appended, shape.capacity);
+    sequence.length = min(length_before_append(shape, batch) + shape.appended, shape.capacity);
     sequence.first_key = shape.left_padding ? max(shape.left_padding[batch], 0) : 0;
     sequence.cache_row = shape.batch_index ? shape.batch_index[batch] : batch;
     const bool has_row = static_cast<uint32_t>(sequence.cache_row) < static_cast<uint32_t>(shape.cache_rows);
@@ -68,7 +73,7 @@ enum QueryBase { own_position = 0, length_before = 1 };
 
 // The position at which query `query` of a sequence is rotated. The sequence has `length` keys and `queries` queries.
 __device__ __forceinline__ int query_position(const Shape& shape, int batch, int length, int queries, int query) {
-    const int before = shape.query_base == own_position ? length - queries : shape.lengths[batch];
+    const int before = shape.query_base == own_position ? length - queries : length_before_append(shape, batch);
     return before + query * shape.query_step;
 }
 
