@@ -1,14 +1,14 @@
 // The schedule of the decode kernel, which lengths on the device decide (stream-K, Osama et al., arXiv:2301.03598).
 //
-// The key blocks of all tiles form one sequence: by batch row, key head, tile of rows, and block. Each CTA has an equal
-// share of it, so that lengths may differ as they like. Where a boundary between shares falls inside of a tile, CTAs
-// share the tile (partials.cuh). If a call limits into how many parts a tile is split, boundaries move to the next
-// place where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some CTA
-// writes its rows. All tiles together count fewer than 2^30 blocks (decode_plan.py).
+// The key blocks of all tiles form one sequence: by batch row, group of key heads, tile of rows, and block. Each
+// team of CTAs has an equal share of it, so that lengths may differ as they like. Where a boundary between shares
+// falls inside of a tile, CTAs share the tile (partials.cuh). If a call limits into how many parts a tile is split,
+// boundaries move to the next place where that many equal parts meet. A tile counts as many blocks as it visits, at
+// least one, so that some CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_plan.py).
 //
-// A cache has the heads of a key side by side, and memory serves neighbours faster than pieces far apart. So adjacent
-// CTAs form a team that goes through the sequence side by side, each member with one head of a group of as many. The
-// sequence has one tile for those of a group, and shares are of teams.
+// A team is adjacent CTAs, as many as a group has key heads. They go through the team's share together, each with one
+// head of the group. A cache has the heads of a key side by side, and memory serves neighbours faster than pieces that
+// lie far apart (docs/tuning/decode.md).
 //
 // tests/support/decode_schedule.py has the same arithmetic in Python.
 #pragma once
