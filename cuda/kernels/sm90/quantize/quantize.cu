@@ -178,12 +178,13 @@ struct HeadRows {
     uint4 bits[own][pieces];
 
     // Loads row `i` of the thread's. `first` of `count` rows.
-    __device__ __forceinline__ void load(int i, const Element* first, int count, int64_t row_stride) {
+    __device__ __forceinline__ void load(int i, const Element* first, int count, int row_stride) {
         const int row = QueryRow::row(i);
+        const Element* const in = first + static_cast<int64_t>(row) * row_stride;
 #pragma unroll
         for (int piece = 0; piece < pieces; ++piece) {
             const bool is_there = row < count && QueryRow::has(piece);
-            bits[i][piece] = load_piece(first + row * row_stride + QueryRow::column(piece), is_there);
+            bits[i][piece] = load_piece(in + QueryRow::column(piece), is_there);
         }
     }
 };
@@ -238,7 +239,7 @@ struct Block {
 template <bool one_head, class LoadNext>
 __device__ __forceinline__ void quantize_rows(const Parameters& of, HeadRows& held, const Rows& rows,
                                               const Block& block, int index, const Flips& flips, LoadNext load_next) {
-    const int64_t row_stride = static_cast<int64_t>(of.key_heads) * rows.group * HEAD_DIM;
+    const int row_stride = of.key_heads * rows.group * HEAD_DIM;
     QueryColumns rotated[one_head ? HeadRows::own : 1];  // rows of several heads are read twice
     // Against spills, the thread's last row is loaded only once it has been converted. And rows are rotated and
     // converted one after another, as the compiler moves no loads across __syncwarp.
@@ -279,7 +280,8 @@ __device__ __forceinline__ void quantize_rows(const Parameters& of, HeadRows& he
                 }
             }
             if (row < block.count) {
-                unsigned char* const to = rows.out + block.first + row * row_stride + head * HEAD_DIM;
+                unsigned char* const to =
+                    rows.out + block.first + head * HEAD_DIM + static_cast<int64_t>(row) * row_stride;
 #pragma unroll
                 for (int piece = 0; piece < HeadRows::pieces; ++piece) {
                     if (!QueryRow::has(piece)) continue;
@@ -297,7 +299,7 @@ __device__ __forceinline__ void quantize_rows(const Parameters& of, HeadRows& he
 template <bool one_head, class Then>
 __device__ __forceinline__ int quantize_blocks(const Parameters& of, const Rows& rows, int index, int step, Then then) {
     const int end = of.batch * of.key_heads * rows.blocks();
-    const int64_t stride = static_cast<int64_t>(of.key_heads) * rows.group * HEAD_DIM;
+    const int stride = of.key_heads * rows.group * HEAD_DIM;
     if (index >= end) return index;
     HeadRows held;
     Block block(of, rows, index);
@@ -391,7 +393,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const Rows
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * warps, CTAS) quantize(const __grid_constant__ Parameters of) {
-    const int step = gridDim.x, group = of.query_heads / of.key_heads;
+    const int step = gridDim.x, group = GROUPED ? of.query_heads / of.key_heads : 1;
     const Rows queries{of.query, of.query_out, of.query_descale, of.query_lengths, of.queries, group};
     [[maybe_unused]] const int index = quantize_blocks<!GROUPED>(of, queries, blockIdx.x, step, [](int) {});
 #if KEYS
