@@ -127,10 +127,12 @@ class Draw:
 
     @property
     def given_lengths(self) -> np.ndarray:
-        """The lengths as a call has them: numbers below 0 count as 0, and those beyond S as S."""
-        S, kind = self.case.S, np.arange(self.case.B) % 3
+        """The lengths as a call has them: numbers below 0 count as 0, and those beyond the capacity as that."""
+        page = self.case.page or 1
+        capacity, kind = -(-self.case.S // page) * page, np.arange(self.case.B) % 3
         given = np.where(self.lengths == 0, np.choose(kind, [-1, 0, -(2**31)]), self.lengths)
-        return np.where(self.lengths == S, np.choose(kind, [S, S + 1, 2**31 - 1]), given).astype(np.int32)
+        beyond = np.choose(kind, [capacity, capacity + 1, 2**31 - 1])
+        return np.where(self.lengths == capacity, beyond, given).astype(np.int32)
 
     @functools.cached_property
     def page_table(self) -> np.ndarray:
