@@ -11,7 +11,7 @@ from jax_flash._device import H100
 from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import plan_check
-from jax_flash.cuda.compile import compile_kernel
+from jax_flash.cuda.compile import compile_kernel, kernels_folder
 from jax_flash.cuda.sm90 import forward_plan
 from jax_flash.cuda.sm90.arrange_plan import plan_arrange
 from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
@@ -90,3 +90,9 @@ def test_arrange(head_dims):
     (launch,) = plan.launches
     (registers,) = map(int, re.findall(r"Used (\d+) registers", compile_kernel(launch.kernel).log))
     assert 65536 // (registers * launch.block) * launch.block >= 16 * 32
+
+
+def test_rows_per_descale():
+    """The kernels' constant is the definition's."""
+    header = (kernels_folder() / "common/float8.cuh").read_text()
+    assert re.findall(r"rows_per_descale = (\d+);", header) == [str(_float8.ROWS_PER_DESCALE)]

@@ -127,7 +127,7 @@ class Draw:
 
     @property
     def given_lengths(self) -> np.ndarray:
-        """The lengths as a call has them: numbers below 0 count as 0, and those beyond the capacity as that."""
+        """The lengths as a call has them: below 0 they count as 0, and beyond the capacity as that."""
         page = self.case.page or 1
         capacity, kind = -(-self.case.S // page) * page, np.arange(self.case.B) % 3
         given = np.where(self.lengths == 0, np.choose(kind, [-1, 0, -(2**31)]), self.lengths)

@@ -1,4 +1,4 @@
-"""What the forward kernel takes for arrays of 8 bits: values transposed, a positive scale for every block.
+"""What the forward kernel takes for arrays of 8 bits: values transposed, a positive descale for every block.
 
 wgmma contracts 8-bit operands along the axis that is contiguous in memory. That of PV is the axis of keys, so
 values are transposed before the launch. And their keys are permuted, so that accumulators of probabilities
@@ -60,7 +60,7 @@ def size_arguments(shapes: Shapes) -> dict[str, int]:
 
 
 def keys_of_block(value_dim: int) -> int:
-    """Keys of a block of the kernel. All have one scale."""
+    """Keys of a block of the kernel. All have one descale."""
     return PANEL if value_dim <= MOST_COLUMNS else PANEL // 2
 
 

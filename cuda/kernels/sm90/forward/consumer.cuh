@@ -59,7 +59,7 @@ __device__ __forceinline__ void issue_pv(float (&out)[out_count], const Probabil
     if constexpr (begin == 0) wgmma::fence();
 #pragma unroll
     for (int step = begin; step < end; ++step) {
-        if constexpr (Traits::fp8) {
+        if constexpr (Traits::is_float8) {
             constexpr int columns = Traits::value_rows;
 #pragma unroll
             for (int part = 0; part < Traits::value_parts; ++part) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void issue_pv(float (&out)[out_count], const Probabil
 
 // In e4m3 the keys of V^T are in an order in which accumulators become A operands with no shuffle.
 __device__ __forceinline__ void convert_probabilities(Probabilities& converted, const float (&scores)[score_count]) {
-    if constexpr (Traits::fp8) {
+    if constexpr (Traits::is_float8) {
 #pragma unroll
         for (int i = 0; i < score_count / 4; ++i) {
             const int first = i / 2 * 8 + i % 2 * 2;
@@ -165,7 +165,9 @@ struct TileConsumer {
                                             OnlineSoftmax& softmax)
         : call(call), rings(rings), tile(tile), warpgroup(warpgroup), lane(lane), row(row), out(out),
           softmax(softmax) {
-        if constexpr (Traits::fp8) descales.load(call.descales, call.shape, tile, tile.first_row + 64 * warpgroup);
+        if constexpr (Traits::is_float8) {
+            descales.load(call.descales, call.shape, tile, tile.first_row + 64 * warpgroup);
+        }
         const int stage = rings.query.stage;
         query = descriptor::k_major_low(call.shared.query_tile(stage) + warpgroup * descriptor::panel_bytes(64));
         if constexpr (Traits::dropout) load_row_hashes(row_hashes, call.dropout, call.shape, tile, row);
@@ -217,7 +219,7 @@ struct TileConsumer {
         softmax.update_max<1>(scores, scale(), -infinity);
         softmax.exponentiate<0, score_count>(scores, scale());
         make_probabilities();
-        if constexpr (Traits::fp8) out_unit = factors.value;
+        if constexpr (Traits::is_float8) out_unit = factors.value;
     }
 
     // QK^T of `block`, then PV of the previous block beside the softmax of `block`.
@@ -236,7 +238,7 @@ struct TileConsumer {
         if constexpr (Traits::early_pv_steps < Traits::value_steps) pingpong_signal(warpgroup);
         // -inf is loaded here because ptxas would otherwise compute both rows' maxima together, before the signal.
         rescales |= softmax.update_max<1>(scores, scale(), volatile_load(call.shared.least_score()));
-        if constexpr (Traits::fp8) change_out_unit();
+        if constexpr (Traits::is_float8) change_out_unit();
         softmax.exponentiate<0, early_score_count>(scores, scale());
         // With ping-pong, ptxas's own place for the wait is faster (docs/tuning/forward.md).
         if constexpr (!Traits::pingpong) {
@@ -250,7 +252,7 @@ struct TileConsumer {
     // Factor of the block's scores in the exponent. Never 0, as descales may make it: -inf of a masked score times 0 is
     // NaN.
     __device__ __forceinline__ float scale() const {
-        if constexpr (!Traits::fp8 || ScoreTraits::has_score_mod) return call.scale_log2;
+        if constexpr (!Traits::is_float8 || ScoreTraits::has_score_mod) return call.scale_log2;
         return fmaxf(call.scale_log2 * factors.score, least_normal);
     }
 
@@ -267,7 +269,7 @@ struct TileConsumer {
 
     // S = QK^T.
     __device__ __forceinline__ void issue_scores() {
-        if constexpr (Traits::fp8) factors = descales.of_keys(block_at(block, tile, call.shape) * Traits::keys);
+        if constexpr (Traits::is_float8) factors = descales.of_keys(block_at(block, tile, call.shape) * Traits::keys);
         mbarrier::wait(call.shared.key_full(rings.key.stage), rings.key.parity);
         pingpong_wait(warpgroup);
         issue_qk(scores, query, rings.first_key + rings.key.stage * (Traits::key_bytes >> 4));
@@ -280,7 +282,7 @@ struct TileConsumer {
         if (arrives(lane)) mbarrier::arrive(call.shared.key_empty(rings.key.stage));
         rings.key.advance();
         const int first_key = block_at(block, tile, call.shape) * Traits::keys;
-        if constexpr (Traits::fp8 && ScoreTraits::has_score_mod) {
+        if constexpr (Traits::is_float8 && ScoreTraits::has_score_mod) {
 #pragma unroll
             for (float& score : scores) score *= factors.score;
         }
@@ -306,7 +308,7 @@ struct TileConsumer {
         convert_probabilities(probabilities, scores);
         if constexpr (Traits::dropout) {
             const uint4* const columns = call.shared.key_hashes(rings.hash.stage);
-            if constexpr (Traits::fp8) {
+            if constexpr (Traits::is_float8) {
                 drop_e4m3(probabilities, row_hashes, columns, call.dropout.threshold);
             } else {
                 drop(probabilities, row_hashes, columns, call.dropout.threshold);
@@ -372,7 +374,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     const int lane = threadIdx.x % 32;
     // Descriptors are in uniform registers from here on. Else ptxas computes them again in each block.
     ConsumerRings rings{{}, reload_uniform(descriptor::k_major_low(shared.key_block(0))),
-                        reload_uniform(Traits::fp8 ? descriptor::k_major_low(shared.value_block(0))
+                        reload_uniform(Traits::is_float8 ? descriptor::k_major_low(shared.value_block(0))
                                                    : descriptor::mn_major_low(shared.value_block(0), Traits::keys))};
     // The last warpgroup signals warpgroup 0, which goes first.
     if (Traits::pingpong && warpgroup == Traits::consumers - 1) pingpong_signal(warpgroup);
@@ -393,7 +395,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             // The first time is right for all rows: scores of hidden keys are -inf, whatever they were.
             if (!is_repeat(shared)) write_lse(row_lse, call.results, call.shape, tile, row);
             for (float& factor : normalise) factor = with_dropout(factor, call.dropout.factor);
-            if constexpr (Traits::fp8) {
+            if constexpr (Traits::is_float8) {
                 for (float& factor : normalise) factor *= out_unit;
             }
         };
@@ -401,10 +403,10 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         if (tile.count() > 0) {
             TileConsumer consumer(call, rings, tile, warpgroup, lane, row, out, softmax);
             consumer.attend();
-            if constexpr (Traits::fp8) out_unit = consumer.out_unit;
+            if constexpr (Traits::is_float8) out_unit = consumer.out_unit;
             if constexpr (Traits::split_kv) {
                 consumer.wait_last_pv();
-                if constexpr (Traits::fp8) {  // partials have one unit
+                if constexpr (Traits::is_float8) {  // partials have one unit
                     for (float& x : out) x *= out_unit;
                     out_unit = 1;
                 }

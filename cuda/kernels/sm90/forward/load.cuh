@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& ri
     const SharedMemory& shared = call.shared;
     const KeyPlace place = key_place(call, batch);
     mbarrier::wait(shared.value_empty(rings.value.stage), rings.value.parity ^ 1);
-    if constexpr (Traits::fp8) {
+    if constexpr (Traits::is_float8) {
         mbarrier::arrive_expect(full, Traits::value_bytes);
         const int head = batch * (call.shape.query_heads / call.shape.group) + key_head;
         tma::load(shared.value_block(rings.value.stage), call.maps.value, full, 0, 0, block, head);

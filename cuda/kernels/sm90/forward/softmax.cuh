@@ -21,7 +21,7 @@ struct OnlineSoftmax {
     // same: the sum that normalises it has the same factor (FlashAttention-4's conditional rescaling).
     //
     // In e4m3, probabilities between 2^-6 and 2^8 keep all their bits. So those of the maximum are at 2^6 to 2^8.
-    static constexpr float exponent_offset = Traits::fp8 ? 6 : 0;
+    static constexpr float exponent_offset = Traits::is_float8 ? 6 : 0;
     static constexpr float rescale_threshold = (natural ? ln_2 : 1) * (8 - exponent_offset);
     // The maximum of a row that has seen no key. Finite, so that scores of -inf give 0 and not NaN.
     static constexpr float initial_max = lowest_float;
@@ -79,7 +79,7 @@ struct OnlineSoftmax {
         } else {
 #pragma unroll
             for (int i = begin; i < end; ++i) {
-                const float max = Traits::fp8 ? row_max[row_of(i)] - exponent_offset : row_max[row_of(i)];
+                const float max = Traits::is_float8 ? row_max[row_of(i)] - exponent_offset : row_max[row_of(i)];
                 scores[i] = exponential(scores[i] * scale - max);
                 row_sum[row_of(i)] += scores[i];
             }

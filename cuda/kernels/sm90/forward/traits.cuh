@@ -41,9 +41,9 @@ struct Traits {
     static constexpr int element_bytes = sizeof(Element);
     // e4m3: blocks of rows have scales (descales.cuh), and V is stored transposed, its keys permuted
     // (jax_flash/cuda/sm90/float8.py).
-    static constexpr bool fp8 = is_same<Element, float8_e4m3fn>;
+    static constexpr bool is_float8 = is_same<Element, float8_e4m3fn>;
     // What results of 16 bits are converted to.
-    using OutElement = Either<fp8, Either<wide_results, bfloat16, Result>::type, Element>::type;
+    using OutElement = Either<is_float8, Either<wide_results, bfloat16, Result>::type, Element>::type;
     static constexpr int head_dim = HEAD_DIM;
     static constexpr int value_dim = VALUE_DIM;
     static constexpr int consumers = CONSUMERS;
@@ -86,9 +86,9 @@ struct Traits {
     static constexpr int query_bytes = key_panels * descriptor::panel_bytes(rows);
     static constexpr int key_bytes = key_panels * descriptor::panel_bytes(keys);  // one stage
     // A panel of V^T has 128 keys of each column of V; or 64 of each of two columns, which are half of V apart.
-    static constexpr int value_parts = fp8 ? panel_columns / keys : 1;
-    static constexpr int value_rows = fp8 ? value_dim / value_parts : keys;
-    static constexpr int value_panels = fp8 ? 1 : ceil_div(value_dim, panel_columns);
+    static constexpr int value_parts = is_float8 ? panel_columns / keys : 1;
+    static constexpr int value_rows = is_float8 ? value_dim / value_parts : keys;
+    static constexpr int value_panels = is_float8 ? 1 : ceil_div(value_dim, panel_columns);
     static constexpr int value_bytes = value_panels * descriptor::panel_bytes(value_rows);
     static constexpr int out_panel_columns = descriptor::row_bytes / 2;
     static constexpr int out_panels = ceil_div(value_dim, out_panel_columns);
@@ -107,8 +107,8 @@ struct Traits {
 
     static_assert(head_dim % step_elements == 0 && head_dim <= 256, "wgmma contracts 32 bytes of columns at a time");
     static_assert(value_dim % 16 == 0 && value_dim <= 256, "rows are stored 16 columns at a time; N is at most 256");
-    static_assert(!fp8 || keys == 128 || keys == 64, "a panel of V^T has one block of keys, of one scale");
-    static_assert(!fp8 || !(isolates || cache), "values are finite, and V^T is made before the launch");
+    static_assert(!is_float8 || keys == 128 || keys == 64, "a panel of V^T has one block of keys, of one descale");
+    static_assert(!is_float8 || !(isolates || cache), "values are finite, and V^T is made before the launch");
     static_assert(keys % 16 == 0 && keys <= 256, "a block of keys is both N of QK^T and the contraction of PV");
     static_assert(consumers >= 1 && consumers <= 3, "a CTA has at most three consumer warpgroups' registers");
     static_assert(consumers > 1 || !pingpong, "one warpgroup has none to alternate with");

@@ -1,8 +1,8 @@
 // Arrays that come in e4m3, as the forward kernel takes them (jax_flash/cuda/sm90/float8.py): values transposed, their
-// keys permuted; scales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
+// keys permuted; descales positive, one for each block of 128 rows; of a value that isn't finite 0, and its key NaN.
 //
 // A CTA has a block of keys and their values; or a block of queries, of all heads of a group, which only signs of
-// scales change.
+// descales change.
 //
 // Defines:
 //   HEAD_DIM   of rows of queries and keys, VALUE_DIM of values: multiples of 16
@@ -52,23 +52,23 @@ __device__ __forceinline__ uint32_t nan_bits(uint32_t word) { return ((word & ma
 // … and all bits of theirs.
 __device__ __forceinline__ uint32_t nan_bytes(uint32_t word) { return (nan_bits(word) >> 7) * 0xff; }
 
-// The scale of a block, split into one that is positive and what its elements take on.
-struct Scale {
+// The descale of a block, split into one that is positive and what its elements take on.
+struct Descale {
     float positive = 1;
     uint32_t flipped = 0, nan = 0;
     bool is_zero = false;
 
-    // Of the block of a head: each has a scale, or all have one. Without scales it is 1.
-    __device__ Scale(const float* scales, int scales_of_head, int head, int block) {
-        if (scales == nullptr) return;
-        const float scale = global::read_only(scales + head * scales_of_head + (scales_of_head > 1 ? block : 0));
-        if ((__float_as_uint(scale) & 0x7f800000u) == 0x7f800000u) {
+    // Of the block of a head: each has a descale, or all have one. Without descales it is 1.
+    __device__ Descale(const float* given, int of_head, int head, int block) {
+        if (given == nullptr) return;
+        const float descale = global::read_only(given + head * of_head + (of_head > 1 ? block : 0));
+        if ((__float_as_uint(descale) & 0x7f800000u) == 0x7f800000u) {
             nan = magnitudes;
-        } else if (scale == 0) {
+        } else if (descale == 0) {
             is_zero = true;
         } else {
-            positive = fabsf(scale);
-            flipped = scale < 0 ? signs : 0;
+            positive = fabsf(descale);
+            flipped = descale < 0 ? signs : 0;
         }
     }
 
@@ -80,15 +80,15 @@ struct Scale {
 
 __device__ __forceinline__ void arrange_queries(const Parameters& of, int index) {
     using QueryRow = Row<HEAD_DIM>;
-    const int blocks = ceil_div(of.queries, block_rows), group = of.query_heads / of.key_heads;
+    const int blocks = ceil_div(of.queries, rows_per_descale), group = of.query_heads / of.key_heads;
     const int block = index % blocks, head = index / blocks;  // of all batch rows
-    const Scale scale(of.query_scales, of.query_scales_of_head, head, block);
-    if (threadIdx.x == 0) of.query_descale[index] = scale.positive;
-    if (of.query_out == nullptr) return;  // no scale, no change
-    const int row = block * block_rows, batch = head / of.key_heads, key_head = head % of.key_heads;
+    const Descale descale(of.given_query_descale, of.query_descales_of_head, head, block);
+    if (threadIdx.x == 0) of.query_descale[index] = descale.positive;
+    if (of.query_out == nullptr) return;  // no descale, no change
+    const int row = block * rows_per_descale, batch = head / of.key_heads, key_head = head % of.key_heads;
     const int64_t stride = static_cast<int64_t>(of.query_heads) * HEAD_DIM;
     const int64_t first = (static_cast<int64_t>(batch) * of.queries + row) * stride + key_head * group * HEAD_DIM;
-    const int count = min(of.queries - row, block_rows);
+    const int count = min(of.queries - row, rows_per_descale);
 #pragma unroll 1
     for (int head = 0; head < group; ++head) {
         Columns columns[QueryRow::own];
@@ -101,7 +101,7 @@ __device__ __forceinline__ void arrange_queries(const Parameters& of, int index)
         for (int i = 0; i < QueryRow::own; ++i) {
             const int row = QueryRow::row(i);
 #pragma unroll
-            for (uint32_t& word : columns[i].words) word = scale.of(word);
+            for (uint32_t& word : columns[i].words) word = descale.of(word);
             columns[i].store<HEAD_DIM>(of.query_out + first + row * stride + head * HEAD_DIM, row < count);
         }
     }
@@ -113,9 +113,9 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
     using Transposed = TransposedValues<VALUE_DIM, VALUE_KEYS, lane_columns>;
     constexpr int fours = Transposed::fours, own = fours > ValueRow::at_once ? fours / ValueRow::at_once : 1;
     __shared__ Transposed transposed;
-    __shared__ unsigned char finite[block_rows];
-    const int blocks = ceil_div(of.keys, block_rows), block = index % blocks, head = index / blocks;
-    const int row = block * block_rows, count = min(of.keys - row, block_rows);
+    __shared__ unsigned char finite[rows_per_descale];
+    const int blocks = ceil_div(of.keys, rows_per_descale), block = index % blocks, head = index / blocks;
+    const int row = block * rows_per_descale, count = min(of.keys - row, rows_per_descale);
     const int64_t first_row = static_cast<int64_t>(head / of.key_heads) * of.keys + row;
     const int64_t key_stride = static_cast<int64_t>(of.key_heads) * HEAD_DIM;
     const int64_t value_stride = static_cast<int64_t>(of.key_heads) * VALUE_DIM;
@@ -133,11 +133,11 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
         const int row = KeyRow::row(i);
         keys[i].load<HEAD_DIM>(of.key + first_key + row * key_stride, row < count);
     }
-    const Scale key_scale(of.key_scales, of.key_scales_of_head, head, block);
-    const Scale value_scale(of.value_scales, of.value_scales_of_head, head, block);
+    const Descale of_keys(of.given_key_descale, of.key_descales_of_head, head, block);
+    const Descale of_values(of.given_value_descale, of.value_descales_of_head, head, block);
     if (threadIdx.x == 0) {
-        of.key_descale[index] = key_scale.positive;
-        of.value_descale[index] = value_scale.positive;
+        of.key_descale[index] = of_keys.positive;
+        of.value_descale[index] = of_values.positive;
     }
 #pragma unroll
     for (int j = 0; j < 4 * own; ++j) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
         uint32_t found = 0;
 #pragma unroll
         for (uint32_t& word : words) {
-            word = value_scale.of(word);
+            word = of_values.of(word);
             found |= nan_bits(word);
         }
         if (found != 0) {
@@ -177,13 +177,13 @@ __device__ __forceinline__ void arrange_keys(const Parameters& of, int index) {
         const int row = KeyRow::row(i);
         const uint32_t nan = row < count && finite[row] == 0 ? magnitudes : 0;
 #pragma unroll
-        for (uint32_t& word : keys[i].words) word = key_scale.of(word) | nan;
+        for (uint32_t& word : keys[i].words) word = of_keys.of(word) | nan;
         keys[i].store<HEAD_DIM>(of.key_out + first_key + row * key_stride, row < count);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * warps) arrange(const __grid_constant__ Parameters of) {
-    const int of_keys = of.batch * of.key_heads * ceil_div(of.keys, block_rows);
+    const int of_keys = of.batch * of.key_heads * ceil_div(of.keys, rows_per_descale);
     const int index = blockIdx.x;
     if (index < of_keys) {
         arrange_keys(of, index);

@@ -1,8 +1,7 @@
-// How the threads of a CTA hold rows of a block of 128: several lanes a row, which is in one warp.
+// How the threads of a CTA hold rows of a block that has one descale: several lanes a row, which is in one warp.
 #pragma once
+#include "common/float8.cuh"
 #include "ptx/types.cuh"
-
-constexpr int block_rows = 128;
 
 __device__ constexpr int power_of_two_above(int x) { return x <= 1 ? 1 : 2 * power_of_two_above((x + 1) / 2); }
 
@@ -12,7 +11,8 @@ struct Lanes {
     static constexpr int width = power_of_two_above(dim / columns);  // of a row
     static constexpr int rows = 32 / width;                          // of a warp
     static constexpr int at_once = warps * rows;                     // of the CTA
-    static constexpr int own = block_rows > at_once ? block_rows / at_once : 1;  // of a block, that a thread has
+    // Rows of a block that a thread has.
+    static constexpr int own = rows_per_descale > at_once ? rows_per_descale / at_once : 1;
     static_assert(dim % 16 == 0 && dim % columns == 0 && dim <= 32 * columns, "a warp holds whole rows");
 
     // Row `i` of a thread's `own`, and its columns of them.
@@ -29,7 +29,7 @@ struct FewLanes {
     static constexpr int width = dim > 128 ? 8 : 4;
     static constexpr int pieces = (dim / columns + width - 1) / width;  // of a lane
     static constexpr int at_once = warps * (32 / width);  // rows of the CTA
-    static constexpr int own = block_rows > at_once ? block_rows / at_once : 1;
+    static constexpr int own = rows_per_descale > at_once ? rows_per_descale / at_once : 1;
     static_assert(dim % columns == 0, "a row has whole pieces");
 
     // The first column of a lane's piece, which may lie beyond the row, and the thread's rows.

@@ -1,11 +1,11 @@
-// Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a scale for each
-// block of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward
+// Rounds queries, keys and values to e4m3, as jax_flash/_float8.py defines it: incoherent processing, a descale for
+// each block of 128 rows of a key head, conversion. Values are written transposed, their keys permuted, as the forward
 // kernel takes them (jax_flash/cuda/sm90/float8.py).
 //
 // A CTA takes block after block: first of queries, of all heads of a group; then of keys, each with its values. There
 // may be queries alone: any rows are rounded so. A thread holds all that it has of a head's block, rotated, until the
-// block's scale is known. Meanwhile the next block's rows arrive in the registers of what has been rotated. Where a key
-// head has several query heads, it reads their rows twice, the second time from L2.
+// block's descale is known. Meanwhile the next block's rows arrive in the registers of what has been rotated. Where a
+// key head has several query heads, it reads their rows twice, the second time from L2.
 //
 // Registers are what limits this kernel: at most 128, of which up to 96 hold rows. So little else may live across a
 // loop. What is cheap to compute again is computed from an index that the compiler must read again (reload_…).
@@ -108,9 +108,9 @@ struct Flips {
     }
 };
 
-// The scale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power
+// The descale of a block whose largest magnitude is the maximum of `largest` over the CTA's threads: the smallest power
 // of two that brings it to 448 at most.
-__device__ __forceinline__ float block_scale(float largest) {
+__device__ __forceinline__ float block_descale(float largest) {
     __shared__ float of_warps[warps];
     largest = warp_max(largest);
     __syncthreads();  // the block before has been read
@@ -124,9 +124,9 @@ __device__ __forceinline__ float block_scale(float largest) {
     return __uint_as_float(static_cast<uint32_t>(127 + min(max(exponent, -126), 126)) << 23);
 }
 
-// 1 / `scale`, of a block: its exponent with the other sign.
-__device__ __forceinline__ float inverse(float scale) {
-    return __uint_as_float((2 * 127u << 23) - __float_as_uint(scale));
+// 1 / `descale`, of a block: its exponent with the other sign.
+__device__ __forceinline__ float inverse(float descale) {
+    return __uint_as_float((2 * 127u << 23) - __float_as_uint(descale));
 }
 
 // By one instruction an element: 0 times what isn't finite is NaN.
@@ -216,19 +216,19 @@ struct Rows {
     const int* lengths;  // of batch rows, or null
     int length, group;
 
-    __device__ int blocks() const { return ceil_div(length, block_rows); }
+    __device__ int blocks() const { return ceil_div(length, rows_per_descale); }
 };
 
-// A block of them, of `count` rows. Rows from `valid` on are padding, and count for no scale.
+// A block of them, of `count` rows. Rows from `valid` on are padding, and count for no descale.
 struct Block {
     int64_t first;  // element of its first head
     int batch, count, valid;
 
     // Block `index` of all key heads.
     __device__ Block(const Parameters& of, const Rows& rows, int index) {
-        const int blocks = rows.blocks(), row = index % blocks * block_rows, head = index / blocks % of.key_heads;
+        const int blocks = rows.blocks(), row = index % blocks * rows_per_descale, head = index / blocks % of.key_heads;
         batch = index / blocks / of.key_heads;
-        count = min(rows.length - row, block_rows);
+        count = min(rows.length - row, rows_per_descale);
         valid = (rows.lengths ? rows.lengths[batch] : rows.length) - row;
         first = ((static_cast<int64_t>(batch) * rows.length + row) * of.key_heads + head) * rows.group * HEAD_DIM;
     }
@@ -261,10 +261,11 @@ __device__ __forceinline__ void quantize_rows(const Parameters& of, HeadRows& he
             }
         }
     }
-    // Both scales are one product, which rounds each element once, as the rotation's alone does: the block's is a power
-    // of 2.
-    const float scale = block_scale(largest * of.rotation_scale), factor = of.rotation_scale * inverse(scale);
-    if (threadIdx.x == 0) rows.descale[index] = scale;
+    // The rotation's scale and 1 / descale are one product, which rounds each element once, as the first alone does:
+    // the other one is a power of 2.
+    const float descale = block_descale(largest * of.rotation_scale);
+    const float factor = of.rotation_scale * inverse(descale);
+    if (threadIdx.x == 0) rows.descale[index] = descale;
 #pragma unroll 1
     for (int head = 0; head < rows.group; ++head) {
 #pragma unroll
@@ -369,7 +370,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const Rows
         }
         if (four < fours && key < block.valid) largest = fmaxf(largest, largest_of(x));
     }
-    const float scale = block_scale(largest);  // its barriers come after the stores of the CTA's keys
+    const float descale = block_descale(largest);  // its barriers come after the stores of the CTA's keys
     make_keys_nan(of.key_out + block.first, stride * HEAD_DIM, spoiled, key_of);
 #pragma unroll
     for (int j = 0; j < own; ++j) {
@@ -378,7 +379,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const Rows
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             unpack(x, bits[j][k]);
-            const uint2 of_key = converted(x, inverse(scale));
+            const uint2 of_key = converted(x, inverse(descale));
             words[0][k] = of_key.x;
             words[1][k] = of_key.y;
         }
@@ -388,7 +389,7 @@ __device__ __forceinline__ void quantize_values(const Parameters& of, const Rows
     }
     const Panels panels = panels_of<VALUE_DIM, VALUE_KEYS>(index / keys.blocks(), index % keys.blocks(), of.keys);
     transposed.write(of.value_out + panels.first_byte, panels.bytes, 32 * warps);
-    if (threadIdx.x == 0) of.value_descale[index] = scale;
+    if (threadIdx.x == 0) of.value_descale[index] = descale;
 }
 #endif
 

@@ -1,6 +1,7 @@
-// Values of a block of 128 keys as the forward kernel takes them in 8 bits, transposed and their keys permuted
-// (jax_flash/cuda/sm90/float8.py): where they lie in memory, and in shared memory until the block is whole.
+// Values of a block of keys that has one descale, as the forward kernel takes them in 8 bits, transposed and their keys
+// permuted (jax_flash/cuda/sm90/float8.py): where they lie in memory, and in shared memory until the block is whole.
 #pragma once
+#include "common/float8.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "ptx/warpgroup.cuh"
@@ -18,7 +19,7 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
 // `value_dim` columns, in panels of `panel_keys` keys; a lane has `lane_columns` columns of a key.
 template <int value_dim, int panel_keys, int lane_columns>
 struct TransposedValues {
-    static constexpr int keys = 128;  // of the block
+    static constexpr int keys = rows_per_descale;
     static constexpr int fours = keys / 4, parts = keys / panel_keys, rows = value_dim / parts;
 
     uint4 chunks[keys * value_dim / 16];
@@ -64,7 +65,7 @@ struct Panels {
 
 template <int value_dim, int panel_keys>
 __device__ __forceinline__ Panels panels_of(int head, int block, int keys) {
-    constexpr int of_block = 128 / panel_keys, panel_bytes = panel_keys * value_dim;
+    constexpr int of_block = rows_per_descale / panel_keys, panel_bytes = panel_keys * value_dim;
     const int panels = (keys + panel_keys - 1) / panel_keys, first = block * of_block;
     return {(static_cast<int64_t>(head) * panels + first) * panel_bytes, min(of_block, panels - first) * panel_bytes};
 }
