@@ -1,6 +1,7 @@
 """Checks of a cache and of what is appended to it, under the names that the caller's function gives them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 
 from jax_flash import _cache_rows, _settings, _validate
 from jax_flash._arguments import Names
-from jax_flash._cache_spec import CacheOperands, CacheSpec
+from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._float8 import is_float8
 from jax_flash._spec import AttentionSpec
 from jax_flash._validate import described, short
@@ -34,10 +35,10 @@ class CheckedCache:
 
     key: jax.Array
     value: jax.Array
-    lengths: jax.Array  # (B,) int32, of the call's layer, in [0, S]
+    lengths: jax.Array  # (B,) or (layers, B) int32
     page_table: jax.Array | None  # (B, pages) int32, of the call's layer
     layer: jax.Array | None  # () int32
-    all_lengths: jax.Array  # as the caller has them
+    given_lengths: jax.Array  # as the caller has them
     key_descale: jax.Array | None = None  # (K,) float32, of the call's layer
     value_descale: jax.Array | None = None
 
@@ -47,19 +48,23 @@ class CheckedCache:
         names = ("key", "value", "lengths", "page_table", "layer", "key_descale", "value_descale")
         return {name: getattr(self, name) for name in names}
 
-    def lengths_after(self, lengths: jax.Array) -> jax.Array:
-        """The caller's lengths, with these of the call's layer."""
-        return _lengths_with(self.all_lengths, lengths, self.layer)
+    def lengths_after(self, operands: CacheOperands) -> jax.Array:
+        """The caller's lengths, where those of the call's layer count what it appends."""
+        n = cache_sizes(operands)
+        return _lengths_after(self.given_lengths, self.lengths, self.layer, n.U, n.S)
 
 
 # In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
-@jax.jit
+@functools.partial(jax.jit, static_argnums=(3, 4))
 @_settings.as_written
-def _lengths_with(of_all: jax.Array, lengths: jax.Array, layer: jax.Array | None) -> jax.Array:
-    lengths = lengths.astype(of_all.dtype)
+def _lengths_after(
+    given: jax.Array, lengths: jax.Array, layer: jax.Array | None, by: int, most: int
+) -> jax.Array:
+    longer = _cache_rows.longer(lengths, by, most).astype(given.dtype)
     if layer is None:
-        return lengths
-    return of_all.at[jnp.where(layer < 0, of_all.shape[0], layer)].set(lengths, mode="drop")
+        return longer
+    # Element by element: one kernel. An index that may be out of range takes several.
+    return jnp.where(jnp.arange(given.shape[0], dtype=layer.dtype)[:, None] == layer, longer, given)
 
 
 def append(arrays: CacheArrays, key: Any, value: Any, layer: Any, names: Names) -> CacheArrays:
@@ -79,7 +84,7 @@ def _append(
     key, value = checked.key, checked.value
     if 0 not in (new_key.size, key.size):
         key, value = decoding.append(CacheSpec(AttentionSpec(1.0)), operands)
-    after = checked.lengths_after(_cache_rows.lengths_after(operands))
+    after = checked.lengths_after(operands)
     return dataclasses.replace(arrays, key=key, value=value, lengths=after)
 
 
@@ -125,9 +130,9 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
     narrowed = _validate.narrowed(lengths, min(S, _validate.INT32_MAX))
     # A loop's carry keeps its dtype, if each length that the cache may have fits it.
     fits = isinstance(lengths, jax.Array) and min(S, _validate.INT32_MAX) <= jnp.iinfo(lengths.dtype).max
-    all_lengths = lengths if fits else narrowed
+    given = lengths if fits else narrowed
     descales = _descales(arrays, key, layer, names)
-    return CheckedCache(key, value, of_layer(narrowed, layer), table, layer, all_lengths, *descales)
+    return CheckedCache(key, value, narrowed, table, layer, given, *descales)
 
 
 def _descales(
@@ -175,7 +180,7 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
             f"layer must be in [0, {lead[0]}), the layers of {names['key']}; "
             f"got {value} ({type(given).__name__})"
         )
-    return _validate.clipped(layer, _validate.INT32_MAX, _validate.NO_INDEX)
+    return _validate.narrowed(layer, _validate.INT32_MAX, _validate.NO_INDEX)
 
 
 def _page_table(
@@ -203,7 +208,7 @@ def _row(x: jax.Array, index: jax.Array) -> jax.Array:
 
 def appended(key: Any, value: Any, checked: CheckedCache, names: Names) -> tuple[jax.Array, jax.Array]:
     """New keys and values that fit the cache."""
-    B, (K, H) = checked.lengths.shape[0], checked.key.shape[-2:]
+    B, (K, H) = checked.lengths.shape[-1], checked.key.shape[-2:]
     return fitting(key, value, B, K, H, checked.value.shape[-1], checked.key.dtype, names)
 
 

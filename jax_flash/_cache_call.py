@@ -143,7 +143,7 @@ def _query(arguments: CacheArguments) -> jax.Array:
     key, lengths = cache["key"], cache["lengths"]
     assert key is not None and lengths is not None
     query = _validate.array(names["query"], arguments.query, "floating")
-    B, H = lengths.shape[0], key.shape[-1]
+    B, H = lengths.shape[-1], key.shape[-1]
     is_varlen = arguments.query_offsets is not None
     if is_varlen:
         _validate.without_symbols(names["query"], "shape", query.shape)

@@ -10,20 +10,28 @@ from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 
 
 def clipped(operands: CacheOperands) -> CacheOperands:
-    """The same call with lengths in [0, S]."""
-    return operands.replace(lengths=_longer(operands.lengths, 0, cache_sizes(operands).S))
+    """The same call with lengths `(B,)` in [0, S], those of its layer."""
+    return operands.replace(lengths=longer(_own_lengths(operands), 0, cache_sizes(operands).S))
 
 
 def lengths_after(operands: CacheOperands) -> jax.Array:
     """The lengths `(B,)` after the append."""
     n = cache_sizes(operands)
-    return _longer(operands.lengths, n.U, n.S)
+    return longer(_own_lengths(operands), n.U, n.S)
 
 
 # In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _longer(lengths: jax.Array, by: int, most: int) -> jax.Array:
+def longer(lengths: jax.Array, by: int, most: int) -> jax.Array:
+    """Lengths after `by` more tokens, of which `most` have room."""
     return jnp.minimum(jnp.clip(lengths, 0, most) + by, most)
+
+
+def _own_lengths(operands: CacheOperands) -> jax.Array:
+    """The lengths `(B,)` of the call's layer; of one that isn't there, those of the nearest."""
+    if operands.lengths.ndim == 1:
+        return operands.lengths
+    return jax.lax.dynamic_index_in_dim(operands.lengths, jnp.maximum(operands.layer, 0), keepdims=False)
 
 
 def page_table(operands: CacheOperands) -> tuple[jax.Array, int]:
@@ -47,7 +55,10 @@ def layer_is_there(operands: CacheOperands) -> jax.Array | bool:
 
 
 def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Array | None]:
-    """The cache's key and value with the new ones in them. XLA does it in place where it owns the cache."""
+    """The cache's key and value with the new ones in them. XLA does it in place where it owns the cache.
+
+    `operands` are `clipped`.
+    """
     if operands.new_key is None:
         return operands.key, operands.value
     n = cache_sizes(operands)

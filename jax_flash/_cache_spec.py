@@ -67,7 +67,7 @@ class CacheOperands(Generic[Leaf]):
     query: Leaf  # (B, T, N, H)
     key: Leaf  # ([L,] C, S, K, H), or ([L,] P, page, K, H)
     value: Leaf | None  # ([L,] C, S, K, V), or ([L,] P, page, K, V)
-    lengths: Leaf  # (B,) int32, keys of each sequence before the append; counts as clipped to [0, S]
+    lengths: Leaf  # ([L,] B) int32, keys of each sequence before the append; counts as clipped to [0, S]
     layer: Leaf | None = None  # () int32
     page_table: Leaf | None = None  # (B, pages) int32; an index outside of the pool is of no page
     batch_index: Leaf | None = None  # (B,) int32; not with page_table
@@ -120,7 +120,7 @@ class CacheSizes:
 
 def cache_sizes(operands: CacheOperands) -> CacheSizes:
     _, T, N, H = operands.query.shape
-    (B,) = operands.lengths.shape
+    B = operands.lengths.shape[-1]
     *_, rows, K, _ = operands.key.shape
     V = H
     if operands.value is None:

@@ -38,6 +38,14 @@ def plain(spec: CacheSpec, operands: CacheOperands) -> Results:
     return _results(spec, jax.tree.map(np.asarray, operands), dtype, _has_float8(operands))
 
 
+def _own_lengths(operands: CacheOperands) -> np.ndarray:
+    """The lengths `(B,)` of the call's layer; of one that isn't there, those of the nearest."""
+    if operands.lengths.ndim == 1:
+        return operands.lengths
+    assert operands.layer is not None
+    return operands.lengths[np.clip(operands.layer, 0, len(operands.lengths) - 1)]
+
+
 def _rounded(x: np.ndarray, descale: np.ndarray | None) -> np.ndarray:
     """`x (K, columns)` as a cache in e4m3 has it."""
     x = x.astype(np.float32)
@@ -86,7 +94,7 @@ def _results(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> Results:
 def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[Operands, "Cache", np.ndarray]:
     """What the call attends to, the cache after the append, and how many queries each sequence has."""
     n = cache_sizes(operands)
-    cache, lengths_before = Cache(operands), np.clip(operands.lengths, 0, n.S)
+    cache, lengths_before = Cache(operands), np.clip(_own_lengths(operands), 0, n.S)
     for b in range(n.B):
         for t in range(n.U):
             position = int(lengths_before[b]) + t

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _cache, _cache_arguments, _cache_call, _cache_rows
+from jax_flash import _arguments, _cache, _cache_arguments, _cache_call
 from jax_flash._attention import ScoreMod
 from jax_flash._block_kinds import MaskMod
 from jax_flash._cache import KVCache, PagedKVCache
@@ -122,7 +122,7 @@ def flash_attention_with_cache(
     results = (out, jnp.swapaxes(lse, -1, -2)) if call.spec.attention.return_residual else out
     if call.operands.new_key is None:
         return results, cache
-    lengths = checked.lengths_after(_cache_rows.lengths_after(call.operands))
+    lengths = checked.lengths_after(call.operands)
     changed = {"key": key_after, "value": value_after, "lengths": lengths}
     return results, cache.with_arrays(dataclasses.replace(cache.arrays(), **changed))
 

@@ -143,7 +143,7 @@ class _Fold:
             x = jnp.broadcast_to(x, (self.size, *x.shape))
         if name == "alibi_slopes":
             x = jnp.broadcast_to(x, (self.size, self.sizes.B, self.sizes.N))
-        if name in _CACHE and self.is_layered:
+        if self.is_layered and (name in _CACHE or (name == "lengths" and x.ndim == 3)):
             x = jnp.moveaxis(x, 0, 1)
             return x.reshape(x.shape[0], -1, *x.shape[3:])
         return x.reshape(-1, *x.shape[2:])
@@ -169,7 +169,7 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
         operands = CacheOperands.of(inputs)
         results = {}
         if call.implementation == APPEND:
-            key, value = _cache_rows.append(call.spec, operands)
+            key, value = _cache_rows.append(call.spec, _cache_rows.clipped(operands))
         else:
             results["out"], results["lse"], key, value = lowering.run(call, "forward", operands)
         results |= {"key_after": key, "value_after": value}
@@ -201,7 +201,7 @@ def _letters(operands: CacheOperands) -> Letters:
         "query": (b, "T", N, "H"),
         "key": (*layers, *place, K, "H"),
         "value": (*layers, *place, K, "V"),
-        "lengths": (b,),
+        "lengths": ("L", b) if operands.lengths.ndim == 2 else (b,),
         "layer": (),
         "page_table": (b, "W"),
         "batch_index": (b,),

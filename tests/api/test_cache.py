@@ -109,6 +109,30 @@ def test_a_full_cache_drops_what_does_not_fit():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("layers", (None, 2))
+def test_an_append_clips_lengths(layers):
+    """Lengths may be any int32: below 0 they count as 0, and beyond the capacity as that."""
+    cache, layer = filled((5, 0)), None
+    odd = jnp.asarray([-3, S + 2], jnp.int32)
+    if layers is not None:
+        cache, layer, odd = (
+            jax.tree.map(lambda x: jnp.stack([x] * layers), cache),
+            1,
+            jnp.stack([odd[::-1], odd]),
+        )
+    key, value = normal(3, B, 2, K, H), normal(4, B, 2, K, H)
+    after = dataclasses.replace(cache, lengths=odd).append(key, value, layer=layer)
+    before = cache.key if layers is None else cache.key[1]
+    own, own_lengths = (after.key, after.lengths) if layers is None else (after.key[1], after.lengths[1])
+    assert own_lengths.tolist() == [2, S]
+    np.testing.assert_array_equal(own[0, :2], key[0])
+    np.testing.assert_array_equal(own[0, 2:], before[0, 2:])
+    np.testing.assert_array_equal(own[1], before[1])
+    if layers is not None:
+        np.testing.assert_array_equal(after.lengths[0], odd[0])
+        np.testing.assert_array_equal(after.key[0], cache.key[0])
+
+
 def test_layers_have_lengths_of_their_own():
     cache = KVCache.create(B, S, K, H, jnp.float32, layers=2)
     key, value = normal(3, B, 2, K, H), normal(4, B, 2, K, H)

@@ -156,7 +156,7 @@ def test_a_window_that_hides_all_reads_nothing(options, emulator):
 
 
 @pytest.mark.parametrize("page", (None, 16, 3))
-@pytest.mark.parametrize("layer", (-1, 2))
+@pytest.mark.parametrize("layer", (-1, 2, -(2**31), 2**31 - 1))
 def test_a_layer_that_is_not_there(page, layer, emulator):
     case = CacheCase(T=2, U=2, S=144, layers=2, page=page)
     operands = Draw(case).operands.replace(layer=np.int32(layer))

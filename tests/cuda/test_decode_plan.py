@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 
 import jax
@@ -187,21 +188,43 @@ def test_custom_call_has_the_aliases():
     assert pairs == [("2", "1"), ("3", "2")]
 
 
+@pytest.mark.parametrize("layers", ((), (3,)), ids=("one layer", "layers"))
 @pytest.mark.parametrize("is_paged", (False, True))
-def test_the_program_is_the_custom_call_alone(is_paged):
-    """The kernels clip lengths and page tables as they read them; no kernel ahead of them does."""
+def test_the_program_is_the_custom_call_alone(is_paged, layers):
+    """The kernels clip lengths and page tables as they read them, of the layer that they use; no kernel ahead
+    of them does."""
+    lengths = array(*layers, 4, dtype="int32")
     if is_paged:
-        pages = [array(40, 16, 2, 128)] * 2
-        cache = jax_flash.PagedKVCache(*pages, array(4, 8, dtype="int32"), array(4, dtype="int32"))
+        pages = [array(*layers, 40, 16, 2, 128)] * 2
+        cache = jax_flash.PagedKVCache(*pages, array(4, 8, dtype="int32"), lengths)
     else:
-        cache = jax_flash.KVCache(*[array(4, 1024, 2, 128)] * 2, array(4, dtype="int32"))
+        cache = jax_flash.KVCache(*[array(*layers, 4, 1024, 2, 128)] * 2, lengths)
+    given = {"layer": array(dtype="int32")} if layers else {}
+    attend = functools.partial(jax_flash.flash_attention_with_cache, implementation="cuda")
     with assume(H100):
         exported = jax.export.export(
-            jax.jit(lambda *x: jax_flash.flash_attention_with_cache(*x, implementation="cuda")[0]),
+            jax.jit(lambda *x, **given: attend(*x, **given)[0]),
             platforms=["cuda"],
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jax_flash_decode")],
-        )(array(4, 1, 8, 128), cache)
+        )(array(4, 1, 8, 128), cache, **given)
     assert re.findall(r"stablehlo\.(\w+)", exported.mlir_module()) == ["custom_call"]
+
+
+def test_lengths_of_all_layers_are_counted_element_by_element():
+    """XLA makes one kernel of those of all layers; with indices it makes several of each."""
+    cache = jax_flash.KVCache(*[array(3, 4, 1024, 2, 128)] * 2, array(3, 4, dtype="int32"))
+
+    def step(query, new, cache):
+        for layer in range(3):
+            query, cache = jax_flash.flash_attention_with_cache(
+                query, cache, new, new, layer=layer, implementation="cuda"
+            )
+        return cache.lengths
+
+    with assume(H100):
+        program = str(jax.make_jaxpr(step)(array(4, 1, 8, 128), array(4, 1, 2, 128), cache))
+    assert "select_n" in program
+    assert not re.findall(r"\b(?:dynamic_slice|dynamic_update_slice|gather|scatter)\[", program)
 
 
 @pytest.mark.parametrize("options", CALLS, ids=IDS)

@@ -102,7 +102,7 @@ def test_without_splits(case):
         check(case, operands, run(case, operands, gpu(60)))
 
 
-@pytest.mark.parametrize("layer", [-1, 2])
+@pytest.mark.parametrize("layer", [-1, 2, -(2**31), 2**31 - 1])
 def test_a_layer_that_is_not_there_has_no_keys(layer):
     case = CacheCase(layers=2, U=1, S=40, H=16)
     operands = Draw(case).operands.replace(layer=np.int32(layer))

@@ -154,7 +154,8 @@ class Draw:
     def operands(self) -> CacheOperands:
         c, random = self.case, self.random
         V = c.V or c.H
-        arrays = {"lengths": self.given_lengths}
+        lengths = self.given_lengths
+        arrays = {"lengths": lengths}
         if c.page is not None:
             arrays["page_table"] = self.page_table
             shape = (self.page_table.size + 5, c.page)
@@ -167,6 +168,9 @@ class Draw:
         if c.layers is not None:
             shape = (c.layers, *shape)
             arrays["layer"] = np.int32(random.integers(c.layers))
+            if c.B % 2:  # each layer has lengths of its own
+                arrays["lengths"] = random.integers(-3, c.S + 3, (c.layers, c.B)).astype(np.int32)
+                arrays["lengths"][arrays["layer"]] = lengths
         if c.left_padding:
             arrays["left_padding"] = random.integers(0, np.maximum(self.lengths // 2, 1)).astype(np.int32)
         if c.U:

@@ -50,6 +50,7 @@ SHAPE = struct(
     query_base="int32_t",  # `QueryBase` in sequences.cuh
     query_step="int32_t",  # positions from a query to the next; see `query_position` there
     lengths="const int*",
+    lengths_stride="int32_t",  # from layer to layer; 0 if all have the same
     layer="const int*",
     page_table="const int*",
     batch_index="const int*",
@@ -415,6 +416,7 @@ def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
         **{"batch": n.B, "queries": n.T, "query_heads": n.N, "key_heads": n.K, "group": n.group},
         **{"head_dim": n.H, "value_dim": n.V, "capacity": n.S, "appended": n.U},
         "layers": 1 if layer is None else shapes.key.shape[0],
+        "lengths_stride": n.B if shapes.lengths.ndim == 2 else 0,
         "cache_rows": shapes.key.shape[-4],
         "page": n.page or 0,
         "table_pages": 0 if table is None else table.shape[1],

@@ -160,7 +160,7 @@ def _attention_shapes(shapes: Shapes) -> Operands[jax.ShapeDtypeStruct]:
         jax.ShapeDtypeStruct((n.B, n.S, n.K, n.V), shapes.key.dtype),
         alibi_slopes=shapes.alibi_slopes,
         sinks=shapes.sinks,
-        key_value_seq_lengths=shapes.lengths,
+        key_value_seq_lengths=jax.ShapeDtypeStruct((n.B,), shapes.lengths.dtype),
         batch_indices=shapes.batch_indices,
         head_indices=shapes.head_indices,
         captured=shapes.captured,
