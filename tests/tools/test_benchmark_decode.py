@@ -226,3 +226,16 @@ def test_lists_its_calls(capsys):
     for wrong in (["--groups", "other"], ["--contenders", "nobody"]):
         with pytest.raises(SystemExit):
             decode.parse(wrong)
+
+
+def test_layers_on_the_cpu(tmp_path, monkeypatch):
+    import decode_layers
+
+    tiny = {"CALLS": ((1, 8), (2, 9)), "HEADS": 2, "KEY_HEADS": 1, "HEAD_DIM": 8, "STEPS": 2}
+    for name, value in tiny.items():
+        monkeypatch.setattr(decode_layers, name, value)
+    out = tmp_path / "layers.json"
+    decode_layers.main(["--implementation=xla", "--layers=2", "--rounds=1", f"--out={out}"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"].split(", ")[0] for row in rows] == ["b1 s8 h2/1 d8"] * 2 + ["b2 s9 h2/1 d8"] * 2
+    assert all(row["microseconds_of_a_layer"] > 0 for row in rows)

@@ -1,0 +1,120 @@
+"""A step of decoding in a model of many layers, whose caches are one array: what a layer's attention takes.
+
+    python benchmarks/decode_layers.py --out benchmarks/results/decode_layers_h100.json
+    PYTHONPATH=FOLDER python benchmarks/decode_layers.py --peers jax_flash,jax_flash_before     see before.py
+
+Each step appends a key and a value to each layer's cache and attends to it, the output being the next layer's
+query; nothing else is computed. Steps run in a jitted loop that owns the cache. Layers are written one after
+another ("unrolled"), or scanned. Microseconds of a layer are the loop's time, gaps between kernels included,
+divided by steps and layers: the median of rounds in which the peers take turns.
+"""
+
+import argparse
+import functools
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import record
+import rounds
+
+HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
+CALLS = ((1, 1024), (8, 2048), (16, 4096))  # sequences, and tokens in the cache of each
+STEPS = 16
+
+
+def unrolled(attend: Callable, layers: int, query: jax.Array, new: jax.Array, cache: Any) -> tuple:
+    for layer in range(layers):
+        query, cache = attend(query, cache, new, new, layer=layer)
+    return query, cache
+
+
+def scanned(attend: Callable, layers: int, query: jax.Array, new: jax.Array, cache: Any) -> tuple:
+    def step(carry, layer):
+        return attend(*carry, new, new, layer=layer), None
+
+    return jax.lax.scan(step, (query, cache), jnp.arange(layers))[0]
+
+
+WAYS = {"unrolled": unrolled, "scanned": scanned}
+
+
+def loop(package: ModuleType, way: str, layers: int, implementation: str) -> Callable:
+    """A jitted function of query, new keys and cache, which is donated: `STEPS` steps."""
+    attend = functools.partial(package.flash_attention_with_cache, implementation=implementation)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def run(query, new, cache):
+        def step(_, carry):
+            return WAYS[way](attend, layers, carry[0], new, carry[1])
+
+        return jax.lax.fori_loop(0, STEPS, step, (query, cache))
+
+    return run
+
+
+def stopwatch(
+    package: ModuleType, way: str, size: tuple[int, int], layers: int, implementation: str
+) -> Callable[[], float]:
+    """A function that runs the compiled loop once, and returns the microseconds of a layer."""
+    batch, capacity = size
+    run = loop(package, way, layers, implementation)
+    query = jnp.ones((batch, 1, HEADS, HEAD_DIM), jnp.bfloat16)
+    new = jnp.ones((batch, 1, KEY_HEADS, HEAD_DIM), jnp.bfloat16)
+    empty = package.KVCache.create(batch, capacity, KEY_HEADS, HEAD_DIM, layers=layers)
+    lengths = jnp.full_like(empty.lengths, capacity - STEPS)
+    caches = [package.KVCache(empty.key, empty.value, lengths)]
+
+    def once() -> float:
+        cache = caches.pop()
+        cache = package.KVCache(cache.key, cache.value, lengths + 0)  # the loop takes what it is given
+        jax.block_until_ready(cache)
+        start = time.perf_counter()
+        _, after = jax.block_until_ready(run(query, new, cache))
+        caches.append(after)
+        return 1e6 * (time.perf_counter() - start) / STEPS / layers
+
+    once()  # compiles
+    return once
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--peers", default="jax_flash", help="packages, with commas between them")
+    parser.add_argument("--implementation", default="cuda")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=len(CALLS), help="only so many of the calls")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    result = record.environment() | {"timing": "wall clock", "rows": []}
+    peers = options.peers.split(",")
+    for size in CALLS[: options.calls]:
+        for way in WAYS:
+            case = f"b{size[0]} s{size[1]} h{HEADS}/{KEY_HEADS} d{HEAD_DIM}, {options.layers} layers {way}"
+            once = {
+                name: stopwatch(
+                    importlib.import_module(name), way, size, options.layers, options.implementation
+                )
+                for name in peers
+            }
+            times = {name: [] for name in peers}
+            for order in rounds.orders(peers, options.rounds):
+                for name in order:
+                    times[name].append(once[name]())
+            for name in peers:
+                row = {"case": case, "peer": name, "microseconds_of_a_layer": statistics.median(times[name])}
+                result["rows"].append(row)
+                print(f"{case} {name}: {row['microseconds_of_a_layer']:.2f} µs a layer", flush=True)
+    if options.out:
+        record.write(result, options.out)
+
+
+if __name__ == "__main__":
+    main()
