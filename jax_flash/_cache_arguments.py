@@ -39,7 +39,7 @@ class CheckedCache:
     page_table: jax.Array | None  # (B, pages) int32, of the call's layer
     layer: jax.Array | None  # () int32
     given_lengths: jax.Array  # as the caller has them
-    key_descale: jax.Array | None = None  # (K,) float32, of the call's layer
+    key_descale: jax.Array | None = None  # (K,) or (layers, K) float32
     value_descale: jax.Array | None = None
 
     @property
@@ -131,14 +131,12 @@ def cache(arrays: CacheArrays, layer: Any, names: Names) -> CheckedCache:
     # A loop's carry keeps its dtype, if each length that the cache may have fits it.
     fits = isinstance(lengths, jax.Array) and min(S, _validate.INT32_MAX) <= jnp.iinfo(lengths.dtype).max
     given = lengths if fits else narrowed
-    descales = _descales(arrays, key, layer, names)
+    descales = _descales(arrays, key, names)
     return CheckedCache(key, value, narrowed, table, layer, given, *descales)
 
 
-def _descales(
-    arrays: CacheArrays, key: jax.Array, layer: jax.Array | None, names: Names
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """Of keys and of values, `(K,)`, of the call's layer."""
+def _descales(arrays: CacheArrays, key: jax.Array, names: Names) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of keys and of values, float32."""
     (*layers, _, _, K, _), found = key.shape[-5:] if key.ndim == 5 else key.shape, []
     shapes = {"(layers, K)" if layers else "(K,)": (*layers, K)}
     for name in ("key_descale", "value_descale"):
@@ -152,7 +150,7 @@ def _descales(
                 f"got {short(given)}"
             )
         x = _validate.shaped(names[name], given, shapes, "floating")
-        found.append(of_layer(x.astype(jnp.float32), layer))
+        found.append(x.astype(jnp.float32))
     return found[0], found[1]
 
 

@@ -9,15 +9,20 @@ from jax_flash import _float8, _rotary
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 
 
-def clipped(operands: CacheOperands) -> CacheOperands:
-    """The same call with lengths `(B,)` in [0, S], those of its layer."""
-    return operands.replace(lengths=longer(_own_lengths(operands), 0, cache_sizes(operands).S))
+def of_layer(operands: CacheOperands) -> CacheOperands:
+    """The same call with lengths `(B,)` in [0, S] and descales `(K,)`: those of its layer."""
+    key_descale, value_descale = operands.key_descale, operands.value_descale
+    return operands.replace(
+        lengths=longer(_own(operands.lengths, operands), 0, cache_sizes(operands).S),
+        key_descale=None if key_descale is None else _own(key_descale, operands),
+        value_descale=None if value_descale is None else _own(value_descale, operands),
+    )
 
 
 def lengths_after(operands: CacheOperands) -> jax.Array:
     """The lengths `(B,)` after the append."""
     n = cache_sizes(operands)
-    return longer(_own_lengths(operands), n.U, n.S)
+    return longer(_own(operands.lengths, operands), n.U, n.S)
 
 
 # In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
@@ -27,11 +32,11 @@ def longer(lengths: jax.Array, by: int, most: int) -> jax.Array:
     return jnp.minimum(jnp.clip(lengths, 0, most) + by, most)
 
 
-def _own_lengths(operands: CacheOperands) -> jax.Array:
-    """The lengths `(B,)` of the call's layer; of one that isn't there, those of the nearest."""
-    if operands.lengths.ndim == 1:
-        return operands.lengths
-    return jax.lax.dynamic_index_in_dim(operands.lengths, jnp.maximum(operands.layer, 0), keepdims=False)
+def _own(x: jax.Array, operands: CacheOperands) -> jax.Array:
+    """What `x` has for the call's layer, if not the same for all; the nearest's for one that isn't there."""
+    if x.ndim == 1:
+        return x
+    return jax.lax.dynamic_index_in_dim(x, jnp.maximum(operands.layer, 0), keepdims=False)
 
 
 def page_table(operands: CacheOperands) -> tuple[jax.Array, int]:
@@ -57,7 +62,7 @@ def layer_is_there(operands: CacheOperands) -> jax.Array | bool:
 def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Array | None]:
     """The cache's key and value with the new ones in them. XLA does it in place where it owns the cache.
 
-    `operands` are `clipped`.
+    `operands` are those `of_layer`.
     """
     if operands.new_key is None:
         return operands.key, operands.value

@@ -79,8 +79,8 @@ class CacheOperands(Generic[Leaf]):
     alibi_slopes: Leaf | None = None  # (B|1, N) float32
     sinks: Leaf | None = None  # (1, N) float32
     query_offsets: Leaf | None = None  # (B + 1,) int32, ascending, in [0, T]
-    key_descale: Leaf | None = None  # (K,) float32, of a cache in e4m3
-    value_descale: Leaf | None = None  # (K,) float32
+    key_descale: Leaf | None = None  # ([L,] K) float32, of a cache in e4m3
+    value_descale: Leaf | None = None  # likewise
     batch_indices: Leaf | None = None  # (B,) int32
     head_indices: Leaf | None = None  # (1, N) int32
     captured: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)  # (1, elements) each

@@ -38,12 +38,12 @@ def plain(spec: CacheSpec, operands: CacheOperands) -> Results:
     return _results(spec, jax.tree.map(np.asarray, operands), dtype, _has_float8(operands))
 
 
-def _own_lengths(operands: CacheOperands) -> np.ndarray:
-    """The lengths `(B,)` of the call's layer; of one that isn't there, those of the nearest."""
-    if operands.lengths.ndim == 1:
-        return operands.lengths
-    assert operands.layer is not None
-    return operands.lengths[np.clip(operands.layer, 0, len(operands.lengths) - 1)]
+def _own(operands: CacheOperands, name: str) -> Any:
+    """What the operand has for the call's layer; for one that isn't there, what it has for the nearest."""
+    x = getattr(operands, name)
+    if x is None or x.ndim == 1:
+        return x
+    return x[np.clip(operands.layer, 0, len(x) - 1)]
 
 
 def _rounded(x: np.ndarray, descale: np.ndarray | None) -> np.ndarray:
@@ -94,13 +94,13 @@ def _results(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> Results:
 def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[Operands, "Cache", np.ndarray]:
     """What the call attends to, the cache after the append, and how many queries each sequence has."""
     n = cache_sizes(operands)
-    cache, lengths_before = Cache(operands), np.clip(_own_lengths(operands), 0, n.S)
+    descales = _own(operands, "key_descale"), _own(operands, "value_descale")
+    cache, lengths_before = Cache(operands), np.clip(_own(operands, "lengths"), 0, n.S)
     for b in range(n.B):
         for t in range(n.U):
             position = int(lengths_before[b]) + t
             new_key = _rotated(spec, operands, operands.new_key[b, t], position, dtype)
             new = new_key, operands.new_value[b, t]
-            descales = operands.key_descale, operands.value_descale
             if is_float8:
                 new = (_rounded(x, descale) for x, descale in zip(new, descales, strict=True))
             cache.write(b, position, *new)
@@ -115,10 +115,9 @@ def _attended(spec: CacheSpec, operands: Any, dtype, is_float8: bool) -> tuple[O
         for j in range(max(int(padding[b]), 0), lengths[b]):
             if (row := cache.read(b, j)) is not None:
                 key[b, j], value[b, j] = row
-                if operands.key_descale is not None:
-                    key[b, j] *= operands.key_descale[:, None].astype(key.dtype)
-                if operands.value_descale is not None:
-                    value[b, j] *= operands.value_descale[:, None].astype(key.dtype)
+                for x, descale in zip((key, value), descales, strict=True):
+                    if descale is not None:
+                        x[b, j] *= descale[:, None].astype(key.dtype)
                 is_visible[b, 0, 0, j] = True
 
     query, counts = _queries(operands, n)

@@ -74,7 +74,7 @@ def forward(
     """
     from .triton import decode
 
-    operands = _cache_rows.clipped(vary_alike(operands))
+    operands = _cache_rows.of_layer(vary_alike(operands))
     key, value = _cache_rows.append(spec, operands)
     operands = operands.replace(key=key, value=value, query=_rotated_query(spec, operands))
     out, lse = decode.forward(spec, operands, decode_tiles.choose(spec, operands, _device.current()))

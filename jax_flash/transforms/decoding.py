@@ -169,7 +169,7 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
         operands = CacheOperands.of(inputs)
         results = {}
         if call.implementation == APPEND:
-            key, value = _cache_rows.append(call.spec, _cache_rows.clipped(operands))
+            key, value = _cache_rows.append(call.spec, _cache_rows.of_layer(operands))
         else:
             results["out"], results["lse"], key, value = lowering.run(call, "forward", operands)
         results |= {"key_after": key, "value_after": value}
@@ -196,12 +196,17 @@ def _letters(operands: CacheOperands) -> Letters:
     # A device can't have a key head without its values.
     K, N = ("J", "M") if operands.value is None else ("K", "N")
     layers = () if operands.layer is None else ("L",)
+
+    def of_layers(name: str) -> tuple[str, ...]:
+        x = getattr(operands, name)
+        return layers if x is not None and x.ndim == 2 else ()
+
     place = ("P", "page") if operands.page_table is not None else (b if has_own_place else "C", "S")
     letters = {
         "query": (b, "T", N, "H"),
         "key": (*layers, *place, K, "H"),
         "value": (*layers, *place, K, "V"),
-        "lengths": ("L", b) if operands.lengths.ndim == 2 else (b,),
+        "lengths": (*of_layers("lengths"), b),
         "layer": (),
         "page_table": (b, "W"),
         "batch_index": (b,),
@@ -213,8 +218,8 @@ def _letters(operands: CacheOperands) -> Letters:
         "alibi_slopes": (b, N),
         "sinks": (b, N),
         "query_offsets": ("O",),
-        "key_descale": (K,),
-        "value_descale": (K,),
+        "key_descale": (*of_layers("key_descale"), K),
+        "value_descale": (*of_layers("value_descale"), K),
         "batch_indices": (b,),
         "head_indices": (b, N),
         **{name: (b, name) for name in operands.captured},

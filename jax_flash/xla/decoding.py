@@ -47,7 +47,7 @@ def forward(
       out in query's dtype, as the query with V columns; lse `(B, N, T)` in float32 (float64 for float64
       operands), `(1, N, T)` of packed queries; and the cache's key and value after the append.
     """
-    operands = _cache_rows.clipped(vary_alike(operands))
+    operands = _cache_rows.of_layer(vary_alike(operands))
     key, value = _cache_rows.append(spec, operands)
     operands = operands.replace(key=key, value=value)
     # In blocks that a tile sees in part, zeros of hidden pairs meet values, and 0 times NaN is NaN.

@@ -188,17 +188,19 @@ def test_custom_call_has_the_aliases():
     assert pairs == [("2", "1"), ("3", "2")]
 
 
+@pytest.mark.parametrize("dtype", ("bfloat16", "float8_e4m3fn"))
 @pytest.mark.parametrize("layers", ((), (3,)), ids=("one layer", "layers"))
 @pytest.mark.parametrize("is_paged", (False, True))
-def test_the_program_is_the_custom_call_alone(is_paged, layers):
-    """The kernels clip lengths and page tables as they read them, of the layer that they use; no kernel ahead
-    of them does."""
+def test_the_program_is_the_custom_call_alone(is_paged, layers, dtype):
+    """The kernels clip lengths and page tables as they read them. Of lengths and descales they read those of
+    the layer that they use. No kernel ahead of them does."""
     lengths = array(*layers, 4, dtype="int32")
+    descales = [array(*layers, 2, dtype="float32")] * 2 if dtype == "float8_e4m3fn" else []
     if is_paged:
-        pages = [array(*layers, 40, 16, 2, 128)] * 2
-        cache = jax_flash.PagedKVCache(*pages, array(4, 8, dtype="int32"), lengths)
+        pages = [array(*layers, 40, 16, 2, 128, dtype=dtype)] * 2
+        cache = jax_flash.PagedKVCache(*pages, array(4, 8, dtype="int32"), lengths, *descales)
     else:
-        cache = jax_flash.KVCache(*[array(*layers, 4, 1024, 2, 128)] * 2, lengths)
+        cache = jax_flash.KVCache(*[array(*layers, 4, 1024, 2, 128, dtype=dtype)] * 2, lengths, *descales)
     given = {"layer": array(dtype="int32")} if layers else {}
     attend = functools.partial(jax_flash.flash_attention_with_cache, implementation="cuda")
     with assume(H100):

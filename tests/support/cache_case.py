@@ -194,8 +194,10 @@ class Draw:
         if c.float8:
             key, value = (None if x is None else x.astype(ml_dtypes.float8_e4m3fn) for x in (key, value))
         if c.descales:
+            # Each layer has its own, where it has lengths of its own.
+            layers = (c.layers,) if arrays["lengths"].ndim == 2 else ()
             for name in ("key_descale", "value_descale"):
-                arrays[name] = random.uniform(0.5, 2, c.K).astype(np.float32)
+                arrays[name] = random.uniform(0.5, 2, (*layers, c.K)).astype(np.float32)
         operands = CacheOperands.of(arrays | dict(query=query, key=key, value=value) | c.function[1])
         for x in (key, value):
             if x is not None:

@@ -68,7 +68,12 @@ DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
 
 _TMA_CACHE = struct("Cache", key="TensorMap", value="TensorMap")
 _GATHERED_CACHE = struct("Cache", key="const CACHE_ELEMENT*", value="const CACHE_ELEMENT*")
-_DESCALES = struct("Descales", key="const float*", value="const float*")  # (K) each, of a cache in e4m3
+_DESCALES = struct(  # of a cache in e4m3
+    "Descales",
+    key="const float*",  # (K), or (L, K)
+    value="const float*",  # likewise
+    stride="int32_t",  # from layer to layer; 0 without layers
+)
 
 
 def _parameters(spec: CacheSpec, box: int) -> Struct:
@@ -403,7 +408,9 @@ def rotary_arguments(shapes: Shapes) -> Arguments:
 
 
 def _descale_arguments(shapes: Shapes) -> Arguments:
-    return {name: _pointer(shapes, f"{name}_descale") for name in ("key", "value")}
+    of_layers = any(x is not None and x.ndim == 2 for x in (shapes.key_descale, shapes.value_descale))
+    pointers = {name: _pointer(shapes, f"{name}_descale") for name in ("key", "value")}
+    return pointers | {"stride": cache_sizes(shapes).K if of_layers else 0}
 
 
 def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:

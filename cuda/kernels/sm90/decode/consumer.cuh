@@ -149,7 +149,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.empty(stage));
     }
     if constexpr (Traits::is_float8) {
-        const float descale = descale_of(call.descales.value, tile.key_head);
+        const float descale = descale_of(call.shape, call.descales, call.descales.value, tile.key_head);
 #pragma unroll
         for (int i = 0; i < out_count; ++i) out[i] *= descale;
     }

@@ -1,7 +1,7 @@
 // What consumers of the decode kernel know of the call.
 #pragma once
-#include "ptx/global.cuh"
 #include "common/user_row.cuh"
+#include "sm90/decode/descales.cuh"
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/store.cuh"
 
@@ -22,8 +22,3 @@ struct ConsumerCall {
     const UserScoreMod& user;
 #endif
 };
-
-// What numbers of a key head are multiplied by. `descales` (K) is null if that is 1.
-__device__ __forceinline__ float descale_of(const float* descales, int key_head) {
-    return descales ? global::read_only(descales + key_head) : 1;
-}

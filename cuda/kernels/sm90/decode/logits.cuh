@@ -18,7 +18,9 @@ struct ThreadRows {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             scale[r] = call.scale;
-            if constexpr (Traits::is_float8) scale[r] *= descale_of(call.descales.key, tile.key_head);
+            if constexpr (Traits::is_float8) {
+                scale[r] *= descale_of(call.shape, call.descales, call.descales.key, tile.key_head);
+            }
             const Row row = row_at(call, tile, upper_row + 8 * r);
             const Interval keys = keys_of(call.shape, sequence, row.query);
             begin[r] = keys.begin, end[r] = keys.end;

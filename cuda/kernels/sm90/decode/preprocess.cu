@@ -7,6 +7,7 @@
 #include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
 #include "common/constants.cuh"
+#include "sm90/decode/descales.cuh"
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/sequences.cuh"
 
@@ -15,14 +16,14 @@ using CacheElement = CACHE_ELEMENT;
 constexpr int threads = 128;
 constexpr int chunk_elements = 16 / sizeof(Element);
 
-// Writes a chunk to chunk `index` of a row of the cache; to one in 8 bits divided by the descale of its head, and
-// rounded. e4m3 has no infinity: what isn't finite becomes NaN.
-__device__ __forceinline__ void write_chunk(CacheElement* row, int index, uint4 chunk, const float* descales,
-                                            int head) {
+// Writes a chunk to chunk `index` of a row of the cache; to one in 8 bits divided by the descale of its head, which is
+// among `descales`, and rounded. e4m3 has no infinity: what isn't finite becomes NaN.
+__device__ __forceinline__ void write_chunk(const Parameters& parameters, CacheElement* row, int index, uint4 chunk,
+                                            const float* descales, int head) {
     if constexpr (is_same<Element, CacheElement>) {
         reinterpret_cast<uint4*>(row)[index] = chunk;
     } else {
-        const float descale = descales ? descales[head] : 1;
+        const float descale = descale_of(parameters.shape, parameters.descales, descales, head);
         const uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
         float x[chunk_elements];
 #pragma unroll
@@ -58,13 +59,14 @@ __device__ __forceinline__ void append(const Parameters& parameters, int64_t ind
     if (chunk < key_chunks) {
         const Element* source = parameters.new_key + row * shape.head_dim;
         CacheElement* to = parameters.key + (place * heads + key_head_of(shape, head)) * shape.head_dim;
-        write_chunk(to, chunk, rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position),
+        write_chunk(parameters, to, chunk,
+                    rotated_chunk<Element, ROTARY>(source, chunk, parameters.rotary, position),
                     parameters.descales.key, head);
     } else {
         const Element* source = parameters.new_value + row * shape.value_dim;
         CacheElement* to = parameters.value + (place * heads + value_head_of(shape, head)) * shape.value_dim;
-        write_chunk(to, chunk - key_chunks, reinterpret_cast<const uint4*>(source)[chunk - key_chunks],
-                    parameters.descales.value, head);
+        write_chunk(parameters, to, chunk - key_chunks,
+                    reinterpret_cast<const uint4*>(source)[chunk - key_chunks], parameters.descales.value, head);
     }
 }
 

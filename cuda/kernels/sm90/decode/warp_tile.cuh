@@ -124,7 +124,7 @@ struct WarpTile {
             __syncwarp();
             if (arrives(lane)) mbarrier::arrive(shared.empty(stage));
         }
-        const float descale = descale_of(call.descales.value, tile.key_head);
+        const float descale = descale_of(call.shape, call.descales, call.descales.value, tile.key_head);
 #pragma unroll
         for (int i = 0; i < Traits::value_dim / 2; ++i) out[i] *= descale;
     }
