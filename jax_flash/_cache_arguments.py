@@ -190,18 +190,7 @@ def _page_table(
         of_layers = f", or ({lead[0]}, B, pages_per_sequence)" if lead else ""
         raise ValueError(f"{name} must have shape (B, pages_per_sequence){of_layers}; got {described(table)}")
     table = _validate.narrowed(table, pages, _validate.NO_INDEX)
-    return table if table.ndim == 2 else of_layer(table, layer)
-
-
-def of_layer(x: jax.Array, layer: jax.Array | None) -> jax.Array:
-    """Row `layer` of `x`; `x` if there are no layers."""
-    return x if layer is None else _row(x, layer)
-
-
-@jax.jit
-@_settings.as_written
-def _row(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, jnp.maximum(index, 0), keepdims=False)
+    return table if table.ndim == 2 else _cache_rows.row_of_layer(table, layer)
 
 
 def appended(key: Any, value: Any, checked: CheckedCache, names: Names) -> tuple[jax.Array, jax.Array]:

@@ -5,24 +5,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _float8, _rotary
+from jax_flash import _float8, _rotary, _settings
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 
 
 def of_layer(operands: CacheOperands) -> CacheOperands:
-    """The same call with lengths `(B,)` in [0, S] and descales `(K,)`: those of its layer."""
+    """The same call with lengths `(B,)` in [0, S] and descales `(K,)`, those of its layer."""
     key_descale, value_descale = operands.key_descale, operands.value_descale
     return operands.replace(
-        lengths=longer(_own(operands.lengths, operands), 0, cache_sizes(operands).S),
-        key_descale=None if key_descale is None else _own(key_descale, operands),
-        value_descale=None if value_descale is None else _own(value_descale, operands),
+        lengths=longer(_own(operands, operands.lengths), 0, cache_sizes(operands).S),
+        key_descale=None if key_descale is None else _own(operands, key_descale),
+        value_descale=None if value_descale is None else _own(operands, value_descale),
     )
 
 
 def lengths_after(operands: CacheOperands) -> jax.Array:
     """The lengths `(B,)` after the append."""
     n = cache_sizes(operands)
-    return longer(_own(operands.lengths, operands), n.U, n.S)
+    return longer(_own(operands, operands.lengths), n.U, n.S)
 
 
 # In a `jit`, where constants are: outside of one they are sent to the device, which a transfer guard refuses.
@@ -32,11 +32,16 @@ def longer(lengths: jax.Array, by: int, most: int) -> jax.Array:
     return jnp.minimum(jnp.clip(lengths, 0, most) + by, most)
 
 
-def _own(x: jax.Array, operands: CacheOperands) -> jax.Array:
-    """What `x` has for the call's layer, if not the same for all; the nearest's for one that isn't there."""
-    if x.ndim == 1:
-        return x
-    return jax.lax.dynamic_index_in_dim(x, jnp.maximum(operands.layer, 0), keepdims=False)
+def _own(operands: CacheOperands, x: jax.Array) -> jax.Array:
+    """The row of `x` for the call's layer; `x` if it has no axis of layers."""
+    return x if x.ndim == 1 else row_of_layer(x, operands.layer)
+
+
+@jax.jit
+@_settings.as_written
+def row_of_layer(x: jax.Array, layer: jax.Array) -> jax.Array:
+    """Row `layer` of `x`; the first or the last one for a layer that isn't there."""
+    return jax.lax.dynamic_index_in_dim(x, jnp.maximum(layer, 0), keepdims=False)
 
 
 def page_table(operands: CacheOperands) -> tuple[jax.Array, int]:
@@ -62,7 +67,7 @@ def layer_is_there(operands: CacheOperands) -> jax.Array | bool:
 def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Array | None]:
     """The cache's key and value with the new ones in them. XLA does it in place where it owns the cache.
 
-    `operands` are those `of_layer`.
+    `operands` are what `of_layer` returns.
     """
     if operands.new_key is None:
         return operands.key, operands.value

@@ -39,7 +39,7 @@ def plain(spec: CacheSpec, operands: CacheOperands) -> Results:
 
 
 def _own(operands: CacheOperands, name: str) -> Any:
-    """What the operand has for the call's layer; for one that isn't there, what it has for the nearest."""
+    """The operand's row for the call's layer, or the nearest one; the operand if it has no axis of layers."""
     x = getattr(operands, name)
     if x is None or x.ndim == 1:
         return x

@@ -3,8 +3,7 @@
 #include "ptx/global.cuh"
 #include "sm90/decode/sequences.cuh"
 
-// What numbers of a key head are multiplied by. `of` is that of keys or of values in `descales`; null is 1. A layer
-// that isn't there has those of the nearest one.
+// What numbers of a key head are multiplied by. `of` is `descales.key` or `descales.value`; it is null if all are 1.
 __device__ __forceinline__ float descale_of(const Shape& shape, const Descales& descales, const float* of,
                                             int key_head) {
     return of ? global::read_only(of + nearest_layer(shape) * descales.stride + key_head) : 1;

@@ -17,13 +17,12 @@ __device__ __forceinline__ bool has_layer(const Shape& shape) {
     return static_cast<uint32_t>(layer_of(shape)) < static_cast<uint32_t>(shape.layers);
 }
 
-// … or the nearest one that the cache has.
+// The layer that the call uses; the first or the last one if the cache lacks it.
 __device__ __forceinline__ int nearest_layer(const Shape& shape) {
     return min(max(layer_of(shape), 0), shape.layers - 1);
 }
 
-// The keys that a sequence has before the call appends. Lengths may be any numbers. A layer that isn't there has those
-// of the nearest one.
+// The keys that a sequence has before the call appends. Lengths may be any numbers.
 __device__ __forceinline__ int length_before_append(const Shape& shape, int batch) {
     const int* const lengths = shape.lengths + static_cast<int64_t>(nearest_layer(shape)) * shape.lengths_stride;
     return min(max(lengths[batch], 0), shape.capacity);
