@@ -45,9 +45,12 @@ def scanned(attend: Callable, layers: int, query: jax.Array, new: jax.Array, cac
 WAYS = {"unrolled": unrolled, "scanned": scanned}
 
 
-def loop(package: ModuleType, way: str, layers: int, implementation: str) -> Callable:
+def loop(package: ModuleType, way: str, layers: int, implementation: str, rotary: Any) -> Callable:
     """A jitted function of query, new keys and cache, which is donated: `STEPS` steps."""
-    attend = functools.partial(package.flash_attention_with_cache, implementation=implementation)
+    cos, sin = rotary or (None, None)
+    attend = functools.partial(
+        package.flash_attention_with_cache, rotary_cos=cos, rotary_sin=sin, implementation=implementation
+    )
 
     @functools.partial(jax.jit, donate_argnums=2)
     def run(query, new, cache):
@@ -60,11 +63,13 @@ def loop(package: ModuleType, way: str, layers: int, implementation: str) -> Cal
 
 
 def stopwatch(
-    package: ModuleType, way: str, size: tuple[int, int], layers: int, implementation: str
+    package: ModuleType, way: str, size: tuple[int, int], layers: int, implementation: str, rotates: bool
 ) -> Callable[[], float]:
     """A function that runs the compiled loop once, and returns the microseconds of a layer."""
     batch, capacity = size
-    run = loop(package, way, layers, implementation)
+    angles = jnp.outer(jnp.arange(capacity), 1e4 ** -jnp.linspace(0, 1, HEAD_DIM // 2, endpoint=False))
+    rotary = (jnp.cos(angles), jnp.sin(angles)) if rotates else None
+    run = loop(package, way, layers, implementation, rotary)
     query = jnp.ones((batch, 1, HEADS, HEAD_DIM), jnp.bfloat16)
     new = jnp.ones((batch, 1, KEY_HEADS, HEAD_DIM), jnp.bfloat16)
     empty = package.KVCache.create(batch, capacity, KEY_HEADS, HEAD_DIM, layers=layers)
@@ -89,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", default="jax_flash", help="packages, with commas between them")
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rotary", action="store_true", help="rotate queries and new keys")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=len(CALLS), help="only so many of the calls")
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -98,9 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for size in CALLS[: options.calls]:
         for way in WAYS:
             case = f"b{size[0]} s{size[1]} h{HEADS}/{KEY_HEADS} d{HEAD_DIM}, {options.layers} layers {way}"
+            case += ", rotary" * options.rotary
             once = {
                 name: stopwatch(
-                    importlib.import_module(name), way, size, options.layers, options.implementation
+                    importlib.import_module(name),
+                    way,
+                    size,
+                    options.layers,
+                    options.implementation,
+                    options.rotary,
                 )
                 for name in peers
             }

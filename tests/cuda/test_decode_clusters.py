@@ -78,7 +78,8 @@ def test_what_is_split_by_clusters():
     """Calls of so few tiles that CTAs are left over, and of few blocks for each."""
     usual = CacheCase(B=1, S=1024, N=32, K=8, H=128)
     assert planned(usual) == (8, 64, 1)
-    assert planned(dataclasses.replace(usual, U=1)) == (8, 64, 2)  # the append
+    assert planned(dataclasses.replace(usual, U=1)) == (8, 64, 1)  # it appends itself
+    assert planned(dataclasses.replace(usual, U=17)) == (8, 64, 2)
     assert planned(dataclasses.replace(usual, S=4096)) == (8, 64, 1)
     assert planned(dataclasses.replace(usual, B=4)) == (2, 64, 1)
     assert planned(dataclasses.replace(usual, S=200)) == (2, 16, 1)

@@ -239,7 +239,8 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
     assert sum(b.bytes for b in scratch.values()) <= 4 * H100.sm_count * (64 * (256 + 2) * 4 + 40)
     splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
     assert bool(scratch) == splits
-    has_preprocess = "U" in options or options.get("packed", False)
+    shared = options.get("page") is not None or options.get("batch_index", False)
+    has_preprocess = options.get("packed", False) or ("U" in options and shared)
     kernels = ["decode_preprocess"] * has_preprocess + ["decode"] + ["decode_combine"] * splits
     assert [launch.kernel.entry for launch in made.launches] == kernels
 

@@ -74,6 +74,13 @@ _DESCALES = struct(  # of a cache in e4m3
     value="const float*",  # likewise
     stride="int32_t",  # from layer to layer; 0 without layers
 )
+_APPEND = struct(
+    "Append",
+    new_key="const ELEMENT*",  # (B, U, K, H)
+    new_value="const ELEMENT*",  # (B, U, K, V)
+    key="CACHE_ELEMENT*",  # the cache
+    value="CACHE_ELEMENT*",
+)
 
 
 def _parameters(spec: CacheSpec, box: int) -> Struct:
@@ -84,6 +91,7 @@ def _parameters(spec: CacheSpec, box: int) -> Struct:
         out="ELEMENT*",  # (B, T, N, V)
         lse="float*",  # (B, N, T)
         shape=SHAPE,
+        append=_APPEND,
         rotary=ROTARY,
         descales=_DESCALES,
         scale="float",  # see ConsumerCall
@@ -101,10 +109,7 @@ def _parameters(spec: CacheSpec, box: int) -> Struct:
 
 _PREPROCESS_PARAMETERS = struct(
     "Parameters",
-    new_key="const ELEMENT*",  # (B, U, K, H)
-    new_value="const ELEMENT*",  # (B, U, K, V)
-    key="CACHE_ELEMENT*",  # the cache
-    value="CACHE_ELEMENT*",
+    append=_APPEND,
     descales=_DESCALES,
     out="ELEMENT*",
     lse="float*",
@@ -140,6 +145,9 @@ MOST_CLUSTER_BLOCKS = 8
 
 LARGEST_TEAM = 8
 """CTAs of a team, at most. Teams of 4 and of 32 took as long (docs/tuning/decode.md)."""
+
+MOST_APPENDED = 16
+"""Tokens of a sequence that the decode kernel appends by itself, at most."""
 
 MOST_IDLE = 0.02
 """The share of all CTAs that teams may leave over."""
@@ -196,6 +204,18 @@ def team_size(key_heads: int, ctas: int) -> int:
     return next(size for size in sizes if ctas % size <= ctas * MOST_IDLE)
 
 
+def appends_itself(shapes: Shapes) -> bool:
+    """Whether the decode kernel appends what the call appends, so that no kernel has to run ahead of it.
+
+    A warp does it then, so this is for few tokens. No other CTA may read them before they are there: each
+    sequence has memory of its own, and each of its key heads one tile.
+    """
+    n = cache_sizes(shapes)
+    is_shared = n.page is not None or shapes.batch_index is not None
+    one_tile = shapes.query_offsets is None and 0 < n.T * n.group <= ROWS
+    return 0 < n.U <= MOST_APPENDED and one_tile and not is_shared
+
+
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
     n, tile = cache_sizes(shapes), choose_tile(shapes)
@@ -219,7 +239,7 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     division: dict[str, Argument] = {"max_parts": max_parts, "least_share": LEAST_SHARE}
     division |= {"team_size": members, "teams": teams}
     launches = [_decode(spec, shapes, device, tile, ctas, split, cluster, division)]
-    if n.U or packed:
+    if packed or (n.U and not appends_itself(shapes)):
         launches.insert(0, preprocess(spec, shapes, device))
     if split:
         launches.append(_combine(spec, shapes, device, tile, ctas, division))
@@ -278,6 +298,7 @@ def _decode(
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
             ("SCORE_MOD", int(spec.attention.score_mod is not None)),
+            ("APPENDS", int(appends_itself(shapes))),
             ("ROTARY", rotary_pairs(spec, shapes)),
             ("SHARED_BYTES", tile.shared_bytes),
         ),
@@ -298,6 +319,7 @@ def _decode(
             "out": Pointer("out"),
             "lse": Pointer("lse"),
             "shape": shape_arguments(spec, shapes),
+            "append": _append_arguments(shapes),
             "rotary": rotary_arguments(shapes),
             "descales": _descale_arguments(shapes),
             "scale": scale,
@@ -378,10 +400,7 @@ def preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
         block=_PREPROCESS_THREADS,
         overlap_previous=True,
         arguments={
-            "new_key": _pointer(shapes, "new_key"),
-            "new_value": _pointer(shapes, "new_value"),
-            "key": Pointer(cache_buffer(shapes, "key")) if n.U else None,
-            "value": Pointer(cache_buffer(shapes, "value")) if n.U else None,
+            "append": _append_arguments(shapes),
             "descales": _descale_arguments(shapes),
             "out": Pointer("out"),
             "lse": Pointer("lse"),
@@ -405,6 +424,12 @@ def rotary_arguments(shapes: Shapes) -> Arguments:
     positions, half = (0, 0) if shapes.rotary_cos is None else shapes.rotary_cos.shape
     cos, sin = (_pointer(shapes, name) for name in ("rotary_cos", "rotary_sin"))
     return {"cos": cos, "sin": sin, "positions": positions, "half": half}
+
+
+def _append_arguments(shapes: Shapes) -> Arguments:
+    new = {f"new_{name}": _pointer(shapes, f"new_{name}") for name in ("key", "value")}
+    has_new = shapes.new_key is not None
+    return new | {name: Pointer(cache_buffer(shapes, name)) if has_new else None for name in ("key", "value")}
 
 
 def _descale_arguments(shapes: Shapes) -> Arguments:

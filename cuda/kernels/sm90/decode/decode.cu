@@ -38,11 +38,16 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
     }
     __syncthreads();
     const Shape& shape = parameters.shape;
-    const bool has_preprocess = shape.appended > 0 || shape.query_offsets;
+    const bool has_preprocess = (shape.appended > 0 && !Traits::appends) || shape.query_offsets;
     if (!has_preprocess) wait_for_previous_kernel();
 
     if (warp_index() >= Traits::consumer_threads / 32) {
-        produce({parameters.cache, shared, shape, parameters.query, reinterpret_cast<Tile*>(parameters.split_tiles)},
+        produce({parameters.cache,
+                 shared,
+                 shape,
+                 parameters.query,
+                 reinterpret_cast<Tile*>(parameters.split_tiles),
+                 {parameters.append, shape, parameters.rotary, parameters.descales}},
                 parameters.division);
     } else {
         consume({shared,

@@ -5,6 +5,7 @@
 #include "ptx/async_copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/decode/appended_keys.cuh"
 #include "sm90/decode/cluster_parts.cuh"
 
 struct LoadCall {
@@ -13,23 +14,7 @@ struct LoadCall {
     const Shape& shape;
     const Traits::Element* const query;  // (B, T, N, H)
     Tile* const split_tiles;             // see Partials
-};
-
-// Makes the producer wait for the preprocess before it loads the first block that may have keys which the preprocess
-// appends. Where sequences may share memory (`is_shared`), each block may have such keys.
-struct AppendedKeys {
-    bool waits;
-    const bool is_shared;
-
-    __device__ __forceinline__ AppendedKeys(const Shape& shape)
-        : waits(shape.appended > 0), is_shared(shape.page_table || shape.batch_index) {}
-
-    __device__ __forceinline__ void wait_for(const Shape& shape, const Tile& tile, int block) {
-        if (waits && (is_shared || (block + 1) * Traits::keys > length_before_append(shape, tile.batch))) {
-            wait_for_previous_kernel();
-            waits = false;
-        }
-    }
+    const AppendCall append;
 };
 
 using Ring = PipelineState<Traits::stages>;
@@ -78,7 +63,7 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
 
 __device__ __forceinline__ void produce(const LoadCall& call, const Division& division) {
     TileSchedule schedule(call.shape, division);
-    AppendedKeys appended(call.shape);
+    AppendedKeys appended(call.append);
     Ring ring;
     TileRing tile_ring;
     Tile tile, split_tile;

@@ -42,12 +42,13 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
     const auto* values = call.cache.value + value_head_of(shape, tile.key_head) * shape.value_dim;
     const int64_t heads = shape.key_heads * shape.head_step;  // of a row
 
+    appended.begin(tile);
     int page = page_at(tile.first);
 #pragma unroll 1
     for (int block = tile.first; block < tile.last; ++block) {
         const int next_page = page_at(block + 1);  // looked up while this block is waited for
         const int stage = ring.stage, key = block * Traits::keys + thread;
-        appended.wait_for(shape, tile, block);
+        appended.before(tile, block);
         mbarrier::wait(shared.empty(stage), ring.parity ^ 1);
         const int64_t row = row_on_page(shape, page, key);
         const bool some_missing = __any_sync(all_lanes, row == no_row);
@@ -69,4 +70,5 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
         page = next_page;
         ring.advance();
     }
+    appended.end(tile);
 }

@@ -47,12 +47,13 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
         return has_box && block < tile.last && is_seen ? page_of(shape, tile.batch, key) : -1;
     };
 
+    appended.begin(tile);
     int page = page_at(tile.first);
 #pragma unroll 1
     for (int block = tile.first; block < tile.last; ++block) {
         const int next_page = page_at(block + 1);  // looked up while this block is waited for
         const int stage = ring.stage;
-        appended.wait_for(shape, tile, block);
+        appended.before(tile, block);
         mbarrier::wait(shared.empty(stage), ring.parity ^ 1);
         const bool is_there = static_cast<uint32_t>(page) < static_cast<uint32_t>(shape.cache_rows);
         if constexpr (Traits::paged) note_missing(shared, stage, has_box && !is_there);
@@ -72,4 +73,5 @@ __device__ __forceinline__ void load_blocks(const LoadCall& call, Ring& ring, co
         page = next_page;
         ring.advance();
     }
+    appended.end(tile);
 }

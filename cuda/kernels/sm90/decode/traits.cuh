@@ -14,6 +14,7 @@
 //   SPLIT          1: CTAs may share a tile
 //   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no clusters
 //   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
+//   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: a preprocess does
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
 //   SHARED_BYTES   dynamic shared memory of the launch
 #pragma once
@@ -42,6 +43,7 @@ struct Traits {
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
     // Whether logits are natural; otherwise they are in base 2.
     static constexpr bool natural = soft_cap || alibi || SCORE_MOD;
+    static constexpr bool appends = APPENDS;
     static constexpr bool rotary = ROTARY != 0;
 
     static constexpr int key_steps = head_dim / 16;  // wgmmas of QK^T
@@ -83,6 +85,7 @@ struct Traits {
     static_assert(query_rows % 8 == 0 && query_rows <= rows, "panels of Q consist of the swizzle's atoms");
     static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
+    static_assert(!appends || !gathers, "one warp appends and loads");
     static_assert(!split || cluster == 1, "CTAs that share tiles through global memory form no clusters");
 };
 
