@@ -72,7 +72,7 @@ void RunLaunch(const Launch& launch, const PreparedLaunch& prepared, const CUdev
 Kernel::Kernel(std::string cubin, std::string entry, std::string description)
     : cubin_(std::move(cubin)), entry_(std::move(entry)), description_(std::move(description)) {}
 
-CUfunction Kernel::Load(std::uint64_t context, unsigned shared_bytes) {
+CUfunction Kernel::Load(std::uint64_t context, unsigned shared_bytes, unsigned cluster) {
     const Driver& driver = GetDriver();
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = loaded_.find(context);
@@ -83,7 +83,7 @@ CUfunction Kernel::Load(std::uint64_t context, unsigned shared_bytes) {
         const CUresult result = driver.module_get_function(&function, module, entry_.c_str());
         if (result != CUDA_SUCCESS) driver.module_unload(module);
         Check(result, "cuModuleGetFunction", description_);
-        found = loaded_.emplace(context, Loaded{function, 0}).first;
+        found = loaded_.emplace(context, Loaded{function, 0, false}).first;
     }
     Loaded& loaded = found->second;
     if (shared_bytes > loaded.shared_bytes) {
@@ -92,6 +92,11 @@ CUfunction Kernel::Load(std::uint64_t context, unsigned shared_bytes) {
               "cuFuncSetAttribute",
               description_ + ", " + std::to_string(shared_bytes) + " bytes of dynamic shared memory");
         loaded.shared_bytes = shared_bytes;
+    }
+    if (cluster > kPortableCluster && !loaded.allows_large_clusters) {
+        Check(driver.func_set_attribute(loaded.function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+              "cuFuncSetAttribute", description_ + ", clusters of " + std::to_string(cluster));
+        loaded.allows_large_clusters = true;
     }
     return loaded.function;
 }
@@ -151,7 +156,7 @@ void Plan::CheckDevice() const {
 
 PreparedLaunch Plan::PrepareLaunch(const Launch& launch, std::uint64_t context, const CUdeviceptr* buffers) const {
     PreparedLaunch prepared = {};
-    prepared.function = launch.kernel->Load(context, launch.shared_bytes);
+    prepared.function = launch.kernel->Load(context, launch.shared_bytes, launch.cluster);
     CUlaunchConfig& config = prepared.config;
     config.gridDimX = launch.grid[0];
     config.gridDimY = launch.grid[1];

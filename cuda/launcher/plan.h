@@ -23,6 +23,8 @@ namespace jax_flash {
 constexpr std::size_t kMaxParameterBytes = 4096;
 // Operands and results of a call, at most. Their addresses lie on the stack during a run.
 constexpr std::size_t kMaxBuffers = 64;
+// CTAs of a cluster that every device can launch. Where there is room for them, devices can launch up to 16.
+constexpr unsigned kPortableCluster = 8;
 
 // One compiled entry point, loaded once in each context that it runs in. Shared by all plans that
 // launch it; safe to use from many threads.
@@ -33,14 +35,15 @@ class Kernel {
 
     // The function in the context `context`, which must be current, allowed `shared_bytes` of dynamic
     // shared memory at least. Loads the module when this context has not seen it yet.
-    CUfunction Load(std::uint64_t context, unsigned shared_bytes);
+    CUfunction Load(std::uint64_t context, unsigned shared_bytes, unsigned cluster);
 
     const std::string& description() const { return description_; }
 
   private:
     struct Loaded {
         CUfunction function;
-        unsigned shared_bytes;  // what the function is allowed so far
+        unsigned shared_bytes;       // what the function is allowed so far
+        bool allows_large_clusters;  // likewise
     };
 
     const std::string cubin_;

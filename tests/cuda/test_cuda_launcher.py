@@ -262,6 +262,15 @@ def test_shared_memory_is_raised_to_the_most_that_any_launch_needs(driver, site)
     ]
 
 
+def test_large_clusters_are_allowed_once(driver, site):
+    kernel = make_kernel()
+    for cluster in (8, 16, 12):
+        site(make_launch(kernel=kernel, cluster=cluster)).call("initialize")
+    non_portable_cluster_size_allowed = 14
+    calls = driver.calls("cuFuncSetAttribute")
+    assert [(c["attribute"], c["value"]) for c in calls] == [(non_portable_cluster_size_allowed, 1)]
+
+
 def test_many_threads_prepare_a_plan_once(driver, site):
     of_call = site(make_launch(shared_bytes=1000))
     threads = [threading.Thread(target=of_call.call, args=("execute",)) for _ in range(8)]

@@ -80,14 +80,17 @@ def test_what_is_split_by_clusters():
     assert planned(usual) == (8, 64, 1)
     assert planned(dataclasses.replace(usual, U=1)) == (8, 64, 1)  # it appends itself
     assert planned(dataclasses.replace(usual, U=17)) == (8, 64, 2)
-    assert planned(dataclasses.replace(usual, S=4096)) == (8, 64, 1)
-    assert planned(dataclasses.replace(usual, B=4)) == (2, 64, 1)
+    assert planned(dataclasses.replace(usual, S=2048)) == (16, 128, 1)
+    assert planned(dataclasses.replace(usual, S=16384)) == (16, 128, 1)
+    assert planned(dataclasses.replace(usual, B=4)) == (4, 128, 1)
+    assert planned(dataclasses.replace(usual, B=16, S=4096)) == (2, 256, 1)
+    assert planned(dataclasses.replace(usual, S=4096, H=256)) == (8, 64, 1)  # a CTA on a multiprocessor
     assert planned(dataclasses.replace(usual, S=200)) == (2, 16, 1)
     assert planned(dataclasses.replace(usual, num_splits=1))[0] == 1
-    for more in ({"B": 9}, {"S": 4160}, {"packed": True, "T": 4}):  # another kernel combines
+    for more in ({"B": 17}, {"S": 16448}, {"B": 9, "S": 4160}, {"packed": True, "T": 4}):  # another combines
         cluster, _, launches = planned(dataclasses.replace(usual, **more))
         assert cluster == 1 and launches == 2 + ("packed" in more)
-    assert planned(usual, 32)[0] == 2
+    assert planned(usual, 32)[0] == 4
 
 
 @pytest.mark.parametrize("case", (*CASES[:4], *CASES[5:9]), ids=str)

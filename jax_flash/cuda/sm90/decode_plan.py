@@ -138,10 +138,11 @@ _HIDES_ALL = Window(0, -UNBOUNDED_SIDE)
 COUNTED_BLOCKS_LIMIT = 2**30
 """Sums of `max_counted_blocks`, and of shares of them, must fit 32 bits."""
 
-CLUSTER_SIZES = (8, 4, 2)
-MOST_CLUSTER_BLOCKS = 8
-"""Of one CTA in a cluster. With 2 a call on an H100 took 0.70 of its time by two kernels, with 8 0.94, with
-16 1.21 (benchmarks/results/tune_clusters_h100.json)."""
+CLUSTER_SIZES = (16, 8, 4, 2)
+MOST_CLUSTER_BLOCKS = 16
+"""Of one CTA in a cluster; of wider blocks than `_USUAL_BLOCK_BYTES` fewer. Each takes a CTA half a microsecond,
+however little others read, so with more of them one long sequence among short ones would be late."""
+_USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8
 """CTAs of a team, at most. Teams of 4 and of 32 took as long (docs/tuning/decode.md)."""
@@ -179,20 +180,28 @@ def _tiles(shapes: Shapes) -> int:
 def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """How many CTAs share each tile in clusters; 1 where partials go through global memory.
 
-    With clusters no kernel has to combine partials. But a cluster has 8 CTAs at most, and a tile's parts are
-    equal whatever others have to do. So clusters suit tiles that are few and short: for half of the
-    multiprocessors, as calls of more took longer by clusters, and of few blocks.
+    With clusters no kernel has to combine partials. But a tile's parts are equal whatever others have to do.
+    So clusters suit tiles that are few and short: a CTA on each multiprocessor, as more of them in clusters of
+    more than two took longer, and few blocks for each. Pairs may have two CTAs on a multiprocessor, and twice
+    as many blocks, as then memory is busy with others while one of them is late.
     """
     n, tiles = cache_sizes(shapes), _tiles(shapes)
     blocks = math.ceil(n.S / tile.keys)
     if shapes.query_offsets is not None or not tile.holds_partial:
         return 1
-    fits = (
-        size
-        for size in CLUSTER_SIZES
-        if tiles * size <= device.sm_count // 2 and LEAST_SHARE * size <= blocks <= MOST_CLUSTER_BLOCKS * size
-    )
-    return next(fits, 1)
+    block_bytes = 2 * tile.keys * (tile.head_dim + tile.value_dim)
+    most_blocks = MOST_CLUSTER_BLOCKS // max(block_bytes // _USUAL_BLOCK_BYTES, 1)
+
+    def fits(size: int) -> bool:
+        if LEAST_SHARE * size > blocks:
+            return False
+        if size == 2 and blocks <= 4 * most_blocks and tiles * size <= tile.ctas_of_sm * device.sm_count:
+            return True
+        # Only with two CTAs on each, eight multiprocessors that can form a cluster are enough for 16.
+        is_portable = size <= 8 or tile.ctas_of_sm == 2
+        return is_portable and tiles * size <= device.sm_count and blocks <= size * most_blocks
+
+    return next((size for size in CLUSTER_SIZES if fits(size)), 1)
 
 
 def team_size(key_heads: int, ctas: int) -> int:
