@@ -140,8 +140,8 @@ COUNTED_BLOCKS_LIMIT = 2**30
 
 CLUSTER_SIZES = (16, 8, 4, 2)
 MOST_CLUSTER_BLOCKS = 16
-"""Of one CTA in a cluster; of wider blocks than `_USUAL_BLOCK_BYTES` fewer. Each takes a CTA half a microsecond,
-however little others read, so with more of them one long sequence among short ones would be late."""
+"""Of one CTA in a cluster; of blocks wider than `_USUAL_BLOCK_BYTES` fewer. Each takes a CTA half a
+microsecond, however little others read, so with more of them one long sequence among short ones is late."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8
@@ -181,9 +181,9 @@ def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """How many CTAs share each tile in clusters; 1 where partials go through global memory.
 
     With clusters no kernel has to combine partials. But a tile's parts are equal whatever others have to do.
-    So clusters suit tiles that are few and short: a CTA on each multiprocessor, as more of them in clusters of
-    more than two took longer, and few blocks for each. Pairs may have two CTAs on a multiprocessor, and twice
-    as many blocks, as then memory is busy with others while one of them is late.
+    So clusters suit tiles that are few and short: one CTA on a multiprocessor, as with more of them clusters
+    of four and eight took longer, and few blocks for each. Pairs may be two CTAs on a multiprocessor, with
+    twice as many blocks.
     """
     n, tiles = cache_sizes(shapes), _tiles(shapes)
     blocks = math.ceil(n.S / tile.keys)
