@@ -17,6 +17,8 @@ from jax_flash.cuda.sm90 import decode_plan
 
 CASES = (
     CacheCase(S=1000, B=2, full=True, H=128),
+    CacheCase(S=2100, B=1, H=128, U=3, T=3, right=0, rotary=64),  # of 16 CTAs
+    CacheCase(S=256, B=70, N=2, K=1, U=1, H=128),  # pairs, more CTAs than multiprocessors
     CacheCase(S=1000, T=3, U=2, right=0, rotary=32, soft_cap=2.0),
     CacheCase(S=700, N=8, K=1, H=256, B=2, sinks=True, dtype="float16"),
     CacheCase(S=900, T=9, left=200, right=0, alibi="BN", V=80, H=72, left_padding=True),

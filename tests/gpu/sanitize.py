@@ -198,6 +198,7 @@ CACHE_GROUPS = {
     ),
     CLUSTERS: (
         CacheCase(S=1000, B=2, full=True, H=128, sinks=True),
+        CacheCase(S=2100, B=2, full=True, H=128, U=1, rotary=128),  # of 16 CTAs
         CacheCase(S=900, N=8, K=1, H=256, T=9, U=2, rotary=32, left=200, right=0, soft_cap=2.0),
         CacheCase(S=600, page=3, T=5, right=0, B=2, V=32, float8=True, descales=True),
     ),
