@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import record
 import rounds
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
-CALLS = ((1, 1024), (8, 2048), (16, 4096))  # sequences, and tokens in the cache of each
 STEPS = 16
 
 
@@ -62,18 +62,32 @@ def loop(package: ModuleType, way: str, layers: int, implementation: str, rotary
     return run
 
 
+def lengths_of(batch: int, most: int, kind: str) -> np.ndarray:
+    """Keys of each sequence before a step: all have `most`, or a number drawn from 1 to `most`, or one has it
+    and the others have 64."""
+    if kind == "full":
+        return np.full(batch, most)
+    if kind == "uniform":
+        return np.random.default_rng(0).integers(1, most + 1, batch)
+    return np.where(np.arange(batch) == batch // 2, most, 64)
+
+
 def stopwatch(
-    package: ModuleType, way: str, size: tuple[int, int], layers: int, implementation: str, rotates: bool
+    package: ModuleType,
+    way: str,
+    size: tuple[int, int],
+    options: argparse.Namespace,
 ) -> Callable[[], float]:
     """A function that runs the compiled loop once, and returns the microseconds of a layer."""
-    batch, capacity = size
+    (batch, capacity), layers = size, options.layers
     angles = jnp.outer(jnp.arange(capacity), 1e4 ** -jnp.linspace(0, 1, HEAD_DIM // 2, endpoint=False))
-    rotary = (jnp.cos(angles), jnp.sin(angles)) if rotates else None
-    run = loop(package, way, layers, implementation, rotary)
+    rotary = (jnp.cos(angles), jnp.sin(angles)) if options.rotary else None
+    run = loop(package, way, layers, options.implementation, rotary)
     query = jnp.ones((batch, 1, HEADS, HEAD_DIM), jnp.bfloat16)
     new = jnp.ones((batch, 1, KEY_HEADS, HEAD_DIM), jnp.bfloat16)
     empty = package.KVCache.create(batch, capacity, KEY_HEADS, HEAD_DIM, layers=layers)
-    lengths = jnp.full_like(empty.lengths, capacity - STEPS)
+    of_sequences = jnp.asarray(lengths_of(batch, capacity - STEPS, options.lengths), jnp.int32)
+    lengths = jnp.broadcast_to(of_sequences, empty.lengths.shape)
     caches = [package.KVCache(empty.key, empty.value, lengths)]
 
     def once() -> float:
@@ -96,24 +110,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rotary", action="store_true", help="rotate queries and new keys")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=len(CALLS), help="only so many of the calls")
+    parser.add_argument(
+        "--sizes",
+        default="1x1024,8x2048,16x4096",
+        help="sequences, and tokens that the cache of each has room for; by default %(default)s",
+    )
+    parser.add_argument("--lengths", choices=("full", "uniform", "one long"), default="full")
+    parser.add_argument("--ways", default=",".join(WAYS), help="by default all: %(default)s")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     result = record.environment() | {"timing": "wall clock", "rows": []}
     peers = options.peers.split(",")
-    for size in CALLS[: options.calls]:
-        for way in WAYS:
-            case = f"b{size[0]} s{size[1]} h{HEADS}/{KEY_HEADS} d{HEAD_DIM}, {options.layers} layers {way}"
+    for size in options.sizes.split(","):
+        batch, capacity = map(int, size.split("x"))
+        for way in options.ways.split(","):
+            case = f"b{batch} s{capacity} h{HEADS}/{KEY_HEADS} d{HEAD_DIM}, {options.layers} layers {way}"
             case += ", rotary" * options.rotary
+            case += f", {options.lengths} lengths" * (options.lengths != "full")
             once = {
-                name: stopwatch(
-                    importlib.import_module(name),
-                    way,
-                    size,
-                    options.layers,
-                    options.implementation,
-                    options.rotary,
-                )
+                name: stopwatch(importlib.import_module(name), way, (batch, capacity), options)
                 for name in peers
             }
             times = {name: [] for name in peers}
