@@ -1,19 +1,24 @@
 """The decode kernel with clusters of CTAs, which share a tile and combine its parts, run on a CPU."""
 
 import dataclasses
+import math
 import re
 
+import numpy as np
 import pytest
 from cache_case import CacheCase, Draw
 from exhaustive import thinned
 from kernel_emulator import KernelEmulator
+from seeds import seed_of
 from test_decode_emulated import run, traits
+from test_decode_plan import call
 
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
 from jax_flash.cuda import plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.sm90 import decode_plan
+from jax_flash.cuda.sm90.decode_tiles import choose_tile
 
 CASES = (
     CacheCase(S=1000, B=2, full=True, H=128),
@@ -93,6 +98,32 @@ def test_what_is_split_by_clusters():
         cluster, _, launches = planned(dataclasses.replace(usual, **more))
         assert cluster == 1 and launches == 2 + ("packed" in more)
     assert planned(usual, 32)[0] == 4
+
+
+@pytest.mark.parametrize("multiprocessors", (16, 78, 114, 132))
+@pytest.mark.parametrize("cache_dtype", (None, "float8_e4m3fn"))
+def test_there_is_room_for_clusters(multiprocessors, cache_dtype):
+    """Each tile has a cluster of its own, whatever the device has, and no CTA more than 32 blocks."""
+    random = np.random.default_rng(seed_of((multiprocessors, cache_dtype)))
+    sizes = set()
+    for _ in range(300):
+        H, B, K, T = (
+            random.choice(x) for x in ((16, 64, 128, 192, 256), (1, 2, 5, 33), (1, 2, 8), (1, 9, 70))
+        )
+        S = int(2 ** random.uniform(4, 15))
+        options = {"H": int(H), "B": int(B), "K": int(K), "N": 4 * int(K), "T": int(T), "S": S}
+        spec, shapes = call(**options, cache_dtype=cache_dtype)
+        made = decode_plan.plan_decode(spec, shapes, device(multiprocessors))
+        plan_check.check(made)
+        launch, tile = made.launches[0], choose_tile(shapes)
+        sizes.add(launch.cluster)
+        if launch.cluster > 1:
+            tiles = B * K * math.ceil(4 * T / 64)
+            places = multiprocessors * (tile.ctas_of_sm if launch.cluster == 2 else 1)
+            assert launch.grid[0] == tiles * launch.cluster <= places
+            assert launch.cluster <= 8 or tile.ctas_of_sm == 2
+            assert math.ceil(S / tile.keys) <= 32 * launch.cluster
+    assert {1, 2, 4, 8} <= sizes
 
 
 @pytest.mark.parametrize("case", (*CASES[:4], *CASES[5:9]), ids=str)

@@ -251,6 +251,16 @@ def test_few_blocks_take_few_ctas(monkeypatch):
     assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
 
 
+@pytest.mark.parametrize("options", ({}, {"layers": 2}, {"T": 4, "U": 4}, {"cache_dtype": "float8_e4m3fn"}))
+def test_few_keys_are_appended_without_a_kernel_ahead(options):
+    def entries(**changes):
+        return [launch.kernel.entry for launch in plan(**{"U": 1, **options, **changes}).launches]
+
+    assert entries() == entries(U=0)
+    for more in ({"U": 17}, {"page": 16}, {"T": 17}):
+        assert entries(**more)[0] == "decode_preprocess"
+
+
 # Tiles.
 
 

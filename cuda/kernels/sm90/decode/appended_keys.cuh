@@ -1,13 +1,13 @@
-// When keys that the call appends may be loaded: what the producer does before it loads the first block that may have
-// some.
+// What the producer does before it loads the first block that may have keys which the call appends. `begin` is called
+// for each part of a tile, `before` for each of its blocks, `end` after the last.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/append.cuh"
 #include "sm90/decode/traits.cuh"
 
-// Of a preprocess: the producer waits for it. Where sequences may share memory (`is_shared`), each block may have such
-// keys.
+// A preprocess appends them, and the producer waits for it. Where sequences may share memory (`is_shared`), each block
+// may have some.
 struct KeysOfPreprocess {
     const Shape& shape;
     bool waits;
@@ -26,9 +26,9 @@ struct KeysOfPreprocess {
     __device__ __forceinline__ void end(const Tile&) {}
 };
 
-// Of the producer, a warp. Each sequence and key head has one tile then, and memory of its own, so that no other tile
-// reads the keys. CTAs that share the tile divide them: each appends those of its part's blocks, and the first and the
-// last one what lies outside of all blocks.
+// The producer appends them, a warp. Each key head of a sequence has one tile then, and memory of its own, so that no
+// other tile reads them. CTAs that share the tile divide them: each appends what lies in its part's blocks, and those
+// that have the first and the last part what lies ahead of all blocks or behind.
 struct OwnKeys {
     const AppendCall& call;
     int token, end_token;  // of the new ones, those to append
@@ -41,13 +41,16 @@ struct OwnKeys {
         const bool is_first = tile.part_begin == 0, is_last = tile.part_end == tile.counted_blocks;
         token = is_first ? 0 : min(max(tile.first * Traits::keys - before, 0), appended);
         end_token = is_last ? appended : min(max(tile.last * Traits::keys - before, 0), appended);
-        if (tile.part_begin == tile.part_end) end_token = token;  // a cluster has more CTAs than the tile blocks
+        if (tile.part_begin == tile.part_end) end_token = token;  // of clusters with more CTAs than the tile has blocks
         first_block = (before + token) / Traits::keys;
     }
     __device__ __forceinline__ void before(const Tile& tile, int block) {
-        if (block >= first_block) end(tile);
+        if (block >= first_block) append(tile);
     }
-    __device__ __forceinline__ void end(const Tile& tile) {
+    __device__ __forceinline__ void end(const Tile& tile) { append(tile); }
+
+private:
+    __device__ __forceinline__ void append(const Tile& tile) {
         if (token >= end_token) return;
         const int chunks = call.chunks(), count = (end_token - token) * chunks;
 #pragma unroll 1

@@ -5,7 +5,8 @@
 // roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
-//   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads
+//   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads; a warp can
+//                            append new keys and values, too (appended_keys.cuh)
 //
 // CTAs that share a tile leave partials, which another kernel combines (combine.cu); or they form a cluster and combine
 // them at once (cluster_parts.cuh).
