@@ -2,6 +2,7 @@
 
     python benchmarks/decode_layers.py --out benchmarks/results/decode_layers_h100.json
     PYTHONPATH=FOLDER python benchmarks/decode_layers.py --peers jax_flash,jax_flash_before     see before.py
+    python benchmarks/decode_layers.py --settings "as it is,no clusters" --sizes 8x2048     see tune_decode.py
 
 Each step appends a key and a value to each layer's cache and attends to it, the output being the next layer's
 query; nothing else is computed. Steps run in a jitted loop that owns the cache. Layers are written one after
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import record
 import rounds
+import tune_decode
 
 HEADS, KEY_HEADS, HEAD_DIM = 32, 8, 128
 STEPS = 16
@@ -64,31 +66,30 @@ def loop(package: ModuleType, way: str, layers: int, implementation: str, rotary
 
 def lengths_of(batch: int, most: int, kind: str) -> np.ndarray:
     """Keys of each sequence before a step: all have `most`, or a number drawn from 1 to `most`, or one has it
-    and the others have 64."""
+    and the others have 64 at most."""
     if kind == "full":
         return np.full(batch, most)
     if kind == "uniform":
         return np.random.default_rng(0).integers(1, most + 1, batch)
-    return np.where(np.arange(batch) == batch // 2, most, 64)
+    return np.where(np.arange(batch) == batch // 2, most, min(64, most))
 
 
 def stopwatch(
-    package: ModuleType,
-    way: str,
-    size: tuple[int, int],
-    options: argparse.Namespace,
+    package: ModuleType, way: str, size: tuple[int, int], options: argparse.Namespace
 ) -> Callable[[], float]:
-    """A function that runs the compiled loop once, and returns the microseconds of a layer."""
+    """Compiles the loop. Returns a function that runs it once, and returns the microseconds of a layer."""
     (batch, capacity), layers = size, options.layers
     angles = jnp.outer(jnp.arange(capacity), 1e4 ** -jnp.linspace(0, 1, HEAD_DIM // 2, endpoint=False))
     rotary = (jnp.cos(angles), jnp.sin(angles)) if options.rotary else None
-    run = loop(package, way, layers, options.implementation, rotary)
     query = jnp.ones((batch, 1, HEADS, HEAD_DIM), jnp.bfloat16)
     new = jnp.ones((batch, 1, KEY_HEADS, HEAD_DIM), jnp.bfloat16)
-    empty = package.KVCache.create(batch, capacity, KEY_HEADS, HEAD_DIM, layers=layers)
+    dtype = jnp.dtype(options.cache_dtype)
+    empty = package.KVCache.create(batch, capacity, KEY_HEADS, HEAD_DIM, dtype, layers=layers)
     of_sequences = jnp.asarray(lengths_of(batch, capacity - STEPS, options.lengths), jnp.int32)
     lengths = jnp.broadcast_to(of_sequences, empty.lengths.shape)
     caches = [package.KVCache(empty.key, empty.value, lengths)]
+    jitted = loop(package, way, layers, options.implementation, rotary)
+    run = jitted.lower(query, new, caches[0]).compile()
 
     def once() -> float:
         cache = caches.pop()
@@ -99,14 +100,34 @@ def stopwatch(
         caches.append(after)
         return 1e6 * (time.perf_counter() - start) / STEPS / layers
 
-    once()  # compiles
+    once()
     return once
+
+
+def stopwatches(
+    peers: Sequence[str],
+    settings: Sequence[str],
+    way: str,
+    size: tuple[int, int],
+    options: argparse.Namespace,
+) -> dict[str, Callable[[], float]]:
+    """One of each package, or, if settings are compared, of each setting of ours."""
+    if len(settings) == 1:
+        return {name: stopwatch(importlib.import_module(name), way, size, options) for name in peers}
+    found = {}
+    for setting in settings:
+        jax.clear_caches()  # of what was traced under another setting
+        with tune_decode.set_to(tune_decode.SETTINGS[setting]):
+            found[setting] = stopwatch(importlib.import_module("jax_flash"), way, size, options)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peers", default="jax_flash", help="packages, with commas between them")
+    parser.add_argument("--settings", default="as it is", help="several, which are compared, without peers")
     parser.add_argument("--implementation", default="cuda")
+    parser.add_argument("--cache-dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rotary", action="store_true", help="rotate queries and new keys")
     parser.add_argument("--rounds", type=int, default=7)
@@ -126,16 +147,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for way in options.ways.split(","):
             case = f"b{batch} s{capacity} h{HEADS}/{KEY_HEADS} d{HEAD_DIM}, {options.layers} layers {way}"
             case += ", rotary" * options.rotary
+            case += f", {options.cache_dtype}" * (options.cache_dtype != "bfloat16")
             case += f", {options.lengths} lengths" * (options.lengths != "full")
-            once = {
-                name: stopwatch(importlib.import_module(name), way, (batch, capacity), options)
-                for name in peers
-            }
-            times = {name: [] for name in peers}
-            for order in rounds.orders(peers, options.rounds):
+            once = stopwatches(peers, options.settings.split(","), way, (batch, capacity), options)
+            times = {name: [] for name in once}
+            for order in rounds.orders(list(once), options.rounds):
                 for name in order:
                     times[name].append(once[name]())
-            for name in peers:
+            for name in once:
                 row = {"case": case, "peer": name, "microseconds_of_a_layer": statistics.median(times[name])}
                 result["rows"].append(row)
                 print(f"{case} {name}: {row['microseconds_of_a_layer']:.2f} µs a layer", flush=True)

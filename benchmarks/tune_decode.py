@@ -3,8 +3,8 @@
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
     python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
-A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, or fields of the tile (decode_tiles.py),
-which then has as many stages as there is room for, unless the setting names them too.
+A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, the call's num_splits, or fields of the
+tile (decode_tiles.py), which then has as many stages as there is room for, unless the setting names them too.
 Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
 """
 
@@ -54,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no teams": {"LARGEST_TEAM": 1},
     "teams of 4": {"LARGEST_TEAM": 4},
     "teams of 32": {"LARGEST_TEAM": 32, "MOST_IDLE": 0.1},
+    "tiles are whole": {"num_splits": 1},
     "2 stages": {"stages": 2},
     "3 stages": {"stages": 3},
     "3 stages; no teams": {"stages": 3, "LARGEST_TEAM": 1},
@@ -66,12 +67,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def set_to(changes: dict[str, Any]) -> Iterator[None]:
     """Plans made meanwhile have these settings."""
     constants = {name: value for name, value in changes.items() if name.isupper()}
+    of_call = {name: value for name, value in changes.items() if name == "num_splits"}
     with contextlib.ExitStack() as stack:
         for name, value in constants.items():
             stack.enter_context(mock.patch.object(decode_plan, name, value))
-        if fields := {name: value for name, value in changes.items() if not name.isupper()}:
+        if of_call:
+            stack.enter_context(mock.patch.object(decode_plan, "plan_decode", _planned_with(of_call)))
+        if fields := {x: value for x, value in changes.items() if x not in constants | of_call}:
             stack.enter_context(mock.patch.object(decode_plan, "choose_tile", _with(fields)))
         yield
+
+
+def _planned_with(changes: dict[str, int]):
+    original = decode_plan.plan_decode
+
+    def plan(spec, shapes, device):
+        return original(dataclasses.replace(spec, **changes), shapes, device)
+
+    return plan
 
 
 def _with(fields: dict[str, int]):

@@ -10,6 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cache_case import CacheCase, Draw
+
+from jax_flash._device import H100
+from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90 import decode_plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TINY = dict(batch=3, capacity=64, heads=4, kv_heads=2, head_dim=16)
@@ -231,11 +236,45 @@ def test_lists_its_calls(capsys):
 def test_layers_on_the_cpu(tmp_path, monkeypatch):
     import decode_layers
 
-    tiny = {"CALLS": ((1, 8), (2, 9)), "HEADS": 2, "KEY_HEADS": 1, "HEAD_DIM": 8, "STEPS": 2}
+    tiny = {"HEADS": 2, "KEY_HEADS": 1, "HEAD_DIM": 8, "STEPS": 2}
     for name, value in tiny.items():
         monkeypatch.setattr(decode_layers, name, value)
     out = tmp_path / "layers.json"
-    decode_layers.main(["--implementation=xla", "--layers=2", "--rounds=1", f"--out={out}"])
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["case"].split(", ")[0] for row in rows] == ["b1 s8 h2/1 d8"] * 2 + ["b2 s9 h2/1 d8"] * 2
-    assert all(row["microseconds_of_a_layer"] > 0 for row in rows)
+
+    def rows(*options):
+        usual = ("--implementation=xla", "--layers=2", "--rounds=1", f"--out={out}")
+        decode_layers.main([*usual, *options])
+        found = json.loads(out.read_text())["rows"]
+        assert all(row["microseconds_of_a_layer"] > 0 for row in found)
+        return [(row["case"], row["peer"]) for row in found]
+
+    names = [case.split(", ")[0] for case, _ in rows("--sizes=1x8,2x9")]
+    assert names == ["b1 s8 h2/1 d8"] * 2 + ["b2 s9 h2/1 d8"] * 2
+    settings = ("as it is", "tiles are whole")
+    options = ("--rotary", "--lengths=uniform", "--cache-dtype=float8_e4m3fn", "--ways=scanned")
+    case = "b2 s9 h2/1 d8, 2 layers scanned, rotary, float8_e4m3fn, uniform lengths"
+    expected = [(case, setting) for setting in settings]
+    assert rows("--sizes=2x9", f"--settings={','.join(settings)}", *options) == expected
+
+
+@pytest.mark.parametrize("kind", ("full", "uniform", "one long"))
+def test_layers_have_lengths_that_fit(kind):
+    import decode_layers
+
+    lengths = decode_layers.lengths_of(5, 100, kind)
+    assert lengths.shape == (5,) and lengths.min() >= 1 and lengths.max() <= 100
+    assert (kind == "full") == (lengths.min() == 100)
+
+
+def test_a_setting_of_the_call():
+    import tune_decode
+
+    case = CacheCase(B=70, S=300, N=2, K=1, H=16)
+    shapes = shapes_of(Draw(case).operands)
+
+    def kernels():
+        return len(decode_plan.plan_decode(case.spec, shapes, H100).launches)
+
+    with tune_decode.set_to(tune_decode.SETTINGS["tiles are whole"]):
+        assert kernels() == 1
+    assert kernels() == 2
