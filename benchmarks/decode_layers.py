@@ -111,8 +111,8 @@ def stopwatches(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, Callable[[], float]]:
-    """One of each package, or, if settings are compared, of each setting of ours."""
-    if len(settings) == 1:
+    """One of each package, or of each setting of ours."""
+    if not settings:
         return {name: stopwatch(importlib.import_module(name), way, size, options) for name in peers}
     found = {}
     for setting in settings:
@@ -125,7 +125,7 @@ def stopwatches(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peers", default="jax_flash", help="packages, with commas between them")
-    parser.add_argument("--settings", default="as it is", help="several, which are compared, without peers")
+    parser.add_argument("--settings", help="of the plan, with commas between them")
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--cache-dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=32)
@@ -142,6 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result = record.environment() | {"timing": "wall clock", "rows": []}
     peers = options.peers.split(",")
+    settings = options.settings.split(",") if options.settings else []
+    if settings and options.peers != parser.get_default("peers"):
+        parser.error("--settings compares plans of jax_flash, so there can be no other --peers")
+    if unknown := set(settings) - set(tune_decode.SETTINGS):
+        parser.error(f"--settings: {unknown}; may be {', '.join(tune_decode.SETTINGS)}")
     for size in options.sizes.split(","):
         batch, capacity = map(int, size.split("x"))
         for way in options.ways.split(","):
@@ -149,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case += ", rotary" * options.rotary
             case += f", {options.cache_dtype}" * (options.cache_dtype != "bfloat16")
             case += f", {options.lengths} lengths" * (options.lengths != "full")
-            once = stopwatches(peers, options.settings.split(","), way, (batch, capacity), options)
+            once = stopwatches(peers, settings, way, (batch, capacity), options)
             times = {name: [] for name in once}
             for order in rounds.orders(list(once), options.rounds):
                 for name in order:

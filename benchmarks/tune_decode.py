@@ -50,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shares of 4 blocks": {"LEAST_SHARE": 4},
     "one CTA": {"ctas_of_sm": 1},
     "no clusters": {"CLUSTER_SIZES": ()},
-    "clusters of up to 32 blocks": {"MOST_CLUSTER_BLOCKS": 32},
+    "clusters with 32 blocks for each CTA": {"MOST_CLUSTER_BLOCKS": 32},
     "no teams": {"LARGEST_TEAM": 1},
     "teams of 4": {"LARGEST_TEAM": 4},
     "teams of 32": {"LARGEST_TEAM": 32, "MOST_IDLE": 0.1},

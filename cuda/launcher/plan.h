@@ -23,7 +23,8 @@ namespace jax_flash {
 constexpr std::size_t kMaxParameterBytes = 4096;
 // Operands and results of a call, at most. Their addresses lie on the stack during a run.
 constexpr std::size_t kMaxBuffers = 64;
-// CTAs of a cluster that every device can launch. Where there is room for them, devices can launch up to 16.
+// The largest cluster that every device can launch. Larger ones, up to 16, have to be allowed for a kernel, and may not
+// fit the device.
 constexpr unsigned kPortableCluster = 8;
 
 // One compiled entry point, loaded once in each context that it runs in. Shared by all plans that
@@ -34,7 +35,8 @@ class Kernel {
     Kernel(std::string cubin, std::string entry, std::string description);
 
     // The function in the context `context`, which must be current, allowed `shared_bytes` of dynamic
-    // shared memory at least. Loads the module when this context has not seen it yet.
+    // shared memory at least, and clusters of `cluster`. Loads the module when this context has not seen it
+    // yet.
     CUfunction Load(std::uint64_t context, unsigned shared_bytes, unsigned cluster);
 
     const std::string& description() const { return description_; }

@@ -120,6 +120,18 @@ def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
         run(case, emulator, 20, resident)
 
 
+@pytest.mark.parametrize("sizes", ((16, 8, 4, 2), ()), ids=("by clusters", "by two kernels"))
+@pytest.mark.parametrize("options", ({"right": 0}, {"left": 9, "right": -9}), ids=str)
+def test_new_keys_on_both_sides_of_a_boundary(options, sizes, emulator, monkeypatch):
+    """Of blocks, and of parts of a tile, whose CTAs append them; and ahead of all blocks and behind."""
+    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", sizes)
+    case = CacheCase(S=640, B=6, N=2, K=1, H=128, T=3, U=16, **options)
+    draw = Draw(case)
+    draw.lengths = np.array([0, 120, 248, 376, 630, 640], np.int32)
+    for resident in (2, 20):
+        run(case, emulator, 132 if sizes else 7, resident, draw.operands)
+
+
 @pytest.mark.parametrize("page", (None, 16, 3))
 def test_unused_memory_does_not_matter(page, emulator):
     """Keys behind left padding, and those to the left of all windows, may be NaN.

@@ -240,8 +240,7 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
     splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
     assert bool(scratch) == splits
     shared = options.get("page") is not None or options.get("batch_index", False)
-    has_preprocess = options.get("packed", False) or ("U" in options and shared)
-    kernels = ["decode_preprocess"] * has_preprocess + ["decode"] + ["decode_combine"] * splits
+    kernels = ["decode_append"] * ("U" in options and shared) + ["decode"] + ["decode_combine"] * splits
     assert [launch.kernel.entry for launch in made.launches] == kernels
 
 
@@ -257,8 +256,9 @@ def test_few_keys_are_appended_without_a_kernel_ahead(options):
         return [launch.kernel.entry for launch in plan(**{"U": 1, **options, **changes}).launches]
 
     assert entries() == entries(U=0)
+    assert entries(U=16, T=16) == entries(U=0, T=16)
     for more in ({"U": 17}, {"page": 16}, {"T": 17}):
-        assert entries(**more)[0] == "decode_preprocess"
+        assert entries(**more)[0] == "decode_append"
 
 
 # Tiles.

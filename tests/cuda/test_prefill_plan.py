@@ -121,7 +121,7 @@ def test_plan_can_run(options):
     assert tuple(b.name for b in made.operands) == tuple(operands.present())
     entries = [launch.kernel.entry for launch in made.launches]
     appends = operands.new_key is not None
-    assert entries == ["decode_preprocess"] * appends + ["prefill_preprocess", "forward"]
+    assert entries == ["decode_append"] * appends + ["prefill_preprocess", "forward"]
     assert made.steps == made.launches, "a kernel zeroes what has to be zero"
     for launch in made.launches:
         assert launch.overlap_previous, "every kernel waits for those before it itself"

@@ -206,10 +206,10 @@ class Draw:
 
     @functools.cached_property
     def query_offsets(self) -> np.ndarray:
-        """Sequences of which some have no query, and tokens after the last one."""
+        """Sequences of which some have no query, and tokens before the first one and after the last."""
         c = self.case
         cuts = np.sort(self.random.integers(0, c.T - c.T // 8 + 1, c.B))
-        return np.concatenate([[0], cuts]).astype(np.int32)
+        return np.concatenate([cuts[:1] // 2, cuts]).astype(np.int32)
 
     def used(self, operands: CacheOperands) -> np.ndarray:
         """Which rows of the cache some sequence has after the append, bool `([L,] C or P, S or page)`."""

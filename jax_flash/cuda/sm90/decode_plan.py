@@ -107,12 +107,10 @@ def _parameters(spec: CacheSpec, box: int) -> Struct:
     return user_score_mod.parameters(spec.attention, common)
 
 
-_PREPROCESS_PARAMETERS = struct(
+_APPEND_PARAMETERS = struct(
     "Parameters",
     append=_APPEND,
     descales=_DESCALES,
-    out="ELEMENT*",
-    lse="float*",
     shape=SHAPE,
     rotary=ROTARY,
 )
@@ -140,8 +138,9 @@ COUNTED_BLOCKS_LIMIT = 2**30
 
 CLUSTER_SIZES = (16, 8, 4, 2)
 MOST_CLUSTER_BLOCKS = 16
-"""Of one CTA in a cluster; of blocks wider than `_USUAL_BLOCK_BYTES` fewer. Each takes a CTA half a
-microsecond, however little others read, so with more of them one long sequence among short ones is late."""
+"""Blocks of one CTA in a cluster, at most; fewer if blocks are larger than `_USUAL_BLOCK_BYTES`. A CTA takes
+half a microsecond for each, even if other CTAs read nothing. So with more, one long sequence among short ones
+would take long."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8
@@ -155,7 +154,7 @@ MOST_IDLE = 0.02
 
 _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
-_PREPROCESS_THREADS = 128
+_APPEND_THREADS = 128
 _COMBINE_ROWS = 8  # of a CTA, a warp each
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
 _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
@@ -177,29 +176,33 @@ def _tiles(shapes: Shapes) -> int:
     return n.K * (tiles * n.B if shapes.query_offsets is None else tiles + n.B)
 
 
-def cluster_size(shapes: Shapes, tile: DecodeTile, device: Device) -> int:
+def cluster_size(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """How many CTAs share each tile in clusters; 1 where partials go through global memory.
 
-    With clusters no kernel has to combine partials. But a tile's parts are equal whatever others have to do.
-    So clusters suit tiles that are few and short: one CTA on a multiprocessor, as with more of them clusters
-    of four and eight took longer, and few blocks for each. Pairs may be two CTAs on a multiprocessor, with
-    twice as many blocks.
+    Clusters need no kernel that combines. But parts of a tile are equal, and a CTA that is done early doesn't
+    help others. So clusters suit few and short tiles: up to one CTA on each multiprocessor (with two, those
+    of four and eight took longer), and few blocks for each CTA. Pairs may have two CTAs on each
+    multiprocessor, and twice the blocks.
     """
     n, tiles = cache_sizes(shapes), _tiles(shapes)
     blocks = math.ceil(n.S / tile.keys)
     if shapes.query_offsets is not None or not tile.holds_partial:
         return 1
-    block_bytes = 2 * tile.keys * (tile.head_dim + tile.value_dim)
-    most_blocks = MOST_CLUSTER_BLOCKS // max(block_bytes // _USUAL_BLOCK_BYTES, 1)
+    most_blocks = MOST_CLUSTER_BLOCKS * _USUAL_BLOCK_BYTES // max(tile.block_bytes, _USUAL_BLOCK_BYTES)
 
     def fits(size: int) -> bool:
-        if LEAST_SHARE * size > blocks:
+        parts = min(size, spec.num_splits or size)
+        if LEAST_SHARE * size > blocks or 2 * parts <= size:
             return False
-        if size == 2 and blocks <= 4 * most_blocks and tiles * size <= tile.ctas_of_sm * device.sm_count:
+        if (
+            size == 2
+            and blocks <= 2 * parts * most_blocks
+            and tiles * size <= tile.ctas_of_sm * device.sm_count
+        ):
             return True
-        # Only with two CTAs on each, eight multiprocessors that can form a cluster are enough for 16.
-        is_portable = size <= 8 or tile.ctas_of_sm == 2
-        return is_portable and tiles * size <= device.sm_count and blocks <= size * most_blocks
+        # A cluster needs multiprocessors that can form one: of 16 CTAs eight, if each holds two.
+        has_room = size <= 8 or tile.ctas_of_sm == 2
+        return has_room and tiles * size <= device.sm_count and blocks <= parts * most_blocks
 
     return next((size for size in CLUSTER_SIZES if fits(size)), 1)
 
@@ -216,8 +219,8 @@ def team_size(key_heads: int, ctas: int) -> int:
 def appends_itself(shapes: Shapes) -> bool:
     """Whether the decode kernel appends what the call appends, so that no kernel has to run ahead of it.
 
-    A warp does it then, so this is for few tokens. No other CTA may read them before they are there: each
-    sequence has memory of its own, and each of its key heads one tile.
+    One warp appends then, so tokens must be few. And nobody else may read them: each sequence has memory of
+    its own, and each of its key heads one tile.
     """
     n = cache_sizes(shapes)
     is_shared = n.page is not None or shapes.batch_index is not None
@@ -228,13 +231,12 @@ def appends_itself(shapes: Shapes) -> bool:
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
     n, tile = cache_sizes(shapes), choose_tile(shapes)
-    packed = shapes.query_offsets is not None
     shares = math.ceil(max_counted_blocks(shapes) / LEAST_SHARE)
     ctas = min(tile.ctas_of_sm * device.sm_count, shares)
     members = team_size(n.K, ctas)
     teams, ctas = ctas // members, ctas - ctas % members
     split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
-    cluster = cluster_size(shapes, tile, device) if split else 1
+    cluster = cluster_size(spec, shapes, tile, device) if split else 1
     if cluster > 1:
         ctas, split = _tiles(shapes) * cluster, False
     scratch = ()
@@ -248,8 +250,8 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     division: dict[str, Argument] = {"max_parts": max_parts, "least_share": LEAST_SHARE}
     division |= {"team_size": members, "teams": teams}
     launches = [_decode(spec, shapes, device, tile, ctas, split, cluster, division)]
-    if packed or (n.U and not appends_itself(shapes)):
-        launches.insert(0, preprocess(spec, shapes, device))
+    if n.U and not appends_itself(shapes):
+        launches.insert(0, append(spec, shapes, device))
     if split:
         launches.append(_combine(spec, shapes, device, tile, ctas, division))
     return plan_of(shapes, launches, scratch)
@@ -387,32 +389,29 @@ def _combine(
     )
 
 
-def preprocess(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
-    """Appends what the call appends."""
+def append(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:
+    """Appends what the call appends, ahead of the kernel that attends."""
     n = cache_sizes(shapes)
-    packed = shapes.query_offsets is not None
-    work = max(n.B * n.U * n.K * (n.H + n.V) // 8, n.T * n.N * n.V if packed else 0)
+    chunks = n.B * n.U * n.K * (n.H + n.V) // 8
     kernel = Kernel(
-        source="sm90/decode/preprocess.cu",
-        entry="decode_preprocess",
+        source="sm90/decode/append.cu",
+        entry="decode_append",
         arch=device.arch,
         defines=(
             ("ELEMENT", shapes.query.dtype.name),
             ("CACHE_ELEMENT", shapes.key.dtype.name),
-            ("ROTARY", rotary_pairs(spec, shapes) if n.U else 0),
+            ("ROTARY", rotary_pairs(spec, shapes)),
         ),
-        parameters=_PREPROCESS_PARAMETERS,
+        parameters=_APPEND_PARAMETERS,
     )
     return launch(
         kernel=kernel,
-        grid=(min(math.ceil(work / _PREPROCESS_THREADS), 8 * device.sm_count), 1, 1),
-        block=_PREPROCESS_THREADS,
+        grid=(min(math.ceil(chunks / _APPEND_THREADS), 8 * device.sm_count), 1, 1),
+        block=_APPEND_THREADS,
         overlap_previous=True,
         arguments={
             "append": _append_arguments(shapes),
             "descales": _descale_arguments(shapes),
-            "out": Pointer("out"),
-            "lse": Pointer("lse"),
             "shape": shape_arguments(spec, shapes),
             "rotary": rotary_arguments(shapes),
         },

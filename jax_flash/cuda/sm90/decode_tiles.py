@@ -53,7 +53,7 @@ class DecodeTile:
     def shared_bytes(self) -> int:
         """Dynamic shared memory, laid out by `SharedMemory` in cuda/kernels/sm90/decode/traits.cuh."""
         key_row, value_row = (tile_row_bytes(x, _ELEMENT_BYTES) for x in (self.head_dim, self.value_dim))
-        stage = self._stage_bytes
+        stage = self.block_bytes
         stage += 8 * self.keys * (self.box == 0)  # rows of the cache
         stage += (16 + self.keys) * self.paged  # which keys are missing
         stage += 3 * 8  # barriers
@@ -69,10 +69,11 @@ class DecodeTile:
     @property
     def holds_partial(self) -> bool:
         """Whether the stages have room for a partial (`ClusterPartials` in cluster_parts.cuh)."""
-        return self.query_rows * (8 + 4 * (self.value_dim + 8)) <= self.stages * self._stage_bytes
+        return self.query_rows * (8 + 4 * (self.value_dim + 8)) <= self.stages * self.block_bytes
 
     @property
-    def _stage_bytes(self) -> int:
+    def block_bytes(self) -> int:
+        """Of a block of keys and values, as it is loaded."""
         dims = (self.head_dim, self.value_dim)
         return self.keys * sum(tile_row_bytes(x, self._element_bytes) for x in dims)
 

@@ -100,7 +100,7 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
         *attention.scratch,
     )
     launches = (
-        *((decode_plan.preprocess(spec, shapes, device),) if n.U else ()),
+        *((decode_plan.append(spec, shapes, device),) if n.U else ()),
         _preprocess(spec, shapes, device, (*metadata, *attention.scratch)),
         attention.launch,
     )

@@ -10,8 +10,7 @@
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/sequences.cuh"
 
-// A token's key of one head, and its value, in chunks of so many columns: those of the key, and then those of the
-// value.
+// Columns of a chunk. A token's chunks, of one head, are those of its key and then those of its value.
 constexpr int append_columns = 16 / sizeof(ELEMENT);
 
 struct AppendCall {
@@ -20,7 +19,7 @@ struct AppendCall {
     const Rotary& rotary;
     const Descales& descales;
 
-    // Of a token and head.
+    // Of one token and head.
     __device__ __forceinline__ int chunks() const { return (shape.head_dim + shape.value_dim) / append_columns; }
 };
 
@@ -58,7 +57,7 @@ __device__ __forceinline__ void append_chunk(const AppendCall& call, int batch, 
     const int index = is_key ? chunk : chunk - key_chunks, columns = is_key ? shape.head_dim : shape.value_dim;
     const int64_t new_row = (static_cast<int64_t>(batch) * shape.appended + token) * shape.key_heads + head;
     const ELEMENT* const source = (is_key ? append.new_key : append.new_value) + new_row * columns;
-    // Chunks of keys and of values are loaded together, by the threads of a warp.
+    // Loaded ahead of the branches, so that lanes with keys and lanes with values load at once.
     uint4 copied = reinterpret_cast<const uint4*>(source)[index];
     const int position = length_before_append(shape, batch) + token;
     const int64_t row = row_of_key(shape, batch, sequence_at(shape, batch), position);

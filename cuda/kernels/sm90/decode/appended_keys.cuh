@@ -1,19 +1,19 @@
-// What the producer does before it loads the first block that may have keys which the call appends. `begin` is called
-// for each part of a tile, `before` for each of its blocks, `end` after the last.
+// How the producer sees to it that new keys are in the cache before it loads them. `begin` is called at the start of a
+// part of a tile, `before` ahead of each block, `end` behind the last.
 #pragma once
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/append.cuh"
 #include "sm90/decode/traits.cuh"
 
-// A preprocess appends them, and the producer waits for it. Where sequences may share memory (`is_shared`), each block
-// may have some.
-struct KeysOfPreprocess {
+// The kernel ahead appends them (append.cu), and the producer waits for it. Where sequences may share memory
+// (`is_shared`), each block may have some.
+struct KeysOfKernelAhead {
     const Shape& shape;
     bool waits;
     const bool is_shared;
 
-    __device__ __forceinline__ KeysOfPreprocess(const AppendCall& call)
+    __device__ __forceinline__ KeysOfKernelAhead(const AppendCall& call)
         : shape(call.shape), waits(shape.appended > 0), is_shared(shape.page_table || shape.batch_index) {}
 
     __device__ __forceinline__ void begin(const Tile&) {}
@@ -26,13 +26,13 @@ struct KeysOfPreprocess {
     __device__ __forceinline__ void end(const Tile&) {}
 };
 
-// The producer appends them, a warp. Each key head of a sequence has one tile then, and memory of its own, so that no
-// other tile reads them. CTAs that share the tile divide them: each appends what lies in its part's blocks, and those
-// that have the first and the last part what lies ahead of all blocks or behind.
+// The producer warp appends them. Each key head of a sequence has one tile, and each sequence memory of its own, so no
+// other tile reads them. Of CTAs that share the tile, each appends the keys in its own blocks. The first also appends
+// those ahead of all the tile's blocks, the last those behind.
 struct OwnKeys {
     const AppendCall& call;
-    int token, end_token;  // of the new ones, those to append
-    int first_block;       // … the first of which lies in this one
+    int token, end_token;  // new tokens that are still to be appended: [token, end_token)
+    int first_block;       // the block that `token` is in
 
     __device__ __forceinline__ OwnKeys(const AppendCall& call) : call(call) {}
 
@@ -41,7 +41,7 @@ struct OwnKeys {
         const bool is_first = tile.part_begin == 0, is_last = tile.part_end == tile.counted_blocks;
         token = is_first ? 0 : min(max(tile.first * Traits::keys - before, 0), appended);
         end_token = is_last ? appended : min(max(tile.last * Traits::keys - before, 0), appended);
-        if (tile.part_begin == tile.part_end) end_token = token;  // of clusters with more CTAs than the tile has blocks
+        if (tile.part_begin == tile.part_end) end_token = token;  // a cluster has more CTAs than parts
         first_block = (before + token) / Traits::keys;
     }
     __device__ __forceinline__ void before(const Tile& tile, int block) {
@@ -63,4 +63,4 @@ private:
     }
 };
 
-using AppendedKeys = Either<Traits::appends, OwnKeys, KeysOfPreprocess>::type;
+using AppendedKeys = Either<Traits::appends, OwnKeys, KeysOfKernelAhead>::type;

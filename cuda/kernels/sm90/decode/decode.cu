@@ -5,18 +5,18 @@
 // roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
-//   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads; a warp can
-//                            append new keys and values, too (appended_keys.cuh)
+//   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads; a warp also
+//                            appends new keys and values, if they are few (appended_keys.cuh)
 //
 // CTAs that share a tile leave partials, which another kernel combines (combine.cu); or they form a cluster and combine
 // them at once (cluster_parts.cuh).
 //
-// If there is a preprocess (preprocess.cu), it has waited for all kernels ahead of it before this one starts. So this
-// one waits for it only where it reads what the preprocess writes, and at its end, so that kernels behind it needn't
-// know.
+// If a kernel of its own appends (append.cu), it has waited for all kernels ahead of it before this one starts. So this
+// one waits for it only where it reads what that one writes, and at its end, so that kernels behind it needn't know.
 #include "parameters.cuh"
 #include "sm90/decode/consumer.cuh"
 #include "sm90/decode/load.cuh"
+#include "sm90/decode/unused_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm)
     decode(const __grid_constant__ Parameters parameters) {
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
     }
     __syncthreads();
     const Shape& shape = parameters.shape;
-    const bool has_preprocess = (shape.appended > 0 && !Traits::appends) || shape.query_offsets;
-    if (!has_preprocess) wait_for_previous_kernel();
+    const bool follows_append = shape.appended > 0 && !Traits::appends;
+    if (!follows_append) wait_for_previous_kernel();
 
     if (warp_index() >= Traits::consumer_threads / 32) {
         produce({parameters.cache,
@@ -68,5 +68,6 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
 #endif
         });
     }
+    if (shape.query_offsets) write_unused_rows({parameters.out, parameters.lse}, shape);
     wait_for_previous_kernel();
 }

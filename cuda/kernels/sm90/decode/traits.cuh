@@ -14,7 +14,7 @@
 //   SPLIT          1: CTAs may share a tile
 //   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no clusters
 //   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
-//   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: a preprocess does
+//   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: append.cu does
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
 //   SHARED_BYTES   dynamic shared memory of the launch
 #pragma once
