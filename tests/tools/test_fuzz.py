@@ -231,7 +231,7 @@ def test_jobs_share_the_gpus(monkeypatch):
 
 
 def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
-    """Those of a list have the same kernel, but for whether its tiles are split, and for their rows."""
+    """Those of a list have the same kernel, but for its tiles' rows, and whether it splits tiles and appends."""
     several, tables, lengths = 0, set(), set()
     for cases in drawn_caches(40):
         kernels = set()
@@ -240,7 +240,7 @@ def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
             operands = shapes_of(draw.operands)
             assert decoding.supports(case.spec, operands, _device.H100) is None
             launches = {x.kernel.entry: x for x in plan_decode(case.spec, operands, _device.H100).launches}
-            of_rows = ["SPLIT", "QUERY_ROWS", "STAGES", "CTAS_OF_SM", "SHARED_BYTES", "CLUSTER"]
+            of_rows = ["SPLIT", "QUERY_ROWS", "STAGES", "CTAS_OF_SM", "SHARED_BYTES", "CLUSTER", "APPENDS"]
             of_rows += ["KEYS"] * case.float8  # few rows have smaller blocks of a cache in 8 bits
             defines = {name: x for name, x in launches["decode"].kernel.defines if name not in of_rows}
             kernels.add(tuple(defines.items()))
