@@ -231,7 +231,7 @@ def test_jobs_share_the_gpus(monkeypatch):
 
 
 def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
-    """Those of a list have the same kernel, but for its tiles' rows, and whether it splits tiles and appends."""
+    """Those of a list have the same kernel, but for its rows, and whether it splits tiles and appends."""
     several, tables, lengths = 0, set(), set()
     for cases in drawn_caches(40):
         kernels = set()
