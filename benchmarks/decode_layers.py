@@ -111,7 +111,7 @@ def stopwatches(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, Callable[[], float]]:
-    """One of each package, or of each setting of ours."""
+    """A stopwatch for each package, or, if there are settings, for each of them with our package."""
     if not settings:
         return {name: stopwatch(importlib.import_module(name), way, size, options) for name in peers}
     found = {}
@@ -125,7 +125,7 @@ def stopwatches(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--peers", default="jax_flash", help="packages, with commas between them")
-    parser.add_argument("--settings", help="of the plan, with commas between them")
+    parser.add_argument("--settings", help="of tune_decode.py, with commas between them")
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--cache-dtype", default="bfloat16")
     parser.add_argument("--layers", type=int, default=32)
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings and options.peers != parser.get_default("peers"):
         parser.error("--settings compares plans of jax_flash, so there can be no other --peers")
     if unknown := set(settings) - set(tune_decode.SETTINGS):
-        parser.error(f"--settings: {unknown}; may be {', '.join(tune_decode.SETTINGS)}")
+        parser.error(f"--settings: {', '.join(sorted(unknown))}; may be {', '.join(tune_decode.SETTINGS)}")
     for size in options.sizes.split(","):
         batch, capacity = map(int, size.split("x"))
         for way in options.ways.split(","):

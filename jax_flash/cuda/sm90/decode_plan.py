@@ -139,18 +139,18 @@ COUNTED_BLOCKS_LIMIT = 2**30
 CLUSTER_SIZES = (16, 8, 4, 2)
 MOST_CLUSTER_BLOCKS = 16
 """Blocks of one CTA in a cluster, at most; fewer if blocks are larger than `_USUAL_BLOCK_BYTES`. A CTA takes
-half a microsecond for each, even if other CTAs read nothing. So with more, one long sequence among short ones
-would take long."""
+half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode.md). So with more, one long
+sequence among short ones would take long."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8
 """CTAs of a team, at most. Teams of 4 and of 32 took as long (docs/tuning/decode.md)."""
 
-MOST_APPENDED = 16
-"""Tokens of a sequence that the decode kernel appends by itself, at most."""
-
 MOST_IDLE = 0.02
 """The share of all CTAs that teams may leave over."""
+
+MOST_APPENDED = 16
+"""Tokens of a sequence that the decode kernel appends by itself, at most. Not tuned."""
 
 _ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")

@@ -8,7 +8,6 @@ template <class T>
 T read_only(const T* address) {
     return *address;
 }
-inline void prefetch(const void*) {}
 inline void load_no_earlier(int&) {}
 inline void count(int* address) {
     ++*address;
