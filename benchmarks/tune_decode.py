@@ -3,7 +3,7 @@
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
     python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
-A setting changes constants of jax_flash/cuda/sm90/decode_plan.py, the call's num_splits, or fields of the
+A setting changes constants of jax_flash/cuda/sm90/decode_division.py, the call's num_splits, or fields of the
 tile (decode_tiles.py), which then has as many stages as there is room for, unless the setting names them too.
 Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
 """
@@ -24,7 +24,7 @@ import record
 import rounds
 from decode_cases import LARGE, SMALL, Call
 
-from jax_flash.cuda.sm90 import decode_plan, decode_tiles
+from jax_flash.cuda.sm90 import decode_division, decode_plan, decode_tiles
 
 CALLS = (
     LARGE,
@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "teams of 4": {"LARGEST_TEAM": 4},
     "teams of 32": {"LARGEST_TEAM": 32, "MOST_IDLE": 0.1},
     "tiles are whole": {"num_splits": 1},
+    "short tiles are shared": {"MOST_WHOLE_BLOCKS": 1},
     "2 stages": {"stages": 2},
     "3 stages": {"stages": 3},
     "3 stages; no teams": {"stages": 3, "LARGEST_TEAM": 1},
@@ -70,7 +71,7 @@ def set_to(changes: dict[str, Any]) -> Iterator[None]:
     of_call = {name: value for name, value in changes.items() if name == "num_splits"}
     with contextlib.ExitStack() as stack:
         for name, value in constants.items():
-            stack.enter_context(mock.patch.object(decode_plan, name, value))
+            stack.enter_context(mock.patch.object(decode_division, name, value))
         if of_call:
             stack.enter_context(mock.patch.object(decode_plan, "plan_decode", _planned_with(of_call)))
         if fields := {x: value for x, value in changes.items() if x not in constants | of_call}:

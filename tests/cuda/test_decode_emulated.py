@@ -1,6 +1,7 @@
 """The kernels of attention on key-value caches, run on a CPU and compared with the definition."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,16 +13,22 @@ from jax_flash import _reference_cache
 from jax_flash._cache_spec import CacheOperands
 from jax_flash._device import H100
 from jax_flash._spec import shapes_of
-from jax_flash.cuda.sm90 import decode_plan
+from jax_flash.cuda.sm90 import decode_division, decode_plan
 
 # So few multiprocessors that CTAs have several tiles, and share them.
 DEVICES = {count: dataclasses.replace(H100, sm_count=count) for count in (1, 2, 3, 7, 20, 132)}
 
 
-def run(case, emulator, multiprocessors, resident, operands=None):
+def planned(case, operands, multiprocessors, most_whole_blocks=1):
+    """A case's plan. CTAs may share tiles of more blocks than `most_whole_blocks`."""
+    with mock.patch.object(decode_division, "MOST_WHOLE_BLOCKS", most_whole_blocks):
+        return decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[multiprocessors])
+
+
+def run(case, emulator, multiprocessors, resident, operands=None, most_whole_blocks=1):
     """Runs a case's plan and compares `(out, lse, key, value)` with the definition."""
     operands = Draw(case).operands if operands is None else operands
-    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[multiprocessors])
+    plan = planned(case, operands, multiprocessors, most_whole_blocks)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan, arrays, seed_of((case, multiprocessors, resident)), resident)
     key, value = (results.get(f"{name}_after", arrays.get(name)) for name in ("key", "value"))
@@ -115,16 +122,33 @@ SHARED = (
 @pytest.mark.parametrize("case", SHARED, ids=str)
 def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
     """One tile of them has more partials than a warp has lanes."""
-    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     for resident in (1, 20):
         run(case, emulator, 20, resident)
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        CacheCase(S=500, B=4, N=4, K=2, T=3, right=0, U=3),
+        CacheCase(S=512, B=70, N=1, K=1, H=8, full=True),  # 8 blocks each
+        CacheCase(page=16, S=480, N=6, K=2, H=16, T=5, packed=True, left=40, right=0),
+    ),
+    ids=str,
+)
+def test_short_tiles_are_whole(case, emulator, monkeypatch):
+    """So that one kernel is enough."""
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
+    for multiprocessors, resident in ((2, 3), (20, 40)):
+        assert "split_tiles" not in run(case, emulator, multiprocessors, resident, most_whole_blocks=8)
+        assert "split_tiles" in run(case, emulator, multiprocessors, resident)
 
 
 @pytest.mark.parametrize("sizes", ((16, 8, 4, 2), ()), ids=("by clusters", "by two kernels"))
 @pytest.mark.parametrize("options", ({"right": 0}, {"left": 9, "right": -9}), ids=str)
 def test_new_keys_on_both_sides_of_a_boundary(options, sizes, emulator, monkeypatch):
     """Of blocks, and of parts of a tile, whose CTAs append them; and ahead of all blocks and behind."""
-    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", sizes)
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", sizes)
     case = CacheCase(S=640, B=6, N=2, K=1, H=128, T=3, U=16, **options)
     draw = Draw(case)
     draw.lengths = np.array([0, 120, 248, 376, 630, 640], np.int32)
@@ -148,7 +172,7 @@ def test_unused_memory_does_not_matter(page, emulator):
         for position in range(min(hidden, int(length))):
             if (place := places.place(b, position)) is not None:
                 operands.key[place] = operands.value[place] = np.nan
-    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[3])
+    plan = planned(case, operands, 3)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     poisoned = emulator.run(plan, arrays, seed_of(case), 3)
     for name in ("out", "lse"):
@@ -161,7 +185,7 @@ def test_a_window_that_hides_all_reads_nothing(options, emulator):
     case = CacheCase(T=10, S=200, left=2, right=-5, full=True, **options)
     operands = Draw(case).operands
     operands.key[...] = operands.value[...] = np.nan
-    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[3])
+    plan = planned(case, operands, 3)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan, arrays, seed_of(case), 2)
     assert not results["out"].any() and np.isneginf(results["lse"]).all()
@@ -208,7 +232,7 @@ def test_nan_of_a_key_reaches_its_queries(emulator):
     case = CacheCase(T=2, S=300, B=2, right=0, N=2, K=1, full=True)
     operands = Draw(case).operands
     operands.key[0, -1] = np.nan
-    plan = decode_plan.plan_decode(case.spec, shapes_of(operands), DEVICES[3])
+    plan = planned(case, operands, 3)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan, arrays, seed_of(case), 3)
     is_nan = np.isnan(results["out"].astype(np.float32)).any((2, 3))

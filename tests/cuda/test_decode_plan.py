@@ -22,7 +22,7 @@ from jax_flash._spec import AttentionSpec, shapes_of
 from jax_flash.cuda import decoding, launch_plan, plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.launch_plan import Alias, Kernel, LaunchPlan, Pointer, TensorMap
-from jax_flash.cuda.sm90 import decode_plan
+from jax_flash.cuda.sm90 import decode_division, decode_plan
 from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, choose_tile
 
 
@@ -232,7 +232,8 @@ def test_lengths_of_all_layers_are_counted_element_by_element():
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options, monkeypatch):
     """Two partials a CTA, whatever the lengths are."""
-    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
+    monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
@@ -245,9 +246,22 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
 
 
 def test_few_blocks_take_few_ctas(monkeypatch):
-    monkeypatch.setattr(decode_plan, "CLUSTER_SIZES", ())
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     assert plan(B=1, S=300, K=2).launches[0].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
     assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
+
+
+def test_short_tiles_are_whole():
+    """So no kernel combines what several CTAs leave, where no clusters have the tiles."""
+
+    def entries(**options):
+        return [launch.kernel.entry for launch in plan(**{"B": 128, "K": 4, "H": 128, **options}).launches]
+
+    assert entries(S=512) == entries(S=512, packed=True, page=64) == ["decode"]
+    assert entries(S=512, num_splits=4) == entries(S=513) == ["decode", "decode_combine"]
+    assert entries(S=256, H=256) == entries(S=512, num_splits=1) == ["decode"]
+    assert entries(S=257, H=256) == ["decode", "decode_combine"]
+    assert plan(S=512, B=1, K=4, H=128).launches[0].cluster > 1
 
 
 @pytest.mark.parametrize("options", ({}, {"layers": 2}, {"T": 4, "U": 4}, {"cache_dtype": "float8_e4m3fn"}))
@@ -376,12 +390,13 @@ def test_each_block_is_one_ctas(workload):
 )
 def test_teams(key_heads, ctas, size):
     """A team's CTAs have as many heads, and few CTAs are left over."""
-    assert decode_plan.team_size(key_heads, ctas) == size
+    assert decode_division.team_size(key_heads, ctas) == size
 
 
 @pytest.mark.parametrize("num_splits", (None, 2))
-def test_kernel_has_this_schedule(num_splits, emulator):
+def test_kernel_has_this_schedule(num_splits, emulator, monkeypatch):
     """Which tiles the kernel says that CTAs share."""
+    monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
     case = CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=num_splits, left_padding=True, right=0)
     draw = Draw(case)
     operands = draw.operands
@@ -395,7 +410,7 @@ def test_kernel_has_this_schedule(num_splits, emulator):
         right=0,
     )
     expected = {}
-    for cta, part in parts(work, 14, num_splits, LEAST_SHARE, team=decode_plan.team_size(case.K, 14)):
+    for cta, part in parts(work, 14, num_splits, LEAST_SHARE, team=decode_division.team_size(case.K, 14)):
         if not part.is_whole and part.begin == 0:
             expected[cta] = (part.batch, part.head)
     found = {cta: tuple(tile[:2]) for cta, tile in enumerate(split_tiles.tolist()) if tile[0] != -1}

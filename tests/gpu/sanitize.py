@@ -35,7 +35,7 @@ from implementation_suite import Implementation
 
 from jax_flash import _device
 from jax_flash.cuda import compile
-from jax_flash.cuda.sm90 import decode_plan
+from jax_flash.cuda.sm90 import decode_division
 from jax_flash.transforms import autodiff, decoding
 from jax_flash.transforms.lowering import Call
 
@@ -305,8 +305,8 @@ def main(arguments: list[str]) -> None:
             run_part(case, options.implementation)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
-            sizes = decode_plan.CLUSTER_SIZES if group == CLUSTERS else ()
-            with mock.patch.object(decode_plan, "CLUSTER_SIZES", sizes):
+            sizes = decode_division.CLUSTER_SIZES if group == CLUSTERS else ()
+            with mock.patch.multiple(decode_division, CLUSTER_SIZES=sizes, MOST_WHOLE_BLOCKS=1):
                 run_on_cache(case, options.implementation)
         print(group, "done", flush=True)
 

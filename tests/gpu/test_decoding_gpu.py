@@ -22,7 +22,7 @@ from gpu_memory import poison
 import jax_flash
 from jax_flash import _device, _dispatch, _reference_cache
 from jax_flash._spec import shapes_of
-from jax_flash.cuda.sm90 import prefill_plan
+from jax_flash.cuda.sm90 import decode_division, prefill_plan
 from jax_flash.transforms import decoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -185,6 +185,21 @@ def test_forward_kernel_on_caches(case, dtype, by_the_forward_kernel):
 @pytest.mark.parametrize("index", range(40))
 def test_drawn_cases_by_the_forward_kernel(index, by_the_forward_kernel):
     run("cuda", EMULATED_PREFILL.drawn(index))
+
+
+@pytest.fixture
+def by_two_kernels(monkeypatch):
+    """CTAs share tiles of any size, and a kernel combines what they leave."""
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
+    monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
+    jax.clear_caches()  # of what was traced with other plans
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("index", range(40))
+def test_drawn_cases_by_two_kernels(index, by_two_kernels):
+    run("cuda", EMULATED.drawn(index))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

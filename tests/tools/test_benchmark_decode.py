@@ -266,15 +266,22 @@ def test_layers_have_lengths_that_fit(kind):
     assert (kind == "full") == (lengths.min() == 100)
 
 
-def test_a_setting_of_the_call():
+@pytest.mark.parametrize(
+    "setting, kernels, case",
+    (
+        ("tiles are whole", (2, 1), CacheCase(B=300, S=1300, N=1, K=1, H=16)),
+        ("short tiles are shared", (1, 2), CacheCase(B=300, S=300, N=1, K=1, H=16)),
+    ),
+)
+def test_a_setting_changes_the_plan(setting, kernels, case):
     import tune_decode
 
-    case = CacheCase(B=70, S=300, N=2, K=1, H=16)
     shapes = shapes_of(Draw(case).operands)
 
-    def kernels():
+    def planned():
         return len(decode_plan.plan_decode(case.spec, shapes, H100).launches)
 
-    with tune_decode.set_to(tune_decode.SETTINGS["tiles are whole"]):
-        assert kernels() == 1
-    assert kernels() == 2
+    before, changed = kernels
+    with tune_decode.set_to(tune_decode.SETTINGS[setting]):
+        assert planned() == changed
+    assert planned() == before

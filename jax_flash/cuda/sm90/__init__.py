@@ -17,6 +17,7 @@ from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
 from jax_flash.cuda.sm90 import (
     backward_plan,
     backward_tiles,
+    decode_division,
     decode_plan,
     decode_tiles,
     forward_plan,
@@ -124,7 +125,7 @@ def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:
         return "the call has an empty array"
     if max(n.B * n.T, n.S, n.B * n.N, n.T * n.group) >= _LIMIT:
         return f"queries, keys and heads are limited to {_LIMIT}"
-    if decode_plan.max_counted_blocks(shapes) >= decode_plan.COUNTED_BLOCKS_LIMIT:
+    if decode_division.max_counted_blocks(shapes) >= decode_division.COUNTED_BLOCKS_LIMIT:
         return "its tiles of queries, times the blocks of keys that a sequence has room for, are too many"
     if math.prod(shapes.key.shape[:-3]) >= _CACHE_ROWS_LIMIT:
         return f"the sequences or pages of a cache, times its layers, are limited to {_CACHE_ROWS_LIMIT}"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import jax
 
-from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_sizes
+from jax_flash._cache_spec import CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._mask import Window
 from jax_flash.cuda import user_score_mod
@@ -23,10 +23,9 @@ from jax_flash.cuda.launch_plan import (
     launch,
 )
 from jax_flash.cuda.parameters import Struct, struct
-from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, ROWS, TILE_BYTES, DecodeTile, choose_tile
+from jax_flash.cuda.sm90.decode_division import Division, Shapes, divide
+from jax_flash.cuda.sm90.decode_tiles import ROWS, TILE_BYTES, DecodeTile, choose_tile
 from jax_flash.cuda.sm90.tensor_maps import PANEL_BYTES
-
-Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
 SHAPE = struct(
     "Shape",
@@ -133,26 +132,9 @@ UNBOUNDED_SIDE = 1 << 30
 # Hides all from tiles, too, as the keys of a tile's last row end before those of its first row begin.
 _HIDES_ALL = Window(0, -UNBOUNDED_SIDE)
 
-COUNTED_BLOCKS_LIMIT = 2**30
-"""Sums of `max_counted_blocks`, and of shares of them, must fit 32 bits."""
-
-CLUSTER_SIZES = (16, 8, 4, 2)
-MOST_CLUSTER_BLOCKS = 16
-"""Blocks of one CTA in a cluster, at most; fewer if blocks are larger than `_USUAL_BLOCK_BYTES`. A CTA takes
-half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode.md). So with more, one long
-sequence among short ones would take long."""
-_USUAL_BLOCK_BYTES = 32 << 10
-
-LARGEST_TEAM = 8
-"""CTAs of a team, at most. Teams of 4 and of 32 took as long (docs/tuning/decode.md)."""
-
-MOST_IDLE = 0.02
-"""The share of all CTAs that teams may leave over."""
-
 MOST_APPENDED = 16
 """Tokens of a sequence that the decode kernel appends by itself, at most. Not tuned."""
 
-_ANY_PARTS = 2**31 - 1
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _APPEND_THREADS = 128
 _COMBINE_ROWS = 8  # of a CTA, a warp each
@@ -162,58 +144,6 @@ _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
 
 def window_of(spec: CacheSpec, n: CacheSizes) -> Window:
     return Window(spec.attention.left, spec.attention.right).normalised(n.T, n.S)
-
-
-def max_counted_blocks(shapes: Shapes) -> int:
-    """The blocks that all tiles count, at most: those that a tile visits, or one if it visits none."""
-    return _tiles(shapes) * math.ceil(cache_sizes(shapes).S / choose_tile(shapes).keys)
-
-
-def _tiles(shapes: Shapes) -> int:
-    """The tiles of all sequences and key heads; if queries are packed, the most that there may be."""
-    n = cache_sizes(shapes)
-    tiles = math.ceil(n.T * n.group / ROWS)
-    return n.K * (tiles * n.B if shapes.query_offsets is None else tiles + n.B)
-
-
-def cluster_size(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) -> int:
-    """How many CTAs share each tile in clusters; 1 where partials go through global memory.
-
-    Clusters need no kernel that combines. But parts of a tile are equal, and a CTA that is done early doesn't
-    help others. So clusters suit few and short tiles: up to one CTA on each multiprocessor (with two, those
-    of four and eight took longer), and few blocks for each CTA. Pairs may have two CTAs on each
-    multiprocessor, and twice the blocks.
-    """
-    n, tiles = cache_sizes(shapes), _tiles(shapes)
-    blocks = math.ceil(n.S / tile.keys)
-    if shapes.query_offsets is not None or not tile.holds_partial:
-        return 1
-    most_blocks = MOST_CLUSTER_BLOCKS * _USUAL_BLOCK_BYTES // max(tile.block_bytes, _USUAL_BLOCK_BYTES)
-
-    def fits(size: int) -> bool:
-        parts = min(size, spec.num_splits or size)
-        if LEAST_SHARE * size > blocks or 2 * parts <= size:
-            return False
-        if (
-            size == 2
-            and blocks <= 2 * parts * most_blocks
-            and tiles * size <= tile.ctas_of_sm * device.sm_count
-        ):
-            return True
-        # A cluster needs multiprocessors that can form one: of 16 CTAs eight, if each holds two.
-        has_room = size <= 8 or tile.ctas_of_sm == 2
-        return has_room and tiles * size <= device.sm_count and blocks <= parts * most_blocks
-
-    return next((size for size in CLUSTER_SIZES if fits(size)), 1)
-
-
-def team_size(key_heads: int, ctas: int) -> int:
-    """The CTAs of a team, which go through the blocks side by side, each with a key head of its own.
-
-    The more, the longer are the pieces that memory is read in. But CTAs that teams leave over are idle.
-    """
-    sizes = (size for size in range(min(LARGEST_TEAM, ctas), 0, -1) if key_heads % size == 0)
-    return next(size for size in sizes if ctas % size <= ctas * MOST_IDLE)
 
 
 def appends_itself(shapes: Shapes) -> bool:
@@ -231,29 +161,20 @@ def appends_itself(shapes: Shapes) -> bool:
 def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
     n, tile = cache_sizes(shapes), choose_tile(shapes)
-    shares = math.ceil(max_counted_blocks(shapes) / LEAST_SHARE)
-    ctas = min(tile.ctas_of_sm * device.sm_count, shares)
-    members = team_size(n.K, ctas)
-    teams, ctas = ctas // members, ctas - ctas % members
-    split = ctas > 1 and spec.num_splits != 1 and n.S > tile.keys
-    cluster = cluster_size(spec, shapes, tile, device) if split else 1
-    if cluster > 1:
-        ctas, split = _tiles(shapes) * cluster, False
+    division = divide(spec, shapes, tile, device)
     scratch = ()
-    if split:
+    if division.split:
+        ctas = division.ctas
         scratch = (
             Buffer("partial_out", (2 * ctas, tile.query_rows, tile.value_dim), "float32"),
             Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
             Buffer("split_tiles", (ctas, TILE_BYTES // 4), "int32"),
         )
-    max_parts = spec.num_splits or _ANY_PARTS
-    division: dict[str, Argument] = {"max_parts": max_parts, "least_share": LEAST_SHARE}
-    division |= {"team_size": members, "teams": teams}
-    launches = [_decode(spec, shapes, device, tile, ctas, split, cluster, division)]
+    launches = [_decode(spec, shapes, device, tile, division)]
     if n.U and not appends_itself(shapes):
         launches.insert(0, append(spec, shapes, device))
-    if split:
-        launches.append(_combine(spec, shapes, device, tile, ctas, division))
+    if division.split:
+        launches.append(_combine(spec, shapes, device, tile, division))
     return plan_of(shapes, launches, scratch)
 
 
@@ -278,10 +199,7 @@ def _decode(
     shapes: Shapes,
     device: Device,
     tile: DecodeTile,
-    ctas: int,
-    split: bool,
-    cluster: int,
-    division: Arguments,
+    division: Division,
 ) -> Launch:
     n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
     scale = spec.attention.scale
@@ -304,8 +222,8 @@ def _decode(
             ("CTAS_OF_SM", tile.ctas_of_sm),
             ("PAGED", int(tile.paged)),
             ("BOX", tile.box),
-            ("SPLIT", int(split)),
-            ("CLUSTER", cluster),
+            ("SPLIT", int(division.split)),
+            ("CLUSTER", division.cluster),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
             ("SCORE_MOD", int(spec.attention.score_mod is not None)),
@@ -319,8 +237,8 @@ def _decode(
     slopes = shapes.alibi_slopes
     return launch(
         kernel=kernel,
-        grid=(ctas, 1, 1),
-        cluster=cluster,
+        grid=(division.ctas, 1, 1),
+        cluster=division.cluster,
         block=tile.threads,
         shared_bytes=tile.shared_bytes,
         overlap_previous=True,
@@ -338,11 +256,20 @@ def _decode(
             "slopes": _pointer(shapes, "alibi_slopes"),
             "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
             "sinks": _pointer(shapes, "sinks"),
-            "division": division,
-            **{name: Pointer(name) if split else None for name in _PARTIALS},
+            "division": _division_arguments(division),
+            **{name: Pointer(name) if division.split else None for name in _PARTIALS},
             **user_score_mod.arguments(spec.attention, shapes),
         },
     )
+
+
+def _division_arguments(division: Division) -> Arguments:
+    return {
+        "max_parts": division.most_parts,
+        "least_share": division.least_share,
+        "team_size": division.team_size,
+        "teams": division.teams,
+    }
 
 
 def _are_natural(spec: CacheSpec, shapes: Shapes) -> bool:
@@ -356,8 +283,7 @@ def _combine(
     shapes: Shapes,
     device: Device,
     tile: DecodeTile,
-    ctas: int,
-    division: Arguments,
+    division: Division,
 ) -> Launch:
     """Adds up the partials of tiles that CTAs share."""
     kernel = Kernel(
@@ -375,7 +301,7 @@ def _combine(
     )
     return launch(
         kernel=kernel,
-        grid=(ctas * math.ceil(tile.query_rows / _COMBINE_ROWS), 1, 1),
+        grid=(division.ctas * math.ceil(tile.query_rows / _COMBINE_ROWS), 1, 1),
         block=32 * _COMBINE_ROWS,
         overlap_previous=True,
         arguments={
@@ -383,7 +309,7 @@ def _combine(
             "lse": Pointer("lse"),
             "sinks": _pointer(shapes, "sinks"),
             "shape": shape_arguments(spec, shapes),
-            "division": division,
+            "division": _division_arguments(division),
             **{name: Pointer(name) for name in _PARTIALS},
         },
     )

@@ -4,7 +4,7 @@
 // team of CTAs has an equal share of it, so that lengths may differ as they like. Where a boundary between shares
 // falls inside of a tile, CTAs share the tile (partials.cuh). If a call limits into how many parts a tile is split,
 // boundaries move to the next place where that many equal parts meet. A tile counts as many blocks as it visits, at
-// least one, so that some CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_plan.py).
+// least one, so that some CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
 //
 // A team is adjacent CTAs, as many as a group has key heads. They go through the team's share together, each with one
 // head of the group. A cache has the heads of a key side by side, and memory serves neighbours faster than pieces that
