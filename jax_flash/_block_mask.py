@@ -150,6 +150,10 @@ def create_block_mask(
 
 
 def _lengths(lengths: Any) -> tuple[int, int]:
+    if not isinstance(lengths, tuple | list):
+        raise TypeError(f"lengths must be None or a pair of T and S; got {_validate.short(lengths)}")
+    if len(lengths) != 2:
+        raise ValueError(f"lengths must be None or a pair of T and S; got {_validate.short(lengths)}")
     T, S = (_validate.size(name, n) for name, n in zip("TS", lengths, strict=True))
     return T, S
 

@@ -160,6 +160,8 @@ class PagedKVCache:
         return self.with_arrays(arrays)
 
     def arrays(self) -> CacheArrays:
+        if self.page_table is None:
+            raise TypeError(f"{PAGED_NAMES['page_table']} must be an integer array; got None")
         return CacheArrays(
             *(self.key_pages, self.value_pages, self.lengths, self.page_table),
             *(self.key_descale, self.value_descale),

@@ -163,8 +163,8 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
         return None
     if not lead:
         raise ValueError(f"layer must be None, as {names['key']} holds one layer; got {short(layer)}")
-    given = layer
-    if hasattr(layer, "dtype"):
+    given, is_array = layer, hasattr(layer, "dtype")
+    if is_array:
         layer = _validate.shaped_unconverted("layer", layer, {"()": ()}, "integer")
         value = _validate.known(layer)
     else:
@@ -172,12 +172,13 @@ def _layer(layer: Any, lead: tuple[int, ...], names: Names) -> jax.Array | None:
             value = _validate.integer("layer", layer)
         except TypeError:
             raise TypeError(f"layer must be an integer or an integer array (); got {short(layer)}") from None
-        layer = np.asarray(value)
     if value is not None and not 0 <= value < lead[0]:
         raise ValueError(
             f"layer must be in [0, {lead[0]}), the layers of {names['key']}; "
             f"got {value} ({type(given).__name__})"
         )
+    if not is_array:
+        return jax.device_put(np.int32(value))  # which a transfer guard allows
     return _validate.narrowed(layer, _validate.INT32_MAX, _validate.NO_INDEX)
 
 

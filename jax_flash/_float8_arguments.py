@@ -71,7 +71,7 @@ def quantization(arguments: Any, query: jax.Array) -> tuple[str | None, jax.Arra
             got = _validate.described(key)
             raise ValueError(f'quantization_key goes with quantization="fp8"; without it got {got}')
         return None, None
-    quantization = _validate.one_of("quantization", arguments.quantization, QUANTIZATIONS)
+    quantization = _validate.one_of("quantization", arguments.quantization, QUANTIZATIONS, or_none=True)
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         raise TypeError(
             f'query, key and value must be bfloat16 or float16 with quantization="fp8"; got {query.dtype}'

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash import _settings, _validate
@@ -118,9 +119,7 @@ def rotated(
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     positions = jnp.where(positions < 0, cos.shape[0], positions)
     # (*B, T, 1, R / 2); `fill` gives NaN for positions that are not there.
-    cos, sin = (
-        jnp.take(table.astype(dtype), positions, axis=0, mode="fill")[..., None, :] for table in (cos, sin)
-    )
+    cos, sin = (_rows(table.astype(dtype), positions)[..., None, :] for table in (cos, sin))
     R = 2 * cos.shape[-1]
     pairs = x[..., :R].astype(dtype)
     a, b = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else jnp.split(pairs, 2, axis=-1)
@@ -130,6 +129,16 @@ def rotated(
     else:
         together = jnp.concatenate(turned, axis=-1)
     return jnp.concatenate([together.astype(x.dtype), x[..., R:]], axis=-1)
+
+
+def _rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Rows of a table; NaN for those that it lacks. Explicit mesh axes split them as they split indices."""
+    of_indices, of_table = (jax.typeof(x).sharding for x in (indices, table))
+    sharding = None
+    if any((*of_indices.spec, *of_table.spec)):  # JAX then wants to be told
+        mesh = of_table.mesh if of_indices.mesh.empty else of_indices.mesh
+        sharding = NamedSharding(mesh, PartitionSpec(*of_indices.spec, *of_table.spec[1:]))
+    return table.at[indices].get(mode="fill", out_sharding=sharding)
 
 
 def _positions(shape: tuple[int, ...], first: jax.Array | None, cu_seqlens: jax.Array | None) -> jax.Array:
@@ -144,8 +153,8 @@ def _positions(shape: tuple[int, ...], first: jax.Array | None, cu_seqlens: jax.
         return jnp.where(lead < 0, NO_POSITION, tokens + lead)
     sequence = jnp.searchsorted(cu_seqlens, tokens, side="right") - 1
     sequence = jnp.clip(sequence, 0, max(cu_seqlens.shape[0] - 2, 0))
-    positions = tokens - jnp.take(cu_seqlens, sequence)
+    positions = tokens - _rows(cu_seqlens, sequence)
     if first is None:
         return positions
-    lead = first if first.ndim == 0 else jnp.take(first, sequence)
+    lead = first if first.ndim == 0 else _rows(first, sequence)
     return jnp.where(lead < 0, NO_POSITION, positions + lead)

@@ -211,9 +211,9 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
-    """One of a few words."""
-    expected = " or ".join(f'"{word}"' for word in allowed)
+def one_of(name: str, value: Any, allowed: Sequence[str], *, or_none: bool = False) -> str:
+    """One of a few words. With `or_none`, messages tell that None is allowed too: callers deal with it."""
+    expected = "None or " * or_none + " or ".join(f'"{word}"' for word in allowed)
     if not isinstance(value, str):
         raise TypeError(f"{name} must be {expected}; got {short(value)}")
     if value not in allowed:

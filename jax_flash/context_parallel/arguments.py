@@ -131,7 +131,7 @@ def _exchanged(x: jax.Array, axis_name: Any) -> jax.Array:
 def _kind(load_balance: Any) -> LoadBalance | None:
     if load_balance is None:
         return None
-    _validate.one_of("load_balance", load_balance, KINDS)
+    _validate.one_of("load_balance", load_balance, KINDS, or_none=True)
     return load_balance
 
 

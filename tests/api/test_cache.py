@@ -230,6 +230,7 @@ def paged_with(**fields):
         ({"cache": changed(lengths=jnp.zeros(B))}, TypeError, "cache.lengths must have an integer dtype"),
         ({"cache": paged_with(page_table=jnp.zeros(B, jnp.int32))}, ValueError, "cache.page_table must have"),
         ({"cache": paged_with(page_table=jnp.zeros((B, 2)))}, TypeError, "cache.page_table must have an int"),
+        ({"cache": paged_with(page_table=None)}, TypeError, "cache.page_table must be an int.* got None"),
         ({"cache": paged_with(**dict.fromkeys(("key_pages", "value_pages"), normal(0, 3, 0, K, H)))},
          ValueError, "rows in their pages"),
         ({"query": normal(2, B, 1, N, H, dtype=jnp.bfloat16)}, TypeError, "query must have the dtype of "),

@@ -110,6 +110,16 @@ def test_malformed_arguments(options, error, said):
             ValueError,
             r"lengths must have \(2, 2\) blocks of \(128, 128\)",
         ),
+        (
+            lambda: BlockMask.from_blocks(np.ones((1, 1, 2, 2), bool), lengths=256),
+            TypeError,
+            "lengths must be None or a pair of T and S; got 256",
+        ),
+        (
+            lambda: BlockMask.from_blocks(np.ones((1, 1, 2, 2), bool), lengths=(256,)),
+            ValueError,
+            "lengths must be None or a pair",
+        ),
     ),
 )
 def test_malformed_masks(make, error, said):

@@ -420,7 +420,7 @@ ONES = jnp.ones((2, 2))
         (ValueError, "query_descale goes with arrays of dtype float8_e4m3fn",
          {"query": Q, "key": K_, "value": V_, "query_descale": ONES}),
         (ValueError, "out_dtype goes with", {"query": Q, "key": K_, "value": V_, "out_dtype": "float32"}),
-        (ValueError, 'quantization must be "fp8"; got',
+        (ValueError, 'quantization must be None or "fp8"; got',
          {"query": Q, "key": K_, "value": V_, "quantization": "int8"}),
         (ValueError, "quantization_key goes with", {"quantization_key": jax.random.key(0)}),
         (ValueError, "even head dim; got 5",

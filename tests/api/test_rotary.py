@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import flash_attn
@@ -98,6 +100,42 @@ def test_under_jit_and_vmap_with_traced_offsets():
     rotate = jax.jit(jax.vmap(lambda x, first: jax_flash.apply_rotary(x, *tables(), offsets=first)))
     right = jax_flash.apply_rotary(x, *tables(), offsets=offsets)
     np.testing.assert_allclose(rotate(x, offsets), right, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=str)
+@pytest.mark.parametrize("sharded", ("offsets", "tables", "both"))
+@pytest.mark.parametrize("varlen", (False, True))
+def test_offsets_and_tables_on_a_mesh(varlen, sharded, kind):
+    """They may be sharded along their first axis."""
+    batch = 4
+    x = draw(batch * T, N, H) if varlen else draw(batch, T, N, H)
+    offsets = jnp.array([0, 7, 40, 3], jnp.int32)
+
+    def rotate(x, cos, sin, offsets):
+        if not varlen:
+            return jax_flash.apply_rotary(x, cos, sin, offsets=offsets)
+        starts = np.arange(batch + 1, dtype=np.int32) * T
+        return flash_attn.apply_rotary_emb(
+            x, cos, sin, cu_seqlens=starts, max_seqlen=T, seqlen_offsets=offsets
+        )
+
+    def with_gradients(x, cos, sin, offsets):
+        out, pullback = jax.vjp(lambda *differentiated: rotate(*differentiated, offsets), x, cos, sin)
+        return out, *pullback(jnp.sin(out))
+
+    want = jax.jit(with_gradients)(x, *tables(), offsets)
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    of_x = P(None, "heads") if varlen else P("batch", None, "heads")
+    of_tables = P("batch") if sharded in ("tables", "both") else P()
+    of_offsets = P("batch") if sharded in ("offsets", "both") else P()
+    with jax.set_mesh(mesh):
+        specs = (of_x, of_tables, of_tables, of_offsets)
+        arguments = zip((x, *tables(), offsets), specs, strict=True)
+        got = jax.jit(with_gradients)(
+            *(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arguments)
+        )
+    for found, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_positions_that_the_tables_lack_are_nan_or_raise():

@@ -326,6 +326,11 @@ def _on_caches(normal: Callable[..., jax.Array], integers: Callable[..., jax.Arr
             returns_infinities=True,
         ),
         "cache": StrictCall(attend(), {}, {"query": query, "cache": contiguous} | new | tables | per_head),
+        "cache of layers": StrictCall(
+            attend(layer=1),
+            {},
+            {"query": query, "cache": jax.tree.map(lambda x: jnp.stack([x, x]), contiguous)} | new,
+        ),
         "paged cache": StrictCall(
             attend(local_window_size=(4, 0), logits_soft_cap=3.0),
             {},

@@ -128,7 +128,7 @@ MALFORMED = {
     "axes": (ValueError, "axis_name must be a mesh axis, or", dict(axis_name=("a", "b", AXIS))),
     "equal axes": (ValueError, "axis_name must be a mesh axis, or", dict(axis_name=(AXIS, AXIS))),
     "strategy": (ValueError, 'strategy must be "auto" or "ring" or', dict(strategy="star")),
-    "load_balance": (ValueError, 'load_balance must be "zigzag" or', dict(load_balance="none")),
+    "load_balance": (ValueError, 'load_balance must be None or "zigzag" or', dict(load_balance="none")),
     "odd": (ValueError, "queries of all devices .* 12 tokens: pad them to 16", dict(load_balance="zigzag")),
     "heads": (NotImplementedError, "4 query heads must be divisible by the 8 devices", dict(shards=8)),
     "stripes": (
