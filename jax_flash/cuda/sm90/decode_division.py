@@ -78,7 +78,7 @@ def _blocks(shapes: Shapes, tile: DecodeTile) -> int:
 
 
 def cluster_size(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) -> int:
-    """How many CTAs share each tile in clusters; 1 where partials go through global memory.
+    """How many CTAs of a cluster share each tile; 1 where there are no clusters.
 
     Clusters need no kernel that combines. But parts of a tile are equal, and a CTA that is done early doesn't
     help others. So clusters suit few and short tiles: up to one CTA on each multiprocessor (with two, those
