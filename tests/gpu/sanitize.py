@@ -10,6 +10,7 @@ process for each tool and group, several at once, and reads the verdicts.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -251,6 +252,12 @@ def run_part(case: emulated_case.Case, implementation: str = "cuda"):
             raise RuntimeError(f"results of {case} are not finite")
 
 
+def sharing_tiles(group: str) -> contextlib.AbstractContextManager:
+    """Where CTAs share tiles as the group is there for: in clusters, or through global memory."""
+    sizes = decode_division.CLUSTER_SIZES if group == CLUSTERS else ()
+    return mock.patch.multiple(decode_division, CLUSTER_SIZES=sizes, MOST_WHOLE_BLOCKS=1)
+
+
 def run_on_cache(case: CacheCase, implementation: str = "cuda"):
     """Raises where the call fails, or its output isn't finite. Unused rows of the cache are NaN."""
     attend = functools.partial(decoding.attend, case.spec, (implementation,))
@@ -305,8 +312,7 @@ def main(arguments: list[str]) -> None:
             run_part(case, options.implementation)
         for case in CACHE_GROUPS.get(group, ()):
             print(case, flush=True)
-            sizes = decode_division.CLUSTER_SIZES if group == CLUSTERS else ()
-            with mock.patch.multiple(decode_division, CLUSTER_SIZES=sizes, MOST_WHOLE_BLOCKS=1):
+            with sharing_tiles(group):
                 run_on_cache(case, options.implementation)
         print(group, "done", flush=True)
 

@@ -96,16 +96,17 @@ def test_parts_of_sequences_are_taken(case):
 
 def test_calls_on_caches_load_keys_in_every_way():
     groups = ("decoding", "decoding pages", "decoding 8 bits", sanitize.FUNCTIONS)
-    cases = [case for group in groups for case in sanitize.CACHE_GROUPS[group]]
+    cases = [(group, case) for group in groups for case in sanitize.CACHE_GROUPS[group]]
     tiles, splits, options = set(), set(), set()
-    for case in cases:
+    for group, case in cases:
         operands = shapes_of(Draw(case).operands)
         assert decoding.supports(case.spec, operands, H100) is None
         tile = choose_tile(operands)
         box = "rows" if tile.box == 0 else "block" if tile.box == tile.keys else "pages"
         tiles.add((box, tile.float8))
         assert not prefill_plan.suits(case.spec, operands, H100)
-        kernels = [launch.kernel for launch in plan_decode(case.spec, operands, H100).launches]
+        with sanitize.sharing_tiles(group):
+            kernels = [launch.kernel for launch in plan_decode(case.spec, operands, H100).launches]
         splits |= {dict(kernel.defines)["SPLIT"] for kernel in kernels if kernel.entry == "decode"}
         options |= set(operands.present())
     assert tiles == set(itertools.product(("rows", "block", "pages"), (False, True))) and splits == {0, 1}
