@@ -131,7 +131,7 @@ def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
     "case",
     (
         CacheCase(S=500, B=4, N=4, K=2, T=3, right=0, U=3),
-        CacheCase(S=512, B=70, N=1, K=1, H=8, full=True),  # 8 blocks each
+        CacheCase(S=512, B=70, N=1, K=1, H=8, full=True),  # 4 blocks each
         CacheCase(page=16, S=480, N=6, K=2, H=16, T=5, packed=True, left=40, right=0),
     ),
     ids=str,

@@ -21,7 +21,8 @@ half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode
 sequence among short ones would take long."""
 MOST_WHOLE_BLOCKS = 8
 """Blocks of a tile that one CTA has for itself, at most, where there are no clusters; fewer if blocks are
-larger than `_USUAL_BLOCK_BYTES`. To combine partials takes about as long as to read so many."""
+larger than `_USUAL_BLOCK_BYTES`. A kernel that combines partials takes about as long as a CTA takes for
+so many (docs/tuning/decode.md)."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8

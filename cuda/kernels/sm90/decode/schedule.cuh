@@ -2,7 +2,7 @@
 //
 // The key blocks of all tiles form one sequence: by batch row, group of key heads, tile of rows, and block. Each
 // team of CTAs has an equal share of it, so that lengths may differ as they like. Where a boundary between shares
-// falls inside of a tile, CTAs share the tile (partials.cuh). If a call limits into how many parts a tile is split,
+// falls inside of a tile, CTAs share the tile (partials.cuh). If the plan limits into how many parts a tile is split,
 // boundaries move to the next place where that many equal parts meet. A tile counts as many blocks as it visits, at
 // least one, so that some CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
 //
