@@ -26,7 +26,7 @@ def results_of(case, operands, emulator, multiprocessors, resident):
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan, arrays, seed_of((case, multiprocessors, resident)), resident)
     for name in ("key", "value"):
-        results.setdefault(f"{name}_after", arrays[name])
+        results.setdefault(f"{name}_after", arrays.get(name))
     return results
 
 
@@ -74,6 +74,15 @@ CASES = (
     CacheCase(T=3, S=150, score_mod=True, soft_cap=2.0, alibi="BN", sinks=True, dtype="float16"),
     CacheCase(T=130, U=130, right=0, S=300, mask_mod=True, alibi="1N", left_padding=True),
     CacheCase(T=70, U=70, S=200, score_mod=True, mask_mod=True, soft_cap=2.0, sinks=True, layers=2),
+    CacheCase(T=150, U=150, right=0, S=400, page=16, N=4, K=1, H=128),
+    CacheCase(T=130, S=700, page=8, shares_pages=True, H=64),
+    CacheCase(T=200, U=200, right=0, S=600, page=64, B=2, N=2, K=2, H=72, V=48, layers=3, dtype="float16"),
+    CacheCase(T=130, U=30, right=0, left=150, S=900, page=24, H=96, left_padding=True, soft_cap=3.0),
+    CacheCase(T=90, U=90, right=0, S=800, page=256, H=256, N=2, K=1, rotary=64, sinks=True),
+    CacheCase(T=100, U=100, right=0, S=500, page=32, interleaved=True, H=64, V=64, alibi="1N"),
+    CacheCase(T=129, S=500, page=16, left=20, right=-7, U=3, N=2, K=1, H=192),
+    CacheCase(T=100, U=100, right=0, S=500, page=16, score_mod=True, H=128, left=300, layers=2),
+    CacheCase(T=65, U=65, S=300, page=512, mask_mod=True, left_padding=True),
 )
 
 
@@ -93,6 +102,40 @@ def test_lengths(length, emulator):
         x[np.isnan(x)] = 1
         x[0, length:] = x[1, 320 - length :] = np.nan
     run(case, emulator, 3, 2, operands)
+
+
+@pytest.mark.parametrize("length", (1, 15, 16, 128, 200, 256, 319))
+def test_lengths_in_pages(length, emulator):
+    """Blocks begin where pages do, and the last page may end behind the sequence."""
+    case = CacheCase(T=130, right=0, S=320, page=16, B=2, N=2, K=1, H=128, shares_pages=True)
+    operands = Draw(case).operands
+    table = np.random.default_rng(seed_of(length)).permutation(20)
+    operands.lengths[:] = length, length // 2  # the second one is a prefix of the first
+    operands.page_table[:] = np.where(np.arange(20) < -(-length // 16), table, -7)
+    for x in (operands.key, operands.value):
+        x[:] = np.nan
+        keys = np.random.default_rng(seed_of((length, x is operands.key))).normal(size=(length, *x.shape[2:]))
+        for key, row in enumerate(keys):
+            x[table[key // 16], key % 16] = row
+    # The keys that the first sequence has more are not clean for the second: they are NaN.
+    run(case, emulator, 3, 2, operands)
+
+
+@pytest.mark.parametrize("right", (None, 0))
+def test_missing_pages(right, emulator):
+    """Keys on pages that the cache lacks are hidden from all rows, wherever they are."""
+    case = CacheCase(T=130, right=right, S=640, page=16, B=3, N=2, K=1, H=64, shares_pages=True, full=True)
+    operands = Draw(case).operands
+    pages = len(operands.key)
+    operands.page_table[0] = np.arange(40) % pages
+    operands.page_table[0, [0, 7, 8, 21, 39]] = -1, pages, 2**31 - 1, -(2**31), pages
+    operands.page_table[1] = -1
+    operands.page_table[2] = np.arange(40) % pages
+    for x in (operands.key, operands.value):
+        x[np.isnan(x)] = 1
+    results = run(case, emulator, 3, 2, operands)
+    assert np.isfinite(results["lse"][[0, 2]]).all()
+    assert not results["out"][1].any() and np.isneginf(results["lse"][1]).all()
 
 
 def spoil_hidden_keys(case, operands):
@@ -122,9 +165,10 @@ def test_unused_memory_does_not_matter(size, is_padded, emulator):
         np.testing.assert_array_equal(poisoned[name], clean[name])
 
 
+@pytest.mark.parametrize("page", (None, 16))
 @pytest.mark.parametrize("layer", (-1, 2))
-def test_a_layer_that_is_not_there(layer, emulator):
-    case = CacheCase(T=70, U=2, S=144, layers=2)
+def test_a_layer_that_is_not_there(layer, page, emulator):
+    case = CacheCase(T=70, U=2, S=144, layers=2, page=page)
     operands = Draw(case).operands.replace(layer=np.int32(layer))
     results = run(case, emulator, 2, 2, operands)
     assert not results["out"].any() and np.isneginf(results["lse"]).all()
@@ -154,6 +198,7 @@ def drawn(index: int) -> CacheCase:
     head_dim = one_of(8, 64, 64, 72, 96, 128, 128, 256)
     positions = one_of("own", "own", "appended", "first")
     queries = one_of(64, 70, 128, 150, 200)
+    page = one_of(None, 8, 16, 24, 64, 256)
     # Queries before the first key are rotated by NaN, and must see nothing.
     right = 0 if rotary and positions == "own" else one_of(None, 0, 0, 5, -2)
     return CacheCase(
@@ -167,7 +212,8 @@ def drawn(index: int) -> CacheCase:
         V=one_of(None, None, None, 24, 256),
         dtype=one_of("bfloat16", "float16"),
         layers=one_of(None, None, 2),
-        batch_index=bool(random.integers(3) == 0),
+        page=page,
+        batch_index=page is None and bool(random.integers(3) == 0),
         left_padding=bool(random.integers(3) == 0),
         rotary=head_dim if rotary == "all" else rotary and min(rotary, head_dim),
         rotary_interleaved=bool(random.integers(2)),

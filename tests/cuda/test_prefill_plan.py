@@ -33,6 +33,7 @@ def call(
     K=8,
     U=None,
     layers=None,
+    page=None,
     rotary=0,
     soft_cap=None,
     left=None,
@@ -42,8 +43,10 @@ def call(
     score_mod=False,
 ) -> tuple[CacheSpec, CacheOperands]:
     V, U = V or H, T if U is None else U
-    rows = (B + 3, S) if layers is None else (layers, B + 3, S)
-    optional = {} if layers is None else {"layer": array(dtype="int32")}
+    rows = (B + 3, S) if page is None else (B * S // page + 3, page)
+    optional = {} if page is None else {"page_table": array(B, S // page, dtype="int32")}
+    if layers is not None:
+        rows, optional = (layers, *rows), optional | {"layer": array(dtype="int32")}
     if U:
         optional |= {"new_key": array(B, U, K, H, dtype=dtype), "new_value": array(B, U, K, V, dtype=dtype)}
     if rotary:
@@ -109,6 +112,14 @@ CALLS = (
     {"T": 256, "B": 8, "score_mod": True},
     {"H": 64, "left": 1000, "operands": ("sinks", "left_padding"), "score_mod": True},
     {"H": 256, "soft_cap": 50.0, "operands": ("alibi_slopes",), "dtype": "float16", "score_mod": True},
+    {"page": 16},
+    {"page": 64, "T": 2048, "S": 32768, "rotary": 1, "layers": 32},
+    {"page": 256, "H": 64, "left": 1000, "operands": ("sinks",)},
+    {"page": 8, "H": 96, "V": 80, "dtype": "float16", "U": 0},
+    {"page": 16, "H": 128, "soft_cap": 30.0, "left": 100, "operands": ("alibi_slopes", "sinks", "left_padding")},
+    {"page": 128, "H": 192, "V": 128},
+    {"page": 16, "H": 256, "right": None},
+    {"page": 16, "T": 256, "B": 8, "score_mod": True},
 )
 IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
 
@@ -138,7 +149,8 @@ def test_caches_are_updated_in_place_and_never_copied(options):
         for argument in launch.arguments
         if isinstance(argument, Pointer | TensorMap) and argument.buffer.split("_")[0] in ("key", "value")
     }
-    assert read == {"key_places", *(("key_after", "value_after") if appends else ("key", "value"))}
+    caches = ("key_after", "value_after") if appends else ("key", "value")
+    assert read == {"key_places", *caches}
     maps = made.launches[-1].by_path
     for name in ("key", "value"):
         *rows, S, K, H = getattr(operands, name).shape
@@ -156,7 +168,7 @@ def test_scratch_memory_is_bounded(options):
     given = {"out", "lse", "key_after", "value_after", "rotated_query"}
     scratch = sum(b.bytes for b in made.results if b.name not in given)
     B, T, N, _ = operands.query.shape
-    assert scratch <= B * (T * 4 + 8 + 16 * (T + 256) * min(N, 64)) + 4
+    assert scratch <= B * (T * 4 + 16 + 16 * (T + 256) * min(N, 64)) + 4
 
 
 # Which calls get one.
@@ -189,14 +201,28 @@ def test_few_queries_run_in_the_decode_kernel(options):
     assert main_kernel(*call(**options)) == "decode"
 
 
-def test_pages_and_packed_queries_run_in_the_decode_kernel():
+@pytest.mark.parametrize("page", (1, 4, 20, 36))
+def test_pages_of_part_of_an_atom_run_in_the_decode_kernel(page):
     spec, operands = call(U=0)
-    rows = array(1024, 128, 8, 128)
-    paged = operands.replace(key=rows, value=rows, page_table=array(1, 128, dtype="int32"))
+    rows = array(1024, page, 8, 128)
+    paged = operands.replace(key=rows, value=rows, page_table=array(1, 512, dtype="int32"))
+    assert decoding.supports(spec, paged, H100) is None
+    assert main_kernel(spec, paged) == "decode"
+
+
+def test_packed_queries_run_in_the_decode_kernel():
+    spec, operands = call(U=0)
     packed = operands.replace(query_offsets=array(2, dtype="int32"))
-    for shapes in (paged, packed):
-        assert decoding.supports(spec, shapes, H100) is None
-        assert main_kernel(spec, shapes) == "decode"
+    assert decoding.supports(spec, packed, H100) is None
+    assert main_kernel(spec, packed) == "decode"
+
+
+@pytest.mark.parametrize(("page", "H", "box"), [(16, 128, 16), (24, 128, 8), (64, 256, 64), (256, 192, 32)])
+def test_boxes_are_on_one_page_and_in_one_block(page, H, box):
+    maps = plan(page=page, H=H, U=0, S=48 * 256).launches[-1].by_path
+    for name in ("maps.key", "maps.value"):
+        found = maps[name]
+        assert isinstance(found, TensorMap) and found.box == (64, 1, box, 1) and found.sizes[2] == page
 
 
 def test_smaller_devices_need_fewer_tiles():
@@ -209,6 +235,9 @@ def test_describe():
     assert decoding.describe(*call(), H100) == (
         "sm_90 forward kernel on the cache for head dim 128: tiles of 128 rows (queries × 1 heads) × "
         "128 keys, 2 stages"
+    )
+    assert "forward kernel on the cache in pages of 16 for head dim 128" in decoding.describe(
+        *call(page=16), H100
     )
     assert "decode kernel" in decoding.describe(*call(T=1), H100)
 
@@ -241,6 +270,7 @@ def of_source(kernel: Kernel) -> set:
         "ROTARY",
         "CACHE",
         "HIDDEN_VALUES",
+        "BOX",
         "SOFT_CAP",
         "ALIBI",
         "SINKS",
@@ -273,6 +303,7 @@ def test_compiles_without_warnings_or_more_spills_than_without_a_cache(kernel):
         assert kernel.entry == "forward" and changed, log
         # Beside a user's function, where the cache's keys are takes a few registers more.
         more = 32 if defines["SCORE_MOD"] else 0
-        assert spilled(log) <= spilled(log_of(kernel, CACHE=0, HIDDEN_VALUES=0)) + more, log
+        without = {"CACHE": 0, "HIDDEN_VALUES": 0, "PAGE": 0}
+        assert spilled(log) <= spilled(log_of(kernel, **without)) + more, log
     (registers,) = re.findall(r"Used (\d+) registers", log)
     assert int(registers) * LAUNCHES[kernel].block <= 65536

@@ -79,13 +79,35 @@ _PARAMETERS = struct(
     key_places="const KeyPlace*",  # (B), if K and V are a cache; see cuda/kernels/common/key_place.cuh
 )
 
+_PAGE_TABLE = struct(  # a further field, for a cache in pages (cuda/kernels/sm90/forward/pages.cuh)
+    "PageTable",
+    pages="const int*",  # (B, row_pages)
+    row_pages="int32_t",  # pages that a batch row may have
+    cache_pages="int32_t",  # pages of the cache, or of a layer of it
+    head_step="int32_t",  # 2 if pages hold keys and values, whose heads alternate; 1 elsewhere
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """The pages of a cache: batch rows have those that a table says."""
+
+    table: Buffer  # (B, pages of a batch row)
+    keys: int  # of a page
+    count: int  # of the cache, or of a layer of it
+    hold_both: bool  # keys and values, whose heads alternate
+
+    def box(self, block: int) -> int:
+        """Keys that one TMA copy loads of blocks of so many keys: those of one page, and of one block."""
+        return math.gcd(self.keys, block)
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """The arrays that the kernel loads by TMA.
 
     In a cache, batch rows of the call attend to those rows of `key` and `value` that `key_places` says, a
-    buffer of the plan.
+    buffer of the plan. With pages, rows are pages, and `key_places` says where those of the layer begin.
     """
 
     query: Buffer  # (B, T, N, H)
@@ -93,6 +115,7 @@ class Loaded:
     value: Buffer
     in_cache: bool = False
     has_hidden_values: bool = False  # values of keys before the first visible one may be NaN
+    pages: "Pages | None" = None
 
 
 def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
@@ -209,14 +232,35 @@ def _kernel(
             *block_mask.defines(spec),
             ("CACHE", int(loaded.in_cache)),
             ("HIDDEN_VALUES", int(loaded.has_hidden_values)),
+            ("PAGE", loaded.pages.keys if loaded.pages else 0),
+            ("BOX", _box(loaded, tile)),
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
         parameters=_PARAMETERS.replace(
-            score=score_mod.parameters(spec), **block_mask.parameters(spec, shapes)
+            score=score_mod.parameters(spec),
+            **block_mask.parameters(spec, shapes),
+            **({"page_table": _PAGE_TABLE} if loaded.pages else {}),
         ),
         headers=(*user_score_mod.headers(spec, False, in_units), *block_mask.headers(spec, shapes)),
     )
+
+
+def _box(loaded: Loaded, tile: ForwardTile) -> int:
+    """Keys that one TMA copy loads."""
+    return loaded.pages.box(tile.keys) if loaded.pages else tile.keys
+
+
+def _page_arguments(pages: Pages | None) -> Arguments:
+    if pages is None:
+        return {}
+    table = {
+        "pages": Pointer(pages.table.name),
+        "row_pages": pages.table.shape[1],
+        "cache_pages": pages.count,
+        "head_step": 1 + pages.hold_both,
+    }
+    return {"page_table": table}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,7 +392,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
         scratch, zeroed = (partials, arrived), ("arrived",)
     if requirements.isolates:
         scratch = (*scratch, next_repeat)
-    value_map = rows_map(loaded.value, tile.keys)
+    value_map = rows_map(loaded.value, _box(loaded, tile))
     if requirements.fp8:
         assert tile.keys == float8.keys_of_block(requirements.value_dim)
         value_map = float8.value_map(loaded.value)
@@ -361,7 +405,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
         arguments={
             "maps": {
                 "query": rows_map(loaded.query, tile.rows, chosen.pack_gqa),
-                "key": rows_map(loaded.key, tile.keys),
+                "key": rows_map(loaded.key, _box(loaded, tile)),
                 "value": value_map,
             },
             "tile_blocks": math.ceil(n.S / tile.keys),
@@ -370,6 +414,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
             **block_mask.arguments(spec, shapes, block_grid(spec, shapes)),
             "descales": {name: _descale(shapes, name) for name in ("query", "key", "value")},
             "key_places": Pointer("key_places") if loaded.in_cache else None,
+            **_page_arguments(loaded.pages),
         },
     )
     return Attention(main, scratch, zeroed)

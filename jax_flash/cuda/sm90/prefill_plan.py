@@ -4,7 +4,7 @@ The decode kernel's tiles have up to 64 rows, and each reads the cache again. Wi
 by L2, and by how few products a block takes part in. The forward kernel has larger tiles, whose steps
 overlap. It reads the cache where it lies: lengths and window become mask metadata, and `key_places` says
 which row of the cache a batch row attends to. The kernel before it computes both
-(cuda/kernels/sm90/prefill/preprocess.cu).
+(cuda/kernels/sm90/prefill/preprocess.cu). Pages it loads one by one (cuda/kernels/sm90/forward/pages.cuh).
 """
 
 import math
@@ -19,7 +19,7 @@ from jax_flash.cuda import mask_metadata
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import decode_plan, forward_plan
-from jax_flash.cuda.sm90.forward_plan import Configuration, Loaded
+from jax_flash.cuda.sm90.forward_plan import Configuration, Loaded, Pages
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
@@ -39,6 +39,9 @@ _PREPROCESS_PARAMETERS = struct(
 
 _THREADS = 128
 
+_PAGE_MULTIPLE = 8
+"""Keys of an atom of the shared-memory swizzle, of which what TMA copies from a page has whole ones."""
+
 _LEAST_QUERIES = 64
 """Of each sequence. A step of decoding has fewer, even if it speculates."""
 
@@ -51,12 +54,12 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
     half as fast. Where this rule should draw the line was not measured.
 
-    It takes no pages, of which any may be missing, no packed queries, whose tiles would have keys of several
-    sequences, and no cache in 8 bits beside queries in 16.
+    It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, no packed queries, whose tiles would
+    have keys of several sequences, and no cache in 8 bits beside queries in 16.
     """
-    if shapes.page_table is not None or shapes.query_offsets is not None or is_float8(shapes.key.dtype):
-        return False
     n = cache_sizes(shapes)
+    if (n.page or 0) % _PAGE_MULTIPLE or shapes.query_offsets is not None or is_float8(shapes.key.dtype):
+        return False
     chosen = _configuration(spec, shapes)
     tiles = math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) * (n.N // chosen.pack_gqa) * n.B
     computed = max(tiles, device.sm_count) * chosen.tile.rows
@@ -68,8 +71,9 @@ def describe(spec: CacheSpec, shapes: Shapes) -> str:
     n, chosen = cache_sizes(shapes), _configuration(spec, shapes)
     tile = chosen.tile
     dims = f"head dim {n.H}" if n.H == n.V else f"head dims {n.H} of keys and {n.V} of values"
+    pages = f" in pages of {n.page}" if n.page else ""
     return (
-        f"sm_90 forward kernel on the cache for {dims}: tiles of {tile.rows} rows (queries × "
+        f"sm_90 forward kernel on the cache{pages} for {dims}: tiles of {tile.rows} rows (queries × "
         f"{chosen.pack_gqa} heads) × {tile.keys} keys, {tile.stages} stages"
     )
 
@@ -90,12 +94,13 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             in_cache=True,
             has_hidden_values=shapes.left_padding is not None
             or decode_plan.window_of(spec, n).left is not None,
+            pages=_pages(shapes),
         ),
     )
     metadata = forward_plan.metadata_buffers(spec.attention, attention_shapes)
     scratch = (
         *((query,) if rotates else ()),
-        Buffer("key_places", (n.B, 2), "int32"),
+        Buffer("key_places", (n.B, 4), "int32"),
         *metadata,
         *attention.scratch,
     )
@@ -122,6 +127,7 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, written: tuple[
             ("ROTARY", pairs),
             ("PACK_GQA", chosen.pack_gqa),
             ("BLOCK_KEYS", chosen.tile.keys),
+            ("PAGE", n.page or 0),
         ),
         parameters=_PREPROCESS_PARAMETERS,
     )
@@ -169,5 +175,14 @@ def _attention_shapes(shapes: Shapes) -> Operands[jax.ShapeDtypeStruct]:
 
 def _flat(shapes: Shapes, name: str) -> Buffer:
     """The cache of keys, or of values, without an axis for layers."""
-    *rows, S, K, H = getattr(shapes, name).shape
-    return Buffer(decode_plan.cache_buffer(shapes, name), (math.prod(rows), S, K, H), shapes.key.dtype.name)
+    array = shapes.key if shapes.value is None else getattr(shapes, name)
+    *rows, S, K, H = array.shape
+    return Buffer(decode_plan.cache_buffer(shapes, name), (math.prod(rows), S, K, H), array.dtype.name)
+
+
+def _pages(shapes: Shapes) -> Pages | None:
+    if shapes.page_table is None:
+        return None
+    *_, count, keys, _, _ = shapes.key.shape
+    table = Buffer("page_table", shapes.page_table.shape, shapes.page_table.dtype.name)
+    return Pages(table, keys, count, hold_both=shapes.value is None)

@@ -19,6 +19,7 @@
 #include "sm90/forward/hidden_values.cuh"
 #include "sm90/forward/repeat.cuh"
 #include "sm90/forward/out_sums.cuh"
+#include "sm90/forward/pages.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/split_kv.cuh"
 #include "sm90/forward/store.cuh"
@@ -128,6 +129,7 @@ struct ConsumerCall {
     const SplitKV& split_kv;
     const ScoreOperands& score_operands;
     const Sinks sinks;
+    const KeyPlace* const key_places;  // of each batch row, if K and V are a cache
     const Dropout& dropout;
     const float scale_log2;    // factor of scores in the exponent of 2; 1 where they are logits
     const Descales& descales;  // of e4m3 operands
@@ -187,6 +189,12 @@ struct TileConsumer {
 
     __device__ __forceinline__ void attend() {
         first_block();
+        if constexpr (Traits::paged) {
+            // Behind the sequence's last key its last page may hold anything.
+            mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
+            const int used = call.key_places[tile.batch].end - block * Traits::keys;
+            clean_hidden_values(call.shared, rings.value.stage, used, Traits::keys);
+        }
         --block;
         if constexpr (Traits::has_right || Traits::block_mask) {
 #pragma unroll 1
@@ -203,7 +211,7 @@ struct TileConsumer {
             mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
             // The tile's first row is the first to see any key.
             const int begin = call.shared.row_keys(rings.query.stage)[0].begin;
-            clean_hidden_values(call.shared, rings.value.stage, begin - blocks.first * Traits::keys);
+            clean_hidden_values(call.shared, rings.value.stage, 0, begin - blocks.first * Traits::keys);
         }
         release_query(call, rings, lane);
         issue_early_pv();
@@ -288,7 +296,7 @@ struct TileConsumer {
         }
         apply_score_mod(scores, call.score_operands, tile, row, first_key, call.shape);
         if (partial) {
-            constexpr bool both = Traits::segments || Traits::block_mask;
+            constexpr bool both = Traits::segments || Traits::block_mask || Traits::paged;
             const bool right = both || block >= blocks.full_end;
             const bool left = both || block < blocks.full_begin;
             constexpr bool by_position =
@@ -300,6 +308,9 @@ struct TileConsumer {
             if (Traits::block_mask && block >= blocks.full_end) {
                 mask_by_function(scores, tile, row, first_key, call.shape);
             }
+#if PAGE
+            mask_missing_pages(scores, call.shape.page_table, tile.batch, first_key);
+#endif
         }
     }
 

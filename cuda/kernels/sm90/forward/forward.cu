@@ -22,6 +22,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
 #if BLOCK_MASK
                       parameters.block_mask,
 #endif
+#if PAGE
+                      parameters.page_table,
+#endif
     };
     const SplitKV split_kv{parameters.whole_tiles, parameters.split_ctas, parameters.split_tiles,
                            parameters.tile_blocks};
@@ -76,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                  split_kv,
                  score_operands,
                  {parameters.sinks, parameters.sinks_stride},
+                 parameters.key_places,
                  dropout,
                  softmax_scale,
                  parameters.descales});

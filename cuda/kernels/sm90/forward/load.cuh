@@ -6,6 +6,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/forward/pages.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
 // One copy for each panel. `barrier` expects the bytes of all of them, and `more_bytes` of other copies.
@@ -44,7 +45,7 @@ struct LoadCall {
 // Where the keys of a batch row are. A cache's place is read for each block: kept for a tile, it would change how ptxas
 // allocates the registers of kernels without a cache.
 __device__ __forceinline__ KeyPlace key_place(const LoadCall& call, int batch) {
-    if constexpr (!Traits::cache) return {batch, 0};
+    if constexpr (!Traits::cache) return {batch, 0, 0, 0};
     return call.key_places[batch];
 }
 
@@ -72,14 +73,34 @@ __device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, c
     rings.query.advance();
 }
 
+enum Which : int { key_block = 0, value_block = 1 };
+
+// Loads K or V of a block of a batch row. `full` expects its bytes, and `more_bytes` of other copies.
+template <Which which>
+__device__ __forceinline__ void load_block(const LoadCall& call, uint32_t destination, uint32_t full,
+                                           const KeyPlace& place, int batch, int key_head, int block,
+                                           int more_bytes = 0) {
+    constexpr int panels = which == value_block ? Traits::value_panels : Traits::key_panels;
+    const TensorMap& map = which == value_block ? call.maps.value : call.maps.key;
+    const int first_key = place.first_key + block * Traits::keys;
+#if PAGE
+    const PageTable& table = call.shape.page_table;
+    // Pages that hold both alternate them.
+    const int head = key_head * table.head_step + which * (table.head_step - 1);
+    load_pages(destination, map, full, panels, table, place.row, batch, head, first_key);
+#else
+    load_panels(destination, map, full, panels, Traits::keys, key_head, first_key, place.row, more_bytes);
+#endif
+}
+
 // Loads K of a block, and the dropout hashes of its keys, into the stages that are next. They complete on `full`.
 __device__ __forceinline__ void load_key(const LoadCall& call, const Rings& rings, int batch, int key_head,
                                          int block, uint32_t full) {
     const SharedMemory& shared = call.shared;
     const KeyPlace place = key_place(call, batch);
     mbarrier::wait(shared.key_empty(rings.key.stage), rings.key.parity ^ 1);
-    load_panels(shared.key_block(rings.key.stage), call.maps.key, full, Traits::key_panels, Traits::keys, key_head,
-                place.first_key + block * Traits::keys, place.row, Traits::hash_bytes);
+    load_block<key_block>(call, shared.key_block(rings.key.stage), full, place, batch, key_head, block,
+                            Traits::hash_bytes);
     if constexpr (Traits::dropout) {
         const int blocks = ceil_div(call.shape.keys, Traits::keys);
         const int64_t hashes = (static_cast<int64_t>(batch) * blocks + block) * Traits::keys;
@@ -99,8 +120,7 @@ __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& ri
         const int head = batch * (call.shape.query_heads / call.shape.group) + key_head;
         tma::load(shared.value_block(rings.value.stage), call.maps.value, full, 0, 0, block, head);
     } else {
-        load_panels(shared.value_block(rings.value.stage), call.maps.value, full, Traits::value_panels, Traits::keys,
-                    key_head, place.first_key + block * Traits::keys, place.row);
+        load_block<value_block>(call, shared.value_block(rings.value.stage), full, place, batch, key_head, block);
     }
 }
 

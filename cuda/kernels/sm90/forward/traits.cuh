@@ -22,6 +22,8 @@
 //   SEGMENTS       1: besides, rows see only keys of their own segment
 //   CACHE          1: K and V are a key-value cache, and KeyPlace says where a batch row's keys are
 //   HIDDEN_VALUES  1: CACHE, and values of keys before a tile's first visible one may be NaN (hidden_values.cuh)
+//   PAGE           CACHE, in pages of so many keys (pages.cuh); 0: it has no pages
+//   BOX            with pages, keys that one TMA copy loads
 //   SHARED_BYTES   dynamic shared memory of the launch
 // and those of common/score_mod.cuh, common/block_mask.cuh and common/dropout.cuh.
 #pragma once
@@ -59,6 +61,7 @@ struct Traits {
     static constexpr bool block_mask = BLOCK_MASK > 0;
     static constexpr bool cache = CACHE;
     static constexpr bool hidden_values = HIDDEN_VALUES;
+    static constexpr bool paged = PAGE > 0;
     static constexpr bool has_left = HAS_LEFT || mask_metadata;  // sides that may hide keys
     static constexpr bool has_right = HAS_RIGHT || mask_metadata;
     static constexpr int score_sign = SCORE_SIGN;
@@ -119,6 +122,7 @@ struct Traits {
     static_assert(rows % pack_gqa == 0, "all heads of a query are in one tile");
     static_assert(!cache || (mask_metadata && !dropout), "a cache's lengths are data; hashes are of batch rows");
     static_assert(cache || !hidden_values, "only the metadata of caches says where a tile's keys begin");
+    static_assert(cache || !paged, "only caches have pages");
 };
 
 // A tile of rows, and the key blocks [first, last) that it visits. It is skipped if there are none.
@@ -251,5 +255,8 @@ struct Shape {
     MaskMetadata mask_metadata;
 #if BLOCK_MASK
     BlockMask block_mask;
+#endif
+#if PAGE
+    PageTable page_table;
 #endif
 };

@@ -1,9 +1,11 @@
 // Runs before the forward kernel if that attends to a key-value cache. Computes the mask metadata from the lengths,
 // finds where each sequence's keys are, rotates the queries, and sets to 0 what the forward kernel counts in.
 //
-// Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key.
+// Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key. With
+// pages, blocks begin where pages do.
 //
-// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; BLOCK_KEYS, the forward kernel's KEYS; PACK_GQA, as there.
+// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; BLOCK_KEYS, the forward kernel's KEYS; PACK_GQA and PAGE, as
+// there.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
@@ -18,8 +20,22 @@ constexpr int chunk_elements = 16 / sizeof(Element);
 
 // The key that block 0 starts at.
 __device__ __forceinline__ int first_key_of(const Sequence& sequence) {
+    if (PAGE) return 0;
     return sequence.length - ceil_div(sequence.length, BLOCK_KEYS) * BLOCK_KEYS;
 }
+
+#if PAGE
+// Whether the cache lacks some page of the blocks `visited`, asked by a warp.
+__device__ __forceinline__ bool misses_page(const Shape& shape, int batch, Interval visited) {
+    const int begin = visited.begin * BLOCK_KEYS, end = min(visited.end * BLOCK_KEYS, shape.capacity);
+    bool misses = false;
+#pragma unroll 4
+    for (int key = begin + PAGE * (threadIdx.x % 32); key < end; key += 32 * PAGE) {
+        misses |= row_on_page(shape, page_of(shape, batch, key), key) == no_row;
+    }
+    return __any_sync(all_lanes, misses);
+}
+#endif
 
 // Mask metadata of a group of rows, by a warp. See FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py.
 __device__ __forceinline__ void write_group(const Parameters& parameters, int64_t index) {
@@ -49,7 +65,11 @@ __device__ __forceinline__ void write_group(const Parameters& parameters, int64_
         parameters.row_keys[index * group_rows + row] = keys;
     }
     extent.reduce();
-    const Interval visited = extent.visited_blocks(BLOCK_KEYS), full = extent.full_blocks(BLOCK_KEYS);
+    const Interval visited = extent.visited_blocks(BLOCK_KEYS);
+    Interval full = extent.full_blocks(BLOCK_KEYS);
+#if PAGE
+    if (misses_page(shape, batch, visited)) full = {visited.begin, visited.begin};
+#endif
     if (lane == 0) parameters.group_blocks[index] = {visited.begin, visited.end, full.begin, full.end};
 }
 
@@ -78,8 +98,9 @@ extern "C" __global__ void __launch_bounds__(threads)
 #pragma unroll 1
     for (int64_t batch = first; batch < shape.batch; batch += stride) {
         const Sequence sequence = sequence_at(shape, static_cast<int>(batch));
-        const int row = sequence.is_there ? layer_of(shape) * shape.cache_rows + sequence.cache_row : 0;
-        parameters.key_places[batch] = {row, first_key_of(sequence)};
+        const int row = layer_of(shape) * shape.cache_rows + (PAGE ? 0 : sequence.cache_row);
+        const int first_key = first_key_of(sequence);
+        parameters.key_places[batch] = {sequence.is_there ? row : 0, first_key, sequence.length - first_key, 0};
     }
     const int64_t groups = static_cast<int64_t>(shape.batch) * parameters.groups;
 #pragma unroll 1
