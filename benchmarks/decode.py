@@ -15,7 +15,8 @@ kernel reads half as many bytes and writes them: its time is that of the call at
   speculative  four and eight queries of each sequence beside one
   8 bits       full caches in e4m3, beside queries in bfloat16
   append       a new key of each sequence, and rotary embeddings, beside attention alone
-  prefill      chunks of prompts, 256 to 2048 queries, beside `flash_attention` to the same keys, in TFLOP/s
+  prefill      chunks of prompts, 256 to 2048 queries, without and with pages, beside `flash_attention` to the
+               same keys, in TFLOP/s
                JAX has no cuDNN for them: its causal attention is aligned to the first key
 
 Ratios are of rates by kernel time: `to_best_peer`, `to_cudnn`, `to_copy`, and `to_base`, the case's first

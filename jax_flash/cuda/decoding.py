@@ -61,9 +61,9 @@ def from_positions(
 ) -> tuple[CacheSpec, CacheOperands]:
     """The same call with a score_mod of the forward kernel's indices, in place of one of positions.
 
-    That kernel counts queries from 0, and keys so that the last block ends with the sequence's last key,
-    without pages (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array, `(B, 2)`, has what is added to both.
-    The decode kernel takes positions.
+    That kernel counts queries from 0, and keys so that the last block ends with the sequence's last key, or,
+    with pages, from 0 too (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array, `(B, 2)`, has
+    what is added to both. The decode kernel takes positions.
     """
     function, lengths = spec.attention.score_mod, _cache_rows.lengths_after(operands)
     assert function is not None

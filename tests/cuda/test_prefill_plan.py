@@ -116,7 +116,13 @@ CALLS = (
     {"page": 64, "T": 2048, "S": 32768, "rotary": 1, "layers": 32},
     {"page": 256, "H": 64, "left": 1000, "operands": ("sinks",)},
     {"page": 8, "H": 96, "V": 80, "dtype": "float16", "U": 0},
-    {"page": 16, "H": 128, "soft_cap": 30.0, "left": 100, "operands": ("alibi_slopes", "sinks", "left_padding")},
+    {
+        "page": 16,
+        "H": 128,
+        "soft_cap": 30.0,
+        "left": 100,
+        "operands": ("alibi_slopes", "sinks", "left_padding"),
+    },
     {"page": 128, "H": 192, "V": 128},
     {"page": 16, "H": 256, "right": None},
     {"page": 16, "T": 256, "B": 8, "score_mod": True},
@@ -155,7 +161,8 @@ def test_caches_are_updated_in_place_and_never_copied(options):
     for name in ("key", "value"):
         *rows, S, K, H = getattr(operands, name).shape
         found = maps[f"maps.{name}"]
-        assert isinstance(found, TensorMap) and found.sizes == (H, K, S, math.prod(rows))
+        rows = (math.prod(rows),) if operands.page_table is None else (rows[-1], math.prod(rows[:-1]))
+        assert isinstance(found, TensorMap) and found.sizes == (H, K, S, *rows)
     query = maps["maps.query"]
     rotates = operands.rotary_cos is not None
     assert isinstance(query, TensorMap) and query.buffer == ("rotated_query" if rotates else "query")
@@ -222,7 +229,7 @@ def test_boxes_are_on_one_page_and_in_one_block(page, H, box):
     maps = plan(page=page, H=H, U=0, S=48 * 256).launches[-1].by_path
     for name in ("maps.key", "maps.value"):
         found = maps[name]
-        assert isinstance(found, TensorMap) and found.box == (64, 1, box, 1) and found.sizes[2] == page
+        assert isinstance(found, TensorMap) and found.box == (64, 1, box, 1, 1) and found.sizes[2] == page
 
 
 def test_smaller_devices_need_fewer_tiles():

@@ -207,6 +207,8 @@ CACHE_GROUPS = {
         CacheCase(B=17, S=200, N=8, K=1, H=128, T=70, U=70, right=0, rotary=128),
         CacheCase(B=20, S=200, N=4, K=2, H=64, T=128, U=20, right=0, left=60, left_padding=True, alibi="BN"),
         CacheCase(B=20, S=200, N=4, K=2, H=256, T=128, U=128, right=0, left=60, layers=2, sinks=True),
+        CacheCase(B=17, S=208, N=8, K=1, H=128, T=70, U=70, right=0, page=16),
+        CacheCase(B=20, S=256, N=4, K=2, H=64, T=128, right=0, left=60, left_padding=True, page=64),
     ),
     FUNCTIONS: (
         CacheCase(score_mod=True, U=1, rotary=64),

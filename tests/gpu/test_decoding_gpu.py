@@ -102,6 +102,21 @@ CHUNKS = {
     ),
     "no mask": CacheCase(B=4, S=2500, N=8, K=2, H=128, T=512),
     "many short sequences": CacheCase(B=64, S=300, N=8, K=2, H=64, T=70, U=70, right=0),
+    "pages of 16": CacheCase(B=4, S=3008, N=8, K=2, H=128, T=512, U=512, right=0, rotary=128, page=16),
+    "pages of 8, layers": CacheCase(
+        B=3, S=2000, N=16, K=2, H=128, T=520, U=520, right=0, layers=2, page=8, soft_cap=3.0
+    ),
+    "pages of 24 and a window": CacheCase(
+        B=5, S=2400, N=14, K=2, H=64, T=400, U=400, right=0, left=333, page=24, left_padding=True, sinks=True
+    ),
+    "pages of 64, one sequence": CacheCase(
+        B=1, S=4096, N=32, K=8, H=128, T=512, U=512, right=0, full=True, page=64
+    ),
+    "pages of 256": CacheCase(B=5, S=2048, N=8, K=1, H=256, T=300, U=300, right=0, page=256, alibi="1N"),
+    "shared pages": CacheCase(
+        B=6, S=2000, N=8, K=2, H=192, V=128, T=300, right=0, page=16, shares_pages=True
+    ),
+    "pages of both": CacheCase(B=9, S=2048, N=8, K=2, H=64, T=200, U=200, page=32, interleaved=True, right=0),
 }
 LONG_AND_SHORT = {
     "contiguous": CacheCase(B=64, S=8192, N=4, K=1, H=64, U=1),
@@ -165,19 +180,15 @@ def test_chunks_of_prompts(name, dtype, implementation):
 
 @pytest.fixture
 def by_the_forward_kernel(monkeypatch):
-    """It runs all calls without pages and packed queries, however few queries they have."""
-
-    def suits(spec, shapes, device):
-        return shapes.page_table is None and shapes.query_offsets is None
-
-    monkeypatch.setattr(prefill_plan, "suits", suits)
+    """It runs all calls that it can, however few queries they have."""
+    monkeypatch.setattr(prefill_plan, "suits", lambda spec, shapes, device: prefill_plan.can_run(shapes))
     jax.clear_caches()  # of what was traced with other plans
     yield
     jax.clear_caches()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", (*EMULATED_PREFILL.CASES, *EMULATED.CONTIGUOUS), ids=str)
+@pytest.mark.parametrize("case", (*EMULATED_PREFILL.CASES, *EMULATED.CONTIGUOUS, *EMULATED.PAGED), ids=str)
 def test_forward_kernel_on_caches(case, dtype, by_the_forward_kernel):
     run("cuda", dataclasses.replace(case, dtype=dtype))
 

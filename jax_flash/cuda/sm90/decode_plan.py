@@ -3,14 +3,11 @@
 import math
 from collections.abc import Iterable
 
-import jax
-
 from jax_flash._cache_spec import CacheSizes, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._mask import Window
 from jax_flash.cuda import user_score_mod
 from jax_flash.cuda.launch_plan import (
-    ELEMENT_BYTES,
     Alias,
     Argument,
     Arguments,
@@ -19,13 +16,12 @@ from jax_flash.cuda.launch_plan import (
     Launch,
     LaunchPlan,
     Pointer,
-    TensorMap,
     launch,
 )
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90.decode_division import Division, Shapes, divide
 from jax_flash.cuda.sm90.decode_tiles import ROWS, TILE_BYTES, DecodeTile, choose_tile
-from jax_flash.cuda.sm90.tensor_maps import PANEL_BYTES
+from jax_flash.cuda.sm90.tensor_maps import cache_map
 
 SHAPE = struct(
     "Shape",
@@ -406,21 +402,5 @@ def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:
     arrays = {"key": shapes.key, "value": shapes.key if shapes.value is None else shapes.value}
     if not tile.box:
         return {name: Pointer(cache_buffer(shapes, name)) for name in arrays}
-    return {name: _cache_map(cache_buffer(shapes, name), x, tile.box) for name, x in arrays.items()}
-
-
-def _cache_map(buffer: str, array: jax.ShapeDtypeStruct, box: int) -> TensorMap:
-    """A tensor map over a cache. Its box is a panel of one head of `box` keys, 128 bytes wide."""
-    C, S, K, H = array.shape[-4:]
-    layers = math.prod(array.shape[:-4])
-    element = ELEMENT_BYTES[array.dtype.name]
-    strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
-    sizes = (H, K, S, C, layers)
-    return TensorMap(
-        buffer,
-        array.dtype.name,
-        sizes,
-        strides,
-        (PANEL_BYTES // element, 1, box, 1, 1),
-        PANEL_BYTES,
-    )
+    buffers = {name: Buffer(cache_buffer(shapes, name), x.shape, x.dtype.name) for name, x in arrays.items()}
+    return {name: cache_map(buffer, tile.box) for name, buffer in buffers.items()}

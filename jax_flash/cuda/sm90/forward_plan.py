@@ -27,6 +27,7 @@ from jax_flash.cuda.launch_plan import (
     Launch,
     LaunchPlan,
     Pointer,
+    TensorMap,
     Zero,
     element_type,
     launch,
@@ -43,7 +44,7 @@ from jax_flash.cuda.sm90.forward_tiles import (
     split_last_wave,
     tile_options,
 )
-from jax_flash.cuda.sm90.tensor_maps import padded_head_dims, rows_map
+from jax_flash.cuda.sm90.tensor_maps import cache_map, padded_head_dims, rows_map
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
@@ -94,7 +95,7 @@ class Pages:
 
     table: Buffer  # (B, pages of a batch row)
     keys: int  # of a page
-    count: int  # of the cache, or of a layer of it
+    count: int  # P
     hold_both: bool  # keys and values, whose heads alternate
 
     def box(self, block: int) -> int:
@@ -107,11 +108,11 @@ class Loaded:
     """The arrays that the kernel loads by TMA.
 
     In a cache, batch rows of the call attend to those rows of `key` and `value` that `key_places` says, a
-    buffer of the plan. With pages, rows are pages, and `key_places` says where those of the layer begin.
+    buffer of the plan. With pages, it says which layer.
     """
 
     query: Buffer  # (B, T, N, H)
-    key: Buffer  # (B, S, K, H); of a cache, (rows, S, K, H)
+    key: Buffer  # (B, S, K, H); of a cache, (rows, S, K, H); with pages, ([L,] P, page, K, H)
     value: Buffer
     in_cache: bool = False
     has_hidden_values: bool = False  # values of keys before the first visible one may be NaN
@@ -233,7 +234,7 @@ def _kernel(
             ("CACHE", int(loaded.in_cache)),
             ("HIDDEN_VALUES", int(loaded.has_hidden_values)),
             ("PAGE", loaded.pages.keys if loaded.pages else 0),
-            ("BOX", _box(loaded, tile)),
+            ("BOX", loaded.pages.box(tile.keys) if loaded.pages else 0),
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
@@ -246,9 +247,11 @@ def _kernel(
     )
 
 
-def _box(loaded: Loaded, tile: ForwardTile) -> int:
-    """Keys that one TMA copy loads."""
-    return loaded.pages.box(tile.keys) if loaded.pages else tile.keys
+def _block_map(loaded: Loaded, buffer: Buffer, tile: ForwardTile) -> TensorMap:
+    """The map by which blocks of keys or values are loaded."""
+    if loaded.pages:
+        return cache_map(buffer, loaded.pages.box(tile.keys))
+    return rows_map(buffer, tile.keys)
 
 
 def _page_arguments(pages: Pages | None) -> Arguments:
@@ -392,7 +395,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
         scratch, zeroed = (partials, arrived), ("arrived",)
     if requirements.isolates:
         scratch = (*scratch, next_repeat)
-    value_map = rows_map(loaded.value, _box(loaded, tile))
+    value_map = _block_map(loaded, loaded.value, tile)
     if requirements.fp8:
         assert tile.keys == float8.keys_of_block(requirements.value_dim)
         value_map = float8.value_map(loaded.value)
@@ -405,7 +408,7 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
         arguments={
             "maps": {
                 "query": rows_map(loaded.query, tile.rows, chosen.pack_gqa),
-                "key": rows_map(loaded.key, _box(loaded, tile)),
+                "key": _block_map(loaded, loaded.key, tile),
                 "value": value_map,
             },
             "tile_blocks": math.ceil(n.S / tile.keys),

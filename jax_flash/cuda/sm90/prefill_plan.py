@@ -53,17 +53,24 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     call. Rows may be missing in tiles that are not full, and in multiprocessors that have no tile: the kernel
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
     half as fast. Where this rule should draw the line was not measured.
-
-    It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, no packed queries, whose tiles would
-    have keys of several sequences, and no cache in 8 bits beside queries in 16.
     """
     n = cache_sizes(shapes)
-    if (n.page or 0) % _PAGE_MULTIPLE or shapes.query_offsets is not None or is_float8(shapes.key.dtype):
+    if not can_run(shapes):
         return False
     chosen = _configuration(spec, shapes)
     tiles = math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) * (n.N // chosen.pack_gqa) * n.B
     computed = max(tiles, device.sm_count) * chosen.tile.rows
     return n.T >= _LEAST_QUERIES and 2 * n.B * n.T * n.N > computed
+
+
+def can_run(shapes: Shapes) -> bool:
+    """Whether the forward kernel could run a call that `decoding.supports` accepts, be it slower.
+
+    It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, no packed queries, whose tiles would
+    have keys of several sequences, and no cache in 8 bits beside queries in 16.
+    """
+    in_whole_atoms = (cache_sizes(shapes).page or 0) % _PAGE_MULTIPLE == 0
+    return in_whole_atoms and shapes.query_offsets is None and not is_float8(shapes.key.dtype)
 
 
 def describe(spec: CacheSpec, shapes: Shapes) -> str:
@@ -90,7 +97,7 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
         device,
         Loaded(
             query,
-            *(_flat(shapes, name) for name in ("key", "value")),
+            *(_loaded(shapes, name) for name in ("key", "value")),
             in_cache=True,
             has_hidden_values=shapes.left_padding is not None
             or decode_plan.window_of(spec, n).left is not None,
@@ -173,11 +180,12 @@ def _attention_shapes(shapes: Shapes) -> Operands[jax.ShapeDtypeStruct]:
     )
 
 
-def _flat(shapes: Shapes, name: str) -> Buffer:
-    """The cache of keys, or of values, without an axis for layers."""
+def _loaded(shapes: Shapes, name: str) -> Buffer:
+    """The cache of keys, or of values; unless it has pages, without an axis for layers."""
     array = shapes.key if shapes.value is None else getattr(shapes, name)
     *rows, S, K, H = array.shape
-    return Buffer(decode_plan.cache_buffer(shapes, name), (math.prod(rows), S, K, H), array.dtype.name)
+    shape = (math.prod(rows), S, K, H) if shapes.page_table is None else array.shape
+    return Buffer(decode_plan.cache_buffer(shapes, name), shape, array.dtype.name)
 
 
 def _pages(shapes: Shapes) -> Pages | None:

@@ -46,3 +46,15 @@ def rows_map(buffer: Buffer, rows: int, pack_gqa: int = 1) -> TensorMap:
     strides = (H * element, N * H * element, T * N * H * element)
     box = (panel_columns(element), pack_gqa, rows // pack_gqa, 1)
     return TensorMap(buffer.name, buffer.dtype, (H, N, T, B), strides, box)
+
+
+def cache_map(buffer: Buffer, box: int) -> TensorMap:
+    """A tensor map over a cache of keys or values, `([L,] C or P, S or page, K, H)`.
+
+    Its box is a panel of one head of `box` keys.
+    """
+    *layers, C, S, K, H = buffer.shape
+    element = ELEMENT_BYTES[buffer.dtype]
+    strides = (H * element, K * H * element, S * K * H * element, C * S * K * H * element)
+    sizes = (H, K, S, C, math.prod(layers))
+    return TensorMap(buffer.name, buffer.dtype, sizes, strides, (panel_columns(element), 1, box, 1, 1))

@@ -309,7 +309,7 @@ struct TileConsumer {
                 mask_by_function(scores, tile, row, first_key, call.shape);
             }
 #if PAGE
-            mask_missing_pages(scores, call.shape.page_table, tile.batch, first_key);
+            mask_missing_pages(scores, call.shape.page_table, tile.batch, first_key / Traits::keys);
 #endif
         }
     }

@@ -82,14 +82,14 @@ __device__ __forceinline__ void load_block(const LoadCall& call, uint32_t destin
                                            int more_bytes = 0) {
     constexpr int panels = which == value_block ? Traits::value_panels : Traits::key_panels;
     const TensorMap& map = which == value_block ? call.maps.value : call.maps.key;
-    const int first_key = place.first_key + block * Traits::keys;
 #if PAGE
     const PageTable& table = call.shape.page_table;
     // Pages that hold both alternate them.
     const int head = key_head * table.head_step + which * (table.head_step - 1);
-    load_pages(destination, map, full, panels, table, place.row, batch, head, first_key);
+    load_pages<panels>(destination, map, full, table, place.row, batch, head, block);
 #else
-    load_panels(destination, map, full, panels, Traits::keys, key_head, first_key, place.row, more_bytes);
+    load_panels(destination, map, full, panels, Traits::keys, key_head, place.first_key + block * Traits::keys,
+                place.row, more_bytes);
 #endif
 }
 

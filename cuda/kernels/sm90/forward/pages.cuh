@@ -18,47 +18,45 @@ constexpr int boxes = Traits::keys / BOX;  // of a block
 static_assert(PAGE % BOX == 0 && Traits::keys % BOX == 0, "a box is on one page, and in one block");
 static_assert(BOX % 8 == 0 && boxes <= 32, "a box has whole atoms of the swizzle, and a bit of a word");
 
-constexpr int missing_page = -1;
-
-// The page of key `key` of a batch row.
-__device__ __forceinline__ int page_of(const PageTable& table, int batch, int key) {
-    const int place = key / PAGE;
-    if (place >= table.row_pages) return missing_page;
+// Box `box` of a batch row: the page of its keys, or `cache_pages` if the cache lacks it, which no array has either.
+// Behind the table's end come keys that nothing sees, on any page.
+__device__ __forceinline__ uint32_t page_of_box(const PageTable& table, int batch, uint32_t box) {
+    const uint32_t place = min(box * BOX / PAGE, static_cast<uint32_t>(table.row_pages - 1));
     const int page = global::read_only(table.pages + static_cast<int64_t>(batch) * table.row_pages + place);
-    return static_cast<uint32_t>(page) < static_cast<uint32_t>(table.cache_pages) ? page : missing_page;
+    return min(static_cast<uint32_t>(page), static_cast<uint32_t>(table.cache_pages));
 }
 
-// Loads the block that starts at key `first_key` of a batch row, box by box. `barrier` expects its bytes. `first_page`
-// is that of the layer.
-__device__ __forceinline__ void load_pages(uint32_t destination, const TensorMap& map, uint32_t barrier, int panels,
-                                           const PageTable& table, int first_page, int batch, int head,
-                                           int first_key) {
-    constexpr int at_once = boxes % 4 == 0 ? 4 : boxes % 3 == 0 ? 3 : 1;  // boxes whose pages are looked up together
+// Loads a block of a batch row, box by box. `barrier` expects its bytes.
+template <int panels>
+__device__ __forceinline__ void load_pages(uint32_t destination, const TensorMap& map, uint32_t barrier,
+                                           const PageTable& table, int layer, int batch, int head, int block) {
+    constexpr int at_once = boxes % 4 == 0 ? 4 : boxes % 2 == 0 ? 2 : 1;  // boxes whose pages are looked up together
     mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::keys));
 #pragma unroll 1  // the producer has few registers
     for (int first = 0; first < boxes; first += at_once) {
-        int pages[at_once];
+        const uint32_t first_box = static_cast<uint32_t>(block) * boxes + first;
+        uint32_t pages[at_once];
 #pragma unroll
-        for (int i = 0; i < at_once; ++i) pages[i] = page_of(table, batch, first_key + (first + i) * BOX);
+        for (int i = 0; i < at_once; ++i) pages[i] = page_of_box(table, batch, first_box + i);
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {
-            const int key = (first + i) * BOX;
-            const int page = pages[i] == missing_page ? -1 : first_page + pages[i];  // no array has anything at -1
+            const uint32_t row = (first_box + i) * BOX % PAGE;
 #pragma unroll
             for (int panel = 0; panel < panels; ++panel) {
-                tma::load(destination + panel * descriptor::panel_bytes(Traits::keys) + descriptor::panel_bytes(key),
-                          map, barrier, panel * Traits::panel_columns, head, (first_key + key) % PAGE, page);
+                const int offset = panel * descriptor::panel_bytes(Traits::keys) + i * descriptor::panel_bytes(BOX);
+                tma::load(destination + first * descriptor::panel_bytes(BOX) + offset, map, barrier,
+                          panel * Traits::panel_columns, head, row, pages[i], layer);
             }
         }
     }
 }
 
-// Sets the scores of keys on missing pages to -inf, in the block that starts at key `first_key` of a batch row.
+// Sets the scores of a block's keys on missing pages to -inf.
 template <int count>
 __device__ __forceinline__ void mask_missing_pages(float (&scores)[count], const PageTable& table, int batch,
-                                                   int first_key) {
+                                                   int block) {
     const int lane = threadIdx.x % 32;
-    const bool misses = lane < boxes && page_of(table, batch, first_key + lane * BOX) == missing_page;
+    const bool misses = lane < boxes && page_of_box(table, batch, block * boxes + lane) == table.cache_pages;
     const uint32_t missing = __ballot_sync(all_lanes, misses);
     if (missing == 0) return;
 #pragma unroll

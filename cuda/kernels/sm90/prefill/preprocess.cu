@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(threads)
 #pragma unroll 1
     for (int64_t batch = first; batch < shape.batch; batch += stride) {
         const Sequence sequence = sequence_at(shape, static_cast<int>(batch));
-        const int row = layer_of(shape) * shape.cache_rows + (PAGE ? 0 : sequence.cache_row);
+        const int row = PAGE ? layer_of(shape) : layer_of(shape) * shape.cache_rows + sequence.cache_row;
         const int first_key = first_key_of(sequence);
         parameters.key_places[batch] = {sequence.is_there ? row : 0, first_key, sequence.length - first_key, 0};
     }
