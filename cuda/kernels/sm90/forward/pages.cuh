@@ -26,11 +26,19 @@ __device__ __forceinline__ uint32_t page_of_box(const PageTable& table, int batc
     return min(static_cast<uint32_t>(page), static_cast<uint32_t>(table.cache_pages));
 }
 
+// Boxes whose pages are looked up at the same time. With half as many, pages of 16 took 6% longer
+// (docs/tuning/decode.md). Beside three consumers, or score modifications, they have no room in registers.
+__device__ constexpr int looked_up_together() {
+    int count = Traits::consumers < 3 && !ScoreTraits::has_score_mod ? 8 : 4;
+    while (boxes % count != 0) --count;
+    return count;
+}
+
 // Loads a block of a batch row, box by box. `barrier` expects its bytes.
 template <int panels>
 __device__ __forceinline__ void load_pages(uint32_t destination, const TensorMap& map, uint32_t barrier,
                                            const PageTable& table, int layer, int batch, int head, int block) {
-    constexpr int at_once = boxes % 4 == 0 ? 4 : boxes % 2 == 0 ? 2 : 1;  // boxes whose pages are looked up together
+    constexpr int at_once = looked_up_together();
     mbarrier::arrive_expect(barrier, panels * descriptor::panel_bytes(Traits::keys));
 #pragma unroll 1  // the producer has few registers
     for (int first = 0; first < boxes; first += at_once) {
