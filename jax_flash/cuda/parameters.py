@@ -22,6 +22,7 @@ _HEADERS = {
     "Interval": "common/block_range.cuh",
     "BlockRange": "common/block_range.cuh",
     "KeyPlace": "common/key_place.cuh",
+    "QuerySlot": "common/query_slot.cuh",
     "ExactSum": "common/exact_sum.cuh",
     "SegmentRange": "common/segment_ranges.cuh",
 }

@@ -83,6 +83,12 @@ CASES = (
     CacheCase(T=129, S=500, page=16, left=20, right=-7, U=3, N=2, K=1, H=192),
     CacheCase(T=100, U=100, right=0, S=500, page=16, score_mod=True, H=128, left=300, layers=2),
     CacheCase(T=65, U=65, S=300, page=512, mask_mod=True, left_padding=True),
+    CacheCase(T=600, B=5, S=400, packed=True, page=16, interleaved=True, right=0, N=8, K=2, H=128),
+    CacheCase(T=500, B=40, S=300, packed=True, right=0, N=2, K=1, H=64, sinks=True, left=100),
+    CacheCase(T=700, B=3, S=500, packed=True, page=64, layers=2, N=6, K=2, H=72, alibi="1N", dtype="float16"),
+    CacheCase(T=300, B=2, S=200, packed=True, page=8, right=0, N=4, K=1, H=256, left_padding=True),
+    CacheCase(T=90, B=1, S=300, packed=True, page=16, right=0, N=7, K=1, H=64, soft_cap=3.0),
+    CacheCase(T=400, B=4, S=300, packed=True, batch_index=True, right=0, N=16, K=1, H=64),
 )
 
 

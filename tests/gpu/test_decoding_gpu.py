@@ -181,7 +181,9 @@ def test_chunks_of_prompts(name, dtype, implementation):
 @pytest.fixture
 def by_the_forward_kernel(monkeypatch):
     """It runs all calls that it can, however few queries they have."""
-    monkeypatch.setattr(prefill_plan, "suits", lambda spec, shapes, device: prefill_plan.can_run(shapes))
+    monkeypatch.setattr(
+        prefill_plan, "suits", lambda spec, shapes, device: prefill_plan.can_run(spec, shapes)
+    )
     jax.clear_caches()  # of what was traced with other plans
     yield
     jax.clear_caches()

@@ -51,6 +51,8 @@ SHAPE = struct(
     batch_index="const int*",
     left_padding="const int*",
     query_offsets="const int*",
+    least_queries="int32_t",  # of packed queries: sequences with fewer, or more, are another kernel's
+    most_queries="int32_t",
 )
 ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
 DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
@@ -131,6 +133,8 @@ _HIDES_ALL = Window(0, -UNBOUNDED_SIDE)
 MOST_APPENDED = 16
 """Tokens of a sequence that the decode kernel appends by itself, at most. Not tuned."""
 
+ANY_QUERIES = 2**31 - 1
+
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _APPEND_THREADS = 128
 _COMBINE_ROWS = 8  # of a CTA, a warp each
@@ -154,8 +158,13 @@ def appends_itself(shapes: Shapes) -> bool:
     return 0 < n.U <= MOST_APPENDED and one_tile and not is_shared
 
 
-def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
-    """How `device` runs a call that `decoding.supports` accepts by the decode kernel."""
+def plan_decode(
+    spec: CacheSpec, shapes: Shapes, device: Device, most_queries: int = ANY_QUERIES
+) -> LaunchPlan:
+    """How `device` runs a call that `decoding.supports` accepts by the decode kernel.
+
+    Of packed queries, it leaves sequences with more than `most_queries` to another kernel.
+    """
     n, tile = cache_sizes(shapes), choose_tile(shapes)
     division = divide(spec, shapes, tile, device)
     scratch = ()
@@ -166,11 +175,11 @@ def plan_decode(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
             Buffer("split_tiles", (ctas, TILE_BYTES // 4), "int32"),
         )
-    launches = [_decode(spec, shapes, device, tile, division)]
+    launches = [_decode(spec, shapes, device, tile, division, most_queries)]
     if n.U and not appends_itself(shapes):
         launches.insert(0, append(spec, shapes, device))
     if division.split:
-        launches.append(_combine(spec, shapes, device, tile, division))
+        launches.append(_combine(spec, shapes, device, tile, division, most_queries))
     return plan_of(shapes, launches, scratch)
 
 
@@ -196,6 +205,7 @@ def _decode(
     device: Device,
     tile: DecodeTile,
     division: Division,
+    most_queries: int,
 ) -> Launch:
     n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
     scale = spec.attention.scale
@@ -243,7 +253,7 @@ def _decode(
             "query": Pointer("query"),
             "out": Pointer("out"),
             "lse": Pointer("lse"),
-            "shape": shape_arguments(spec, shapes),
+            "shape": shape_arguments(spec, shapes, most_queries=most_queries),
             "append": _append_arguments(shapes),
             "rotary": rotary_arguments(shapes),
             "descales": _descale_arguments(shapes),
@@ -280,6 +290,7 @@ def _combine(
     device: Device,
     tile: DecodeTile,
     division: Division,
+    most_queries: int,
 ) -> Launch:
     """Adds up the partials of tiles that CTAs share."""
     kernel = Kernel(
@@ -304,7 +315,7 @@ def _combine(
             "out": Pointer("out"),
             "lse": Pointer("lse"),
             "sinks": _pointer(shapes, "sinks"),
-            "shape": shape_arguments(spec, shapes),
+            "shape": shape_arguments(spec, shapes, most_queries=most_queries),
             "division": _division_arguments(division),
             **{name: Pointer(name) for name in _PARTIALS},
         },
@@ -368,7 +379,9 @@ def _descale_arguments(shapes: Shapes) -> Arguments:
     return pointers | {"stride": cache_sizes(shapes).K if of_layers else 0}
 
 
-def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
+def shape_arguments(
+    spec: CacheSpec, shapes: Shapes, least_queries: int = 0, most_queries: int = ANY_QUERIES
+) -> Arguments:
     n = cache_sizes(shapes)
     window = window_of(spec, n)
     window = _HIDES_ALL if window.hides_all else window
@@ -389,6 +402,8 @@ def shape_arguments(spec: CacheSpec, shapes: Shapes) -> Arguments:
         "query_base": _OWN_POSITION if spec.query_positions == "own" else _LENGTH_BEFORE,
         "query_step": 0 if spec.query_positions == "first" else 1,
         **{name: _pointer(shapes, name) for name in data},
+        "least_queries": least_queries,
+        "most_queries": most_queries,
     }
 
 

@@ -80,6 +80,11 @@ _PARAMETERS = struct(
     key_places="const KeyPlace*",  # (B), if K and V are a cache; see cuda/kernels/common/key_place.cuh
 )
 
+_PACKED = struct(  # a further field, for packed queries (cuda/kernels/sm90/forward/packed_queries.cuh)
+    "PackedQueries",
+    slots="const QuerySlot*",  # of each tile of rows
+    tokens="int32_t",  # T of the arrays of queries and results
+)
 _PAGE_TABLE = struct(  # a further field, for a cache in pages (cuda/kernels/sm90/forward/pages.cuh)
     "PageTable",
     pages="const int*",  # (B, row_pages)
@@ -117,6 +122,7 @@ class Loaded:
     in_cache: bool = False
     has_hidden_values: bool = False  # values of keys before the first visible one may be NaN
     pages: "Pages | None" = None
+    packed_tokens: int | None = None  # T, if queries are packed: the buffer `slots` says whose they are
 
 
 def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
@@ -234,6 +240,7 @@ def _kernel(
             ("CACHE", int(loaded.in_cache)),
             ("HIDDEN_VALUES", int(loaded.has_hidden_values)),
             ("PAGE", loaded.pages.keys if loaded.pages else 0),
+            ("PACKED", int(loaded.packed_tokens is not None)),
             ("BOX", loaded.pages.box(tile.keys) if loaded.pages else 0),
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
@@ -242,6 +249,7 @@ def _kernel(
             score=score_mod.parameters(spec),
             **block_mask.parameters(spec, shapes),
             **({"page_table": _PAGE_TABLE} if loaded.pages else {}),
+            **({"packed": _PACKED} if loaded.packed_tokens is not None else {}),
         ),
         headers=(*user_score_mod.headers(spec, False, in_units), *block_mask.headers(spec, shapes)),
     )
@@ -264,6 +272,10 @@ def _page_arguments(pages: Pages | None) -> Arguments:
         "head_step": 1 + pages.hold_both,
     }
     return {"page_table": table}
+
+
+def _packed_arguments(tokens: int | None) -> Arguments:
+    return {} if tokens is None else {"packed": {"slots": Pointer("slots"), "tokens": tokens}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,15 +367,17 @@ def _descale(shapes: Shapes, name: str) -> Pointer | None:
     return Pointer(f"{name}_descale") if is_float8(shapes.query.dtype) else None
 
 
-def row_groups(spec: AttentionSpec, shapes: Shapes) -> int:
+def row_groups(spec: AttentionSpec, shapes: Shapes, chosen: Configuration | None = None) -> int:
     """How many groups of 64 rows mask metadata has of each batch row."""
-    chosen = configure(spec, shapes)
+    chosen = chosen or configure(spec, shapes)
     return math.ceil(sizes(shapes).T * chosen.pack_gqa / chosen.tile.rows) * chosen.tile.consumers
 
 
-def metadata_buffers(spec: AttentionSpec, shapes: Shapes) -> tuple[Buffer, ...]:
+def metadata_buffers(
+    spec: AttentionSpec, shapes: Shapes, chosen: Configuration | None = None
+) -> tuple[Buffer, ...]:
     """The mask metadata that the kernel reads; none if the mask is static."""
-    return mask_metadata.forward_buffers(shapes, row_groups(spec, shapes))
+    return mask_metadata.forward_buffers(shapes, row_groups(spec, shapes, chosen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,10 +389,16 @@ class Attention:
     zeroed: tuple[str, ...]  # those buffers of it that have to be zero before the launch
 
 
-def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: Loaded) -> Attention:
+def plan_attention(
+    spec: AttentionSpec,
+    shapes: Shapes,
+    device: Device,
+    loaded: Loaded,
+    chosen: Configuration | None = None,
+) -> Attention:
     """The launch that reads `loaded` and mask metadata, and writes the buffers `out` and `lse`."""
     n, requirements = sizes(shapes), requirements_of(spec, shapes)
-    chosen = configure(spec, shapes)
+    chosen = chosen or configure(spec, shapes)
     tile = chosen.tile
     schedule = _schedule(spec, shapes, device, chosen)
     warps = 4 * tile.consumers
@@ -413,11 +433,12 @@ def plan_attention(spec: AttentionSpec, shapes: Shapes, device: Device, loaded: 
             },
             "tile_blocks": math.ceil(n.S / tile.keys),
             **_arguments(spec, shapes, schedule),
-            "mask_metadata": mask_metadata.forward_arguments(metadata_buffers(spec, shapes)),
+            "mask_metadata": mask_metadata.forward_arguments(metadata_buffers(spec, shapes, chosen)),
             **block_mask.arguments(spec, shapes, block_grid(spec, shapes)),
             "descales": {name: _descale(shapes, name) for name in ("query", "key", "value")},
             "key_places": Pointer("key_places") if loaded.in_cache else None,
             **_page_arguments(loaded.pages),
+            **_packed_arguments(loaded.packed_tokens),
         },
     )
     return Attention(main, scratch, zeroed)

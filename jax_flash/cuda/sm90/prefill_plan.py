@@ -5,8 +5,13 @@ by L2, and by how few products a block takes part in. The forward kernel has lar
 overlap. It reads the cache where it lies: lengths and window become mask metadata, and `key_places` says
 which row of the cache a batch row attends to. The kernel before it computes both
 (cuda/kernels/sm90/prefill/preprocess.cu). Pages it loads one by one (cuda/kernels/sm90/forward/pages.cuh).
+
+Of packed queries, it takes the sequences that have many, and the decode kernel takes the others. Which these
+are is data, so a call runs both. Tiles of sequences have slots
+(cuda/kernels/sm90/forward/packed_queries.cuh).
 """
 
+import dataclasses
 import math
 
 import jax
@@ -14,12 +19,13 @@ import jax
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
 from jax_flash._float8 import is_float8
-from jax_flash._spec import Operands
+from jax_flash._spec import Operands, sizes
 from jax_flash.cuda import mask_metadata
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import decode_plan, forward_plan
 from jax_flash.cuda.sm90.forward_plan import Configuration, Loaded, Pages
+from jax_flash.cuda.sm90.forward_tiles import pack_gqa_options
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
@@ -33,17 +39,22 @@ _PREPROCESS_PARAMETERS = struct(
     row_keys="Interval*",  # this and the next two: see mask_metadata.FORWARD_PARAMETERS
     group_blocks="BlockRange*",
     diagonals="int*",  # (B, T): the key on each query's diagonal; null without ALiBi
-    groups="int32_t",  # of 64 rows, in a batch row
+    slots="QuerySlot*",  # of packed queries: one of each tile of rows; null for others
+    groups="int32_t",  # of 64 rows, in a batch row; of packed queries, in all slots
     next_tile="int*",  # the forward kernel's counter of tiles; null without
 )
 
 _THREADS = 128
+_GROUP_ROWS = 64  # of mask metadata
 
 _PAGE_MULTIPLE = 8
 """Keys of an atom of the shared-memory swizzle, of which what TMA copies from a page has whole ones."""
 
 _LEAST_QUERIES = 64
 """Of each sequence. A step of decoding has fewer, even if it speculates."""
+
+_LEAST_MEAN_QUERIES = 2
+"""Of packed queries. A step of decoding has one for each sequence."""
 
 
 def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
@@ -52,25 +63,32 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     It takes calls of many queries, if more than half of what the device computes in its tiles are rows of the
     call. Rows may be missing in tiles that are not full, and in multiprocessors that have no tile: the kernel
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
-    half as fast. Where this rule should draw the line was not measured.
+    half as fast. Where this rule should draw the line was not measured. Packed queries count as of one
+    sequence, if there are enough of them for some to be of a prompt.
     """
     n = cache_sizes(shapes)
-    if not can_run(shapes):
+    if not can_run(spec, shapes) or n.T < _LEAST_QUERIES:
         return False
-    chosen = _configuration(spec, shapes)
-    tiles = math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) * (n.N // chosen.pack_gqa) * n.B
+    is_packed = shapes.query_offsets is not None
+    chosen, batch = _configuration(spec, shapes), 1 if is_packed else n.B
+    tiles = math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) * (n.N // chosen.pack_gqa) * batch
     computed = max(tiles, device.sm_count) * chosen.tile.rows
-    return n.T >= _LEAST_QUERIES and 2 * n.B * n.T * n.N > computed
+    return 2 * batch * n.T * n.N > computed and (not is_packed or n.T >= _LEAST_MEAN_QUERIES * n.B)
 
 
-def can_run(shapes: Shapes) -> bool:
+def can_run(spec: CacheSpec, shapes: Shapes) -> bool:
     """Whether the forward kernel could run a call that `decoding.supports` accepts, be it slower.
 
-    It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, no packed queries, whose tiles would
-    have keys of several sequences, and no cache in 8 bits beside queries in 16.
+    It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, and no cache in 8 bits beside queries
+    in 16. It takes no packed queries with functions, or with operands that each sequence has its own of.
     """
-    in_whole_atoms = (cache_sizes(shapes).page or 0) % _PAGE_MULTIPLE == 0
-    return in_whole_atoms and shapes.query_offsets is None and not is_float8(shapes.key.dtype)
+    if (cache_sizes(shapes).page or 0) % _PAGE_MULTIPLE or is_float8(shapes.key.dtype):
+        return False
+    if shapes.query_offsets is None:
+        return True
+    of_batch_rows = any(x is not None and x.shape[0] > 1 for x in (shapes.alibi_slopes, shapes.sinks))
+    not_packed = (shapes.new_key, shapes.rotary_cos, spec.attention.score_mod)
+    return not of_batch_rows and all(x is None for x in not_packed)
 
 
 def describe(spec: CacheSpec, shapes: Shapes) -> str:
@@ -79,18 +97,24 @@ def describe(spec: CacheSpec, shapes: Shapes) -> str:
     tile = chosen.tile
     dims = f"head dim {n.H}" if n.H == n.V else f"head dims {n.H} of keys and {n.V} of values"
     pages = f" in pages of {n.page}" if n.page else ""
+    packed = (
+        ""
+        if shapes.query_offsets is None
+        else (f"; of sequences with fewer than {_LEAST_QUERIES} queries, the decode kernel")
+    )
     return (
         f"sm_90 forward kernel on the cache{pages} for {dims}: tiles of {tile.rows} rows (queries × "
-        f"{chosen.pack_gqa} heads) × {tile.keys} keys, {tile.stages} stages"
+        f"{chosen.pack_gqa} heads) × {tile.keys} keys, {tile.stages} stages{packed}"
     )
 
 
 def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
-    """How `device` runs a call that `decoding.supports` accepts by the forward kernel."""
-    n = cache_sizes(shapes)
+    """How `device` runs a call that `can_run` accepts: by the forward kernel, packed queries by both."""
+    n, chosen = cache_sizes(shapes), _configuration(spec, shapes)
+    is_packed = shapes.query_offsets is not None
     rotates = shapes.rotary_cos is not None
     query = Buffer("rotated_query" if rotates else "query", shapes.query.shape, shapes.query.dtype.name)
-    attention_shapes = _attention_shapes(shapes)
+    attention_shapes = _attention_shapes(spec, shapes)
     attention = forward_plan.plan_attention(
         spec.attention,
         attention_shapes,
@@ -102,29 +126,38 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             has_hidden_values=shapes.left_padding is not None
             or decode_plan.window_of(spec, n).left is not None,
             pages=_pages(shapes),
+            packed_tokens=n.T if is_packed else None,
         ),
+        chosen,
     )
-    metadata = forward_plan.metadata_buffers(spec.attention, attention_shapes)
+    metadata = forward_plan.metadata_buffers(spec.attention, attention_shapes, chosen)
+    slots = (Buffer("slots", (_slots(spec, shapes), 4), "int32"),) if is_packed else ()
     scratch = (
         *((query,) if rotates else ()),
         Buffer("key_places", (n.B, 4), "int32"),
+        *slots,
         *metadata,
         *attention.scratch,
     )
     launches = (
         *((decode_plan.append(spec, shapes, device),) if n.U else ()),
-        _preprocess(spec, shapes, device, (*metadata, *attention.scratch)),
+        _preprocess(spec, shapes, device, (*slots, *metadata, *attention.scratch)),
         attention.launch,
     )
+    if is_packed:
+        others = decode_plan.plan_decode(spec, shapes, device, most_queries=_LEAST_QUERIES - 1)
+        launches = (*launches, *others.launches)
+        scratch = (*scratch, *(b for b in others.results if b.name not in ("out", "lse")))
     return decode_plan.plan_of(shapes, launches, scratch)
 
 
 def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, written: tuple[Buffer, ...]) -> Launch:
     """Writes those of the buffers `written` that it knows, where sequences' keys are, and rotated queries."""
     n, chosen = cache_sizes(shapes), _configuration(spec, shapes)
-    groups = forward_plan.row_groups(spec.attention, _attention_shapes(shapes))
+    attention_shapes = _attention_shapes(spec, shapes)
+    groups = forward_plan.row_groups(spec.attention, attention_shapes, chosen)
     pairs = decode_plan.rotary_pairs(spec, shapes)
-    work = max(32 * n.B * groups, n.B * n.T * n.N * n.H // 8 if pairs else 0)
+    work = max(32 * sizes(attention_shapes).B * groups, n.B, n.B * n.T * n.N * n.H // 8 if pairs else 0)
     kernel = Kernel(
         source="sm90/prefill/preprocess.cu",
         entry="prefill_preprocess",
@@ -134,7 +167,9 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, written: tuple[
             ("ROTARY", pairs),
             ("PACK_GQA", chosen.pack_gqa),
             ("BLOCK_KEYS", chosen.tile.keys),
+            ("TILE_GROUPS", chosen.tile.consumers),
             ("PAGE", n.page or 0),
+            ("PACKED", int(shapes.query_offsets is not None)),
         ),
         parameters=_PREPROCESS_PARAMETERS,
     )
@@ -144,12 +179,12 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, written: tuple[
         block=_THREADS,
         overlap_previous=True,
         arguments={
-            "shape": decode_plan.shape_arguments(spec, shapes),
+            "shape": decode_plan.shape_arguments(spec, shapes, least_queries=_LEAST_QUERIES),
             "rotary": decode_plan.rotary_arguments(shapes),
             "query": Pointer("query"),
             "rotated_query": Pointer("rotated_query") if pairs else None,
             "key_places": Pointer("key_places"),
-            **mask_metadata.pointers(written, "row_keys", "group_blocks", "diagonals", "next_tile"),
+            **mask_metadata.pointers(written, "slots", "row_keys", "group_blocks", "diagonals", "next_tile"),
             "groups": groups,
         },
     )
@@ -161,19 +196,41 @@ def keys_of_block(spec: CacheSpec, shapes: Shapes) -> int:
 
 
 def _configuration(spec: CacheSpec, shapes: Shapes) -> Configuration:
-    return forward_plan.configure(spec.attention, _attention_shapes(shapes))
+    chosen = forward_plan.configure(spec.attention, _of_queries(shapes, shapes.query))
+    if shapes.query_offsets is None:
+        return chosen
+    # A sequence's last tile is partly empty, so the fewer tiles there are, the better.
+    return dataclasses.replace(chosen, pack_gqa=pack_gqa_options(cache_sizes(shapes).group, _GROUP_ROWS)[-1])
 
 
-def _attention_shapes(shapes: Shapes) -> Operands[jax.ShapeDtypeStruct]:
-    """The call as the forward kernel sees it: each batch row has its keys, and so many as its length says."""
-    n = cache_sizes(shapes)
+def _slots(spec: CacheSpec, shapes: Shapes) -> int:
+    """The most tiles of rows that packed queries need: one of each long sequence isn't full."""
+    n, chosen = cache_sizes(shapes), _configuration(spec, shapes)
+    return math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) + min(n.B, n.T // _LEAST_QUERIES)
+
+
+def _attention_shapes(spec: CacheSpec, shapes: Shapes) -> Operands[jax.ShapeDtypeStruct]:
+    """The call as the forward kernel sees it: each batch row has its keys, and so many as its length says.
+
+    Packed queries are of one batch row, and are as many as their slots have room for.
+    """
+    query = shapes.query
+    if shapes.query_offsets is not None:
+        chosen = _configuration(spec, shapes)
+        queries = _slots(spec, shapes) * chosen.tile.rows // chosen.pack_gqa
+        query = jax.ShapeDtypeStruct((1, queries, *query.shape[2:]), query.dtype)
+    return _of_queries(shapes, query)
+
+
+def _of_queries(shapes: Shapes, query: jax.ShapeDtypeStruct) -> Operands[jax.ShapeDtypeStruct]:
+    n, B = cache_sizes(shapes), query.shape[0]
     return Operands(
-        shapes.query,
-        jax.ShapeDtypeStruct((n.B, n.S, n.K, n.H), shapes.key.dtype),
-        jax.ShapeDtypeStruct((n.B, n.S, n.K, n.V), shapes.key.dtype),
+        query,
+        jax.ShapeDtypeStruct((B, n.S, n.K, n.H), shapes.key.dtype),
+        jax.ShapeDtypeStruct((B, n.S, n.K, n.V), shapes.key.dtype),
         alibi_slopes=shapes.alibi_slopes,
         sinks=shapes.sinks,
-        key_value_seq_lengths=jax.ShapeDtypeStruct((n.B,), shapes.lengths.dtype),
+        key_value_seq_lengths=jax.ShapeDtypeStruct((B,), shapes.lengths.dtype),
         batch_indices=shapes.batch_indices,
         head_indices=shapes.head_indices,
         captured=shapes.captured,

@@ -28,10 +28,16 @@ __device__ __forceinline__ int length_before_append(const Shape& shape, int batc
     return min(max(lengths[batch], 0), shape.capacity);
 }
 
+// The queries that a sequence has, of packed ones; none if they are another kernel's.
+__device__ __forceinline__ int packed_queries(const Shape& shape, int batch) {
+    const int queries = shape.query_offsets[batch + 1] - shape.query_offsets[batch];
+    return shape.least_queries <= queries && queries <= shape.most_queries ? queries : 0;
+}
+
 __device__ __forceinline__ Sequence sequence_at(const Shape& shape, int batch) {
     Sequence sequence;
     sequence.first_query = shape.query_offsets ? shape.query_offsets[batch] : batch * shape.queries;
-    sequence.queries = shape.query_offsets ? shape.query_offsets[batch + 1] - sequence.first_query : shape.queries;
+    sequence.queries = shape.query_offsets ? packed_queries(shape, batch) : shape.queries;
     sequence.length = min(length_before_append(shape, batch) + shape.appended, shape.capacity);
     sequence.first_key = shape.left_padding ? max(shape.left_padding[batch], 0) : 0;
     sequence.cache_row = shape.batch_index ? shape.batch_index[batch] : batch;

@@ -19,6 +19,7 @@
 #include "sm90/forward/hidden_values.cuh"
 #include "sm90/forward/repeat.cuh"
 #include "sm90/forward/out_sums.cuh"
+#include "sm90/forward/packed_queries.cuh"
 #include "sm90/forward/pages.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/split_kv.cuh"
@@ -192,7 +193,7 @@ struct TileConsumer {
         if constexpr (Traits::paged) {
             // Behind the sequence's last key its last page may hold anything.
             mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
-            const int used = call.key_places[tile.batch].end - block * Traits::keys;
+            const int used = call.key_places[key_batch(tile, call.shape)].end - block * Traits::keys;
             clean_hidden_values(call.shared, rings.value.stage, used, Traits::keys);
         }
         --block;
@@ -309,7 +310,7 @@ struct TileConsumer {
                 mask_by_function(scores, tile, row, first_key, call.shape);
             }
 #if PAGE
-            mask_missing_pages(scores, call.shape.page_table, tile.batch, first_key / Traits::keys);
+            mask_missing_pages(scores, call.shape.page_table, key_batch(tile, call.shape), first_key / Traits::keys);
 #endif
         }
     }

@@ -25,6 +25,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
 #if PAGE
                       parameters.page_table,
 #endif
+#if PACKED
+                      parameters.packed,
+#endif
     };
     const SplitKV split_kv{parameters.whole_tiles, parameters.split_ctas, parameters.split_tiles,
                            parameters.tile_blocks};

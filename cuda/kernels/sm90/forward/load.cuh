@@ -6,6 +6,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/forward/packed_queries.cuh"
 #include "sm90/forward/pages.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, c
             }
         }
         load_panels(shared.query_tile(stage), call.maps.query, shared.query_full(stage), Traits::key_panels,
-                    Traits::rows, tile.head, query_of(tile.first_row), tile.batch, Traits::row_mask_bytes);
+                    Traits::rows, tile.head, first_query(tile, shape), tile.batch, Traits::row_mask_bytes);
         if constexpr (Traits::mask_metadata) load_row_mask(shared, stage, tile, shape);
     }
     rings.query.advance();
@@ -161,16 +162,15 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
     if (loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1
     while (tile.exists()) {
-        const int key_head = tile.head / shape.group;
+        const int key_head = tile.head / shape.group, batch = key_batch(tile, shape);
 
         auto load_next_key = [&](int place) {
-            load_key(call, rings, tile.batch, key_head, block_at(place, tile, shape),
-                     shared.key_full(rings.key.stage));
+            load_key(call, rings, batch, key_head, block_at(place, tile, shape), shared.key_full(rings.key.stage));
             rings.key.advance();
             rings.hash.advance();
         };
         auto load_next_value = [&](int place) {
-            load_value(call, rings, tile.batch, key_head, block_at(place, tile, shape),
+            load_value(call, rings, batch, key_head, block_at(place, tile, shape),
                        shared.value_full(rings.value.stage));
             rings.value.advance();
         };

@@ -4,6 +4,7 @@
 #include "ptx/warpgroup.cuh"
 #include "common/finite.cuh"
 #include "sm90/forward/softmax.cuh"
+#include "sm90/forward/packed_queries.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
 
 struct Results {
@@ -16,10 +17,11 @@ __device__ __forceinline__ void write_lse(const float (&row_lse)[2], const Resul
                                           const Tile& tile, int row) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int query = query_of(row + 8 * r), head = head_of(row + 8 * r, tile);
-        if (threadIdx.x % 4 == 0 && query < shape.queries) {
-            const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * shape.queries;
-            results.lse[first + query] = row_lse[r];
+        const RowPlace place = place_of(row + 8 * r, tile, shape);
+        const int head = head_of(row + 8 * r, tile);
+        if (threadIdx.x % 4 == 0 && place.exists) {
+            const int64_t first = (static_cast<int64_t>(tile.batch) * shape.query_heads + head) * place.queries;
+            results.lse[first + place.query] = row_lse[r];
         }
     }
     __syncwarp();
@@ -56,9 +58,10 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
 #pragma unroll
     for (int k = 0; k < rows_of_lane; ++k) {
         const int row = first_row + 4 * k + lane / 8;
-        const int query = query_of(row), head = head_of(row, tile);
-        inside[k] = query < shape.queries;
-        const int64_t token = static_cast<int64_t>(tile.batch) * shape.queries + query;
+        const RowPlace place = place_of(row, tile, shape);
+        const int head = head_of(row, tile);
+        inside[k] = place.exists;
+        const int64_t token = static_cast<int64_t>(tile.batch) * place.queries + place.query;
         rows[k] = results.out + (token * shape.query_heads + head) * shape.columns;
     }
     if (is_repeat) {
@@ -103,10 +106,11 @@ __device__ __forceinline__ bool write_wide_out(const float (&out)[Traits::value_
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = first_row + lane / 4 + 8 * r;
-        const int query = query_of(row), head = head_of(row, tile);
-        const int64_t token = static_cast<int64_t>(tile.batch) * shape.queries + query;
+        const RowPlace place = place_of(row, tile, shape);
+        const int head = head_of(row, tile);
+        const int64_t token = static_cast<int64_t>(tile.batch) * place.queries + place.query;
         Traits::Result* const of_row = results.out + (token * shape.query_heads + head) * shape.columns;
-        const bool inside = query < shape.queries && !(is_repeat && normalise[r] != normalise[r]);
+        const bool inside = place.exists && !(is_repeat && normalise[r] != normalise[r]);
 #pragma unroll
         for (int i = 0; i < Traits::value_dim / 2; i += 4) {
             const float2 pair = {out[i + 2 * r] * normalise[r], out[i + 2 * r + 1] * normalise[r]};

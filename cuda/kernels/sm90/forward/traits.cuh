@@ -24,6 +24,7 @@
 //   HIDDEN_VALUES  1: CACHE, and values of keys before a tile's first visible one may be NaN (hidden_values.cuh)
 //   PAGE           CACHE, in pages of so many keys (pages.cuh); 0: it has no pages
 //   BOX            with pages, keys that one TMA copy loads
+//   PACKED         1: CACHE, and queries of several sequences follow each other (packed_queries.cuh)
 //   SHARED_BYTES   dynamic shared memory of the launch
 // and those of common/score_mod.cuh, common/block_mask.cuh and common/dropout.cuh.
 #pragma once
@@ -122,7 +123,7 @@ struct Traits {
     static_assert(rows % pack_gqa == 0, "all heads of a query are in one tile");
     static_assert(!cache || (mask_metadata && !dropout), "a cache's lengths are data; hashes are of batch rows");
     static_assert(cache || !hidden_values, "only the metadata of caches says where a tile's keys begin");
-    static_assert(cache || !paged, "only caches have pages");
+    static_assert(cache || !(paged || PACKED), "only caches have pages, and slots of queries");
 };
 
 // A tile of rows, and the key blocks [first, last) that it visits. It is skipped if there are none.
@@ -258,5 +259,8 @@ struct Shape {
 #endif
 #if PAGE
     PageTable page_table;
+#endif
+#if PACKED
+    PackedQueries packed;
 #endif
 };

@@ -4,8 +4,10 @@
 // Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key. With
 // pages, blocks begin where pages do.
 //
-// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; BLOCK_KEYS, the forward kernel's KEYS; PACK_GQA and PAGE, as
-// there.
+// Packed queries get slots: which tile has queries of which sequence.
+//
+// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; TILE_GROUPS, groups of 64 rows in a tile of the forward kernel;
+// BLOCK_KEYS, its KEYS; PACK_GQA, PAGE and PACKED, as there.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
@@ -24,6 +26,37 @@ __device__ __forceinline__ int first_key_of(const Sequence& sequence) {
     return sequence.length - ceil_div(sequence.length, BLOCK_KEYS) * BLOCK_KEYS;
 }
 
+#if PACKED
+// The tile in slot `index`, found by a warp: its queries are the sequence's from `first_query` on. Sequences have slots
+// in their order. There is none if `tokens` is 0.
+__device__ __forceinline__ QuerySlot find_slot(const Shape& shape, int index, int& first_query) {
+    constexpr int tile_queries = TILE_GROUPS * group_rows / PACK_GQA;
+    const int lane = threadIdx.x % 32;
+    int before = 0;  // slots of the sequences before those of this round
+#pragma unroll 1
+    for (int first = 0; first < shape.batch; first += 32) {
+        const int own = first + lane;
+        const int queries = own < shape.batch ? packed_queries(shape, own) : 0;
+        const int slots = ceil_div(queries, tile_queries);
+        int end = before + slots;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int others = __shfl_up_sync(all_lanes, end - before, distance);
+            if (lane >= distance) end += others;
+        }
+        const int owner = __reduce_min_sync(all_lanes, end - slots <= index && index < end ? lane : 32);
+        if (owner < 32) {
+            first_query = (index - __shfl_sync(all_lanes, end - slots, owner)) * tile_queries;
+            const int left = __shfl_sync(all_lanes, queries, owner) - first_query;
+            return {first + owner, shape.query_offsets[first + owner] + first_query, min(left, tile_queries), 0};
+        }
+        before = __shfl_sync(all_lanes, end, 31);
+    }
+    first_query = 0;
+    return {0, 0, 0, 0};
+}
+#endif
+
 #if PAGE
 // Whether the cache lacks some page of the blocks `visited`, asked by a warp.
 __device__ __forceinline__ bool misses_page(const Shape& shape, int batch, Interval visited) {
@@ -40,16 +73,30 @@ __device__ __forceinline__ bool misses_page(const Shape& shape, int batch, Inter
 // Mask metadata of a group of rows, by a warp. See FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py.
 __device__ __forceinline__ void write_group(const Parameters& parameters, int64_t index) {
     const Shape& shape = parameters.shape;
-    const int batch = static_cast<int>(index / parameters.groups), group = static_cast<int>(index % parameters.groups);
+    const int lane = threadIdx.x % 32;
+#if PACKED
+    const int slot_index = static_cast<int>(index / TILE_GROUPS), group_of_tile = static_cast<int>(index % TILE_GROUPS);
+    int first_query;
+    const QuerySlot slot = find_slot(shape, slot_index, first_query);
+    if (group_of_tile == 0 && lane == 0) parameters.slots[slot_index] = slot;
+    const int batch = slot.sequence, first_row = group_of_tile * group_rows + first_query * PACK_GQA;
+    const int end_query = first_query + slot.tokens;
+    // Diagonals are numbered through slots, too.
+    const int64_t first_diagonal = index * group_rows / PACK_GQA - first_row / PACK_GQA;
+#else
+    const int batch = static_cast<int>(index / parameters.groups);
+    const int first_row = static_cast<int>(index % parameters.groups) * group_rows, end_query = shape.queries;
+    const int64_t first_diagonal = static_cast<int64_t>(batch) * shape.queries;
+#endif
     const Sequence sequence = sequence_at(shape, batch);
-    const int first_key = first_key_of(sequence), lane = threadIdx.x % 32;
+    const int first_key = first_key_of(sequence);
     IntervalExtent extent;
 #pragma unroll
     for (int row = lane; row < group_rows; row += 32) {
-        const int query = (group * group_rows + row) / PACK_GQA;
+        const int query = (first_row + row) / PACK_GQA;
         // Rows beyond the last query count neither as seeing keys nor as not seeing them.
         Interval keys{0, 0};
-        if (query < shape.queries) {
+        if (query < end_query) {
             keys = keys_of(shape, sequence, query);
             keys = {keys.begin - first_key, keys.end - first_key};
             const bool sees = sequence.is_there && keys.begin < keys.end;
@@ -58,8 +105,7 @@ __device__ __forceinline__ void write_group(const Parameters& parameters, int64_
             if (!sees) keys.end = 0;
             // All rows of a query write the same value.
             if (parameters.diagonals != nullptr) {
-                const int64_t token = static_cast<int64_t>(batch) * shape.queries + query;
-                parameters.diagonals[token] = diagonal_of(sequence, query) - first_key;
+                parameters.diagonals[first_diagonal + query] = diagonal_of(sequence, query) - first_key;
             }
         }
         parameters.row_keys[index * group_rows + row] = keys;
@@ -102,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(threads)
         const int first_key = first_key_of(sequence);
         parameters.key_places[batch] = {sequence.is_there ? row : 0, first_key, sequence.length - first_key, 0};
     }
-    const int64_t groups = static_cast<int64_t>(shape.batch) * parameters.groups;
+    const int64_t groups = static_cast<int64_t>(PACKED ? 1 : shape.batch) * parameters.groups;
 #pragma unroll 1
     for (int64_t group = first / 32; group < groups; group += stride / 32) write_group(parameters, group);
     if constexpr (ROTARY) {

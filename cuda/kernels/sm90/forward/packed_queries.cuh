@@ -1,0 +1,51 @@
+// Where a tile's queries are, and the keys that they attend to.
+//
+// With packed queries, those of several sequences follow each other in one batch row, and which are whose is data. Tiles
+// then have slots: each sequence fills as many as it needs tiles, and a tile of rows has queries of one sequence. Rows
+// are numbered through all slots, so that mask metadata is as of one batch row of so many queries
+// (jax_flash/cuda/sm90/prefill_plan.py, sm90/prefill/preprocess.cu).
+#pragma once
+#include "ptx/global.cuh"
+#include "common/query_slot.cuh"
+#include "sm90/forward/tile_scheduler.cuh"
+
+#if PACKED
+__device__ __forceinline__ QuerySlot slot_of(const Tile& tile, const Shape& shape) {
+    const int4 slot = global::read_only(reinterpret_cast<const int4*>(shape.packed.slots) + tile.first_row / Traits::rows);
+    return {slot.x, slot.y, slot.z, slot.w};
+}
+#endif
+
+// The batch row whose keys a tile's rows attend to.
+__device__ __forceinline__ int key_batch(const Tile& tile, const Shape& shape) {
+#if PACKED
+    return slot_of(tile, shape).sequence;
+#else
+    return tile.batch;
+#endif
+}
+
+// The first of a tile's queries in its batch row of the array.
+__device__ __forceinline__ int first_query(const Tile& tile, const Shape& shape) {
+#if PACKED
+    return slot_of(tile, shape).first_token;
+#else
+    return query_of(tile.first_row);
+#endif
+}
+
+// A row of a tile: its query's place in its batch row of the array, which has `queries`; `exists` if that has it.
+struct RowPlace {
+    int query, queries;
+    bool exists;
+};
+__device__ __forceinline__ RowPlace place_of(int row, const Tile& tile, const Shape& shape) {
+#if PACKED
+    const QuerySlot slot = slot_of(tile, shape);
+    const int query = query_of(row - tile.first_row);
+    return {slot.first_token + query, shape.packed.tokens, query < slot.tokens};
+#else
+    const int query = query_of(row);
+    return {query, shape.queries, query < shape.queries};
+#endif
+}
