@@ -127,6 +127,26 @@ def test_lengths_in_pages(length, emulator):
     run(case, emulator, 3, 2, operands)
 
 
+@pytest.mark.parametrize(
+    "queries",
+    (
+        (64,) * 8,  # as many slots as there may be
+        (63,) * 8,  # none
+        (0, 200, 1, 63, 64, 0, 129, 55),
+        (512, 0, 0, 0, 0, 0, 0, 0),
+        (1, 0, 300, 0, 0, 211, 0, 0),
+    ),
+    ids=lambda queries: "-".join(map(str, queries)),
+)
+@pytest.mark.parametrize("group", (1, 4))
+def test_packed_queries(queries, group, emulator):
+    """Each sequence is one kernel's, however many queries it has."""
+    case = CacheCase(T=515, B=8, S=160, packed=True, page=16, right=0, N=group, K=1, H=64)
+    operands = Draw(case).operands
+    operands.query_offsets[:] = 2 + np.cumsum((0, *queries))
+    run(case, emulator, 3, 2, operands)
+
+
 @pytest.mark.parametrize("right", (None, 0))
 def test_missing_pages(right, emulator):
     """Keys on pages that the cache lacks are hidden from all rows, wherever they are."""
@@ -192,6 +212,36 @@ def test_nan_of_a_key_reaches_its_queries(emulator):
     np.testing.assert_array_equal(np.isnan(results["lse"]).any(1), is_nan)
 
 
+def drawn_packed(index: int) -> CacheCase:
+    """A case of packed queries, with options at random."""
+    random = np.random.default_rng(seed_of(f"drawn packed prefill {index}"))
+
+    def one_of(*values):
+        return values[random.integers(len(values))]
+
+    group, key_heads = one_of(1, 2, 4, 7, 8), one_of(1, 1, 2)
+    page = one_of(None, 8, 16, 16, 64)
+    return CacheCase(
+        T=one_of(100, 300, 500, 700),
+        S=int(random.integers(130, 500)),
+        B=one_of(1, 3, 6, 40),
+        N=group * key_heads,
+        K=key_heads,
+        H=one_of(8, 64, 64, 72, 128, 128, 256),
+        dtype=one_of("bfloat16", "float16"),
+        packed=True,
+        page=page,
+        interleaved=page is not None and bool(random.integers(2)),
+        layers=one_of(None, None, 2),
+        left_padding=bool(random.integers(3) == 0),
+        left=one_of(None, None, 0, 30, 200),
+        right=one_of(None, 0, 0, 5, -2),
+        soft_cap=one_of(None, None, 2.0),
+        alibi=one_of(None, None, "1N"),
+        sinks=bool(random.integers(3) == 0),
+    )
+
+
 def drawn(index: int) -> CacheCase:
     """A case with options at random."""
     random = np.random.default_rng(seed_of(f"drawn prefill {index}"))
@@ -236,3 +286,9 @@ def drawn(index: int) -> CacheCase:
 def test_drawn_cases(index, emulator):
     random = np.random.default_rng(seed_of(f"prefill devices {index}"))
     run(drawn(index), emulator, int(random.choice([1, 2, 3, 7])), int(random.choice([1, 2, 7])))
+
+
+@pytest.mark.parametrize("index", [*range(2), *thorough(*range(2, 40))])
+def test_drawn_cases_of_packed_queries(index, emulator):
+    random = np.random.default_rng(seed_of(f"packed prefill devices {index}"))
+    run(drawn_packed(index), emulator, int(random.choice([1, 2, 3, 7])), int(random.choice([1, 2, 7])))

@@ -15,7 +15,7 @@ from jax_flash._device import H100, Device, assume
 from jax_flash._spec import AttentionSpec
 from jax_flash.cuda import decoding, launch_plan, plan_check, sm90
 from jax_flash.cuda.compile import compile_kernel
-from jax_flash.cuda.launch_plan import Alias, Kernel, LaunchPlan, Pointer, TensorMap
+from jax_flash.cuda.launch_plan import Alias, Kernel, Launch, LaunchPlan, Pointer, TensorMap
 from jax_flash.cuda.sm90 import prefill_plan
 
 
@@ -34,6 +34,7 @@ def call(
     U=None,
     layers=None,
     page=None,
+    packed=None,
     rotary=0,
     soft_cap=None,
     left=None,
@@ -45,8 +46,6 @@ def call(
     V, U = V or H, T if U is None else U
     rows = (B + 3, S) if page is None else (B * S // page + 3, page)
     optional = {} if page is None else {"page_table": array(B, S // page, dtype="int32")}
-    if layers is not None:
-        rows, optional = (layers, *rows), optional | {"layer": array(dtype="int32")}
     if U:
         optional |= {"new_key": array(B, U, K, H, dtype=dtype), "new_value": array(B, U, K, V, dtype=dtype)}
     if rotary:
@@ -54,14 +53,22 @@ def call(
     known = {
         "alibi_slopes": array(1, N, dtype="float32"),
         "sinks": array(1, N, dtype="float32"),
-        "left_padding": array(B, dtype="int32"),
+        "left_padding": array(packed or B, dtype="int32"),
         "batch_index": array(B, dtype="int32"),
     }
+    if packed:  # so many sequences, in one batch row of T queries
+        assert B == 1 and not U
+        rows = (packed + 3, S) if page is None else (packed * S // page + 3, page)
+        optional["query_offsets"] = array(packed + 1, dtype="int32")
+        if page:
+            optional["page_table"] = array(packed, S // page, dtype="int32")
+    if layers is not None:
+        rows, optional = (layers, *rows), optional | {"layer": array(dtype="int32")}
     made = CacheOperands(
         array(B, T, N, H, dtype=dtype),
         array(*rows, K, H, dtype=dtype),
         array(*rows, K, V, dtype=dtype),
-        array(B, dtype="int32"),
+        array(packed or B, dtype="int32"),
         **optional,
         **{name: known[name] for name in operands},
     )
@@ -126,6 +133,17 @@ CALLS = (
     {"page": 128, "H": 192, "V": 128},
     {"page": 16, "H": 256, "right": None},
     {"page": 16, "T": 256, "B": 8, "score_mod": True},
+    {"page": 16, "packed": 64, "T": 1024, "U": 0},
+    {"page": 64, "packed": 9, "T": 2048, "U": 0, "H": 64, "left": 500, "layers": 32, "operands": ("sinks",)},
+    {"page": 256, "packed": 1, "T": 2048, "U": 0, "N": 7, "K": 1, "H": 256, "soft_cap": 30.0, "S": 4096},
+    {
+        "packed": 300,
+        "T": 8192,
+        "U": 0,
+        "S": 2048,
+        "operands": ("alibi_slopes", "batch_index"),
+        "dtype": "float16",
+    },
 )
 IDS = ["-".join(f"{k}{v}" for k, v in options.items()) or "usual" for options in CALLS]
 
@@ -138,7 +156,9 @@ def test_plan_can_run(options):
     assert tuple(b.name for b in made.operands) == tuple(operands.present())
     entries = [launch.kernel.entry for launch in made.launches]
     appends = operands.new_key is not None
-    assert entries == ["decode_append"] * appends + ["prefill_preprocess", "forward"]
+    is_packed = operands.query_offsets is not None
+    of_short_sequences = ["decode", "decode_combine"] * is_packed
+    assert entries == ["decode_append"] * appends + ["prefill_preprocess", "forward", *of_short_sequences]
     assert made.steps == made.launches, "a kernel zeroes what has to be zero"
     for launch in made.launches:
         assert launch.overlap_previous, "every kernel waits for those before it itself"
@@ -157,7 +177,7 @@ def test_caches_are_updated_in_place_and_never_copied(options):
     }
     caches = ("key_after", "value_after") if appends else ("key", "value")
     assert read == {"key_places", *caches}
-    maps = made.launches[-1].by_path
+    maps = forward_launch(made).by_path
     for name in ("key", "value"):
         *rows, S, K, H = getattr(operands, name).shape
         found = maps[f"maps.{name}"]
@@ -170,12 +190,18 @@ def test_caches_are_updated_in_place_and_never_copied(options):
 
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
 def test_scratch_memory_is_bounded(options):
-    """Rotated queries, and a few numbers for each query and query head."""
+    """Rotated queries, and a few numbers for each query and query head.
+
+    Of packed queries, also what the decode kernel's CTAs leave for each other.
+    """
     made, (_, operands) = plan(**options), call(**options)
     given = {"out", "lse", "key_after", "value_after", "rotated_query"}
+    given |= {"partial_out", "partial_statistics", "split_tiles"}  # see test_decode_plan.py
     scratch = sum(b.bytes for b in made.results if b.name not in given)
     B, T, N, _ = operands.query.shape
-    assert scratch <= B * (T * 4 + 16 + 16 * (T + 256) * min(N, 64)) + 4
+    T += 64 * (operands.lengths.shape[0] + 1 if operands.query_offsets is not None else 0)
+    places = 16 * operands.lengths.shape[0]
+    assert scratch <= B * (T * 4 + 16 * (T + 256) * min(N, 64)) + places + 4
 
 
 # Which calls get one.
@@ -183,8 +209,12 @@ def test_scratch_memory_is_bounded(options):
 
 def main_kernel(spec: CacheSpec, operands: CacheOperands, device: Device = H100) -> str:
     entries = {launch.kernel.entry for launch in sm90.plan_decode(spec, operands, device).launches}
-    (main,) = entries & {"decode", "forward"}
-    return main
+    return "forward" if "forward" in entries else "decode"
+
+
+def forward_launch(made: LaunchPlan) -> Launch:
+    (found,) = (launch for launch in made.launches if launch.kernel.entry == "forward")
+    return found
 
 
 @pytest.mark.parametrize("options", CALLS, ids=IDS)
@@ -217,16 +247,45 @@ def test_pages_of_part_of_an_atom_run_in_the_decode_kernel(page):
     assert main_kernel(spec, paged) == "decode"
 
 
-def test_packed_queries_run_in_the_decode_kernel():
-    spec, operands = call(U=0)
-    packed = operands.replace(query_offsets=array(2, dtype="int32"))
-    assert decoding.supports(spec, packed, H100) is None
-    assert main_kernel(spec, packed) == "decode"
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packed": 256, "T": 256},  # a step of decoding
+        {"packed": 256, "T": 511},
+        {"packed": 4, "T": 256},  # tiles for half of the multiprocessors
+        {"packed": 4, "T": 63, "N": 128},
+        {"packed": 4, "T": 2048, "page": 4},
+    ],
+)
+def test_few_packed_queries_run_in_the_decode_kernel(options):
+    assert main_kernel(*call(U=0, **options)) == "decode"
+
+
+def test_packed_queries_with_operands_of_each_sequence_run_in_the_decode_kernel():
+    spec, operands = call(U=0, packed=4, T=2048)
+    assert main_kernel(spec, operands) == "forward"
+    assert main_kernel(spec, operands.replace(alibi_slopes=array(4, 32, dtype="float32"))) == "decode"
+    assert main_kernel(*with_function(spec, operands)) == "decode"
+
+
+def test_each_sequence_of_packed_queries_is_one_kernels():
+    made = plan(packed=64, T=1024, U=0)
+    limits = {
+        launch.kernel.entry: (launch.by_path["shape.least_queries"], launch.by_path["shape.most_queries"])
+        for launch in made.launches
+        if launch.kernel.entry != "forward"  # which has the slots that its preprocess finds
+    }
+    anything = 2**31 - 1
+    assert limits == {
+        "prefill_preprocess": (64, anything),
+        "decode": (0, 63),
+        "decode_combine": (0, 63),
+    }
 
 
 @pytest.mark.parametrize(("page", "H", "box"), [(16, 128, 16), (24, 128, 8), (64, 256, 64), (256, 192, 32)])
 def test_boxes_are_on_one_page_and_in_one_block(page, H, box):
-    maps = plan(page=page, H=H, U=0, S=48 * 256).launches[-1].by_path
+    maps = forward_launch(plan(page=page, H=H, U=0, S=48 * 256)).by_path
     for name in ("maps.key", "maps.value"):
         found = maps[name]
         assert isinstance(found, TensorMap) and found.box == (64, 1, box, 1, 1) and found.sizes[2] == page
@@ -308,9 +367,9 @@ def test_compiles_without_warnings_or_more_spills_than_without_a_cache(kernel):
         defines = dict(kernel.defines)
         changed = defines["SOFT_CAP"] or defines["ALIBI"] or defines["SCORE_MOD"]
         assert kernel.entry == "forward" and changed, log
-        # Beside a user's function, where the cache's keys are takes a few registers more.
-        more = 32 if defines["SCORE_MOD"] else 0
-        without = {"CACHE": 0, "HIDDEN_VALUES": 0, "PAGE": 0}
+        # Beside a user's function, where the cache's keys are takes a few registers more; so does a slot.
+        more = 32 if defines["SCORE_MOD"] else 8 * defines["PACKED"]
+        without = {"CACHE": 0, "HIDDEN_VALUES": 0, "PAGE": 0, "PACKED": 0}
         assert spilled(log) <= spilled(log_of(kernel, **without)) + more, log
     (registers,) = re.findall(r"Used (\d+) registers", log)
     assert int(registers) * LAUNCHES[kernel].block <= 65536

@@ -162,15 +162,16 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
     if (loads_query_early) load_query(call, rings, tile);
 #pragma unroll 1
     while (tile.exists()) {
-        const int key_head = tile.head / shape.group, batch = key_batch(tile, shape);
+        const int key_head = tile.head / shape.group;
 
         auto load_next_key = [&](int place) {
-            load_key(call, rings, batch, key_head, block_at(place, tile, shape), shared.key_full(rings.key.stage));
+            load_key(call, rings, key_batch(tile, shape), key_head, block_at(place, tile, shape),
+                     shared.key_full(rings.key.stage));
             rings.key.advance();
             rings.hash.advance();
         };
         auto load_next_value = [&](int place) {
-            load_value(call, rings, batch, key_head, block_at(place, tile, shape),
+            load_value(call, rings, key_batch(tile, shape), key_head, block_at(place, tile, shape),
                        shared.value_full(rings.value.stage));
             rings.value.advance();
         };

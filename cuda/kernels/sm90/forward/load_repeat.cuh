@@ -44,9 +44,8 @@ __device__ __forceinline__ void repeat_blocks(const LoadCall& call, int query_st
     for (int place = tile.last - 1; place >= tile.first; --place) {
         if (elect_one()) {
             const int key_head = tile.head / call.shape.group, block = block_at(place, tile, call.shape);
-            const int batch = key_batch(tile, call.shape);
-            load_key(call, rings, batch, key_head, block, shared.block_landed());
-            load_value(call, rings, batch, key_head, block, shared.block_landed());
+            load_key(call, rings, key_batch(tile, call.shape), key_head, block, shared.block_landed());
+            load_value(call, rings, key_batch(tile, call.shape), key_head, block, shared.block_landed());
         }
         __syncwarp();
         mbarrier::wait(shared.block_landed(), shared.repeats().landed_parity);
