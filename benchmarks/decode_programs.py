@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import contenders
 import jax
@@ -27,6 +27,26 @@ ALL = (*contenders.OURS, *PEERS, COPY)
 PEER_GROUPS = ("contiguous", "lengths", "paged", "8 bits")  # whose first variant all contenders may run
 SHORT_CHAIN, LONG_CHAIN = 1, 9
 DISTINCT = 8  # sequences whose keys are drawn; the others repeat them
+
+
+class RaggedPages(NamedTuple):
+    """What `ragged_paged_attention` takes beside queries."""
+
+    kv_pages: Any
+    kv_lens: Any
+    page_indices: Any
+    cu_q_lens: Any
+    num_seqs: Any
+
+    @classmethod
+    def of(cls, cache: PagedKVCache, queries: int) -> "RaggedPages":
+        """The cache for sequences with so many queries each."""
+        *pages, K, H = cache.key_pages.shape
+        both = jnp.stack([cache.key_pages, cache.value_pages], axis=3).reshape(*pages, 2 * K, H)
+        sequences = len(cache.lengths)
+        offsets = queries * jnp.arange(sequences + 1, dtype=jnp.int32)
+        return cls(both, cache.lengths, cache.page_table, offsets, jnp.array([sequences], jnp.int32))
+
 
 Inputs = tuple[Any, ...]
 """Query, cache, new key and value or None, rotary tables or None. Of a copy, an array and a scalar."""
@@ -51,6 +71,8 @@ def shapes(call: Call) -> Inputs:
         pages = S // call.page
         rows = array(B * pages, call.page, K, H, dtype=call.cache_dtype)
         cache = PagedKVCache(rows, rows, array(B, pages, dtype="int32"), lengths)
+    if call.packed:
+        cache = jax.eval_shape(lambda cache: RaggedPages.of(cache, call.queries), cache)
     new = (array(B, call.appended, K, H),) * 2 if call.appended else None
     rotary = (array(S + 1, H // 2, dtype="float32"),) * 2 if call.rotary else None
     return query, cache, new, rotary
@@ -77,10 +99,13 @@ class Arrays:
         if call.page is None:
             filled = KVCache(self.key, self.value, lengths)
         else:
-            places = np.random.default_rng(0).permutation(cache.page_table.size).astype(np.int32)
+            table = cache.page_indices if call.packed else cache.page_table
+            places = np.random.default_rng(0).permutation(table.size).astype(np.int32)
             owner = jnp.asarray(np.argsort(places))
-            key, value = (x.reshape(cache.key_pages.shape)[owner] for x in (self.key, self.value))
-            filled = PagedKVCache(key, value, jnp.asarray(places.reshape(cache.page_table.shape)), lengths)
+            key, value = (x.reshape(-1, call.page, *x.shape[2:])[owner] for x in (self.key, self.value))
+            filled = PagedKVCache(key, value, jnp.asarray(places.reshape(table.shape)), lengths)
+            if call.packed:
+                filled = RaggedPages.of(filled, call.queries)
         drawn = jax.tree.map(lambda x: _normal(2, x.shape, x.dtype), (query, new))
         if rotary is not None:
             angles = jnp.arange(rotary[0].size, dtype=jnp.float32).reshape(rotary[0].shape)
@@ -113,6 +138,16 @@ def attend(call: Call, name: str) -> Callable[..., jax.Array]:
         keys = {"is_causal": True, "key_value_seq_lengths": cache.lengths}
         return jax_flash.flash_attention(query, cache.key, cache.value, **keys, implementation=implementation)
 
+    def of_packed(query, cache, new, rotary):
+        del new, rotary
+        *rows, N, H = query.shape
+        out = jax_flash.ragged_paged_attention(
+            query.reshape(-1, N, H), *cache, sm_scale=H**-0.5, implementation=implementation
+        )
+        return out.reshape(*rows, N, H)
+
+    if call.packed:
+        return of_packed
     return without_cache if call.by_flash_attention else with_cache
 
 

@@ -209,6 +209,7 @@ CACHE_GROUPS = {
         CacheCase(B=20, S=200, N=4, K=2, H=256, T=128, U=128, right=0, left=60, layers=2, sinks=True),
         CacheCase(B=17, S=208, N=8, K=1, H=128, T=70, U=70, right=0, page=16),
         CacheCase(B=20, S=256, N=4, K=2, H=64, T=128, right=0, left=60, left_padding=True, page=64),
+        CacheCase(B=6, S=256, N=16, K=2, H=64, T=1200, right=0, page=16, packed=True, interleaved=True),
     ),
     FUNCTIONS: (
         CacheCase(score_mod=True, U=1, rotary=64),

@@ -117,6 +117,14 @@ CHUNKS = {
         B=6, S=2000, N=8, K=2, H=192, V=128, T=300, right=0, page=16, shares_pages=True
     ),
     "pages of both": CacheCase(B=9, S=2048, N=8, K=2, H=64, T=200, U=200, page=32, interleaved=True, right=0),
+    "packed": CacheCase(B=12, S=2048, N=8, K=2, H=128, T=2000, page=16, packed=True, right=0),
+    "packed, pages of both": CacheCase(
+        B=100, S=1024, N=32, K=4, H=64, T=1500, page=64, packed=True, interleaved=True, right=0, left=300
+    ),
+    "packed, without pages": CacheCase(
+        B=5, S=2000, N=16, K=2, H=256, T=1100, packed=True, right=0, layers=2, batch_index=True, sinks=True
+    ),
+    "packed, few heads": CacheCase(B=2, S=3000, N=7, K=1, H=128, T=3000, page=8, packed=True, alibi="1N"),
 }
 LONG_AND_SHORT = {
     "contiguous": CacheCase(B=64, S=8192, N=4, K=1, H=64, U=1),
@@ -195,9 +203,10 @@ def test_forward_kernel_on_caches(case, dtype, by_the_forward_kernel):
     run("cuda", dataclasses.replace(case, dtype=dtype))
 
 
+@pytest.mark.parametrize("draw", (EMULATED_PREFILL.drawn, EMULATED_PREFILL.drawn_packed))
 @pytest.mark.parametrize("index", range(40))
-def test_drawn_cases_by_the_forward_kernel(index, by_the_forward_kernel):
-    run("cuda", EMULATED_PREFILL.drawn(index))
+def test_drawn_cases_by_the_forward_kernel(draw, index, by_the_forward_kernel):
+    run("cuda", draw(index))
 
 
 @pytest.fixture
