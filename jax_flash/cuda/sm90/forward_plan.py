@@ -27,7 +27,6 @@ from jax_flash.cuda.launch_plan import (
     Launch,
     LaunchPlan,
     Pointer,
-    TensorMap,
     Zero,
     element_type,
     launch,
@@ -44,7 +43,8 @@ from jax_flash.cuda.sm90.forward_tiles import (
     split_last_wave,
     tile_options,
 )
-from jax_flash.cuda.sm90.tensor_maps import cache_map, padded_head_dims, rows_map
+from jax_flash.cuda.sm90.loaded import Loaded
+from jax_flash.cuda.sm90.tensor_maps import padded_head_dims, rows_map
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
@@ -79,50 +79,6 @@ _PARAMETERS = struct(
     descales=struct("Descales", query="const float*", key="const float*", value="const float*"),  # of e4m3
     key_places="const KeyPlace*",  # (B), if K and V are a cache; see cuda/kernels/common/key_place.cuh
 )
-
-_PACKED = struct(  # a further field, for packed queries (cuda/kernels/sm90/forward/packed_queries.cuh)
-    "PackedQueries",
-    slots="const QuerySlot*",  # of each tile of rows
-    tokens="int32_t",  # T of the arrays of queries and results
-)
-_PAGE_TABLE = struct(  # a further field, for a cache in pages (cuda/kernels/sm90/forward/pages.cuh)
-    "PageTable",
-    pages="const int*",  # (B, row_pages)
-    row_pages="int32_t",  # pages that a batch row may have
-    cache_pages="int32_t",  # pages of the cache, or of a layer of it
-    head_step="int32_t",  # 2 if pages hold keys and values, whose heads alternate; 1 elsewhere
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Pages:
-    """The pages of a cache: batch rows have those that a table says."""
-
-    table: Buffer  # (B, pages of a batch row)
-    keys: int  # of a page
-    count: int  # P
-    hold_both: bool  # keys and values, whose heads alternate
-
-    def box(self, block: int) -> int:
-        """Keys that one TMA copy loads of blocks of so many keys: those of one page, and of one block."""
-        return math.gcd(self.keys, block)
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """The arrays that the kernel loads by TMA.
-
-    In a cache, batch rows of the call attend to those rows of `key` and `value` that `key_places` says, a
-    buffer of the plan. With pages, it says which layer.
-    """
-
-    query: Buffer  # (B, T, N, H)
-    key: Buffer  # (B, S, K, H); of a cache, (rows, S, K, H); with pages, ([L,] P, page, K, H)
-    value: Buffer
-    in_cache: bool = False
-    has_hidden_values: bool = False  # values of keys before the first visible one may be NaN
-    pages: "Pages | None" = None
-    packed_tokens: int | None = None  # T, if queries are packed: the buffer `slots` says whose they are
 
 
 def kernels(spec: AttentionSpec, shapes: Shapes, device: Device) -> list[Kernel]:
@@ -237,45 +193,17 @@ def _kernel(
             *score_mod.defines(spec, shapes),
             *mask_metadata.defines(shapes),
             *block_mask.defines(spec),
-            ("CACHE", int(loaded.in_cache)),
-            ("HIDDEN_VALUES", int(loaded.has_hidden_values)),
-            ("PAGE", loaded.pages.keys if loaded.pages else 0),
-            ("PACKED", int(loaded.packed_tokens is not None)),
-            ("BOX", loaded.pages.box(tile.keys) if loaded.pages else 0),
+            *loaded.defines(tile.keys),
             *dropout.defines(spec),
             ("SHARED_BYTES", tile.shared_bytes(requirements)),
         ),
         parameters=_PARAMETERS.replace(
             score=score_mod.parameters(spec),
             **block_mask.parameters(spec, shapes),
-            **({"page_table": _PAGE_TABLE} if loaded.pages else {}),
-            **({"packed": _PACKED} if loaded.packed_tokens is not None else {}),
+            **loaded.parameters(),
         ),
         headers=(*user_score_mod.headers(spec, False, in_units), *block_mask.headers(spec, shapes)),
     )
-
-
-def _block_map(loaded: Loaded, buffer: Buffer, tile: ForwardTile) -> TensorMap:
-    """The map by which blocks of keys or values are loaded."""
-    if loaded.pages:
-        return cache_map(buffer, loaded.pages.box(tile.keys))
-    return rows_map(buffer, tile.keys)
-
-
-def _page_arguments(pages: Pages | None) -> Arguments:
-    if pages is None:
-        return {}
-    table = {
-        "pages": Pointer(pages.table.name),
-        "row_pages": pages.table.shape[1],
-        "cache_pages": pages.count,
-        "head_step": 1 + pages.hold_both,
-    }
-    return {"page_table": table}
-
-
-def _packed_arguments(tokens: int | None) -> Arguments:
-    return {} if tokens is None else {"packed": {"slots": Pointer("slots"), "tokens": tokens}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,7 +343,7 @@ def plan_attention(
         scratch, zeroed = (partials, arrived), ("arrived",)
     if requirements.isolates:
         scratch = (*scratch, next_repeat)
-    value_map = _block_map(loaded, loaded.value, tile)
+    value_map = loaded.block_map(loaded.value, tile.keys)
     if requirements.fp8:
         assert tile.keys == float8.keys_of_block(requirements.value_dim)
         value_map = float8.value_map(loaded.value)
@@ -428,7 +356,7 @@ def plan_attention(
         arguments={
             "maps": {
                 "query": rows_map(loaded.query, tile.rows, chosen.pack_gqa),
-                "key": _block_map(loaded, loaded.key, tile),
+                "key": loaded.block_map(loaded.key, tile.keys),
                 "value": value_map,
             },
             "tile_blocks": math.ceil(n.S / tile.keys),
@@ -436,9 +364,7 @@ def plan_attention(
             "mask_metadata": mask_metadata.forward_arguments(metadata_buffers(spec, shapes, chosen)),
             **block_mask.arguments(spec, shapes, block_grid(spec, shapes)),
             "descales": {name: _descale(shapes, name) for name in ("query", "key", "value")},
-            "key_places": Pointer("key_places") if loaded.in_cache else None,
-            **_page_arguments(loaded.pages),
-            **_packed_arguments(loaded.packed_tokens),
+            **loaded.arguments(),
         },
     )
     return Attention(main, scratch, zeroed)

@@ -24,8 +24,9 @@ from jax_flash.cuda import mask_metadata
 from jax_flash.cuda.launch_plan import Buffer, Kernel, Launch, LaunchPlan, Pointer, launch
 from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90 import decode_plan, forward_plan
-from jax_flash.cuda.sm90.forward_plan import Configuration, Loaded, Pages
+from jax_flash.cuda.sm90.forward_plan import Configuration
 from jax_flash.cuda.sm90.forward_tiles import pack_gqa_options
+from jax_flash.cuda.sm90.loaded import Loaded, Pages
 
 Shapes = CacheOperands[jax.ShapeDtypeStruct]
 
@@ -126,7 +127,7 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
             has_hidden_values=shapes.left_padding is not None
             or decode_plan.window_of(spec, n).left is not None,
             pages=_pages(shapes),
-            packed_tokens=n.T if is_packed else None,
+            is_packed=is_packed,
         ),
         chosen,
     )
