@@ -19,7 +19,8 @@ __device__ __forceinline__ void clean_hidden_values(const SharedMemory& shared, 
     if (chunks <= 0) return;
 #pragma unroll 1
     for (int i = reload_thread_index() - 128; i < chunks; i += threads) {
-        const int chunk = i % (row_chunks * Traits::value_panels), row = begin + i / (row_chunks * Traits::value_panels);
+        const int chunk = i % (row_chunks * Traits::value_panels);
+        const int row = begin + i / (row_chunks * Traits::value_panels);
         const int panel = chunk / row_chunks * descriptor::panel_bytes(Traits::keys);
         unsigned char* const block = shared.data + SharedMemory::value + stage * Traits::value_bytes;
         *reinterpret_cast<uint4*>(block + panel + descriptor::swizzled_offset(row, chunk % row_chunks)) = {0, 0, 0, 0};

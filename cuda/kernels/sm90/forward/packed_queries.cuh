@@ -1,8 +1,8 @@
 // Where a tile's queries are, and the keys that they attend to.
 //
-// With packed queries, those of several sequences follow each other in one batch row, and which are whose is data. Tiles
-// then have slots: each sequence fills as many as it needs tiles, and a tile of rows has queries of one sequence. Rows
-// are numbered through all slots, so that mask metadata is as of one batch row of so many queries
+// Packed queries are those of several sequences, one sequence after the other, and which are whose is data. Tiles of
+// rows then have slots: each sequence has as many as it needs, and a slot has queries of one sequence. Rows are
+// numbered through all slots. So mask metadata is that of one batch row, whose queries fill the slots
 // (jax_flash/cuda/sm90/prefill_plan.py, sm90/prefill/preprocess.cu).
 #pragma once
 #include "ptx/global.cuh"
@@ -11,7 +11,8 @@
 
 #if PACKED
 __device__ __forceinline__ QuerySlot slot_of(const Tile& tile, const Shape& shape) {
-    const int4 slot = global::read_only(reinterpret_cast<const int4*>(shape.packed.slots) + tile.first_row / Traits::rows);
+    const int4* const slots = reinterpret_cast<const int4*>(shape.packed.slots);
+    const int4 slot = global::read_only(slots + tile.first_row / Traits::rows);
     return {slot.x, slot.y, slot.z, slot.w};
 }
 #endif

@@ -6,8 +6,8 @@
 //
 // Packed queries get slots: which tile has queries of which sequence.
 //
-// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; TILE_GROUPS, groups of 64 rows in a tile of the forward kernel;
-// BLOCK_KEYS, its KEYS; PACK_GQA, PAGE and PACKED, as there.
+// Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; TILE_GROUPS, groups of 64 rows in a tile of the forward
+// kernel; BLOCK_KEYS, its KEYS; PACK_GQA, PAGE and PACKED, as there.
 #include "parameters.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
