@@ -110,7 +110,7 @@ def test_lengths(length, emulator):
     run(case, emulator, 3, 2, operands)
 
 
-@pytest.mark.parametrize("length", (1, 15, 16, 128, 200, 256, 319))
+@pytest.mark.parametrize("length", [15, 128, 200, *thorough(1, 16, 256, 319)])
 def test_lengths_in_pages(length, emulator):
     """Blocks begin where pages do, and the last page may end behind the sequence."""
     case = CacheCase(T=130, right=0, S=320, page=16, B=2, N=2, K=1, H=128, shares_pages=True)
@@ -138,7 +138,7 @@ def test_lengths_in_pages(length, emulator):
     ),
     ids=lambda queries: "-".join(map(str, queries)),
 )
-@pytest.mark.parametrize("group", (1, 4))
+@pytest.mark.parametrize("group", [4, *thorough(1)])
 def test_packed_queries(queries, group, emulator):
     """Each sequence is one kernel's, however many queries it has."""
     case = CacheCase(T=515, B=8, S=160, packed=True, page=16, right=0, N=group, K=1, H=64)

@@ -98,6 +98,9 @@ class FuzzedDraw(Draw):
         return operands.replace(page_table=table, **pools)
 
 
+PROMPT_QUERIES, PROMPT_GROUP = 900, 16
+
+
 class FuzzedDecoding:
     """An implementation, and what of its calls is drawn."""
 
@@ -106,6 +109,7 @@ class FuzzedDecoding:
     keys: int = 2500  # of a sequence, at most
     head_dims: tuple[int, ...] = (64, 8, 16, 72, 128, 192, 256)
     pages: tuple[int | None, ...] = (None, 16, 1, 3, 8, 24, 40, 64, 96, 128, 192, 256)
+    are_prompts: tuple[bool, ...] = (False,)  # whether the calls of a list have very many queries
     case_type = FuzzedCache
 
     def environment(self):
@@ -138,6 +142,7 @@ class FuzzedDecoding:
                 "alibi": one_of((None, None, "1N", "BN")),
                 "score_mod": one_of((False, False, True)),
                 "mask_mod": one_of((False, False, True)),
+                "are_prompts": one_of(self.are_prompts),
             }
         )
 
@@ -176,6 +181,13 @@ class FuzzedDecoding:
 
     def _case(self, fields: dict[str, Any]) -> FuzzedCache:
         """The call that has these values, but for those that don't go together."""
+        if fields.pop("are_prompts"):  # so many rows that a GPU's multiprocessors all have tiles
+            fields |= {"T": PROMPT_QUERIES, "group": PROMPT_GROUP}
+            if fields["packed"]:  # without what the forward kernel doesn't take then
+                fields |= dict.fromkeys(("float8", "score_mod", "mask_mod"), False) | {"rotary": None}
+                fields["alibi"] = fields["alibi"] and "1N"
+            else:
+                fields["B"] = min(fields["B"], 2)
         page, rotary = fields["page"], fields["rotary"]
         capacity = round(math.exp(fields.pop("keys") * math.log(self.keys)))
         fields["S"] = max(capacity // page, 1) * page if page else capacity
@@ -217,9 +229,10 @@ class FuzzedDecoding:
 
 class CudaDecoding(FuzzedDecoding):
     implementation = "cuda"
+    are_prompts = (False, False, True)
 
 
-class PallasDecoding(CudaDecoding):
+class PallasDecoding(FuzzedDecoding):
     implementation = "pallas"
 
 
