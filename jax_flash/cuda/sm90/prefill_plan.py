@@ -55,7 +55,7 @@ _LEAST_QUERIES = 64
 """Of each sequence. A step of decoding has fewer, even if it speculates."""
 
 _LEAST_MEAN_QUERIES = 2
-"""Of packed queries. A step of decoding has one for each sequence."""
+"""Of packed queries, for each sequence that the call has room for. A step of decoding has one."""
 
 
 def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
@@ -64,8 +64,8 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     It takes calls of many queries, if more than half of what the device computes in its tiles are rows of the
     call. Rows may be missing in tiles that are not full, and in multiprocessors that have no tile: the kernel
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
-    half as fast. Where this rule should draw the line was not measured. Packed queries count as of one
-    sequence, if there are enough of them for some to be of a prompt.
+    half as fast. Where this rule should draw the line was not measured. Packed queries count as those of one
+    sequence, if there are so many that some may be of a prompt.
     """
     n = cache_sizes(shapes)
     if not can_run(spec, shapes) or n.T < _LEAST_QUERIES:
@@ -78,10 +78,10 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
 
 
 def can_run(spec: CacheSpec, shapes: Shapes) -> bool:
-    """Whether the forward kernel could run a call that `decoding.supports` accepts, be it slower.
+    """Whether the forward kernel can run a call that `decoding.supports` accepts, however slowly.
 
     It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, and no cache in 8 bits beside queries
-    in 16. It takes no packed queries with functions, or with operands that each sequence has its own of.
+    in 16; of packed queries, no functions, and no slopes or sinks of each sequence.
     """
     if (cache_sizes(shapes).page or 0) % _PAGE_MULTIPLE or is_float8(shapes.key.dtype):
         return False
@@ -98,11 +98,9 @@ def describe(spec: CacheSpec, shapes: Shapes) -> str:
     tile = chosen.tile
     dims = f"head dim {n.H}" if n.H == n.V else f"head dims {n.H} of keys and {n.V} of values"
     pages = f" in pages of {n.page}" if n.page else ""
-    packed = (
-        ""
-        if shapes.query_offsets is None
-        else (f"; of sequences with fewer than {_LEAST_QUERIES} queries, the decode kernel")
-    )
+    packed = ""
+    if shapes.query_offsets is not None:
+        packed = f"; for sequences with fewer than {_LEAST_QUERIES} queries, the decode kernel"
     return (
         f"sm_90 forward kernel on the cache{pages} for {dims}: tiles of {tile.rows} rows (queries × "
         f"{chosen.pack_gqa} heads) × {tile.keys} keys, {tile.stages} stages{packed}"
@@ -224,6 +222,7 @@ def _attention_shapes(spec: CacheSpec, shapes: Shapes) -> Operands[jax.ShapeDtyp
 
 
 def _of_queries(shapes: Shapes, query: jax.ShapeDtypeStruct) -> Operands[jax.ShapeDtypeStruct]:
+    """Attention of these queries to the cache."""
     n, B = cache_sizes(shapes), query.shape[0]
     return Operands(
         query,

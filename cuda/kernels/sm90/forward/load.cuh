@@ -74,15 +74,15 @@ __device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, c
     rings.query.advance();
 }
 
-enum Which : int { key_block = 0, value_block = 1 };
+enum KeyOrValue : int { of_key = 0, of_value = 1 };
 
 // Loads K or V of a block of a batch row. `full` expects its bytes, and `more_bytes` of other copies.
-template <Which which>
+template <KeyOrValue which>
 __device__ __forceinline__ void load_block(const LoadCall& call, uint32_t destination, uint32_t full,
                                            const KeyPlace& place, int batch, int key_head, int block,
                                            int more_bytes = 0) {
-    constexpr int panels = which == value_block ? Traits::value_panels : Traits::key_panels;
-    const TensorMap& map = which == value_block ? call.maps.value : call.maps.key;
+    constexpr int panels = which == of_value ? Traits::value_panels : Traits::key_panels;
+    const TensorMap& map = which == of_value ? call.maps.value : call.maps.key;
 #if PAGE
     const PageTable& table = call.shape.page_table;
     // Pages that hold both alternate them.
@@ -100,8 +100,8 @@ __device__ __forceinline__ void load_key(const LoadCall& call, const Rings& ring
     const SharedMemory& shared = call.shared;
     const KeyPlace place = key_place(call, batch);
     mbarrier::wait(shared.key_empty(rings.key.stage), rings.key.parity ^ 1);
-    load_block<key_block>(call, shared.key_block(rings.key.stage), full, place, batch, key_head, block,
-                            Traits::hash_bytes);
+    load_block<of_key>(call, shared.key_block(rings.key.stage), full, place, batch, key_head, block,
+                       Traits::hash_bytes);
     if constexpr (Traits::dropout) {
         const int blocks = ceil_div(call.shape.keys, Traits::keys);
         const int64_t hashes = (static_cast<int64_t>(batch) * blocks + block) * Traits::keys;
@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& ri
         const int head = batch * (call.shape.query_heads / call.shape.group) + key_head;
         tma::load(shared.value_block(rings.value.stage), call.maps.value, full, 0, 0, block, head);
     } else {
-        load_block<value_block>(call, shared.value_block(rings.value.stage), full, place, batch, key_head, block);
+        load_block<of_value>(call, shared.value_block(rings.value.stage), full, place, batch, key_head, block);
     }
 }
 

@@ -18,8 +18,8 @@ constexpr int boxes = Traits::keys / BOX;  // of a block
 static_assert(PAGE % BOX == 0 && Traits::keys % BOX == 0, "a box is on one page, and in one block");
 static_assert(BOX % 8 == 0 && boxes <= 32, "a box has whole atoms of the swizzle, and a bit of a word");
 
-// Box `box` of a batch row: the page of its keys, or `cache_pages` if the cache lacks it, which no array has either.
-// Behind the table's end come keys that nothing sees, on any page.
+// The page of box `box` of a batch row, or `cache_pages` if the cache lacks it: the first page that no array has. Keys
+// behind the table's end are seen by nobody, so that any page does for them.
 __device__ __forceinline__ uint32_t page_of_box(const PageTable& table, int batch, uint32_t box) {
     const uint32_t place = min(box * BOX / PAGE, static_cast<uint32_t>(table.row_pages - 1));
     const int page = global::read_only(table.pages + static_cast<int64_t>(batch) * table.row_pages + place);
@@ -34,7 +34,7 @@ __device__ constexpr int looked_up_together() {
     return count;
 }
 
-// Loads a block of a batch row, box by box. `barrier` expects its bytes.
+// Loads a block of K or V of a batch row, box by box. `barrier` expects its bytes.
 template <int panels>
 __device__ __forceinline__ void load_pages(uint32_t destination, const TensorMap& map, uint32_t barrier,
                                            const PageTable& table, int layer, int batch, int head, int block) {

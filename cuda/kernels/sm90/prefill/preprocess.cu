@@ -4,7 +4,7 @@
 // Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key. With
 // pages, blocks begin where pages do.
 //
-// Packed queries get slots: which tile has queries of which sequence.
+// Of packed queries, it also finds which have which slots (sm90/forward/packed_queries.cuh).
 //
 // Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; TILE_GROUPS, groups of 64 rows in a tile of the forward
 // kernel; BLOCK_KEYS, its KEYS; PACK_GQA, PAGE and PACKED, as there.
@@ -27,8 +27,8 @@ __device__ __forceinline__ int first_key_of(const Sequence& sequence) {
 }
 
 #if PACKED
-// The tile in slot `index`, found by a warp: its queries are the sequence's from `first_query` on. Sequences have slots
-// in their order. There is none if `tokens` is 0.
+// Finds what slot `index` has, by a warp; its first query is its sequence's query `first_query`. Sequences have slots in
+// their order, and the slots behind those are empty.
 __device__ __forceinline__ QuerySlot find_slot(const Shape& shape, int index, int& first_query) {
     constexpr int tile_queries = TILE_GROUPS * group_rows / PACK_GQA;
     const int lane = threadIdx.x % 32;
@@ -60,11 +60,12 @@ __device__ __forceinline__ QuerySlot find_slot(const Shape& shape, int index, in
 #if PAGE
 // Whether the cache lacks some page of the blocks `visited`, asked by a warp.
 __device__ __forceinline__ bool misses_page(const Shape& shape, int batch, Interval visited) {
-    const int begin = visited.begin * BLOCK_KEYS, end = min(visited.end * BLOCK_KEYS, shape.capacity);
+    const int* const pages = shape.page_table + static_cast<int64_t>(batch) * shape.table_pages;
+    const int end = min(ceil_div(visited.end * BLOCK_KEYS, PAGE), shape.table_pages);
     bool misses = false;
 #pragma unroll 4
-    for (int key = begin + PAGE * (threadIdx.x % 32); key < end; key += 32 * PAGE) {
-        misses |= row_on_page(shape, page_of(shape, batch, key), key) == no_row;
+    for (int i = visited.begin * BLOCK_KEYS / PAGE + threadIdx.x % 32; i < end; i += 32) {
+        misses |= static_cast<uint32_t>(pages[i]) >= static_cast<uint32_t>(shape.cache_rows);
     }
     return __any_sync(all_lanes, misses);
 }
