@@ -17,6 +17,7 @@ _PAGE_TABLE = struct(  # see cuda/kernels/sm90/forward/pages.cuh
 _PACKED_QUERIES = struct(  # see cuda/kernels/sm90/forward/packed_queries.cuh
     "PackedQueries",
     slots="const QuerySlot*",  # of each tile of rows
+    used_slots="const int*",  # how many sequences have; the others are empty
     tokens="int32_t",  # T of the arrays of queries and results
 )
 
@@ -40,8 +41,8 @@ class Loaded:
     """The arrays that the kernel loads, and whose rows are whose.
 
     In a cache, batch rows of the call attend to those rows of `key` and `value` that `key_places` says, a
-    buffer of the plan. With pages, it says which layer. Of packed queries, the buffer `slots` says which are
-    of which sequence.
+    buffer of the plan. With pages, it says which layer. Of packed queries, two more buffers, `slots` and
+    `used_slots`, say which are of which sequence.
     """
 
     query: Buffer  # (B, T, N, H)
@@ -78,7 +79,11 @@ class Loaded:
                 "head_step": 1 + self.pages.hold_both,
             }
         if self.is_packed:
-            arguments["packed"] = {"slots": Pointer("slots"), "tokens": self.query.shape[1]}
+            arguments["packed"] = {
+                "slots": Pointer("slots"),
+                "used_slots": Pointer("used_slots"),
+                "tokens": self.query.shape[1],
+            }
         return arguments
 
     def block_map(self, buffer: Buffer, block: int) -> TensorMap:

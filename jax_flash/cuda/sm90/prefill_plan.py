@@ -41,10 +41,12 @@ _PREPROCESS_PARAMETERS = struct(
     group_blocks="BlockRange*",
     diagonals="int*",  # (B, T): the key on each query's diagonal; null without ALiBi
     slots="QuerySlot*",  # of packed queries: one of each tile of rows; null for others
+    used_slots="int*",  # how many sequences have
     groups="int32_t",  # of 64 rows, in a batch row; of packed queries, in all slots
     next_tile="int*",  # the forward kernel's counter of tiles; null without
 )
 
+_WRITTEN = ("slots", "used_slots", "row_keys", "group_blocks", "diagonals", "next_tile")
 _THREADS = 128
 _GROUP_ROWS = 64  # of mask metadata
 
@@ -130,7 +132,9 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
         chosen,
     )
     metadata = forward_plan.metadata_buffers(spec.attention, attention_shapes, chosen)
-    slots = (Buffer("slots", (_slots(spec, shapes), 4), "int32"),) if is_packed else ()
+    slots = ()
+    if is_packed:
+        slots = (Buffer("slots", (_slots(spec, shapes), 4), "int32"), Buffer("used_slots", (1,), "int32"))
     scratch = (
         *((query,) if rotates else ()),
         Buffer("key_places", (n.B, 4), "int32"),
@@ -183,7 +187,7 @@ def _preprocess(spec: CacheSpec, shapes: Shapes, device: Device, written: tuple[
             "query": Pointer("query"),
             "rotated_query": Pointer("rotated_query") if pairs else None,
             "key_places": Pointer("key_places"),
-            **mask_metadata.pointers(written, "slots", "row_keys", "group_blocks", "diagonals", "next_tile"),
+            **mask_metadata.pointers(written, *_WRITTEN),
             "groups": groups,
         },
     )

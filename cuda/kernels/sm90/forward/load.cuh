@@ -143,7 +143,7 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
 
     auto take_tile = [&]() {
         Tile tile = no_more_tiles;
-        if (index < split_kv.whole_tiles) {
+        if (index < whole_tiles(split_kv, shape)) {
             tile = tile_at(index, shape, call.l2_head_group);
         } else if (Traits::has_right && skipped < skipped_tile_count(shape)) {
             tile = skipped_tile_at(skipped, shape);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void produce(const LoadCall& call, int* next_tile) {
         }
         // The counter's latency passes beside the last loads. Any earlier, and a CTA in a long tile would already
         // hold its next one while others run out (docs/tuning/forward.md).
-        if (index < split_kv.whole_tiles) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
+        if (index < whole_tiles(split_kv, shape)) index = next_tile ? grid + atomicAdd(next_tile, 1) : index + grid;
         const Tile next = take_tile();
         if (loads_query_early) load_query(call, rings, next);
         if (tile.count() > 0) load_next_value(tile.first);

@@ -14,6 +14,14 @@ __device__ __forceinline__ Position position_of(int row, const Shape& shape) {
 __device__ __forceinline__ int head_of(int row, const Tile& tile) { return tile.head + row % Traits::pack_gqa; }
 __device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack_gqa; }
 __device__ __forceinline__ int row_tiles(const Shape& shape) { return ceil_div(row_count(shape), Traits::rows); }
+// Those that have queries. Of packed queries the kernel ahead knows it: this may be asked once it has ended.
+__device__ __forceinline__ int used_row_tiles(const Shape& shape) {
+#if PACKED
+    return *shape.packed.used_slots;
+#else
+    return row_tiles(shape);
+#endif
+}
 // Heads whose rows share tiles form a head pack. This many of them are in a batch row.
 __device__ __forceinline__ int head_packs(const Shape& shape) { return shape.query_heads / Traits::pack_gqa; }
 
@@ -102,16 +110,21 @@ __device__ __forceinline__ int block_at(int place, const Tile& tile, const Shape
 // of a group stay in L2. Within a group row tiles go from the last, which is the longest under a causal mask, to the
 // first, and each row tile goes through all head packs of the group.
 __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int l2_head_group) {
-    const int visited_row_tiles = row_tiles(shape) - skipped_row_tiles(shape);
+    const int visited_row_tiles = used_row_tiles(shape) - skipped_row_tiles(shape);
     const int packs = head_packs(shape);
     const int group = index / (l2_head_group * visited_row_tiles);
     const int index_in_group = index - group * l2_head_group * visited_row_tiles;
     const int group_packs = min(l2_head_group, packs * shape.batch - group * l2_head_group);
     const int row_tile = index_in_group / group_packs;  // from the last
     const int pack = group * l2_head_group + index_in_group - row_tile * group_packs;
-    const int first_row = (row_tiles(shape) - 1 - row_tile) * Traits::rows;
+    const int first_row = (used_row_tiles(shape) - 1 - row_tile) * Traits::rows;
     const Interval blocks = visited_blocks(first_row, pack, shape);
     return {first_row, pack % packs * Traits::pack_gqa, pack / packs, blocks.begin, blocks.end, Tile::not_split};
+}
+
+// How many such tiles are neither skipped nor split. Of packed queries none is either.
+__device__ __forceinline__ int whole_tiles(const SplitKV& split_kv, const Shape& shape) {
+    return Traits::packed ? used_row_tiles(shape) * head_packs(shape) : split_kv.whole_tiles;
 }
 
 // The skipped tiles, whose output is zero.

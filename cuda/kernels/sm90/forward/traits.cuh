@@ -63,6 +63,7 @@ struct Traits {
     static constexpr bool cache = CACHE;
     static constexpr bool hidden_values = HIDDEN_VALUES;
     static constexpr bool paged = PAGE > 0;
+    static constexpr bool packed = PACKED;
     static constexpr bool has_left = HAS_LEFT || mask_metadata;  // sides that may hide keys
     static constexpr bool has_right = HAS_RIGHT || mask_metadata;
     static constexpr int score_sign = SCORE_SIGN;
@@ -123,7 +124,7 @@ struct Traits {
     static_assert(rows % pack_gqa == 0, "all heads of a query are in one tile");
     static_assert(!cache || (mask_metadata && !dropout), "a cache's lengths are data; hashes are of batch rows");
     static_assert(cache || !hidden_values, "only the metadata of caches says where a tile's keys begin");
-    static_assert(cache || !(paged || PACKED), "only caches have pages, and slots of queries");
+    static_assert(cache || !(paged || packed), "only caches have pages, and slots of queries");
 };
 
 // A tile of rows, and the key blocks [first, last) that it visits. It is skipped if there are none.

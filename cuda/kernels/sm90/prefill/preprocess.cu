@@ -27,10 +27,21 @@ __device__ __forceinline__ int first_key_of(const Sequence& sequence) {
 }
 
 #if PACKED
+constexpr int tile_queries = TILE_GROUPS * group_rows / PACK_GQA;
+
+// The slots that all sequences have, counted by a warp.
+__device__ __forceinline__ int count_slots(const Shape& shape) {
+    int slots = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < shape.batch; i += 32) slots += ceil_div(packed_queries(shape, i), tile_queries);
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) slots += __shfl_xor_sync(all_lanes, slots, lanes);
+    return slots;
+}
+
 // Finds what slot `index` has, by a warp; its first query is its sequence's query `first_query`. Sequences have slots in
 // their order, and the slots behind those are empty.
 __device__ __forceinline__ QuerySlot find_slot(const Shape& shape, int index, int& first_query) {
-    constexpr int tile_queries = TILE_GROUPS * group_rows / PACK_GQA;
     const int lane = threadIdx.x % 32;
     int before = 0;  // slots of the sequences before those of this round
 #pragma unroll 1
@@ -142,6 +153,12 @@ extern "C" __global__ void __launch_bounds__(threads)
     wait_for_previous_kernel();
     allow_next_kernel();
     if (first == 0 && parameters.next_tile != nullptr) *parameters.next_tile = 0;
+#if PACKED
+    if (first < 32) {
+        const int slots = count_slots(shape);
+        if (first == 0) *parameters.used_slots = slots;
+    }
+#endif
 #pragma unroll 1
     for (int64_t batch = first; batch < shape.batch; batch += stride) {
         const Sequence sequence = sequence_at(shape, static_cast<int>(batch));
