@@ -183,11 +183,10 @@ class FuzzedDecoding:
         """The call that has these values, but for those that don't go together."""
         if fields.pop("are_prompts"):  # so many rows that a GPU's multiprocessors all have tiles
             fields |= {"T": PROMPT_QUERIES, "group": PROMPT_GROUP}
+            fields["B"] = min(fields["B"], 5 if fields["packed"] else 2)
             if fields["packed"]:  # without what the forward kernel doesn't take then
                 fields |= dict.fromkeys(("float8", "score_mod", "mask_mod"), False) | {"rotary": None}
                 fields["alibi"] = fields["alibi"] and "1N"
-            else:
-                fields["B"] = min(fields["B"], 2)
         page, rotary = fields["page"], fields["rotary"]
         capacity = round(math.exp(fields.pop("keys") * math.log(self.keys)))
         fields["S"] = max(capacity // page, 1) * page if page else capacity
