@@ -39,8 +39,8 @@ __device__ __forceinline__ int count_slots(const Shape& shape) {
     return slots;
 }
 
-// Finds what slot `index` has, by a warp; its first query is its sequence's query `first_query`. Sequences have slots in
-// their order, and the slots behind those are empty.
+// Finds what slot `index` has, by a warp; its first query is its sequence's query `first_query`. Sequences have slots
+// in their order, and the slots behind those are empty.
 __device__ __forceinline__ QuerySlot find_slot(const Shape& shape, int index, int& first_query) {
     const int lane = threadIdx.x % 32;
     int before = 0;  // slots of the sequences before those of this round
