@@ -112,7 +112,7 @@ def test_lengths(length, emulator):
 
 @pytest.mark.parametrize("length", [15, 128, 200, *thorough(1, 16, 256, 319)])
 def test_lengths_in_pages(length, emulator):
-    """Blocks begin where pages do, and the last page may end behind the sequence."""
+    """Blocks begin where pages do. What lies behind the sequence on its last page may be NaN."""
     case = CacheCase(T=130, right=0, S=320, page=16, B=2, N=2, K=1, H=128, shares_pages=True)
     operands = Draw(case).operands
     table = np.random.default_rng(seed_of(length)).permutation(20)
@@ -123,15 +123,14 @@ def test_lengths_in_pages(length, emulator):
         keys = np.random.default_rng(seed_of((length, x is operands.key))).normal(size=(length, *x.shape[2:]))
         for key, row in enumerate(keys):
             x[table[key // 16], key % 16] = row
-    # The keys that the first sequence has more are not clean for the second: they are NaN.
     run(case, emulator, 3, 2, operands)
 
 
 @pytest.mark.parametrize(
     "queries",
     (
-        (64,) * 8,  # as many slots as there may be
-        (63,) * 8,  # none
+        (64,) * 8,  # all by the forward kernel, in slots that are partly empty
+        (63,) * 8,  # all by the decode kernel
         (0, 200, 1, 63, 64, 0, 129, 55),
         (512, 0, 0, 0, 0, 0, 0, 0),
         (1, 0, 300, 0, 0, 211, 0, 0),
