@@ -47,5 +47,7 @@ def test_malformed_batches(batch, text, message):
 
 def test_what_is_unmeasured_has_commands_that_are_there(batch):
     for task in batch.read((BENCHMARKS / "unmeasured.txt").read_text()):
-        script = next(x for x in task.arguments(Path("results")) if x.startswith(("benchmarks/", "tests/")))
+        script = next(
+            x for x in task.arguments(Path("results")) if x.startswith(("benchmarks/", "tests/", "examples/"))
+        )
         assert (BENCHMARKS.parent / script).exists(), task
