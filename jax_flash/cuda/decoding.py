@@ -61,14 +61,15 @@ def from_positions(
 ) -> tuple[CacheSpec, CacheOperands]:
     """The same call with a score_mod of the forward kernel's indices, in place of one of positions.
 
-    That kernel counts queries from 0, and keys so that the last block ends with the sequence's last key, or,
-    with pages, from 0 too (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array, `(B, 2)`, has
-    what is added to both. The decode kernel takes positions.
+    That kernel counts queries from 0. It counts keys of pages from 0, too, and others so that the last block
+    ends with the sequence's last key (cuda/kernels/sm90/prefill/preprocess.cu). One more captured array,
+    `(B, 2)`, has what is added to both. The decode kernel takes positions.
     """
     function, lengths = spec.attention.score_mod, _cache_rows.lengths_after(operands)
     assert function is not None
-    first_key = lengths - -(-lengths // keys_of_block) * keys_of_block
-    if operands.page_table is not None:
+    if operands.page_table is None:
+        first_key = lengths - -(-lengths // keys_of_block) * keys_of_block
+    else:
         first_key = jnp.zeros_like(lengths)
     starts = jnp.stack([lengths - cache_sizes(operands).T, first_key], axis=1).astype(jnp.int32)
     name = captured_name("score_mod", len(function.shapes))

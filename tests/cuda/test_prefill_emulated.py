@@ -163,6 +163,32 @@ def test_missing_pages(right, emulator):
     assert not results["out"][1].any() and np.isneginf(results["lse"][1]).all()
 
 
+def place_of(operands, sequence, key):
+    """Where a key is in the cache."""
+    if operands.page_table is None:
+        return sequence, key
+    page = operands.key.shape[1]
+    return operands.page_table[sequence, key // page], key % page
+
+
+@pytest.mark.parametrize("page", (None, 16))
+def test_nan_of_a_value_reaches_its_queries_of_packed_sequences(page, emulator):
+    """It makes tiles be computed again, whose queries and keys are found by their slots."""
+    case = CacheCase(T=300, S=320, B=3, right=0, N=2, K=1, packed=True, full=True, page=page)
+    operands = Draw(case).operands
+    operands.query_offsets[:] = 3, 93, 95, 295
+    for x in (operands.key, operands.value):
+        x[np.isnan(x)] = 1
+    operands.value[place_of(operands, 0, 300)] = np.nan
+    operands.value[place_of(operands, 2, 310)] = np.inf
+    results = results_of(case, operands, emulator, 2, 2)
+    spoiled = ~np.isfinite(results["out"].astype(np.float32)).all((2, 3))[0]
+    query = np.arange(300)
+    # Of 320 keys, the last query of a sequence sees all, and the one before it all but the last.
+    expected = ((query >= 93 - 20) & (query < 93)) | ((query >= 295 - 10) & (query < 295))
+    np.testing.assert_array_equal(spoiled, expected)
+
+
 def spoil_hidden_keys(case, operands):
     """Makes NaN what lies to the left of all queries' windows, and behind left padding."""
     spoiled = 0
@@ -199,11 +225,12 @@ def test_a_layer_that_is_not_there(layer, page, emulator):
     assert not results["out"].any() and np.isneginf(results["lse"]).all()
 
 
-def test_nan_of_a_key_reaches_its_queries(emulator):
+@pytest.mark.parametrize("page", (None, 16))
+def test_nan_of_a_key_reaches_its_queries(page, emulator):
     """A key that isn't finite makes the rows NaN that see it, and no others."""
-    case = CacheCase(T=70, S=300, B=2, right=0, N=2, K=1, full=True)
+    case = CacheCase(T=70, S=300, B=2, right=0, N=2, K=1, full=True, page=page)
     operands = Draw(case).operands
-    operands.key[0, -5] = np.nan
+    operands.key[place_of(operands, 0, 295)] = np.nan
     results = results_of(case, operands, emulator, 3, 3)
     is_nan = np.isnan(results["out"].astype(np.float32)).any((2, 3))
     np.testing.assert_array_equal(is_nan[0], np.arange(70) >= 65)

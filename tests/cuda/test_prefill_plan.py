@@ -176,7 +176,8 @@ def test_caches_are_updated_in_place_and_never_copied(options):
         if isinstance(argument, Pointer | TensorMap) and argument.buffer.split("_")[0] in ("key", "value")
     }
     caches = ("key_after", "value_after") if appends else ("key", "value")
-    assert read == {"key_places", *caches}
+    ends = () if operands.page_table is None else ("key_ends",)
+    assert read == {"key_places", *ends, *caches}
     maps = forward_launch(made).by_path
     for name in ("key", "value"):
         *rows, S, K, H = getattr(operands, name).shape
@@ -199,8 +200,11 @@ def test_scratch_memory_is_bounded(options):
     given |= {"partial_out", "partial_statistics", "split_tiles"}  # see test_decode_plan.py
     scratch = sum(b.bytes for b in made.results if b.name not in given)
     B, T, N, _ = operands.query.shape
-    T += 64 * (operands.lengths.shape[0] + 1 if operands.query_offsets is not None else 0)
-    places = 16 * operands.lengths.shape[0]
+    sequences = operands.lengths.shape[0]
+    places = sequences * (8 if operands.page_table is None else 12)
+    if operands.query_offsets is not None:  # a sequence's last slot may not be full
+        T += 64 * (sequences + 1)
+        places += 4
     assert scratch <= B * (T * 4 + 16 * (T + 256) * min(N, 64)) + places + 4
 
 
@@ -367,7 +371,7 @@ def test_compiles_without_warnings_or_more_spills_than_without_a_cache(kernel):
         defines = dict(kernel.defines)
         changed = defines["SOFT_CAP"] or defines["ALIBI"] or defines["SCORE_MOD"]
         assert kernel.entry == "forward" and changed, log
-        # Beside a user's function, where the cache's keys are takes a few registers more; so does a slot.
+        # Beside a user's function, where the cache's keys are takes a few registers more. A slot takes two.
         more = 32 if defines["SCORE_MOD"] else 8 * defines["PACKED"]
         without = {"CACHE": 0, "HIDDEN_VALUES": 0, "PAGE": 0, "PACKED": 0}
         assert spilled(log) <= spilled(log_of(kernel, **without)) + more, log

@@ -99,6 +99,7 @@ class FuzzedDraw(Draw):
 
 
 PROMPT_QUERIES, PROMPT_GROUP = 900, 16
+"""Queries, and query heads of a key head, of prompts: enough for the forward kernel of `cuda`."""
 
 
 class FuzzedDecoding:

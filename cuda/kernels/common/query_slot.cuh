@@ -1,9 +1,9 @@
-// Where a tile's queries are, if those of several sequences follow each other (sm90/forward/packed_queries.cuh).
+// Where a tile's queries are, if queries are packed (sm90/forward/packed_queries.cuh).
 #pragma once
 
 struct alignas(16) QuerySlot {
-    int sequence;     // the batch row of the cache, and of its page table
-    int first_token;  // of the tile's queries, among all
-    int tokens;       // that the tile has; 0: the slot is empty
-    int unused;
+    int sequence;     // whose they are; an index of lengths and of the page table
+    int first_token;  // the first of them among those of all sequences
+    int tokens;       // how many the tile has; 0: the slot is empty
+    int first_query;  // the first one's number in its sequence
 };

@@ -51,8 +51,8 @@ SHAPE = struct(
     batch_index="const int*",
     left_padding="const int*",
     query_offsets="const int*",
-    least_queries="int32_t",  # of packed queries: sequences with fewer, or more, are another kernel's
-    most_queries="int32_t",
+    least_queries="int32_t",  # if queries are packed: another kernel takes sequences with fewer than this …
+    most_queries="int32_t",  # … or with more than this
 )
 ROTARY = struct("Rotary", cos="const float*", sin="const float*", positions="int32_t", half="int32_t")
 DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
@@ -163,7 +163,7 @@ def plan_decode(
 ) -> LaunchPlan:
     """How `device` runs a call that `decoding.supports` accepts by the decode kernel.
 
-    Of packed queries, it leaves sequences with more than `most_queries` to another kernel.
+    If queries are packed, it leaves sequences with more than `most_queries` to another kernel.
     """
     n, tile = cache_sizes(shapes), choose_tile(shapes)
     division = divide(spec, shapes, tile, device)
@@ -382,6 +382,7 @@ def _descale_arguments(shapes: Shapes) -> Arguments:
 def shape_arguments(
     spec: CacheSpec, shapes: Shapes, least_queries: int = 0, most_queries: int = ANY_QUERIES
 ) -> Arguments:
+    """Arguments of `SHAPE`. If queries are packed, the kernel takes sequences with so many of them."""
     n = cache_sizes(shapes)
     window = window_of(spec, n)
     window = _HIDES_ALL if window.hides_all else window

@@ -296,7 +296,10 @@ def _descale(shapes: Shapes, name: str) -> Pointer | None:
 
 
 def row_groups(spec: AttentionSpec, shapes: Shapes, chosen: Configuration | None = None) -> int:
-    """How many groups of 64 rows mask metadata has of each batch row."""
+    """How many groups of 64 rows mask metadata has of each batch row.
+
+    Its tile and PackGQA are `chosen`, by default as `configure` says.
+    """
     chosen = chosen or configure(spec, shapes)
     return math.ceil(sizes(shapes).T * chosen.pack_gqa / chosen.tile.rows) * chosen.tile.consumers
 
@@ -304,7 +307,7 @@ def row_groups(spec: AttentionSpec, shapes: Shapes, chosen: Configuration | None
 def metadata_buffers(
     spec: AttentionSpec, shapes: Shapes, chosen: Configuration | None = None
 ) -> tuple[Buffer, ...]:
-    """The mask metadata that the kernel reads; none if the mask is static."""
+    """The mask metadata that the kernel reads; none if the mask is static. `chosen`: see `row_groups`."""
     return mask_metadata.forward_buffers(shapes, row_groups(spec, shapes, chosen))
 
 
@@ -324,7 +327,10 @@ def plan_attention(
     loaded: Loaded,
     chosen: Configuration | None = None,
 ) -> Attention:
-    """The launch that reads `loaded` and mask metadata, and writes the buffers `out` and `lse`."""
+    """The launch that reads `loaded` and mask metadata, and writes the buffers `out` and `lse`.
+
+    Its tile and PackGQA are `chosen`, by default as `configure` says.
+    """
     n, requirements = sizes(shapes), requirements_of(spec, shapes)
     chosen = chosen or configure(spec, shapes)
     tile = chosen.tile

@@ -13,18 +13,19 @@ _PAGE_TABLE = struct(  # see cuda/kernels/sm90/forward/pages.cuh
     row_pages="int32_t",  # pages that a batch row may have
     cache_pages="int32_t",  # pages of the cache, or of a layer of it
     head_step="int32_t",  # 2 if pages hold keys and values, whose heads alternate; 1 elsewhere
+    ends="const int*",  # (B): how many keys a batch row has
 )
 _PACKED_QUERIES = struct(  # see cuda/kernels/sm90/forward/packed_queries.cuh
     "PackedQueries",
-    slots="const QuerySlot*",  # of each tile of rows
-    used_slots="const int*",  # how many sequences have; the others are empty
+    slots="const QuerySlot*",  # each a tile of rows
+    used_slots="const int*",  # how many come before those that are empty
     tokens="int32_t",  # T of the arrays of queries and results
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """The pages of a cache: batch rows have those that a table says."""
+    """The pages of a cache. A table says which pages a batch row has."""
 
     table: Buffer  # (B, pages of a batch row)
     keys: int  # of a page
@@ -38,11 +39,11 @@ class Pages:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """The arrays that the kernel loads, and whose rows are whose.
+    """The arrays that the kernel loads, and what it is told of them.
 
-    In a cache, batch rows of the call attend to those rows of `key` and `value` that `key_places` says, a
-    buffer of the plan. With pages, it says which layer. Of packed queries, two more buffers, `slots` and
-    `used_slots`, say which are of which sequence.
+    Of a cache, the plan has further buffers. `key_places` says to which row of `key` and `value` a batch row
+    attends; with pages, to which layer, and `key_ends` where its keys end. If queries are packed, `slots` and
+    `used_slots` say whose they are.
     """
 
     query: Buffer  # (B, T, N, H)
@@ -77,6 +78,7 @@ class Loaded:
                 "row_pages": self.pages.table.shape[1],
                 "cache_pages": self.pages.count,
                 "head_step": 1 + self.pages.hold_both,
+                "ends": Pointer("key_ends"),
             }
         if self.is_packed:
             arguments["packed"] = {

@@ -4,11 +4,11 @@ The decode kernel's tiles have up to 64 rows, and each reads the cache again. Wi
 by L2, and by how few products a block takes part in. The forward kernel has larger tiles, whose steps
 overlap. It reads the cache where it lies: lengths and window become mask metadata, and `key_places` says
 which row of the cache a batch row attends to. The kernel before it computes both
-(cuda/kernels/sm90/prefill/preprocess.cu). Pages it loads one by one (cuda/kernels/sm90/forward/pages.cuh).
+(cuda/kernels/sm90/prefill/preprocess.cu). It loads pages one by one (cuda/kernels/sm90/forward/pages.cuh).
 
-Of packed queries, it takes the sequences that have many, and the decode kernel takes the others. Which these
-are is data, so a call runs both. Tiles of sequences have slots
-(cuda/kernels/sm90/forward/packed_queries.cuh).
+If queries are packed, the forward kernel takes the sequences that have many, and the decode kernel takes the
+others. Lengths are data, so a call runs both kernels. Each row tile of the forward kernel is a slot, which
+has queries of one sequence (cuda/kernels/sm90/forward/packed_queries.cuh).
 """
 
 import dataclasses
@@ -40,13 +40,14 @@ _PREPROCESS_PARAMETERS = struct(
     row_keys="Interval*",  # this and the next two: see mask_metadata.FORWARD_PARAMETERS
     group_blocks="BlockRange*",
     diagonals="int*",  # (B, T): the key on each query's diagonal; null without ALiBi
-    slots="QuerySlot*",  # of packed queries: one of each tile of rows; null for others
-    used_slots="int*",  # how many sequences have
+    key_ends="int*",  # (B): how many keys a batch row has; null without pages
+    slots="QuerySlot*",  # if queries are packed: one for each tile of rows; null elsewhere
+    used_slots="int*",  # likewise: how many come before those that are empty
     groups="int32_t",  # of 64 rows, in a batch row; of packed queries, in all slots
     next_tile="int*",  # the forward kernel's counter of tiles; null without
 )
 
-_WRITTEN = ("slots", "used_slots", "row_keys", "group_blocks", "diagonals", "next_tile")
+_WRITTEN = ("row_keys", "group_blocks", "diagonals", "key_ends", "slots", "used_slots", "next_tile")
 _THREADS = 128
 _GROUP_ROWS = 64  # of mask metadata
 
@@ -67,7 +68,7 @@ def suits(spec: CacheSpec, shapes: Shapes, device: Device) -> bool:
     call. Rows may be missing in tiles that are not full, and in multiprocessors that have no tile: the kernel
     doesn't split a tile's keys among several. The decode kernel does, and wastes few rows, but is taken to be
     half as fast. Where this rule should draw the line was not measured. Packed queries count as those of one
-    sequence, if there are so many that some may be of a prompt.
+    sequence. There must be so many of them that some may be a prompt's.
     """
     n = cache_sizes(shapes)
     if not can_run(spec, shapes) or n.T < _LEAST_QUERIES:
@@ -83,7 +84,7 @@ def can_run(spec: CacheSpec, shapes: Shapes) -> bool:
     """Whether the forward kernel can run a call that `decoding.supports` accepts, however slowly.
 
     It takes no pages whose size isn't a multiple of `_PAGE_MULTIPLE`, and no cache in 8 bits beside queries
-    in 16; of packed queries, no functions, and no slopes or sinks of each sequence.
+    in 16. With packed queries it takes no functions, and no slopes or sinks that differ by sequence.
     """
     if (cache_sizes(shapes).page or 0) % _PAGE_MULTIPLE or is_float8(shapes.key.dtype):
         return False
@@ -110,7 +111,7 @@ def describe(spec: CacheSpec, shapes: Shapes) -> str:
 
 
 def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
-    """How `device` runs a call that `can_run` accepts: by the forward kernel, packed queries by both."""
+    """How `device` runs a call that `can_run` accepts: by the forward kernel; packed queries, by both."""
     n, chosen = cache_sizes(shapes), _configuration(spec, shapes)
     is_packed = shapes.query_offsets is not None
     rotates = shapes.rotary_cos is not None
@@ -132,19 +133,20 @@ def plan_prefill(spec: CacheSpec, shapes: Shapes, device: Device) -> LaunchPlan:
         chosen,
     )
     metadata = forward_plan.metadata_buffers(spec.attention, attention_shapes, chosen)
-    slots = ()
+    places = () if shapes.page_table is None else (Buffer("key_ends", (n.B,), "int32"),)
     if is_packed:
-        slots = (Buffer("slots", (_slots(spec, shapes), 4), "int32"), Buffer("used_slots", (1,), "int32"))
+        slots = _slots(spec, shapes)
+        places = (*places, Buffer("slots", (slots, 4), "int32"), Buffer("used_slots", (1,), "int32"))
     scratch = (
         *((query,) if rotates else ()),
-        Buffer("key_places", (n.B, 4), "int32"),
-        *slots,
+        Buffer("key_places", (n.B, 2), "int32"),
+        *places,
         *metadata,
         *attention.scratch,
     )
     launches = (
         *((decode_plan.append(spec, shapes, device),) if n.U else ()),
-        _preprocess(spec, shapes, device, (*slots, *metadata, *attention.scratch)),
+        _preprocess(spec, shapes, device, (*places, *metadata, *attention.scratch)),
         attention.launch,
     )
     if is_packed:
@@ -207,7 +209,7 @@ def _configuration(spec: CacheSpec, shapes: Shapes) -> Configuration:
 
 
 def _slots(spec: CacheSpec, shapes: Shapes) -> int:
-    """The most tiles of rows that packed queries need: one of each long sequence isn't full."""
+    """The most row tiles that packed queries need. The last one of each sequence may not be full."""
     n, chosen = cache_sizes(shapes), _configuration(spec, shapes)
     return math.ceil(n.T * chosen.pack_gqa / chosen.tile.rows) + min(n.B, n.T // _LEAST_QUERIES)
 
@@ -215,7 +217,7 @@ def _slots(spec: CacheSpec, shapes: Shapes) -> int:
 def _attention_shapes(spec: CacheSpec, shapes: Shapes) -> Operands[jax.ShapeDtypeStruct]:
     """The call as the forward kernel sees it: each batch row has its keys, and so many as its length says.
 
-    Packed queries are of one batch row, and are as many as their slots have room for.
+    Packed queries count as one batch row, and as so many as the slots have room for.
     """
     query = shapes.query
     if shapes.query_offsets is not None:
@@ -226,7 +228,7 @@ def _attention_shapes(spec: CacheSpec, shapes: Shapes) -> Operands[jax.ShapeDtyp
 
 
 def _of_queries(shapes: Shapes, query: jax.ShapeDtypeStruct) -> Operands[jax.ShapeDtypeStruct]:
-    """Attention of these queries to the cache."""
+    """Attention of these queries, `(B, T, N, H)`, to the cache."""
     n, B = cache_sizes(shapes), query.shape[0]
     return Operands(
         query,
@@ -242,7 +244,7 @@ def _of_queries(shapes: Shapes, query: jax.ShapeDtypeStruct) -> Operands[jax.Sha
 
 
 def _loaded(shapes: Shapes, name: str) -> Buffer:
-    """The cache of keys, or of values; unless it has pages, without an axis for layers."""
+    """The cache of keys, or of values. Without pages, layers and sequences are one axis."""
     array = shapes.key if shapes.value is None else getattr(shapes, name)
     *rows, S, K, H = array.shape
     shape = (math.prod(rows), S, K, H) if shapes.page_table is None else array.shape

@@ -28,7 +28,7 @@ __device__ __forceinline__ int length_before_append(const Shape& shape, int batc
     return min(max(lengths[batch], 0), shape.capacity);
 }
 
-// The queries that a sequence has, of packed ones; none if they are another kernel's.
+// How many queries a sequence has, if queries are packed; 0 if another kernel takes them.
 __device__ __forceinline__ int packed_queries(const Shape& shape, int batch) {
     const int queries = shape.query_offsets[batch + 1] - shape.query_offsets[batch];
     return shape.least_queries <= queries && queries <= shape.most_queries ? queries : 0;

@@ -130,7 +130,6 @@ struct ConsumerCall {
     const SplitKV& split_kv;
     const ScoreOperands& score_operands;
     const Sinks sinks;
-    const KeyPlace* const key_places;  // of each batch row, if K and V are a cache
     const Dropout& dropout;
     const float scale_log2;    // factor of scores in the exponent of 2; 1 where they are logits
     const Descales& descales;  // of e4m3 operands
@@ -190,12 +189,12 @@ struct TileConsumer {
 
     __device__ __forceinline__ void attend() {
         first_block();
-        if constexpr (Traits::paged) {
-            // Behind the sequence's last key its last page may hold anything.
-            mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
-            const int used = call.key_places[key_batch(tile, call.shape)].end - block * Traits::keys;
-            clean_hidden_values(call.shared, rings.value.stage, used, Traits::keys);
-        }
+#if PAGE
+        // Beyond the sequence's end its last page may hold anything.
+        mbarrier::wait(call.shared.value_full(rings.value.stage), rings.value.parity);
+        const int end = call.shape.page_table.ends[key_batch(tile, call.shape)] - block * Traits::keys;
+        clean_hidden_values(call.shared, rings.value.stage, end, Traits::keys);
+#endif
         --block;
         if constexpr (Traits::has_right || Traits::block_mask) {
 #pragma unroll 1

@@ -82,7 +82,6 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, 1)
                  split_kv,
                  score_operands,
                  {parameters.sinks, parameters.sinks_stride},
-                 parameters.key_places,
                  dropout,
                  softmax_scale,
                  parameters.descales});

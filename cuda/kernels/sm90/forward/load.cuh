@@ -46,7 +46,7 @@ struct LoadCall {
 // Where the keys of a batch row are. A cache's place is read for each block: kept for a tile, it would change how ptxas
 // allocates the registers of kernels without a cache.
 __device__ __forceinline__ KeyPlace key_place(const LoadCall& call, int batch) {
-    if constexpr (!Traits::cache) return {batch, 0, 0, 0};
+    if constexpr (!Traits::cache) return {batch, 0};
     return call.key_places[batch];
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_query(const LoadCall& call, Rings& rings, c
     rings.query.advance();
 }
 
-enum KeyOrValue : int { of_key = 0, of_value = 1 };
+enum KeyOrValue { of_key, of_value };
 
 // Loads K or V of a block of a batch row. `full` expects its bytes, and `more_bytes` of other copies.
 template <KeyOrValue which>
@@ -85,8 +85,8 @@ __device__ __forceinline__ void load_block(const LoadCall& call, uint32_t destin
     const TensorMap& map = which == of_value ? call.maps.value : call.maps.key;
 #if PAGE
     const PageTable& table = call.shape.page_table;
-    // Pages that hold both alternate them.
-    const int head = key_head * table.head_step + which * (table.head_step - 1);
+    // In pages that hold both, a head's values follow its keys.
+    const int head = key_head * table.head_step + (which == of_value ? table.head_step - 1 : 0);
     load_pages<panels>(destination, map, full, table, place.row, batch, head, block);
 #else
     load_panels(destination, map, full, panels, Traits::keys, key_head, place.first_key + block * Traits::keys,

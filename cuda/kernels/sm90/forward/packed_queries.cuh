@@ -1,9 +1,9 @@
 // Where a tile's queries are, and the keys that they attend to.
 //
-// Packed queries are those of several sequences, one sequence after the other, and which are whose is data. Tiles of
-// rows then have slots: each sequence has as many as it needs, and a slot has queries of one sequence. Rows are
-// numbered through all slots. So mask metadata is that of one batch row, whose queries fill the slots
-// (jax_flash/cuda/sm90/prefill_plan.py, sm90/prefill/preprocess.cu).
+// Packed queries are those of several sequences, one sequence after the other. The lengths of sequences are data. So
+// each row tile is a slot: a sequence has as many slots as it needs, and a slot has queries of one sequence. Rows are
+// numbered through all slots, so that mask metadata is that of one batch row, whose queries fill the slots
+// (jax_flash/cuda/sm90/prefill_plan.py, sm90/prefill/slots.cuh).
 #pragma once
 #include "ptx/global.cuh"
 #include "common/query_slot.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ QuerySlot slot_of(const Tile& tile, const Shape& shap
 }
 #endif
 
-// The batch row whose keys a tile's rows attend to.
+// The batch row, or the packed sequence, whose keys a tile's rows attend to.
 __device__ __forceinline__ int key_batch(const Tile& tile, const Shape& shape) {
 #if PACKED
     return slot_of(tile, shape).sequence;
@@ -35,7 +35,8 @@ __device__ __forceinline__ int first_query(const Tile& tile, const Shape& shape)
 #endif
 }
 
-// A row of a tile: its query's place in its batch row of the array, which has `queries`; `exists` if that has it.
+// Where a row of a tile is in the results: its query is number `query` of the `queries` in its batch row. Rows behind a
+// tile's last query don't exist.
 struct RowPlace {
     int query, queries;
     bool exists;

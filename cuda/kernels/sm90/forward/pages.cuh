@@ -11,15 +11,14 @@
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "common/constants.cuh"
-#include "common/key_place.cuh"
 #include "sm90/forward/traits.cuh"
 
 constexpr int boxes = Traits::keys / BOX;  // of a block
 static_assert(PAGE % BOX == 0 && Traits::keys % BOX == 0, "a box is on one page, and in one block");
 static_assert(BOX % 8 == 0 && boxes <= 32, "a box has whole atoms of the swizzle, and a bit of a word");
 
-// The page of box `box` of a batch row, or `cache_pages` if the cache lacks it: the first page that no array has. Keys
-// behind the table's end are seen by nobody, so that any page does for them.
+// The page of box `box` of a batch row. If the cache lacks that page, it is `cache_pages`, which is out of the tensor
+// map's bounds. No row sees keys behind the table's end, so any page does for them.
 __device__ __forceinline__ uint32_t page_of_box(const PageTable& table, int batch, uint32_t box) {
     const uint32_t place = min(box * BOX / PAGE, static_cast<uint32_t>(table.row_pages - 1));
     const int page = global::read_only(table.pages + static_cast<int64_t>(batch) * table.row_pages + place);
@@ -59,7 +58,7 @@ __device__ __forceinline__ void load_pages(uint32_t destination, const TensorMap
     }
 }
 
-// Sets the scores of a block's keys on missing pages to -inf.
+// Sets the scores of those of a block's keys to -inf that are on missing pages.
 template <int count>
 __device__ __forceinline__ void mask_missing_pages(float (&scores)[count], const PageTable& table, int batch,
                                                    int block) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ Position position_of(int row, const Shape& shape) {
 __device__ __forceinline__ int head_of(int row, const Tile& tile) { return tile.head + row % Traits::pack_gqa; }
 __device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack_gqa; }
 __device__ __forceinline__ int row_tiles(const Shape& shape) { return ceil_div(row_count(shape), Traits::rows); }
-// Those that have queries. Of packed queries the kernel ahead knows it: this may be asked once it has ended.
+// The row tiles that have queries. If queries are packed, the kernel ahead counts these, so ask once that has ended.
 __device__ __forceinline__ int used_row_tiles(const Shape& shape) {
 #if PACKED
     return *shape.packed.used_slots;
@@ -122,7 +122,7 @@ __device__ __forceinline__ Tile tile_at(int index, const Shape& shape, int l2_he
     return {first_row, pack % packs * Traits::pack_gqa, pack / packs, blocks.begin, blocks.end, Tile::not_split};
 }
 
-// How many such tiles are neither skipped nor split. Of packed queries none is either.
+// How many tiles are neither skipped nor split. If queries are packed, none is skipped or split.
 __device__ __forceinline__ int whole_tiles(const SplitKV& split_kv, const Shape& shape) {
     return Traits::packed ? used_row_tiles(shape) * head_packs(shape) : split_kv.whole_tiles;
 }

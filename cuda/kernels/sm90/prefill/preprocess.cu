@@ -4,7 +4,7 @@
 // Positions of keys are counted from the sequence's `KeyPlace`, so that the last block ends with the last key. With
 // pages, blocks begin where pages do.
 //
-// Of packed queries, it also finds which have which slots (sm90/forward/packed_queries.cuh).
+// If queries are packed, it also finds whose the slots are (slots.cuh).
 //
 // Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; TILE_GROUPS, groups of 64 rows in a tile of the forward
 // kernel; BLOCK_KEYS, its KEYS; PACK_GQA, PAGE and PACKED, as there.
@@ -14,10 +14,10 @@
 #include "common/mask_metadata.cuh"
 #include "sm90/decode/rotary.cuh"
 #include "sm90/decode/sequences.cuh"
+#include "sm90/prefill/slots.cuh"
 
 using Element = ELEMENT;
 constexpr int threads = 128;
-constexpr int group_rows = 64;
 constexpr int chunk_elements = 16 / sizeof(Element);
 
 // The key that block 0 starts at.
@@ -25,48 +25,6 @@ __device__ __forceinline__ int first_key_of(const Sequence& sequence) {
     if (PAGE) return 0;
     return sequence.length - ceil_div(sequence.length, BLOCK_KEYS) * BLOCK_KEYS;
 }
-
-#if PACKED
-constexpr int tile_queries = TILE_GROUPS * group_rows / PACK_GQA;
-
-// The slots that all sequences have, counted by a warp.
-__device__ __forceinline__ int count_slots(const Shape& shape) {
-    int slots = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x % 32; i < shape.batch; i += 32) slots += ceil_div(packed_queries(shape, i), tile_queries);
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) slots += __shfl_xor_sync(all_lanes, slots, lanes);
-    return slots;
-}
-
-// Finds what slot `index` has, by a warp; its first query is its sequence's query `first_query`. Sequences have slots
-// in their order, and the slots behind those are empty.
-__device__ __forceinline__ QuerySlot find_slot(const Shape& shape, int index, int& first_query) {
-    const int lane = threadIdx.x % 32;
-    int before = 0;  // slots of the sequences before those of this round
-#pragma unroll 1
-    for (int first = 0; first < shape.batch; first += 32) {
-        const int own = first + lane;
-        const int queries = own < shape.batch ? packed_queries(shape, own) : 0;
-        const int slots = ceil_div(queries, tile_queries);
-        int end = before + slots;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int others = __shfl_up_sync(all_lanes, end - before, distance);
-            if (lane >= distance) end += others;
-        }
-        const int owner = __reduce_min_sync(all_lanes, end - slots <= index && index < end ? lane : 32);
-        if (owner < 32) {
-            first_query = (index - __shfl_sync(all_lanes, end - slots, owner)) * tile_queries;
-            const int left = __shfl_sync(all_lanes, queries, owner) - first_query;
-            return {first + owner, shape.query_offsets[first + owner] + first_query, min(left, tile_queries), 0};
-        }
-        before = __shfl_sync(all_lanes, end, 31);
-    }
-    first_query = 0;
-    return {0, 0, 0, 0};
-}
-#endif
 
 #if PAGE
 // Whether the cache lacks some page of the blocks `visited`, asked by a warp.
@@ -82,33 +40,42 @@ __device__ __forceinline__ bool misses_page(const Shape& shape, int batch, Inter
 }
 #endif
 
+// Where a group of rows is. Its queries come before `end_query`. Query q has diagonal number `first_diagonal` + q.
+struct RowGroup {
+    int batch, first_row, end_query;
+    int64_t first_diagonal;
+};
+__device__ __forceinline__ RowGroup group_at(const Parameters& parameters, int64_t index) {
+#if PACKED
+    const int slot_index = static_cast<int>(index / TILE_GROUPS), group_of_tile = static_cast<int>(index % TILE_GROUPS);
+    const QuerySlot slot = find_slot(parameters.shape, slot_index);
+    if (group_of_tile == 0 && threadIdx.x % 32 == 0) parameters.slots[slot_index] = slot;
+    const int first_row = slot.first_query * PACK_GQA + group_of_tile * group_rows;
+    // Diagonals are numbered through all slots, as rows are.
+    const int64_t first_diagonal = index * group_rows / PACK_GQA - first_row / PACK_GQA;
+    return {slot.sequence, first_row, slot.first_query + slot.tokens, first_diagonal};
+#else
+    const int batch = static_cast<int>(index / parameters.groups), queries = parameters.shape.queries;
+    const int first_row = static_cast<int>(index % parameters.groups) * group_rows;
+    return {batch, first_row, queries, static_cast<int64_t>(batch) * queries};
+#endif
+}
+
 // Mask metadata of a group of rows, by a warp. See FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py.
 __device__ __forceinline__ void write_group(const Parameters& parameters, int64_t index) {
     const Shape& shape = parameters.shape;
     const int lane = threadIdx.x % 32;
-#if PACKED
-    const int slot_index = static_cast<int>(index / TILE_GROUPS), group_of_tile = static_cast<int>(index % TILE_GROUPS);
-    int first_query;
-    const QuerySlot slot = find_slot(shape, slot_index, first_query);
-    if (group_of_tile == 0 && lane == 0) parameters.slots[slot_index] = slot;
-    const int batch = slot.sequence, first_row = group_of_tile * group_rows + first_query * PACK_GQA;
-    const int end_query = first_query + slot.tokens;
-    // Diagonals are numbered through slots, too.
-    const int64_t first_diagonal = index * group_rows / PACK_GQA - first_row / PACK_GQA;
-#else
-    const int batch = static_cast<int>(index / parameters.groups);
-    const int first_row = static_cast<int>(index % parameters.groups) * group_rows, end_query = shape.queries;
-    const int64_t first_diagonal = static_cast<int64_t>(batch) * shape.queries;
-#endif
+    const RowGroup group = group_at(parameters, index);
+    const int batch = group.batch;
     const Sequence sequence = sequence_at(shape, batch);
     const int first_key = first_key_of(sequence);
     IntervalExtent extent;
 #pragma unroll
     for (int row = lane; row < group_rows; row += 32) {
-        const int query = (first_row + row) / PACK_GQA;
+        const int query = (group.first_row + row) / PACK_GQA;
         // Rows beyond the last query count neither as seeing keys nor as not seeing them.
         Interval keys{0, 0};
-        if (query < end_query) {
+        if (query < group.end_query) {
             keys = keys_of(shape, sequence, query);
             keys = {keys.begin - first_key, keys.end - first_key};
             const bool sees = sequence.is_there && keys.begin < keys.end;
@@ -117,7 +84,7 @@ __device__ __forceinline__ void write_group(const Parameters& parameters, int64_
             if (!sees) keys.end = 0;
             // All rows of a query write the same value.
             if (parameters.diagonals != nullptr) {
-                parameters.diagonals[first_diagonal + query] = diagonal_of(sequence, query) - first_key;
+                parameters.diagonals[group.first_diagonal + query] = diagonal_of(sequence, query) - first_key;
             }
         }
         parameters.row_keys[index * group_rows + row] = keys;
@@ -163,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(threads)
     for (int64_t batch = first; batch < shape.batch; batch += stride) {
         const Sequence sequence = sequence_at(shape, static_cast<int>(batch));
         const int row = PAGE ? layer_of(shape) : layer_of(shape) * shape.cache_rows + sequence.cache_row;
-        const int first_key = first_key_of(sequence);
-        parameters.key_places[batch] = {sequence.is_there ? row : 0, first_key, sequence.length - first_key, 0};
+        parameters.key_places[batch] = {sequence.is_there ? row : 0, first_key_of(sequence)};
+        if (PAGE) parameters.key_ends[batch] = sequence.length;
     }
     const int64_t groups = static_cast<int64_t>(PACKED ? 1 : shape.batch) * parameters.groups;
 #pragma unroll 1
