@@ -3,9 +3,10 @@
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
     python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
-A setting changes constants of jax_flash/cuda/sm90/decode_division.py, the call's num_splits, or fields of the
-tile (decode_tiles.py), which then has as many stages as there is room for, unless the setting names them too.
-Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds.
+A setting changes constants of jax_flash/cuda/sm90/decode_division.py or decode_plan.py, the call's num_splits,
+or fields of the tile (decode_tiles.py), which then has as many stages as there is room for, unless the setting
+names them too. Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds; also
+those of each kernel.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from unittest import mock
 import decode
 import decode_programs
 import jax
+import kernel_times
 import record
 import rounds
 from decode_cases import LARGE, SMALL, Call
@@ -39,7 +41,10 @@ CALLS = (
     Call(128, 512, 28, 4),
     Call(64, 8192, 32, 8, lengths="uniform"),
     Call(64, 131072, 16, 2, lengths="one long"),
+    Call(8, 16384, 64, 8),
+    dataclasses.replace(LARGE, queries=4),
     dataclasses.replace(LARGE, queries=8),
+    dataclasses.replace(LARGE, queries=16),
     dataclasses.replace(LARGE, page=16),
     dataclasses.replace(LARGE, page=1),
     dataclasses.replace(LARGE, cache_dtype="float8_e4m3fn"),
@@ -61,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "3 stages; no teams": {"stages": 3, "LARGEST_TEAM": 1},
     "boxes of 32 keys": {"box": 32},
     "boxes of 16 keys": {"box": 16},
+    "8 loads in combining": {"COMBINE_LOADS": 8},
 }
 
 
@@ -71,7 +77,8 @@ def set_to(changes: dict[str, Any]) -> Iterator[None]:
     of_call = {name: value for name, value in changes.items() if name == "num_splits"}
     with contextlib.ExitStack() as stack:
         for name, value in constants.items():
-            stack.enter_context(mock.patch.object(decode_division, name, value))
+            module = decode_division if hasattr(decode_division, name) else decode_plan
+            stack.enter_context(mock.patch.object(module, name, value))
         if of_call:
             stack.enter_context(mock.patch.object(decode_plan, "plan_decode", _planned_with(of_call)))
         if fields := {x: value for x, value in changes.items() if x not in constants | of_call}:
@@ -108,7 +115,8 @@ def measure(call: Call, settings: Sequence[str], of_rounds: int) -> list[dict]:
         return compiled, compiled(*inputs)
 
     def figures(compiled) -> dict[str, float]:
-        return decode.figures((compiled,), inputs)
+        of_kernels = {f"{name}_us": 1e3 * time for name, time in kernel_times.kernels(compiled, inputs)}
+        return decode.figures((compiled,), inputs) | of_kernels
 
     found = rounds.measure(list(settings), prepare, figures, of_rounds)
     return [

@@ -244,7 +244,7 @@ def test_initialize_loads_and_execute_only_launches(driver, site):
     of_call = site(make_launch(shared_bytes=1000), _launcher.Zero(1))
     assert driver.calls() == []
     assert of_call.call("initialize") == of_call.call("initialize") == ""
-    loading = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
+    loading = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuFuncSetAttribute"]
     assert [line["call"] for line in driver.calls()] == loading
     driver.reset()
     assert of_call.call("execute") == ""
@@ -255,9 +255,10 @@ def test_shared_memory_is_raised_to_the_most_that_any_launch_needs(driver, site)
     kernel = make_kernel()
     for shared_bytes in (1000, 3000, 2000):
         site(make_launch(kernel=kernel, shared_bytes=shared_bytes)).call("initialize")
-    max_dynamic_shared_bytes = 8
+    max_dynamic_shared_bytes, preferred_carveout = 8, 9
     assert [(c["attribute"], c["value"]) for c in driver.calls("cuFuncSetAttribute")] == [
         (max_dynamic_shared_bytes, 1000),
+        (preferred_carveout, 100),
         (max_dynamic_shared_bytes, 3000),
     ]
 

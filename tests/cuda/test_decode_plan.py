@@ -237,7 +237,7 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
-    assert sum(b.bytes for b in scratch.values()) <= 4 * H100.sm_count * (64 * (256 + 2) * 4 + 40)
+    assert sum(b.bytes for b in scratch.values()) <= 4 * H100.sm_count * (64 * (256 + 2) * 4 + 48)
     splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
     assert bool(scratch) == splits
     shared = options.get("page") is not None or options.get("batch_index", False)
@@ -393,28 +393,78 @@ def test_teams(key_heads, ctas, size):
     assert decode_division.team_size(key_heads, ctas) == size
 
 
-@pytest.mark.parametrize("num_splits", (None, 2))
-def test_kernel_has_this_schedule(num_splits, emulator, monkeypatch):
-    """Which tiles the kernel says that CTAs share."""
+@pytest.mark.parametrize(
+    "B, blocks, teams, loads",
+    [
+        (32, 64, 33, [64] * 32),  # a tile each
+        (64, 32, 33, [64] * 32),  # two
+        (16, 128, 33, [64] * 32),  # half a tile
+        (16, 131, 33, [64] * 32 + [48]),  # no half
+        (1, 2048, 33, [63] * 32 + [32]),  # a thirty-second, which would be 64
+        (16, 512, 33, [249] * 32 + [224]),  # halves would be 256
+        (3, 70, 7, [30] * 7),  # halves would be 35
+        (33, 64, 33, [64] * 33),
+    ],
+)
+def test_shares_have_whole_or_half_tiles(B, blocks, teams, loads):
+    """If tiles are alike, and shares become little larger."""
+    work = Work([64 * blocks] * B, [1] * B, [0] * B, 8, 4, 64, right=0, packed=False)
+    found, sharers = collections.Counter(), collections.Counter()
+    for cta, part in parts(work, 8 * teams, None, team=8):
+        found[cta] += part.end - part.begin
+        sharers[part.batch, part.head] += 1
+    assert sorted(found.values(), reverse=True) == sorted(8 * loads, reverse=True)
+    if set(loads) == {64}:
+        assert max(sharers.values()) == (2 if blocks > loads[0] else 1)
+
+
+ALIGNED = CacheCase(B=16, S=68 * 64, N=2, K=2, H=16, full=True)
+
+
+@pytest.mark.parametrize(
+    "case, multiprocessors",
+    [
+        (CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0), 7),
+        (CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=2, left_padding=True, right=0), 7),
+        (ALIGNED, 33),
+    ],
+    ids=str,
+)
+def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
+    """What the kernel says of each partial: its tile's rows and head, and its place among those of the tile."""
     monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
-    case = CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=num_splits, left_padding=True, right=0)
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     draw = Draw(case)
     operands = draw.operands
-    device = dataclasses.replace(H100, sm_count=7)
+    device = dataclasses.replace(H100, sm_count=multiprocessors)
     made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     split_tiles = emulator.run(made, arrays, seed_of(case), 3)["split_tiles"]
+    first_keys = np.zeros(case.B, int) if operands.left_padding is None else operands.left_padding
     work = Work(
-        *(x.tolist() for x in (draw.lengths, np.ones(case.B, int), operands.left_padding)),
+        *(x.tolist() for x in (draw.lengths, np.ones(case.B, int), first_keys)),
         *(case.K, case.N // case.K, choose_tile(shapes_of(operands)).keys),
         right=0,
+        packed=False,
     )
-    expected = {}
-    for cta, part in parts(work, 14, num_splits, LEAST_SHARE, team=decode_division.team_size(case.K, 14)):
-        if not part.is_whole and part.begin == 0:
-            expected[cta] = (part.batch, part.head)
-    found = {cta: tuple(tile[:2]) for cta, tile in enumerate(split_tiles.tolist()) if tile[0] != -1}
+    ctas = 2 * multiprocessors
+    team = decode_division.team_size(case.K, ctas)
+    expected, last = {}, {}
+    for cta, part in parts(work, ctas, case.num_splits, LEAST_SHARE, team=team):
+        if not part.is_whole:
+            expected[part.partial] = (cta - part.first_cta, part.batch, case.N // case.K, part.head)
+            last[part.batch, part.head] = cta - part.first_cta
+    fields = split_tiles.T.tolist()
+    sharers, index, _, first_query, rows, key_head = fields[:6]
+    written = [partial for partial, count in enumerate(rows) if count]
+    found = {x: (index[x], first_query[x], rows[x], key_head[x]) for x in written}
     assert found == expected and expected
+    for partial, (_, batch, _, head) in expected.items():
+        # Where the number of parts is limited, the last CTAs that share a tile may have none.
+        least = last[batch, head] + 1
+        assert sharers[partial] >= least if case.num_splits else sharers[partial] == least
+    if case == ALIGNED:
+        assert {sharers[partial] for partial in expected} == {2}
 
 
 # Which calls are refused.

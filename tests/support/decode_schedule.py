@@ -17,6 +17,7 @@ class Work:
     keys: int  # of a block
     left: int | None = None
     right: int | None = None
+    packed: bool = True  # queries of sequences follow each other; else all sequences have as many
 
     def visible(self, batch: int, query: int) -> tuple[int, int]:
         diagonal = query + self.lengths[batch] - self.queries[batch]
@@ -63,6 +64,13 @@ def boundary(offset: int, counted_blocks: int, max_parts: int) -> int:
     return min(math.ceil(offset / step) * step, counted_blocks)
 
 
+def aligned(share: int, tile_blocks: int) -> int:
+    """The share that has whole tiles, or half a tile, if it isn't much larger."""
+    unit = tile_blocks // 2 if tile_blocks % 2 == 0 and 2 * share <= tile_blocks else tile_blocks
+    found = math.ceil(share / unit) * unit
+    return found if found - share <= min(share // 32, 2) else share
+
+
 def parts(
     work: Work, ctas: int, max_parts: int | None, least_share: int = 1, team: int = 1
 ) -> Iterator[tuple[int, Part]]:
@@ -76,6 +84,10 @@ def parts(
                 tiles.append((batch, group, tile, start, counted_blocks))
                 start += counted_blocks
     share = max(math.ceil(start / (ctas // team)), least_share)
+    tile_blocks = {counted_blocks for *_, counted_blocks in tiles}
+    may_align = (work.left, work.right) == (None, None) or work.tiles(0) == 1
+    if not work.packed and may_align and len(tile_blocks) == 1:
+        share = aligned(share, *tile_blocks)
     for cta in range(ctas):  # as they are in scratch memory: by member, then by team
         member, own_team = divmod(cta, ctas // team)
         for batch, group, tile, start, counted_blocks in tiles:

@@ -288,3 +288,18 @@ def test_a_setting_changes_the_plan(setting, kernels, case):
     with tune_decode.set_to(tune_decode.SETTINGS[setting]):
         assert planned() == changed
     assert planned() == before
+
+
+def test_a_setting_changes_a_constant_of_the_plan():
+    import tune_decode
+
+    case = CacheCase(B=300, S=1300, N=1, K=1, H=16)
+    shapes = shapes_of(Draw(case).operands)
+
+    def loads():
+        launches = decode_plan.plan_decode(case.spec, shapes, H100).launches
+        return dict(launches[-1].kernel.defines)["LOADS"]
+
+    with tune_decode.set_to(tune_decode.SETTINGS["8 loads in combining"]):
+        assert loads() == 8
+    assert loads() == decode_plan.COMBINE_LOADS == 4

@@ -18,4 +18,7 @@ __device__ __forceinline__ void arrive_when_done(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Waits for all copies that the thread has begun. It sees what they wrote; other threads don't yet.
+__device__ __forceinline__ void wait_for_own() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 }  // namespace async_copy

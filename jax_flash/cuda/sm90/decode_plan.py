@@ -20,7 +20,7 @@ from jax_flash.cuda.launch_plan import (
 )
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90.decode_division import Division, Shapes, divide
-from jax_flash.cuda.sm90.decode_tiles import ROWS, TILE_BYTES, DecodeTile, choose_tile
+from jax_flash.cuda.sm90.decode_tiles import ROWS, DecodeTile, choose_tile
 from jax_flash.cuda.sm90.tensor_maps import cache_map
 
 SHAPE = struct(
@@ -137,7 +137,12 @@ ANY_QUERIES = 2**31 - 1
 
 _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _APPEND_THREADS = 128
-_COMBINE_ROWS = 8  # of a CTA, a warp each
+_SPLIT_TILE_BYTES = 48  # of `SplitTile` in cuda/kernels/sm90/decode/partials.cuh
+_COMBINE_THREADS = 512  # of a CTA
+_COMBINE_ROWS = 16  # of a tile, at most, for each CTA that stands for a CTA of the decode kernel
+COMBINE_LOADS = 4
+"""Partials that a lane of the combine kernel loads at once. With 8, a tile of 33 partials took 0.4 µs less, and
+one of few partials 0.5 µs more (docs/tuning/decode.md)."""
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
 _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
 
@@ -173,7 +178,7 @@ def plan_decode(
         scratch = (
             Buffer("partial_out", (2 * ctas, tile.query_rows, tile.value_dim), "float32"),
             Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
-            Buffer("split_tiles", (ctas, TILE_BYTES // 4), "int32"),
+            Buffer("split_tiles", (2 * ctas, _SPLIT_TILE_BYTES // 4), "int32"),
         )
     launches = [_decode(spec, shapes, device, tile, division, most_queries)]
     if n.U and not appends_itself(shapes):
@@ -293,6 +298,7 @@ def _combine(
     most_queries: int,
 ) -> Launch:
     """Adds up the partials of tiles that CTAs share."""
+    tile_ctas = math.ceil(tile.query_rows / _COMBINE_ROWS)
     kernel = Kernel(
         source="sm90/decode/combine.cu",
         entry="decode_combine",
@@ -302,14 +308,17 @@ def _combine(
             ("VALUE_DIM", tile.value_dim),
             ("QUERY_ROWS", tile.query_rows),
             ("NATURAL", int(_are_natural(spec, shapes))),
-            ("ROWS", _COMBINE_ROWS),
+            ("LIMITED", int(spec.num_splits is not None)),
+            ("TILE_CTAS", tile_ctas),
+            ("LOADS", COMBINE_LOADS),
         ),
         parameters=_COMBINE_PARAMETERS,
     )
     return launch(
         kernel=kernel,
-        grid=(division.ctas * math.ceil(tile.query_rows / _COMBINE_ROWS), 1, 1),
-        block=32 * _COMBINE_ROWS,
+        grid=(division.ctas * tile_ctas, 1, 1),
+        block=_COMBINE_THREADS,
+        shared_bytes=16 * COMBINE_LOADS * _COMBINE_THREADS,
         overlap_previous=True,
         arguments={
             "out": Pointer("out"),

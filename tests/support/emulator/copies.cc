@@ -141,6 +141,10 @@ void arrive_when_done(uint32_t barrier) {
         mbarrier::arrive(barrier, own);
     });
 }
+void wait_for_own() {
+    for (const Action& act : std::exchange(cta->copies[threadIdx.x], {})) act();
+    races::stores_are_done(races::copies_of_thread().step);
+}
 }  // namespace async_copy
 
 namespace bulk {

@@ -1,8 +1,16 @@
-// Runs after the decode kernel: adds up the partials of tiles that CTAs share. At most one shared tile begins in the
-// share of each decode CTA. `row_groups` CTAs of this kernel combine it, a warp a row.
+// Runs after the decode kernel: adds up the partials of tiles that CTAs share.
 //
-// Defines: ELEMENT, VALUE_DIM and QUERY_ROWS, as in traits.cuh; NATURAL, whether logits are natural; ROWS, of a CTA.
+// A CTA of the decode kernel leaves up to two partials. `tile_ctas` CTAs of this kernel stand for it, half of their
+// warps for each partial. The warps that stand for the partials of a tile divide its rows among them, in pieces. So the
+// more CTAs have shared a tile, the more combine it.
+//
+// The kernel takes a few microseconds. They go to two trips to L2, for the tile and for its partials, and to the
+// instructions, which are fetched once. So few instructions are better than fast ones (docs/tuning/decode.md).
+//
+// Defines: ELEMENT, VALUE_DIM and QUERY_ROWS, as in traits.cuh; NATURAL, whether logits are natural; LIMITED, whether
+// the call limits into how many parts a tile is split; TILE_CTAS, as above; LOADS, that a lane has in flight.
 #include "parameters.cuh"
+#include "ptx/async_copy.cuh"
 #include "ptx/math.cuh"
 #include "ptx/types.cuh"
 #include "ptx/warpgroup.cuh"
@@ -11,98 +19,118 @@
 
 using Element = ELEMENT;
 using RowPartials = Partials<QUERY_ROWS, VALUE_DIM>;
-constexpr bool natural = NATURAL;
-constexpr int chunk_count = ceil_div(VALUE_DIM, 4 * 32);  // of four columns, that a lane has
-constexpr int at_once = 16 / chunk_count;                 // partials whose loads are in flight
+constexpr bool natural = NATURAL, limited = LIMITED;
+constexpr int threads = 512, partial_warps = threads / 32 / 2, tile_ctas = TILE_CTAS, loads = LOADS;
 
-// A row, of the partials so far: the maximum of its logits, and the sum of exponentials and the output relative to it.
+// A piece: columns of a row that a warp adds up at a time. The fewer rows there are, the smaller pieces are.
+constexpr int piece_columns = QUERY_ROWS >= 32 ? 128 : 4 * QUERY_ROWS;
+constexpr int row_pieces = ceil_div(VALUE_DIM, piece_columns);
+constexpr int piece_lanes = piece_columns / 4;  // a lane has four columns
+constexpr int lane_groups = 32 / piece_lanes;   // each adds up other partials
+
+// A row, of some partials: the maximum of its logits; relative to it, the sum of exponentials and the output.
 struct Total {
     float max = initial_max, sum = 0;
-    float4 out[chunk_count] = {};
+    float4 out{};
 
-    // Makes what there is relative to the greater of two maxima.
-    __device__ __forceinline__ void raise(float other_max) {
-        const float greater = fmaxf(max, other_max);
+    // Makes what there is relative to a greater maximum.
+    __device__ __forceinline__ void raise(float greater) {
         const float rescale = exponential<natural>(max - greater);
         max = greater, sum *= rescale;
-#pragma unroll
-        for (int k = 0; k < chunk_count; ++k) {
-            out[k].x *= rescale, out[k].y *= rescale, out[k].z *= rescale, out[k].w *= rescale;
-        }
+        out.x *= rescale, out.y *= rescale, out.z *= rescale, out.w *= rescale;
     }
-    __device__ __forceinline__ void add(int k, float4 values, float factor) {
-        out[k].x += values.x * factor, out[k].y += values.y * factor;
-        out[k].z += values.z * factor, out[k].w += values.w * factor;
+    __device__ __forceinline__ void add(float2 statistics, float4 values) {
+        const float factor = exponential<natural>(statistics.x - max);
+        sum += statistics.y * factor;
+        out.x += values.x * factor, out.y += values.y * factor;
+        out.z += values.z * factor, out.w += values.w * factor;
     }
 };
 
-__device__ __forceinline__ int chunk_of(int k) { return k * 32 + threadIdx.x % 32; }
-__device__ __forceinline__ bool has_chunk(int k) { return 4 * chunk_of(k) < VALUE_DIM; }
-
-// Adds up the partials of a row.
-__device__ __forceinline__ void add_partials(Total& total, const RowPartials& partials, const Sharers& sharers,
-                                             int row) {
-    const int lane = threadIdx.x % 32;
+// The total of a lane's partials: every `lane_groups`-th, from its group's on. Asynchronous copies bring their values,
+// to shared memory that the lane has for itself. With loads to registers, ptxas makes some wait for others.
+__device__ __forceinline__ Total add_partials(const RowPartials& partials, const SplitTile& tile, int first_place,
+                                              int max_parts, int row, int column) {
+    constexpr int step = 2 * lane_groups;  // between a lane's partials: each CTA has two
+    constexpr int values_step = step * QUERY_ROWS * VALUE_DIM, statistics_step = step * QUERY_ROWS;
+    float4* const values = reinterpret_cast<float4*>(dynamic_shared_memory()) + threadIdx.x;
+    Total total;
+    int index = threadIdx.x % 32 / piece_lanes;
+    int slot_rows = index == 0 ? QUERY_ROWS : 0;  // to slot 1, where the first CTA has its partial
 #pragma unroll 1
-    for (int first = 0; first < sharers.count; first += 32) {  // each lane knows of one partial
-        const int own = first + lane;
-        const bool has_part = own < sharers.count && sharers.has_part(own);
-        const uint32_t parts = __ballot_sync(all_lanes, has_part);
-        float2 statistics = {initial_max, 0};
-        if (has_part) statistics = *partials.row_statistics(sharers.partial(own), row);
-        float factor = 0;
-#pragma unroll 1
-        for (int begin = 0; begin < 32 && first + begin < sharers.count; begin += at_once) {
-            float4 values[at_once][chunk_count];
+    for (int first = 0; first < tile.sharers; first += loads * lane_groups) {
+        const int partial = partial_at(first_place + index, false);
+        const float* const from = partials.row(partial, row) + column;
+        const float2* const statistics_from = partials.row_statistics(partial, row);
+        bool has_part[loads];
+        float2 statistics[loads];
 #pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                if (!(parts >> (begin + i) & 1)) continue;
-                const float* from = partials.row(sharers.partial(first + begin + i), row);
-#pragma unroll
-                for (int k = 0; k < chunk_count; ++k) {
-                    if (has_chunk(k)) values[i][k] = reinterpret_cast<const float4*>(from)[chunk_of(k)];
-                }
-            }
-            if (begin == 0) {  // meanwhile
-                total.raise(warp_max(statistics.x));
-                factor = has_part ? exponential<natural>(statistics.x - total.max) : 0;
-                total.sum += warp_sum(statistics.y * factor);
-            }
-#pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                const float of_part = __shfl_sync(all_lanes, factor, begin + i);
-                if (!(parts >> (begin + i) & 1)) continue;  // memory that nobody wrote
-#pragma unroll
-                for (int k = 0; k < chunk_count; ++k) {
-                    if (has_chunk(k)) total.add(k, values[i][k], of_part);
-                }
-            }
+        for (int i = 0; i < loads; ++i) {
+            const int own = index + i * lane_groups;
+            has_part[i] = own < tile.sharers && (!limited || tile.has_part(own, max_parts));
+            async_copy::load(shared_address(values + i * threads),
+                             from + i * values_step + (i == 0 ? slot_rows * VALUE_DIM : 0),
+                             has_part[i] && column < VALUE_DIM);
         }
+        float max = total.max;
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            statistics[i] = {initial_max, 0};
+            if (has_part[i]) statistics[i] = statistics_from[i * statistics_step + (i == 0 ? slot_rows : 0)];
+            max = fmaxf(max, statistics[i].x);
+        }
+        total.raise(max);
+        async_copy::wait_for_own();
+#pragma unroll
+        for (int i = 0; i < loads; ++i) total.add(statistics[i], values[i * threads]);
+        index += loads * lane_groups, slot_rows = 0;
+    }
+    return total;
+}
+
+// Adds up the totals of the lanes that have the same columns.
+__device__ __forceinline__ void add_lanes(Total& total) {
+    float max = total.max;
+#pragma unroll
+    for (int distance = piece_lanes; distance < 32; distance *= 2) {
+        max = fmaxf(max, __shfl_xor_sync(all_lanes, max, distance));
+    }
+    total.raise(max);
+#pragma unroll
+    for (int distance = piece_lanes; distance < 32; distance *= 2) {
+        total.sum += __shfl_xor_sync(all_lanes, total.sum, distance);
+        total.out.x += __shfl_xor_sync(all_lanes, total.out.x, distance);
+        total.out.y += __shfl_xor_sync(all_lanes, total.out.y, distance);
+        total.out.z += __shfl_xor_sync(all_lanes, total.out.z, distance);
+        total.out.w += __shfl_xor_sync(all_lanes, total.out.w, distance);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * ROWS) decode_combine(const __grid_constant__ Parameters parameters) {
-    constexpr int row_groups = ceil_div(QUERY_ROWS, ROWS);
+extern "C" __global__ void __launch_bounds__(threads) decode_combine(const __grid_constant__ Parameters parameters) {
     const Shape& shape = parameters.shape;
+    const int warp = threadIdx.x / 32, place = blockIdx.x / tile_ctas;
     const RowPartials partials{parameters.partial_out, parameters.partial_statistics,
-                               reinterpret_cast<Tile*>(parameters.split_tiles)};
-    const int row = blockIdx.x % row_groups * ROWS + threadIdx.x / 32;
+                               reinterpret_cast<SplitTile*>(parameters.split_tiles)};
     wait_for_previous_kernel();
-    const Tile tile = partials.tiles[blockIdx.x / row_groups];
-    if (!tile.exists() || row >= tile.rows) return;
+    const SplitTile tile = partials.tiles[partial_at(place, warp < partial_warps)];
+    // If parts are limited, some sharers have none, and so nothing of theirs tells of the tile.
+    const int helpers = limited ? 1 : tile.sharers;
+    if (tile.rows == 0 || tile.index >= helpers) return;
 
-    Total total;
-    add_partials(total, partials, {tile, parameters.division}, row);
-    const Row place(shape, tile, row);
-    const RowResult<natural> result(total.max, total.sum, sink_of(parameters.sinks, place.head));
-    if (threadIdx.x % 32 == 0) parameters.lse[place.in_lse(shape)] = result.lse;
-    Element* const out = parameters.out + place.in_out(shape);
-#pragma unroll
-    for (int k = 0; k < chunk_count; ++k) {
-        if (4 * chunk_of(k) >= shape.value_dim) continue;
-        const float4 x = total.out[k];
-        const uint32_t low = convert<Element>(x.x * result.factor, x.y * result.factor);
-        const uint32_t high = convert<Element>(x.z * result.factor, x.w * result.factor);
-        reinterpret_cast<uint64_t*>(out)[chunk_of(k)] = static_cast<uint64_t>(high) << 32 | low;
+    const int first_column = 4 * (threadIdx.x % piece_lanes);
+    const int own = (blockIdx.x % tile_ctas * partial_warps + warp % partial_warps) * helpers + tile.index;
+#pragma unroll 1
+    for (int piece = own; piece < tile.rows * row_pieces; piece += tile_ctas * partial_warps * helpers) {
+        const int row = piece / row_pieces, column = piece % row_pieces * piece_columns + first_column;
+        Total total = add_partials(partials, tile, place - tile.index, parameters.division.max_parts, row, column);
+        add_lanes(total);
+        const Row row_place(shape, tile, row);
+        const RowResult<natural> result(total.max, total.sum, sink_of(parameters.sinks, row_place.head));
+        if (column == 0 && threadIdx.x % 32 == 0) parameters.lse[row_place.in_lse(shape)] = result.lse;
+        if (threadIdx.x % 32 >= piece_lanes || column >= shape.value_dim) continue;
+        const uint32_t low = convert<Element>(total.out.x * result.factor, total.out.y * result.factor);
+        const uint32_t high = convert<Element>(total.out.z * result.factor, total.out.w * result.factor);
+        *reinterpret_cast<uint64_t*>(parameters.out + row_place.in_out(shape) + column) =
+            static_cast<uint64_t>(high) << 32 | low;
     }
 }

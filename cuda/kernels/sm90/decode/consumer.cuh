@@ -193,7 +193,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             write_row<0>(out, softmax, call.results, call.sinks, call.shape, tile);
             write_row<1>(out, softmax, call.results, call.sinks, call.shape, tile);
         } else {
-            const int own = Sharers(tile, call.division).partial_of(own_team(call.division));
+            const int own = partial_at(own_place(call.division), tile.part_begin == 0);
             write_partial(out, softmax, call.partials, own, tile);
         }
     }

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  shared,
                  shape,
                  parameters.query,
-                 reinterpret_cast<Tile*>(parameters.split_tiles),
+                 reinterpret_cast<SplitTile*>(parameters.split_tiles),
                  {parameters.append, shape, parameters.rotary, parameters.descales}},
                 parameters.division);
     } else {

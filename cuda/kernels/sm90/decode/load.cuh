@@ -13,7 +13,7 @@ struct LoadCall {
     const SharedMemory& shared;
     const Shape& shape;
     const Traits::Element* const query;  // (B, T, N, H)
-    Tile* const split_tiles;             // see Partials
+    SplitTile* const split_tiles;        // see Partials
     const AppendCall append;
 };
 
@@ -61,23 +61,45 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
     ring.advance();
 }
 
+// What the combine kernel is told of the partials that this CTA leaves.
+class SplitTileRecord {
+    SplitTile* const own;  // of the CTA's two slots
+    const bool writes = Traits::split && threadIdx.x == Traits::consumer_threads;
+    uint32_t used_slots = 0;  // a bit each
+
+public:
+    __device__ __forceinline__ SplitTileRecord(SplitTile* tiles, const Division& division)
+        : own(tiles + partial_at(own_place(division), false)) {}
+
+    __device__ __forceinline__ void add(const Tile& tile, const Division& division) {
+        if (!writes || tile.is_whole()) return;
+        const bool is_first = tile.part_begin == 0;
+        used_slots |= 1 << is_first;
+        own[is_first] = SplitTile::of(tile, division);
+    }
+    __device__ __forceinline__ void end() const {
+#pragma unroll
+        for (int slot = 0; slot < 2; ++slot) {
+            if (writes && !(used_slots >> slot & 1)) own[slot].rows = 0;
+        }
+    }
+};
+
 __device__ __forceinline__ void produce(const LoadCall& call, const Division& division) {
     TileSchedule schedule(call.shape, division);
     AppendedKeys appended(call.append);
     Ring ring;
     TileRing tile_ring;
-    Tile tile, split_tile;
-    split_tile.batch = Tile::no_more;
+    SplitTileRecord record(call.split_tiles, division);
+    Tile tile;
 #pragma unroll 1
     while (schedule.next(tile)) {
         hand_out(call, tile_ring, tile);
-        if (Traits::split && tile.part_begin == 0 && !tile.is_whole()) split_tile = tile;
         load_blocks(call, ring, tile, appended);
+        record.add(tile, division);
     }
     tile.batch = Tile::no_more;
     hand_out(call, tile_ring, tile);
-    if (Traits::split && threadIdx.x == Traits::consumer_threads) {
-        call.split_tiles[cta_place(division, own_member(division), own_team(division))] = split_tile;
-    }
+    record.end();
     if constexpr (Traits::cluster > 1) meet_twice();
 }

@@ -16,42 +16,54 @@ __device__ __forceinline__ int part_boundary(int offset, int counted_blocks, int
 __device__ __forceinline__ int own_team(const Division& division) { return blockIdx.x / division.team_size; }
 __device__ __forceinline__ int own_member(const Division& division) { return blockIdx.x % division.team_size; }
 
-// A CTA's place in scratch memory: CTAs that have the same heads, of all teams, are next to one another.
-__device__ __forceinline__ int cta_place(const Division& division, int member, int team) {
-    return member * division.teams + team;
+// This CTA's place in scratch memory: CTAs that have the same heads, of all teams, are next to one another.
+__device__ __forceinline__ int own_place(const Division& division) {
+    return own_member(division) * division.teams + own_team(division);
 }
 
-// The CTAs that share a tile: one of each of `count` teams, the member that has the tile's head. Some may have no part,
-// if the call limits how many there are.
-struct Sharers {
-    const Tile& tile;
-    const int max_parts;
-    int first, count;  // teams
-    int first_cta;     // the place of the first team's
+// The number of a partial, by its CTA's place. A CTA has two slots. Slot 0 is for its part of a tile that began in an
+// earlier share, slot 1 for its part of the tile that begins in its share and goes on in the next.
+__device__ __forceinline__ int partial_at(int place, bool is_first) { return 2 * place + is_first; }
 
-    __device__ __forceinline__ Sharers(const Tile& tile, const Division& division)
-        : tile(tile), max_parts(division.max_parts) {
-        first = tile.start / tile.share;
-        count = (tile.start + tile.counted_blocks - 1) / tile.share - first + 1;
-        first_cta = cta_place(division, tile.key_head % division.team_size, first);
+// What the combine kernel is told of a partial: the tile, and the CTAs that share it. They are neighbours in scratch
+// memory. If the call limits how many parts a tile has, some of them may have no part.
+struct alignas(16) SplitTile {
+    int sharers;  // CTAs that share the tile
+    int index;    // the partial's own among them
+    int first_row, first_query;
+    int rows, key_head;  // no rows: there is no such partial
+    int start, share;    // the tile's start in the share of its first CTA, and the blocks that each CTA has
+    int counted_blocks;
+    int unused[3];
+
+    static __device__ __forceinline__ SplitTile of(const Tile& tile, const Division& division) {
+        const int first_team = tile.start / tile.share, start = tile.start - first_team * tile.share;
+        return {ceil_div(start + tile.counted_blocks, tile.share),
+                own_team(division) - first_team,
+                tile.first_row,
+                tile.first_query,
+                tile.rows,
+                tile.key_head,
+                start,
+                tile.share,
+                tile.counted_blocks};
     }
 
-    // Where in the tile the part of the team `first + index` begins; that of the next is its end.
-    __device__ __forceinline__ int begin(int index) const {
-        return part_boundary((first + index) * tile.share - tile.start, tile.counted_blocks, max_parts);
+    __device__ __forceinline__ bool has_part(int of, int max_parts) const {
+        return begin(of, max_parts) < begin(of + 1, max_parts);
     }
-    __device__ __forceinline__ bool has_part(int index) const { return begin(index) < begin(index + 1); }
-    // A CTA has two slots. Slot 0: its part of a tile that began in an earlier share. Slot 1: its part of the tile that
-    // begins in its share and goes on in the next.
-    __device__ __forceinline__ int partial(int index) const { return 2 * (first_cta + index) + (index == 0); }
-    __device__ __forceinline__ int partial_of(int team) const { return partial(team - first); }
+
+private:
+    __device__ __forceinline__ int begin(int of, int max_parts) const {
+        return part_boundary(of * share - start, counted_blocks, max_parts);
+    }
 };
 
 template <int rows, int columns>
 struct Partials {
     float* out;          // (2 · CTAs, row, column): unnormalised
     float2* statistics;  // (2 · CTAs, row): maximum and sum
-    Tile* tiles;         // (CTAs): the shared tile that begins in a CTA's share; `no_more` where there is none
+    SplitTile* tiles;    // (2 · CTAs)
 
     __device__ __forceinline__ float* row(int partial, int row) const {
         return out + (static_cast<int64_t>(partial) * rows + row) * columns;

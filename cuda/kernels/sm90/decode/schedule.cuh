@@ -53,6 +53,15 @@ __device__ __forceinline__ int count_head_blocks(const Shape& shape, const Seque
     return blocks;
 }
 
+// The share for a call whose tiles all count as many blocks: whole tiles, or half a tile, if that is at most two blocks
+// and a 32nd more. CTAs then leave fewer partials, or none. More would cost more than it saves (docs/tuning/decode.md).
+__device__ __forceinline__ int aligned_share(int share, int tile_blocks) {
+    const bool halves = tile_blocks % 2 == 0 && 2 * share <= tile_blocks;
+    const int unit = halves ? tile_blocks / 2 : tile_blocks;
+    const int aligned = ceil_div(share, unit) * unit;
+    return aligned - share <= min(share / 32, 2) ? aligned : share;
+}
+
 // Which tile, of a batch row's and key head's.
 struct TilePlace {
     int batch, head, tile;
@@ -94,9 +103,12 @@ struct Schedule {
           team(own_team(division)), member(own_member(division)) {
         // Each lane counts the blocks of as many sequences, and of all those before them.
         const int lane_sequences = ceil_div(shape.batch, 32), lane = threadIdx.x % 32;
-        int own = 0;
+        int own = 0, most = 0, least = no_limit;
 #pragma unroll 4
-        for (int i = 0; i < lane_sequences; ++i) own += count_sequence_blocks(lane * lane_sequences + i);
+        for (int i = 0; i < lane_sequences; ++i) {
+            const int index = lane * lane_sequences + i, blocks = count_sequence_blocks(index);
+            own += blocks, most = max(most, blocks), least = min(least, index < shape.batch ? blocks : no_limit);
+        }
         int end = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -105,6 +117,12 @@ struct Schedule {
         }
         const int total = __shfl_sync(all_lanes, end, 31);
         share = max(ceil_div(total, division.teams), division.least_share);
+        if (!shape.query_offsets) {
+            most = __reduce_max_sync(all_lanes, most), least = __reduce_min_sync(all_lanes, least);
+            const int head_tiles = ceil_div(shape.queries * shape.group, Traits::rows);
+            const bool all_alike = most == least && (shape.tiles_alike || head_tiles == 1);
+            if (all_alike) share = aligned_share(share, most / (head_groups * head_tiles));
+        }
         int position = static_cast<int>(min(static_cast<int64_t>(team) * share, static_cast<int64_t>(total)));
         start_in_share = 0;
         batch = shape.batch, head_group = 0, tile = 0;
@@ -135,6 +153,8 @@ struct Schedule {
     }
 
 private:
+    static constexpr int no_limit = 0x7fffffff;
+
     __device__ __forceinline__ int count_sequence_blocks(int index) const {
         if (index >= shape.batch) return 0;
         return count_head_blocks(shape, sequence_at(shape, index)) * head_groups;

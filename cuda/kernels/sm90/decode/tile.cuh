@@ -30,7 +30,8 @@ struct Row {
     int head, token;  // the query, among those of all sequences
     int query;        // … of its sequence
 
-    __device__ __forceinline__ Row(const Shape& shape, const Tile& tile, int row) {
+    template <class AnyTile>
+    __device__ __forceinline__ Row(const Shape& shape, const AnyTile& tile, int row) {
         const int index = tile.first_row + row;
         query = index / shape.group;
         head = tile.key_head * shape.group + index % shape.group;
