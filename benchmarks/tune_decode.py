@@ -3,10 +3,10 @@
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
     python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
-A setting changes constants of jax_flash/cuda/sm90/decode_division.py or decode_plan.py, the call's num_splits,
-or fields of the tile (decode_tiles.py), which then has as many stages as there is room for, unless the setting
-names them too. Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds; also
-those of each kernel.
+A setting changes constants of decode_division.py or decode_plan.py in jax_flash/cuda/sm90, the call's
+num_splits, or fields of the tile (decode_tiles.py), which then has as many stages as there is room for,
+unless the setting names them too. Each row has a call, a setting, and its times as decode.py takes them, in
+shuffled rounds; also those of each kernel.
 """
 
 import argparse

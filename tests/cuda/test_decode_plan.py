@@ -431,7 +431,7 @@ ALIGNED = CacheCase(B=16, S=68 * 64, N=2, K=2, H=16, full=True)
     ids=str,
 )
 def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
-    """What the kernel says of each partial: its tile's rows and head, and its place among those of the tile."""
+    """What the kernel says of each partial: whose it is, and its place among those of the tile."""
     monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
     monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     draw = Draw(case)

@@ -141,8 +141,8 @@ _SPLIT_TILE_BYTES = 48  # of `SplitTile` in cuda/kernels/sm90/decode/partials.cu
 _COMBINE_THREADS = 512  # of a CTA
 _COMBINE_ROWS = 16  # of a tile, at most, for each CTA that stands for a CTA of the decode kernel
 COMBINE_LOADS = 4
-"""Partials that a lane of the combine kernel loads at once. With 8, a tile of 33 partials took 0.4 µs less, and
-one of few partials 0.5 µs more (docs/tuning/decode.md)."""
+"""Partials that a lane of the combine kernel loads at once. With 8, tiles of 33 partials took 0.4 µs less,
+tiles of few 0.5 µs more (docs/tuning/decode.md)."""
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
 _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
 

@@ -61,27 +61,25 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
     ring.advance();
 }
 
-// What the combine kernel is told of the partials that this CTA leaves.
-class SplitTileRecord {
-    SplitTile* const own;  // of the CTA's two slots
-    const bool writes = Traits::split && threadIdx.x == Traits::consumer_threads;
-    uint32_t used_slots = 0;  // a bit each
+// The tiles that this CTA shares: one that began in an earlier share, and one that goes on in the next.
+struct SharedTiles {
+    Tile earlier, later;
 
-public:
-    __device__ __forceinline__ SplitTileRecord(SplitTile* tiles, const Division& division)
-        : own(tiles + partial_at(own_place(division), false)) {}
+    __device__ __forceinline__ SharedTiles() { earlier.rows = later.rows = 0; }
 
-    __device__ __forceinline__ void add(const Tile& tile, const Division& division) {
-        if (!writes || tile.is_whole()) return;
-        const bool is_first = tile.part_begin == 0;
-        used_slots |= 1 << is_first;
-        own[is_first] = SplitTile::of(tile, division);
-    }
-    __device__ __forceinline__ void end() const {
-#pragma unroll
-        for (int slot = 0; slot < 2; ++slot) {
-            if (writes && !(used_slots >> slot & 1)) own[slot].rows = 0;
+    __device__ __forceinline__ void add(const Tile& tile) {
+        if (tile.is_whole()) return;
+        if (tile.part_begin == 0) {
+            later = tile;
+        } else {
+            earlier = tile;
         }
+    }
+    // Tells the combine kernel of them.
+    __device__ __forceinline__ void write(SplitTile* tiles, const Division& division) const {
+        SplitTile* const own = tiles + partial_at(own_place(division), false);
+        own[0] = SplitTile::of(earlier, division);
+        own[1] = SplitTile::of(later, division);
     }
 };
 
@@ -90,16 +88,16 @@ __device__ __forceinline__ void produce(const LoadCall& call, const Division& di
     AppendedKeys appended(call.append);
     Ring ring;
     TileRing tile_ring;
-    SplitTileRecord record(call.split_tiles, division);
+    SharedTiles shared_tiles;
     Tile tile;
 #pragma unroll 1
     while (schedule.next(tile)) {
         hand_out(call, tile_ring, tile);
         load_blocks(call, ring, tile, appended);
-        record.add(tile, division);
+        if constexpr (Traits::split) shared_tiles.add(tile);
     }
     tile.batch = Tile::no_more;
     hand_out(call, tile_ring, tile);
-    record.end();
+    if (Traits::split && threadIdx.x == Traits::consumer_threads) shared_tiles.write(call.split_tiles, division);
     if constexpr (Traits::cluster > 1) meet_twice();
 }

@@ -37,6 +37,7 @@ struct alignas(16) SplitTile {
     int unused[3];
 
     static __device__ __forceinline__ SplitTile of(const Tile& tile, const Division& division) {
+        if (tile.rows == 0) return {};
         const int first_team = tile.start / tile.share, start = tile.start - first_team * tile.share;
         return {ceil_div(start + tile.counted_blocks, tile.share),
                 own_team(division) - first_team,
