@@ -11,18 +11,20 @@ It has no derivative.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_flash import _cache_rows, _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._spec import is_captured
 from jax_flash.transforms import debugging, lowering, partitioning
 from jax_flash.transforms.batching import of_no_calls
-from jax_flash.transforms.layout import Arrays, Letters, Shards
+from jax_flash.transforms.layout import Arrays, Letters, Shards, mesh_axes
 from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_alike
 
@@ -165,65 +167,100 @@ class _Fold:
 
 
 def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
+    holds_both = operands.value is None
+    appends = operands.new_key is not None
+    caches = {"key": operands.key, "value": operands.value}
+
     def local(inputs: Arrays, _shards: Shards | None) -> Arrays:
         operands = CacheOperands.of(inputs)
+        if holds_both:
+            operands = operands.replace(key=_heads_apart(operands.key))
         results = {}
         if call.implementation == APPEND:
             key, value = _cache_rows.append(call.spec, _cache_rows.of_layer(operands))
         else:
             results["out"], results["lse"], key, value = lowering.run(call, "forward", operands)
-        results |= {"key_after": key, "value_after": value}
+        if appends:
+            results |= {"key_after": _heads_together(key) if holds_both else key, "value_after": value}
         return {name: x for name, x in results.items() if x is not None}
 
     n = cache_sizes(operands)
-    shapes = {"key_after": operands.key.shape}
-    if operands.value is not None:
-        shapes["value_after"] = operands.value.shape
+    if holds_both:
+        operands = operands.replace(key=_heads_together(operands.key))
+    shapes = {}
+    if appends:
+        shapes = {f"{name}_after": x.shape for name, x in operands.present().items() if name in caches}
     if call.implementation != APPEND:
         out = (*operands.query.shape[:-1], n.V)
         shapes |= {"out": out, "lse": (out[0], n.N, n.T)}
-    computation = partitioning.Computation(local, call, _letters(operands), shapes, takes_key_heads=False)
+    computation = partitioning.Computation(
+        local, call, _letters(operands), shapes, takes_key_heads=False, repeats_results=appends
+    )
     results = partitioning.partitioned(computation, operands.present())
-    return {name.removesuffix("_after"): x for name, x in results.items()}
+    if appends and holds_both:
+        results["key_after"] = _heads_apart(results["key_after"])
+    # Without an append, the caches are what they were.
+    results = {name.removesuffix("_after"): x for name, x in results.items()}
+    return {name: x for name, x in (caches | results).items() if x is not None}
+
+
+# Pages that hold keys and values, (P, page, 2 · K, H), are partitioned as (P, page, K, 2 · H): so a device
+# has the values of its key heads. With Explicit axes, JAX takes a reshape that splits or merges, not both.
+
+
+def _heads_together(pages: jax.Array) -> jax.Array:
+    *rest, heads, H = pages.shape
+    sharding = jax.typeof(pages).sharding
+    given = kept = mesh_axes(sharding.spec, pages.ndim - 2)
+    while heads // 2 % math.prod(map(sharding.mesh.shape.get, kept)):
+        kept = kept[:-1]
+    if kept != given:
+        spec = PartitionSpec(*sharding.spec[: pages.ndim - 2], kept or None, *sharding.spec[pages.ndim - 1 :])
+        pages = jax.sharding.reshard(pages, NamedSharding(sharding.mesh, spec))
+    return pages.reshape(*rest, heads // 2, 2, H).reshape(*rest, heads // 2, 2 * H)
+
+
+def _heads_apart(pages: jax.Array) -> jax.Array:
+    *rest, heads, both = pages.shape
+    return pages.reshape(*rest, heads, 2, both // 2).reshape(*rest, 2 * heads, both // 2)
 
 
 def _letters(operands: CacheOperands) -> Letters:
-    """The letters of all arrays. Of these, `b0`, `K` and `N` are partitioned; `G` would be the group's."""
+    """The letters of all arrays. Of these, `b0`, `K` and `N` are partitioned."""
     # Sequences are apart if each has its own place in the cache; or if nothing is written, so that the cache
     # may be everywhere.
     has_own_place = operands.page_table is None and operands.batch_index is None
     b = "b0" if (has_own_place or operands.new_key is None) and operands.query_offsets is None else "B"
-    # A device can't have a key head without its values.
-    K, N = ("J", "M") if operands.value is None else ("K", "N")
     layers = () if operands.layer is None else ("L",)
 
     def of_layers(name: str) -> tuple[str, ...]:
         x = getattr(operands, name)
         return layers if x is not None and x.ndim == 2 else ()
 
+    columns = "H" if operands.value is not None else "HV"
     place = ("P", "page") if operands.page_table is not None else (b if has_own_place else "C", "S")
     letters = {
-        "query": (b, "T", N, "H"),
-        "key": (*layers, *place, K, "H"),
-        "value": (*layers, *place, K, "V"),
+        "query": (b, "T", "N", "H"),
+        "key": (*layers, *place, "K", columns),
+        "value": (*layers, *place, "K", "V"),
         "lengths": (*of_layers("lengths"), b),
         "layer": (),
         "page_table": (b, "W"),
         "batch_index": (b,),
         "left_padding": (b,),
-        "new_key": (b, "U", K, "H"),
-        "new_value": (b, "U", K, "V"),
+        "new_key": (b, "U", "K", "H"),
+        "new_value": (b, "U", "K", "V"),
         "rotary_cos": ("Y", "R"),
         "rotary_sin": ("Y", "R"),
-        "alibi_slopes": (b, N),
-        "sinks": (b, N),
+        "alibi_slopes": (b, "N"),
+        "sinks": (b, "N"),
         "query_offsets": ("O",),
-        "key_descale": (*of_layers("key_descale"), K),
-        "value_descale": (*of_layers("value_descale"), K),
+        "key_descale": (*of_layers("key_descale"), "K"),
+        "value_descale": (*of_layers("value_descale"), "K"),
         "batch_indices": (b,),
-        "head_indices": (b, N),
+        "head_indices": (b, "N"),
         **{name: (b, name) for name in operands.captured},
-        "out": (b, "T", N, "V"),
-        "lse": (b, N, "T"),
+        "out": (b, "T", "N", "V"),
+        "lse": (b, "N", "T"),
     }
     return letters | {"key_after": letters["key"], "value_after": letters["value"]}

@@ -38,6 +38,7 @@ from jax_flash.transforms.layout import (
     Shards,
     Specs,
     letters_of,
+    mesh_axes,
     sharding_rule,
 )
 from jax_flash.transforms.locations import without_locations
@@ -118,6 +119,7 @@ class Computation:
     results: Shapes  # for whole inputs
     choose: ChooseLayout | None = None  # how sequences are partitioned; None: they are whole
     takes_key_heads: bool = True
+    repeats_results: bool = False  # devices that share part of a result all compute it, and give the same
 
     def layout(self, mesh: dict[str, int], inputs: Arrays, specs: Specs) -> Layout:
         def of(queries: MeshAxes, keys: MeshAxes) -> Layout:
@@ -235,13 +237,25 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
     layout = computation.over_more(by_type, more, inputs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
     out_specs = {name: layout.spec(name, shape) for name, shape in computation.results.items()}
+    # JAX can't tell that devices give the same, where each has computed it.
+    is_checked = not computation.repeats_results or all(
+        layout.used <= _axes_of(spec) for spec in out_specs.values()
+    )
+
+    def run_on_device(inputs: Arrays) -> Arrays:
+        inputs = vary_over(inputs, layout.used) if is_checked else inputs
+        return computation.run_on_device(layout, inputs, in_specs)
+
     # Over all mesh axes but those that `vmap` maps over, which it takes out of the types of arrays.
     run = jax.shard_map(
-        lambda inputs: computation.run_on_device(layout, vary_over(inputs, layout.used), in_specs),
-        mesh=mesh, in_specs=(in_specs,), out_specs=out_specs,
-    )  # fmt: skip
+        run_on_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=is_checked
+    )
     types = {name: by_type.type_of(name, shape, specs) for name, shape in computation.results.items()}
     return {name: _reshard(x, mesh, types[name]) for name, x in run(inputs).items()}
+
+
+def _axes_of(spec: PartitionSpec) -> frozenset[str]:
+    return frozenset().union(*(mesh_axes(spec, i) for i in range(len(spec))))
 
 
 def _layout_by_type(

@@ -132,19 +132,78 @@ def test_sharded(kind, make, form):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-def test_queries_are_partitioned_further_than_a_single_key_head():
+@pytest.mark.parametrize(
+    "key_heads, of_queries, of_pages, is_moved",
+    [
+        (4, "heads", "heads", False),
+        (4, ("batch", "heads"), ("batch", "heads"), False),
+        (1, ("batch", "heads"), None, False),
+        (1, "heads", "heads", True),  # keys on one device, and values on another
+        (2, ("batch", "heads"), ("batch", "heads"), True),
+        (3, "heads", "heads", True),  # a device has one key head and a half
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_that_hold_keys_and_values(kind, key_heads, of_queries, of_pages, is_moved):
+    """They are partitioned by key heads."""
+    arguments = (
+        normal(0, 11, 12 if key_heads == 3 else 8, H),
+        normal(1, 20, 8, 2 * key_heads, H),
+        jnp.asarray([30, 9, 13], jnp.int32),
+        jnp.arange(12, dtype=jnp.int32).reshape(3, 4)[:, ::-1],
+        jnp.asarray([0, 1, 6, 9], jnp.int32),
+        jnp.asarray([3], jnp.int32),
+    )
+    want = jax_flash.ragged_paged_attention(*arguments)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        specs = P(None, of_queries), P(None, None, of_pages), *4 * (P(),)
+        sharded = [jax.device_put(x, NamedSharding(mesh, y)) for x, y in zip(arguments, specs, strict=True)]
+        compiled = jax.jit(jax_flash.ragged_paged_attention).lower(*sharded).compile()
+        moved = re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+        assert bool(moved) == is_moved
+        got = compiled(*sharded)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert is_moved or got.sharding.is_equivalent_to(sharded[0].sharding, 3)
+
+
+def look_up(cache, query, *_):
+    """A step that appends nothing."""
+    out, cache = jax_flash.flash_attention_with_cache(query, cache)
+    return cache, out
+
+
+@pytest.mark.parametrize("function", [step, look_up])
+@pytest.mark.parametrize("make", CACHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_are_partitioned_further_than_a_single_key_head(kind, make, function):
     """Tensor parallelism of multi-query heads: each device has the cache, and its own query heads."""
-    mesh = mesh_of(AxisType.Auto)
-    cache = jax.tree.map(lambda x: x[:, :, :1] if x.ndim > 2 else x, contiguous())
+    mesh = mesh_of(kind)
+    cache = jax.tree.map(lambda x: x[:, :, :1] if x.ndim > 2 else x, make())
     key, value = (x[:, :, :1] for x in new())
-    want = step(cache, query(), key, value)
+    want = function(cache, query(), key, value)
     with jax.set_mesh(mesh):
         sharded = jax.device_put(query(), NamedSharding(mesh, P(None, None, "heads")))
         replicated = jax.device_put((cache, key, value), NamedSharding(mesh, P()))
-        compiled = jax.jit(step).lower(replicated[0], sharded, *replicated[1:]).compile()
+        compiled = jax.jit(function).lower(replicated[0], sharded, *replicated[1:]).compile()
         assert "all-gather" not in compiled.as_text()
         got = compiled(replicated[0], sharded, *replicated[1:])
     assert_same(got, want)
+    assert got[1].sharding.is_equivalent_to(sharded.sharding, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_are_partitioned_and_pages_are_not(kind):
+    mesh = mesh_of(kind)
+    want = look_up(paged(), query())
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(query(), NamedSharding(mesh, P("batch")))
+        cache = jax.device_put(paged(), NamedSharding(mesh, P()))
+        compiled = jax.jit(look_up).lower(cache, sharded).compile()
+        assert "all-gather" not in compiled.as_text()
+        got = compiled(cache, sharded)
+    assert_same(got, want)
+    assert got[1].sharding.is_equivalent_to(sharded.sharding, 4)
 
 
 def test_grouped_queries_are_not_partitioned_further_than_key_heads():
