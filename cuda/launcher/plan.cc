@@ -91,12 +91,12 @@ CUfunction Kernel::Load(std::uint64_t context, unsigned shared_bytes, unsigned c
                                         static_cast<int>(shared_bytes)),
               "cuFuncSetAttribute",
               description_ + ", " + std::to_string(shared_bytes) + " bytes of dynamic shared memory");
-        // A multiprocessor divides its memory into L1 and shared memory, for all its CTAs alike. If kernels prefer
-        // different divisions, the first CTAs of one can't start beside the last ones of another.
+        // A multiprocessor divides its memory into L1 and shared memory, for all its CTAs alike. If kernels that need
+        // shared memory prefer different divisions, the first CTAs of one can't start beside the last of another.
         if (loaded.shared_bytes == 0) {
             Check(driver.func_set_attribute(loaded.function, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
                                             CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
-                  "cuFuncSetAttribute", description_ + ", shared memory for L1");
+                  "cuFuncSetAttribute", description_ + ", preference for shared memory");
         }
         loaded.shared_bytes = shared_bytes;
     }

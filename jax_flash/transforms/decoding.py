@@ -168,7 +168,7 @@ class _Fold:
 
 def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     holds_both = operands.value is None
-    appends = operands.new_key is not None
+    appends = operands.new_key is not None  # not to pages that hold both
     caches = {"key": operands.key, "value": operands.value}
 
     def local(inputs: Arrays, _shards: Shards | None) -> Arrays:
@@ -180,9 +180,7 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
             key, value = _cache_rows.append(call.spec, _cache_rows.of_layer(operands))
         else:
             results["out"], results["lse"], key, value = lowering.run(call, "forward", operands)
-        if appends:
-            results |= {"key_after": _heads_together(key) if holds_both else key, "value_after": value}
-        return {name: x for name, x in results.items() if x is not None}
+        return results | ({"key_after": key, "value_after": value} if appends else {})
 
     n = cache_sizes(operands)
     if holds_both:
@@ -197,8 +195,6 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
         local, call, _letters(operands), shapes, takes_key_heads=False, repeats_results=appends
     )
     results = partitioning.partitioned(computation, operands.present())
-    if appends and holds_both:
-        results["key_after"] = _heads_apart(results["key_after"])
     # Without an append, the caches are what they were.
     results = {name.removesuffix("_after"): x for name, x in results.items()}
     return {name: x for name, x in (caches | results).items() if x is not None}
@@ -211,11 +207,12 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
 def _heads_together(pages: jax.Array) -> jax.Array:
     *rest, heads, H = pages.shape
     sharding = jax.typeof(pages).sharding
-    given = kept = mesh_axes(sharding.spec, pages.ndim - 2)
+    of_heads, of_columns = (mesh_axes(sharding.spec, pages.ndim - i) for i in (2, 1))
+    kept = of_heads
     while heads // 2 % math.prod(map(sharding.mesh.shape.get, kept)):
         kept = kept[:-1]
-    if kept != given:
-        spec = PartitionSpec(*sharding.spec[: pages.ndim - 2], kept or None, *sharding.spec[pages.ndim - 1 :])
+    if kept != of_heads or of_columns:
+        spec = PartitionSpec(*sharding.spec[: pages.ndim - 2], kept or None, None)
         pages = jax.sharding.reshard(pages, NamedSharding(sharding.mesh, spec))
     return pages.reshape(*rest, heads // 2, 2, H).reshape(*rest, heads // 2, 2 * H)
 

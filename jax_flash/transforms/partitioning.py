@@ -43,7 +43,7 @@ from jax_flash.transforms.layout import (
 )
 from jax_flash.transforms.locations import without_locations
 from jax_flash.transforms.lowering import Call
-from jax_flash.transforms.varying import vary_over
+from jax_flash.transforms.varying import type_as_varying, vary_over, varying_axes
 
 FINGERPRINT = "fingerprint"
 """The name of an input that stands for what the partitioned computation depends on besides arrays."""
@@ -250,8 +250,12 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
     run = jax.shard_map(
         run_on_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=is_checked
     )
+    results = run(inputs)
+    if not is_checked:  # and so nothing says over which axes of the user's `shard_map` results vary
+        of_inputs = varying_axes(inputs)
+        results = {name: type_as_varying(x, of_inputs) for name, x in results.items()}
     types = {name: by_type.type_of(name, shape, specs) for name, shape in computation.results.items()}
-    return {name: _reshard(x, mesh, types[name]) for name, x in run(inputs).items()}
+    return {name: _reshard(x, mesh, types[name]) for name, x in results.items()}
 
 
 def _axes_of(spec: PartitionSpec) -> frozenset[str]:

@@ -34,6 +34,12 @@ def vary_over(tree: Tree, axes: frozenset[str]) -> Tree:
     return jax.tree.map(cast, tree)
 
 
+def type_as_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """The same array, typed as varying over `axes` at least; of a call that has no derivative."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def vary_alike(tree: Tree) -> Tree:
     """The same arrays, each typed as varying over every axis that any of them varies over."""
     return vary_over(tree, varying_axes(tree))

@@ -363,7 +363,7 @@ def test_each_block_is_one_ctas(workload):
                 expected.update((batch, head, tile, block) for block in range(max(len(blocks), 1)))
     assert visits == expected
     assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
-    # A tile that CTAs share is described by its first one, which describes no other.
+    # A CTA has the first part of one shared tile at most: slot 1.
     first = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
     assert len(set(first)) == len(first)
     longest = max((part.counted_blocks for of in of_tile.values() for part in of), default=0)
@@ -400,7 +400,7 @@ def test_teams(key_heads, ctas, size):
         (64, 32, 33, [64] * 32),  # two
         (16, 128, 33, [64] * 32),  # half a tile
         (16, 131, 33, [64] * 32 + [48]),  # no half
-        (1, 2048, 33, [63] * 32 + [32]),  # a thirty-second, which would be 64
+        (1, 2048, 33, [63] * 32 + [32]),  # a 32nd of a tile would be 64, but only halves are tried
         (16, 512, 33, [249] * 32 + [224]),  # halves would be 256
         (3, 70, 7, [30] * 7),  # halves would be 35
         (33, 64, 33, [64] * 33),
@@ -418,7 +418,8 @@ def test_shares_have_whole_or_half_tiles(B, blocks, teams, loads):
         assert max(sharers.values()) == (2 if blocks > loads[0] else 1)
 
 
-ALIGNED = CacheCase(B=16, S=68 * 64, N=2, K=2, H=16, full=True)
+# 66 blocks for each tile; 17 teams. Shares of 32 blocks become 33.
+ALIGNED = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +427,7 @@ ALIGNED = CacheCase(B=16, S=68 * 64, N=2, K=2, H=16, full=True)
     [
         (CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0), 7),
         (CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=2, left_padding=True, right=0), 7),
-        (ALIGNED, 33),
+        (ALIGNED, 17),
     ],
     ids=str,
 )
@@ -455,7 +456,7 @@ def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
             expected[part.partial] = (cta - part.first_cta, part.batch, case.N // case.K, part.head)
             last[part.batch, part.head] = cta - part.first_cta
     fields = split_tiles.T.tolist()
-    sharers, index, _, first_query, rows, key_head = fields[:6]
+    sharers, index, _, first_query, rows, key_head, _, share = fields[:8]
     written = [partial for partial, count in enumerate(rows) if count]
     found = {x: (index[x], first_query[x], rows[x], key_head[x]) for x in written}
     assert found == expected and expected
@@ -464,7 +465,7 @@ def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
         least = last[batch, head] + 1
         assert sharers[partial] >= least if case.num_splits else sharers[partial] == least
     if case == ALIGNED:
-        assert {sharers[partial] for partial in expected} == {2}
+        assert {(sharers[partial], share[partial]) for partial in expected} == {(2, 33)}
 
 
 # Which calls are refused.

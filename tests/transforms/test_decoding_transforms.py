@@ -141,6 +141,7 @@ def test_sharded(kind, make, form):
         (1, "heads", "heads", True),  # keys on one device, and values on another
         (2, ("batch", "heads"), ("batch", "heads"), True),
         (3, "heads", "heads", True),  # a device has one key head and a half
+        (2, None, (None, "heads"), True),  # half of the columns
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,7 +158,8 @@ def test_pages_that_hold_keys_and_values(kind, key_heads, of_queries, of_pages, 
     want = jax_flash.ragged_paged_attention(*arguments)
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
-        specs = P(None, of_queries), P(None, None, of_pages), *4 * (P(),)
+        pages = of_pages if isinstance(of_pages, tuple) and None in of_pages else (of_pages,)
+        specs = P(None, of_queries), P(None, None, *pages), *4 * (P(),)
         sharded = [jax.device_put(x, NamedSharding(mesh, y)) for x, y in zip(arguments, specs, strict=True)]
         compiled = jax.jit(jax_flash.ragged_paged_attention).lower(*sharded).compile()
         moved = re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
@@ -232,6 +234,32 @@ def test_shard_map(check_vma):
         assert copied(compiled, cache, parts=4) == []
         got = compiled(sharded, *put)
     assert_same(got, step(cache, *arguments))
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("form", ["jit", "scan"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shard_map_that_leaves_an_axis(kind, form, key_heads):
+    """Query heads are partitioned over it, also if all devices along it append to the same cache."""
+    function, _ = FORMS[form]
+    cache = jax.tree.map(lambda x: x[:, :, :key_heads] if x.ndim > 2 else x, contiguous())
+    arguments = [query(), *(x[:, :, :key_heads] for x in new())]
+    mesh = mesh_of(kind)
+    varying = []
+
+    def run(*inputs):
+        results = function(*inputs)
+        varying.extend(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(results))
+        return results
+
+    out_specs = P("batch"), P("batch") if form == "jit" else P(None, "batch")  # a scan stacks outputs
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=P("batch"), out_specs=out_specs, axis_names={"batch"}, check_vma=True
+    )
+    with jax.set_mesh(mesh):
+        got = jax.jit(mapped)(*jax.device_put((cache, *arguments), NamedSharding(mesh, P("batch"))))
+    assert set(varying) == {frozenset({"batch"})}
+    assert_same(got, function(cache, *arguments))
 
 
 def test_pmap():

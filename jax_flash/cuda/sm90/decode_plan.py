@@ -139,10 +139,10 @@ _PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
 _APPEND_THREADS = 128
 _SPLIT_TILE_BYTES = 48  # of `SplitTile` in cuda/kernels/sm90/decode/partials.cuh
 _COMBINE_THREADS = 512  # of a CTA
-_COMBINE_ROWS = 16  # of a tile, at most, for each CTA that stands for a CTA of the decode kernel
+_COMBINE_ROWS = 16  # of a tile: with more, more CTAs stand for a CTA of the decode kernel
 COMBINE_LOADS = 4
-"""Partials that a lane of the combine kernel loads at once. With 8, tiles of 33 partials took 0.4 µs less,
-tiles of few 0.5 µs more (docs/tuning/decode.md)."""
+"""Partials that a lane of the combine kernel loads at once. With 8, combining took 0.5 µs more, but 0.4 less
+where tiles have 33 partials (docs/tuning/decode.md)."""
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
 _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
 
@@ -298,7 +298,7 @@ def _combine(
     most_queries: int,
 ) -> Launch:
     """Adds up the partials of tiles that CTAs share."""
-    tile_ctas = math.ceil(tile.query_rows / _COMBINE_ROWS)
+    ctas_each = math.ceil(tile.query_rows / _COMBINE_ROWS)
     kernel = Kernel(
         source="sm90/decode/combine.cu",
         entry="decode_combine",
@@ -309,14 +309,15 @@ def _combine(
             ("QUERY_ROWS", tile.query_rows),
             ("NATURAL", int(_are_natural(spec, shapes))),
             ("LIMITED", int(spec.num_splits is not None)),
-            ("TILE_CTAS", tile_ctas),
+            ("CTAS_EACH", ctas_each),
+            ("THREADS", _COMBINE_THREADS),
             ("LOADS", COMBINE_LOADS),
         ),
         parameters=_COMBINE_PARAMETERS,
     )
     return launch(
         kernel=kernel,
-        grid=(division.ctas * tile_ctas, 1, 1),
+        grid=(division.ctas * ctas_each, 1, 1),
         block=_COMBINE_THREADS,
         shared_bytes=16 * COMBINE_LOADS * _COMBINE_THREADS,
         overlap_previous=True,

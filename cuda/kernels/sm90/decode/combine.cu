@@ -1,14 +1,15 @@
 // Runs after the decode kernel: adds up the partials of tiles that CTAs share.
 //
-// A CTA of the decode kernel leaves up to two partials. `tile_ctas` CTAs of this kernel stand for it, half of their
+// A CTA of the decode kernel leaves up to two partials. `ctas_each` CTAs of this kernel stand for it, half of their
 // warps for each partial. The warps that stand for the partials of a tile divide its rows among them, in pieces. So the
-// more CTAs have shared a tile, the more combine it.
+// more CTAs have shared a tile, the more combine it. If the call limits into how many parts a tile is split, the warps
+// of the first partial have all of its rows.
 //
 // The kernel takes a few microseconds. They go to two trips to L2, for the tile and for its partials, and to the
 // instructions, which are fetched once. So few instructions are better than fast ones (docs/tuning/decode.md).
 //
 // Defines: ELEMENT, VALUE_DIM and QUERY_ROWS, as in traits.cuh; NATURAL, whether logits are natural; LIMITED, whether
-// the call limits into how many parts a tile is split; TILE_CTAS, as above; LOADS, that a lane has in flight.
+// parts are; CTAS_EACH, as above; THREADS, of a CTA; LOADS, that a lane has in flight.
 #include "parameters.cuh"
 #include "ptx/async_copy.cuh"
 #include "ptx/math.cuh"
@@ -20,7 +21,7 @@
 using Element = ELEMENT;
 using RowPartials = Partials<QUERY_ROWS, VALUE_DIM>;
 constexpr bool natural = NATURAL, limited = LIMITED;
-constexpr int threads = 512, partial_warps = threads / 32 / 2, tile_ctas = TILE_CTAS, loads = LOADS;
+constexpr int threads = THREADS, partial_warps = threads / 32 / 2, ctas_each = CTAS_EACH, loads = LOADS;
 
 // A piece: columns of a row that a warp adds up at a time. The fewer rows there are, the smaller pieces are.
 constexpr int piece_columns = QUERY_ROWS >= 32 ? 128 : 4 * QUERY_ROWS;
@@ -33,7 +34,7 @@ struct Total {
     float max = initial_max, sum = 0;
     float4 out{};
 
-    // Makes what there is relative to a greater maximum.
+    // Makes the sum and the output relative to a greater maximum.
     __device__ __forceinline__ void raise(float greater) {
         const float rescale = exponential<natural>(max - greater);
         max = greater, sum *= rescale;
@@ -66,8 +67,8 @@ __device__ __forceinline__ Total add_partials(const RowPartials& partials, const
         float2 statistics[loads];
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            const int own = index + i * lane_groups;
-            has_part[i] = own < tile.sharers && (!limited || tile.has_part(own, max_parts));
+            const int sharer = index + i * lane_groups;
+            has_part[i] = sharer < tile.sharers && (!limited || tile.has_part(sharer, max_parts));
             async_copy::load(shared_address(values + i * threads),
                              from + i * values_step + (i == 0 ? slot_rows * VALUE_DIM : 0),
                              has_part[i] && column < VALUE_DIM);
@@ -108,29 +109,29 @@ __device__ __forceinline__ void add_lanes(Total& total) {
 
 extern "C" __global__ void __launch_bounds__(threads) decode_combine(const __grid_constant__ Parameters parameters) {
     const Shape& shape = parameters.shape;
-    const int warp = threadIdx.x / 32, place = blockIdx.x / tile_ctas;
+    const int warp = threadIdx.x / 32, place = blockIdx.x / ctas_each;
     const RowPartials partials{parameters.partial_out, parameters.partial_statistics,
                                reinterpret_cast<SplitTile*>(parameters.split_tiles)};
     wait_for_previous_kernel();
     const SplitTile tile = partials.tiles[partial_at(place, warp < partial_warps)];
-    // If parts are limited, some sharers have none, and so nothing of theirs tells of the tile.
+    // If parts are limited, sharers but the first may have none, and are then told of no tile.
     const int helpers = limited ? 1 : tile.sharers;
     if (tile.rows == 0 || tile.index >= helpers) return;
 
     const int first_column = 4 * (threadIdx.x % piece_lanes);
-    const int own = (blockIdx.x % tile_ctas * partial_warps + warp % partial_warps) * helpers + tile.index;
+    const int first_piece = (blockIdx.x % ctas_each * partial_warps + warp % partial_warps) * helpers + tile.index;
 #pragma unroll 1
-    for (int piece = own; piece < tile.rows * row_pieces; piece += tile_ctas * partial_warps * helpers) {
+    for (int piece = first_piece; piece < tile.rows * row_pieces; piece += ctas_each * partial_warps * helpers) {
         const int row = piece / row_pieces, column = piece % row_pieces * piece_columns + first_column;
         Total total = add_partials(partials, tile, place - tile.index, parameters.division.max_parts, row, column);
         add_lanes(total);
-        const Row row_place(shape, tile, row);
-        const RowResult<natural> result(total.max, total.sum, sink_of(parameters.sinks, row_place.head));
-        if (column == 0 && threadIdx.x % 32 == 0) parameters.lse[row_place.in_lse(shape)] = result.lse;
+        const Row output_row(shape, tile, row);
+        const RowResult<natural> result(total.max, total.sum, sink_of(parameters.sinks, output_row.head));
+        if (column == 0 && threadIdx.x % 32 == 0) parameters.lse[output_row.in_lse(shape)] = result.lse;
         if (threadIdx.x % 32 >= piece_lanes || column >= shape.value_dim) continue;
         const uint32_t low = convert<Element>(total.out.x * result.factor, total.out.y * result.factor);
         const uint32_t high = convert<Element>(total.out.z * result.factor, total.out.w * result.factor);
-        *reinterpret_cast<uint64_t*>(parameters.out + row_place.in_out(shape) + column) =
+        *reinterpret_cast<uint64_t*>(parameters.out + output_row.in_out(shape) + column) =
             static_cast<uint64_t>(high) << 32 | low;
     }
 }

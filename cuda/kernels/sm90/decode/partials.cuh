@@ -34,7 +34,6 @@ struct alignas(16) SplitTile {
     int rows, key_head;  // no rows: there is no such partial
     int start, share;    // the tile's start in the share of its first CTA, and the blocks that each CTA has
     int counted_blocks;
-    int unused[3];
 
     static __device__ __forceinline__ SplitTile of(const Tile& tile, const Division& division) {
         if (tile.rows == 0) return {};
@@ -59,6 +58,8 @@ private:
         return part_boundary(of * share - start, counted_blocks, max_parts);
     }
 };
+
+static_assert(sizeof(SplitTile) == 48, "the plan has as many bytes for it (decode_plan.py)");
 
 template <int rows, int columns>
 struct Partials {

@@ -1,10 +1,11 @@
 // The schedule of the decode kernel, which lengths on the device decide (stream-K, Osama et al., arXiv:2301.03598).
 //
-// The key blocks of all tiles form one sequence: by batch row, group of key heads, tile of rows, and block. Each
-// team of CTAs has an equal share of it, so that lengths may differ as they like. Where a boundary between shares
-// falls inside of a tile, CTAs share the tile (partials.cuh). If the plan limits into how many parts a tile is split,
-// boundaries move to the next place where that many equal parts meet. A tile counts as many blocks as it visits, at
-// least one, so that some CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
+// The key blocks of all tiles form one sequence: by batch row, group of key heads, tile of rows, and block. Each team
+// of CTAs has an equal share of it, so that lengths may differ as they like. If all tiles are alike, the share is
+// rounded up to whole or half tiles (aligned_share). Where a boundary between shares falls inside of a tile, CTAs share
+// the tile (partials.cuh). If the plan limits into how many parts a tile is split, boundaries move to the next place
+// where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some CTA writes
+// its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
 //
 // A team is adjacent CTAs, as many as a group has key heads. They go through the team's share together, each with one
 // head of the group. A cache has the heads of a key side by side, and memory serves neighbours faster than pieces that
@@ -53,8 +54,9 @@ __device__ __forceinline__ int count_head_blocks(const Shape& shape, const Seque
     return blocks;
 }
 
-// The share for a call whose tiles all count as many blocks: whole tiles, or half a tile, if that is at most two blocks
-// and a 32nd more. CTAs then leave fewer partials, or none. More would cost more than it saves (docs/tuning/decode.md).
+// Rounds up the share, where all tiles count as many blocks: to whole tiles, or to half a tile. CTAs then leave fewer
+// partials, or none. If the share would grow by more than a 32nd, or by more than two blocks, it stays: more would cost
+// more than it saves (docs/tuning/decode.md).
 __device__ __forceinline__ int aligned_share(int share, int tile_blocks) {
     const bool halves = tile_blocks % 2 == 0 && 2 * share <= tile_blocks;
     const int unit = halves ? tile_blocks / 2 : tile_blocks;
