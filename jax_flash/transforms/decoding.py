@@ -200,11 +200,12 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     return {name: x for name, x in (caches | results).items() if x is not None}
 
 
-# Pages that hold keys and values, (P, page, 2 · K, H), are partitioned as (P, page, K, 2 · H): so a device
-# has the values of its key heads. With Explicit axes, JAX takes a reshape that splits or merges, not both.
-
-
 def _heads_together(pages: jax.Array) -> jax.Array:
+    """Pages that hold keys and values, `(P, page, 2 · K, H)`, as `(P, page, K, 2 · H)`.
+
+    So they are partitioned: a device has the values of its key heads. There are two reshapes, as with
+    Explicit axes JAX refuses one that both splits and merges.
+    """
     *rest, heads, H = pages.shape
     sharding = jax.typeof(pages).sharding
     of_heads, of_columns = (mesh_axes(sharding.spec, pages.ndim - i) for i in (2, 1))
@@ -218,6 +219,7 @@ def _heads_together(pages: jax.Array) -> jax.Array:
 
 
 def _heads_apart(pages: jax.Array) -> jax.Array:
+    """Pages `(P, page, K, 2 · H)` as `(P, page, 2 · K, H)`."""
     *rest, heads, both = pages.shape
     return pages.reshape(*rest, heads, 2, both // 2).reshape(*rest, 2 * heads, both // 2)
 

@@ -237,7 +237,7 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
     layout = computation.over_more(by_type, more, inputs)
     in_specs = {name: layout.spec(name, x.shape) for name, x in inputs.items()}
     out_specs = {name: layout.spec(name, shape) for name, shape in computation.results.items()}
-    # JAX can't tell that devices give the same, where each has computed it.
+    # JAX can't tell that devices which share part of a result all compute the same.
     is_checked = not computation.repeats_results or all(
         layout.used <= _axes_of(spec) for spec in out_specs.values()
     )
@@ -251,7 +251,7 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
         run_on_device, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=is_checked
     )
     results = run(inputs)
-    if not is_checked:  # and so nothing says over which axes of the user's `shard_map` results vary
+    if not is_checked:  # their types then lack the axes of the user's `shard_map` that they vary over
         of_inputs = varying_axes(inputs)
         results = {name: type_as_varying(x, of_inputs) for name, x in results.items()}
     types = {name: by_type.type_of(name, shape, specs) for name, shape in computation.results.items()}
@@ -259,6 +259,7 @@ def _partition_by_shard_map(computation: Computation, mesh: Any, inputs: Arrays)
 
 
 def _axes_of(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that partition any axis of an array."""
     return frozenset().union(*(mesh_axes(spec, i) for i in range(len(spec))))
 
 

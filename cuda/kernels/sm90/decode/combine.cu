@@ -5,8 +5,8 @@
 // more CTAs have shared a tile, the more combine it. If the call limits into how many parts a tile is split, the warps
 // of the first partial have all of its rows.
 //
-// The kernel takes a few microseconds. They go to two trips to L2, for the tile and for its partials, and to the
-// instructions, which are fetched once. So few instructions are better than fast ones (docs/tuning/decode.md).
+// The kernel takes a few microseconds: for two trips to L2, for the tile and for its partials, and for fetching its
+// instructions, of which most run once. So few instructions are better than fast ones (docs/tuning/decode.md).
 //
 // Defines: ELEMENT, VALUE_DIM and QUERY_ROWS, as in traits.cuh; NATURAL, whether logits are natural; LIMITED, whether
 // parts are; CTAS_EACH, as above; THREADS, of a CTA; LOADS, that a lane has in flight.
