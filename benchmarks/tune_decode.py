@@ -66,7 +66,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "3 stages; no teams": {"stages": 3, "LARGEST_TEAM": 1},
     "boxes of 32 keys": {"box": 32},
     "boxes of 16 keys": {"box": 16},
-    "8 loads in combining": {"COMBINE_LOADS": 8},
 }
 
 

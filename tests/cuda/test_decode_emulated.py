@@ -110,23 +110,6 @@ def test_paged_caches(case, emulator):
         run(case, emulator, multiprocessors, resident)
 
 
-SHARED = (
-    CacheCase(S=2600, B=1, N=2, K=1, H=16, full=True),
-    CacheCase(S=2600, B=2, N=3, K=1, H=16, T=25, right=0, U=25, alibi="1N"),
-    CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
-    CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
-    CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 partials
-)
-
-
-@pytest.mark.parametrize("case", SHARED, ids=str)
-def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
-    """One tile of them has more partials than a warp has lanes."""
-    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
-    for resident in (1, 20):
-        run(case, emulator, 20, resident)
-
-
 @pytest.mark.parametrize(
     "case",
     (
@@ -137,14 +120,14 @@ def test_tiles_that_many_ctas_share(case, emulator, monkeypatch):
     ids=str,
 )
 def test_short_tiles_are_whole(case, emulator, monkeypatch):
-    """So that one kernel is enough."""
+    """So that nobody combines parts."""
     monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     for multiprocessors, resident in ((2, 3), (20, 40)):
-        assert "split_tiles" not in run(case, emulator, multiprocessors, resident, most_whole_blocks=8)
-        assert "split_tiles" in run(case, emulator, multiprocessors, resident)
+        assert "arrivals" not in run(case, emulator, multiprocessors, resident, most_whole_blocks=8)
+        assert "arrivals" in run(case, emulator, multiprocessors, resident)
 
 
-@pytest.mark.parametrize("sizes", ((16, 8, 4, 2), ()), ids=("by clusters", "by two kernels"))
+@pytest.mark.parametrize("sizes", ((16, 8, 4, 2), ()), ids=("by clusters", "through global memory"))
 @pytest.mark.parametrize("options", ({"right": 0}, {"left": 9, "right": -9}), ids=str)
 def test_new_keys_on_both_sides_of_a_boundary(options, sizes, emulator, monkeypatch):
     """Of blocks, and of parts of a tile, whose CTAs append them; and ahead of all blocks and behind."""

@@ -237,11 +237,11 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
     made = plan(**options)
     given = {"out", "lse", "key_after", "value_after"}
     scratch = {b.name: b for b in made.results if b.name not in given}
-    assert sum(b.bytes for b in scratch.values()) <= 4 * H100.sm_count * (64 * (256 + 2) * 4 + 48)
+    assert sum(b.bytes for b in scratch.values()) <= 4 * H100.sm_count * (64 * (256 + 6) * 4 + 24)
     splits = options.get("num_splits") != 1 and options.get("S", 1024) > 128
     assert bool(scratch) == splits
     shared = options.get("page") is not None or options.get("batch_index", False)
-    kernels = ["decode_append"] * ("U" in options and shared) + ["decode"] + ["decode_combine"] * splits
+    kernels = ["decode_append"] * ("U" in options and shared) + ["decode"]
     assert [launch.kernel.entry for launch in made.launches] == kernels
 
 
@@ -252,15 +252,19 @@ def test_few_blocks_take_few_ctas(monkeypatch):
 
 
 def test_short_tiles_are_whole():
-    """So no kernel combines what several CTAs leave, where no clusters have the tiles."""
+    """So no CTA combines what several leave, where no clusters have the tiles."""
 
-    def entries(**options):
-        return [launch.kernel.entry for launch in plan(**{"B": 128, "K": 4, "H": 128, **options}).launches]
+    def are_shared(**options) -> bool:
+        made = plan(**{"B": 128, "K": 4, "H": 128, **options})
+        assert [launch.kernel.entry for launch in made.launches] == ["decode"]
+        shares = "arrivals" in {buffer.name for buffer in made.results}
+        assert dict(made.launches[0].kernel.defines)["SPLIT"] == shares
+        return shares
 
-    assert entries(S=512) == entries(S=512, packed=True, page=64) == ["decode"]
-    assert entries(S=512, num_splits=4) == entries(S=513) == ["decode", "decode_combine"]
-    assert entries(S=256, H=256) == entries(S=512, num_splits=1) == ["decode"]
-    assert entries(S=257, H=256) == ["decode", "decode_combine"]
+    assert not are_shared(S=512) and not are_shared(S=512, packed=True, page=64)
+    assert are_shared(S=512, num_splits=4) and are_shared(S=513)
+    assert not are_shared(S=256, H=256) and not are_shared(S=512, num_splits=1)
+    assert are_shared(S=257, H=256)
     assert plan(S=512, B=1, K=4, H=128).launches[0].cluster > 1
 
 
@@ -350,9 +354,8 @@ def test_each_block_is_one_ctas(workload):
         visits.update((*tile, block) for block in range(part.begin, part.end))
         load[cta] += part.end - part.begin
         of_tile[tile].append(part)
-        if not part.is_whole:
+        if part.sharers > 1:
             partials[part.partial] += 1
-            assert part.first_cta <= cta
     expected = collections.Counter()
     for batch in range(len(work.lengths)):
         for tile in range(work.tiles(batch)):
@@ -364,13 +367,15 @@ def test_each_block_is_one_ctas(workload):
     assert visits == expected
     assert max(partials.values(), default=1) == 1 and max(partials, default=0) < 2 * ctas
     # A CTA has the first part of one shared tile at most: slot 1.
-    first = [of[0].first_cta for of in of_tile.values() if len(of) > 1]
-    assert len(set(first)) == len(first)
+    shared = [of for of in of_tile.values() if len(of) > 1]
+    assert len({of[0].partial // 2 for of in shared}) == len(shared)
+    assert all([part.index for part in of] == list(range(of[0].sharers)) for of in of_tile.values())
     longest = max((part.counted_blocks for of in of_tile.values() for part in of), default=0)
     if workload.max_parts is None:
         assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas)
     else:
-        assert max(map(len, of_tile.values()), default=0) <= workload.max_parts
+        most = max((sum(part.begin < part.end for part in of) for of in of_tile.values()), default=0)
+        assert most <= workload.max_parts
         assert max(load.values(), default=0) <= -(-sum(load.values()) // ctas) + longest
 
 
@@ -416,56 +421,6 @@ def test_shares_have_whole_or_half_tiles(B, blocks, teams, loads):
     assert sorted(found.values(), reverse=True) == sorted(8 * loads, reverse=True)
     if set(loads) == {64}:
         assert max(sharers.values()) == (2 if blocks > loads[0] else 1)
-
-
-# 66 blocks for each tile; 17 teams. Shares of 32 blocks become 33.
-ALIGNED = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
-
-
-@pytest.mark.parametrize(
-    "case, multiprocessors",
-    [
-        (CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0), 7),
-        (CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=2, left_padding=True, right=0), 7),
-        (ALIGNED, 17),
-    ],
-    ids=str,
-)
-def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
-    """What the kernel says of each partial: whose it is, and its place among those of the tile."""
-    monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
-    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
-    draw = Draw(case)
-    operands = draw.operands
-    device = dataclasses.replace(H100, sm_count=multiprocessors)
-    made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
-    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
-    split_tiles = emulator.run(made, arrays, seed_of(case), 3)["split_tiles"]
-    first_keys = np.zeros(case.B, int) if operands.left_padding is None else operands.left_padding
-    work = Work(
-        *(x.tolist() for x in (draw.lengths, np.ones(case.B, int), first_keys)),
-        *(case.K, case.N // case.K, choose_tile(shapes_of(operands)).keys),
-        right=0,
-        packed=False,
-    )
-    ctas = 2 * multiprocessors
-    team = decode_division.team_size(case.K, ctas)
-    expected, last = {}, {}
-    for cta, part in parts(work, ctas, case.num_splits, LEAST_SHARE, team=team):
-        if not part.is_whole:
-            expected[part.partial] = (cta - part.first_cta, part.batch, case.N // case.K, part.head)
-            last[part.batch, part.head] = cta - part.first_cta
-    fields = split_tiles.T.tolist()
-    sharers, index, _, first_query, rows, key_head, _, share = fields[:8]
-    written = [partial for partial, count in enumerate(rows) if count]
-    found = {x: (index[x], first_query[x], rows[x], key_head[x]) for x in written}
-    assert found == expected and expected
-    for partial, (_, batch, _, head) in expected.items():
-        # Where the number of parts is limited, the last CTAs that share a tile may have none.
-        least = last[batch, head] + 1
-        assert sharers[partial] >= least if case.num_splits else sharers[partial] == least
-    if case == ALIGNED:
-        assert {(sharers[partial], share[partial]) for partial in expected} == {(2, 33)}
 
 
 # Which calls are refused.

@@ -157,7 +157,7 @@ def test_plan_can_run(options):
     entries = [launch.kernel.entry for launch in made.launches]
     appends = operands.new_key is not None
     is_packed = operands.query_offsets is not None
-    of_short_sequences = ["decode", "decode_combine"] * is_packed
+    of_short_sequences = ["decode"] * is_packed
     assert entries == ["decode_append"] * appends + ["prefill_preprocess", "forward", *of_short_sequences]
     assert made.steps == made.launches, "a kernel zeroes what has to be zero"
     for launch in made.launches:
@@ -197,7 +197,7 @@ def test_scratch_memory_is_bounded(options):
     """
     made, (_, operands) = plan(**options), call(**options)
     given = {"out", "lse", "key_after", "value_after", "rotated_query"}
-    given |= {"partial_out", "partial_statistics", "split_tiles"}  # see test_decode_plan.py
+    given |= {"partial_out", "partial_statistics", "arrivals"}  # see test_decode_plan.py
     scratch = sum(b.bytes for b in made.results if b.name not in given)
     B, T, N, _ = operands.query.shape
     sequences = operands.lengths.shape[0]
@@ -283,7 +283,6 @@ def test_each_sequence_of_packed_queries_is_one_kernels():
     assert limits == {
         "prefill_preprocess": (64, anything),
         "decode": (0, 63),
-        "decode_combine": (0, 63),
     }
 
 

@@ -210,8 +210,8 @@ def test_drawn_cases_by_the_forward_kernel(draw, index, by_the_forward_kernel):
 
 
 @pytest.fixture
-def by_two_kernels(monkeypatch):
-    """CTAs share tiles of any size, and a kernel combines what they leave."""
+def through_global_memory(monkeypatch):
+    """CTAs share tiles of any size, and the last one combines what they leave."""
     monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
     jax.clear_caches()  # of what was traced with other plans
@@ -220,7 +220,7 @@ def by_two_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("index", range(40))
-def test_drawn_cases_by_two_kernels(index, by_two_kernels):
+def test_drawn_cases_whose_tiles_are_shared(index, through_global_memory):
     run("cuda", EMULATED.drawn(index))
 
 

@@ -41,7 +41,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A CTA's part of a tile, in blocks from the tile's first; a tile without blocks counts one."""
+    """A CTA's part of a tile, in blocks from the tile's first; a tile without blocks counts one.
+
+    If the number of parts is limited, some CTAs that share a tile have none, and an empty one here.
+    """
 
     batch: int
     head: int
@@ -49,12 +52,9 @@ class Part:
     begin: int
     end: int
     counted_blocks: int  # of the whole tile
-    first_cta: int  # that shares the tile, if several do
-    partial: int  # of this CTA
-
-    @property
-    def is_whole(self) -> bool:
-        return (self.begin, self.end) == (0, self.counted_blocks)
+    sharers: int  # CTAs that share the tile
+    index: int  # of this CTA among them
+    partial: int  # of this CTA, if several share the tile
 
 
 def boundary(offset: int, counted_blocks: int, max_parts: int) -> int:
@@ -91,12 +91,13 @@ def parts(
     for cta in range(ctas):  # as they are in scratch memory: by member, then by team
         member, own_team = divmod(cta, ctas // team)
         for batch, group, tile, start, counted_blocks in tiles:
-            begin, end = (
-                boundary(edge * share - start, counted_blocks, max_parts or counted_blocks)
-                for edge in (own_team, own_team + 1)
-            )
-            if begin < end:
-                # Only a tile that begins in the CTA's share has its first partial.
-                partial = 2 * cta + (start >= own_team * share)
-                head, first_cta = group * team + member, cta - own_team + start // share
-                yield cta, Part(batch, head, tile, begin, end, counted_blocks, first_cta, partial)
+            first_team, last_team = start // share, (start + counted_blocks - 1) // share
+            if first_team <= own_team <= last_team:
+                begin, end = (
+                    boundary(edge * share - start, counted_blocks, max_parts or counted_blocks)
+                    for edge in (own_team, own_team + 1)
+                )
+                head, index = group * team + member, own_team - first_team
+                # Slot 1 of a CTA is for the tile that begins in its share.
+                of_tile = (counted_blocks, last_team - first_team + 1, index, 2 * cta + (index == 0))
+                yield cta, Part(batch, head, tile, begin, end, *of_tile)

@@ -89,15 +89,21 @@ class KernelEmulator:
         self.libraries: dict[Kernel, ctypes.CDLL] = {}
 
     def run(
-        self, plan: LaunchPlan, operands: dict[str, Any], seed: int, resident: int = 1
+        self,
+        plan: LaunchPlan,
+        operands: dict[str, Any],
+        seed: int,
+        resident: int = 1,
+        memory: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> dict[str, np.ndarray]:
         """The plan's results by name, scratch memory among them. `seed` decides the order of what the
-        hardware does at once; it has room for so many `resident` CTAs."""
+        hardware does at once; it has room for so many `resident` CTAs. `memory` is what results hold at
+        first, where it isn't NaN."""
         arrays = {}
         for buffer in (*plan.operands, *plan.results):
             arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
-        for buffer in plan.operands:
-            arrays[buffer.name][...] = operands[buffer.name]
+        for name, array in {**memory, **{buffer.name: operands[buffer.name] for buffer in plan.operands}}.items():
+            arrays[name][...] = array
         for alias in plan.aliases:
             arrays[alias.result] = arrays[alias.operand]
         for step in plan.steps:

@@ -27,6 +27,33 @@ __device__ __forceinline__ bool has_reached(const int* address, int value) {
     return x >= value;
 }
 
+// Fetches the line of an address to L2.
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Makes `*address` `next` if it is `expected`, and returns what it was, with acquire semantics.
+__device__ __forceinline__ uint64_t compare_and_swap(uint64_t* address, uint64_t expected, uint64_t next) {
+    uint64_t was;
+    asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(was)
+                 : "l"(address), "l"(expected), "l"(next)
+                 : "memory");
+    return was;
+}
+// The same, if nobody has to know what it was. Orders nothing.
+__device__ __forceinline__ void replace(uint64_t* address, uint64_t expected, uint64_t next) {
+    asm volatile("atom.relaxed.gpu.global.cas.b64 _, [%0], %1, %2;" ::"l"(address), "l"(expected), "l"(next)
+                 : "memory");
+}
+
+// Adds one and returns what was there before, with release and acquire semantics.
+__device__ __forceinline__ uint64_t fetch_and_count(uint64_t* address) {
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(address) : "memory");
+    return before;
+}
+
 // Orders this thread's ordinary accesses to global memory before its later accesses by TMA.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -54,6 +54,21 @@ __device__ __forceinline__ void take_registers() {
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same as `named_barrier_sync`; returns whether `value` is true for any of the threads.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool value) {
+    int any;
+    asm volatile(
+        "{\n"
+        ".reg .pred mine, all;\n"
+        "setp.ne.s32 mine, %1, 0;\n"
+        "bar.red.or.pred all, %2, %3, mine;\n"
+        "selp.s32 %0, 1, 0, all;\n"
+        "}\n"
+        : "=r"(any)
+        : "r"(static_cast<int>(value)), "r"(id), "r"(threads)
+        : "memory");
+    return any != 0;
+}
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -99,7 +99,7 @@ def _parameters(spec: CacheSpec, box: int) -> Struct:
         division=DIVISION,
         partial_out="float*",  # see Partials
         partial_statistics="float2*",
-        split_tiles="int*",
+        arrivals="uint64_t*",
     )
     return user_score_mod.parameters(spec.attention, common)
 
@@ -110,18 +110,6 @@ _APPEND_PARAMETERS = struct(
     descales=_DESCALES,
     shape=SHAPE,
     rotary=ROTARY,
-)
-
-_COMBINE_PARAMETERS = struct(
-    "Parameters",
-    out="ELEMENT*",
-    lse="float*",
-    sinks="const float*",
-    shape=SHAPE,
-    division=DIVISION,
-    partial_out="float*",
-    partial_statistics="float2*",
-    split_tiles="int*",
 )
 
 UNBOUNDED_SIDE = 1 << 30
@@ -135,14 +123,9 @@ MOST_APPENDED = 16
 
 ANY_QUERIES = 2**31 - 1
 
-_PARTIALS = ("partial_out", "partial_statistics", "split_tiles")
+_PARTIALS = ("partial_out", "partial_statistics", "arrivals")
+_NODE_PARTIALS, _NODE_LEVELS = 8, 3  # the least `node_partials`, and `Partials::levels`
 _APPEND_THREADS = 128
-_SPLIT_TILE_BYTES = 48  # of `SplitTile` in cuda/kernels/sm90/decode/partials.cuh
-_COMBINE_THREADS = 512  # of a CTA
-_COMBINE_ROWS = 16  # of a tile: with more, more CTAs stand for a CTA of the decode kernel
-COMBINE_LOADS = 4
-"""Partials that a lane of the combine kernel loads at once. With 8, combining took 0.5 µs more, but 0.4 less
-where tiles have 33 partials (docs/tuning/decode.md)."""
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
 _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh
 
@@ -174,17 +157,16 @@ def plan_decode(
     division = divide(spec, shapes, tile, device)
     scratch = ()
     if division.split:
-        ctas = division.ctas
+        assert division.teams <= _NODE_PARTIALS**_NODE_LEVELS, "more CTAs share a tile than nodes can add up"
+        partials = 2 * division.ctas
         scratch = (
-            Buffer("partial_out", (2 * ctas, tile.query_rows, tile.value_dim), "float32"),
-            Buffer("partial_statistics", (2 * ctas, tile.query_rows, 2), "float32"),
-            Buffer("split_tiles", (2 * ctas, _SPLIT_TILE_BYTES // 4), "int32"),
+            Buffer("partial_out", (partials, tile.query_rows, tile.value_dim), "float32"),
+            Buffer("partial_statistics", (partials, _NODE_LEVELS, tile.query_rows, 2), "float32"),
+            Buffer("arrivals", (partials, _NODE_LEVELS, 2), "int32"),
         )
     launches = [_decode(spec, shapes, device, tile, division, most_queries)]
     if n.U and not appends_itself(shapes):
         launches.insert(0, append(spec, shapes, device))
-    if division.split:
-        launches.append(_combine(spec, shapes, device, tile, division, most_queries))
     return plan_of(shapes, launches, scratch)
 
 
@@ -287,49 +269,6 @@ def _are_natural(spec: CacheSpec, shapes: Shapes) -> bool:
     """Whether logits are natural, and not in base 2."""
     of_attention = (spec.attention.logits_soft_cap, spec.attention.score_mod, shapes.alibi_slopes)
     return any(x is not None for x in of_attention)
-
-
-def _combine(
-    spec: CacheSpec,
-    shapes: Shapes,
-    device: Device,
-    tile: DecodeTile,
-    division: Division,
-    most_queries: int,
-) -> Launch:
-    """Adds up the partials of tiles that CTAs share."""
-    ctas_each = math.ceil(tile.query_rows / _COMBINE_ROWS)
-    kernel = Kernel(
-        source="sm90/decode/combine.cu",
-        entry="decode_combine",
-        arch=device.arch,
-        defines=(
-            ("ELEMENT", shapes.query.dtype.name),
-            ("VALUE_DIM", tile.value_dim),
-            ("QUERY_ROWS", tile.query_rows),
-            ("NATURAL", int(_are_natural(spec, shapes))),
-            ("LIMITED", int(spec.num_splits is not None)),
-            ("CTAS_EACH", ctas_each),
-            ("THREADS", _COMBINE_THREADS),
-            ("LOADS", COMBINE_LOADS),
-        ),
-        parameters=_COMBINE_PARAMETERS,
-    )
-    return launch(
-        kernel=kernel,
-        grid=(division.ctas * ctas_each, 1, 1),
-        block=_COMBINE_THREADS,
-        shared_bytes=16 * COMBINE_LOADS * _COMBINE_THREADS,
-        overlap_previous=True,
-        arguments={
-            "out": Pointer("out"),
-            "lse": Pointer("lse"),
-            "sinks": _pointer(shapes, "sinks"),
-            "shape": shape_arguments(spec, shapes, most_queries=most_queries),
-            "division": _division_arguments(division),
-            **{name: Pointer(name) for name in _PARTIALS},
-        },
-    )
 
 
 def append(spec: CacheSpec, shapes: Shapes, device: Device) -> Launch:

@@ -55,7 +55,7 @@ void arrive(NamedBarrier& barrier, int threads) {
     races::release(barrier.order);
     if (++barrier.arrived == threads) {
         barrier.arrived = 0;
-        ++barrier.round;
+        barrier.any[++barrier.round % 2] = false;
         races::complete_round(barrier.order);
     }
     emulator::progressed();
@@ -271,6 +271,12 @@ void named_barrier_sync(int id, int threads) {
     named_barrier_arrive(id, threads);
     while (cta->named[id].round == round) emulator::yield();
     emulator::progressed();
+}
+bool named_barrier_any(int id, int threads, bool value) {
+    bool& any = cta->named[id & 15].any[cta->named[id & 15].round % 2];
+    any |= value;
+    named_barrier_sync(id, threads);
+    return any;
 }
 unsigned char* dynamic_shared_memory() { return cta->shared; }
 void __syncthreads() { named_barrier_sync(0, emulator::threads()); }

@@ -100,6 +100,8 @@ int __syncthreads_or(int value);
 inline void __syncwarp() { emulator::sync_warp(); }
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 // The float32 product rounded up; the double one is exact.
 inline float __fadd_rd(float a, float b) {

@@ -28,6 +28,7 @@ struct Meeting {
 struct NamedBarrier {
     int arrived = 0, threads = 0;
     int64_t round = 0;
+    bool any[2] = {};  // what was brought to an even round, and to an odd one
     races::Order order;
 };
 struct MBarrier {

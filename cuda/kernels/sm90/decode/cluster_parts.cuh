@@ -4,9 +4,8 @@
 // this one.
 #pragma once
 #include "ptx/cluster.cuh"
-#include "sm90/decode/row_result.cuh"
 #include "sm90/decode/schedule.cuh"
-#include "sm90/decode/store.cuh"
+#include "sm90/decode/sum_parts.cuh"
 
 // A CTA's part of the one tile of its cluster. It may be empty: of sequences with few keys, or if a call limits the
 // parts.
@@ -68,28 +67,14 @@ __device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, c
                                               int chunk) {
     float2 statistics[Traits::cluster];
     float4 values[Traits::cluster];
-    float max = initial_max, sum = 0;
-    float4 out = {0, 0, 0, 0};
 #pragma unroll
     for (int rank = 0; rank < Traits::cluster; ++rank) {
         statistics[rank] = partials.statistics_of(rank, index);
         values[rank] = partials.chunk_of(rank, index, chunk);
     }
-#pragma unroll
-    for (int rank = 0; rank < Traits::cluster; ++rank) max = fmaxf(max, statistics[rank].x);
-#pragma unroll
-    for (int rank = 0; rank < Traits::cluster; ++rank) {
-        const float factor = exponential<Traits::natural>(statistics[rank].x - max);
-        sum += statistics[rank].y * factor;
-        out.x += values[rank].x * factor, out.y += values[rank].y * factor;
-        out.z += values[rank].z * factor, out.w += values[rank].w * factor;
-    }
-    const Row row(shape, tile, index);
-    const RowResult<Traits::natural> result(max, sum, sink_of(sinks, row.head));
-    if (chunk == 0) results.lse[row.in_lse(shape)] = result.lse;
-    const uint32_t low = convert<Traits::Element>(out.x * result.factor, out.y * result.factor);
-    const uint32_t high = convert<Traits::Element>(out.z * result.factor, out.w * result.factor);
-    reinterpret_cast<uint64_t*>(results.out + row.in_out(shape))[chunk] = static_cast<uint64_t>(high) << 32 | low;
+    RowSum sum;
+    sum.add(statistics, values);
+    ResultChunk(results, sinks, shape, tile, index, chunk).write(sum);
 }
 
 // All threads of the cluster come together twice: when all partials are there, and when they have been read. Threads

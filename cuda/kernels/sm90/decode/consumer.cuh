@@ -11,6 +11,7 @@
 #include "common/warp_arrival.cuh"
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/logits.cuh"
+#include "sm90/decode/shared_tile.cuh"
 #include "sm90/decode/warp_tile.cuh"
 #include "sm90/decode/widen.cuh"
 
@@ -189,12 +190,9 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         if constexpr (Traits::by_warps) combine_warps(shared, out, softmax);
         if constexpr (Traits::cluster > 1) {
             combine_in_cluster(out, softmax, shared, call.results, call.sinks, call.shape, tile);
-        } else if (!Traits::split || tile.is_whole()) {
+        } else if (Sharing(call, tile).combine(out, softmax)) {
             write_row<0>(out, softmax, call.results, call.sinks, call.shape, tile);
-            write_row<1>(out, softmax, call.results, call.sinks, call.shape, tile);
-        } else {
-            const int own = partial_at(own_place(call.division), tile.part_begin == 0);
-            write_partial(out, softmax, call.partials, own, tile);
+            if constexpr (thread_rows == 2) write_row<1>(out, softmax, call.results, call.sinks, call.shape, tile);
         }
     }
 }

@@ -8,8 +8,8 @@
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads; a warp also
 //                            appends new keys and values, if they are few (appended_keys.cuh)
 //
-// CTAs that share a tile leave partials, which another kernel combines (combine.cu); or they form a cluster and combine
-// them at once (cluster_parts.cuh).
+// CTAs that share a tile leave partials, which the last of them combines (shared_tile.cuh); or they form a cluster and
+// combine them through shared memory (cluster_parts.cuh).
 //
 // If a kernel of its own appends (append.cu), it has waited for all kernels ahead of it before this one starts. So this
 // one waits for it only where it reads what that one writes, and at its end, so that kernels behind it needn't know.
@@ -42,12 +42,13 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
     const bool follows_append = shape.appended > 0 && !Traits::appends;
     if (!follows_append) wait_for_previous_kernel();
 
+    const TilePartials partials{parameters.partial_out, parameters.partial_statistics, parameters.arrivals};
     if (warp_index() >= Traits::consumer_threads / 32) {
         produce({parameters.cache,
                  shared,
                  shape,
                  parameters.query,
-                 reinterpret_cast<SplitTile*>(parameters.split_tiles),
+                 partials,
                  {parameters.append, shape, parameters.rotary, parameters.descales}},
                 parameters.division);
     } else {
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  parameters.rotary,
                  {parameters.out, parameters.lse},
                  parameters.sinks,
-                 {parameters.partial_out, parameters.partial_statistics},
+                 partials,
                  parameters.descales,
                  parameters.scale,
                  parameters.soft_cap,

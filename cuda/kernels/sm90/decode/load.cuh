@@ -13,7 +13,7 @@ struct LoadCall {
     const SharedMemory& shared;
     const Shape& shape;
     const Traits::Element* const query;  // (B, T, N, H)
-    SplitTile* const split_tiles;        // see Partials
+    const TilePartials partials;
     const AppendCall append;
 };
 
@@ -61,43 +61,20 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
     ring.advance();
 }
 
-// The tiles that this CTA shares: one that began in an earlier share, and one that goes on in the next.
-struct SharedTiles {
-    Tile earlier, later;
-
-    __device__ __forceinline__ SharedTiles() { earlier.rows = later.rows = 0; }
-
-    __device__ __forceinline__ void add(const Tile& tile) {
-        if (tile.is_whole()) return;
-        if (tile.part_begin == 0) {
-            later = tile;
-        } else {
-            earlier = tile;
-        }
-    }
-    // Tells the combine kernel of them.
-    __device__ __forceinline__ void write(SplitTile* tiles, const Division& division) const {
-        SplitTile* const own = tiles + partial_at(own_place(division), false);
-        own[0] = SplitTile::of(earlier, division);
-        own[1] = SplitTile::of(later, division);
-    }
-};
-
 __device__ __forceinline__ void produce(const LoadCall& call, const Division& division) {
     TileSchedule schedule(call.shape, division);
     AppendedKeys appended(call.append);
     Ring ring;
     TileRing tile_ring;
-    SharedTiles shared_tiles;
     Tile tile;
 #pragma unroll 1
     while (schedule.next(tile)) {
         hand_out(call, tile_ring, tile);
         load_blocks(call, ring, tile, appended);
-        if constexpr (Traits::split) shared_tiles.add(tile);
+        // The consumers count soon. What was in L2 when the tile began wouldn't be there any more.
+        if (Traits::split && tile.sharers > 1) call.partials.prefetch_count(tile, division);
     }
     tile.batch = Tile::no_more;
     hand_out(call, tile_ring, tile);
-    if (Traits::split && threadIdx.x == Traits::consumer_threads) shared_tiles.write(call.split_tiles, division);
     if constexpr (Traits::cluster > 1) meet_twice();
 }

@@ -1,6 +1,7 @@
-// Parts of a tile that several CTAs share (schedule.cuh). Each leaves its partial in scratch memory, and the combine
-// kernel (combine.cu) adds them up.
+// Parts of a tile that several CTAs share (schedule.cuh). Each leaves its partial in scratch memory, and the last one
+// adds them up (shared_tile.cuh).
 #pragma once
+#include "ptx/global.cuh"
 #include "sm90/decode/tile.cuh"
 
 // Where within a tile a part ends or begins, if a boundary between shares is `offset` blocks behind the tile's start.
@@ -25,52 +26,36 @@ __device__ __forceinline__ int own_place(const Division& division) {
 // earlier share, slot 1 for its part of the tile that begins in its share and goes on in the next.
 __device__ __forceinline__ int partial_at(int place, bool is_first) { return 2 * place + is_first; }
 
-// What the combine kernel is told of a partial: the tile, and the CTAs that share it. They are neighbours in scratch
-// memory. If the call limits how many parts a tile has, some of them may have no part.
-struct alignas(16) SplitTile {
-    int sharers;  // CTAs that share the tile
-    int index;    // the partial's own among them
-    int first_row, first_query;
-    int rows, key_head;  // no rows: there is no such partial
-    int start, share;    // the tile's start in the share of its first CTA, and the blocks that each CTA has
-    int counted_blocks;
+// The same of a sharer of a tile, from the place of the first one.
+__device__ __forceinline__ int shared_partial(int first_place, int sharer) {
+    return partial_at(first_place + sharer, sharer == 0);
+}
 
-    static __device__ __forceinline__ SplitTile of(const Tile& tile, const Division& division) {
-        if (tile.rows == 0) return {};
-        const int first_team = tile.start / tile.share, start = tile.start - first_team * tile.share;
-        return {ceil_div(start + tile.counted_blocks, tile.share),
-                own_team(division) - first_team,
-                tile.first_row,
-                tile.first_query,
-                tile.rows,
-                tile.key_head,
-                start,
-                tile.share,
-                tile.counted_blocks};
-    }
-
-    __device__ __forceinline__ bool has_part(int of, int max_parts) const {
-        return begin(of, max_parts) < begin(of + 1, max_parts);
-    }
-
-private:
-    __device__ __forceinline__ int begin(int of, int max_parts) const {
-        return part_boundary(of * share - start, counted_blocks, max_parts);
-    }
-};
-
-static_assert(sizeof(SplitTile) == 48, "the plan has as many bytes for it (decode_plan.py)");
+constexpr int node_partials_log2 = 4, node_partials = 1 << node_partials_log2;  // of a node, at most
 
 template <int rows, int columns>
 struct Partials {
-    float* out;          // (2 · CTAs, row, column): unnormalised
-    float2* statistics;  // (2 · CTAs, row): maximum and sum
-    SplitTile* tiles;    // (2 · CTAs)
+    static constexpr int levels = 3;  // of nodes (shared_tile.cuh)
+    // From a partial to the next: statistics of a row, and four columns of it.
+    static constexpr int statistics_step = levels * rows, values_step = rows * columns / 4;
+
+    float* out;           // (2 · CTAs, row, column): unnormalised
+    float2* statistics;   // (2 · CTAs, level, row): maximum and sum
+    uint64_t* arrivals;   // (2 · CTAs, level)
 
     __device__ __forceinline__ float* row(int partial, int row) const {
         return out + (static_cast<int64_t>(partial) * rows + row) * columns;
     }
-    __device__ __forceinline__ float2* row_statistics(int partial, int row) const {
-        return statistics + static_cast<int64_t>(partial) * rows + row;
+    __device__ __forceinline__ float2* row_statistics(int partial, int row, int level = 0) const {
+        return statistics + (static_cast<int64_t>(partial) * levels + level) * rows + row;
+    }
+    __device__ __forceinline__ uint64_t* arrivals_at(int partial, int level) const {
+        return arrivals + partial * levels + level;
+    }
+
+    // Fetches the count of a CTA's first node to L2.
+    __device__ __forceinline__ void prefetch_count(const Tile& tile, const Division& division) const {
+        const int first_place = own_place(division) - tile.index;
+        global::prefetch(arrivals_at(shared_partial(first_place, tile.index & -node_partials), 0));
     }
 };

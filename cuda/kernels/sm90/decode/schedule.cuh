@@ -142,14 +142,18 @@ struct Schedule {
             const int counted_blocks = count_blocks(keys);
             const int begin = part_boundary(-start_in_share, counted_blocks, division.max_parts);
             const int end = part_boundary(share - start_in_share, counted_blocks, division.max_parts);
-            if (begin < end) {
+            // If parts are limited, some sharers have none. Of shared tiles they count, too.
+            const bool takes_part = Traits::split || begin < end;
+            if (takes_part) {
                 const int head = head_group * division.team_size + member;
+                const int ahead = -start_in_share, behind = start_in_share + counted_blocks - share;
                 describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
-                found.start = team * share + start_in_share, found.share = share;
+                found.index = ahead > 0 ? ceil_div(ahead, share) : 0;
+                found.sharers = found.index + 1 + (behind > 0 ? ceil_div(behind, share) : 0);
             }
             start_in_share += counted_blocks;
             advance();
-            if (begin < end) return true;
+            if (takes_part) return true;
         }
         return false;
     }

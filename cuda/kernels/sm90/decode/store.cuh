@@ -14,8 +14,17 @@ using TilePartials = Partials<Traits::query_rows, Traits::value_dim>;
 // A barrier of the consumers.
 __device__ __forceinline__ void sync_consumers() { named_barrier_sync(1, Traits::consumer_threads); }
 
+// The same; returns whether `value` is true for any of them.
+__device__ __forceinline__ bool any_consumer(bool value) {
+    return named_barrier_any(1, Traits::consumer_threads, value);
+}
+
 // The upper of the two rows that a thread holds of the warpgroup's accumulators.
 __device__ __forceinline__ int upper_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
+// The rows of a tile that a thread has, at most. Of eight it has one; but then ptxas spills in some kernels with
+// clusters.
+constexpr int thread_rows = Traits::query_rows > 8 || Traits::cluster > 1 ? 2 : 1;
 
 // Normalises and writes row `r` of the thread's two from the accumulators of the output. A row is four lanes'.
 template <int r>
@@ -45,7 +54,7 @@ __device__ __forceinline__ void write_partial(const float (&out)[Traits::value_d
                                               const AnyPartials& partials, int partial, const Tile& tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < thread_rows; ++r) {
         const float sum = quad_sum(softmax.row_sum[r]);
         const int row = upper_row() + 8 * r;
         if (row >= tile.rows) continue;

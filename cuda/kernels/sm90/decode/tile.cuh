@@ -18,11 +18,9 @@ struct Tile {
     // The part as the schedule counts it, from the tile's first block. A tile counts one block at least.
     int counted_blocks;        // of the whole tile
     int part_begin, part_end;
-    int start;                 // the tile's first block, among those that teams go through (schedule.cuh) …
-    int share;                 // … of which each team has so many
+    int sharers, index;        // CTAs that share the tile, and which of them this one is; not of clusters
 
     __device__ bool exists() const { return batch != no_more; }
-    __device__ bool is_whole() const { return part_begin == 0 && part_end == counted_blocks; }
 };
 
 // A row of a tile: one query of a head.
@@ -30,8 +28,7 @@ struct Row {
     int head, token;  // the query, among those of all sequences
     int query;        // … of its sequence
 
-    template <class AnyTile>
-    __device__ __forceinline__ Row(const Shape& shape, const AnyTile& tile, int row) {
+    __device__ __forceinline__ Row(const Shape& shape, const Tile& tile, int row) {
         const int index = tile.first_row + row;
         query = index / shape.group;
         head = tile.key_head * shape.group + index % shape.group;

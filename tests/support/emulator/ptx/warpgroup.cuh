@@ -3,6 +3,7 @@
 #include "types.cuh"
 
 void named_barrier_sync(int id, int threads);
+bool named_barrier_any(int id, int threads, bool value);
 void named_barrier_arrive(int id, int threads);
 void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d);
 

@@ -1,0 +1,128 @@
+"""Tiles of the decode kernel that CTAs share through global memory, run on a CPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cache_case import CacheCase, Draw
+from decode_schedule import Work, parts
+from kernel_emulator import KernelEmulator
+from seeds import seed_of
+from test_decode_emulated import planned, run
+
+from jax_flash._device import H100
+from jax_flash._spec import shapes_of
+from jax_flash.cuda.sm90 import decode_division, decode_plan
+from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, choose_tile
+
+SOURCE = "sm90/decode/shared_tile.cuh"
+NO_ARRIVALS = 0xFFB5A7C3E19D0000  # in shared_tile.cuh
+LEAST_FLOAT = np.finfo(np.float32).min  # the maximum of a row that has seen no key
+
+SHARED = (
+    CacheCase(S=2600, B=1, N=2, K=1, H=16, full=True),
+    CacheCase(S=2600, B=2, N=3, K=1, H=16, T=25, right=0, U=25, alibi="1N"),
+    CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
+    CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
+    CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 partials
+)
+
+
+@pytest.fixture(autouse=True)
+def no_clusters(monkeypatch):
+    monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_tiles_that_many_ctas_share(case, emulator):
+    """Some have partials for several nodes."""
+    for resident in (1, 20):
+        run(case, emulator, 20, resident)
+
+
+PAIR = CacheCase(S=1300, B=1, N=20, K=1, H=16, T=3, full=True)  # more than 32 rows, added up in registers
+
+
+@pytest.mark.parametrize("case, multiprocessors", [(SHARED[0], 20), (SHARED[4], 20), (PAIR, 1)], ids=str)
+def test_results_do_not_depend_on_who_is_last(case, multiprocessors, emulator):
+    """And neither do they on what was in scratch memory."""
+    operands = Draw(case).operands
+    plan = planned(case, operands, multiprocessors)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    shape = next(buffer.shape for buffer in plan.results if buffer.name == "arrivals")
+    random, found = np.random.default_rng(seed_of(case)), []
+    memory = (np.zeros(shape), random.integers(-(2**31), 2**31, shape), np.full(shape, -1), None)
+    for index, words in enumerate(memory):
+        initial = {} if words is None else {"arrivals": words.astype(np.int32)}
+        results = emulator.run(plan, arrays, seed_of((case, index)), 20, initial)
+        found.append((results["out"].view(np.uint16), results["lse"]))
+        counts = np.ascontiguousarray(results["arrivals"]).view(np.uint64)
+        assert not np.any(counts >> 16 == NO_ARRIVALS >> 16), "the next call would go on counting"
+    for out, lse in found[1:]:
+        np.testing.assert_array_equal(out, found[0][0])
+        np.testing.assert_array_equal(lse, found[0][1])
+
+
+MISTAKES = {
+    "a CTA is last too early": ("no_arrivals + others, 0)", "no_arrivals + others - 1, 0)"),
+    "a count keeps its tag": ("if (is_last) *count = 0;", ""),
+    "a node that has not all writes results": ("if (node.has_all()) {", "if (true) {"),
+    "a partial is not where the next level looks": ("first_statistics[Traits::query_rows]", "first_statistics[0]"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake, tmp_path):
+    """By what the tests above compare."""
+    text, other = MISTAKES[mistake]
+    emulator = KernelEmulator(tmp_path, edits={(SOURCE, text): other})
+    with pytest.raises(AssertionError):
+        for resident in (1, 5, 20):
+            test_results_do_not_depend_on_who_is_last(SHARED[4], 20, emulator)
+            run(SHARED[4], emulator, 20, resident)
+
+
+# 66 blocks for each tile; 17 teams. Shares of 32 blocks become 33.
+ALIGNED = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
+
+
+@pytest.mark.parametrize(
+    "case, multiprocessors",
+    [
+        (CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0), 7),
+        (CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=2, left_padding=True, right=0), 7),
+        (ALIGNED, 17),
+    ],
+    ids=str,
+)
+def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
+    """A query of zeros has as many keys in a part as its exponentials add up to."""
+    monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
+    draw = Draw(case)
+    operands = draw.operands
+    device = dataclasses.replace(H100, sm_count=multiprocessors)
+    made = decode_plan.plan_decode(case.spec, shapes_of(operands), device)
+    arrays = {name: np.asarray(x) for name, x in operands.present().items()}
+    arrays["query"] = np.zeros_like(arrays["query"])
+    statistics = emulator.run(made, arrays, seed_of(case), 3)["partial_statistics"]
+    first_keys = np.zeros(case.B, int) if operands.left_padding is None else operands.left_padding
+    keys = choose_tile(shapes_of(operands)).keys
+    work = Work(
+        *(x.tolist() for x in (draw.lengths, np.ones(case.B, int), first_keys)),
+        *(case.K, case.N // case.K, keys),
+        right=0,
+        packed=False,
+    )
+    ctas = 2 * multiprocessors
+    team = decode_division.team_size(case.K, ctas)
+    expected = np.full((2 * ctas, 2), np.nan)
+    for _, part in parts(work, ctas, case.num_splits, LEAST_SHARE, team=team):
+        if part.sharers > 1:
+            first, last = int(first_keys[part.batch]), int(draw.lengths[part.batch])
+            start = first // keys
+            seen = min(last, (start + part.end) * keys) - max(first, (start + part.begin) * keys)
+            expected[part.partial] = (0, seen) if part.begin < part.end else (LEAST_FLOAT, 0)
+            if case == ALIGNED:
+                assert (part.sharers, part.end - part.begin) == (2, 33)
+    assert np.isfinite(expected).any()
+    np.testing.assert_array_equal(statistics[:, 0, 0], expected)  # of the first row
