@@ -34,6 +34,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 _started = time.time()
 _was_ended = False  # by SIGTERM
 _reports: list[pytest.TestReport] = []
+_uncollected: set[str] = set()  # files and classes whose tests could not be collected
 
 
 def pytest_addoption(parser):
@@ -93,6 +94,11 @@ def pytest_runtest_logreport(report):
         print(f"\nfailed: {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}", flush=True)
 
 
+def pytest_collectreport(report):
+    if report.failed and "tests/gpu" in report.nodeid:
+        _uncollected.add(report.nodeid)
+
+
 def _is_controller() -> bool:
     """Whether this process sees the reports of all: it is no worker of xdist."""
     return "PYTEST_XDIST_WORKER" not in os.environ
@@ -112,8 +118,9 @@ def pytest_sessionfinish(session, exitstatus):
         **on,
         "devices": devices,
         **summarise(calls),
+        "uncollected": sorted(_uncollected),
         "seconds": round(time.time() - _started),
-        "complete": exitstatus != pytest.ExitCode.INTERRUPTED and not _was_ended,
+        "complete": _is_complete(exitstatus),
     }
     kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
     # A run of some tests must not pass for the suite: it is written only where it is asked to be.
@@ -126,6 +133,12 @@ def pytest_sessionfinish(session, exitstatus):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(summary, indent=1) + "\n")
     print(f"\nsummary in {path}")
+
+
+def _is_complete(exitstatus: int) -> bool:
+    """Whether all tests that were asked for have run. A signal can also end pytest as an error of its own."""
+    ran = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return ran and not _uncollected and not _was_ended
 
 
 def cuda_devices() -> list[jax.Device]:

@@ -39,6 +39,7 @@ def join(summaries: Sequence[dict]) -> dict:
         "runs": len(summaries),
         "counts": {key: sum(summary["counts"][key] for summary in summaries) for key in first["counts"]},
         "failed": [name for summary in summaries for name in summary["failed"]],
+        "uncollected": sorted({name for summary in summaries for name in summary.get("uncollected", ())}),
         "skipped": sorted({reason for summary in summaries for reason in summary["skipped"]}),
         "refused": refused,
         "worst_error_over_plain": worst,

@@ -45,6 +45,7 @@ def module_of(pattern: str):
 
 
 EMULATED = module_of("cuda/test_decode_emulated.py")
+EMULATED_SHARED = module_of("cuda/test_decode_shared_tiles.py")
 EMULATED_PREFILL = module_of("cuda/test_prefill_emulated.py")
 EMULATED_CLUSTERS = module_of("cuda/test_decode_clusters.py")
 CASES = dict.fromkeys(  # without those that both files have
@@ -52,7 +53,7 @@ CASES = dict.fromkeys(  # without those that both files have
     for case in (
         *EMULATED.CONTIGUOUS,
         *EMULATED.PAGED,
-        *EMULATED.SHARED,
+        *EMULATED_SHARED.SHARED,
         *module_of("cuda/test_decode_float8.py").CASES,
         *module_of("xla/test_*decoding.py").CASES,
     )
