@@ -3,10 +3,10 @@
     python benchmarks/tune_decode.py --out benchmarks/results/tune_decode_h200.json
     python benchmarks/tune_decode.py --settings "as it is,no clusters" --match "b[14] s"
 
-A setting changes constants of decode_division.py or decode_plan.py in jax_flash/cuda/sm90, the call's
-num_splits, or fields of the tile (decode_tiles.py), which then has as many stages as there is room for,
-unless the setting names them too. Each row has a call, a setting, and its times as decode.py takes them, in
-shuffled rounds; also those of each kernel.
+A setting changes constants of decode_division.py in jax_flash/cuda/sm90, the call's num_splits, or fields of
+the tile (decode_tiles.py), which then has as many stages as there is room for, unless the setting names them
+too. Each row has a call, a setting, and its times as decode.py takes them, in shuffled rounds; also those of
+each kernel.
 """
 
 import argparse
@@ -76,8 +76,7 @@ def set_to(changes: dict[str, Any]) -> Iterator[None]:
     of_call = {name: value for name, value in changes.items() if name == "num_splits"}
     with contextlib.ExitStack() as stack:
         for name, value in constants.items():
-            module = decode_division if hasattr(decode_division, name) else decode_plan
-            stack.enter_context(mock.patch.object(module, name, value))
+            stack.enter_context(mock.patch.object(decode_division, name, value))
         if of_call:
             stack.enter_context(mock.patch.object(decode_plan, "plan_decode", _planned_with(of_call)))
         if fields := {x: value for x, value in changes.items() if x not in constants | of_call}:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache_case import CacheCase, Draw
 from cache_functions import with_function
 from decode_schedule import Work, parts
 from exhaustive import thinned
@@ -18,12 +17,12 @@ from seeds import seed_of
 import jax_flash
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._device import CPU, H100, Device, assume
-from jax_flash._spec import AttentionSpec, shapes_of
+from jax_flash._spec import AttentionSpec
 from jax_flash.cuda import decoding, launch_plan, plan_check
 from jax_flash.cuda.compile import compile_kernel
 from jax_flash.cuda.launch_plan import Alias, Kernel, LaunchPlan, Pointer, TensorMap
 from jax_flash.cuda.sm90 import decode_division, decode_plan
-from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, choose_tile
+from jax_flash.cuda.sm90.decode_tiles import choose_tile
 
 
 def array(*shape, dtype="bfloat16"):

@@ -67,7 +67,10 @@ MISTAKES = {
     "a CTA is last too early": ("no_arrivals + others, 0)", "no_arrivals + others - 1, 0)"),
     "a count keeps its tag": ("if (is_last) *count = 0;", ""),
     "a node that has not all writes results": ("if (node.has_all()) {", "if (true) {"),
-    "a partial is not where the next level looks": ("first_statistics[Traits::query_rows]", "first_statistics[0]"),
+    "a partial is not where the next level looks": (
+        "first_statistics[Traits::query_rows]",
+        "first_statistics[0]",
+    ),
 }
 
 

@@ -102,7 +102,10 @@ class KernelEmulator:
         arrays = {}
         for buffer in (*plan.operands, *plan.results):
             arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
-        for name, array in {**memory, **{buffer.name: operands[buffer.name] for buffer in plan.operands}}.items():
+        for name, array in {
+            **memory,
+            **{buffer.name: operands[buffer.name] for buffer in plan.operands},
+        }.items():
             arrays[name][...] = array
         for alias in plan.aliases:
             arrays[alias.result] = arrays[alias.operand]

@@ -27,7 +27,7 @@ def test_each_module_is_imported_alone():
 
 
 def test_a_run_is_complete_if_all_its_tests_ran():
-    """Not if a signal ended it, which pytest may report as an error of its own, or a file was not collected."""
+    """Not if a signal ended it, which pytest may call an error of its own, or a file was not collected."""
     spec = importlib.util.spec_from_file_location("gpu_conftest", GPU_TESTS / "conftest.py")
     conftest = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(conftest)

@@ -54,6 +54,7 @@ def test_runs_are_joined(tmp_path):
         "runs": 2,
         "counts": {"passed": 8, "failed": 1, "skipped": 1},
         "failed": ["test_that"],
+        "uncollected": [],
         "skipped": ["no second GPU"],
         "refused": {"cuda": {"head dim": 3, "dtype": 4}, "pallas": {"dtype": 1}},
         "worst_error_over_plain": {"cuda window": {"out": 1.1, "d_key": 1.2}, "cuda cross": {"out": 0.5}},

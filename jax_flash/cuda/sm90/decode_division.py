@@ -17,12 +17,12 @@ COUNTED_BLOCKS_LIMIT = 2**30
 CLUSTER_SIZES = (16, 8, 4, 2)
 MOST_CLUSTER_BLOCKS = 16
 """Blocks of one CTA in a cluster, at most; fewer if blocks are larger than `_USUAL_BLOCK_BYTES`. A CTA takes
-half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode.md). So with more, one long
-sequence among short ones would take long."""
+half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode-combining.md). So with more,
+one long sequence among short ones would take long."""
 MOST_WHOLE_BLOCKS = 8
 """Blocks of a tile that one CTA has for itself, at most, where there are no clusters; fewer if blocks are
-larger than `_USUAL_BLOCK_BYTES`. A kernel that combines partials takes about as long as a CTA takes for
-so many (docs/tuning/decode.md)."""
+larger than `_USUAL_BLOCK_BYTES`. When a kernel of its own combined partials, that took about as long as a
+CTA takes for so many (docs/tuning/decode-combining.md)."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8
@@ -40,7 +40,7 @@ class Division:
 
     ctas: int
     cluster: int  # CTAs of a cluster; 1: there are none
-    split: bool  # CTAs may share a tile through global memory; another kernel combines what they leave
+    split: bool  # CTAs may share a tile through global memory, where the last one combines what they leave
     most_parts: int  # of a tile
     least_share: int  # blocks of a CTA
     team_size: int
@@ -81,7 +81,7 @@ def _blocks(shapes: Shapes, tile: DecodeTile) -> int:
 def cluster_size(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) -> int:
     """How many CTAs of a cluster share each tile; 1 where there are no clusters.
 
-    Clusters need no kernel that combines. But parts of a tile are equal, and a CTA that is done early doesn't
+    Clusters combine their parts in less time. But parts are equal, and a CTA that is done early doesn't
     help others. So clusters suit few and short tiles: up to one CTA on each multiprocessor (with two, those
     of four and eight took longer), and few blocks for each CTA. Pairs may have two CTAs on each
     multiprocessor, and twice the blocks.
@@ -109,7 +109,7 @@ def cluster_size(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Devi
 
 
 def keeps_tiles_whole(spec: CacheSpec, shapes: Shapes, tile: DecodeTile) -> bool:
-    """Whether CTAs share no tile through global memory, so that no kernel has to combine partials."""
+    """Whether CTAs share no tile through global memory, so that none has to combine partials."""
     most_blocks = 1 if spec.num_splits else _fewer_if_large(MOST_WHOLE_BLOCKS, tile)
     return spec.num_splits == 1 or _blocks(shapes, tile) <= most_blocks
 

@@ -1,7 +1,6 @@
 // Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA
 // attends to an equal part of the tile's blocks and leaves its partial in its own shared memory. Then each adds up a
-// share of the output, which it reads from all of them. So no kernel has to combine them behind
-// this one.
+// share of the output, which it reads from all of them.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "sm90/decode/schedule.cuh"

@@ -56,7 +56,7 @@ __device__ __forceinline__ int count_head_blocks(const Shape& shape, const Seque
 
 // Rounds up the share, where all tiles count as many blocks: to whole tiles, or to half a tile. CTAs then leave fewer
 // partials, or none. If the share would grow by more than a 32nd, or by more than two blocks, it stays: more would cost
-// more than it saves (docs/tuning/decode.md).
+// more than it saves (docs/tuning/decode-combining.md).
 __device__ __forceinline__ int aligned_share(int share, int tile_blocks) {
     const bool halves = tile_blocks % 2 == 0 && 2 * share <= tile_blocks;
     const int unit = halves ? tile_blocks / 2 : tile_blocks;
