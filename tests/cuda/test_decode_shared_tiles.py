@@ -25,7 +25,9 @@ SHARED = (
     CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
     CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
     CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 partials
+    CacheCase(S=8448, B=1, N=2, K=1, H=8, V=24, full=True, dtype="float16"),  # 33: a node has one
 )
+PAIR = CacheCase(S=1300, B=1, N=20, K=1, H=16, T=3, full=True)  # more than 32 rows, added up in registers
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,16 @@ def test_tiles_that_many_ctas_share(case, emulator):
         run(case, emulator, 20, resident)
 
 
-PAIR = CacheCase(S=1300, B=1, N=20, K=1, H=16, T=3, full=True)  # more than 32 rows, added up in registers
+def test_two_ctas_share_a_tile_of_many_rows(emulator):
+    for resident in (1, 2):
+        run(PAIR, emulator, 1, resident)
+
+
+@pytest.mark.exhaustive
+def test_three_levels_of_nodes(emulator):
+    """All CTAs of a device share a tile."""
+    case = CacheCase(S=264 * 256, B=1, N=1, K=1, H=8, full=True)
+    assert "arrivals" in run(case, emulator, 132, 20)
 
 
 @pytest.mark.parametrize("case, multiprocessors", [(SHARED[0], 20), (SHARED[4], 20), (PAIR, 1)], ids=str)
@@ -64,12 +75,19 @@ def test_results_do_not_depend_on_who_is_last(case, multiprocessors, emulator):
 
 
 MISTAKES = {
-    "a CTA is last too early": ("no_arrivals + others, 0)", "no_arrivals + others - 1, 0)"),
-    "a count keeps its tag": ("if (is_last) *count = 0;", ""),
-    "a node that has not all writes results": ("if (node.has_all()) {", "if (true) {"),
-    "a partial is not where the next level looks": (
-        "first_statistics[Traits::query_rows]",
-        "first_statistics[0]",
+    "a CTA is last too early": (
+        SHARED[0],
+        """compare_and_swap(count, no_arrivals + others, 0);
+            is_last = found == no_arrivals + others;""",
+        """compare_and_swap(count, no_arrivals + others - 1, 0);
+            is_last = found == no_arrivals + others - 1;""",
+    ),
+    "a count keeps its tag": (SHARED[4], "if (is_last) *count = 0;", ""),
+    "a node that has not all writes results": (SHARED[4], "if (node.has_all()) {", "if (true) {"),
+    "a sum is not where the next level looks": (
+        SHARED[4],
+        "row_statistics(first, row, node.level + 1) =",
+        "row_statistics(first, row, node.level) =",
     ),
 }
 
@@ -77,12 +95,13 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake, tmp_path):
     """By what the tests above compare."""
-    text, other = MISTAKES[mistake]
+    case, text, other = MISTAKES[mistake]
     emulator = KernelEmulator(tmp_path, edits={(SOURCE, text): other})
+    emulator._sources()  # which has the text
     with pytest.raises(AssertionError):
-        for resident in (1, 5, 20):
-            test_results_do_not_depend_on_who_is_last(SHARED[4], 20, emulator)
-            run(SHARED[4], emulator, 20, resident)
+        for resident in (20, 5, 2, 3, 8, 1):
+            test_results_do_not_depend_on_who_is_last(case, 20, emulator)
+            run(case, emulator, 20, resident)
 
 
 # 66 blocks for each tile; 17 teams. Shares of 32 blocks become 33.

@@ -120,7 +120,7 @@ def pytest_sessionfinish(session, exitstatus):
         **summarise(calls),
         "uncollected": sorted(_uncollected),
         "seconds": round(time.time() - _started),
-        "complete": _is_complete(exitstatus),
+        "complete": _is_complete(exitstatus) and not (session.shouldstop or session.shouldfail),
     }
     kind = re.sub(r"\W+", "_", summary["device"].lower().replace("nvidia", "")).strip("_")
     # A run of some tests must not pass for the suite: it is written only where it is asked to be.
@@ -136,7 +136,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def _is_complete(exitstatus: int) -> bool:
-    """Whether all tests that were asked for have run. A signal can also end pytest as an error of its own."""
+    """Whether pytest came to its end. A signal can also end it as an error of its own."""
     ran = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     return ran and not _uncollected and not _was_ended
 

@@ -273,6 +273,7 @@ def test_a_long_sequence_beside_many_short_ones(name, implementation):
         CacheCase(B=3, S=5000, N=8, K=2, H=128, U=1),
         CacheCase(B=40, S=1000, N=8, K=1, H=64, page=16, U=1),
         CacheCase(B=2, S=3000, N=4, K=2, H=64, page=3),
+        CacheCase(B=48, S=2048, N=8, K=2, H=128, T=16, full=True),  # many rows, and few sharers
         CacheCase(B=8, S=2048, N=8, K=2, H=128, T=400, page=128, packed=True, right=0),
         CacheCase(B=4, S=2000, N=8, K=2, H=128, T=512, U=512, right=0, rotary=128),
     ],

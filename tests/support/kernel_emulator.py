@@ -102,10 +102,9 @@ class KernelEmulator:
         arrays = {}
         for buffer in (*plan.operands, *plan.results):
             arrays[buffer.name] = _aligned(buffer.shape, DTYPES[buffer.dtype])
-        for name, array in {
-            **memory,
-            **{buffer.name: operands[buffer.name] for buffer in plan.operands},
-        }.items():
+        for buffer in plan.operands:
+            arrays[buffer.name][...] = operands[buffer.name]
+        for name, array in memory.items():
             arrays[name][...] = array
         for alias in plan.aliases:
             arrays[alias.result] = arrays[alias.operand]

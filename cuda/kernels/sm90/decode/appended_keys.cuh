@@ -41,7 +41,7 @@ struct OwnKeys {
         const bool is_first = tile.part_begin == 0, is_last = tile.part_end == tile.counted_blocks;
         token = is_first ? 0 : min(max(tile.first * Traits::keys - before, 0), appended);
         end_token = is_last ? appended : min(max(tile.last * Traits::keys - before, 0), appended);
-        if (tile.part_begin == tile.part_end) end_token = token;  // a cluster has more CTAs than parts
+        if (tile.part_begin == tile.part_end) end_token = token;  // there are more CTAs than parts
         first_block = (before + token) / Traits::keys;
     }
     __device__ __forceinline__ void before(const Tile& tile, int block) {

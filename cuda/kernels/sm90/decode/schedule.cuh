@@ -142,9 +142,9 @@ struct Schedule {
             const int counted_blocks = count_blocks(keys);
             const int begin = part_boundary(-start_in_share, counted_blocks, division.max_parts);
             const int end = part_boundary(share - start_in_share, counted_blocks, division.max_parts);
-            // If parts are limited, some sharers have none. Of shared tiles they count, too.
-            const bool takes_part = Traits::split || begin < end;
-            if (takes_part) {
+            // If parts are limited, some sharers have none. The last one waits for these, too.
+            const bool is_counted = Traits::split || begin < end;
+            if (is_counted) {
                 const int head = head_group * division.team_size + member;
                 const int ahead = -start_in_share, behind = start_in_share + counted_blocks - share;
                 describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
@@ -153,7 +153,7 @@ struct Schedule {
             }
             start_in_share += counted_blocks;
             advance();
-            if (takes_part) return true;
+            if (is_counted) return true;
         }
         return false;
     }

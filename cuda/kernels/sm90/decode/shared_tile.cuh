@@ -10,7 +10,8 @@
 // ended up there with exactly these 48 bits: they are a NaN for floats of 32 and of 16 bits, one that no arithmetic
 // makes.
 //
-// All this runs once, at a CTA's end. So what takes time are trips to L2, and instructions that have to be fetched.
+// A CTA does this twice at most, and mostly at its end. So what takes time are trips to L2, and instructions that have
+// to be fetched.
 #pragma once
 #include "ptx/global.cuh"
 #include "sm90/decode/consumer_call.cuh"
@@ -29,8 +30,7 @@ struct Node {
         : sharers(sharers), level(0), step_log2(0), first(sharer & -node_partials) {}
 
     __device__ __forceinline__ int partials() const {
-        const int last = (sharers - 1 - first) >> step_log2;  // if there were more than a node has
-        return min(last + 1, node_partials);
+        return min(((sharers - 1 - first) >> step_log2) + 1, node_partials);
     }
     __device__ __forceinline__ bool has_all() const { return node_partials << step_log2 >= sharers; }
 
@@ -65,10 +65,10 @@ struct SharedTile {
 #pragma unroll 1
         while (arrives_last()) {
             if (node.has_all()) {
-                add_up<true>(node);
+                add_up<true>();
                 break;
             }
-            add_up<false>(node);
+            add_up<false>();
             node.climb();
         }
         return false;
@@ -77,7 +77,7 @@ struct SharedTile {
 private:
     __device__ __forceinline__ int partial_of(int sharer) const { return shared_partial(first_place, sharer); }
 
-    // All consumers arrive at a node together, when its partial is written. Returns whether all others have arrived.
+    // All consumers arrive at the node together, when they have written its partial. Returns whether all others have.
     __device__ __forceinline__ bool arrives_last() const {
         const int others = node.partials() - 1;
         sync_consumers();
@@ -125,20 +125,19 @@ private:
         return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d));
     }
 
-    // Adds up the partials of a node: four columns of a row at a time, and `loads` partials at once. The sum is the
+    // Adds up the partials of the node: four columns of a row at a time, and `loads` partials at once. The sum is the
     // tile's result, or takes the first partial's place.
     template <bool is_result>
-    __device__ __forceinline__ void add_up(const Node& complete) const {
+    __device__ __forceinline__ void add_up() const {
         constexpr int row_chunks = Traits::value_dim / 4, loads = 4;
-        const int partials = complete.partials(), first = partial_of(complete.first);
+        const int partials = node.partials(), first = partial_of(node.first);
         // From a partial to the next. Sharers have theirs in slot 0, but the first one (partial_at).
-        const int step = 2 << complete.step_log2, first_step = complete.first == 0 ? step - 1 : step;
+        const int step = 2 << node.step_log2, first_step = node.first == 0 ? step - 1 : step;
 #pragma unroll 1
         for (int i = threadIdx.x; i < tile.rows * row_chunks; i += Traits::consumer_threads) {
             const int row = i / row_chunks, chunk = i % row_chunks;
-            float2* const first_statistics = call.partials.row_statistics(first, row, complete.level);
             float4* const first_values = reinterpret_cast<float4*>(call.partials.row(first, row)) + chunk;
-            const float2* statistics_at = first_statistics;
+            const float2* statistics_at = call.partials.row_statistics(first, row, node.level);
             const float4* values_at = first_values;
             int to_next = first_step;
             const ResultChunk result(call.results, call.sinks, call.shape, tile, row, chunk);
@@ -161,7 +160,7 @@ private:
             if constexpr (is_result) {
                 if (4 * chunk < call.shape.value_dim) result.write(sum);
             } else {
-                if (chunk == 0) first_statistics[Traits::query_rows] = {sum.max, sum.sum};
+                if (chunk == 0) *call.partials.row_statistics(first, row, node.level + 1) = {sum.max, sum.sum};
                 *first_values = sum.out;
             }
         }
