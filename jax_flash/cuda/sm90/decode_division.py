@@ -21,8 +21,8 @@ half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode
 one long sequence among short ones would take long."""
 MOST_WHOLE_BLOCKS = 8
 """Blocks of a tile that one CTA has for itself, at most, where there are no clusters; fewer if blocks are
-larger than `_USUAL_BLOCK_BYTES`. When a kernel of its own combined partials, that took about as long as a
-CTA takes for so many (docs/tuning/decode-combining.md)."""
+larger than `_USUAL_BLOCK_BYTES`. When a second kernel combined partials, that took about as long as a CTA
+takes for so many (docs/tuning/decode-combining.md). Not tuned since."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 LARGEST_TEAM = 8

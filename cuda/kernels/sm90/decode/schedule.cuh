@@ -142,7 +142,7 @@ struct Schedule {
             const int counted_blocks = count_blocks(keys);
             const int begin = part_boundary(-start_in_share, counted_blocks, division.max_parts);
             const int end = part_boundary(share - start_in_share, counted_blocks, division.max_parts);
-            // If parts are limited, some sharers have none. The last one waits for these, too.
+            // If parts are limited, some sharers have none. They arrive all the same (shared_tile.cuh).
             const bool is_counted = Traits::split || begin < end;
             if (is_counted) {
                 const int head = head_group * division.team_size + member;

@@ -5,10 +5,10 @@
 // node adds its partials in their order. Of two partials of many rows, the last CTA adds the other one to what it has
 // in registers, which makes the same sum on both sides.
 //
-// Nodes count arrivals in scratch memory, which holds anything at first. So a count has a tag, which its first CTA
-// sets. The last one takes it away, so that the next call finds none. Other data would be taken for a count if they
-// ended up there with exactly these 48 bits: they are a NaN for floats of 32 and of 16 bits, one that no arithmetic
-// makes.
+// Nodes count arrivals in scratch memory, which holds anything at first. So a count has a tag of 48 bits, which the
+// first CTA to arrive sets. The last one removes it, so that the next call finds none. Data of another kind would be
+// taken for a count if they had exactly these bits at its place. As floats of 32 and of 16 bits they are a NaN that no
+// arithmetic makes; of random words one in 2^48 has them.
 //
 // A CTA does this twice at most, and mostly at its end. So what takes time are trips to L2, and instructions that have
 // to be fetched.
