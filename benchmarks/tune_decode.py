@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one CTA": {"ctas_of_sm": 1},
     "no clusters": {"CLUSTER_SIZES": ()},
     "clusters with 32 blocks for each CTA": {"MOST_CLUSTER_BLOCKS": 32},
+    "no pairs": {"MOST_PAIR_ROWS": 0},
     "no teams": {"LARGEST_TEAM": 1},
     "teams of 4": {"LARGEST_TEAM": 4},
     "teams of 32": {"LARGEST_TEAM": 32, "MOST_IDLE": 0.1},

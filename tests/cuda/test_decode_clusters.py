@@ -62,7 +62,7 @@ def planned(case, multiprocessors=132):
     plan = decode_plan.plan_decode(case.spec, shapes, device(multiprocessors))
     plan_check.check(plan)
     (launch,) = (x for x in plan.launches if x.kernel.entry == "decode")
-    return launch.cluster, launch.grid[0], len(plan.launches)
+    return dict(launch.kernel.defines)["CLUSTER"], launch.grid[0], len(plan.launches)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, traits), ids=str)

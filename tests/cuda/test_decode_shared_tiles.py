@@ -108,18 +108,25 @@ def test_mistakes_are_found(mistake, tmp_path):
 ALIGNED = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
 
 
+UNEQUAL = CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0)
+
+
 @pytest.mark.parametrize(
-    "case, multiprocessors",
+    "case, multiprocessors, paired",
     [
-        (CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0), 7),
-        (CacheCase(B=5, S=900, N=2, K=2, H=16, num_splits=2, left_padding=True, right=0), 7),
-        (ALIGNED, 17),
+        (UNEQUAL, 7, False),
+        (UNEQUAL, 7, True),
+        (dataclasses.replace(UNEQUAL, num_splits=2), 7, False),
+        (dataclasses.replace(UNEQUAL, num_splits=2), 7, True),
+        (ALIGNED, 17, False),  # in pairs, no partial would go through global memory
     ],
     ids=str,
 )
-def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
+def test_kernel_has_this_schedule(case, multiprocessors, paired, emulator, monkeypatch):
     """A query of zeros has as many keys in a part as its exponentials add up to."""
     monkeypatch.setattr(decode_division, "MOST_WHOLE_BLOCKS", 1)
+    if not paired:
+        monkeypatch.setattr(decode_division, "MOST_PAIR_ROWS", 0)
     draw = Draw(case)
     operands = draw.operands
     device = dataclasses.replace(H100, sm_count=multiprocessors)
@@ -137,13 +144,15 @@ def test_kernel_has_this_schedule(case, multiprocessors, emulator, monkeypatch):
     )
     ctas = 2 * multiprocessors
     team = decode_division.team_size(case.K, ctas)
-    expected = np.full((2 * ctas, 2), np.nan)
-    for _, part in parts(work, ctas, case.num_splits, LEAST_SHARE, team=team):
+    expected = np.full((len(statistics), 2), np.nan)
+    for _, part in parts(work, ctas, case.num_splits, LEAST_SHARE, team, paired):
         if part.sharers > 1:
             first, last = int(first_keys[part.batch]), int(draw.lengths[part.batch])
             start = first // keys
             seen = min(last, (start + part.end) * keys) - max(first, (start + part.begin) * keys)
-            expected[part.partial] = (0, seen) if part.begin < part.end else (LEAST_FLOAT, 0)
+            here = expected[part.partial]  # of a pair, both CTAs'
+            most, before = (LEAST_FLOAT, 0) if np.isnan(here[0]) else here
+            expected[part.partial] = (0, before + seen) if part.begin < part.end else (most, before)
             if case == ALIGNED:
                 assert (part.sharers, part.end - part.begin) == (2, 33)
     assert np.isfinite(expected).any()

@@ -52,9 +52,9 @@ class Part:
     begin: int
     end: int
     counted_blocks: int  # of the whole tile
-    sharers: int  # CTAs that share the tile
-    index: int  # of this CTA among them
-    partial: int  # of this CTA, if several share the tile
+    sharers: int  # that the tile has: CTAs, or pairs of them
+    index: int  # of this one among them
+    partial: int  # of this one, if several share the tile
 
 
 def boundary(offset: int, counted_blocks: int, max_parts: int) -> int:
@@ -72,9 +72,12 @@ def aligned(share: int, tile_blocks: int) -> int:
 
 
 def parts(
-    work: Work, ctas: int, max_parts: int | None, least_share: int = 1, team: int = 1
+    work: Work, ctas: int, max_parts: int | None, least_share: int = 1, team: int = 1, paired: bool = False
 ) -> Iterator[tuple[int, Part]]:
-    """Every CTA's parts, in order. A team of CTAs has as many heads, each CTA one of them."""
+    """Every CTA's parts, in order. A team of CTAs has as many heads, each CTA one of them.
+
+    If CTAs are paired, those of teams 2j and 2j + 1 with one head are one sharer of a tile.
+    """
     tiles, start = [], 0
     for batch in range(len(work.lengths)):
         for group in range(work.key_heads // team):
@@ -88,8 +91,10 @@ def parts(
     may_align = (work.left, work.right) == (None, None) or work.tiles(0) == 1
     if not work.packed and may_align and len(tile_blocks) == 1:
         share = aligned(share, *tile_blocks)
-    for cta in range(ctas):  # as they are in scratch memory: by member, then by team
-        member, own_team = divmod(cta, ctas // team)
+    teams, sharer_teams = ctas // team, 1 + paired
+    for cta in range(ctas):  # by member, then by team, as sharers are in scratch memory
+        member, own_team = divmod(cta, teams)
+        place = member * math.ceil(teams / sharer_teams) + own_team // sharer_teams
         for batch, group, tile, start, counted_blocks in tiles:
             first_team, last_team = start // share, (start + counted_blocks - 1) // share
             if first_team <= own_team <= last_team:
@@ -97,7 +102,8 @@ def parts(
                     boundary(edge * share - start, counted_blocks, max_parts or counted_blocks)
                     for edge in (own_team, own_team + 1)
                 )
-                head, index = group * team + member, own_team - first_team
-                # Slot 1 of a CTA is for the tile that begins in its share.
-                of_tile = (counted_blocks, last_team - first_team + 1, index, 2 * cta + (index == 0))
+                head = group * team + member
+                first, last, own = (x // sharer_teams for x in (first_team, last_team, own_team))
+                # Slot 1 of a sharer is for the tile that begins in its share.
+                of_tile = (counted_blocks, last - first + 1, own - first, 2 * place + (own == first))
                 yield cta, Part(batch, head, tile, begin, end, *of_tile)

@@ -25,6 +25,9 @@ larger than `_USUAL_BLOCK_BYTES`. When a second kernel combined partials, that t
 takes for so many (docs/tuning/decode-combining.md). Not tuned since."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
+MOST_PAIR_ROWS = 16
+"""Rows of a tile that CTAs in pairs have, at most (cuda/kernels/sm90/decode/pair.cuh)."""
+
 LARGEST_TEAM = 8
 """CTAs of a team, at most. Teams of 4 and of 32 took as long (docs/tuning/decode.md)."""
 
@@ -41,10 +44,16 @@ class Division:
     ctas: int
     cluster: int  # CTAs of a cluster; 1: there are none
     split: bool  # CTAs may share a tile through global memory, where the last one combines what they leave
+    pairs: bool  # CTAs form pairs, in which one leaves for both
     most_parts: int  # of a tile
     least_share: int  # blocks of a CTA
     team_size: int
     teams: int
+
+    @property
+    def sharers(self) -> int:
+        """Who may leave something: CTAs, or pairs of them."""
+        return self.team_size * math.ceil(self.teams / 2) if self.pairs else self.ctas
 
 
 def divide(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) -> Division:
@@ -58,7 +67,14 @@ def divide(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) ->
     if cluster > 1:
         ctas, whole = _tiles(shapes) * cluster, False
     most_parts = 1 if whole else spec.num_splits or _ANY_PARTS
-    return Division(ctas, cluster, cluster == 1 and not whole, most_parts, LEAST_SHARE, members, teams)
+    split = cluster == 1 and not whole
+    pairs = split and ctas % 2 == 0 and forms_pairs(tile)
+    return Division(ctas, cluster, split, pairs, most_parts, LEAST_SHARE, members, teams)
+
+
+def forms_pairs(tile: DecodeTile) -> bool:
+    """Whether CTAs that may share a tile form pairs."""
+    return tile.query_rows <= MOST_PAIR_ROWS and dataclasses.replace(tile, pairs=True).fits
 
 
 def max_counted_blocks(shapes: Shapes) -> int:

@@ -1,5 +1,6 @@
 """Launch plans of attention on a key-value cache (cuda/kernels/sm90/decode)."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -155,10 +156,11 @@ def plan_decode(
     """
     n, tile = cache_sizes(shapes), choose_tile(shapes)
     division = divide(spec, shapes, tile, device)
+    tile = dataclasses.replace(tile, pairs=division.pairs)
     scratch = ()
     if division.split:
         assert division.teams <= _NODE_PARTIALS**_NODE_LEVELS, "more CTAs share a tile than nodes can add up"
-        partials = 2 * division.ctas
+        partials = 2 * division.sharers
         scratch = (
             Buffer("partial_out", (partials, tile.query_rows, tile.value_dim), "float32"),
             Buffer("partial_statistics", (partials, _NODE_LEVELS, tile.query_rows, 2), "float32"),
@@ -216,6 +218,7 @@ def _decode(
             ("PAGED", int(tile.paged)),
             ("BOX", tile.box),
             ("SPLIT", int(division.split)),
+            ("PAIRS", int(division.pairs)),
             ("CLUSTER", division.cluster),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
@@ -231,7 +234,7 @@ def _decode(
     return launch(
         kernel=kernel,
         grid=(division.ctas, 1, 1),
-        cluster=division.cluster,
+        cluster=2 if division.pairs else division.cluster,
         block=tile.threads,
         shared_bytes=tile.shared_bytes,
         overlap_previous=True,

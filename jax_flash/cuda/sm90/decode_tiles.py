@@ -1,6 +1,7 @@
 """The decode kernel's blocks and stages, and how it loads a cache."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -36,6 +37,7 @@ class DecodeTile:
     paged: bool
     rotary: bool  # Q is rotated
     float8: bool  # the cache is in e4m3
+    pairs: bool = False  # CTAs form pairs (cuda/kernels/sm90/decode/pair.cuh)
     ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
@@ -64,7 +66,14 @@ class DecodeTile:
             query *= _TILE_STAGES
         widened = self.keys * (key_row + value_row) * (self.float8 and not self.by_warps)
         warp_parts = 4 * self.query_rows * (8 + 4 * (self.value_dim + 8)) * self.by_warps
-        return query + widened + warp_parts + self.stages * stage + _TILE_STAGES * (TILE_BYTES + 2 * 8)
+        pair = (math.ceil(self.query_rows / 8) * (self.value_dim // 16 + 1) * 32 * 16 + 8) * self.pairs
+        tiles = _TILE_STAGES * (TILE_BYTES + 2 * 8)
+        return query + widened + warp_parts + pair + self.stages * stage + tiles
+
+    @property
+    def fits(self) -> bool:
+        """Whether shared memory has room for all CTAs of a multiprocessor."""
+        return self.shared_bytes <= min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
 
     @property
     def holds_partial(self) -> bool:
@@ -83,9 +92,8 @@ class DecodeTile:
 
     def fitted(self) -> "DecodeTile | None":
         """With as many stages as there is room for, up to 6; None if there is no room for one."""
-        room = min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
         options = (dataclasses.replace(self, stages=stages) for stages in range(_MAX_STAGES, 0, -1))
-        return next((tile for tile in options if tile.shared_bytes <= room), None)
+        return next((tile for tile in options if tile.fits), None)
 
     def with_fewer_stages(self) -> "DecodeTile":
         """With as many stages as keep memory busy, and two at least. More would only queue up there."""

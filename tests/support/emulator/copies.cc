@@ -1,4 +1,4 @@
-// Copies by TMA, in bulk and by threads: each happens at some moment between its issue and the wait for it.
+// Copies by TMA, in bulk and by threads, and asynchronous stores: each happens at some moment between its issue and the wait for it.
 #include <array>
 #include <cstring>
 #include <utility>
@@ -124,6 +124,24 @@ void wait_for_groups(int pending) {
     races::stores_are_done(cta->bulk_steps[threadIdx.x].done);
 }
 }  // namespace tma
+
+namespace cluster {
+void store_async(uint32_t address, float4 x, uint32_t barrier) {
+    if (address % 16 != 0) emulator::fail("an asynchronous store off its alignment");
+    if (address >> 24 != barrier >> 24) emulator::fail("a store that completes in another CTA");
+    if (cta->bulk.count(threadIdx.x) || cta->copies.count(threadIdx.x)) {
+        emulator::fail("an asynchronous store by a thread that copies");  // see races.cc
+    }
+    const races::Operation store = races::store_of_thread(__builtin_return_address(0));
+    races::writes(store, cta_at(address), address & 0xffffff, sizeof(x));
+    // The other CTA must not end before. This one may: what it stores is in registers.
+    cta_at(address).in_flight.push_back([=] {
+        memcpy(cta_at(address).shared + (address & 0xffffff), &x, sizeof(x));
+        mbarrier::complete_bytes(barrier, sizeof(x), store);
+    });
+    emulator::progressed();
+}
+}  // namespace cluster
 
 namespace async_copy {
 void load(uint32_t destination, const void* source, bool is_there) {

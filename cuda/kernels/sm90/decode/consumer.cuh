@@ -11,6 +11,7 @@
 #include "common/warp_arrival.cuh"
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/logits.cuh"
+#include "sm90/decode/pair.cuh"
 #include "sm90/decode/shared_tile.cuh"
 #include "sm90/decode/warp_tile.cuh"
 #include "sm90/decode/widen.cuh"
@@ -188,6 +189,9 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));
         tile_ring.advance();
         if constexpr (Traits::by_warps) combine_warps(shared, out, softmax);
+        if constexpr (Traits::pairs) {
+            if (!Pair{shared}.join(out, softmax, tile)) continue;
+        }
         if constexpr (Traits::cluster > 1) {
             combine_in_cluster(out, softmax, shared, call.results, call.sinks, call.shape, tile);
         } else if (Sharing(call, tile).combine(out, softmax)) {

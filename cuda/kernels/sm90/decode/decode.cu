@@ -35,9 +35,14 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
             mbarrier::init(shared.tile_full(stage), Traits::tile_arrivals);
             mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
         }
+        if (Traits::pairs) mbarrier::init(shared.pair_full(), 1);
         mbarrier::fence_init();
     }
-    __syncthreads();
+    if constexpr (Traits::pairs) {
+        cluster::sync();  // the other CTA has its barrier
+    } else {
+        __syncthreads();
+    }
     const Shape& shape = parameters.shape;
     const bool follows_append = shape.appended > 0 && !Traits::appends;
     if (!follows_append) wait_for_previous_kernel();

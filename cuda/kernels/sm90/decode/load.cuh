@@ -72,7 +72,8 @@ __device__ __forceinline__ void produce(const LoadCall& call, const Division& di
         hand_out(call, tile_ring, tile);
         load_blocks(call, ring, tile, appended);
         // The consumers count soon. What was in L2 when the tile began wouldn't be there any more.
-        if (Traits::split && tile.sharers > 1) call.partials.prefetch_count(tile, division);
+        const bool counts = Traits::split && tile.sharers > 1 && tile.in_pair != InPair::gives;
+        if (counts) call.partials.prefetch_count(tile, division);
     }
     tile.batch = Tile::no_more;
     hand_out(call, tile_ring, tile);

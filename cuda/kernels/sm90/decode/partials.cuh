@@ -2,7 +2,7 @@
 // adds them up (shared_tile.cuh).
 #pragma once
 #include "ptx/global.cuh"
-#include "sm90/decode/tile.cuh"
+#include "sm90/decode/traits.cuh"
 
 // Where within a tile a part ends or begins, if a boundary between shares is `offset` blocks behind the tile's start.
 __device__ __forceinline__ int part_boundary(int offset, int counted_blocks, int max_parts) {
@@ -13,17 +13,31 @@ __device__ __forceinline__ int part_boundary(int offset, int counted_blocks, int
     return min(ceil_div(offset, step) * step, counted_blocks);
 }
 
-// This CTA's team (schedule.cuh), and which of its members it is.
-__device__ __forceinline__ int own_team(const Division& division) { return blockIdx.x / division.team_size; }
-__device__ __forceinline__ int own_member(const Division& division) { return blockIdx.x % division.team_size; }
+// A team (schedule.cuh), and which of its members a CTA is.
+struct TeamMember {
+    int team, member;
+};
 
-// This CTA's place in scratch memory: CTAs that have the same heads, of all teams, are next to one another.
-__device__ __forceinline__ int own_place(const Division& division) {
-    return own_member(division) * division.teams + own_team(division);
+// This CTA's. In a pair (pair.cuh), neighbours are in teams 2j and 2j + 1. Where the number of teams is odd, the CTAs of
+// the last one have no partner.
+__device__ __forceinline__ TeamMember own_team(const Division& division) {
+    const int cta = blockIdx.x, size = division.team_size;
+    if (Traits::pairs && cta < division.teams / 2 * 2 * size) return {cta / (2 * size) * 2 + cta % 2, cta / 2 % size};
+    return {cta / size, cta % size};
 }
 
-// The number of a partial, by its CTA's place. A CTA has two slots. Slot 0 is for its part of a tile that began in an
-// earlier share, slot 1 for its part of the tile that begins in its share and goes on in the next.
+// Who shares tiles: CTAs, or pairs of them.
+constexpr int sharer_ctas = Traits::pairs ? 2 : 1;
+
+// The place in scratch memory of the sharer that this CTA is, or is in: those that have the same heads, of all teams,
+// are next to one another.
+__device__ __forceinline__ int own_place(const Division& division) {
+    const TeamMember own = own_team(division);
+    return own.member * ceil_div(division.teams, sharer_ctas) + own.team / sharer_ctas;
+}
+
+// The number of a partial, by its sharer's place. A sharer has two slots. Slot 0 is for its part of a tile that began
+// in an earlier share, slot 1 for its part of the tile that begins in its share and goes on in the next.
 __device__ __forceinline__ int partial_at(int place, bool is_first) { return 2 * place + is_first; }
 
 // The same of a sharer of a tile, from the place of the first one.
@@ -39,9 +53,9 @@ struct Partials {
     // From a partial to the next: statistics of a row, and four columns of it.
     static constexpr int statistics_step = levels * rows, values_step = rows * columns / 4;
 
-    float* out;           // (2 · CTAs, row, column): unnormalised
-    float2* statistics;   // (2 · CTAs, level, row): maximum and sum
-    uint64_t* arrivals;   // (2 · CTAs, level)
+    float* out;           // (2 · sharers, row, column): unnormalised
+    float2* statistics;   // (2 · sharers, level, row): maximum and sum
+    uint64_t* arrivals;   // (2 · sharers, level)
 
     __device__ __forceinline__ float* row(int partial, int row) const {
         return out + (static_cast<int64_t>(partial) * rows + row) * columns;
@@ -53,7 +67,7 @@ struct Partials {
         return arrivals + partial * levels + level;
     }
 
-    // Fetches the count of a CTA's first node to L2.
+    // Fetches the count of a sharer's first node to L2.
     __device__ __forceinline__ void prefetch_count(const Tile& tile, const Division& division) const {
         const int first_place = own_place(division) - tile.index;
         global::prefetch(arrivals_at(shared_partial(first_place, tile.index & -node_partials), 0));

@@ -102,7 +102,7 @@ struct Schedule {
 
     __device__ __forceinline__ Schedule(const Shape& shape, const Division& division)
         : shape(shape), division(division), head_groups(shape.key_heads / division.team_size),
-          team(own_team(division)), member(own_member(division)) {
+          team(own_team(division).team), member(own_team(division).member) {
         // Each lane counts the blocks of as many sequences, and of all those before them.
         const int lane_sequences = ceil_div(shape.batch, 32), lane = threadIdx.x % 32;
         int own = 0, most = 0, least = no_limit;
@@ -148,8 +148,7 @@ struct Schedule {
                 const int head = head_group * division.team_size + member;
                 const int ahead = -start_in_share, behind = start_in_share + counted_blocks - share;
                 describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
-                found.index = ahead > 0 ? ceil_div(ahead, share) : 0;
-                found.sharers = found.index + 1 + (behind > 0 ? ceil_div(behind, share) : 0);
+                note_sharers(found, ahead > 0 ? ceil_div(ahead, share) : 0, behind > 0 ? ceil_div(behind, share) : 0);
             }
             start_in_share += counted_blocks;
             advance();
@@ -160,6 +159,20 @@ struct Schedule {
 
 private:
     static constexpr int no_limit = 0x7fffffff;
+
+    // Notes who shares a tile, if as many teams ahead of this one have a part of it, and as many behind it.
+    __device__ __forceinline__ void note_sharers(Tile& found, int ahead, int behind) const {
+        const int first = (team - ahead) / sharer_ctas, last = (team + behind) / sharer_ctas;
+        found.index = team / sharer_ctas - first, found.sharers = last - first + 1;
+        const bool is_second = team % 2 == 1;
+        if (Traits::pairs && is_second && ahead > 0) {
+            found.in_pair = InPair::gives;
+        } else if (Traits::pairs && !is_second && behind > 0) {
+            found.in_pair = InPair::takes;
+        } else {
+            found.in_pair = InPair::alone;
+        }
+    }
 
     __device__ __forceinline__ int count_sequence_blocks(int index) const {
         if (index >= shape.batch) return 0;

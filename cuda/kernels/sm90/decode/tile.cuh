@@ -3,6 +3,9 @@
 #include "parameters.cuh"
 #include "common/block_range.cuh"
 
+// Whether both CTAs of a pair have a part of a tile: then the second one gives its own to the first (pair.cuh).
+enum class InPair : int { alone, gives, takes };
+
 // A tile, and the part of it that this CTA has: key blocks [first, last) of the cache. Row r of a sequence and key head
 // is head r % group of query r / group.
 struct Tile {
@@ -14,11 +17,12 @@ struct Tile {
     int length, first_key;     // the sequence's keys are [first_key, length)
     int cache_row;             // which sequence of the cache it is; unused with pages
     int first, last;           // the part's blocks, counted from key 0; equal if there are none
+    InPair in_pair;
     Interval keys;             // those that some row of the tile sees
     // The part as the schedule counts it, from the tile's first block. A tile counts one block at least.
     int counted_blocks;        // of the whole tile
     int part_begin, part_end;
-    int sharers, index;        // CTAs that share the tile, and which of them this one is; not of clusters
+    int sharers, index;        // who shares the tile (partials.cuh), and which of them this CTA is; not of clusters
 
     __device__ bool exists() const { return batch != no_more; }
 };

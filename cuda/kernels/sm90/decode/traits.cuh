@@ -12,7 +12,8 @@
 //   PAGED          1: the cache consists of pages
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
-//   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no clusters
+//   PAIRS          1: CTAs form pairs, whose parts of a tile become one (pair.cuh)
+//   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no such clusters
 //   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
 //   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: append.cu does
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
@@ -38,7 +39,7 @@ struct Traits {
     static constexpr bool paged = PAGED;
     static constexpr bool gathers = BOX == 0;
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
-    static constexpr bool split = SPLIT;
+    static constexpr bool split = SPLIT, pairs = PAIRS;
     static constexpr int cluster = CLUSTER;
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
     // Whether logits are natural; otherwise they are in base 2.
@@ -72,6 +73,10 @@ struct Traits {
     static constexpr bool widens = is_float8 && !by_warps;  // blocks, in shared memory (widen.cuh)
     static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
     static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
+    // What a CTA of a pair gives to the other (pair.cuh): a warp's values, and its statistics, 16 bytes of a lane at a
+    // time.
+    static constexpr int pair_chunks = value_dim / 16 + 1;  // of one row of a lane
+    static constexpr int pair_bytes = pairs ? ceil_div(query_rows, 8) * pair_chunks * 32 * 16 : 0;
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
     // rotate it on its way to its one place.
@@ -86,7 +91,8 @@ struct Traits {
     static_assert(gathers || KEYS % (BOX ? BOX : 1) == 0, "boxes fill a block");
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
     static_assert(!appends || !gathers, "one warp appends and loads");
-    static_assert(!split || cluster == 1, "CTAs that share tiles through global memory form no clusters");
+    static_assert(!split || cluster == 1, "CTAs that share tiles through global memory don't share them in clusters");
+    static_assert(!pairs || (split && query_rows <= 16), "one warp has all rows that a CTA gives to the other");
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
@@ -103,10 +109,11 @@ struct SharedMemory {
     static constexpr int plain_query = gathered_rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
     static constexpr int tiles = plain_query + Traits::tile_stages * Traits::plain_query_bytes;
     static constexpr int warp_parts = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
-    static constexpr int missing = warp_parts + Traits::warp_parts_bytes;
+    static constexpr int pair_partial = warp_parts + Traits::warp_parts_bytes;
+    static constexpr int missing = pair_partial + Traits::pair_bytes;
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
-    static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages);
+    static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages + Traits::pairs);
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile(int tile_stage) const {
@@ -156,4 +163,5 @@ struct SharedMemory {
     __device__ uint32_t empty(int stage) const { return key_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t tile_full(int stage) const { return key_full(stage) + 24 * Traits::stages; }
     __device__ uint32_t tile_empty(int stage) const { return tile_full(stage) + 8 * Traits::tile_stages; }
+    __device__ uint32_t pair_full() const { return tile_full(0) + 16 * Traits::tile_stages; }
 };
