@@ -117,14 +117,16 @@ def test_there_is_room_for_clusters(multiprocessors, cache_dtype):
         made = decode_plan.plan_decode(spec, shapes, device(multiprocessors))
         plan_check.check(made)
         launch, tile = made.launches[0], choose_tile(shapes)
-        sizes.add(launch.cluster)
-        if launch.cluster > 1:
+        cluster = dict(launch.kernel.defines)["CLUSTER"]
+        sizes.add(cluster)
+        if cluster > 1:
             tiles = B * K * math.ceil(4 * T / 64)
-            places = multiprocessors * (tile.ctas_of_sm if launch.cluster == 2 else 1)
-            assert launch.grid[0] == tiles * launch.cluster <= places
-            assert launch.cluster <= 8 or tile.ctas_of_sm == 2
-            parts = min(launch.cluster, splits or launch.cluster)
-            assert math.ceil(S / tile.keys) <= 32 * parts and launch.cluster < 2 * parts
+            places = multiprocessors * (tile.ctas_of_sm if cluster == 2 else 1)
+            assert launch.cluster == cluster
+            assert launch.grid[0] == tiles * cluster <= places
+            assert cluster <= 8 or tile.ctas_of_sm == 2
+            parts = min(cluster, splits or cluster)
+            assert math.ceil(S / tile.keys) <= 32 * parts and cluster < 2 * parts
     assert {1, 2, 4, 8} <= sizes
 
 

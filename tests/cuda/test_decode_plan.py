@@ -247,6 +247,7 @@ def test_scratch_memory_is_bounded(options, monkeypatch):
 def test_few_blocks_take_few_ctas(monkeypatch):
     monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
     assert plan(B=1, S=300, K=2).launches[0].grid == (5, 1, 1)  # of 2 · 5 blocks, two each
+    assert plan(B=1, S=4200, K=1).launches[0].grid == (34, 1, 1)  # 33 for 66 blocks; pairs are whole
     assert plan(B=64, S=4096).launches[0].grid == (2 * H100.sm_count, 1, 1)
 
 

@@ -1,4 +1,4 @@
-"""Tiles of the decode kernel that CTAs share through global memory, run on a CPU."""
+"""Tiles of the decode kernel that CTAs share, in pairs and through global memory, run on a CPU."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from jax_flash._spec import shapes_of
 from jax_flash.cuda.sm90 import decode_division, decode_plan
 from jax_flash.cuda.sm90.decode_tiles import LEAST_SHARE, choose_tile
 
-SOURCE = "sm90/decode/shared_tile.cuh"
+SHARED_TILE, PAIR = "sm90/decode/shared_tile.cuh", "sm90/decode/pair.cuh"
 NO_ARRIVALS = 0xFFB5A7C3E19D0000  # in shared_tile.cuh
 LEAST_FLOAT = np.finfo(np.float32).min  # the maximum of a row that has seen no key
 
@@ -24,15 +24,23 @@ SHARED = (
     CacheCase(S=2600, B=2, N=3, K=1, H=16, T=25, right=0, U=25, alibi="1N"),
     CacheCase(S=2600, B=1, N=2, K=1, H=8, V=24, page=16, num_splits=10, full=True),
     CacheCase(S=2000, B=2, N=2, K=1, H=16, num_splits=11, sinks=True, full=True),
-    CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 partials
-    CacheCase(S=8448, B=1, N=2, K=1, H=8, V=24, full=True, dtype="float16"),  # 33: a node has one
+    CacheCase(S=10200, B=1, N=2, K=1, H=8, full=True),  # 40 CTAs
+    CacheCase(
+        S=8448, B=1, N=2, K=1, H=8, V=24, full=True, dtype="float16"
+    ),  # 33: without pairs, a node has one
+    CacheCase(S=2600, B=2, N=10, K=2, H=16, T=3, full=True),  # up to 32 rows
 )
-PAIR = CacheCase(S=1300, B=1, N=20, K=1, H=16, T=3, full=True)  # more than 32 rows, added up in registers
+TWO = CacheCase(S=1300, B=1, N=20, K=1, H=16, T=3, full=True)  # more than 32 rows, added up in registers
 
 
 @pytest.fixture(autouse=True)
 def no_clusters(monkeypatch):
     monkeypatch.setattr(decode_division, "CLUSTER_SIZES", ())
+
+
+@pytest.fixture
+def no_pairs(monkeypatch):
+    monkeypatch.setattr(decode_division, "MOST_PAIR_ROWS", 0)
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
@@ -42,19 +50,34 @@ def test_tiles_that_many_ctas_share(case, emulator):
         run(case, emulator, 20, resident)
 
 
+@pytest.mark.parametrize("case", (SHARED[0], SHARED[4], SHARED[5]), ids=str)
+def test_tiles_that_many_ctas_share_without_pairs(case, emulator, no_pairs):
+    test_tiles_that_many_ctas_share(case, emulator)
+
+
+@pytest.mark.parametrize("multiprocessors", (1, 3, 7))
+def test_pairs_of_which_the_last_team_is_none(multiprocessors, emulator):
+    """Two CTAs to a team: where their teams are as many as multiprocessors, one is left over."""
+    case = CacheCase(B=3, S=900, N=4, K=2, H=16, left_padding=True)
+    plan = planned(case, Draw(case).operands, multiprocessors)
+    launch = plan.launches[-1]
+    assert launch.cluster == 2 and launch.by_path["division.teams"] == multiprocessors
+    run(case, emulator, multiprocessors, 3)
+
+
 def test_two_ctas_share_a_tile_of_many_rows(emulator):
     for resident in (1, 2):
-        run(PAIR, emulator, 1, resident)
+        run(TWO, emulator, 1, resident)
 
 
 @pytest.mark.exhaustive
-def test_three_levels_of_nodes(emulator):
+def test_three_levels_of_nodes(emulator, no_pairs):
     """All CTAs of a device share a tile."""
     case = CacheCase(S=264 * 256, B=1, N=1, K=1, H=8, full=True)
     assert "arrivals" in run(case, emulator, 132, 20)
 
 
-@pytest.mark.parametrize("case, multiprocessors", [(SHARED[0], 20), (SHARED[4], 20), (PAIR, 1)], ids=str)
+@pytest.mark.parametrize("case, multiprocessors", [(SHARED[0], 20), (SHARED[4], 20), (TWO, 1)], ids=str)
 def test_results_do_not_depend_on_who_is_last(case, multiprocessors, emulator):
     """And neither do they on what was in scratch memory."""
     operands = Draw(case).operands
@@ -76,27 +99,41 @@ def test_results_do_not_depend_on_who_is_last(case, multiprocessors, emulator):
 
 MISTAKES = {
     "a CTA is last too early": (
+        SHARED_TILE,
         SHARED[0],
         """compare_and_swap(count, no_arrivals + others, 0);
             is_last = found == no_arrivals + others;""",
         """compare_and_swap(count, no_arrivals + others - 1, 0);
             is_last = found == no_arrivals + others - 1;""",
     ),
-    "a count keeps its tag": (SHARED[4], "if (is_last) *count = 0;", ""),
-    "a node that has not all writes results": (SHARED[4], "if (node.has_all()) {", "if (true) {"),
+    "a count keeps its tag": (SHARED_TILE, SHARED[4], "if (is_last) *count = 0;", ""),
+    "a node that has not all writes results": (
+        SHARED_TILE,
+        SHARED[4],
+        "if (node.has_all()) {",
+        "if (true) {",
+    ),
     "a sum is not where the next level looks": (
+        SHARED_TILE,
         SHARED[4],
         "row_statistics(first, row, node.level + 1) =",
         "row_statistics(first, row, node.level) =",
     ),
+    "what is given is not rescaled": (
+        PAIR,
+        SHARED[0],
+        "values[1] * own_factor + four.y * factor",
+        "values[1] + four.y",
+    ),
+    "a sum lacks what is given": (PAIR, SHARED[6], " * own_factor + other.y * factor;", " * own_factor;"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(mistake, tmp_path):
     """By what the tests above compare."""
-    case, text, other = MISTAKES[mistake]
-    emulator = KernelEmulator(tmp_path, edits={(SOURCE, text): other})
+    source, case, text, other = MISTAKES[mistake]
+    emulator = KernelEmulator(tmp_path, edits={(source, text): other})
     emulator._sources()  # which has the text
     with pytest.raises(AssertionError):
         for resident in (20, 5, 2, 3, 8, 1):

@@ -25,7 +25,7 @@ larger than `_USUAL_BLOCK_BYTES`. When a second kernel combined partials, that t
 takes for so many (docs/tuning/decode-combining.md). Not tuned since."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
-MOST_PAIR_ROWS = 16
+MOST_PAIR_ROWS = 32
 """Rows of a tile that CTAs in pairs have, at most (cuda/kernels/sm90/decode/pair.cuh)."""
 
 LARGEST_TEAM = 8
@@ -68,7 +68,8 @@ def divide(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) ->
         ctas, whole = _tiles(shapes) * cluster, False
     most_parts = 1 if whole else spec.num_splits or _ANY_PARTS
     split = cluster == 1 and not whole
-    pairs = split and ctas % 2 == 0 and forms_pairs(tile)
+    pairs = split and forms_pairs(tile)
+    ctas += ctas % 2 * pairs  # one that is in no team
     return Division(ctas, cluster, split, pairs, most_parts, LEAST_SHARE, members, teams)
 
 

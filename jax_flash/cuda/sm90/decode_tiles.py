@@ -1,7 +1,6 @@
 """The decode kernel's blocks and stages, and how it loads a cache."""
 
 import dataclasses
-import math
 
 import jax
 
@@ -66,7 +65,7 @@ class DecodeTile:
             query *= _TILE_STAGES
         widened = self.keys * (key_row + value_row) * (self.float8 and not self.by_warps)
         warp_parts = 4 * self.query_rows * (8 + 4 * (self.value_dim + 8)) * self.by_warps
-        pair = (math.ceil(self.query_rows / 8) * (self.value_dim // 16 + 1) * 32 * 16 + 8) * self.pairs
+        pair = (self.query_rows // 8 * (self.value_dim // 16 + 1) * 32 * 16 + 8) * self.pairs
         tiles = _TILE_STAGES * (TILE_BYTES + 2 * 8)
         return query + widened + warp_parts + pair + self.stages * stage + tiles
 

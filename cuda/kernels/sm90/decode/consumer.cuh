@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     while (true) {
         const int stage = tile_ring.stage;
         mbarrier::wait(shared.tile_full(stage), tile_ring.parity);
-        const Tile tile = shared.tile(stage);
+        Tile tile = shared.tile(stage);
         if (!tile.exists()) break;
 
         float out[out_count] = {};
@@ -185,6 +185,8 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
                 attend(call, ring, tile, stage, out, softmax);
             }
         }
+        // Once more, so that no register holds meanwhile what only sharers need.
+        if (Traits::split) tile = shared.tile(stage);
         __syncwarp();
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));
         tile_ring.advance();

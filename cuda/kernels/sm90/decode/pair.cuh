@@ -11,22 +11,23 @@
 
 struct Pair {
     const SharedMemory& shared;
-    const int lane = threadIdx.x % 32;
+    static constexpr int warps = ceil_div(Traits::query_rows, 16);  // that have rows of a tile
+    const int warp = warps > 1 ? threadIdx.x / 32 : 0, lane = threadIdx.x % 32;
 
     // Does its part of this for the tile. Returns whether this CTA has more to do with it. `out` and `softmax` then are
     // those of both parts.
     __device__ __forceinline__ bool join(float (&out)[Traits::value_dim / 2], OnlineSoftmax& softmax,
                                          const Tile& tile) const {
-        const bool has_rows = threadIdx.x < 32;
+        const bool has_rows = threadIdx.x < 32 * warps;
         if (has_rows && tile.in_pair == InPair::gives) give(out, softmax);
         if (has_rows && tile.in_pair == InPair::takes) take(out, softmax);
         return tile.in_pair != InPair::gives;
     }
 
 private:
-    // Where 16 bytes of the lane's row `r` are. The last ones are its statistics.
+    // Where 16 bytes are that a lane has of its row `r`. The last ones are its statistics.
     __device__ __forceinline__ int place(int r, int chunk) const {
-        return SharedMemory::pair_partial + ((r * Traits::pair_chunks + chunk) * 32 + lane) * 16;
+        return SharedMemory::pair_partial + (((2 * warp + r) * Traits::pair_chunks + chunk) * 32 + lane) * 16;
     }
     static constexpr int statistics = Traits::pair_chunks - 1;
 
@@ -45,7 +46,7 @@ private:
     }
 
     __device__ __forceinline__ void take(float (&out)[Traits::value_dim / 2], OnlineSoftmax& softmax) const {
-        if (lane == 0) mbarrier::arrive_expect(shared.pair_full(), Traits::pair_bytes);
+        if (lane == 0 && warp == 0) mbarrier::arrive_expect(shared.pair_full(), Traits::pair_bytes);
         mbarrier::wait(shared.pair_full(), 0);
 #pragma unroll
         for (int r = 0; r < thread_rows; ++r) {

@@ -73,10 +73,9 @@ struct Traits {
     static constexpr bool widens = is_float8 && !by_warps;  // blocks, in shared memory (widen.cuh)
     static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
     static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
-    // What a CTA of a pair gives to the other (pair.cuh): a warp's values, and its statistics, 16 bytes of a lane at a
-    // time.
-    static constexpr int pair_chunks = value_dim / 16 + 1;  // of one row of a lane
-    static constexpr int pair_bytes = pairs ? ceil_div(query_rows, 8) * pair_chunks * 32 * 16 : 0;
+    // What a CTA of a pair gives to the other (pair.cuh), in 16 bytes: each lane's of each eight rows.
+    static constexpr int pair_chunks = value_dim / 16 + 1;
+    static constexpr int pair_bytes = pairs ? query_rows / 8 * pair_chunks * 32 * 16 : 0;
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
     // rotate it on its way to its one place.
@@ -92,7 +91,7 @@ struct Traits {
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
     static_assert(!appends || !gathers, "one warp appends and loads");
     static_assert(!split || cluster == 1, "CTAs that share tiles through global memory don't share them in clusters");
-    static_assert(!pairs || (split && query_rows <= 16), "one warp has all rows that a CTA gives to the other");
+    static_assert(!pairs || split, "pairs are of CTAs that share tiles through global memory");
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
