@@ -6,7 +6,8 @@
 //
 // A row has a call and how it is read: by boxes of `rows` keys and `panel` bytes, by `per_sm` CTAs on a multiprocessor
 // that have up to `kb` KiB in flight together. CTAs have equal shares of the sequence (batch, head, block). With
-// `heads_together` adjacent CTAs have the heads of a share of (batch, block). `l2` is the size that the tensor map has
+// `heads_together` adjacent CTAs have the heads of a share of (batch, block); if blocks are `dealt` too, more adjacent
+// CTAs have such a share, each every second (fourth, …) block of it. `l2` is the size that the tensor map has
 // L2 fetch, 0 for none; `evict_first` is a hint to L2. Rows of another kind read or copy an array by plain loads. Times
 // are of CUDA events around eight launches, the median of seven.
 #include <cuda.h>
@@ -35,7 +36,7 @@ struct Call {
     int batch, keys, heads, head_bytes;
 };
 struct Pattern {
-    int rows, per_sm, heads_together, panel, kb, evict_first, l2;
+    int rows, per_sm, heads_together, panel, kb, evict_first, l2, dealt = 1;
 };
 
 __device__ uint32_t shared_address(const void* pointer) {
@@ -79,10 +80,12 @@ __global__ void read_blocks(const __grid_constant__ CUtensorMap key, const __gri
 
     const int blocks = call.keys / pattern.rows, together = pattern.heads_together ? call.heads : 1;
     const int total = call.batch * (call.heads / together) * blocks;
-    const int shares = gridDim.x / together, own = blockIdx.x / together;
+    const int dealt = pattern.dealt, members = together * dealt, column = blockIdx.x % members / together;
+    const int shares = gridDim.x / members, own = blockIdx.x / members;
     if (own >= shares) return;
     const int share = (total + shares - 1) / shares;
-    const int begin = min(own * share, total), count = 2 * (min(begin + share, total) - begin);
+    const int begin = min(own * share, total) + column, end = min(own * share + share, total);
+    const int count = 2 * max((end - begin + dealt - 1) / dealt, 0);
     const int box_bytes = pattern.rows * call.head_bytes;
     int block = begin % blocks, head = together > 1 ? blockIdx.x % together : begin / blocks % call.heads;
     int row = begin / blocks / (call.heads / together) * call.keys + block * pattern.rows;
@@ -97,10 +100,9 @@ __global__ void read_blocks(const __grid_constant__ CUtensorMap key, const __gri
         }
         if (++stage_to_load == stages) stage_to_load = 0;
         if (!is_value) return;
-        row += pattern.rows;
-        if (++block < blocks) return;
+        row += dealt * pattern.rows;
+        if (together == call.heads || ++block < blocks) return;
         block = 0;
-        if (together > 1) return;
         if (++head < call.heads)
             row -= call.keys;
         else
@@ -190,9 +192,9 @@ void measure(const Call& call, const Pattern& pattern, void* key, void* value, i
     });
     std::printf(
         ",\n{\"case\": \"%s\", \"rows\": %d, \"per_sm\": %d, \"heads_together\": %d, \"panel\": %d, \"kb\": %d, "
-        "\"evict_first\": %d, \"l2\": %d, ",
+        "\"evict_first\": %d, \"l2\": %d, \"dealt\": %d, ",
         call.name, pattern.rows, pattern.per_sm, pattern.heads_together, pattern.panel, pattern.kb, pattern.evict_first,
-        pattern.l2);
+        pattern.l2, pattern.dealt);
     print_rate(2.0 * call.batch * call.keys * call.heads * call.head_bytes, us);
 }
 
@@ -251,6 +253,16 @@ int main(int, char** arguments) {
                         measure(call, {64, per_sm, together, 256, 200, 0, l2}, key, value, device.multiProcessorCount);
                 }
             }
+        }
+    }
+    const Call with_few_heads[] = {{"b16 s8192 h8 256B", 16, 8192, 8, 256}, {"b32 s8192 h4 256B", 32, 8192, 4, 256},
+                                   {"b64 s8192 h2 256B", 64, 8192, 2, 256}, {"b128 s8192 h1 256B", 128, 8192, 1, 256},
+                                   {"b16 s8192 h2 256B", 16, 8192, 2, 256}, {"b4 s8192 h8 256B", 4, 8192, 8, 256}};
+    for (const Call& call : with_few_heads) {
+        for (int dealt : {1, 2, 4, 8}) {
+            if (call.heads * dealt > 8) continue;
+            for (int rows : {64, 128})
+                measure(call, {rows, 2, 1, 128, 128, 0, 128, dealt}, key, value, device.multiProcessorCount);
         }
     }
     std::printf("\n]}\n");

@@ -20,6 +20,8 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("NPROC", "2")  # of XLA's threads on the CPU, where yardsticks are computed
+# Without this, XLA compiles and times many versions of each matrix product of the yardsticks.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
