@@ -141,8 +141,9 @@ def test_mistakes_are_found(mistake, tmp_path):
             run(case, emulator, 20, resident)
 
 
-# 66 blocks for each tile; 17 teams. Shares of 32 blocks become 33.
-ALIGNED = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
+# 66 and 132 blocks for each tile; 17 teams. Shares of 32 blocks become 33.
+HALVES = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
+QUARTERS = CacheCase(B=4, S=132 * 128, N=2, K=2, H=16, full=True)
 
 
 UNEQUAL = CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0)
@@ -155,7 +156,9 @@ UNEQUAL = CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0)
         (UNEQUAL, 7, True),
         (dataclasses.replace(UNEQUAL, num_splits=2), 7, False),
         (dataclasses.replace(UNEQUAL, num_splits=2), 7, True),
-        (ALIGNED, 17, False),  # in pairs, no partial would go through global memory
+        (HALVES, 17, False),  # in pairs, no partial would go through global memory
+        (QUARTERS, 17, False),
+        (QUARTERS, 17, True),
     ],
     ids=str,
 )
@@ -190,7 +193,10 @@ def test_kernel_has_this_schedule(case, multiprocessors, paired, emulator, monke
             here = expected[part.partial]  # of a pair, both CTAs'
             most, before = (LEAST_FLOAT, 0) if np.isnan(here[0]) else here
             expected[part.partial] = (0, before + seen) if part.begin < part.end else (most, before)
-            if case == ALIGNED:
-                assert (part.sharers, part.end - part.begin) == (2, 33)
+            if case in (HALVES, QUARTERS):
+                assert (part.sharers, part.end - part.begin) == (
+                    4 if case == QUARTERS and not paired else 2,
+                    33,
+                )
     assert np.isfinite(expected).any()
     np.testing.assert_array_equal(statistics[:, 0, 0], expected)  # of the first row

@@ -65,8 +65,11 @@ def boundary(offset: int, counted_blocks: int, max_parts: int) -> int:
 
 
 def aligned(share: int, tile_blocks: int) -> int:
-    """The share that has whole tiles, or half a tile, if it isn't much larger."""
-    unit = tile_blocks // 2 if tile_blocks % 2 == 0 and 2 * share <= tile_blocks else tile_blocks
+    """The share that has whole tiles, or half a tile or a quarter, if it isn't much larger."""
+    unit = tile_blocks
+    for _ in range(2):
+        if unit % 2 == 0 and 2 * share <= unit:
+            unit //= 2
     found = math.ceil(share / unit) * unit
     return found if found - share <= min(share // 32, 2) else share
 

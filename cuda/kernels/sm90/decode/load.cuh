@@ -39,11 +39,12 @@ __device__ __forceinline__ void sync_producer() {
 // wait for long.
 __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile) {
     constexpr int row_chunks = Traits::head_dim / 8;
+    constexpr int at_once = Traits::query_rows > 8 ? 4 : 1;  // of few rows, more would take longer
     const SharedMemory& shared = call.shared;
     const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;
     mbarrier::wait(shared.tile_empty(stage), ring.parity ^ 1);
     if (tile.exists() && tile.first < tile.last) {
-#pragma unroll 1
+#pragma unroll at_once
         for (int i = thread; i < tile.rows * row_chunks; i += Traits::producer_threads) {
             const int index = i / row_chunks, chunk = i % row_chunks;
             const Row row(call.shape, tile, index);

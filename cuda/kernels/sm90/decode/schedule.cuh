@@ -2,8 +2,8 @@
 //
 // The key blocks of all tiles form one sequence: by batch row, group of key heads, tile of rows, and block. Each team
 // of CTAs has an equal share of it, so that lengths may differ as they like. If all tiles are alike, the share is
-// rounded up to whole or half tiles (aligned_share). Where a boundary between shares falls inside of a tile, CTAs share
-// the tile (partials.cuh). If the plan limits into how many parts a tile is split, boundaries move to the next place
+// rounded up to whole, half or quarter tiles (aligned_share). Where a boundary between shares falls inside of a tile,
+// CTAs share the tile (partials.cuh). If the plan limits into how many parts a tile is split, boundaries move to the next place
 // where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some CTA writes
 // its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
 //
@@ -54,12 +54,15 @@ __device__ __forceinline__ int count_head_blocks(const Shape& shape, const Seque
     return blocks;
 }
 
-// Rounds up the share, where all tiles count as many blocks: to whole tiles, or to half a tile. CTAs then leave fewer
-// partials, or none. If the share would grow by more than a 32nd, or by more than two blocks, it stays: more would cost
+// Rounds up the share, where all tiles count as many blocks: to whole tiles, or to half a tile or a quarter. CTAs then
+// have parts of fewer tiles, and leave fewer partials, or none. If the share would grow by more than a 32nd, or by more than two blocks, it stays: more would cost
 // more than it saves (docs/tuning/decode-combining.md).
 __device__ __forceinline__ int aligned_share(int share, int tile_blocks) {
-    const bool halves = tile_blocks % 2 == 0 && 2 * share <= tile_blocks;
-    const int unit = halves ? tile_blocks / 2 : tile_blocks;
+    int unit = tile_blocks;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (unit % 2 == 0 && 2 * share <= unit) unit /= 2;
+    }
     const int aligned = ceil_div(share, unit) * unit;
     return aligned - share <= min(share / 32, 2) ? aligned : share;
 }
