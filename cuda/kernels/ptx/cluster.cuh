@@ -53,8 +53,8 @@ __device__ __forceinline__ float4 load4(uint32_t address) {
 // Writes 16 bytes to the shared memory of any CTA of the cluster, in which `barrier` is, too, and counts them there.
 __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t barrier) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+            "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
         : "memory");
 }
 

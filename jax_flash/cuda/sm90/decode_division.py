@@ -21,8 +21,8 @@ half a microsecond for each, even if other CTAs read nothing (docs/tuning/decode
 one long sequence among short ones would take long."""
 MOST_WHOLE_BLOCKS = 8
 """Blocks of a tile that one CTA has for itself, at most, where there are no clusters; fewer if blocks are
-larger than `_USUAL_BLOCK_BYTES`. When a second kernel combined partials, that took about as long as a CTA
-takes for so many (docs/tuning/decode-combining.md). Not tuned since."""
+larger than `_USUAL_BLOCK_BYTES`. If CTAs share such tiles, calls take up to 4% longer
+(docs/tuning/decode-combining.md)."""
 _USUAL_BLOCK_BYTES = 32 << 10
 
 MOST_PAIR_ROWS = 32
@@ -42,9 +42,9 @@ class Division:
     """How CTAs divide tiles: clusters have one each, or teams have equal shares of all blocks."""
 
     ctas: int
-    cluster: int  # CTAs of a cluster; 1: there are none
+    cluster: int  # CTAs of a cluster that has a tile for itself; 1: no cluster has
     split: bool  # CTAs may share a tile through global memory, where the last one combines what they leave
-    pairs: bool  # CTAs form pairs, in which one leaves for both
+    pairs: bool  # CTAs form clusters of two, which leave one partial together
     most_parts: int  # of a tile
     least_share: int  # blocks of a CTA
     team_size: int
@@ -52,7 +52,7 @@ class Division:
 
     @property
     def sharers(self) -> int:
-        """Who may leave something: CTAs, or pairs of them."""
+        """Who may leave partials: CTAs, or pairs of them."""
         return self.team_size * math.ceil(self.teams / 2) if self.pairs else self.ctas
 
 

@@ -1,4 +1,5 @@
-// Copies by TMA, in bulk and by threads, and asynchronous stores: each happens at some moment between its issue and the wait for it.
+// Copies by TMA, in bulk and by threads, and asynchronous stores: each happens at some moment between its issue and the
+// wait for it.
 #include <array>
 #include <cstring>
 #include <utility>

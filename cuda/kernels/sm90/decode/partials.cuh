@@ -18,8 +18,8 @@ struct TeamMember {
     int team, member;
 };
 
-// This CTA's. In a pair (pair.cuh), neighbours are in teams 2j and 2j + 1. Where the number of teams is odd, the CTAs of
-// the last one have no partner; if CTAs would be odd then, there is one more, which has no share.
+// This CTA's. The CTAs of a pair (pair.cuh) are neighbours, in teams 2j and 2j + 1. If the number of teams is odd, the
+// CTAs of the last one form no pairs. If the number of CTAs would be odd, too, there is one more, without a share.
 __device__ __forceinline__ TeamMember own_team(const Division& division) {
     const int cta = blockIdx.x, size = division.team_size;
     if (Traits::pairs && cta < division.teams / 2 * 2 * size) return {cta / (2 * size) * 2 + cta % 2, cta / 2 % size};

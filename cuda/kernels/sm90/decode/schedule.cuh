@@ -3,9 +3,9 @@
 // The key blocks of all tiles form one sequence: by batch row, group of key heads, tile of rows, and block. Each team
 // of CTAs has an equal share of it, so that lengths may differ as they like. If all tiles are alike, the share is
 // rounded up to whole, half or quarter tiles (aligned_share). Where a boundary between shares falls inside of a tile,
-// CTAs share the tile (partials.cuh). If the plan limits into how many parts a tile is split, boundaries move to the next place
-// where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some CTA writes
-// its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
+// CTAs share the tile (partials.cuh). If the plan limits into how many parts a tile is split, boundaries move to the
+// next place where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some
+// CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
 //
 // A team is adjacent CTAs, as many as a group has key heads. They go through the team's share together, each with one
 // head of the group. A cache has the heads of a key side by side, and memory serves neighbours faster than pieces that
@@ -55,8 +55,8 @@ __device__ __forceinline__ int count_head_blocks(const Shape& shape, const Seque
 }
 
 // Rounds up the share, where all tiles count as many blocks: to whole tiles, or to half a tile or a quarter. CTAs then
-// have parts of fewer tiles, and leave fewer partials, or none. If the share would grow by more than a 32nd, or by more than two blocks, it stays: more would cost
-// more than it saves (docs/tuning/decode-combining.md).
+// have parts of fewer tiles, and leave fewer partials, or none. If the share would grow by more than a 32nd, or by more
+// than two blocks, it stays: more would cost more than it saves (docs/tuning/decode-combining.md).
 __device__ __forceinline__ int aligned_share(int share, int tile_blocks) {
     int unit = tile_blocks;
 #pragma unroll
