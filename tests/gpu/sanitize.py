@@ -177,6 +177,7 @@ CACHE_GROUPS = {
         CacheCase(U=1, rotary=64),
         CacheCase(T=5, U=2, right=0, left=40, soft_cap=2.0, rotary=32, rotary_interleaved=True, S=300),
         CacheCase(S=900, B=2, N=8, K=1, H=128, U=1, full=True),  # several CTAs share tiles
+        CacheCase(S=2000, B=2, N=10, K=1, T=3, full=True),  # in pairs, 30 rows
         CacheCase(S=900, B=2, N=2, K=1, H=256, num_splits=2, sinks=True),
         CacheCase(S=900, B=2, N=2, K=1, V=256, num_splits=1, dtype="float16"),
         CacheCase(T=4, U=2, H=40, V=24, layers=2, alibi="BN", left_padding=True, batch_index=True),

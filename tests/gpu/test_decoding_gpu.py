@@ -72,6 +72,7 @@ LARGE = {
     "wide heads": CacheCase(B=4, S=4000, N=16, K=2, H=256, U=1),
     "wide values": CacheCase(B=4, S=4000, N=16, K=2, H=64, V=256, U=1),
     "speculative": CacheCase(B=8, S=4096, N=32, K=8, H=128, T=8, U=8, right=0, rotary=128),
+    "speculative, in pairs": CacheCase(B=8, S=4096, N=32, K=8, H=128, T=8, U=8, right=0, full=True),
     "window": CacheCase(B=8, S=8192, N=8, K=2, H=128, U=1, left=1000, right=0),
     "8 bits": CacheCase(B=8, S=8192, N=32, K=8, H=128, U=1, rotary=128, float8=True, descales=True),
     "8 bits in pages": CacheCase(B=12, S=4096, N=8, K=1, H=64, U=1, page=16, float8=True, descales=True),

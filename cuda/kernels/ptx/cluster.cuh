@@ -50,7 +50,8 @@ __device__ __forceinline__ float4 load4(uint32_t address) {
     return x;
 }
 
-// Writes 16 bytes to the shared memory of any CTA of the cluster, in which `barrier` is, too, and counts them there.
+// Writes 16 bytes, aligned, to the shared memory of any CTA of the cluster, without waiting. `barrier`, in the same
+// CTA, counts them.
 __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t barrier) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::

@@ -9,7 +9,8 @@ __device__ __forceinline__ void init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the async proxy, before the CTA's first use of them by TMA.
+// Makes initialised barriers visible to the async proxy and to the cluster, before they are first used by TMA or by
+// other CTAs.
 __device__ __forceinline__ void fence_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -25,7 +26,7 @@ __device__ __forceinline__ void arrive_in_cluster(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and makes the phase wait for `bytes` more of TMA traffic.
+// Arrives, and makes the phase wait for `bytes` more, of TMA or of asynchronous stores.
 __device__ __forceinline__ void arrive_expect(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -52,7 +52,7 @@ class Division:
 
     @property
     def sharers(self) -> int:
-        """Who may leave partials: CTAs, or pairs of them."""
+        """How many may leave partials: CTAs, or pairs of them."""
         return self.team_size * math.ceil(self.teams / 2) if self.pairs else self.ctas
 
 
@@ -63,18 +63,18 @@ def divide(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Device) ->
     members = team_size(cache_sizes(shapes).K, ctas)
     teams, ctas = ctas // members, ctas - ctas % members
     cluster = cluster_size(spec, shapes, tile, device)
-    whole = ctas == 1 or keeps_tiles_whole(spec, shapes, tile)
+    whole = teams == 1 or keeps_tiles_whole(spec, shapes, tile)
     if cluster > 1:
         ctas, whole = _tiles(shapes) * cluster, False
     most_parts = 1 if whole else spec.num_splits or _ANY_PARTS
     split = cluster == 1 and not whole
     pairs = split and forms_pairs(tile)
-    ctas += ctas % 2 * pairs  # one that is in no team
+    ctas += ctas % 2 * pairs  # the partner of an odd one, in no team
     return Division(ctas, cluster, split, pairs, most_parts, LEAST_SHARE, members, teams)
 
 
 def forms_pairs(tile: DecodeTile) -> bool:
-    """Whether CTAs that may share a tile form pairs."""
+    """Whether CTAs that may share a tile form pairs: with few rows, and room for what one gives."""
     return tile.query_rows <= MOST_PAIR_ROWS and dataclasses.replace(tile, pairs=True).fits
 
 

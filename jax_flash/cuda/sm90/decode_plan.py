@@ -60,7 +60,7 @@ DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
     "Division",
     max_parts="int32_t",  # of a tile
     least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
-    team_size="int32_t",  # CTAs side by side, each with a key head of its own
+    team_size="int32_t",  # CTAs that go through the same keys, each with a key head of its own
     teams="int32_t",
 )
 

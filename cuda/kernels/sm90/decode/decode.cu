@@ -1,15 +1,16 @@
 // Attention on a key-value cache for Hopper: few queries of each sequence, and many keys.
 //
 // The kernel reads the cache once, and that is what it costs. Persistent CTAs, two on a multiprocessor if there is
-// room, have equal shares of all key blocks (schedule.cuh), or, in clusters, one part of one tile. Their warps have two
-// roles:
+// room, have equal shares of all key blocks (schedule.cuh), or, where tiles are few, a part of one tile. Their warps
+// have two roles:
 //
 //   consumers  consumer.cuh  a warpgroup computes tiles of up to 64 rows: queries times the query heads of one key head
 //   producer   load.cuh      keeps a ring of stages full of K and V, by TMA in a warp, or by more threads; a warp also
 //                            appends new keys and values, if they are few (appended_keys.cuh)
 //
-// CTAs that share a tile leave partials, which the last of them combines (shared_tile.cuh); or they form a cluster and
-// combine them through shared memory (cluster_parts.cuh).
+// CTAs that may share tiles form pairs, each of which makes one part of a tile of its two (pair.cuh). The last of the
+// tile's sharers combines what they leave (shared_tile.cuh). Where tiles are few, each has a cluster of CTAs instead,
+// which combine their parts through shared memory (cluster_parts.cuh).
 //
 // If a kernel of its own appends (append.cu), it has waited for all kernels ahead of it before this one starts. So this
 // one waits for it only where it reads what that one writes, and at its end, so that kernels behind it needn't know.
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         mbarrier::fence_init();
     }
     if constexpr (Traits::pairs) {
-        cluster::sync();  // the other CTA has its barrier
+        cluster::sync();  // the other CTA's barrier is there
     } else {
         __syncthreads();
     }

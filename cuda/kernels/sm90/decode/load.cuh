@@ -39,7 +39,7 @@ __device__ __forceinline__ void sync_producer() {
 // wait for long.
 __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile) {
     constexpr int row_chunks = Traits::head_dim / 8;
-    constexpr int at_once = Traits::query_rows > 8 ? 4 : 1;  // of few rows, more would take longer
+    constexpr int at_once = Traits::query_rows > 8 ? 4 : 1;  // chunks of a lane; with up to eight rows it has few
     const SharedMemory& shared = call.shared;
     const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;
     mbarrier::wait(shared.tile_empty(stage), ring.parity ^ 1);

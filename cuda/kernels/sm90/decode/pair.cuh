@@ -1,9 +1,9 @@
 // Pairs of CTAs: clusters of two, whose shares of the blocks are next to each other (partials.cuh).
 //
-// If a tile goes across the boundary of these shares, the second CTA attends to the end of it first of all, and the
-// first CTA to what lies ahead of that last of all. So the second stores what it made in the first one's shared memory,
-// and ends when it likes; the first adds it to its own, and seldom has to wait. To other CTAs the two are one sharer of
-// the tile. If there is no other, no partial goes through global memory.
+// If a tile goes across the boundary of these shares, the second CTA attends to its part of it first of all, and the
+// first CTA to its own last of all. So the second stores what it made in the first one's shared memory, and goes on;
+// the first adds it to its own, and seldom has to wait for long. To other CTAs the two are one sharer of the tile. If
+// there is no other sharer, no partial goes through global memory.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -14,8 +14,8 @@ struct Pair {
     static constexpr int warps = ceil_div(Traits::query_rows, 16);  // that have rows of a tile
     const int warp = warps > 1 ? threadIdx.x / 32 : 0, lane = threadIdx.x % 32;
 
-    // Does its part of this for the tile. Returns whether this CTA has more to do with it. `out` and `softmax` then are
-    // those of both parts.
+    // Gives this CTA's part of the tile to the other, or adds the other's to it, or does neither. Returns false if the
+    // part was given away.
     __device__ __forceinline__ bool join(float (&out)[Traits::value_dim / 2], OnlineSoftmax& softmax,
                                          const Tile& tile) const {
         const bool has_rows = threadIdx.x < 32 * warps;
@@ -25,7 +25,7 @@ struct Pair {
     }
 
 private:
-    // Where 16 bytes are that a lane has of its row `r`. The last ones are its statistics.
+    // Where chunk `chunk` of this lane's row `r` is. The last chunk is the row's maximum and the lane's sum.
     __device__ __forceinline__ int place(int r, int chunk) const {
         return SharedMemory::pair_partial + (((2 * warp + r) * Traits::pair_chunks + chunk) * 32 + lane) * 16;
     }

@@ -1,5 +1,5 @@
-// Parts of a tile that several CTAs share (schedule.cuh). Each leaves its partial in scratch memory, and the last one
-// adds them up (shared_tile.cuh).
+// Parts of a tile that several CTAs share (schedule.cuh). Each sharer, a CTA or a pair, leaves its partial in scratch
+// memory, and the last one adds them up (shared_tile.cuh).
 #pragma once
 #include "ptx/global.cuh"
 #include "sm90/decode/traits.cuh"
@@ -26,18 +26,19 @@ __device__ __forceinline__ TeamMember own_team(const Division& division) {
     return {cta / size, cta % size};
 }
 
-// Who shares tiles: CTAs, or pairs of them.
+// CTAs of a sharer.
 constexpr int sharer_ctas = Traits::pairs ? 2 : 1;
 
-// The place in scratch memory of the sharer that this CTA is, or is in: those that have the same heads, of all teams,
-// are next to one another.
+// The place in scratch memory of the sharer that this CTA is, or is in. Sharers that have the same heads are next to
+// one another, in the order of their teams.
 __device__ __forceinline__ int own_place(const Division& division) {
     const TeamMember own = own_team(division);
     return own.member * ceil_div(division.teams, sharer_ctas) + own.team / sharer_ctas;
 }
 
 // The number of a partial, by its sharer's place. A sharer has two slots. Slot 0 is for its part of a tile that began
-// in an earlier share, slot 1 for its part of the tile that begins in its share and goes on in the next.
+// in an earlier share, slot 1 for its part of the tile that begins in its share and goes on in the next. A pair's share
+// is those of both CTAs.
 __device__ __forceinline__ int partial_at(int place, bool is_first) { return 2 * place + is_first; }
 
 // The same of a sharer of a tile, from the place of the first one.

@@ -7,9 +7,9 @@
 // next place where that many equal parts meet. A tile counts as many blocks as it visits, at least one, so that some
 // CTA writes its rows. All tiles together count fewer than 2^30 blocks (decode_division.py).
 //
-// A team is adjacent CTAs, as many as a group has key heads. They go through the team's share together, each with one
-// head of the group. A cache has the heads of a key side by side, and memory serves neighbours faster than pieces that
-// lie far apart (docs/tuning/decode.md).
+// A team has as many CTAs as a group has key heads: neighbours, or, where CTAs form pairs, every second one of twice as
+// many (own_team). They go through the team's share together, each with one head of the group. A cache has the heads of
+// a key side by side, and memory serves neighbours faster than pieces that lie far apart (docs/tuning/decode.md).
 //
 // tests/support/decode_schedule.py has the same arithmetic in Python.
 #pragma once
@@ -163,7 +163,7 @@ struct Schedule {
 private:
     static constexpr int no_limit = 0x7fffffff;
 
-    // Notes who shares a tile, if as many teams ahead of this one have a part of it, and as many behind it.
+    // Notes who shares a tile of which `ahead` teams before this one have parts, and `behind` teams after it.
     __device__ __forceinline__ void note_sharers(Tile& found, int ahead, int behind) const {
         const int first = (team - ahead) / sharer_ctas, last = (team + behind) / sharer_ctas;
         found.index = team / sharer_ctas - first, found.sharers = last - first + 1;

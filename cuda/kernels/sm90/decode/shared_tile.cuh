@@ -1,4 +1,5 @@
-// Tiles that CTAs share through global memory: each leaves a partial (partials.cuh), and the last one adds them up.
+// Tiles that CTAs share through global memory: each leaves a partial (partials.cuh), and the last one adds them up. One
+// CTA of a pair does so for both.
 //
 // Nodes of several partials do so, where many CTAs share a tile: who is last at a node, of the CTAs that have its
 // partials, adds them up and arrives at the node above, until a node has all. Results don't depend on who is last, as a
@@ -50,8 +51,8 @@ struct SharedTile {
     __device__ __forceinline__ SharedTile(const ConsumerCall& call, const Tile& tile)
         : call(call), tile(tile), first_place(own_place(call.division) - tile.index), node(tile.sharers, tile.index) {}
 
-    // Leaves what this CTA made of its part. Returns whether the accumulators then are the whole tile's, so that their
-    // rows are to be written; if not, another CTA writes them, or this one has.
+    // Leaves what this CTA, or its pair, made of its part. Returns whether the accumulators then are the whole tile's,
+    // so that their rows are to be written; if not, another CTA writes them, or this one has.
     __device__ __forceinline__ bool combine(float (&out)[Traits::value_dim / 2], OnlineSoftmax& softmax) {
         if (tile.sharers == 1) return true;
         write_partial(out, softmax, call.partials, partial_of(tile.index), tile);

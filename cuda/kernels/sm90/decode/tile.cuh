@@ -3,7 +3,8 @@
 #include "parameters.cuh"
 #include "common/block_range.cuh"
 
-// Whether both CTAs of a pair have a part of a tile: then the second one gives its own to the first (pair.cuh).
+// What a CTA does with its part of a tile if the other one of its pair has one, too: the second gives it, the first
+// takes the other's (pair.cuh). Otherwise it is alone.
 enum class InPair : int { alone, gives, takes };
 
 // A tile, and the part of it that this CTA has: key blocks [first, last) of the cache. Row r of a sequence and key head
@@ -22,7 +23,7 @@ struct Tile {
     // The part as the schedule counts it, from the tile's first block. A tile counts one block at least.
     int counted_blocks;        // of the whole tile
     int part_begin, part_end;
-    int sharers, index;        // who shares the tile (partials.cuh), and which of them this CTA is; not of clusters
+    int sharers, index;        // how many share it (partials.cuh), and which this CTA is, or is in; not of clusters
 
     __device__ bool exists() const { return batch != no_more; }
 };

@@ -73,7 +73,7 @@ struct Traits {
     static constexpr bool widens = is_float8 && !by_warps;  // blocks, in shared memory (widen.cuh)
     static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
     static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
-    // What a CTA of a pair gives to the other (pair.cuh), in 16 bytes: each lane's of each eight rows.
+    // What a CTA of a pair gives to the other (pair.cuh): of each eight rows, each lane has so many chunks of 16 bytes.
     static constexpr int pair_chunks = value_dim / 16 + 1;
     static constexpr int pair_bytes = pairs ? query_rows / 8 * pair_chunks * 32 * 16 : 0;
     static constexpr int tile_stages = 2;
@@ -91,7 +91,7 @@ struct Traits {
     static_assert(boxes <= 32, "each lane of the producer warp copies one box");
     static_assert(!appends || !gathers, "one warp appends and loads");
     static_assert(!split || cluster == 1, "CTAs that share tiles through global memory don't share them in clusters");
-    static_assert(!pairs || split, "pairs are of CTAs that share tiles through global memory");
+    static_assert(!pairs || split, "CTAs that share no tiles form no pairs");
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
