@@ -57,7 +57,7 @@ def test_tiles_that_many_ctas_share_without_pairs(case, emulator, no_pairs):
     test_tiles_that_many_ctas_share(case, emulator)
 
 
-@pytest.mark.parametrize("multiprocessors", (3, 5, 7))
+@pytest.mark.parametrize("multiprocessors", (3, 7))
 def test_pairs_of_an_odd_number_of_teams(multiprocessors, emulator):
     """CTAs of the last team form no pairs."""
     case = CacheCase(B=3, S=900, N=4, K=2, H=16, left_padding=True)
