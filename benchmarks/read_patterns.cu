@@ -6,8 +6,8 @@
 //
 // A row has a call and how it is read: by boxes of `rows` keys and `panel` bytes, by `per_sm` CTAs on a multiprocessor
 // that have up to `kb` KiB in flight together. CTAs have equal shares of the sequence (batch, head, block). With
-// `heads_together` adjacent CTAs have the heads of a share of (batch, block); if blocks are `dealt` too, more adjacent
-// CTAs have such a share, each every second (fourth, …) block of it. `l2` is the size that the tensor map has
+// `heads_together` adjacent CTAs have the heads of a share of (batch, block); `dealt` times as
+// many CTAs have such a share, and each reads every `dealt`-th block of it. `l2` is the size that the tensor map has
 // L2 fetch, 0 for none; `evict_first` is a hint to L2. Rows of another kind read or copy an array by plain loads. Times
 // are of CUDA events around eight launches, the median of seven.
 #include <cuda.h>

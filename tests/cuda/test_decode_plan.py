@@ -512,7 +512,7 @@ def of_source(kernel: Kernel) -> set:
 
 
 def bytes_spilled(defines: dict) -> int:
-    """At most, by a thread: of blocks of 128 keys with all that changes logits, six registers."""
+    """The most that a thread may spill. With 128 keys and all that changes logits, that is six registers."""
     has_all = all(defines.get(name) for name in ("SOFT_CAP", "ALIBI", "SCORE_MOD"))
     return 24 if has_all and defines["KEYS"] == 128 else 0
 

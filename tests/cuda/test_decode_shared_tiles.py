@@ -146,8 +146,6 @@ def test_mistakes_are_found(mistake, tmp_path):
 # 66 and 132 blocks for each tile; 17 teams. Shares of 32 blocks become 33.
 HALVES = CacheCase(B=8, S=66 * 128, N=2, K=2, H=16, full=True)
 QUARTERS = CacheCase(B=4, S=132 * 128, N=2, K=2, H=16, full=True)
-
-
 UNEQUAL = CacheCase(B=5, S=900, N=2, K=2, H=16, left_padding=True, right=0)
 
 
@@ -196,9 +194,7 @@ def test_kernel_has_this_schedule(case, multiprocessors, paired, emulator, monke
             most, before = (LEAST_FLOAT, 0) if np.isnan(here[0]) else here
             expected[part.partial] = (0, before + seen) if part.begin < part.end else (most, before)
             if case in (HALVES, QUARTERS):
-                assert (part.sharers, part.end - part.begin) == (
-                    4 if case == QUARTERS and not paired else 2,
-                    33,
-                )
+                sharers = 4 if case == QUARTERS and not paired else 2
+                assert (part.sharers, part.end - part.begin) == (sharers, 33)
     assert np.isfinite(expected).any()
     np.testing.assert_array_equal(statistics[:, 0, 0], expected)  # of the first row

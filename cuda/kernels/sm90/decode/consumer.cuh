@@ -185,7 +185,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
                 attend(call, ring, tile, stage, out, softmax);
             }
         }
-        // Once more: so no register holds, while blocks are computed, what only the end of a shared tile needs.
+        // Read again: so no register holds, while blocks are computed, what only the end of a shared tile needs.
         if (Traits::split) tile = shared.tile(stage);
         __syncwarp();
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));

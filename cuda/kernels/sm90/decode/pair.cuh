@@ -25,7 +25,8 @@ struct Pair {
     }
 
 private:
-    // Where chunk `chunk` of this lane's row `r` is. The last chunk is the row's maximum and the lane's sum.
+    // Where chunk `chunk` of this lane's row `r` is: the row's four of eight accumulators (row_of). The last chunk is
+    // the row's maximum and the lane's sum.
     __device__ __forceinline__ int place(int r, int chunk) const {
         return SharedMemory::pair_partial + (((2 * warp + r) * Traits::pair_chunks + chunk) * 32 + lane) * 16;
     }
