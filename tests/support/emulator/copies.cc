@@ -133,6 +133,7 @@ void store_async(uint32_t address, float4 x, uint32_t barrier) {
     if (cta->bulk.count(threadIdx.x) || cta->copies.count(threadIdx.x)) {
         emulator::fail("an asynchronous store by a thread that copies");  // see races.cc
     }
+    cta->stores_async.insert(threadIdx.x);
     const races::Operation store = races::store_of_thread(__builtin_return_address(0));
     races::writes(store, cta_at(address), address & 0xffffff, sizeof(x));
     // The other CTA must not end before. This one may: what it stores is in registers.
@@ -147,7 +148,9 @@ void store_async(uint32_t address, float4 x, uint32_t barrier) {
 namespace async_copy {
 void load(uint32_t destination, const void* source, bool is_there) {
     check_bulk(source, destination, 16);
-    if (cta->bulk.count(threadIdx.x)) emulator::fail("a copy by a thread that stores in bulk");  // see races.cc
+    if (cta->bulk.count(threadIdx.x) || cta->stores_async.count(threadIdx.x)) {
+        emulator::fail("a copy by a thread that stores asynchronously");  // see races.cc
+    }
     races::writes_by_copy(*cta, destination, 16, __builtin_return_address(0));
     cta->copies[threadIdx.x].push_back([=] {
         if (is_there) memcpy(cta->shared + destination, source, 16);
@@ -162,6 +165,7 @@ void arrive_when_done(uint32_t barrier) {
 }
 void wait_for_own() {
     for (const Action& act : std::exchange(cta->copies[threadIdx.x], {})) act();
+    cta->copies.erase(threadIdx.x);
     races::stores_are_done(races::copies_of_thread().step);
 }
 }  // namespace async_copy

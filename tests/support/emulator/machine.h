@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -91,7 +92,8 @@ struct Cta {
     std::array<NamedBarrier, 16> named;
     std::map<uint32_t, MBarrier> mbarriers;
     std::vector<Action> in_flight;     // loads of TMA, and copies to other CTAs
-    std::map<int, std::vector<Action>> copies;  // begun by a thread since it last said whom to tell
+    std::map<int, std::vector<Action>> copies;  // begun by a thread since it last said whom to tell, or waited
+    std::set<int> stores_async;        // threads that have stored to other CTAs
     std::map<int, BulkGroups> bulk;    // by thread
     std::map<int, Steps> bulk_steps;
     std::array<Groups, 8> products;    // wgmma, by warpgroup

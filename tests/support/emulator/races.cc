@@ -26,8 +26,9 @@ struct Warp {
     bool reads_are_known = false;  // to all lanes, of each other
 };
 
-// Actors are numbered: threads of all CTAs; the stores of each thread, or its copies, as no thread has both
-// (copies.cc); tensor cores by warp; copies by TMA, whose numbers are used again.
+// Actors are numbered: threads of all CTAs; the stores of each thread, or its copies, as no thread stores before it has
+// waited for its copies, and none copies after it has stored (copies.cc); tensor cores by warp; copies by TMA, whose
+// numbers are used again.
 struct Clocks {
     int ctas, threads;
     std::vector<Clock> of_threads;

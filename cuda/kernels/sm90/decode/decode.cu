@@ -27,22 +27,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
         prepare_loads(parameters.cache);
-        for (int stage = 0; stage < Traits::stages; ++stage) {
-            mbarrier::init(shared.key_full(stage), Traits::key_arrivals);
-            mbarrier::init(shared.value_full(stage), Traits::value_arrivals);
-            mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
-        }
-        for (int stage = 0; stage < Traits::tile_stages; ++stage) {
-            mbarrier::init(shared.tile_full(stage), Traits::tile_arrivals);
-            mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
-        }
-        if (Traits::pairs) mbarrier::init(shared.pair_full(), 1);
-        mbarrier::fence_init();
-    }
-    if constexpr (Traits::pairs) {
-        cluster::sync();  // the other CTA's barrier is there
-    } else {
-        __syncthreads();
+        init_barriers(shared);
     }
     const Shape& shape = parameters.shape;
     const bool follows_append = shape.appended > 0 && !Traits::appends;
@@ -58,8 +43,10 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  {parameters.append, shape, parameters.rotary, parameters.descales}},
                 parameters.division);
     } else {
+        start_together();
         consume({shared,
                  shape,
+                 parameters.query,
                  parameters.rotary,
                  {parameters.out, parameters.lse},
                  parameters.sinks,

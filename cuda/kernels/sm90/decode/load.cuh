@@ -2,11 +2,12 @@
 // through a ring of stages. TMA copies them (load_tma.cuh), or, from pages whose size doesn't suit it, threads do
 // (load_gather.cuh).
 #pragma once
-#include "ptx/async_copy.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/appended_keys.cuh"
 #include "sm90/decode/cluster_parts.cuh"
+#include "sm90/decode/query.cuh"
+#include "sm90/decode/start.cuh"
 
 struct LoadCall {
     const Cache& cache;
@@ -34,25 +35,14 @@ __device__ __forceinline__ void sync_producer() {
 #include "sm90/decode/load_gather.cuh"
 #endif
 
-// Announces a tile to the consumers, and begins to copy its rows of Q. Columns beyond the head dim become 0; shared
-// memory behind the tile's last row keeps what it held. Q is asked for before the tile's keys, behind which it would
-// wait for long.
-__device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile) {
-    constexpr int row_chunks = Traits::head_dim / 8;
-    constexpr int at_once = Traits::query_rows > 8 ? 4 : 1;  // chunks of a lane; with up to eight rows it has few
+// Announces a tile to the consumers, and begins to copy its rows of Q, but for those of the first tile (query.cuh). Q is
+// asked for before the tile's keys, behind which it would wait for long.
+__device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile, bool is_first) {
     const SharedMemory& shared = call.shared;
     const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;
     mbarrier::wait(shared.tile_empty(stage), ring.parity ^ 1);
-    if (tile.exists() && tile.first < tile.last) {
-#pragma unroll at_once
-        for (int i = thread; i < tile.rows * row_chunks; i += Traits::producer_threads) {
-            const int index = i / row_chunks, chunk = i % row_chunks;
-            const Row row(call.shape, tile, index);
-            const int64_t first = static_cast<int64_t>(row.token) * call.shape.query_heads + row.head;
-            const bool is_there = 8 * chunk < call.shape.head_dim;
-            async_copy::load(shared.query_chunk(stage, index, chunk),
-                             call.query + first * call.shape.head_dim + (is_there ? 8 * chunk : 0), is_there);
-        }
+    if (Traits::cluster == 1 && !is_first && tile.exists() && tile.first < tile.last) {
+        copy_query<Traits::producer_threads>(shared, call.shape, call.query, tile, stage, thread);
     }
     async_copy::arrive_when_done(shared.tile_full(stage));
     if (thread == 0) {
@@ -62,21 +52,26 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
     ring.advance();
 }
 
+// The first tile is found before the CTA's barriers are ready, as that takes longer.
 __device__ __forceinline__ void produce(const LoadCall& call, const Division& division) {
     TileSchedule schedule(call.shape, division);
+    Tile tile;
+    bool has_tile = schedule.next(tile), is_first = true;
+    start_together();
     AppendedKeys appended(call.append);
     Ring ring;
     TileRing tile_ring;
-    Tile tile;
 #pragma unroll 1
-    while (schedule.next(tile)) {
-        hand_out(call, tile_ring, tile);
+    while (has_tile) {
+        hand_out(call, tile_ring, tile, is_first);
+        is_first = false;
         load_blocks(call, ring, tile, appended);
         // The consumers count soon. What was in L2 when the tile began wouldn't be there any more.
         const bool counts = Traits::split && tile.sharers > 1 && tile.in_pair != InPair::gives;
         if (counts) call.partials.prefetch_count(tile, division);
+        has_tile = schedule.next(tile);
     }
     tile.batch = Tile::no_more;
-    hand_out(call, tile_ring, tile);
+    hand_out(call, tile_ring, tile, is_first);
     if constexpr (Traits::cluster > 1) meet_twice();
 }

@@ -1,0 +1,31 @@
+// How a CTA of the decode kernel starts: its barriers.
+#pragma once
+#include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
+#include "common/warp_arrival.cuh"
+#include "sm90/decode/traits.cuh"
+
+// One thread does this.
+__device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
+    for (int stage = 0; stage < Traits::stages; ++stage) {
+        mbarrier::init(shared.key_full(stage), Traits::key_arrivals);
+        mbarrier::init(shared.value_full(stage), Traits::value_arrivals);
+        mbarrier::init(shared.empty(stage), 4 * warp_arrivals);  // a lane of each consumer warp
+    }
+    for (int stage = 0; stage < Traits::tile_stages; ++stage) {
+        mbarrier::init(shared.tile_full(stage), Traits::tile_arrivals);
+        mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
+    }
+    if (Traits::pairs) mbarrier::init(shared.pair_full(), 1);
+    mbarrier::fence_init();
+}
+
+// All threads, of both CTAs of a pair, come together, so that the barriers are there. Each role calls this where it
+// needs them.
+__device__ __forceinline__ void start_together() {
+    if constexpr (Traits::pairs) {
+        cluster::sync();
+    } else {
+        __syncthreads();
+    }
+}
