@@ -34,20 +34,32 @@ CASES = (
     CacheCase(S=1100, float8=True, descales=True, U=1, B=2, H=128),
     CacheCase(S=900, B=1, N=40, K=1, H=64, V=256, U=3, T=2, batch_index=True),
     CacheCase(S=700, B=2, U=1, score_mod=True, sinks=True),
+    CacheCase(S=1000, T=20, U=20, right=0, B=1, N=2, K=1, H=128),
 )
+PARTS_WITHIN = CASES[-1]  # where blocks were: they have no memory of their own
 PARTS = "sm90/decode/cluster_parts.cuh"
 MISTAKES = {
-    "partials are read where not all are written": (
-        """write_partial(out, softmax, partials, 0, tile);
-    cluster::fence();
-    cluster::sync();""",
-        """cluster::fence();
-    cluster::sync();
-    write_partial(out, softmax, partials, 0, tile);""",
+    "parts are read where not all are there": (
+        CASES[0],
+        """        mbarrier::wait(shared.parts_full(), 0);
+#pragma unroll 1
+        for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
+            RowSum sum = sum_of(index);
+""",
+        """#pragma unroll 1
+        for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
+            RowSum sum = sum_of(index);
+            mbarrier::wait(shared.parts_full(), 0);
+""",
     ),
-    "a partial is written where products still read values": (
-        "sync_consumers();  // all have read",
-        "// all have read",
+    "parts are stored where blocks are still read": (
+        PARTS_WITHIN,
+        """    meet_before_parts();
+    parts.send(out, softmax);
+""",
+        """    parts.send(out, softmax);
+    meet_before_parts();
+""",
     ),
 }
 
@@ -57,7 +69,7 @@ def device(multiprocessors):
 
 
 def planned(case, multiprocessors=132):
-    """Clusters, CTAs and launches of a call."""
+    """CTAs of a cluster, those of the call, and its launches."""
     shapes = shapes_of(Draw(case).operands)
     plan = decode_plan.plan_decode(case.spec, shapes, device(multiprocessors))
     plan_check.check(plan)
@@ -75,10 +87,21 @@ def test_equals_the_definition(case, emulator):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_races_are_found(mistake, tmp_path):
-    text, other = MISTAKES[mistake]
+    case, text, other = MISTAKES[mistake]
     emulator = KernelEmulator(tmp_path, edits={(PARTS, text): other})
     with pytest.raises(AssertionError, match="races in"):
-        run(CASES[0], emulator, 132, 8)
+        run(case, emulator, 132, 16)
+
+
+def test_where_parts_lie():
+    """Cases have both: parts with memory of their own, and, where there is no room for it, parts within blocks'."""
+
+    def are_apart(case):
+        shapes = shapes_of(Draw(case).operands)
+        launch = decode_plan.plan_decode(case.spec, shapes, H100).launches[-1]
+        return dict(launch.kernel.defines)["PARTS_APART"]
+
+    assert are_apart(CASES[0]) and not are_apart(PARTS_WITHIN)
 
 
 def test_what_is_split_by_clusters():

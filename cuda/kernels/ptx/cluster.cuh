@@ -35,21 +35,6 @@ __device__ __forceinline__ void store(uint32_t address, int value) {
     asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// Loads from the shared memory of any CTA of the cluster.
-__device__ __forceinline__ float2 load2(uint32_t address) {
-    float2 x;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-}
-__device__ __forceinline__ float4 load4(uint32_t address) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address)
-                 : "memory");
-    return x;
-}
-
 // Writes 16 bytes, aligned, to the shared memory of any CTA of the cluster, without waiting. `barrier`, in the same
 // CTA, counts them.
 __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t barrier) {

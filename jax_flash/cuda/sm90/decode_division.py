@@ -104,13 +104,13 @@ def cluster_size(spec: CacheSpec, shapes: Shapes, tile: DecodeTile, device: Devi
     multiprocessor, and twice the blocks.
     """
     tiles, blocks = _tiles(shapes), _blocks(shapes, tile)
-    if shapes.query_offsets is not None or not tile.holds_partial:
+    if shapes.query_offsets is not None:
         return 1
     most_blocks = _fewer_if_large(MOST_CLUSTER_BLOCKS, tile)
 
     def fits(size: int) -> bool:
         parts = min(size, spec.num_splits or size)
-        if LEAST_SHARE * size > blocks or 2 * parts <= size:
+        if LEAST_SHARE * size > blocks or 2 * parts <= size or tile.in_clusters(size) is None:
             return False
         if (
             size == 2

@@ -157,6 +157,9 @@ def plan_decode(
     n, tile = cache_sizes(shapes), choose_tile(shapes)
     division = divide(spec, shapes, tile, device)
     tile = dataclasses.replace(tile, pairs=division.pairs)
+    if division.cluster > 1:
+        tile = tile.in_clusters(division.cluster)
+        assert tile is not None, "clusters that shared memory has no room for"
     scratch = ()
     if division.split:
         assert division.teams <= _NODE_PARTIALS**_NODE_LEVELS, "more CTAs share a tile than nodes can add up"
@@ -220,6 +223,7 @@ def _decode(
             ("SPLIT", int(division.split)),
             ("PAIRS", int(division.pairs)),
             ("CLUSTER", division.cluster),
+            ("PARTS_APART", int(tile.parts_apart)),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
             ("SCORE_MOD", int(spec.attention.score_mod is not None)),

@@ -1,6 +1,7 @@
 """The decode kernel's blocks and stages, and how it loads a cache."""
 
 import dataclasses
+import math
 
 import jax
 
@@ -37,6 +38,8 @@ class DecodeTile:
     rotary: bool  # Q is rotated
     float8: bool  # the cache is in e4m3
     pairs: bool = False  # CTAs form pairs (cuda/kernels/sm90/decode/pair.cuh)
+    cluster: int = 1  # CTAs of a cluster that has a tile for itself (cluster_parts.cuh there)
+    parts_apart: bool = False  # the cluster's parts have memory of their own, and don't lie where blocks were
     ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
@@ -66,8 +69,9 @@ class DecodeTile:
         widened = self.keys * (key_row + value_row) * (self.float8 and not self.by_warps)
         warp_parts = 4 * self.query_rows * (8 + 4 * (self.value_dim + 8)) * self.by_warps
         pair = (self.query_rows // 8 * (self.value_dim // 16 + 1) * 32 * 16 + 8) * self.pairs
+        cluster = self.cluster_bytes * self.parts_apart + 8 * (self.cluster > 1)
         tiles = _TILE_STAGES * (TILE_BYTES + 2 * 8)
-        return query + widened + warp_parts + pair + self.stages * stage + tiles
+        return query + widened + warp_parts + pair + cluster + self.stages * stage + tiles
 
     @property
     def fits(self) -> bool:
@@ -75,9 +79,18 @@ class DecodeTile:
         return self.shared_bytes <= min(MAX_SHARED_BYTES, _SM_BYTES // self.ctas_of_sm - (1 << 10))
 
     @property
-    def holds_partial(self) -> bool:
-        """Whether the stages have room for a partial (`ClusterPartials` in cluster_parts.cuh)."""
-        return self.query_rows * (8 + 4 * (self.value_dim + 8)) <= self.stages * self.block_bytes
+    def cluster_bytes(self) -> int:
+        """What the CTAs of a cluster store in one of them (`ClusterParts` in cluster_parts.cuh)."""
+        units = self.query_rows // 8 * (self.value_dim // 16)
+        return self.cluster * math.ceil(units / self.cluster) * 1024
+
+    def in_clusters(self, size: int) -> "DecodeTile | None":
+        """The tile if clusters of `size` CTAs share it; None if shared memory has no room for their parts."""
+        apart = dataclasses.replace(self, cluster=size, parts_apart=True)
+        if apart.fits:
+            return apart
+        within = dataclasses.replace(apart, parts_apart=False)
+        return within if within.fits and within.cluster_bytes <= self.stages * self.block_bytes else None
 
     @property
     def block_bytes(self) -> int:

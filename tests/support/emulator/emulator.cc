@@ -344,24 +344,6 @@ void store(uint32_t address, int value) {
     races::writes(threadIdx.x, cta_at(address), address & 0xffffff, sizeof(value));
     memcpy(cta_at(address).shared + (address & 0xffffff), &value, sizeof(value));
 }
-namespace {
-template <class T>
-T load(uint32_t address) {
-    if (address % sizeof(T) != 0) emulator::fail("a load off its alignment");
-    races::reads(threadIdx.x, cta_at(address), address & 0xffffff, sizeof(T));
-    T value;
-    memcpy(&value, cta_at(address).shared + (address & 0xffffff), sizeof(T));
-    return value;
-}
-}  // namespace
-float2 load2(uint32_t address) {
-    emulator::called_from = __builtin_return_address(0);
-    return load<float2>(address);
-}
-float4 load4(uint32_t address) {
-    emulator::called_from = __builtin_return_address(0);
-    return load<float4>(address);
-}
 }  // namespace cluster
 
 // How often somebody arrived at an mbarrier whose last phase no thread had found complete, since this was last asked.

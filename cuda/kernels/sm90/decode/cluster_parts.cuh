@@ -1,8 +1,10 @@
 // Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA
-// attends to an equal part of the tile's blocks and leaves its partial in its own shared memory. Then each adds up a
-// share of the output, which it reads from all of them.
+// attends to an equal part of the tile's blocks. Then each adds up a share of the output: all of them store what they
+// made of it in that one's shared memory, by asynchronous stores, which a barrier there counts. So a CTA waits for data
+// alone.
 #pragma once
 #include "ptx/cluster.cuh"
+#include "ptx/mbarrier.cuh"
 #include "sm90/decode/schedule.cuh"
 #include "sm90/decode/sum_parts.cuh"
 
@@ -33,71 +35,100 @@ struct ClusterSchedule {
 
 using TileSchedule = Either<(Traits::cluster > 1), ClusterSchedule, Schedule>::type;
 
-// A CTA's partial in its shared memory, where its blocks of keys and values were.
-struct ClusterPartials {
-    static constexpr int row_floats = Traits::value_dim + 8;  // so that a warp writes its rows to different banks
-    static constexpr int statistics_place = SharedMemory::key;
-    static constexpr int rows_place = statistics_place + Traits::query_rows * 8;
-    static constexpr int end = rows_place + Traits::query_rows * row_floats * 4;
-    static_assert(Traits::cluster == 1 || end <= SharedMemory::gathered_rows, "a partial fits where the blocks were");
+// If parts lie where blocks were, all threads of the cluster come together when all blocks have been read. Threads that
+// store no part call this.
+__device__ __forceinline__ void meet_before_parts() {
+    if constexpr (Traits::cluster > 1 && !Traits::parts_apart) cluster::sync();
+}
+
+// What the CTAs of a cluster store in each other's shared memory. The output consists of units: 16 columns of eight
+// rows. A unit's part is a chunk of 16 bytes for each lane, four of its accumulators (row_of), and then another one: the
+// row's maximum and the lane's sum. Each CTA adds up `own_units`, and the last ones fewer or none.
+struct ClusterParts {
+    static constexpr int row_units = Traits::value_dim / 16, units = Traits::query_rows / 8 * row_units;
+    static constexpr int own_units = Traits::own_units, unit_bytes = Traits::unit_bytes, statistics = unit_bytes / 2;
+    static constexpr int warps = ceil_div(Traits::query_rows, 16);  // that have rows of a tile
 
     const SharedMemory& shared;
+    const int rank = cluster::rank(), lane = threadIdx.x % 32;
 
-    // `write_partial` takes an index of a partial. A CTA has one here, 0.
-    __device__ __forceinline__ float* row(int /* partial */, int row) const {
-        return reinterpret_cast<float*>(shared.data + rows_place) + row * row_floats;
+    // Stores what this CTA made of its part of the tile.
+    __device__ __forceinline__ void send(const float (&out)[Traits::value_dim / 2],
+                                         const OnlineSoftmax& softmax) const {
+        const int warp = warps > 1 ? threadIdx.x / 32 : 0;
+        if (threadIdx.x >= 32 * warps) return;
+#pragma unroll
+        for (int r = 0; r < thread_rows; ++r) {
+            const float4 of_row = {softmax.row_max[r], softmax.row_sum[r], 0, 0};
+#pragma unroll
+            for (int chunk = 0; chunk < row_units; ++chunk) {
+                const int unit = (2 * warp + r) * row_units + chunk, owner = unit / own_units;
+                const uint32_t there = cluster::address_in(owner, shared.base + place(rank, unit % own_units));
+                const uint32_t full = cluster::address_in(owner, shared.parts_full());
+                const float* const values = out + 8 * chunk + 2 * r;
+                cluster::store_async(there + statistics, of_row, full);
+                cluster::store_async(there, {values[0], values[1], values[4], values[5]}, full);
+            }
+        }
     }
-    __device__ __forceinline__ float2* row_statistics(int /* partial */, int row) const {
-        return reinterpret_cast<float2*>(shared.data + statistics_place) + row;
+
+    // Adds up this CTA's units of all CTAs, and writes the results.
+    __device__ __forceinline__ void add_up(const Results& results, const float* sinks, const Shape& shape,
+                                           const Tile& tile) const {
+        const int own = min(units - rank * own_units, own_units);
+        if (own <= 0) return;
+        if (threadIdx.x == 0) mbarrier::arrive_expect(shared.parts_full(), Traits::cluster * own * unit_bytes);
+        mbarrier::wait(shared.parts_full(), 0);
+#pragma unroll 1
+        for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
+            RowSum sum = sum_of(index);
+            sum.sum = quad_sum(sum.sum);
+            const int unit = rank * own_units + index, row = unit / row_units * 8 + lane / 4;
+            if (row < tile.rows) write(sum, results, sinks, shape, Row(shape, tile, row), unit % row_units);
+        }
     }
-    // The same of CTA `rank`, as addresses in the cluster.
-    __device__ __forceinline__ float4 chunk_of(int rank, int row, int chunk) const {
-        const uint32_t own = shared.base + rows_place + row * row_floats * 4 + chunk * 16;
-        return cluster::load4(cluster::address_in(rank, own));
+
+private:
+    // Where CTA `rank` stores its part of a unit, for this lane.
+    __device__ __forceinline__ int place(int rank, int index) const {
+        return SharedMemory::parts + (rank * own_units + index) * unit_bytes + 16 * lane;
     }
-    __device__ __forceinline__ float2 statistics_of(int rank, int row) const {
-        return cluster::load2(cluster::address_in(rank, shared.base + statistics_place + row * 8));
+
+    // The sum is the lane's, of its columns of the keys.
+    __device__ __forceinline__ RowSum sum_of(int index) const {
+        float2 of_row[Traits::cluster];
+        float4 values[Traits::cluster];
+#pragma unroll
+        for (int rank = 0; rank < Traits::cluster; ++rank) {
+            const unsigned char* const part = shared.data + place(rank, index);
+            of_row[rank] = *reinterpret_cast<const float2*>(part + statistics);
+            values[rank] = *reinterpret_cast<const float4*>(part);
+        }
+        RowSum sum;
+        sum.add(of_row, values);
+        return sum;
+    }
+
+    __device__ __forceinline__ void write(const RowSum& sum, const Results& results, const float* sinks,
+                                          const Shape& shape, const Row& row, int chunk) const {
+        const RowResult<Traits::natural> result(sum.max, sum.sum, sink_of(sinks, row.head));
+        if (chunk == 0 && lane % 4 == 0) results.lse[row.in_lse(shape)] = result.lse;
+        const int column = 16 * chunk + 2 * (lane % 4);
+        Traits::Element* const to = results.out + row.in_out(shape) + column;
+        const uint32_t left = convert<Traits::Element>(sum.out.x * result.factor, sum.out.y * result.factor);
+        const uint32_t right = convert<Traits::Element>(sum.out.z * result.factor, sum.out.w * result.factor);
+        if (column < shape.value_dim) *reinterpret_cast<uint32_t*>(to) = left;
+        if (column + 8 < shape.value_dim) *reinterpret_cast<uint32_t*>(to + 8) = right;
     }
 };
 
-// Adds up four columns of a row.
-__device__ __forceinline__ void combine_chunk(const ClusterPartials& partials, const Results& results,
-                                              const float* sinks, const Shape& shape, const Tile& tile, int index,
-                                              int chunk) {
-    float2 statistics[Traits::cluster];
-    float4 values[Traits::cluster];
-#pragma unroll
-    for (int rank = 0; rank < Traits::cluster; ++rank) {
-        statistics[rank] = partials.statistics_of(rank, index);
-        values[rank] = partials.chunk_of(rank, index, chunk);
-    }
-    RowSum sum;
-    sum.add(statistics, values);
-    ResultChunk(results, sinks, shape, tile, index, chunk).write(sum);
-}
-
-// All threads of the cluster come together twice: when all partials are there, and when they have been read. Threads
-// that neither write nor read partials call this.
-__device__ __forceinline__ void meet_twice() {
-    cluster::sync();
-    cluster::sync();
-}
-
-// Writes a CTA's partial and its share of the cluster's results.
+// Combines the parts of the cluster's tile.
 __device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::value_dim / 2],
                                                    const OnlineSoftmax& softmax, const SharedMemory& shared,
                                                    const Results& results, const float* sinks, const Shape& shape,
                                                    const Tile& tile) {
-    const ClusterPartials partials{shared};
-    sync_consumers();  // all have read the blocks
-    write_partial(out, softmax, partials, 0, tile);
-    cluster::fence();
-    cluster::sync();
-    const int row_chunks = shape.value_dim / 4, chunks = tile.rows * row_chunks;
-    const int share = ceil_div(chunks, Traits::cluster), first = cluster::rank() * share;
-#pragma unroll 1
-    for (int i = first + threadIdx.x; i < min(first + share, chunks); i += Traits::consumer_threads) {
-        combine_chunk(partials, results, sinks, shape, tile, i / row_chunks, i % row_chunks);
-    }
-    cluster::sync();
+    const ClusterParts parts{shared};
+    meet_before_parts();
+    parts.send(out, softmax);
+    parts.add_up(results, sinks, shape, tile);
 }

@@ -199,7 +199,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             }
         }
         // Read again: so no register holds, while blocks are computed, what only the end of a shared tile needs.
-        if (Traits::split) tile = shared.tile(stage);
+        if (Traits::split || Traits::cluster > 1) tile = shared.tile(stage);
         __syncwarp();
         if (arrives(threadIdx.x % 32)) mbarrier::arrive(shared.tile_empty(stage));
         tile_ring.advance();
@@ -209,6 +209,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         }
         if constexpr (Traits::cluster > 1) {
             combine_in_cluster(out, softmax, shared, call.results, call.sinks, call.shape, tile);
+            break;  // there is one tile
         } else if (Sharing(call, tile).combine(out, softmax)) {
             write_row<0>(out, softmax, call.results, call.sinks, call.shape, tile);
             if constexpr (thread_rows == 2) write_row<1>(out, softmax, call.results, call.sinks, call.shape, tile);

@@ -72,6 +72,6 @@ __device__ __forceinline__ void produce(const LoadCall& call, const Division& di
         has_tile = schedule.next(tile);
     }
     tile.batch = Tile::no_more;
-    hand_out(call, tile_ring, tile, is_first);
-    if constexpr (Traits::cluster > 1) meet_twice();
+    if constexpr (Traits::cluster == 1) hand_out(call, tile_ring, tile, is_first);
+    meet_before_parts();
 }

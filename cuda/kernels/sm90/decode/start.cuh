@@ -16,14 +16,14 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
         mbarrier::init(shared.tile_full(stage), Traits::tile_arrivals);
         mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
     }
-    if (Traits::pairs) mbarrier::init(shared.pair_full(), 1);
+    if (SharedMemory::receives) mbarrier::init(shared.parts_full(), 1);
     mbarrier::fence_init();
 }
 
-// All threads, of both CTAs of a pair, come together, so that the barriers are there. Each role calls this where it
+// All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role calls this where it
 // needs them.
 __device__ __forceinline__ void start_together() {
-    if constexpr (Traits::pairs) {
+    if constexpr (SharedMemory::receives) {
         cluster::sync();
     } else {
         __syncthreads();

@@ -22,9 +22,8 @@ __device__ __forceinline__ bool any_consumer(bool value) {
 // The upper of the two rows that a thread holds of the warpgroup's accumulators.
 __device__ __forceinline__ int upper_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
 
-// The rows of a tile that a thread has, at most. Of eight it has one; but then ptxas spills in some kernels with
-// clusters.
-constexpr int thread_rows = Traits::query_rows > 8 || Traits::cluster > 1 ? 2 : 1;
+// The rows of a tile that a thread has, at most.
+constexpr int thread_rows = Traits::query_rows > 8 ? 2 : 1;
 
 // Normalises and writes row `r` of the thread's two from the accumulators of the output. A row is four lanes'.
 template <int r>

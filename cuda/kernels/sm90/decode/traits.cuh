@@ -14,6 +14,7 @@
 //   SPLIT          1: CTAs may share a tile
 //   PAIRS          1: CTAs form pairs, whose parts of a tile become one (pair.cuh)
 //   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no such clusters
+//   PARTS_APART    1: parts that CTAs of such a cluster store have memory of their own; 0: they lie where blocks were
 //   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
 //   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: append.cu does
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
@@ -41,6 +42,7 @@ struct Traits {
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
     static constexpr bool split = SPLIT, pairs = PAIRS;
     static constexpr int cluster = CLUSTER;
+    static constexpr bool parts_apart = PARTS_APART;
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
     // Whether logits are natural; otherwise they are in base 2.
     static constexpr bool natural = soft_cap || alibi || SCORE_MOD;
@@ -76,6 +78,11 @@ struct Traits {
     // What a CTA of a pair gives to the other (pair.cuh): of each eight rows, each lane has so many chunks of 16 bytes.
     static constexpr int pair_chunks = value_dim / 16 + 1;
     static constexpr int pair_bytes = pairs ? query_rows / 8 * pair_chunks * 32 * 16 : 0;
+    // What the CTAs of a cluster store in another one, which adds up `own_units` at most (cluster_parts.cuh).
+    static constexpr int unit_bytes = 2 * 32 * 16;
+    static constexpr int own_units = ceil_div(query_rows / 8 * (value_dim / 16), cluster);
+    static constexpr int cluster_bytes = cluster > 1 ? cluster * own_units * unit_bytes : 0;
+    static constexpr int parts_bytes = pair_bytes + (parts_apart ? cluster_bytes : 0);
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
     // rotate it on its way to its one place.
@@ -92,6 +99,8 @@ struct Traits {
     static_assert(!appends || !gathers, "one warp appends and loads");
     static_assert(!split || cluster == 1, "CTAs that share tiles through global memory don't share them in clusters");
     static_assert(!pairs || split, "CTAs that share no tiles form no pairs");
+    static_assert(parts_apart || cluster_bytes <= stages * (key_bytes + value_bytes), "parts fit where the blocks were");
+    static_assert(!parts_apart || cluster > 1, "CTAs without clusters store no parts");
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
@@ -108,11 +117,14 @@ struct SharedMemory {
     static constexpr int plain_query = gathered_rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
     static constexpr int tiles = plain_query + Traits::tile_stages * Traits::plain_query_bytes;
     static constexpr int warp_parts = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
-    static constexpr int pair_partial = warp_parts + Traits::warp_parts_bytes;
-    static constexpr int missing = pair_partial + Traits::pair_bytes;
+    // What other CTAs of the pair or cluster store here.
+    static constexpr int parts_place = warp_parts + Traits::warp_parts_bytes;
+    static constexpr int parts = Traits::cluster == 1 || Traits::parts_apart ? parts_place : key;
+    static constexpr int missing = parts_place + Traits::parts_bytes;
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
-    static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages + Traits::pairs);
+    static constexpr bool receives = Traits::pairs || Traits::cluster > 1;  // parts of other CTAs
+    static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages + receives);
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
     __device__ uint32_t query_tile(int tile_stage) const {
@@ -162,5 +174,5 @@ struct SharedMemory {
     __device__ uint32_t empty(int stage) const { return key_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t tile_full(int stage) const { return key_full(stage) + 24 * Traits::stages; }
     __device__ uint32_t tile_empty(int stage) const { return tile_full(stage) + 8 * Traits::tile_stages; }
-    __device__ uint32_t pair_full() const { return tile_full(0) + 16 * Traits::tile_stages; }
+    __device__ uint32_t parts_full() const { return tile_full(0) + 16 * Traits::tile_stages; }
 };

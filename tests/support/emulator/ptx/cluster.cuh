@@ -8,8 +8,6 @@ int rank();
 uint32_t address_in(int rank, uint32_t address);
 void sync();
 void store(uint32_t address, int value);
-float2 load2(uint32_t address);
-float4 load4(uint32_t address);
 void store_async(uint32_t address, float4 x, uint32_t barrier);
 inline void fence() {}
 
