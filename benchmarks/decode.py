@@ -6,8 +6,10 @@
 
 Every row has the kernel time of a call (`kernel_us`) and the time of a whole jitted step, launches and gaps
 included, many of them in flight (`step_us`). Kernel time is the sum over kernels: of two that overlap, it
-counts both in full. GB/s counts the keys and values that sequences have. The copy
-kernel reads half as many bytes and writes them: its time is that of the call at the bandwidth of a copy.
+counts both in full. Where the host launches more slowly than kernels run, a step takes as long as launching.
+So calls that append also have what a step takes on the device, from the start of its first kernel to the end
+of its last (`device_us`). GB/s counts the keys and values that sequences have. The copy kernel reads half as
+many bytes and writes them: its time is that of the call at the bandwidth of a copy.
 
   contiguous   full caches, 4 MB to 2 GB
   lengths      lengths drawn from 1 to the capacity; one sequence of 131072 keys among 63 short ones
@@ -20,10 +22,10 @@ kernel reads half as many bytes and writes them: its time is that of the call at
                JAX has no cuDNN for them: its causal attention is aligned to the first key
 
 Ratios are of rates by kernel time: `to_best_peer`, `to_cudnn`, `to_copy`, and `to_base`, the case's first
-variant; `step_to_best_peer` is of steps. `beyond_base_us` and `step_beyond_base_us` are how much longer than
-that variant a call takes. All outputs must agree with ours in plain
-JAX; a contender that differs, or refuses a call, shows why. Contenders are measured in shuffled rounds,
-whose median counts; figures of different runs don't compare.
+variant; `step_to_best_peer` is of steps. `beyond_base_us`, `step_beyond_base_us` and `device_beyond_base_us`
+are how much longer than that variant a call takes. All outputs must agree with ours in plain JAX; a contender
+that differs, or refuses a call, shows why. Contenders are measured in shuffled rounds, whose median counts;
+figures of different runs don't compare.
 
 `--merge FILE` adds what another program measured on the same GPU, such as FlashAttention-3's
 `flash_attn_with_kvcache`, which JAX can't call: JSON with "device" and "rows", whose rows have "case" (a
@@ -102,22 +104,25 @@ def _expected(case: Case, arrays: decode_programs.Arrays) -> dict[str, jax.Array
 
 def figures(compiled: Sequence[jax.stages.Compiled], inputs: tuple) -> dict[str, float]:
     """Kernel time and step of one call, in microseconds; `compiled` is its program, or two chains of it."""
-    kernel, step = [], []
+    kernel, step, device = [], [], []
     for program in compiled:
         kernel.append(1e3 * timing.milliseconds(program, *inputs))
+        if len(compiled) == 2:
+            device.append(timing.device_milliseconds(program, *inputs))
         calls = int(min(max(MICROSECONDS_IN_FLIGHT / kernel[-1], 3), timing.CALLS_IN_FLIGHT))
         step.append(1e3 * timing.span_milliseconds(program, *inputs, calls=calls))
     if len(compiled) == 1:
         return {"kernel_us": kernel[0], "step_us": step[0]}
     calls = LONG_CHAIN - SHORT_CHAIN
-    return {"kernel_us": (kernel[1] - kernel[0]) / calls, "step_us": (step[1] - step[0]) / calls}
+    found = {"kernel_us": (kernel[1] - kernel[0]) / calls, "step_us": (step[1] - step[0]) / calls}
+    return found if None in device else found | {"device_us": 1e3 * (device[1] - device[0]) / calls}
 
 
 def with_ratios(rows: Sequence[dict], case: Case) -> list[dict]:
     """The rows of a case, each with what follows from the others."""
-    kernels, steps = (
+    kernels, steps, device = (
         {(row["variant"], row["contender"]): row[key] for row in rows if key in row}
-        for key in ("kernel_us", "step_us")
+        for key in ("kernel_us", "step_us", "device_us")
     )
     result = []
     for row in rows:
@@ -134,8 +139,9 @@ def with_ratios(rows: Sequence[dict], case: Case) -> list[dict]:
             if (peer := _best_peer(steps, variant)) is not None:
                 figures["step_to_best_peer"] = peer / steps[key]
             if "to_base" in figures:
-                for figure, times in (("beyond_base_us", kernels), ("step_beyond_base_us", steps)):
-                    figures[figure] = times[key] - times[case.base, name]
+                for figure, times in {"": kernels, "step_": steps, "device_": device}.items():
+                    if key in times:
+                        figures[f"{figure}beyond_base_us"] = times[key] - times[case.base, name]
         result.append(row | figures)
     return result
 
@@ -187,6 +193,7 @@ def show(row: dict) -> None:
     names = (
         "kernel_us",
         "step_us",
+        "device_us",
         "GB/s",
         "TFLOP/s",
         "to_best_peer",
@@ -194,7 +201,7 @@ def show(row: dict) -> None:
         "to_cudnn",
         "to_copy",
     )
-    names += ("to_base", "beyond_base_us", "step_beyond_base_us")
+    names += ("to_base", "beyond_base_us", "step_beyond_base_us", "device_beyond_base_us")
     cells = "".join(f"  {name} {row[name]:.4g}" for name in names if name in row)
     print(f"  {row['variant']:14}{row['contender']:18}{cells}  {row.get('error', '')[:160]}", flush=True)
 

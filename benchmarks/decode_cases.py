@@ -176,10 +176,7 @@ TARGETS: dict[str, list[Target]] = {
     "paged": [Target("to_base", at_least=0.95, variants=tuple(f"pages of {page}" for page in PAGES[:3]))],
     "speculative": [Target("to_base", at_least=1 / 1.1, variants=tuple(SPECULATIVE)[1:])],
     "8 bits": [Target("to_copy", at_least=0.90)],
-    "append": [
-        Target(figure, at_most=3.0, variants=("append rotary",))
-        for figure in ("beyond_base_us", "step_beyond_base_us")
-    ],
+    "append": [Target("device_beyond_base_us", at_most=3.0, variants=("append rotary",))],
     "prefill": [
         Target("to_base", at_least=0.95, variants=("cache",)),
         Target("to_base", at_least=0.90, variants=tuple(f"pages of {page}" for page in PAGES[:3])),

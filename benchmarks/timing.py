@@ -1,8 +1,11 @@
 """How long a jitted call takes: on a GPU its kernels, without or with the gaps between them."""
 
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,13 +30,8 @@ def milliseconds(function: Callable, *args: jax.Array) -> float:
     A GPU runs the function for `WARM_UP_SECONDS` first, so that its clock doesn't depend on what ran before.
     """
     function = _jitted(function)
-    for _ in range(WARM_UP):
-        jax.block_until_ready(function(*args))
-    if jax.default_backend() == "gpu":
-        end = time.perf_counter() + WARM_UP_SECONDS
-        while time.perf_counter() < end:
-            jax.block_until_ready([function(*args) for _ in range(ITERATIONS)])
-    else:
+    _warm_up(function, args)
+    if jax.default_backend() != "gpu":
         return statistics.median(_wall_clock(function, args, 1) for _ in range(ITERATIONS))
     profiler = _profiler()
     if profiler is None:
@@ -55,6 +53,53 @@ def span_milliseconds(function: Callable, *args: jax.Array, calls: int = CALLS_I
     for _ in range(WARM_UP):
         jax.block_until_ready(function(*args))
     return min(_wall_clock(function, args, calls) for _ in range(ITERATIONS))
+
+
+def device_milliseconds(function: Callable, *args: jax.Array) -> float | None:
+    """Time of one call on the GPU, from the start of its first kernel or copy to the end of its last.
+
+    What kernels wait for each other and for being launched counts, once; the host counts only if it launches
+    them too slowly. None without a GPU.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    function = _jitted(function)
+    _warm_up(function, args)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(ITERATIONS):
+                jax.block_until_ready(function(*args))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return 1e-6 * statistics.median(spans(device_events(planes), ITERATIONS))
+
+
+def device_events(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
+    """Start and end, in nanoseconds, of what ran in the streams of a profile's GPUs."""
+    lines = (line for plane in planes if "/device:GPU" in plane.name for line in plane.lines)
+    for line in lines:
+        if line.name.startswith("Stream"):
+            yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in line.events)
+
+
+def spans(events: Iterable[tuple[float, float]], calls: int) -> list[float]:
+    """From the first start to the last end of each of so many calls, which ran one after the other."""
+    ordered = sorted(events)
+    of_call, rest = divmod(len(ordered), calls)
+    if rest or not of_call:
+        raise RuntimeError(f"{len(ordered)} kernels and copies of {calls} calls in the profile")
+    found = (ordered[i : i + of_call] for i in range(0, len(ordered), of_call))
+    return [max(end for _, end in call) - call[0][0] for call in found]
+
+
+def _warm_up(function: Callable, args: tuple[jax.Array, ...]) -> None:
+    """Compiles the function, and on a GPU runs it for `WARM_UP_SECONDS`."""
+    for _ in range(WARM_UP):
+        jax.block_until_ready(function(*args))
+    if jax.default_backend() == "gpu":
+        end = time.perf_counter() + WARM_UP_SECONDS
+        while time.perf_counter() < end:
+            jax.block_until_ready([function(*args) for _ in range(ITERATIONS)])
 
 
 def _jitted(function: Callable) -> Callable:

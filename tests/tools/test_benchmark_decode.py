@@ -5,6 +5,7 @@ import json
 import logging
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -155,15 +156,34 @@ def test_ratios_and_targets():
 
     case = GROUPS["append"][0]
     rows = [
-        row("jax_flash_cuda", us) | {"group": "append", "variant": variant}
+        row("jax_flash_cuda", us) | {"group": "append", "variant": variant, "device_us": 3 * us}
         for variant, us in (("attention", 100.0), ("append", 101.5), ("append rotary", 102.5))
     ]
     rows = decode.with_ratios(rows, case)
     assert rows[2]["beyond_base_us"] == 2.5 and rows[2]["to_base"] == pytest.approx(100 / 102.5)
     assert rows[2]["step_beyond_base_us"] == 5
-    kernels, steps = decode.targets(rows)
-    assert kernels["is_met"] and kernels["variant"] == "append rotary" and kernels["figure"] == 2.5
-    assert not steps["is_met"]
+    (target,) = decode.targets(rows)
+    assert target["variant"] == "append rotary" and target["figure"] == 7.5 and not target["is_met"]
+
+
+def test_spans_of_a_profile():
+    import timing
+
+    def line(name, *events):
+        return SimpleNamespace(
+            name=name, events=[SimpleNamespace(start_ns=start, duration_ns=d) for start, d in events]
+        )
+
+    streams = [line("Stream #1", (0.0, 10.0), (100.0, 20.0)), line("Stream #2", (12.0, 8.0), (111.0, 4.0))]
+    planes = [
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", (0.0, 500.0))]),
+        SimpleNamespace(name="/device:GPU:0", lines=[*streams, line("XLA Ops", (0.0, 900.0))]),
+    ]
+    assert timing.spans(timing.device_events(planes), 2) == [20, 20]
+    for calls in (3, 5):
+        with pytest.raises(RuntimeError, match="4 kernels and copies"):
+            timing.spans(timing.device_events(planes), calls)
+    assert timing.device_milliseconds(lambda x: x, jnp.ones(3)) is None
 
 
 def test_other_programs_rows_are_merged(tmp_path):

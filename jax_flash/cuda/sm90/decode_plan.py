@@ -61,7 +61,9 @@ DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
     max_parts="int32_t",  # of a tile
     least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
     team_size="int32_t",  # CTAs that go through the same keys, each with a key head of its own
+    team_size_inverse="uint32_t",  # the least number over 2^31 / team_size
     teams="int32_t",
+    head_groups="int32_t",  # of key heads, each with a team's
 )
 
 _TMA_CACHE = struct("Cache", key="TensorMap", value="TensorMap")
@@ -219,6 +221,7 @@ def _decode(
             ("QUERY_ROWS", tile.query_rows),
             ("CTAS_OF_SM", tile.ctas_of_sm),
             ("PAGED", int(tile.paged)),
+            ("PLAIN", int(_is_plain(spec, shapes))),
             ("BOX", tile.box),
             ("SPLIT", int(division.split)),
             ("PAIRS", int(division.pairs)),
@@ -256,20 +259,28 @@ def _decode(
             "slopes": _pointer(shapes, "alibi_slopes"),
             "slopes_stride": 0 if slopes is None or slopes.shape[0] == 1 else n.N,
             "sinks": _pointer(shapes, "sinks"),
-            "division": _division_arguments(division),
+            "division": _division_arguments(division, n.K),
             **{name: Pointer(name) if division.split else None for name in _PARTIALS},
             **user_score_mod.arguments(spec.attention, shapes),
         },
     )
 
 
-def _division_arguments(division: Division) -> Arguments:
+def _division_arguments(division: Division, key_heads: int) -> Arguments:
     return {
         "max_parts": division.most_parts,
         "least_share": division.least_share,
         "team_size": division.team_size,
+        "team_size_inverse": 2**31 // division.team_size + 1,
         "teams": division.teams,
+        "head_groups": key_heads // division.team_size,
     }
+
+
+def _is_plain(spec: CacheSpec, shapes: Shapes) -> bool:
+    """Whether a sequence's keys are its first ones, and all its rows see them."""
+    others = (shapes.query_offsets, shapes.left_padding, shapes.batch_index)
+    return window_of(spec, cache_sizes(shapes)).unbounded and all(x is None for x in others)
 
 
 def _are_natural(spec: CacheSpec, shapes: Shapes) -> bool:

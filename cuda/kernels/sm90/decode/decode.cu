@@ -19,6 +19,17 @@
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/unused_rows.cuh"
 
+// The call's shape, in which is constant what the kernel was compiled for: the producer's first keys wait for what it has
+// to ask.
+__device__ __forceinline__ Shape known_shape(Shape shape) {
+    if (!Traits::paged) shape.page_table = nullptr;
+    if (Traits::plain) {
+        shape.query_offsets = shape.left_padding = shape.batch_index = nullptr;
+        shape.tiles_alike = 1;
+    }
+    return shape;
+}
+
 extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm)
     decode(const __grid_constant__ Parameters parameters) {
     unsigned char* shared_memory = dynamic_shared_memory();
@@ -29,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
         prepare_loads(parameters.cache);
         init_barriers(shared);
     }
-    const Shape& shape = parameters.shape;
+    const Shape shape = known_shape(parameters.shape);
     const bool follows_append = shape.appended > 0 && !Traits::appends;
     if (!follows_append) wait_for_previous_kernel();
 

@@ -21,9 +21,13 @@ struct TeamMember {
 // This CTA's. The CTAs of a pair (pair.cuh) are neighbours, in teams 2j and 2j + 1. If the number of teams is odd, the
 // CTAs of the last one form no pairs. If the number of CTAs would be odd, too, there is one more, without a share.
 __device__ __forceinline__ TeamMember own_team(const Division& division) {
-    const int cta = blockIdx.x, size = division.team_size;
-    if (Traits::pairs && cta < division.teams / 2 * 2 * size) return {cta / (2 * size) * 2 + cta % 2, cta / 2 % size};
-    return {cta / size, cta % size};
+    const uint32_t cta = blockIdx.x, size = division.team_size;
+    const bool in_pair = Traits::pairs && cta < division.teams / 2 * 2 * size;
+    const uint32_t number = in_pair ? cta / 2 : cta;  // of the pair, or of the CTA
+    // number / size, of numbers that are less than 2^16.
+    const uint32_t quotient = static_cast<uint64_t>(number) * division.team_size_inverse >> 31;
+    const int member = number - quotient * size;
+    return {static_cast<int>(in_pair ? 2 * quotient + cta % 2 : quotient), member};
 }
 
 // CTAs of a sharer.

@@ -24,13 +24,16 @@ __device__ __forceinline__ int tile_count(const Shape& shape, const Sequence& se
     return ceil_div(row_count(shape, sequence), Traits::rows);
 }
 
+// The keys that all rows of a sequence see, if its tiles are alike.
+__device__ __forceinline__ Interval alike_keys(const Sequence& sequence) {
+    const bool sees_some = sequence.is_there && sequence.first_key < sequence.length;
+    return sees_some ? Interval{sequence.first_key, sequence.length} : Interval{0, 0};
+}
+
 // The keys that some row of a tile sees.
 __device__ __forceinline__ Interval tile_keys(const Shape& shape, const Sequence& sequence, int tile) {
     const Interval none{0, 0};
-    if (shape.tiles_alike) {
-        const Interval all{sequence.first_key, sequence.length};
-        return sequence.is_there && all.begin < all.end ? all : none;
-    }
+    if (shape.tiles_alike) return alike_keys(sequence);
     const int first_row = tile * Traits::rows;
     const int last_row = min(first_row + Traits::rows, row_count(shape, sequence)) - 1;
     const int begin = keys_of(shape, sequence, first_row / shape.group).begin;
@@ -43,11 +46,21 @@ __device__ __forceinline__ int count_blocks(Interval keys) {
     return max(ceil_div(keys.end, Traits::keys) - keys.begin / Traits::keys, 1);
 }
 
-// The blocks that the tiles of one key head of a sequence count.
+// Quotients of numbers that are not negative, which take fewer instructions so.
+__device__ __forceinline__ int divide(int a, int b) {
+    return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+__device__ __forceinline__ int divide_up(int a, int b) { return divide(a + b - 1, b); }
+
+// The blocks that the tiles of one key head of a sequence count, if these are alike.
+__device__ __forceinline__ int count_alike_blocks(const Shape& shape, const Sequence& sequence) {
+    return tile_count(shape, sequence) * count_blocks(alike_keys(sequence));
+}
+
+// The same of any tiles.
 __device__ __forceinline__ int count_head_blocks(const Shape& shape, const Sequence& sequence) {
     const int tiles = tile_count(shape, sequence);
-    if (tiles == 0) return 0;
-    if (shape.tiles_alike) return tiles * count_blocks(tile_keys(shape, sequence, 0));
+    if (shape.tiles_alike) return count_alike_blocks(shape, sequence);
     int blocks = 0;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) blocks += count_blocks(tile_keys(shape, sequence, tile));
@@ -63,7 +76,7 @@ __device__ __forceinline__ int aligned_share(int share, int tile_blocks) {
     for (int i = 0; i < 2; ++i) {
         if (unit % 2 == 0 && 2 * share <= unit) unit /= 2;
     }
-    const int aligned = ceil_div(share, unit) * unit;
+    const int aligned = divide_up(share, unit) * unit;
     return aligned - share <= min(share / 32, 2) ? aligned : share;
 }
 
@@ -99,20 +112,33 @@ struct Schedule {
     const Division& division;
     const int head_groups, team, member;
     int share;           // the blocks that each team has
-    int start_in_share;  // of the next tile, in blocks from the start of this team's share
-    int batch, head_group, tile;
+    int batch, head_group, tile;  // the tile that `next` has found, or will find first …
+    int start_in_share;           // … its start, in blocks from the start of this team's share …
+    int counted_blocks = 0;       // … and the blocks that it counts; 0: it is not found yet
     Sequence sequence;
 
     __device__ __forceinline__ Schedule(const Shape& shape, const Division& division)
-        : shape(shape), division(division), head_groups(shape.key_heads / division.team_size),
-          team(own_team(division).team), member(own_team(division).member) {
+        : shape(shape), division(division), head_groups(division.head_groups), team(own_team(division).team),
+          member(own_team(division).member) {
         // Each lane counts the blocks of as many sequences, and of all those before them.
         const int lane_sequences = ceil_div(shape.batch, 32), lane = threadIdx.x % 32;
         int own = 0, most = 0, least = no_limit;
-#pragma unroll 4
-        for (int i = 0; i < lane_sequences; ++i) {
-            const int index = lane * lane_sequences + i, blocks = count_sequence_blocks(index);
-            own += blocks, most = max(most, blocks), least = min(least, index < shape.batch ? blocks : no_limit);
+        auto count = [&](int i, int blocks) {
+            const bool is_there = i < lane_sequences && lane * lane_sequences + i < shape.batch;
+            own += is_there ? blocks : 0;
+            most = max(most, is_there ? blocks : 0), least = min(least, is_there ? blocks : no_limit);
+        };
+        // The last sequence again for one that there is not: without branches, lengths are loaded at once.
+        auto at = [&](int i) { return sequence_at(shape, min(lane * lane_sequences + i, shape.batch - 1)); };
+        if (shape.tiles_alike) {
+#pragma unroll 1
+            for (int i = 0; i < lane_sequences; i += 4) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) count(i + j, count_alike_blocks(shape, at(i + j)) * head_groups);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < lane_sequences; ++i) count(i, count_head_blocks(shape, at(i)) * head_groups);
         }
         int end = own;
 #pragma unroll
@@ -121,12 +147,12 @@ struct Schedule {
             if (lane >= distance) end += before;
         }
         const int total = __shfl_sync(all_lanes, end, 31);
-        share = max(ceil_div(total, division.teams), division.least_share);
+        share = max(divide_up(total, division.teams), division.least_share);
         if (!shape.query_offsets) {
             most = __reduce_max_sync(all_lanes, most), least = __reduce_min_sync(all_lanes, least);
             const int head_tiles = ceil_div(shape.queries * shape.group, Traits::rows);
             const bool all_alike = most == least && (shape.tiles_alike || head_tiles == 1);
-            if (all_alike) share = aligned_share(share, most / (head_groups * head_tiles));
+            if (all_alike) share = aligned_share(share, head_groups * head_tiles == 1 ? most : divide(most, head_groups * head_tiles));
         }
         int position = static_cast<int>(min(static_cast<int64_t>(team) * share, static_cast<int64_t>(total)));
         start_in_share = 0;
@@ -140,24 +166,21 @@ struct Schedule {
 
     // The next part of a tile in this team's share, of this CTA's head; false where there is none.
     __device__ __forceinline__ bool next(Tile& found) {
-        while (batch < shape.batch && start_in_share < share) {
+        while (true) {
+            if (counted_blocks > 0) advance();
+            if (batch >= shape.batch || start_in_share >= share) return false;
             const Interval keys = tile_keys(shape, sequence, tile);
-            const int counted_blocks = count_blocks(keys);
+            counted_blocks = count_blocks(keys);
             const int begin = part_boundary(-start_in_share, counted_blocks, division.max_parts);
             const int end = part_boundary(share - start_in_share, counted_blocks, division.max_parts);
             // If parts are limited, some sharers have none. They arrive all the same (shared_tile.cuh).
-            const bool is_counted = Traits::split || begin < end;
-            if (is_counted) {
-                const int head = head_group * division.team_size + member;
-                const int ahead = -start_in_share, behind = start_in_share + counted_blocks - share;
-                describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
-                note_sharers(found, ahead > 0 ? ceil_div(ahead, share) : 0, behind > 0 ? ceil_div(behind, share) : 0);
-            }
-            start_in_share += counted_blocks;
-            advance();
-            if (is_counted) return true;
+            if (!Traits::split && begin >= end) continue;
+            const int head = head_group * division.team_size + member;
+            const int ahead = -start_in_share, behind = start_in_share + counted_blocks - share;
+            describe(found, shape, sequence, {batch, head, tile}, keys, {counted_blocks, begin, end});
+            note_sharers(found, ahead > 0 ? divide_up(ahead, share) : 0, behind > 0 ? divide_up(behind, share) : 0);
+            return true;
         }
-        return false;
     }
 
 private:
@@ -177,11 +200,6 @@ private:
         }
     }
 
-    __device__ __forceinline__ int count_sequence_blocks(int index) const {
-        if (index >= shape.batch) return 0;
-        return count_head_blocks(shape, sequence_at(shape, index)) * head_groups;
-    }
-
     // Finds the tile that has block `position`, counted from the first one of sequence `index`.
     __device__ __forceinline__ void find(int index, int position) {
         int head_blocks;
@@ -192,7 +210,7 @@ private:
             if (position < head_blocks * head_groups) break;
             position -= head_blocks * head_groups;
         }
-        head_group = position / head_blocks;
+        head_group = head_groups == 1 ? 0 : divide(position, head_blocks);
         position -= head_group * head_blocks;
 #pragma unroll 1
         for (;; ++tile) {
@@ -208,7 +226,9 @@ private:
         if (batch < shape.batch) sequence = sequence_at(shape, batch);
     }
 
+    // Goes on to the next tile. That takes loads, for which the first tile need not wait.
     __device__ __forceinline__ void advance() {
+        start_in_share += counted_blocks;
         if (++tile < tile_count(shape, sequence)) return;
         tile = 0;
         if (++head_group < head_groups) return;

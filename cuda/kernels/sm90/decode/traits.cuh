@@ -10,6 +10,7 @@
 //   QUERY_ROWS     rows that tiles have at most: 8, 16, 32 or 64
 //   CTAS_OF_SM     CTAs that share a multiprocessor
 //   PAGED          1: the cache consists of pages
+//   PLAIN          1: tiles of a sequence are alike, and there are no packed queries, left padding or batch index
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
 //   PAIRS          1: CTAs form pairs, whose parts of a tile become one (pair.cuh)
@@ -38,6 +39,7 @@ struct Traits {
     static constexpr int stages = STAGES;
     static constexpr int ctas_of_sm = CTAS_OF_SM;
     static constexpr bool paged = PAGED;
+    static constexpr bool plain = PLAIN;
     static constexpr bool gathers = BOX == 0;
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
     static constexpr bool split = SPLIT, pairs = PAIRS;
