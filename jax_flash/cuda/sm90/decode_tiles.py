@@ -1,6 +1,7 @@
 """The decode kernel's blocks and stages, and how it loads a cache."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -81,8 +82,10 @@ class DecodeTile:
     @property
     def cluster_bytes(self) -> int:
         """What the CTAs of a cluster store in one of them (`ClusterParts` in cluster_parts.cuh)."""
-        units = self.query_rows // 8 * (self.value_dim // 16)
-        return self.cluster * math.ceil(units / self.cluster) * 1024
+        row_units = self.value_dim // 16
+        least = math.ceil(self.query_rows // 8 * row_units / self.cluster)
+        own = next(x for x in itertools.count(least) if row_units % x == 0 or x % row_units == 0)
+        return self.cluster * (own + math.ceil(own / row_units)) * 512
 
     def in_clusters(self, size: int) -> "DecodeTile | None":
         """The tile if clusters of `size` CTAs share it; None if shared memory has no room for their parts."""

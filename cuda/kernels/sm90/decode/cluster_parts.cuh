@@ -41,12 +41,12 @@ __device__ __forceinline__ void meet_before_parts() {
     if constexpr (Traits::cluster > 1 && !Traits::parts_apart) cluster::sync();
 }
 
-// What the CTAs of a cluster store in each other's shared memory. The output consists of units: 16 columns of eight
-// rows. A unit's part is a chunk of 16 bytes for each lane, four of its accumulators (row_of), and then another one: the
-// row's maximum and the lane's sum. Each CTA adds up `own_units`, and the last ones fewer or none.
+// What the CTAs of a cluster store in each other's shared memory. The output consists of units: 16 columns of a group of
+// eight rows. A unit's part is a chunk of 16 bytes for each lane, four of its accumulators (row_of). Each CTA adds up
+// `own_units`, and the last ones fewer or none. For each group that these are in, it has one more chunk: the row's
+// maximum and the lane's sum.
 struct ClusterParts {
-    static constexpr int row_units = Traits::value_dim / 16, units = Traits::query_rows / 8 * row_units;
-    static constexpr int own_units = Traits::own_units, unit_bytes = Traits::unit_bytes, statistics = unit_bytes / 2;
+    static constexpr int row_units = Traits::row_units, own_units = Traits::own_units;
     static constexpr int warps = ceil_div(Traits::query_rows, 16);  // that have rows of a tile
 
     const SharedMemory& shared;
@@ -63,11 +63,12 @@ struct ClusterParts {
 #pragma unroll
             for (int chunk = 0; chunk < row_units; ++chunk) {
                 const int unit = (2 * warp + r) * row_units + chunk, owner = unit / own_units;
-                const uint32_t there = cluster::address_in(owner, shared.base + place(rank, unit % own_units));
+                const int index = unit % own_units;
+                const uint32_t there = cluster::address_in(owner, shared.base);
                 const uint32_t full = cluster::address_in(owner, shared.parts_full());
                 const float* const values = out + 8 * chunk + 2 * r;
-                cluster::store_async(there + statistics, of_row, full);
-                cluster::store_async(there, {values[0], values[1], values[4], values[5]}, full);
+                if (chunk % own_units == 0) cluster::store_async(there + statistics_place(rank, index), of_row, full);
+                cluster::store_async(there + place(rank, index), {values[0], values[1], values[4], values[5]}, full);
             }
         }
     }
@@ -75,9 +76,10 @@ struct ClusterParts {
     // Adds up this CTA's units of all CTAs, and writes the results.
     __device__ __forceinline__ void add_up(const Results& results, const float* sinks, const Shape& shape,
                                            const Tile& tile) const {
-        const int own = min(units - rank * own_units, own_units);
+        const int own = min(Traits::units - rank * own_units, own_units);
         if (own <= 0) return;
-        if (threadIdx.x == 0) mbarrier::arrive_expect(shared.parts_full(), Traits::cluster * own * unit_bytes);
+        const int chunks = own + ceil_div(own, row_units);
+        if (threadIdx.x == 0) mbarrier::arrive_expect(shared.parts_full(), Traits::cluster * chunks * 512);
         mbarrier::wait(shared.parts_full(), 0);
 #pragma unroll 1
         for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
@@ -91,7 +93,11 @@ struct ClusterParts {
 private:
     // Where CTA `rank` stores its part of a unit, for this lane.
     __device__ __forceinline__ int place(int rank, int index) const {
-        return SharedMemory::parts + (rank * own_units + index) * unit_bytes + 16 * lane;
+        return SharedMemory::parts + (rank * (own_units + Traits::own_groups) + index) * 512 + 16 * lane;
+    }
+    // … and what it stores for the unit's rows.
+    __device__ __forceinline__ int statistics_place(int rank, int index) const {
+        return place(rank, own_units + index / row_units);
     }
 
     // The sum is the lane's, of its columns of the keys.
@@ -100,9 +106,8 @@ private:
         float4 values[Traits::cluster];
 #pragma unroll
         for (int rank = 0; rank < Traits::cluster; ++rank) {
-            const unsigned char* const part = shared.data + place(rank, index);
-            of_row[rank] = *reinterpret_cast<const float2*>(part + statistics);
-            values[rank] = *reinterpret_cast<const float4*>(part);
+            of_row[rank] = *reinterpret_cast<const float2*>(shared.data + statistics_place(rank, index));
+            values[rank] = *reinterpret_cast<const float4*>(shared.data + place(rank, index));
         }
         RowSum sum;
         sum.add(of_row, values);

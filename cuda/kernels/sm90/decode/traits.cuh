@@ -27,6 +27,12 @@
 #include "common/pipeline.cuh"
 #include "sm90/decode/tile.cuh"
 
+// The least number, `least` at least, that divides `whole` or is a multiple of it.
+__device__ constexpr int whole_units(int least, int whole) {
+    while (whole % least != 0 && least % whole != 0) ++least;
+    return least;
+}
+
 struct Traits {
     using Element = ELEMENT;
     using CacheElement = CACHE_ELEMENT;
@@ -80,10 +86,11 @@ struct Traits {
     // What a CTA of a pair gives to the other (pair.cuh): of each eight rows, each lane has so many chunks of 16 bytes.
     static constexpr int pair_chunks = value_dim / 16 + 1;
     static constexpr int pair_bytes = pairs ? query_rows / 8 * pair_chunks * 32 * 16 : 0;
-    // What the CTAs of a cluster store in another one, which adds up `own_units` at most (cluster_parts.cuh).
-    static constexpr int unit_bytes = 2 * 32 * 16;
-    static constexpr int own_units = ceil_div(query_rows / 8 * (value_dim / 16), cluster);
-    static constexpr int cluster_bytes = cluster > 1 ? cluster * own_units * unit_bytes : 0;
+    // What the CTAs of a cluster store in one of them, chunks of 16 bytes for each lane (cluster_parts.cuh).
+    static constexpr int row_units = value_dim / 16, units = query_rows / 8 * row_units;
+    static constexpr int own_units = whole_units(ceil_div(units, cluster), row_units);
+    static constexpr int own_groups = ceil_div(own_units, row_units);
+    static constexpr int cluster_bytes = cluster > 1 ? cluster * (own_units + own_groups) * 512 : 0;
     static constexpr int parts_bytes = pair_bytes + (parts_apart ? cluster_bytes : 0);
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
