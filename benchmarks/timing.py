@@ -55,14 +55,13 @@ def span_milliseconds(function: Callable, *args: jax.Array, calls: int = CALLS_I
     return min(_wall_clock(function, args, calls) for _ in range(ITERATIONS))
 
 
-def device_milliseconds(function: Callable, *args: jax.Array) -> float | None:
-    """Time of one call on the GPU, from the start of its first kernel or copy to the end of its last.
+def device_milliseconds(function: Callable, *args: jax.Array) -> tuple[float, float]:
+    """Of one call on the GPU: the sum over its kernels and copies, and the time from the start of the first one to
+    the end of the last.
 
-    What kernels wait for each other and for being launched counts, once; the host counts only if it launches
-    them too slowly. None without a GPU.
+    That has what kernels wait for each other and for being launched, once; the host counts only if it launches them
+    too slowly. A process uses this or `milliseconds`: two profilers in one don't go together.
     """
-    if jax.default_backend() != "gpu":
-        return None
     function = _jitted(function)
     _warm_up(function, args)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +70,8 @@ def device_milliseconds(function: Callable, *args: jax.Array) -> float | None:
                 jax.block_until_ready(function(*args))
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        return 1e-6 * statistics.median(spans(device_events(planes), ITERATIONS))
+        sums, spans = zip(*sums_and_spans(device_events(planes), ITERATIONS), strict=True)
+        return 1e-6 * statistics.median(sums), 1e-6 * statistics.median(spans)
 
 
 def device_events(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
@@ -82,14 +82,15 @@ def device_events(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
             yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in line.events)
 
 
-def spans(events: Iterable[tuple[float, float]], calls: int) -> list[float]:
-    """From the first start to the last end of each of so many calls, which ran one after the other."""
+def sums_and_spans(events: Iterable[tuple[float, float]], calls: int) -> Iterator[tuple[float, float]]:
+    """Of each of so many calls, which ran one after the other: the sum, and from the first start to the last end."""
     ordered = sorted(events)
     of_call, rest = divmod(len(ordered), calls)
     if rest or not of_call:
         raise RuntimeError(f"{len(ordered)} kernels and copies of {calls} calls in the profile")
-    found = (ordered[i : i + of_call] for i in range(0, len(ordered), of_call))
-    return [max(end for _, end in call) - call[0][0] for call in found]
+    for i in range(0, len(ordered), of_call):
+        call = ordered[i : i + of_call]
+        yield sum(end - start for start, end in call), max(end for _, end in call) - call[0][0]
 
 
 def _warm_up(function: Callable, args: tuple[jax.Array, ...]) -> None:

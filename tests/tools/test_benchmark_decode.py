@@ -179,11 +179,10 @@ def test_spans_of_a_profile():
         SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", (0.0, 500.0))]),
         SimpleNamespace(name="/device:GPU:0", lines=[*streams, line("XLA Ops", (0.0, 900.0))]),
     ]
-    assert timing.spans(timing.device_events(planes), 2) == [20, 20]
+    assert list(timing.sums_and_spans(timing.device_events(planes), 2)) == [(18, 20), (24, 20)]
     for calls in (3, 5):
         with pytest.raises(RuntimeError, match="4 kernels and copies"):
-            timing.spans(timing.device_events(planes), calls)
-    assert timing.device_milliseconds(lambda x: x, jnp.ones(3)) is None
+            list(timing.sums_and_spans(timing.device_events(planes), calls))
 
 
 def test_other_programs_rows_are_merged(tmp_path):
@@ -219,8 +218,8 @@ def test_command_line_on_the_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "ITERATIONS", 2)
     monkeypatch.setattr(timing, "CALLS_IN_FLIGHT", 3)
     out = tmp_path / "result.json"
-    command = f"--contenders jax_flash_cuda,jax_flash_xla,cudnn,copy --rounds 1 --out {out}"
-    decode.main(command.split())
+    command = ["--contenders", "jax_flash_cuda,jax_flash_xla,cudnn,copy", "--rounds", "1", "--out", str(out)]
+    decode.main([*command, "--groups", ",".join(groups)])
     result = json.loads(out.read_text())
     assert {"commit", "device", "versions", "date", "timing", "rows", "targets"} <= set(result)
     assert "failed" not in result
@@ -243,6 +242,17 @@ def test_command_line_on_the_cpu(tmp_path, monkeypatch, capsys):
 
 
 COPY = "copy"
+
+
+def test_two_profilers_are_not_mixed(monkeypatch, capsys):
+    import decode
+
+    assert "append" not in decode.parse([]).groups
+    assert decode.parse(["--groups", "append"]).groups == ["append"]
+    monkeypatch.setattr(decode, "_on_gpu", lambda: True)
+    with pytest.raises(SystemExit):
+        decode.parse(["--groups", "contiguous,append"])
+    assert "in a run of its own" in capsys.readouterr().err
 
 
 def test_lists_its_calls(capsys):
