@@ -7,9 +7,9 @@
 Every row has the kernel time of a call (`kernel_us`) and the time of a whole jitted step, launches and gaps
 included, many of them in flight (`step_us`). Kernel time is the sum over kernels: of two that overlap, it
 counts both in full. Where the host launches more slowly than kernels run, a step takes as long as launching.
-So calls that append also have what a step takes on the device, from the start of its first kernel to the end
-of its last (`device_us`). GB/s counts the keys and values that sequences have. The copy kernel reads half as
-many bytes and writes them: its time is that of the call at the bandwidth of a copy.
+So calls that append also have what a step takes on the device, from its start to the next one's
+(`device_us`). GB/s counts the keys and values that sequences have. The copy kernel reads half as many bytes
+and writes them: its time is that of the call at the bandwidth of a copy.
 
   contiguous   full caches, 4 MB to 2 GB
   lengths      lengths drawn from 1 to the capacity; one sequence of 131072 keys among 63 short ones
@@ -105,21 +105,21 @@ def _expected(case: Case, arrays: decode_programs.Arrays) -> dict[str, jax.Array
 
 def figures(compiled: Sequence[jax.stages.Compiled], inputs: tuple) -> dict[str, float]:
     """Kernel time and step of one call, in microseconds; `compiled` is its program, or two chains of it."""
-    kernel, step, device = [], [], []
-    for program in compiled:
-        if _on_gpu() and len(compiled) == 2:
-            sum_of_kernels, span = timing.device_milliseconds(program, *inputs)
-            kernel.append(1e3 * sum_of_kernels)
-            device.append(1e3 * span)
-        else:
-            kernel.append(1e3 * timing.milliseconds(program, *inputs))
-        calls = int(min(max(MICROSECONDS_IN_FLIGHT / kernel[-1], 3), timing.CALLS_IN_FLIGHT))
+    more, found = LONG_CHAIN - SHORT_CHAIN, {}
+    if _on_gpu() and len(compiled) == 2:
+        short, long = (timing.profile(program, *inputs) for program in compiled)
+        of_step, period = timing.sum_and_period(short, long, more, LONG_CHAIN)
+        found = {"kernel_us": 1e3 * of_step, "device_us": 1e3 * period}
+        kernel = [1e3 * sum(end - start for start, end in calls[0]) for calls in (short, long)]
+    else:
+        kernel = [1e3 * timing.milliseconds(program, *inputs) for program in compiled]
+    step = []
+    for program, us in zip(compiled, kernel, strict=True):
+        calls = int(min(max(MICROSECONDS_IN_FLIGHT / us, 3), timing.CALLS_IN_FLIGHT))
         step.append(1e3 * timing.span_milliseconds(program, *inputs, calls=calls))
     if len(compiled) == 1:
         return {"kernel_us": kernel[0], "step_us": step[0]}
-    calls = LONG_CHAIN - SHORT_CHAIN
-    found = {"kernel_us": (kernel[1] - kernel[0]) / calls, "step_us": (step[1] - step[0]) / calls}
-    return found | {"device_us": (device[1] - device[0]) / calls} if device else found
+    return {"kernel_us": (kernel[1] - kernel[0]) / more, "step_us": (step[1] - step[0]) / more} | found
 
 
 def with_ratios(rows: Sequence[dict], case: Case) -> list[dict]:

@@ -55,42 +55,58 @@ def span_milliseconds(function: Callable, *args: jax.Array, calls: int = CALLS_I
     return min(_wall_clock(function, args, calls) for _ in range(ITERATIONS))
 
 
-def device_milliseconds(function: Callable, *args: jax.Array) -> tuple[float, float]:
-    """Of one call on the GPU: the sum over its kernels and copies, and the time from the start of the first one to
-    the end of the last.
+Events = list[tuple[float, float]]
+"""Start and end of what ran on a GPU, in milliseconds."""
 
-    That has what kernels wait for each other and for being launched, once; the host counts only if it launches them
-    too slowly. A process uses this or `milliseconds`: two profilers in one don't go together.
+
+def profile(function: Callable, *args: jax.Array) -> list[Events]:
+    """The kernels and copies of each of `ITERATIONS` calls of `function`, all of which are in flight at once.
+
+    A process uses this or `milliseconds`: two profilers in one don't go together.
     """
     function = _jitted(function)
     _warm_up(function, args)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(ITERATIONS):
-                jax.block_until_ready(function(*args))
+            jax.block_until_ready([function(*args) for _ in range(ITERATIONS)])
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        sums, spans = zip(*sums_and_spans(device_events(planes), ITERATIONS), strict=True)
-        return 1e-6 * statistics.median(sums), 1e-6 * statistics.median(spans)
+        return by_call(device_events(planes), ITERATIONS)
 
 
 def device_events(planes: Iterable[Any]) -> Iterator[tuple[float, float]]:
-    """Start and end, in nanoseconds, of what ran in the streams of a profile's GPUs."""
+    """What ran in the streams of a profile's GPUs, whose times are in nanoseconds."""
     lines = (line for plane in planes if "/device:GPU" in plane.name for line in plane.lines)
     for line in lines:
         if line.name.startswith("Stream"):
-            yield from ((event.start_ns, event.start_ns + event.duration_ns) for event in line.events)
+            for event in line.events:
+                yield 1e-6 * event.start_ns, 1e-6 * (event.start_ns + event.duration_ns)
 
 
-def sums_and_spans(events: Iterable[tuple[float, float]], calls: int) -> Iterator[tuple[float, float]]:
-    """Of each of so many calls, which ran one after the other: the sum, and from the first start to the last end."""
+def by_call(events: Iterable[tuple[float, float]], calls: int) -> list[Events]:
+    """The events of each of so many calls, which ran one after the other."""
     ordered = sorted(events)
     of_call, rest = divmod(len(ordered), calls)
     if rest or not of_call:
         raise RuntimeError(f"{len(ordered)} kernels and copies of {calls} calls in the profile")
-    for i in range(0, len(ordered), of_call):
-        call = ordered[i : i + of_call]
-        yield sum(end - start for start, end in call), max(end for _, end in call) - call[0][0]
+    return [ordered[i : i + of_call] for i in range(0, len(ordered), of_call)]
+
+
+def sum_and_period(short: list[Events], long: list[Events], more: int, steps: int) -> tuple[float, float]:
+    """Of a step, from calls of two programs: the second has `more` steps than the first, `steps` in all.
+
+    Returns the sum over the step's kernels, and the time from a step's start to the next one's. That has what
+    kernels wait for each other and for being launched. What a program does ahead of its steps doesn't count.
+    """
+    of_step, rest = divmod(len(long[0]) - len(short[0]), more)
+    if rest or of_step < 1:
+        raise RuntimeError(f"{len(long[0])} and {len(short[0])} kernels and copies differ by no whole steps")
+    sums = [
+        statistics.median(sum(end - start for start, end in call) for call in calls)
+        for calls in (short, long)
+    ]
+    periods = [(call[-of_step][0] - call[-of_step * steps][0]) / (steps - 1) for call in long]
+    return (sums[1] - sums[0]) / more, statistics.median(periods)
 
 
 def _warm_up(function: Callable, args: tuple[jax.Array, ...]) -> None:

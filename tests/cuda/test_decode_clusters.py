@@ -36,12 +36,12 @@ CASES = (
     CacheCase(S=700, B=2, U=1, score_mod=True, sinks=True),
     CacheCase(S=1000, T=20, U=20, right=0, B=1, N=2, K=1, H=128),
 )
-PARTS_WITHIN = CASES[-1]  # where blocks were: they have no memory of their own
+PARTIALS_WITHIN = CASES[-1]  # where blocks were: they have no memory of their own
 PARTS = "sm90/decode/cluster_parts.cuh"
 MISTAKES = {
-    "parts are read where not all are there": (
+    "partials are read where not all are there": (
         CASES[0],
-        """        mbarrier::wait(shared.parts_full(), 0);
+        """        mbarrier::wait(shared.partials_full(), 0);
 #pragma unroll 1
         for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
             RowSum sum = sum_of(index);
@@ -49,16 +49,16 @@ MISTAKES = {
         """#pragma unroll 1
         for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
             RowSum sum = sum_of(index);
-            mbarrier::wait(shared.parts_full(), 0);
+            mbarrier::wait(shared.partials_full(), 0);
 """,
     ),
-    "parts are stored where blocks are still read": (
-        PARTS_WITHIN,
-        """    meet_before_parts();
-    parts.send(out, softmax);
+    "partials are stored where blocks are still read": (
+        PARTIALS_WITHIN,
+        """    meet_before_partials();
+    partials.send(out, softmax);
 """,
-        """    parts.send(out, softmax);
-    meet_before_parts();
+        """    partials.send(out, softmax);
+    meet_before_partials();
 """,
     ),
 }
@@ -93,15 +93,15 @@ def test_races_are_found(mistake, tmp_path):
         run(case, emulator, 132, 16)
 
 
-def test_where_parts_lie():
-    """Cases have both: parts with memory of their own, and, where there is no room for it, parts within blocks'."""
+def test_where_partials_lie():
+    """Cases have both: partials with memory of their own, and, where there is no room for it, where blocks were."""
 
     def are_apart(case):
         shapes = shapes_of(Draw(case).operands)
         launch = decode_plan.plan_decode(case.spec, shapes, H100).launches[-1]
-        return dict(launch.kernel.defines)["PARTS_APART"]
+        return dict(launch.kernel.defines)["PARTIALS_APART"]
 
-    assert are_apart(CASES[0]) and not are_apart(PARTS_WITHIN)
+    assert are_apart(CASES[0]) and not are_apart(PARTIALS_WITHIN)
 
 
 def test_what_is_split_by_clusters():

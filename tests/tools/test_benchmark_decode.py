@@ -174,15 +174,24 @@ def test_spans_of_a_profile():
             name=name, events=[SimpleNamespace(start_ns=start, duration_ns=d) for start, d in events]
         )
 
-    streams = [line("Stream #1", (0.0, 10.0), (100.0, 20.0)), line("Stream #2", (12.0, 8.0), (111.0, 4.0))]
+    # Of two calls: a copy, and three steps of two kernels, the second of which begins before the first ends.
+    def events(begin):
+        of_steps = [(begin + 100.0 + 50.0 * i + after, 30.0) for i in range(3) for after in (0.0, 20.0)]
+        return [(begin, 70.0), *of_steps]
+
+    streams = [line("Stream #1", *events(0.0)), line("Stream #2", *events(1000.0))]
     planes = [
         SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", (0.0, 500.0))]),
         SimpleNamespace(name="/device:GPU:0", lines=[*streams, line("XLA Ops", (0.0, 900.0))]),
     ]
-    assert list(timing.sums_and_spans(timing.device_events(planes), 2)) == [(18, 20), (24, 20)]
-    for calls in (3, 5):
-        with pytest.raises(RuntimeError, match="4 kernels and copies"):
-            list(timing.sums_and_spans(timing.device_events(planes), calls))
+    long = timing.by_call(timing.device_events(planes), 2)
+    assert [len(call) for call in long] == [7, 7]
+    short = [call[:3] for call in long]
+    assert timing.sum_and_period(short, long, 2, 3) == pytest.approx((60e-6, 50e-6))
+    with pytest.raises(RuntimeError, match="no whole steps"):
+        timing.sum_and_period(short, [call[:6] for call in long], 2, 3)
+    with pytest.raises(RuntimeError, match="14 kernels and copies of 3"):
+        timing.by_call(timing.device_events(planes), 3)
 
 
 def test_other_programs_rows_are_merged(tmp_path):

@@ -226,7 +226,7 @@ def _decode(
             ("SPLIT", int(division.split)),
             ("PAIRS", int(division.pairs)),
             ("CLUSTER", division.cluster),
-            ("PARTS_APART", int(tile.parts_apart)),
+            ("PARTIALS_APART", int(tile.partials_apart)),
             ("SOFT_CAP", int(cap is not None)),
             ("ALIBI", int(shapes.alibi_slopes is not None)),
             ("SCORE_MOD", int(spec.attention.score_mod is not None)),

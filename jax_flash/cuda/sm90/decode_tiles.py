@@ -22,6 +22,7 @@ _ELEMENT_BYTES = 2
 _MAX_STAGES = 6
 _SM_BYTES = 228 << 10  # shared memory of a multiprocessor, of which each CTA takes 1 KiB more than its own
 _TILE_STAGES = 2
+_CHUNK_BYTES = 32 * 16  # `Traits::chunk_bytes`, of what CTAs store in each other
 _BYTES_IN_FLIGHT = 64 << 10  # of each of two CTAs on a multiprocessor: with more, calls took longer
 TILE_BYTES = 80  # of `Tile` in cuda/kernels/sm90/decode/tile.cuh
 
@@ -40,7 +41,7 @@ class DecodeTile:
     float8: bool  # the cache is in e4m3
     pairs: bool = False  # CTAs form pairs (cuda/kernels/sm90/decode/pair.cuh)
     cluster: int = 1  # CTAs of a cluster that has a tile for itself (cluster_parts.cuh there)
-    parts_apart: bool = False  # the cluster's parts have memory of their own, and don't lie where blocks were
+    partials_apart: bool = False  # what these store in each other has memory of its own, not where blocks were
     ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
@@ -69,8 +70,8 @@ class DecodeTile:
             query *= _TILE_STAGES
         widened = self.keys * (key_row + value_row) * (self.float8 and not self.by_warps)
         warp_parts = 4 * self.query_rows * (8 + 4 * (self.value_dim + 8)) * self.by_warps
-        pair = (self.query_rows // 8 * (self.value_dim // 16 + 1) * 32 * 16 + 8) * self.pairs
-        cluster = self.cluster_bytes * self.parts_apart + 8 * (self.cluster > 1)
+        pair = (self.query_rows // 8 * (self.value_dim // 16 + 1) * _CHUNK_BYTES + 8) * self.pairs
+        cluster = self.cluster_bytes * self.partials_apart + 8 * (self.cluster > 1)
         tiles = _TILE_STAGES * (TILE_BYTES + 2 * 8)
         return query + widened + warp_parts + pair + cluster + self.stages * stage + tiles
 
@@ -81,18 +82,18 @@ class DecodeTile:
 
     @property
     def cluster_bytes(self) -> int:
-        """What the CTAs of a cluster store in one of them (`ClusterParts` in cluster_parts.cuh)."""
+        """What the CTAs of a cluster store in one of them (`ClusterPartials` in cluster_parts.cuh)."""
         row_units = self.value_dim // 16
         least = math.ceil(self.query_rows // 8 * row_units / self.cluster)
         own = next(x for x in itertools.count(least) if row_units % x == 0 or x % row_units == 0)
-        return self.cluster * (own + math.ceil(own / row_units)) * 512
+        return self.cluster * (own + math.ceil(own / row_units)) * _CHUNK_BYTES
 
     def in_clusters(self, size: int) -> "DecodeTile | None":
-        """The tile if clusters of `size` CTAs share it; None if shared memory has no room for their parts."""
-        apart = dataclasses.replace(self, cluster=size, parts_apart=True)
+        """The tile if clusters of `size` CTAs share it; None if shared memory has no room for their partials."""
+        apart = dataclasses.replace(self, cluster=size, partials_apart=True)
         if apart.fits:
             return apart
-        within = dataclasses.replace(apart, parts_apart=False)
+        within = dataclasses.replace(apart, partials_apart=False)
         return within if within.fits and within.cluster_bytes <= self.stages * self.block_bytes else None
 
     @property

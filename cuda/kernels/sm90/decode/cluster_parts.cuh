@@ -1,7 +1,7 @@
 // Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA
-// attends to an equal part of the tile's blocks. Then each adds up a share of the output: all of them store what they
-// made of it in that one's shared memory, by asynchronous stores, which a barrier there counts. So a CTA waits for data
-// alone.
+// attends to an equal part of the tile's blocks, and then adds up a share of the output. For that, all of them store
+// their partials of this share in its shared memory, by asynchronous stores, which a barrier there counts. So a CTA
+// waits for data alone.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -35,24 +35,24 @@ struct ClusterSchedule {
 
 using TileSchedule = Either<(Traits::cluster > 1), ClusterSchedule, Schedule>::type;
 
-// If parts lie where blocks were, all threads of the cluster come together when all blocks have been read. Threads that
-// store no part call this.
-__device__ __forceinline__ void meet_before_parts() {
-    if constexpr (Traits::cluster > 1 && !Traits::parts_apart) cluster::sync();
+// If partials lie where blocks were, all threads of the cluster come together when all blocks have been read. Those that
+// store nothing call this, too.
+__device__ __forceinline__ void meet_before_partials() {
+    if constexpr (Traits::cluster > 1 && !Traits::partials_apart) cluster::sync();
 }
 
-// What the CTAs of a cluster store in each other's shared memory. The output consists of units: 16 columns of a group of
-// eight rows. A unit's part is a chunk of 16 bytes for each lane, four of its accumulators (row_of). Each CTA adds up
-// `own_units`, and the last ones fewer or none. For each group that these are in, it has one more chunk: the row's
-// maximum and the lane's sum.
-struct ClusterParts {
+// The partials that CTAs store in each other's shared memory. The output consists of units: 16 columns of a group of
+// eight rows. Of a unit, each lane has a chunk of 16 bytes, four of its accumulators (row_of). Each CTA adds up
+// `own_units`, the last ones fewer or none. For each group of rows that these are in, a lane has one more chunk: its
+// row's maximum and its own sum.
+struct ClusterPartials {
     static constexpr int row_units = Traits::row_units, own_units = Traits::own_units;
     static constexpr int warps = ceil_div(Traits::query_rows, 16);  // that have rows of a tile
 
     const SharedMemory& shared;
     const int rank = cluster::rank(), lane = threadIdx.x % 32;
 
-    // Stores what this CTA made of its part of the tile.
+    // Stores this CTA's partial.
     __device__ __forceinline__ void send(const float (&out)[Traits::value_dim / 2],
                                          const OnlineSoftmax& softmax) const {
         const int warp = warps > 1 ? threadIdx.x / 32 : 0;
@@ -65,7 +65,7 @@ struct ClusterParts {
                 const int unit = (2 * warp + r) * row_units + chunk, owner = unit / own_units;
                 const int index = unit % own_units;
                 const uint32_t there = cluster::address_in(owner, shared.base);
-                const uint32_t full = cluster::address_in(owner, shared.parts_full());
+                const uint32_t full = cluster::address_in(owner, shared.partials_full());
                 const float* const values = out + 8 * chunk + 2 * r;
                 if (chunk % own_units == 0) cluster::store_async(there + statistics_place(rank, index), of_row, full);
                 cluster::store_async(there + place(rank, index), {values[0], values[1], values[4], values[5]}, full);
@@ -79,8 +79,9 @@ struct ClusterParts {
         const int own = min(Traits::units - rank * own_units, own_units);
         if (own <= 0) return;
         const int chunks = own + ceil_div(own, row_units);
-        if (threadIdx.x == 0) mbarrier::arrive_expect(shared.parts_full(), Traits::cluster * chunks * 512);
-        mbarrier::wait(shared.parts_full(), 0);
+        const int bytes = Traits::cluster * chunks * Traits::chunk_bytes;
+        if (threadIdx.x == 0) mbarrier::arrive_expect(shared.partials_full(), bytes);
+        mbarrier::wait(shared.partials_full(), 0);
 #pragma unroll 1
         for (int index = threadIdx.x / 32; index < own; index += Traits::consumer_threads / 32) {
             RowSum sum = sum_of(index);
@@ -91,11 +92,12 @@ struct ClusterParts {
     }
 
 private:
-    // Where CTA `rank` stores its part of a unit, for this lane.
+    // Where CTA `rank` stores this lane's chunk of a unit …
     __device__ __forceinline__ int place(int rank, int index) const {
-        return SharedMemory::parts + (rank * (own_units + Traits::own_groups) + index) * 512 + 16 * lane;
+        const int chunk = rank * (own_units + Traits::own_groups) + index;
+        return SharedMemory::partials + chunk * Traits::chunk_bytes + 16 * lane;
     }
-    // … and what it stores for the unit's rows.
+    // … and that of the unit's group of rows.
     __device__ __forceinline__ int statistics_place(int rank, int index) const {
         return place(rank, own_units + index / row_units);
     }
@@ -127,13 +129,13 @@ private:
     }
 };
 
-// Combines the parts of the cluster's tile.
+// Combines the partials of the cluster's tile.
 __device__ __forceinline__ void combine_in_cluster(const float (&out)[Traits::value_dim / 2],
                                                    const OnlineSoftmax& softmax, const SharedMemory& shared,
                                                    const Results& results, const float* sinks, const Shape& shape,
                                                    const Tile& tile) {
-    const ClusterParts parts{shared};
-    meet_before_parts();
-    parts.send(out, softmax);
-    parts.add_up(results, sinks, shape, tile);
+    const ClusterPartials partials{shared};
+    meet_before_partials();
+    partials.send(out, softmax);
+    partials.add_up(results, sinks, shape, tile);
 }

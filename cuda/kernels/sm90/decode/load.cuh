@@ -73,5 +73,5 @@ __device__ __forceinline__ void produce(const LoadCall& call, const Division& di
     }
     tile.batch = Tile::no_more;
     if constexpr (Traits::cluster == 1) hand_out(call, tile_ring, tile, is_first);
-    meet_before_parts();
+    meet_before_partials();
 }

@@ -28,13 +28,14 @@ private:
     // Where chunk `chunk` of this lane's row `r` is: the row's four of eight accumulators (row_of). The last chunk is
     // the row's maximum and the lane's sum.
     __device__ __forceinline__ int place(int r, int chunk) const {
-        return SharedMemory::parts + (((2 * warp + r) * Traits::pair_chunks + chunk) * 32 + lane) * 16;
+        const int index = (2 * warp + r) * Traits::pair_chunks + chunk;
+        return SharedMemory::partials + index * Traits::chunk_bytes + 16 * lane;
     }
     static constexpr int statistics = Traits::pair_chunks - 1;
 
     __device__ __forceinline__ void give(const float (&out)[Traits::value_dim / 2],
                                          const OnlineSoftmax& softmax) const {
-        const uint32_t there = cluster::address_in(0, shared.base), full = cluster::address_in(0, shared.parts_full());
+        const uint32_t there = cluster::address_in(0, shared.base), full = cluster::address_in(0, shared.partials_full());
 #pragma unroll
         for (int r = 0; r < thread_rows; ++r) {
             cluster::store_async(there + place(r, statistics), {softmax.row_max[r], softmax.row_sum[r], 0, 0}, full);
@@ -47,8 +48,8 @@ private:
     }
 
     __device__ __forceinline__ void take(float (&out)[Traits::value_dim / 2], OnlineSoftmax& softmax) const {
-        if (lane == 0 && warp == 0) mbarrier::arrive_expect(shared.parts_full(), Traits::pair_bytes);
-        mbarrier::wait(shared.parts_full(), 0);
+        if (lane == 0 && warp == 0) mbarrier::arrive_expect(shared.partials_full(), Traits::pair_bytes);
+        mbarrier::wait(shared.partials_full(), 0);
 #pragma unroll
         for (int r = 0; r < thread_rows; ++r) {
             const float4 other = *reinterpret_cast<const float4*>(shared.data + place(r, statistics));

@@ -2,6 +2,7 @@
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
 #include "common/warp_arrival.cuh"
 #include "sm90/decode/traits.cuh"
 
@@ -16,16 +17,16 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
         mbarrier::init(shared.tile_full(stage), Traits::tile_arrivals);
         mbarrier::init(shared.tile_empty(stage), 4 * warp_arrivals);
     }
-    if (SharedMemory::receives) mbarrier::init(shared.parts_full(), 1);
+    if (SharedMemory::receives) mbarrier::init(shared.partials_full(), 1);
     mbarrier::fence_init();
 }
 
-// All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role calls this where it
-// needs them.
+// All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role calls this in
+// a place of its own, as warps may a named barrier.
 __device__ __forceinline__ void start_together() {
     if constexpr (SharedMemory::receives) {
         cluster::sync();
     } else {
-        __syncthreads();
+        named_barrier_sync(3, Traits::threads);
     }
 }

@@ -15,7 +15,7 @@
 //   SPLIT          1: CTAs may share a tile
 //   PAIRS          1: CTAs form pairs, whose parts of a tile become one (pair.cuh)
 //   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no such clusters
-//   PARTS_APART    1: parts that CTAs of such a cluster store have memory of their own; 0: they lie where blocks were
+//   PARTIALS_APART 1: what CTAs of such a cluster store in each other has memory of its own; 0: it lies where blocks were
 //   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
 //   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: append.cu does
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
@@ -27,7 +27,7 @@
 #include "common/pipeline.cuh"
 #include "sm90/decode/tile.cuh"
 
-// The least number, `least` at least, that divides `whole` or is a multiple of it.
+// The first number from `least` on that divides `whole` or is a multiple of it.
 __device__ constexpr int whole_units(int least, int whole) {
     while (whole % least != 0 && least % whole != 0) ++least;
     return least;
@@ -50,7 +50,7 @@ struct Traits {
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
     static constexpr bool split = SPLIT, pairs = PAIRS;
     static constexpr int cluster = CLUSTER;
-    static constexpr bool parts_apart = PARTS_APART;
+    static constexpr bool partials_apart = PARTIALS_APART;
     static constexpr bool soft_cap = SOFT_CAP, alibi = ALIBI;
     // Whether logits are natural; otherwise they are in base 2.
     static constexpr bool natural = soft_cap || alibi || SCORE_MOD;
@@ -83,15 +83,17 @@ struct Traits {
     static constexpr bool widens = is_float8 && !by_warps;  // blocks, in shared memory (widen.cuh)
     static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
     static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
-    // What a CTA of a pair gives to the other (pair.cuh): of each eight rows, each lane has so many chunks of 16 bytes.
+    // What CTAs store in each other consists of chunks: 16 bytes for each lane.
+    static constexpr int chunk_bytes = 32 * 16;
+    // What a CTA of a pair gives to the other (pair.cuh): so many chunks of each eight rows.
     static constexpr int pair_chunks = value_dim / 16 + 1;
-    static constexpr int pair_bytes = pairs ? query_rows / 8 * pair_chunks * 32 * 16 : 0;
-    // What the CTAs of a cluster store in one of them, chunks of 16 bytes for each lane (cluster_parts.cuh).
+    static constexpr int pair_bytes = pairs ? query_rows / 8 * pair_chunks * chunk_bytes : 0;
+    // What the CTAs of a cluster store in one of them (cluster_parts.cuh).
     static constexpr int row_units = value_dim / 16, units = query_rows / 8 * row_units;
     static constexpr int own_units = whole_units(ceil_div(units, cluster), row_units);
     static constexpr int own_groups = ceil_div(own_units, row_units);
-    static constexpr int cluster_bytes = cluster > 1 ? cluster * (own_units + own_groups) * 512 : 0;
-    static constexpr int parts_bytes = pair_bytes + (parts_apart ? cluster_bytes : 0);
+    static constexpr int cluster_bytes = cluster > 1 ? cluster * (own_units + own_groups) * chunk_bytes : 0;
+    static constexpr int partials_bytes = pair_bytes + (partials_apart ? cluster_bytes : 0);
     static constexpr int tile_stages = 2;
     // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
     // rotate it on its way to its one place.
@@ -108,8 +110,9 @@ struct Traits {
     static_assert(!appends || !gathers, "one warp appends and loads");
     static_assert(!split || cluster == 1, "CTAs that share tiles through global memory don't share them in clusters");
     static_assert(!pairs || split, "CTAs that share no tiles form no pairs");
-    static_assert(parts_apart || cluster_bytes <= stages * (key_bytes + value_bytes), "parts fit where the blocks were");
-    static_assert(!parts_apart || cluster > 1, "CTAs without clusters store no parts");
+    static_assert(partials_apart || cluster_bytes <= stages * (key_bytes + value_bytes),
+                  "partials fit where the blocks were");
+    static_assert(!partials_apart || cluster > 1, "CTAs without clusters store nothing in each other");
 };
 
 // Byte offsets from the start of dynamic shared memory, and addresses of what lies there.
@@ -126,13 +129,13 @@ struct SharedMemory {
     static constexpr int plain_query = gathered_rows + (Traits::gathers ? 8 * Traits::stages * Traits::keys : 0);
     static constexpr int tiles = plain_query + Traits::tile_stages * Traits::plain_query_bytes;
     static constexpr int warp_parts = tiles + Traits::tile_stages * static_cast<int>(sizeof(Tile));
-    // What other CTAs of the pair or cluster store here.
-    static constexpr int parts_place = warp_parts + Traits::warp_parts_bytes;
-    static constexpr int parts = Traits::cluster == 1 || Traits::parts_apart ? parts_place : key;
-    static constexpr int missing = parts_place + Traits::parts_bytes;
+    // Partials that other CTAs of the pair or cluster store here.
+    static constexpr int partials_place = warp_parts + Traits::warp_parts_bytes;
+    static constexpr int partials = Traits::cluster == 1 || Traits::partials_apart ? partials_place : key;
+    static constexpr int missing = partials_place + Traits::partials_bytes;
     static constexpr int missing_keys = missing + (Traits::paged ? 16 * Traits::stages : 0);
     static constexpr int barriers = missing_keys + (Traits::paged ? Traits::stages * Traits::keys : 0);
-    static constexpr bool receives = Traits::pairs || Traits::cluster > 1;  // parts of other CTAs
+    static constexpr bool receives = Traits::pairs || Traits::cluster > 1;  // partials of other CTAs
     static constexpr int bytes = barriers + 8 * (3 * Traits::stages + 2 * Traits::tile_stages + receives);
     static_assert(bytes == SHARED_BYTES, "the plan and the kernel lay out the same shared memory");
 
@@ -183,5 +186,5 @@ struct SharedMemory {
     __device__ uint32_t empty(int stage) const { return key_full(stage) + 16 * Traits::stages; }
     __device__ uint32_t tile_full(int stage) const { return key_full(stage) + 24 * Traits::stages; }
     __device__ uint32_t tile_empty(int stage) const { return tile_full(stage) + 8 * Traits::tile_stages; }
-    __device__ uint32_t parts_full() const { return tile_full(0) + 16 * Traits::tile_stages; }
+    __device__ uint32_t partials_full() const { return tile_full(0) + 16 * Traits::tile_stages; }
 };
