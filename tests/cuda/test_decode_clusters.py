@@ -94,7 +94,7 @@ def test_races_are_found(mistake, tmp_path):
 
 
 def test_where_partials_lie():
-    """Cases have both: partials with memory of their own, and, where there is no room for it, where blocks were."""
+    """Cases have both: partials with memory of their own, and, for want of room, where blocks were."""
 
     def are_apart(case):
         shapes = shapes_of(Draw(case).operands)

@@ -41,7 +41,7 @@ class DecodeTile:
     float8: bool  # the cache is in e4m3
     pairs: bool = False  # CTAs form pairs (cuda/kernels/sm90/decode/pair.cuh)
     cluster: int = 1  # CTAs of a cluster that has a tile for itself (cluster_parts.cuh there)
-    partials_apart: bool = False  # what these store in each other has memory of its own, not where blocks were
+    partials_apart: bool = False  # what these store in each other doesn't lie where blocks were
     ctas_of_sm: int = 1
     stages: int = 1  # blocks of K and V in flight
 
@@ -89,7 +89,7 @@ class DecodeTile:
         return self.cluster * (own + math.ceil(own / row_units)) * _CHUNK_BYTES
 
     def in_clusters(self, size: int) -> "DecodeTile | None":
-        """The tile if clusters of `size` CTAs share it; None if shared memory has no room for their partials."""
+        """The tile if clusters of `size` CTAs share it; None if there is no room for their partials."""
         apart = dataclasses.replace(self, cluster=size, partials_apart=True)
         if apart.fits:
             return apart

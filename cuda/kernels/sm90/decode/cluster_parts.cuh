@@ -35,8 +35,8 @@ struct ClusterSchedule {
 
 using TileSchedule = Either<(Traits::cluster > 1), ClusterSchedule, Schedule>::type;
 
-// If partials lie where blocks were, all threads of the cluster come together when all blocks have been read. Those that
-// store nothing call this, too.
+// If partials lie where blocks were, all threads of the cluster come together when all blocks have been read. Those
+// that store nothing call this, too.
 __device__ __forceinline__ void meet_before_partials() {
     if constexpr (Traits::cluster > 1 && !Traits::partials_apart) cluster::sync();
 }

@@ -35,8 +35,8 @@ __device__ __forceinline__ void sync_producer() {
 #include "sm90/decode/load_gather.cuh"
 #endif
 
-// Announces a tile to the consumers, and begins to copy its rows of Q, but for those of the first tile (query.cuh). Q is
-// asked for before the tile's keys, behind which it would wait for long.
+// Announces a tile to the consumers, and begins to copy its rows of Q, but for those of the first tile (query.cuh). Q
+// is asked for before the tile's keys, behind which it would wait for long.
 __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile, bool is_first) {
     const SharedMemory& shared = call.shared;
     const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;

@@ -35,7 +35,8 @@ private:
 
     __device__ __forceinline__ void give(const float (&out)[Traits::value_dim / 2],
                                          const OnlineSoftmax& softmax) const {
-        const uint32_t there = cluster::address_in(0, shared.base), full = cluster::address_in(0, shared.partials_full());
+        const uint32_t there = cluster::address_in(0, shared.base);
+        const uint32_t full = cluster::address_in(0, shared.partials_full());
 #pragma unroll
         for (int r = 0; r < thread_rows; ++r) {
             cluster::store_async(there + place(r, statistics), {softmax.row_max[r], softmax.row_sum[r], 0, 0}, full);

@@ -152,7 +152,8 @@ struct Schedule {
             most = __reduce_max_sync(all_lanes, most), least = __reduce_min_sync(all_lanes, least);
             const int head_tiles = ceil_div(shape.queries * shape.group, Traits::rows);
             const bool all_alike = most == least && (shape.tiles_alike || head_tiles == 1);
-            if (all_alike) share = aligned_share(share, head_groups * head_tiles == 1 ? most : divide(most, head_groups * head_tiles));
+            const int tiles = head_groups * head_tiles;  // of a sequence, that a team attends to
+            if (all_alike) share = aligned_share(share, tiles == 1 ? most : divide(most, tiles));
         }
         int position = static_cast<int>(min(static_cast<int64_t>(team) * share, static_cast<int64_t>(total)));
         start_in_share = 0;

@@ -21,8 +21,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
     mbarrier::fence_init();
 }
 
-// All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role calls this in
-// a place of its own, as warps may a named barrier.
+// All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role does so in
+// a place of its own, which __syncthreads doesn't allow, but a named barrier does.
 __device__ __forceinline__ void start_together() {
     if constexpr (SharedMemory::receives) {
         cluster::sync();

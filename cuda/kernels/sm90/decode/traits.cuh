@@ -15,7 +15,7 @@
 //   SPLIT          1: CTAs may share a tile
 //   PAIRS          1: CTAs form pairs, whose parts of a tile become one (pair.cuh)
 //   CLUSTER        CTAs of a cluster, which share one tile (cluster_parts.cuh); 1: there are no such clusters
-//   PARTIALS_APART 1: what CTAs of such a cluster store in each other has memory of its own; 0: it lies where blocks were
+//   PARTIALS_APART 1: what its CTAs store in each other has memory of its own; 0: it lies where blocks were
 //   SOFT_CAP, ALIBI, SCORE_MOD   1: the call has it
 //   APPENDS        1: the producer appends what the call appends (appended_keys.cuh); 0: append.cu does
 //   ROTARY         0: none; 1: rotated pairs are half of the columns apart; 2: they are neighbours
