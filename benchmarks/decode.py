@@ -264,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.disable(logging.WARNING)
     start = time.monotonic()
     result = record.environment() | {"rows": [], "targets": []}
+    if options.groups == [ALONE] and _on_gpu():
+        result["timing"] = f"kernel time from a profile (jax.profiler), median of {timing.ITERATIONS}"
     print(record.heading(result))
     print(rounds.method(result["timing"], options.rounds))
     cases = [case for group in options.groups for case in GROUPS[group]]

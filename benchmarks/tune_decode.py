@@ -61,8 +61,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clusters of up to 10": {"CLUSTER_SIZES": (10, 8, 4, 2)},
     "clusters of up to 12": {"CLUSTER_SIZES": (12, 8, 4, 2)},
     "clusters of up to 14": {"CLUSTER_SIZES": (14, 8, 4, 2)},
-    "clusters of up to 12; one CTA": {"CLUSTER_SIZES": (12, 8, 4, 2), "ctas_of_sm": 1, "stages": 3},
-    "clusters of up to 14; one CTA": {"CLUSTER_SIZES": (14, 8, 4, 2), "ctas_of_sm": 1, "stages": 3},
     "clusters with 32 blocks for each CTA": {"MOST_CLUSTER_BLOCKS": 32},
     "no pairs": {"MOST_PAIR_ROWS": 0},
     "no teams": {"LARGEST_TEAM": 1},

@@ -32,6 +32,9 @@ SHARED = (
         S=1300, B=2, N=10, K=1, H=16, T=3, full=True
     ),  # 30 rows: two warps of a CTA give them to its partner
 )
+MANY = CacheCase(
+    S=200, B=140, N=1, K=1, H=8, num_splits=2
+)  # sequences, so that lanes count more than four each
 TWO = CacheCase(S=1300, B=1, N=20, K=1, H=16, T=3, full=True)  # more than 32 rows, added up in registers
 
 
@@ -50,6 +53,10 @@ def test_tiles_that_many_ctas_share(case, emulator):
     """Some have partials for several nodes."""
     for resident in (1, 20):
         run(case, emulator, 20, resident)
+
+
+def test_many_sequences(emulator):
+    run(MANY, emulator, 7, 14)
 
 
 @pytest.mark.parametrize("case", (SHARED[0], SHARED[4], SHARED[5]), ids=str)

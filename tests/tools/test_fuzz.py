@@ -231,9 +231,8 @@ def test_jobs_share_the_gpus(monkeypatch):
 
 
 def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
-    """Those of a list have the same decode kernel, but for its rows, and whether it splits tiles and appends.
-
-    Of prompts, those that are packed may have another.
+    """Those of a list have the same decode kernel, but for its rows, what divides tiles, whether it appends, and
+    whether calls are plain. Of prompts, those that are packed may have another.
     """
     several, prompts, tables, lengths = 0, 0, set(), set()
     for cases in drawn_caches(40):
@@ -244,7 +243,7 @@ def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
             assert decoding.supports(case.spec, operands, _device.H100) is None
             launches = {x.kernel.entry: x for x in plan_decode(case.spec, operands, _device.H100).launches}
             of_rows = ["SPLIT", "PAIRS", "CLUSTER", "QUERY_ROWS", "STAGES", "CTAS_OF_SM", "SHARED_BYTES"]
-            of_rows += ["APPENDS"]
+            of_rows += ["PARTIALS_APART", "APPENDS", "PLAIN"]
             of_rows += ["KEYS"] * case.float8  # few rows have smaller blocks of a cache in 8 bits
             if "decode" in launches:
                 defines = {name: x for name, x in launches["decode"].kernel.defines if name not in of_rows}

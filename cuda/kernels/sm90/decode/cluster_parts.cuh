@@ -1,7 +1,7 @@
 // Tiles that the CTAs of a cluster share, if a call has so few that each tile may have a cluster of its own. Each CTA
-// attends to an equal part of the tile's blocks, and then adds up a share of the output. For that, all of them store
-// their partials of this share in its shared memory, by asynchronous stores, which a barrier there counts. So a CTA
-// waits for data alone.
+// attends to an equal part of the tile's blocks, and then adds up some units of the output. All of them store their
+// partials of these units in its shared memory, by asynchronous stores, which a barrier there counts. So a CTA waits
+// for data alone.
 #pragma once
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -38,13 +38,16 @@ using TileSchedule = Either<(Traits::cluster > 1), ClusterSchedule, Schedule>::t
 // If partials lie where blocks were, all threads of the cluster come together when all blocks have been read. Those
 // that store nothing call this, too.
 __device__ __forceinline__ void meet_before_partials() {
-    if constexpr (Traits::cluster > 1 && !Traits::partials_apart) cluster::sync();
+    if constexpr (Traits::cluster > 1 && !Traits::partials_apart) {
+        cluster::fence();
+        cluster::sync();
+    }
 }
 
 // The partials that CTAs store in each other's shared memory. The output consists of units: 16 columns of a group of
-// eight rows. Of a unit, each lane has a chunk of 16 bytes, four of its accumulators (row_of). Each CTA adds up
-// `own_units`, the last ones fewer or none. For each group of rows that these are in, a lane has one more chunk: its
-// row's maximum and its own sum.
+// eight rows. A unit's partial is a chunk: of each lane 16 bytes, four of its accumulators (row_of). Each CTA adds up
+// `own_units`, the last ones fewer or none. For each group of rows that these are in, there is one more chunk: of each
+// lane its row's maximum and its own sum.
 struct ClusterPartials {
     static constexpr int row_units = Traits::row_units, own_units = Traits::own_units;
     static constexpr int warps = ceil_div(Traits::query_rows, 16);  // that have rows of a tile
@@ -61,13 +64,13 @@ struct ClusterPartials {
         for (int r = 0; r < thread_rows; ++r) {
             const float4 of_row = {softmax.row_max[r], softmax.row_sum[r], 0, 0};
 #pragma unroll
-            for (int chunk = 0; chunk < row_units; ++chunk) {
-                const int unit = (2 * warp + r) * row_units + chunk, owner = unit / own_units;
+            for (int i = 0; i < row_units; ++i) {
+                const int unit = (2 * warp + r) * row_units + i, owner = unit / own_units;
                 const int index = unit % own_units;
                 const uint32_t there = cluster::address_in(owner, shared.base);
                 const uint32_t full = cluster::address_in(owner, shared.partials_full());
-                const float* const values = out + 8 * chunk + 2 * r;
-                if (chunk % own_units == 0) cluster::store_async(there + statistics_place(rank, index), of_row, full);
+                const float* const values = out + 8 * i + 2 * r;
+                if (i % own_units == 0) cluster::store_async(there + statistics_place(rank, index), of_row, full);
                 cluster::store_async(there + place(rank, index), {values[0], values[1], values[4], values[5]}, full);
             }
         }
@@ -92,12 +95,12 @@ struct ClusterPartials {
     }
 
 private:
-    // Where CTA `rank` stores this lane's chunk of a unit …
+    // Where CTA `rank` stores this lane's bytes of a unit …
     __device__ __forceinline__ int place(int rank, int index) const {
         const int chunk = rank * (own_units + Traits::own_groups) + index;
         return SharedMemory::partials + chunk * Traits::chunk_bytes + 16 * lane;
     }
-    // … and that of the unit's group of rows.
+    // … and of the unit's group of rows.
     __device__ __forceinline__ int statistics_place(int rank, int index) const {
         return place(rank, own_units + index / row_units);
     }
@@ -117,10 +120,10 @@ private:
     }
 
     __device__ __forceinline__ void write(const RowSum& sum, const Results& results, const float* sinks,
-                                          const Shape& shape, const Row& row, int chunk) const {
+                                          const Shape& shape, const Row& row, int row_unit) const {
         const RowResult<Traits::natural> result(sum.max, sum.sum, sink_of(sinks, row.head));
-        if (chunk == 0 && lane % 4 == 0) results.lse[row.in_lse(shape)] = result.lse;
-        const int column = 16 * chunk + 2 * (lane % 4);
+        if (row_unit == 0 && lane % 4 == 0) results.lse[row.in_lse(shape)] = result.lse;
+        const int column = 16 * row_unit + 2 * (lane % 4);
         Traits::Element* const to = results.out + row.in_out(shape) + column;
         const uint32_t left = convert<Traits::Element>(sum.out.x * result.factor, sum.out.y * result.factor);
         const uint32_t right = convert<Traits::Element>(sum.out.z * result.factor, sum.out.w * result.factor);

@@ -19,8 +19,8 @@
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/unused_rows.cuh"
 
-// The call's shape. What the kernel was compiled for is constant in it, so that the producer, whose first keys wait for
-// all that it has to look for, need not look for that.
+// The call's shape. What the kernel's defines fix is a constant, so the producer doesn't look for it ahead of the first
+// keys.
 __device__ __forceinline__ Shape known_shape(Shape shape) {
     if (!Traits::paged) shape.page_table = nullptr;
     if (Traits::plain) {

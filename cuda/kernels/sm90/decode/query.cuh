@@ -14,7 +14,7 @@ template <int threads>
 __device__ __forceinline__ void copy_query(const SharedMemory& shared, const Shape& shape,
                                            const Traits::Element* query, const Tile& tile, int tile_stage, int thread) {
     constexpr int row_chunks = Traits::head_dim / 8, most = ceil_div(Traits::query_rows * row_chunks, threads);
-#pragma unroll threads == Traits::consumer_threads && most >= 4 ? 4 : 1
+#pragma unroll most >= 4 && Traits::query_rows > 8 ? 4 : 1
     for (int i = thread; i < tile.rows * row_chunks; i += threads) {
         const int index = i / row_chunks, chunk = i % row_chunks;
         const Row row(shape, tile, index);

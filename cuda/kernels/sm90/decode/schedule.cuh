@@ -46,7 +46,7 @@ __device__ __forceinline__ int count_blocks(Interval keys) {
     return max(ceil_div(keys.end, Traits::keys) - keys.begin / Traits::keys, 1);
 }
 
-// Quotients of numbers that are not negative, which take fewer instructions so.
+// Quotients of numbers that aren't negative. Unsigned divisions take fewer instructions.
 __device__ __forceinline__ int divide(int a, int b) {
     return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
 }
@@ -128,7 +128,7 @@ struct Schedule {
             own += is_there ? blocks : 0;
             most = max(most, is_there ? blocks : 0), least = min(least, is_there ? blocks : no_limit);
         };
-        // The last sequence again for one that there is not: without branches, lengths are loaded at once.
+        // Behind the last sequence, the last one is read again: without branches, lengths are loaded at once.
         auto at = [&](int i) { return sequence_at(shape, min(lane * lane_sequences + i, shape.batch - 1)); };
         if (shape.tiles_alike) {
 #pragma unroll 1

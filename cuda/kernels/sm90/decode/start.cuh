@@ -24,6 +24,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
 // All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role does so in
 // a place of its own, which __syncthreads doesn't allow, but a named barrier does.
 __device__ __forceinline__ void start_together() {
+    __syncwarp();
     if constexpr (SharedMemory::receives) {
         cluster::sync();
     } else {

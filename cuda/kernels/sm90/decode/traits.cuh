@@ -83,7 +83,7 @@ struct Traits {
     static constexpr bool widens = is_float8 && !by_warps;  // blocks, in shared memory (widen.cuh)
     static constexpr int warp_row_floats = value_dim + 8;   // of what a warp makes of a row, so that banks differ
     static constexpr int warp_parts_bytes = by_warps ? 4 * query_rows * (8 + 4 * warp_row_floats) : 0;
-    // What CTAs store in each other consists of chunks: 16 bytes for each lane.
+    // What CTAs store in each other consists of chunks, of which each lane has 16 bytes.
     static constexpr int chunk_bytes = 32 * 16;
     // What a CTA of a pair gives to the other (pair.cuh): so many chunks of each eight rows.
     static constexpr int pair_chunks = value_dim / 16 + 1;
@@ -95,7 +95,7 @@ struct Traits {
     static constexpr int cluster_bytes = cluster > 1 ? cluster * (own_units + own_groups) * chunk_bytes : 0;
     static constexpr int partials_bytes = pair_bytes + (partials_apart ? cluster_bytes : 0);
     static constexpr int tile_stages = 2;
-    // The producer copies Q to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
+    // Q is copied to where wgmma reads it. Q that is to be rotated comes to plain rows first, and consumers
     // rotate it on its way to its one place.
     static constexpr int query_tiles = rotary ? 1 : tile_stages;
     static constexpr int plain_query_bytes = rotary ? query_rows * head_dim * 2 : 0;
@@ -142,7 +142,7 @@ struct SharedMemory {
     __device__ uint32_t query_tile(int tile_stage) const {
         return base + query + (Traits::rotary ? 0 : tile_stage * Traits::query_bytes);
     }
-    // Where the producer puts 16-byte chunk `chunk` of row `row` of Q.
+    // Where 16-byte chunk `chunk` of row `row` of Q is put.
     __device__ uint32_t query_chunk(int tile_stage, int row, int chunk) const {
         if constexpr (Traits::rotary) {
             return base + plain_query + tile_stage * Traits::plain_query_bytes + row * Traits::head_dim * 2 +
