@@ -231,8 +231,8 @@ def test_jobs_share_the_gpus(monkeypatch):
 
 
 def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
-    """Those of a list have the same decode kernel, but for its rows, what divides tiles, whether it appends, and
-    whether calls are plain. Of prompts, those that are packed may have another.
+    """Those of a list have the same decode kernel, but for its rows, what divides tiles, whether it appends,
+    and whether calls are plain. Of prompts, those that are packed may have another.
     """
     several, prompts, tables, lengths = 0, 0, set(), set()
     for cases in drawn_caches(40):
