@@ -61,7 +61,7 @@ DIVISION = struct(  # how CTAs divide tiles (schedule.cuh)
     max_parts="int32_t",  # of a tile
     least_share="int32_t",  # blocks of a CTA, at least, unless there are fewer
     team_size="int32_t",  # CTAs that go through the same keys, each with a key head of its own
-    team_size_inverse="uint32_t",  # the least number over 2^31 / team_size
+    team_size_inverse="uint32_t",  # the least integer greater than 2^31 / team_size
     teams="int32_t",
     head_groups="int32_t",  # of key heads, each with a team's
 )
@@ -278,7 +278,7 @@ def _division_arguments(division: Division, key_heads: int) -> Arguments:
 
 
 def _is_plain(spec: CacheSpec, shapes: Shapes) -> bool:
-    """Whether a sequence's keys are its first ones, and all its rows see them."""
+    """Whether the call has no window, packed queries, left padding or batch index."""
     others = (shapes.query_offsets, shapes.left_padding, shapes.batch_index)
     return window_of(spec, cache_sizes(shapes)).unbounded and all(x is None for x in others)
 

@@ -12,6 +12,7 @@
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/logits.cuh"
 #include "sm90/decode/pair.cuh"
+#include "sm90/decode/query.cuh"
 #include "sm90/decode/shared_tile.cuh"
 #include "sm90/decode/warp_tile.cuh"
 #include "sm90/decode/widen.cuh"

@@ -1,8 +1,8 @@
 // How a tile's rows of Q get into shared memory.
 //
-// Consumers copy those of a CTA's first tile, while the producer asks for its keys. The producer would have to ask for
-// Q first, as Q would wait for long behind keys, and the keys would come later. It copies the rows of other tiles,
-// ahead of time.
+// Consumers copy those of a CTA's first tile, while the producer asks for its keys. If the producer copied them, it
+// would do so before it asks for keys, behind which Q waits for long, and the keys would come later. The producer
+// copies the rows of other tiles, ahead of time.
 #pragma once
 #include "ptx/async_copy.cuh"
 #include "sm90/decode/tile.cuh"
