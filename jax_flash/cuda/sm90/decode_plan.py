@@ -17,12 +17,13 @@ from jax_flash.cuda.launch_plan import (
     Launch,
     LaunchPlan,
     Pointer,
+    TensorMap,
     launch,
 )
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.cuda.sm90.decode_division import Division, Shapes, divide
 from jax_flash.cuda.sm90.decode_tiles import ROWS, DecodeTile, choose_tile
-from jax_flash.cuda.sm90.tensor_maps import cache_map
+from jax_flash.cuda.sm90.tensor_maps import cache_map, rows_map
 
 SHAPE = struct(
     "Shape",
@@ -83,11 +84,11 @@ _APPEND = struct(
 )
 
 
-def _parameters(spec: CacheSpec, box: int) -> Struct:
+def _parameters(spec: CacheSpec, box: int, query_by_tma: bool) -> Struct:
     common = struct(
         "Parameters",
         cache=_TMA_CACHE if box else _GATHERED_CACHE,
-        query="const ELEMENT*",  # (B, T, N, H)
+        query="TensorMap" if query_by_tma else "const ELEMENT*",  # (B, T, N, H)
         out="ELEMENT*",  # (B, T, N, V)
         lse="float*",  # (B, N, T)
         shape=SHAPE,
@@ -145,8 +146,13 @@ def appends_itself(shapes: Shapes) -> bool:
     """
     n = cache_sizes(shapes)
     is_shared = n.page is not None or shapes.batch_index is not None
-    one_tile = shapes.query_offsets is None and 0 < n.T * n.group <= ROWS
-    return 0 < n.U <= MOST_APPENDED and one_tile and not is_shared
+    return 0 < n.U <= MOST_APPENDED and has_one_tile(shapes) and not is_shared
+
+
+def has_one_tile(shapes: Shapes) -> bool:
+    """Whether each key head of a sequence has one tile, whose rows begin with the sequence's first query."""
+    n = cache_sizes(shapes)
+    return shapes.query_offsets is None and 0 < n.T * n.group <= ROWS
 
 
 def plan_decode(
@@ -201,7 +207,7 @@ def _decode(
     division: Division,
     most_queries: int,
 ) -> Launch:
-    n, cap = cache_sizes(shapes), spec.attention.logits_soft_cap
+    n, cap, query_by_tma = cache_sizes(shapes), spec.attention.logits_soft_cap, has_one_tile(shapes)
     scale = spec.attention.scale
     if cap is not None:
         scale /= cap
@@ -222,6 +228,7 @@ def _decode(
             ("CTAS_OF_SM", tile.ctas_of_sm),
             ("PAGED", int(tile.paged)),
             ("PLAIN", int(_is_plain(spec, shapes))),
+            ("QUERY_TMA", int(query_by_tma)),
             ("BOX", tile.box),
             ("SPLIT", int(division.split)),
             ("PAIRS", int(division.pairs)),
@@ -234,7 +241,7 @@ def _decode(
             ("ROTARY", rotary_pairs(spec, shapes)),
             ("SHARED_BYTES", tile.shared_bytes),
         ),
-        parameters=_parameters(spec, tile.box),
+        parameters=_parameters(spec, tile.box, query_by_tma),
         headers=user_score_mod.headers(spec.attention, backward=False),
     )
     slopes = shapes.alibi_slopes
@@ -247,7 +254,7 @@ def _decode(
         overlap_previous=True,
         arguments={
             "cache": _cache_arguments(shapes, tile),
-            "query": Pointer("query"),
+            "query": query_map(shapes, tile) if query_by_tma else Pointer("query"),
             "out": Pointer("out"),
             "lse": Pointer("lse"),
             "shape": shape_arguments(spec, shapes, most_queries=most_queries),
@@ -379,6 +386,15 @@ def cache_buffer(shapes: Shapes, name: str) -> str:
     """The buffer of the cache of keys, or of values."""
     name = "key" if shapes.value is None else name
     return name if shapes.new_key is None else f"{name}_after"
+
+
+def query_map(shapes: Shapes, tile: DecodeTile) -> TensorMap:
+    """A tensor map over queries whose box has a tile's rows: a panel of them, or all columns if Q is to be rotated."""
+    n, query = cache_sizes(shapes), shapes.query
+    panels = rows_map(Buffer("query", query.shape, query.dtype.name), n.T * n.group, n.group)
+    if not tile.rotary:
+        return panels
+    return dataclasses.replace(panels, box=(tile.head_dim, *panels.box[1:]), swizzle=0)
 
 
 def _cache_arguments(shapes: Shapes, tile: DecodeTile) -> Arguments:

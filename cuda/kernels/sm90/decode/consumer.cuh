@@ -28,18 +28,6 @@ constexpr int value_step = Traits::widens ? 0 : Traits::value_bytes >> 4;
 
 // ---------------------------------------------------------------------------------------- Q
 
-// Copies the first tile's rows of Q, if there is a tile (query.cuh).
-__device__ __forceinline__ void fetch_first_query(const ConsumerCall& call) {
-    constexpr int tile_stage = 0, parity = 0;
-    mbarrier::wait(call.shared.tile_full(tile_stage), parity);
-    const Tile tile = call.shared.tile(tile_stage);
-    if (!tile.exists() || tile.first == tile.last) return;
-    copy_query<Traits::consumer_threads>(call.shared, call.shape, call.query, tile, tile_stage, threadIdx.x);
-    async_copy::wait_for_own();
-    fence_proxy_async();  // wgmma reads it
-    sync_consumers();
-}
-
 // Rotates a tile's rows of Q, on their way to where wgmma reads them. The first barrier waits until all consumers have
 // read the previous tile's Q. Rows behind the tile's last stay as they are: wgmma reads them, and their results aren't
 // used.
@@ -177,7 +165,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
     Ring ring;
     TileRing tile_ring;
     wgmma::use_first_rows(Traits::query_rows);
-    fetch_first_query(call);
+    copy_first_query(shared, call.shape, call.query);
 #pragma unroll 1
     while (true) {
         const int stage = tile_ring.stage;
@@ -190,7 +178,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         if (tile.first < tile.last) {
             if constexpr (Traits::rotary) {
                 rotate_query(call, tile, stage);
-            } else if constexpr (!Traits::by_warps) {
+            } else if constexpr (!Traits::by_warps && !Traits::query_by_tma) {
                 fence_proxy_async();  // Q has come by asynchronous copies, and wgmma reads it
             }
             if constexpr (Traits::by_warps) {

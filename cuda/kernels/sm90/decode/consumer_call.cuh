@@ -8,7 +8,7 @@
 struct ConsumerCall {
     const SharedMemory& shared;
     const Shape& shape;
-    const Traits::Element* const query;  // (B, T, N, H)
+    const Traits::Query& query;  // (B, T, N, H)
     const Rotary& rotary;
     const Results results;
     const float* const sinks;  // (N); null if there are none

@@ -38,6 +38,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
     if (threadIdx.x == 0) {
         if (shared.base % descriptor::atom_bytes != 0) __trap();  // the swizzle counts from 1024-byte boundaries
         prepare_loads(parameters.cache);
+#if QUERY_TMA
+        tma::prefetch_descriptor(parameters.query);
+#endif
         init_barriers(shared);
     }
     const Shape shape = known_shape(parameters.shape);

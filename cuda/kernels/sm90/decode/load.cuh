@@ -13,7 +13,7 @@ struct LoadCall {
     const Cache& cache;
     const SharedMemory& shared;
     const Shape& shape;
-    const Traits::Element* const query;  // (B, T, N, H)
+    const Traits::Query& query;  // (B, T, N, H)
     const TilePartials partials;
     const AppendCall append;
 };
@@ -35,20 +35,14 @@ __device__ __forceinline__ void sync_producer() {
 #include "sm90/decode/load_gather.cuh"
 #endif
 
-// Announces a tile to the consumers, and begins to copy its rows of Q, but for those of the first tile (query.cuh). Q
-// is asked for before the tile's keys, behind which it would wait for long.
+// Announces a tile to the consumers, and asks for its rows of Q, but for those of the first tile that threads copy
+// (query.cuh). Q is asked for before the tile's keys, behind which it would wait for long.
 __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, const Tile& tile, bool is_first) {
     const SharedMemory& shared = call.shared;
     const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;
     mbarrier::wait(shared.tile_empty(stage), ring.parity ^ 1);
-    if (Traits::cluster == 1 && !is_first && tile.exists() && tile.first < tile.last) {
-        copy_query<Traits::producer_threads>(shared, call.shape, call.query, tile, stage, thread);
-    }
-    async_copy::arrive_when_done(shared.tile_full(stage));
-    if (thread == 0) {
-        shared.tile(stage) = tile;
-        mbarrier::arrive(shared.tile_full(stage));
-    }
+    if (thread == 0) shared.tile(stage) = tile;
+    ask_for_query(shared, call.shape, call.query, tile, stage, is_first);
     ring.advance();
 }
 

@@ -1,15 +1,43 @@
-// How a tile's rows of Q get into shared memory.
+// How a tile's rows of Q get into shared memory. Columns beyond the head dim become 0; shared memory behind the tile's
+// last row keeps what it held.
 //
-// Consumers copy those of a CTA's first tile, while the producer asks for its keys. If the producer copied them, it
-// would do so before it asks for keys, behind which Q waits for long, and the keys would come later. The producer
-// copies the rows of other tiles, ahead of time.
+// `ask_for_query` is the producer's. It tells the consumers of the tile, which must be in shared memory by then, and of
+// its rows. `copy_first_query` is the consumers'.
 #pragma once
 #include "ptx/async_copy.cuh"
-#include "sm90/decode/tile.cuh"
-#include "sm90/decode/traits.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/decode/store.cuh"
 
-// Begins to copy a tile's rows, by so many threads, of which the caller is one. Columns beyond the head dim become 0;
-// shared memory behind the tile's last row keeps what it held.
+#if QUERY_TMA
+
+// Each key head of a sequence has one tile, so TMA copies its rows, panel by panel, or as they are if they are to be
+// rotated.
+__device__ __forceinline__ void ask_for_query(const SharedMemory& shared, const Shape& shape, const TensorMap& query,
+                                              const Tile& tile, int tile_stage, bool /* is_first */) {
+    constexpr int boxes = Traits::rotary ? 1 : Traits::key_panels;
+    constexpr int row_bytes = Traits::rotary ? 2 * Traits::head_dim : descriptor::row_bytes;
+    const uint32_t full = shared.tile_full(tile_stage);
+    if (threadIdx.x != Traits::consumer_threads) return;
+    if (!tile.exists() || tile.first == tile.last) {
+        mbarrier::arrive(full);
+        return;
+    }
+    mbarrier::arrive_expect(full, tile.rows * boxes * row_bytes);
+#pragma unroll
+    for (int box = 0; box < boxes; ++box) {
+        const int column = box * descriptor::panel_columns;
+        tma::load(shared.query_chunk(tile_stage, 0, column / 8), query, full, column, tile.key_head * shape.group, 0,
+                  tile.batch);
+    }
+}
+
+__device__ __forceinline__ void copy_first_query(const SharedMemory&, const Shape&, const TensorMap&) {}
+
+#else
+
+// Begins to copy a tile's rows, by so many threads, of which the caller is one.
 template <int threads>
 __device__ __forceinline__ void copy_query(const SharedMemory& shared, const Shape& shape,
                                            const Traits::Element* query, const Tile& tile, int tile_stage, int thread) {
@@ -24,3 +52,32 @@ __device__ __forceinline__ void copy_query(const SharedMemory& shared, const Sha
                          query + first * shape.head_dim + (is_there ? 8 * chunk : 0), is_there);
     }
 }
+
+// Threads copy the rows. Those of a CTA's first tile consumers copy, while the producer asks for keys. The producer would
+// have to ask for Q first, as Q would wait for long behind keys, and the keys would come later. It copies the rows of
+// other tiles, ahead of time.
+__device__ __forceinline__ void ask_for_query(const SharedMemory& shared, const Shape& shape,
+                                              const Traits::Element* query, const Tile& tile, int tile_stage,
+                                              bool is_first) {
+    const int thread = threadIdx.x - Traits::consumer_threads;
+    const uint32_t full = shared.tile_full(tile_stage);
+    if (Traits::cluster == 1 && !is_first && tile.exists() && tile.first < tile.last) {
+        copy_query<Traits::producer_threads>(shared, shape, query, tile, tile_stage, thread);
+    }
+    async_copy::arrive_when_done(full);
+    if (thread == 0) mbarrier::arrive(full);
+}
+
+__device__ __forceinline__ void copy_first_query(const SharedMemory& shared, const Shape& shape,
+                                                 const Traits::Element* query) {
+    constexpr int tile_stage = 0, parity = 0;
+    mbarrier::wait(shared.tile_full(tile_stage), parity);
+    const Tile tile = shared.tile(tile_stage);
+    if (!tile.exists() || tile.first == tile.last) return;
+    copy_query<Traits::consumer_threads>(shared, shape, query, tile, tile_stage, threadIdx.x);
+    async_copy::wait_for_own();
+    fence_proxy_async();  // wgmma reads it
+    sync_consumers();
+}
+
+#endif

@@ -10,6 +10,7 @@
 //   QUERY_ROWS     rows that tiles have at most: 8, 16, 32 or 64
 //   CTAS_OF_SM     CTAs that share a multiprocessor
 //   PAGED          1: the cache consists of pages
+//   QUERY_TMA      1: each key head of a sequence has one tile, and Q comes by TMA; 0: threads copy it
 //   PLAIN          1: tiles of a sequence are alike, and there are no packed queries, left padding or batch index
 //   BOX            keys that one TMA copy loads: KEYS, or a page if that is smaller; 0: threads gather the rows
 //   SPLIT          1: CTAs may share a tile
@@ -46,6 +47,8 @@ struct Traits {
     static constexpr int ctas_of_sm = CTAS_OF_SM;
     static constexpr bool paged = PAGED;
     static constexpr bool plain = PLAIN;
+    static constexpr bool query_by_tma = QUERY_TMA;
+    using Query = Either<query_by_tma, TensorMap, const Element*>::type;
     static constexpr bool gathers = BOX == 0;
     static constexpr int boxes = gathers ? 0 : KEYS / (BOX ? BOX : KEYS);  // of a block
     static constexpr bool split = SPLIT, pairs = PAIRS;
@@ -66,7 +69,7 @@ struct Traits {
     // From the producer, at a stage's barriers and at a tile's.
     static constexpr int value_arrivals = gathers ? producer_threads : boxes;
     static constexpr int key_arrivals = value_arrivals + gathers;  // one tells which keys are missing
-    static constexpr int tile_arrivals = producer_threads + 1;
+    static constexpr int tile_arrivals = query_by_tma ? 1 : producer_threads + 1;
 
     static constexpr int key_panels = ceil_div(head_dim, descriptor::panel_columns);  // of Q, too
     static constexpr int value_panels = ceil_div(value_dim, descriptor::panel_columns);
