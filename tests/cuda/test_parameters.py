@@ -40,14 +40,20 @@ def test_layout_is_that_of_cpp():
         ("again.stride", 168, 8),
         ("data", 176, 8),
     ]
-    assert (found.bytes, found.alignment) == (192, 64)
+    assert (found.bytes, found.alignment) == (256, 128)
+
+
+def test_tensor_maps_lie_where_the_driver_takes_them():
+    """CUDA 13 wants them at multiples of 128 bytes (cuda.h)."""
+    pointer_first = layout(struct("Parameters", data="const float*", map="TensorMap", count="int32_t"))
+    assert [slot.offset for slot in pointer_first.slots] == [0, 128, 256] and pointer_first.bytes == 384
 
 
 def test_the_cpp_definition_states_the_layout(tmp_path):
     """A compiler that lays the struct out otherwise stops at the header's own assertions."""
     (tmp_path / "ptx").mkdir()
     (tmp_path / "ptx" / "types.cuh").write_text(
-        "#include <cstdint>\nstruct int2 { int x, y; };\nstruct alignas(64) TensorMap { char bytes[128]; };\n"
+        "#include <cstdint>\nstruct int2 { int x, y; };\nstruct alignas(128) TensorMap { char bytes[128]; };\n"
     )
     text = parameters.header(OUTER)
     assert text.count("struct Inner {") == 1 and text.index("struct Inner {") < text.index("struct Outer {")
@@ -63,7 +69,7 @@ def test_the_cpp_definition_states_the_layout(tmp_path):
 
 def test_numbers_are_packed_at_their_offsets():
     packed = pack(OUTER, [None, 0.5, -1, 2**40, 2**32 - 1, 0, 0, None])
-    assert len(packed) == 192
+    assert len(packed) == 256
     assert packed[128:132] == b"\0\0\0\x3f" and packed[136:140] == packed[152:156] == b"\xff" * 4
     assert int.from_bytes(packed[144:152], "little") == 2**40
     assert packed[:128] == bytes(128) and packed[176:184] == bytes(8)

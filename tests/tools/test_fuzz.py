@@ -243,7 +243,7 @@ def test_calls_on_caches_that_are_drawn_are_calls_that_the_cuda_kernels_take():
             assert decoding.supports(case.spec, operands, _device.H100) is None
             launches = {x.kernel.entry: x for x in plan_decode(case.spec, operands, _device.H100).launches}
             of_rows = ["SPLIT", "PAIRS", "CLUSTER", "QUERY_ROWS", "STAGES", "CTAS_OF_SM", "SHARED_BYTES"]
-            of_rows += ["PARTIALS_APART", "APPENDS", "PLAIN"]
+            of_rows += ["PARTIALS_APART", "APPENDS", "PLAIN", "QUERY_TMA"]
             of_rows += ["KEYS"] * case.float8  # few rows have smaller blocks of a cache in 8 bits
             if "decode" in launches:
                 defines = {name: x for name, x in launches["decode"].kernel.defines if name not in of_rows}

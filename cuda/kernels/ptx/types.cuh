@@ -35,7 +35,7 @@ struct Either<false, A, B> {
 };
 
 // A TMA descriptor (CUtensorMap); passed as a __grid_constant__ kernel parameter.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
     unsigned char bytes[128];
 };
 

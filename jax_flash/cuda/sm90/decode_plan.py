@@ -128,7 +128,7 @@ MOST_APPENDED = 16
 ANY_QUERIES = 2**31 - 1
 
 _PARTIALS = ("partial_out", "partial_statistics", "arrivals")
-_NODE_PARTIALS, _NODE_LEVELS = 16, 3  # `node_partials` and `Partials::levels`
+_NODE_PARTIALS, _NODE_LEVELS = 8, 3  # `node_partials` and `Partials::levels`
 _APPEND_THREADS = 128
 _ROTARY_HALVES, _ROTARY_NEIGHBOURS = 1, 2  # `RotaryPairs` in rotary.cuh
 _OWN_POSITION, _LENGTH_BEFORE = 0, 1  # `QueryBase` in sequences.cuh

@@ -50,7 +50,7 @@ __device__ __forceinline__ int shared_partial(int first_place, int sharer) {
     return partial_at(first_place + sharer, sharer == 0);
 }
 
-constexpr int node_partials_log2 = 4, node_partials = 1 << node_partials_log2;  // of a node, at most
+constexpr int node_partials_log2 = 3, node_partials = 1 << node_partials_log2;  // of a node, at most
 
 template <int rows, int columns>
 struct Partials {

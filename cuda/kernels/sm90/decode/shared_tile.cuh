@@ -126,45 +126,57 @@ private:
         return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d));
     }
 
-    // Adds up the partials of the node: four columns of a row at a time, and `loads` partials at once. The sum is the
-    // tile's result, or takes the first partial's place.
+    // How many partials are loaded at once: as many as possible, as each trip to L2 takes long. But with few partials,
+    // fewer instructions take less time, and with blocks of 128 keys ptxas lacks registers for more.
+    static constexpr int few_loads = 4, most_loads = Traits::keys == 128 ? few_loads : node_partials;
+
+    // Adds up the partials of the node, four columns of a row at a time. The sum is the tile's result, or takes the
+    // first partial's place.
     template <bool is_result>
     __device__ __forceinline__ void add_up() const {
-        constexpr int row_chunks = Traits::value_dim / 4, loads = 4;
-        const int partials = node.partials(), first = partial_of(node.first);
-        // From a partial to the next. Sharers have theirs in slot 0, but the first one (partial_at).
-        const int step = 2 << node.step_log2, first_step = node.first == 0 ? step - 1 : step;
+        constexpr int row_chunks = Traits::value_dim / 4;
+        const int first = partial_of(node.first);
+        const bool are_few = node.partials() <= few_loads;
 #pragma unroll 1
         for (int i = threadIdx.x; i < tile.rows * row_chunks; i += Traits::consumer_threads) {
             const int row = i / row_chunks, chunk = i % row_chunks;
-            float4* const first_values = reinterpret_cast<float4*>(call.partials.row(first, row)) + chunk;
-            const float2* statistics_at = call.partials.row_statistics(first, row, node.level);
-            const float4* values_at = first_values;
-            int to_next = first_step;
             const ResultChunk result(call.results, call.sinks, call.shape, tile, row, chunk);
-            RowSum sum;
-#pragma unroll 1
-            for (int left = partials; left > 0; left -= loads) {
-                float2 statistics[loads];
-                float4 values[loads];
-#pragma unroll
-                for (int j = 0; j < loads; ++j) {
-                    statistics[j] = {initial_max, 0};
-                    values[j] = {};
-                    if (j < left) statistics[j] = *statistics_at, values[j] = *values_at;
-                    statistics_at += to_next * TilePartials::statistics_step;
-                    values_at += to_next * TilePartials::values_step;
-                    to_next = step;
-                }
-                sum.add(statistics, values);
-            }
+            const RowSum sum = are_few ? sum_of<few_loads>(row, chunk) : sum_of<most_loads>(row, chunk);
             if constexpr (is_result) {
                 if (4 * chunk < call.shape.value_dim) result.write(sum);
             } else {
                 if (chunk == 0) *call.partials.row_statistics(first, row, node.level + 1) = {sum.max, sum.sum};
-                *first_values = sum.out;
+                *(reinterpret_cast<float4*>(call.partials.row(first, row)) + chunk) = sum.out;
             }
         }
+    }
+
+    // The sum of the node's partials, of four columns of a row.
+    template <int loads>
+    __device__ __forceinline__ RowSum sum_of(int row, int chunk) const {
+        const int first = partial_of(node.first);
+        // From a partial to the next. Sharers have theirs in slot 0, but the first one (partial_at).
+        const int step = 2 << node.step_log2;
+        int to_next = node.first == 0 ? step - 1 : step;
+        const float2* statistics_at = call.partials.row_statistics(first, row, node.level);
+        const float4* values_at = reinterpret_cast<const float4*>(call.partials.row(first, row)) + chunk;
+        RowSum sum;
+#pragma unroll 1
+        for (int left = node.partials(); left > 0; left -= loads) {
+            float2 statistics[loads];
+            float4 values[loads];
+#pragma unroll
+            for (int i = 0; i < loads; ++i) {
+                statistics[i] = {initial_max, 0};
+                values[i] = {};
+                if (i < left) statistics[i] = *statistics_at, values[i] = *values_at;
+                statistics_at += to_next * TilePartials::statistics_step;
+                values_at += to_next * TilePartials::values_step;
+                to_next = step;
+            }
+            sum.add(statistics, values);
+        }
+        return sum;
     }
 };
 

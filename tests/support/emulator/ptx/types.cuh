@@ -28,7 +28,7 @@ struct Either<false, A, B> {
 };
 
 // What cuTensorMapEncodeTiled is given, axes innermost first, those beyond its rank of size 1. As large as a real one.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
     char* base;
     int64_t sizes[5];
     int64_t strides[4];  // bytes, of axes 1…
