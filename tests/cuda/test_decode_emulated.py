@@ -1,6 +1,8 @@
 """The kernels of attention on key-value caches, run on a CPU and compared with the definition."""
 
 import dataclasses
+import subprocess
+import sys
 from unittest import mock
 
 import numpy as np
@@ -172,6 +174,37 @@ def test_a_window_that_hides_all_reads_nothing(options, emulator):
     arrays = {name: np.asarray(x) for name, x in operands.present().items()}
     results = emulator.run(plan, arrays, seed_of(case), 2)
     assert not results["out"].any() and np.isneginf(results["lse"]).all()
+
+
+def run_idle_sequences(page, emulator, orders=8):
+    case = CacheCase(page=page, S=96, B=40, N=2, K=1, H=16)
+    operands = Draw(case).operands
+    busy = np.arange(case.B) % 8 == 7
+    operands = operands.replace(lengths=np.where(busy, operands.lengths, 0).astype(np.int32))
+    for resident in range(1, 1 + orders):
+        run(case, emulator, 2, resident, operands)
+
+
+@pytest.mark.parametrize("page", (None, 16, 3))
+def test_idle_sequences(page, emulator):
+    """Most have no keys, so consumers give their tiles back at once."""
+    run_idle_sequences(page, emulator)
+
+
+def test_a_producer_that_does_not_come_together_is_found(tmp_path):
+    """A late warp would wait for a tile that was given back twice. The emulator then ends its process."""
+    sync = "if constexpr (Traits::query_by_tma) sync_producer();"
+    program = f"""if True:
+        import sys
+        from pathlib import Path
+        sys.path[:] = {sys.path!r}
+        from kernel_emulator import KernelEmulator
+        from test_decode_emulated import run_idle_sequences
+        emulator = KernelEmulator(Path({str(tmp_path)!r}), edits={{("sm90/decode/load.cuh", {sync!r}): ""}})
+        run_idle_sequences(3, emulator, 40)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "kernel emulator: deadlock" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("page", (None, 16, 3))

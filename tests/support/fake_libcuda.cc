@@ -30,6 +30,8 @@ CUresult Record(const std::string& call, const std::string& fields) {
     return call == failing_call ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
+bool IsAligned(const CUtensorMap* map) { return reinterpret_cast<size_t>(map) % alignof(CUtensorMap) == 0; }
+
 template <typename T>
 std::string List(const T* values, unsigned size) {
     std::ostringstream text;
@@ -148,8 +150,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     map->opaque[0] = ++count;
     map->opaque[1] = reinterpret_cast<size_t>(address);
     std::ostringstream fields;
-    fields << "\"id\": " << count << ", \"aligned\": " << (reinterpret_cast<size_t>(map) % 64 == 0)
-           << ", \"type\": " << type << ", \"address\": " << reinterpret_cast<size_t>(address)
+    fields << "\"id\": " << count << ", \"aligned\": " << IsAligned(map) << ", \"type\": " << type
+           << ", \"address\": " << reinterpret_cast<size_t>(address)
            << ", \"sizes\": " << List(sizes, rank) << ", \"strides\": " << List(strides, rank - 1)
            << ", \"box\": " << List(box, rank) << ", \"element_strides\": " << List(element_strides, rank)
            << ", \"swizzle\": " << swizzle << ", \"l2_promotion\": " << l2_promotion;
@@ -160,7 +162,7 @@ CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
     std::lock_guard<std::mutex> lock(mutex);
     map->opaque[1] = reinterpret_cast<size_t>(address);
     std::ostringstream fields;
-    fields << "\"id\": " << map->opaque[0] << ", \"aligned\": " << (reinterpret_cast<size_t>(map) % 64 == 0)
+    fields << "\"id\": " << map->opaque[0] << ", \"aligned\": " << IsAligned(map)
            << ", \"address\": " << reinterpret_cast<size_t>(address);
     return Record("cuTensorMapReplaceAddress", fields.str());
 }

@@ -136,12 +136,12 @@ private:
     __device__ __forceinline__ void add_up() const {
         constexpr int row_chunks = Traits::value_dim / 4;
         const int first = partial_of(node.first);
-        const bool are_few = node.partials() <= few_loads;
+        const bool are_many = most_loads > few_loads && node.partials() > few_loads;
 #pragma unroll 1
         for (int i = threadIdx.x; i < tile.rows * row_chunks; i += Traits::consumer_threads) {
             const int row = i / row_chunks, chunk = i % row_chunks;
             const ResultChunk result(call.results, call.sinks, call.shape, tile, row, chunk);
-            const RowSum sum = are_few ? sum_of<few_loads>(row, chunk) : sum_of<most_loads>(row, chunk);
+            const RowSum sum = are_many ? sum_of<most_loads>(row, chunk) : sum_of<few_loads>(row, chunk);
             if constexpr (is_result) {
                 if (4 * chunk < call.shape.value_dim) result.write(sum);
             } else {

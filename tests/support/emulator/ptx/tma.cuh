@@ -1,4 +1,4 @@
-// Emulation of cuda/kernels/ptx/tma.cuh, for the 128-byte swizzle.
+// Emulation of cuda/kernels/ptx/tma.cuh, for a swizzle of 128 bytes, and for none.
 #pragma once
 #include "types.cuh"
 
