@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::ctas_of_sm
                  {parameters.append, shape, parameters.rotary, parameters.descales}},
                 parameters.division);
     } else {
-        start_together();
+        start_consumer();
         consume({shared,
                  shape,
                  parameters.query,

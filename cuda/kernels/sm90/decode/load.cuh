@@ -54,7 +54,7 @@ __device__ __forceinline__ void produce(const LoadCall& call, const Division& di
     TileSchedule schedule(call.shape, division);
     Tile tile;
     bool has_tile = schedule.next(tile), is_first = true;
-    start_together();
+    start_producer();
     AppendedKeys appended(call.append);
     Ring ring;
     TileRing tile_ring;

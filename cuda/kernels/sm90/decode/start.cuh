@@ -4,6 +4,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "common/warp_arrival.cuh"
+#include "sm90/decode/store.cuh"
 #include "sm90/decode/traits.cuh"
 
 // One thread does this.
@@ -21,10 +22,20 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
     mbarrier::fence_init();
 }
 
-// All threads, of all CTAs of a pair or a cluster, come together, so that the barriers are there. Each role does so in
-// a place of its own, which __syncthreads doesn't allow, but a named barrier does.
-__device__ __forceinline__ void start_together() {
-    __syncwarp();
+// Each role waits until the barriers are there, which a consumer initialises: those of all CTAs of a pair or a cluster.
+// Consumers wait for each other, and the producer for them. So each barrier is waited for in one place, as
+// compute-sanitizer wants it.
+__device__ __forceinline__ void start_consumer() {
+    __syncwarp();  // one lane has initialised the barriers
+    if constexpr (SharedMemory::receives) {
+        cluster::sync();
+    } else {
+        sync_consumers();
+        named_barrier_arrive(3, Traits::threads);
+    }
+}
+__device__ __forceinline__ void start_producer() {
+    __syncwarp();  // lanes may have gone different ways through the schedule
     if constexpr (SharedMemory::receives) {
         cluster::sync();
     } else {
