@@ -53,7 +53,8 @@ def test_the_cpp_definition_states_the_layout(tmp_path):
     """A compiler that lays the struct out otherwise stops at the header's own assertions."""
     (tmp_path / "ptx").mkdir()
     (tmp_path / "ptx" / "types.cuh").write_text(
-        "#include <cstdint>\nstruct int2 { int x, y; };\nstruct alignas(128) TensorMap { char bytes[128]; };\n"
+        "#include <cstdint>\nstruct int2 { int x, y; };\n"
+        "struct alignas(128) TensorMap { char bytes[128]; };\n"
     )
     text = parameters.header(OUTER)
     assert text.count("struct Inner {") == 1 and text.index("struct Inner {") < text.index("struct Outer {")

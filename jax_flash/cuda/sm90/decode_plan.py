@@ -389,7 +389,7 @@ def cache_buffer(shapes: Shapes, name: str) -> str:
 
 
 def query_map(shapes: Shapes, tile: DecodeTile) -> TensorMap:
-    """A tensor map over queries whose box has a tile's rows: a panel of them, or all columns if Q is to be rotated."""
+    """A map of queries whose box has a tile's rows: a panel of them, or all columns if Q is rotated."""
     n, query = cache_sizes(shapes), shapes.query
     panels = rows_map(Buffer("query", query.shape, query.dtype.name), n.T * n.group, n.group)
     if not tile.rotary:
