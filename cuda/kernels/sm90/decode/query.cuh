@@ -53,9 +53,9 @@ __device__ __forceinline__ void copy_query(const SharedMemory& shared, const Sha
     }
 }
 
-// Threads copy the rows: consumers those of a CTA's first tile, while the producer asks for keys. If the producer copied
-// them, it would do so before it asks for keys, behind which Q waits for long, and the keys would come later. It copies
-// the rows of other tiles, ahead of time.
+// Threads copy the rows: consumers those of a CTA's first tile, while the producer asks for keys. If the producer
+// copied them, it would do so before it asks for keys, behind which Q waits for long, and the keys would come later. It
+// copies the rows of other tiles, ahead of time.
 __device__ __forceinline__ void ask_for_query(const SharedMemory& shared, const Shape& shape,
                                               const Traits::Element* query, const Tile& tile, int tile_stage,
                                               bool is_first) {

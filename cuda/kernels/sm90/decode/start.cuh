@@ -23,8 +23,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
 }
 
 // Each role waits until the barriers are there, which a consumer initialises: those of all CTAs of a pair or a cluster.
-// Consumers wait for each other, and the producer for them. So each barrier is waited for in one place, as
-// compute-sanitizer wants it.
+// Where there are none, consumers wait for each other, and the producer for them. So no named barrier is waited for in
+// two places, which compute-sanitizer takes for an error.
 __device__ __forceinline__ void start_consumer() {
     __syncwarp();  // one lane has initialised the barriers
     if constexpr (SharedMemory::receives) {
