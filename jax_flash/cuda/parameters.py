@@ -16,7 +16,8 @@ HEADER_NAME = "parameters.cuh"
 _NUMBERS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "float": "f"}
 """Types passed by value, and their formats of the module `struct`."""
 _TENSOR_MAP = "TensorMap"
-_TENSOR_MAP_BYTES, _TENSOR_MAP_ALIGNMENT = 128, 128
+_TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 128  # of CUtensorMap in CUDA 13; in CUDA 12 it is 64
 _POINTER_BYTES = 8
 _HEADERS = {
     "Interval": "common/block_range.cuh",

@@ -192,7 +192,7 @@ def test_idle_sequences(page, emulator):
 
 
 def test_a_producer_that_does_not_come_together_is_found(tmp_path):
-    """A late warp would wait for a tile that was given back twice. The emulator then ends its process."""
+    """A late warp would wait forever. The emulator ends the process that finds such a deadlock."""
     sync = "if constexpr (Traits::query_by_tma) sync_producer();"
     program = f"""if True:
         import sys

@@ -44,7 +44,7 @@ def test_layout_is_that_of_cpp():
 
 
 def test_tensor_maps_lie_where_the_driver_takes_them():
-    """Its type of them is aligned to 128 bytes, in CUDA 13."""
+    """CUDA 13 declares CUtensorMap as aligned to 128 bytes."""
     pointer_first = layout(struct("Parameters", data="const float*", map="TensorMap", count="int32_t"))
     assert [slot.offset for slot in pointer_first.slots] == [0, 128, 256] and pointer_first.bytes == 384
 

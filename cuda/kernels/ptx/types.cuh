@@ -34,7 +34,7 @@ struct Either<false, A, B> {
     using type = B;
 };
 
-// A TMA descriptor (CUtensorMap); passed as a __grid_constant__ kernel parameter.
+// A TMA descriptor (CUtensorMap, aligned as CUDA 13 declares it); passed as a __grid_constant__ kernel parameter.
 struct alignas(128) TensorMap {
     unsigned char bytes[128];
 };

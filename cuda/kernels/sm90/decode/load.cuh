@@ -41,8 +41,8 @@ __device__ __forceinline__ void hand_out(const LoadCall& call, TileRing& ring, c
     const SharedMemory& shared = call.shared;
     const int stage = ring.stage, thread = threadIdx.x - Traits::consumer_threads;
     mbarrier::wait(shared.tile_empty(stage), ring.parity ^ 1);
-    // One thread alone hands the tile out. Consumers may give it back before a late warp has looked here, which would
-    // then wait for the next time.
+    // One thread alone hands the tile out, and consumers give back a tile without blocks at once. A warp that is still
+    // at the wait above would then miss this phase of the barrier, and wait for the next.
     if constexpr (Traits::query_by_tma) sync_producer();
     if (thread == 0) shared.tile(stage) = tile;
     ask_for_query(shared, call.shape, call.query, tile, stage, is_first);

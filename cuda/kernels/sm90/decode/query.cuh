@@ -1,8 +1,8 @@
 // How a tile's rows of Q get into shared memory. Columns beyond the head dim become 0; shared memory behind the tile's
 // last row keeps what it held.
 //
-// `ask_for_query` is the producer's. It tells the consumers of the tile, which must be in shared memory by then, and of
-// its rows. `copy_first_query` is the consumers'.
+// The producer calls `ask_for_query`, when the tile's description is in shared memory. The tile's barrier tells the
+// consumers when the rows are there, too. Consumers call `copy_first_query`, ahead of their first tile.
 #pragma once
 #include "ptx/async_copy.cuh"
 #include "ptx/mbarrier.cuh"
@@ -12,8 +12,8 @@
 
 #if QUERY_TMA
 
-// Each key head of a sequence has one tile, so TMA copies its rows, panel by panel, or as they are if they are to be
-// rotated.
+// TMA copies the rows of a tile, which are all rows of a key head of a sequence: panel by panel, or whole if consumers
+// rotate them.
 __device__ __forceinline__ void ask_for_query(const SharedMemory& shared, const Shape& shape, const TensorMap& query,
                                               const Tile& tile, int tile_stage, bool /* is_first */) {
     constexpr int boxes = Traits::rotary ? 1 : Traits::key_panels;

@@ -22,9 +22,9 @@ __device__ __forceinline__ void init_barriers(const SharedMemory& shared) {
     mbarrier::fence_init();
 }
 
-// Each role waits until the barriers are there, which a consumer initialises: those of all CTAs of a pair or a cluster.
-// Where there are none, consumers wait for each other, and the producer for them. So no named barrier is waited for in
-// two places, which compute-sanitizer takes for an error.
+// Each role waits until a consumer has initialised the barriers: in a pair or a cluster, those of all its CTAs. In
+// other CTAs consumers wait for each other, and the producer for them. So no named barrier is waited for in two places,
+// which compute-sanitizer takes for an error.
 __device__ __forceinline__ void start_consumer() {
     __syncwarp();  // one lane has initialised the barriers
     if constexpr (SharedMemory::receives) {
