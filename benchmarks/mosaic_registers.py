@@ -19,7 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-PASSES = ("forward", "both", "forward in 8 bits")
+PASSES = {
+    "forward": {},
+    "both": {},
+    "forward with a soft cap": {"logits_soft_cap": 50.0},
+    "both with a soft cap": {"logits_soft_cap": 50.0},
+    "forward in 8 bits": {"quantization": "fp8"},
+    "forward in 8 bits with a soft cap": {"quantization": "fp8", "logits_soft_cap": 50.0},
+}
 SPILLED = re.compile(
     r"Function properties for (\w+)_mosaic_gpu_kernel\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
 )
@@ -38,15 +45,13 @@ def compile_call(which: str, head_dim: int) -> None:
     x = jax.ShapeDtypeStruct((2, 2048, 8, head_dim), jnp.bfloat16, sharding=sharding)
 
     def attend(*arrays):
-        quantization = "fp8" if which == "forward in 8 bits" else None
-        options = dict(is_causal=True, implementation="pallas", quantization=quantization)
-        return jax_flash.flash_attention(*arrays, **options)
+        return jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas", **PASSES[which])
 
     def both(*arrays):
         return jax.vjp(attend, *arrays)[1](arrays[0])
 
     with jax_flash.planned_for("sm_90a"):
-        jax.jit(both if which == "both" else attend).lower(x, x, x).compile()
+        jax.jit(both if which.startswith("both") else attend).lower(x, x, x).compile()
 
 
 def rows_of(which: str, head_dim: int) -> list[dict]:

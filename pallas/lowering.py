@@ -58,7 +58,7 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
             return "the interpreter runs it when it alone is allowed"
     elif device.compute_capability != (9, 0):
         return f"it needs a Hopper GPU, not {device.kind}"
-    if unknown := features.names(spec, shapes):
+    if unknown := [name for name in features.names(spec, shapes) if name != "logits_soft_cap"]:
         return f"its kernels for Hopper take no {' and no '.join(unknown)}"
     if shapes.diagonal is not None:
         return "its kernels for Hopper take no diagonal as an operand, as calls on parts of sequences have"

@@ -126,7 +126,9 @@ class _Call(NamedTuple):
         rows, columns, mask = queries, keys, keys_of_queries(spec, size)
         if KERNELS[kernel].rows_are_keys:
             rows, columns, mask = keys, queries, mask.transposed()
-        problem = BackwardProblem(size, mask, config, KERNELS[kernel], multiprocessors)
+        problem = BackwardProblem(
+            size, mask, config, KERNELS[kernel], multiprocessors, spec.logits_soft_cap
+        )
         if not problem.owns.key_or_query:  # and so needs neither dP nor delta
             rows, lse_and_delta = rows._replace(value_or_d_out=None), lse_and_delta._replace(delta=None)
         return cls(problem, spec.scale, rows, columns, lse_and_delta)

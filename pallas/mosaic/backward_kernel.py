@@ -22,6 +22,7 @@ from .nonfinite import MARKED_ROWS, SpoiledTiles, finite_or, mark
 from .product import issue_accumulate, issue_product, wait_product
 from .registers import ACCUMULATOR, ROW, store, where_between
 from .roles import divide, drain
+from .soft_cap import tanh
 from .tile_scheduler import div, int32, rem
 from .tiles import ROWS, BackwardConfig
 
@@ -215,10 +216,11 @@ class Consumer:
         plgpu.barrier_wait(full.value_or_d_out)
         d_p = issue_product(rows.value_or_d_out, columns.value_or_d_out) if owns.key_or_query else None
         scores = wait_product(scores, in_flight=int(owns.key_or_query))
-        p = self._probabilities(scores, slots, row_slot, free, first_row, i, partial)
+        p, slope = self._probabilities(scores, slots, row_slot, free, first_row, i, partial)
         if owns.value_or_d_out:
             d_value = issue_accumulate(d_value, self._convert(p), columns.value_or_d_out)
         if owns.key_or_query:
+            p = p if slope is None else p * slope
             d_p = wait_product(d_p, in_flight=int(owns.value_or_d_out))
             delta = self._per_score(self.shared.lse_and_delta.delta, slots.value_or_d_out, row_slot)
             if not owns.value_or_d_out:
@@ -255,11 +257,16 @@ class Consumer:
         return rows, slots, columns, full, free
 
     def _probabilities(self, scores, slots: Pair, row_slot, free: Pair, first_row, i, partial: bool):
+        """A block's probabilities; and the derivatives of logits by scaled scores, None for 1."""
         lse = self._per_score(self.shared.lse_and_delta.lse, slots.key_or_query, row_slot)
         if not self.owns.key_or_query:
             plgpu.barrier_arrive(free.key_or_query)
-        p = jnp.exp2(scores * (self.scale * LOG2_E) - lse)
-        return self._masked(p, first_row, i) if partial else p
+        scale, slope = self.scale * LOG2_E, None
+        if (cap := self.problem.soft_cap) is not None:
+            scores, scale = tanh(scores * (self.scale / cap)), cap * LOG2_E
+            slope = 1.0 - scores * scores
+        p = jnp.exp2(scores * scale - lse)
+        return self._masked(p, first_row, i) if partial else p, slope
 
     def _masked(self, p, first_row, i):
         config, problem = self.config, self.problem

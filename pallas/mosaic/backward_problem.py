@@ -59,6 +59,7 @@ class BackwardProblem:
     config: BackwardConfig
     kernel: Kernel
     multiprocessors: int
+    soft_cap: float | None = None
 
     def again(self) -> "BackwardProblem":
         """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes

@@ -31,7 +31,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) in query's dtype, lse (B,N,T) float32."""
     size = sizes(operands)
-    problem = ForwardProblem(size, keys_of_queries(spec, size), config, multiprocessors)
+    mask = keys_of_queries(spec, size)
+    problem = ForwardProblem(size, mask, config, multiprocessors, soft_cap=spec.logits_soft_cap)
     dtype = operands.query.dtype
     rows = problem.scheduler.tiles * config.queries  # TMA wants strides of 16 bytes: whole tiles, then cut
     query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))

@@ -67,7 +67,10 @@ def forward(
         value=padded_to(operands.value, _SUMMED),
     )
     size = sizes(operands)
-    problem = ForwardProblem(size, keys_of_queries(spec, size), config, multiprocessors, float8=True)
+    mask = keys_of_queries(spec, size)
+    problem = ForwardProblem(
+        size, mask, config, multiprocessors, float8=True, soft_cap=spec.logits_soft_cap
+    )
     given = arranged(operands, config.keys)
     rows = problem.scheduler.tiles * config.queries  # as in `forward.py`
     dtype = jnp.dtype(spec.out_dtype)

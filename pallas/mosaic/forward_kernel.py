@@ -24,6 +24,7 @@ from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_product, wait_product
 from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
 from .roles import divide, drain
+from .soft_cap import tanh
 from .tile_scheduler import TileScheduler, div, int32, rem, tile_lengths
 from .tiles import ROWS, ForwardConfig
 
@@ -45,6 +46,7 @@ class ForwardProblem:
     config: ForwardConfig
     multiprocessors: int
     float8: bool = False  # of e4m3 numbers, values transposed (`forward_float8.py`)
+    soft_cap: float | None = None
 
     @property
     def scheduler(self) -> TileScheduler:
@@ -388,6 +390,8 @@ class Consumer:
 
     def _masked_scores(self, scores, scale, partial: bool, first_row, block):
         """Masked scores, and the scale that they are yet to be multiplied with to be logits in base 2."""
+        if (cap := self.problem.soft_cap) is not None:
+            scores, scale = tanh(scores * (scale / (cap * LOG2_E))), cap * LOG2_E
         # If it isn't positive, the largest score is not the largest logit, and -inf would not stay that.
         if not isinstance(scale, float) or scale <= 0:
             scores, scale = scores * scale, 1.0

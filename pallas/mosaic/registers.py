@@ -58,7 +58,7 @@ def scaled_unless_one(x: jax.Array, factors: jax.Array) -> jax.Array:
             scf.YieldOp(list(scaled.registers.flat))
         with ir.InsertionPoint(branch.else_block):
             scf.YieldOp(registers)
-        return _like(x, list(branch.results))
+        return like(x, list(branch.results))
 
     return scale(x, factors)
 
@@ -116,12 +116,13 @@ def where_between(
                 value = selected(element(pair, i), FOLDED * chunk + i, half)
                 pair = vector.insert(value, pair, dynamic_position=[], static_position=[i])
             registers.append(pair)
-        return _like(x, registers)
+        return like(x, registers)
 
     return select(x, *bounds)
 
 
-def _like(x: mgpu.FragmentedArray, registers: list[ir.Value]) -> mgpu.FragmentedArray:
+def like(x: mgpu.FragmentedArray, registers: list[ir.Value]) -> mgpu.FragmentedArray:
+    """An array in the layout of `x`, from its registers."""
     array = np.empty(len(registers), dtype=object)
     array[:] = registers
     return mgpu.FragmentedArray(

@@ -53,7 +53,7 @@ class TestMosaicInterpreted(ImplementationSuite):
     typical_length = 150
     head_dims = (64, 96)
     heads = ((6, 2),)
-    features = ("value_head_dim", "deterministic")
+    features = ("value_head_dim", "deterministic", "logits_soft_cap")
     reports_errors = False
     slow = True
 
@@ -70,6 +70,7 @@ class TestMosaicInterpreted(ImplementationSuite):
         wide = [
             Case("head dim", "bfloat16", T=65, S=150, N=4, K=2, H=256),
             Case("head dim", "float16", T=150, S=70, N=2, K=2, H=192, V=128, is_causal=True),
+            Case("feature", "bfloat16", T=70, S=150, N=2, K=1, H=256, features=("logits_soft_cap",)),
         ]
         # Head dims that are padded.
         padded = [
@@ -312,7 +313,7 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
 
 @pytest.mark.parametrize(
     "feature",
-    [name for name in FEATURES if name not in ("value_head_dim", "deterministic")],
+    [name for name in FEATURES if name not in TestMosaicInterpreted.features],
 )
 def test_leaves_to_triton_what_becomes_of_scores(feature):
     case = Case("", "bfloat16", features=(feature,))

@@ -48,6 +48,7 @@ def by_both(given, **options):
         (dict(T=70, S=140, N=1, H=192, dtype="float16"), {"local_window_size": (40, 9)}),
         (dict(T=70, S=140, N=1, H=80, V=160), {}),  # values in parts, the last of fewer columns
         (dict(T=70, S=140, N=1, H=40, V=256), {"quantization_key": jax.random.key(3)}),
+        (dict(T=70, S=140, N=1), {"logits_soft_cap": 2.0, "is_causal": True}),
     ],
     ids=str,
 )
@@ -132,7 +133,7 @@ def test_describes_both_passes():
 @pytest.mark.parametrize(
     "changes, call, device, reason",
     [
-        ({"logits_soft_cap": 3.0}, {}, _device.H100, "take no logits_soft_cap"),
+        ({"dropout_rate": 0.1}, {}, _device.H100, "take no dropout_rate"),
         ({"out_dtype": "float32"}, {"dtype": "float8_e4m3fn"}, _device.H100, "out_dtype must be"),
         ({}, {"dtype": "float8_e4m3fn", "H": 512}, _device.H100, "at most 256"),
         ({"quantization": "fp8"}, {}, _device.Device("cuda", "NVIDIA A10", (8, 6), 72), "Hopper"),

@@ -19,6 +19,7 @@ SITUATIONS = {
     "lengths": dict(features=("seq_lengths",)),
     "causal": dict(is_causal=True),
     "window": dict(local_window_size=(9, 3)),
+    "window and soft cap": dict(local_window_size=(9, 3), features=("logits_soft_cap",)),
     "mask": dict(features=("mask:B11S", "bias", "logits_soft_cap"), is_causal=True),
     "segments": dict(features=("segment_ids", "alibi_slopes"), is_causal=True),
     "packed": dict(features=("packed", "dropout"), is_causal=True),
