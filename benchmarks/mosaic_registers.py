@@ -24,6 +24,7 @@ PASSES = {
     "both": {},
     "forward with a soft cap": {"logits_soft_cap": 50.0},
     "both with a soft cap": {"logits_soft_cap": 50.0},
+    "both with lengths": {},
     "forward in 8 bits": {"quantization": "fp8"},
     "forward in 8 bits with a soft cap": {"quantization": "fp8", "logits_soft_cap": 50.0},
 }
@@ -44,14 +45,20 @@ def compile_call(which: str, head_dim: int) -> None:
     sharding = jax.sharding.SingleDeviceSharding(compile_ahead.devices(1)[0])
     x = jax.ShapeDtypeStruct((2, 2048, 8, head_dim), jnp.bfloat16, sharding=sharding)
 
-    def attend(*arrays):
-        return jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas", **PASSES[which])
+    lengths = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32, sharding=sharding)
+
+    def attend(query, key, value, lengths):
+        options = dict(is_causal=True, implementation="pallas", **PASSES[which])
+        if which.endswith("with lengths"):
+            options |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        return jax_flash.flash_attention(query, key, value, **options)
 
     def both(*arrays):
-        return jax.vjp(attend, *arrays)[1](arrays[0])
+        *arrays, lengths = arrays
+        return jax.vjp(lambda *arrays: attend(*arrays, lengths), *arrays)[1](arrays[0])
 
     with jax_flash.planned_for("sm_90a"):
-        jax.jit(both if which.startswith("both") else attend).lower(x, x, x).compile()
+        jax.jit(both if which.startswith("both") else attend).lower(x, x, x, lengths).compile()
 
 
 def rows_of(which: str, head_dim: int) -> list[dict]:

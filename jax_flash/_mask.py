@@ -179,6 +179,13 @@ class PositionMask:
         high = None if self.low is None else -self.low
         return PositionMask(self.columns, self.rows, low, high, self.has_negative_side, -self.shift)
 
+    def of_lengths(self, rows: Index, columns: Index) -> "PositionMask":
+        """The mask by the same window of so many rows and columns."""
+        moved = columns - rows - (self.columns - self.rows)
+        low = None if self.low is None else self.low + moved
+        high = None if self.high is None else self.high + moved
+        return dataclasses.replace(self, rows=rows, columns=columns, low=low, high=high)
+
     def with_axes(self, count: int) -> "PositionMask":
         """The mask whose numbers for each batch row, `(B,)`, have `count` more axes of 1, to meet scores."""
 
@@ -222,7 +229,7 @@ class PositionMask:
 
         Args:
           has_tail: whether there are positions beyond the last column, which no row sees. Without them, `end`
-            may lie beyond the last column. With them, lengths have to be static.
+            may lie beyond the last column.
         """
         begin = None if self.low is None else rows + self.low
         end = None if self.high is None else rows + (self.high + 1)

@@ -18,6 +18,8 @@ from .mosaic import head_dims
 from .mosaic import tiles as mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
+_KNOWN_IN_8_BITS = ("logits_soft_cap",)  # options that the Mosaic GPU kernels take
+_KNOWN = (*_KNOWN_IN_8_BITS, "query_seq_lengths", "key_value_seq_lengths")
 _ENVIRONMENT = "JAX_FLASH_PALLAS"
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
@@ -58,7 +60,8 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
             return "the interpreter runs it when it alone is allowed"
     elif device.compute_capability != (9, 0):
         return f"it needs a Hopper GPU, not {device.kind}"
-    if unknown := [name for name in features.names(spec, shapes) if name != "logits_soft_cap"]:
+    known = _KNOWN_IN_8_BITS if is_float8(spec, shapes) else _KNOWN
+    if unknown := [name for name in features.names(spec, shapes) if name not in known]:
         return f"its kernels for Hopper take no {' and no '.join(unknown)}"
     if shapes.diagonal is not None:
         return "its kernels for Hopper take no diagonal as an operand, as calls on parts of sequences have"

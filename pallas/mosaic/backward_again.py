@@ -5,6 +5,7 @@ makes columns finite, and something else of theirs NaN, in blocks that hold hidd
 copies of a block itself, and hands over both operands together.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,6 +26,7 @@ def flash_backward_again(
     rows,
     columns,
     lse_and_delta,
+    lengths,
     marks,
     out,
     shared,
@@ -41,6 +43,7 @@ def flash_backward_again(
       landed: a barrier: both operands of a block are in shared memory.
       first_full: see `SpoiledTiles`.
     """
+    problem = dataclasses.replace(problem, lengths=lengths)
     config = problem.config
     spoiled = SpoiledTiles(marks, problem.scheduler, problem.rows_of_tile, first_full)
 
@@ -73,7 +76,7 @@ def _load(
         tiles_done, done = carry
         first = tile * problem.rows_of_tile
         load_rows(rows, lse_and_delta, shared, barriers, tiles_done, (batch, head, first), problem)
-        blocks = problem.block_range(first)
+        blocks = problem.in_row(batch).block_range(first)
 
         def one_pass(of_pass, done):
             column_head = problem.column_head(head, of_pass)

@@ -18,6 +18,7 @@ from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
+from .lengths import seen_of_block
 from .nonfinite import MARKED_ROWS, SpoiledTiles, finite_or, mark
 from .product import issue_accumulate, issue_product, wait_product
 from .registers import ACCUMULATOR, ROW, store, where_between
@@ -47,14 +48,17 @@ class Barriers(NamedTuple):
     free: Pair
 
 
-def flash_backward(rows, columns, lse_and_delta, *refs, scale: float, problem: BackwardProblem) -> None:
-    """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T).
+def flash_backward(
+    rows, columns, lse_and_delta, lengths, *refs, scale: float, problem: BackwardProblem
+) -> None:
+    """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T); `Lengths`.
 
     `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`, where there are
     head shares (shares, B, rows of whole tiles, heads, width) float32; marks of them or None; shared memory;
     and barriers.
     """
     *d_query_accum, out, marks, shared, barriers = refs
+    problem = dataclasses.replace(problem, lengths=lengths)
     results = Results(out, marks, d_query_accum)
     divide(
         problem.config.warpgroups,
@@ -92,7 +96,7 @@ def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardPr
 
             return lax.fori_loop(int32(blocks.first), int32(blocks.last), block, done)
 
-        blocks = problem.block_range(first)
+        blocks = problem.in_row(batch).block_range(first)
         return tiles_done + 1, lax.fori_loop(np.int32(0), int32(problem.passes(head)), one_pass, done)
 
     tiles_done, done = problem.scheduler.over(tile, (jnp.int32(0), jnp.int32(0)))
@@ -164,6 +168,10 @@ class Consumer:
         plgpu.wait_smem_to_gmem(0)
 
     def _tile(self, tile, head, batch, carry):
+        in_row = dataclasses.replace(self, problem=self.problem.in_row(batch))
+        return in_row._tile_of_row(tile, head, batch, carry)
+
+    def _tile_of_row(self, tile, head, batch, carry):
         """One tile: passes over its blocks of columns, then its gradients."""
         config, problem, d_query = self.config, self.problem, self.shared.d_query
         tiles_done, done = carry
@@ -274,14 +282,12 @@ class Consumer:
         first_column = i * config.columns
         # Queries beyond the last have lse +inf, so that only keys need a comparison with their number. But
         # scores of a key that isn't finite are NaN there, too.
-        if problem.rows_are_keys:
-            has_tail = self.spoiled is not None and problem.size.T % config.columns != 0
-        else:
-            has_tail = problem.size.S % config.columns != 0
-        visible = problem.mask.visible_columns(rows, has_tail)
-        begin, end = (None if x is None else x - first_column for x in visible)
-        if problem.masks_rows:
-            end = jnp.where(rows < problem.mask.rows, config.columns if end is None else end, 0)
+        of_columns = problem.size.T if problem.rows_are_keys else problem.size.S
+        has_tail = problem.lengths.columns is not None or of_columns % config.columns != 0
+        has_tail &= self.spoiled is not None or not problem.rows_are_keys
+        begin, end = seen_of_block(
+            problem.mask, rows, first_column, config.columns, has_tail, problem.masks_rows
+        )
         return p if begin is None and end is None else where_between(p, begin, end, 0.0)
 
     def _per_score(self, ref, slot, row_slot):

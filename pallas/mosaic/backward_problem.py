@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax_flash._mask import BlockRange, PositionMask
 from jax_flash._spec import Sizes
 
+from .lengths import Lengths
 from .tile_scheduler import TileScheduler, div, rem, tile_lengths
 from .tiles import ROWS, BackwardConfig
 
@@ -55,11 +56,16 @@ class BackwardProblem:
     """What one of the kernels computes, and its configuration."""
 
     size: Sizes
-    mask: PositionMask  # of rows
+    mask: PositionMask  # of rows; in a kernel, of the batch row at hand
     config: BackwardConfig
     kernel: Kernel
     multiprocessors: int
     soft_cap: float | None = None
+    lengths: Lengths = Lengths()
+
+    def in_row(self, batch) -> "BackwardProblem":
+        """The same in a batch row."""
+        return dataclasses.replace(self, mask=self.lengths.mask(self.mask, batch))
 
     def again(self) -> "BackwardProblem":
         """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes
@@ -157,6 +163,8 @@ class BackwardProblem:
     @property
     def masks_rows(self) -> bool:
         """Whether rows of the last tile that aren't there have to be told from the others: what is summed
-        over rows must have nothing of them."""
+        over rows must have nothing of them. With lengths they see keys and queries that are there."""
+        if self.lengths.rows is not None:
+            return True
         rows = self.size.S if self.rows_are_keys else self.size.T
         return self.kernel.adds_d_query and rows % self.rows_of_tile != 0

@@ -5,6 +5,7 @@ values NaN, in blocks that hold hidden pairs. So it waits for the copies of a bl
 keys and values together.
 """
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -21,7 +22,19 @@ from .tiles import ROWS
 
 
 def flash_forward_again(
-    query, key, value, marks, out, shared, barriers, landed, first_full, *, scale, problem: ForwardProblem
+    query,
+    key,
+    value,
+    lengths,
+    marks,
+    out,
+    shared,
+    barriers,
+    landed,
+    first_full,
+    *,
+    scale: float,
+    problem: ForwardProblem,
 ) -> None:
     """Refs as `flash_forward` has them. `out` is changed.
 
@@ -29,6 +42,7 @@ def flash_forward_again(
       landed: a barrier: keys and values of a block are in shared memory.
       first_full: see `SpoiledTiles`.
     """
+    problem = dataclasses.replace(problem, lengths=lengths)
     config = problem.config
     spoiled = SpoiledTiles(marks, problem.scheduler, config.queries, first_full)
 
@@ -51,7 +65,7 @@ def _load(query, key, value, shared, barriers, landed, spoiled, problem: Forward
     def tile(tile, head, batch, carry):
         tiles_done, blocks_done = carry
         first = tile * config.queries
-        keys = problem.keys_of_tile(first)
+        keys = problem.in_row(batch).keys_of_tile(first)
         start, stop = int32(keys.first), int32(keys.last)
         for w in range(config.warpgroups):
             pl.when(tiles_done > 0)(functools.partial(plgpu.barrier_wait, barriers.query_free.at[w]))

@@ -20,6 +20,7 @@ from jax_flash._spec import Sizes
 from .. import compat
 from ..loop import over_block_range
 from ..scores import LN_2, LOG2_E
+from .lengths import Lengths, seen_of_block
 from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_product, wait_product
 from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
@@ -42,11 +43,12 @@ class ForwardProblem:
     """
 
     size: Sizes
-    mask: PositionMask
+    mask: PositionMask  # in a kernel, of the batch row at hand
     config: ForwardConfig
     multiprocessors: int
     float8: bool = False  # of e4m3 numbers, values transposed (`forward_float8.py`)
     soft_cap: float | None = None
+    lengths: Lengths = Lengths()  # of queries and keys
 
     @property
     def scheduler(self) -> TileScheduler:
@@ -61,6 +63,15 @@ class ForwardProblem:
             bytes_of_head=(1 if self.float8 else 2) * size.S * (size.H + size.V) // size.group,
         )
 
+    def in_row(self, batch) -> "ForwardProblem":
+        """The same in a batch row."""
+        return dataclasses.replace(self, mask=self.lengths.mask(self.mask, batch))
+
+    @property
+    def hides_pairs(self) -> bool:
+        """Whether there are pairs of a query and a key that don't see each other."""
+        return self.lengths.are_given or not self.mask.unbounded
+
     def again(self) -> "ForwardProblem":
         """The same for the kernel that computes tiles again (`forward_again.py`): a block of the grid goes
         through all its tiles, and passes over those that need nothing."""
@@ -71,7 +82,7 @@ class ForwardProblem:
     def keys_of_tile(self, first) -> BlockRange:
         """The blocks of keys that a tile loads: at least one, also where its queries see none."""
         blocks = self.mask.block_range(first, self.config.queries, self.config.keys)
-        if self.mask.unbounded:
+        if not self.hides_pairs:
             return blocks
         first_block = jnp.minimum(blocks.first, pl.cdiv(self.size.S, self.config.keys) - 1)
         return dataclasses.replace(blocks, first=first_block, last=jnp.maximum(blocks.last, first_block + 1))
@@ -120,10 +131,11 @@ class Barriers(NamedTuple):
 
 
 def flash_forward(
-    query, key, value, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
+    query, key, value, lengths, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
 ) -> None:
-    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V) -> out (B,T,N,V), lse (B,N,T, in whole tiles),
-    and marks of out or None."""
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), `Lengths` -> out (B,T,N,V), lse (B,N,T, in whole
+    tiles), and marks of out or None."""
+    problem = dataclasses.replace(problem, lengths=lengths)
     results = Results(out, lse, marks)
     divide(
         problem.config.warpgroups,
@@ -139,7 +151,7 @@ def load_tiles(query, key, value, shared, barriers, *, problem: ForwardProblem) 
     def tile(tile, head, batch, carry):
         tiles_done, blocks_done = carry
         first = tile * config.queries
-        keys = problem.keys_of_tile(first)
+        keys = problem.in_row(batch).keys_of_tile(first)
         start, stop = int32(keys.first), int32(keys.last)
 
         def load_queries():
@@ -224,12 +236,12 @@ class Consumer:
 
     @property
     def has_tail(self) -> bool:
-        """Whether the last block has places without a key."""
-        return self.size.S % self.config.keys != 0
+        """Whether a block may have places without a key."""
+        return self.problem.lengths.columns is not None or self.size.S % self.config.keys != 0
 
     @property
     def has_partial_blocks(self) -> bool:
-        return not self.problem.mask.unbounded or self.has_tail
+        return self.problem.hides_pairs or self.has_tail
 
     @property
     def stages_over_query(self) -> bool:
@@ -255,6 +267,10 @@ class Consumer:
         plgpu.wait_smem_to_gmem(0)
 
     def _tile(self, tile, head, batch, carry):
+        in_row = dataclasses.replace(self, problem=self.problem.in_row(batch))
+        return in_row._tile_of_row(tile, head, batch, carry)
+
+    def _tile_of_row(self, tile, head, batch, carry):
         """One tile: a loop over its blocks of keys, between the first scores and the last values."""
         tiles_done, blocks_done = carry
         first_row = tile * self.config.queries
@@ -398,10 +414,10 @@ class Consumer:
         if not partial:
             return scores, scale
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
-        first_column = block * self.config.keys
-        visible = self.problem.mask.visible_columns(rows, self.has_tail)
-        bounds = (None if x is None else x - first_column for x in visible)
-        return where_between(scores, *bounds, -jnp.inf), scale
+        first_column, masks_rows = block * self.config.keys, self.problem.lengths.rows is not None
+        mask, keys = self.problem.mask, self.config.keys
+        seen = seen_of_block(mask, rows, first_column, keys, self.has_tail, masks_rows)
+        return where_between(scores, *seen, -jnp.inf), scale
 
     def _issue_scores(self, query, index):
         slot = self._slot(index)
