@@ -25,8 +25,13 @@ PASSES = {
     "forward with a soft cap": {"logits_soft_cap": 50.0},
     "both with a soft cap": {"logits_soft_cap": 50.0},
     "both with lengths": {},
+    "both with segments": {},
     "forward in 8 bits": {"quantization": "fp8"},
     "forward in 8 bits with a soft cap": {"quantization": "fp8", "logits_soft_cap": 50.0},
+}
+OPERANDS = {
+    "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
+    "segments": ("query_segment_ids", "key_value_segment_ids"),
 }
 SPILLED = re.compile(
     r"Function properties for (\w+)_mosaic_gpu_kernel\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -45,20 +50,21 @@ def compile_call(which: str, head_dim: int) -> None:
     sharding = jax.sharding.SingleDeviceSharding(compile_ahead.devices(1)[0])
     x = jax.ShapeDtypeStruct((2, 2048, 8, head_dim), jnp.bfloat16, sharding=sharding)
 
-    lengths = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32, sharding=sharding)
+    operand = next((name for name in OPERANDS if which.endswith(name)), "lengths")
+    integers = jax.ShapeDtypeStruct(x.shape[: 1 + (operand == "segments")], jnp.int32, sharding=sharding)
 
-    def attend(query, key, value, lengths):
+    def attend(query, key, value, integers):
         options = dict(is_causal=True, implementation="pallas", **PASSES[which])
-        if which.endswith("with lengths"):
-            options |= {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+        if which.endswith(operand):
+            options |= dict.fromkeys(OPERANDS[operand], integers)
         return jax_flash.flash_attention(query, key, value, **options)
 
     def both(*arrays):
-        *arrays, lengths = arrays
-        return jax.vjp(lambda *arrays: attend(*arrays, lengths), *arrays)[1](arrays[0])
+        *arrays, integers = arrays
+        return jax.vjp(lambda *arrays: attend(*arrays, integers), *arrays)[1](arrays[0])
 
     with jax_flash.planned_for("sm_90a"):
-        jax.jit(both if which.startswith("both") else attend).lower(x, x, x, lengths).compile()
+        jax.jit(both if which.startswith("both") else attend).lower(x, x, x, integers).compile()
 
 
 def rows_of(which: str, head_dim: int) -> list[dict]:

@@ -19,7 +19,13 @@ from .mosaic import tiles as mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
 _KNOWN_IN_8_BITS = ("logits_soft_cap",)  # options that the Mosaic GPU kernels take
-_KNOWN = (*_KNOWN_IN_8_BITS, "query_seq_lengths", "key_value_seq_lengths")
+_KNOWN = (
+    *_KNOWN_IN_8_BITS,
+    "query_seq_lengths",
+    "key_value_seq_lengths",
+    "query_segment_ids",
+    "key_value_segment_ids",
+)
 _ENVIRONMENT = "JAX_FLASH_PALLAS"
 
 # Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.

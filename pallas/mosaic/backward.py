@@ -30,7 +30,7 @@ from .backward_again import flash_backward_again
 from .backward_kernel import Barriers, Shared, flash_backward
 from .backward_problem import KERNELS, BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
-from .lengths import Lengths
+from .mask_data import MaskData
 from .nonfinite import isolates, marks_of, marks_of_rows
 from .tiles import ROWS, BackwardConfig, BackwardConfigs
 
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
     keys: Pair
     queries: Pair
     lse_and_delta: LseAndDelta
-    lengths: Lengths  # of queries and keys
+    operands: Operands
 
 
 def prepare(
@@ -55,7 +55,7 @@ def prepare(
     beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
     lse_and_delta = LseAndDelta(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
     query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
-    return Prepared(Pair(key, value), Pair(query, d_out), lse_and_delta, Lengths.of_queries(operands))
+    return Prepared(Pair(key, value), Pair(query, d_out), lse_and_delta, operands)
 
 
 def _scratch(
@@ -124,12 +124,14 @@ class _Call(NamedTuple):
         config: BackwardConfig,
         multiprocessors: int,
     ) -> "_Call":
-        keys, queries, lse_and_delta, lengths = prepared
+        keys, queries, lse_and_delta, operands = prepared
         rows, columns, mask = queries, keys, keys_of_queries(spec, size)
         if KERNELS[kernel].rows_are_keys:
-            rows, columns, mask, lengths = keys, queries, mask.transposed(), lengths.transposed()
+            rows, columns, mask = keys, queries, mask.transposed()
+        tile, transposed = ROWS * config.warpgroups, KERNELS[kernel].rows_are_keys
+        data = MaskData.of(operands, tile, config.columns, transposed=transposed)
         problem = BackwardProblem(
-            size, mask, config, KERNELS[kernel], multiprocessors, spec.logits_soft_cap, lengths
+            size, mask, config, KERNELS[kernel], multiprocessors, spec.logits_soft_cap, data
         )
         if not problem.owns.key_or_query:  # and so needs neither dP nor delta
             rows, lse_and_delta = rows._replace(value_or_d_out=None), lse_and_delta._replace(delta=None)
@@ -169,7 +171,7 @@ def gradients(
         B, length, heads, H = columns.key_or_query.shape
         shape = B, pl.cdiv(length, config.columns) * config.columns, heads, H
         summed = compat.result(shape, jnp.float32, like=columns.key_or_query)
-    is_isolated = isolates(problem.mask, problem.lengths)
+    is_isolated = isolates(problem.mask, problem.data)
     marks = marks_of(size.B, problem.heads, rows_of_tiles, like=columns.key_or_query) if is_isolated else None
     (found, marks), of_columns = compat.mosaic_call(
         functools.partial(flash_backward, scale=spec.scale, problem=problem),
@@ -179,7 +181,7 @@ def gradients(
         out_shape=[out, marks],
         name=f"jax_flash_mosaic_backward_{kernel}",
         sums=summed,
-    )(rows, columns, call.lse_and_delta, problem.lengths)
+    )(rows, columns, call.lse_and_delta, problem.data)
     if is_isolated:
         found = _again(call, marks, found, f"jax_flash_mosaic_backward_{kernel}_again")
     if shares > 1:
@@ -209,7 +211,7 @@ def _again(call: _Call, marks: jax.Array, found: Pair, name: str) -> Pair:
         out_shape=[],
         changes=jax.tree.map(lambda x: compat.result(x.shape, x.dtype, like=x), found),
         name=name,
-    )(rows, call.columns, lse_and_delta, problem.lengths, marks, found)
+    )(rows, call.columns, lse_and_delta, problem.data, marks, found)
     return found
 
 
@@ -234,11 +236,11 @@ def backward(
         (d_key, d_value), d_query = run("all", configs.keys)
         assert d_query is not None
         d_query = (d_query * spec.scale).astype(operands.query.dtype)
-        if isolates(keys_of_queries(spec, size), prepared.lengths):
+        config = mosaic_tiles.backward(size, together=False).queries
+        assert config is not None
+        call = _Call.of("queries", spec, size, prepared, config, multiprocessors)
+        if isolates(call.problem.mask, call.problem.data):
             # No tile of the sum has an owner who could mark it, or compute it again.
-            config = mosaic_tiles.backward(size, together=False).queries
-            assert config is not None
-            call = _Call.of("queries", spec, size, prepared, config, multiprocessors)
             marks = marks_of_rows(d_query, call.problem.rows_of_tile)
             found = Pair(d_query, None)
             d_query, _ = _again(call, marks, found, "jax_flash_mosaic_backward_queries_again")

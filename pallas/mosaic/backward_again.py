@@ -26,7 +26,7 @@ def flash_backward_again(
     rows,
     columns,
     lse_and_delta,
-    lengths,
+    data,
     marks,
     out,
     shared,
@@ -43,7 +43,7 @@ def flash_backward_again(
       landed: a barrier: both operands of a block are in shared memory.
       first_full: see `SpoiledTiles`.
     """
-    problem = dataclasses.replace(problem, lengths=lengths)
+    problem = dataclasses.replace(problem, data=data)
     config = problem.config
     spoiled = SpoiledTiles(marks, problem.scheduler, problem.rows_of_tile, first_full)
 

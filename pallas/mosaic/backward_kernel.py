@@ -18,16 +18,14 @@ from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
-from .lengths import seen_of_block
+from .mask_data import COLUMN
 from .nonfinite import MARKED_ROWS, SpoiledTiles, finite_or, mark
 from .product import issue_accumulate, issue_product, wait_product
-from .registers import ACCUMULATOR, ROW, store, where_between
+from .registers import ACCUMULATOR, ROW, store
 from .roles import divide, drain
 from .soft_cap import tanh
 from .tile_scheduler import div, int32, rem
 from .tiles import ROWS, BackwardConfig
-
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Shared(NamedTuple):
@@ -49,16 +47,16 @@ class Barriers(NamedTuple):
 
 
 def flash_backward(
-    rows, columns, lse_and_delta, lengths, *refs, scale: float, problem: BackwardProblem
+    rows, columns, lse_and_delta, data, *refs, scale: float, problem: BackwardProblem
 ) -> None:
-    """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T); `Lengths`.
+    """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T); `MaskData`.
 
     `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`, where there are
     head shares (shares, B, rows of whole tiles, heads, width) float32; marks of them or None; shared memory;
     and barriers.
     """
     *d_query_accum, out, marks, shared, barriers = refs
-    problem = dataclasses.replace(problem, lengths=lengths)
+    problem = dataclasses.replace(problem, data=data)
     results = Results(out, marks, d_query_accum)
     divide(
         problem.config.warpgroups,
@@ -278,17 +276,13 @@ class Consumer:
 
     def _masked(self, p, first_row, i):
         config, problem = self.config, self.problem
-        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
-        first_column = i * config.columns
         # Queries beyond the last have lse +inf, so that only keys need a comparison with their number. But
         # scores of a key that isn't finite are NaN there, too.
         of_columns = problem.size.T if problem.rows_are_keys else problem.size.S
-        has_tail = problem.lengths.columns is not None or of_columns % config.columns != 0
+        has_tail = problem.data.column_lengths is not None or of_columns % config.columns != 0
         has_tail &= self.spoiled is not None or not problem.rows_are_keys
-        begin, end = seen_of_block(
-            problem.mask, rows, first_column, config.columns, has_tail, problem.masks_rows
-        )
-        return p if begin is None and end is None else where_between(p, begin, end, 0.0)
+        is_masked = dict(has_tail=has_tail, masks_rows=problem.masks_rows)
+        return problem.data.masked(p, problem.mask, first_row, i * config.columns, 0.0, **is_masked)
 
     def _per_score(self, ref, slot, row_slot):
         """lse or delta for each score of a block: of queries, which are the columns or the rows."""

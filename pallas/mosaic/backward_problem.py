@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax_flash._mask import BlockRange, PositionMask
 from jax_flash._spec import Sizes
 
-from .lengths import Lengths
+from .mask_data import MaskData
 from .tile_scheduler import TileScheduler, div, rem, tile_lengths
 from .tiles import ROWS, BackwardConfig
 
@@ -61,11 +61,11 @@ class BackwardProblem:
     kernel: Kernel
     multiprocessors: int
     soft_cap: float | None = None
-    lengths: Lengths = Lengths()
+    data: MaskData = MaskData()
 
     def in_row(self, batch) -> "BackwardProblem":
         """The same in a batch row."""
-        return dataclasses.replace(self, mask=self.lengths.mask(self.mask, batch))
+        return dataclasses.replace(self, mask=self.data.mask(self.mask, batch), data=self.data.in_row(batch))
 
     def again(self) -> "BackwardProblem":
         """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes
@@ -145,11 +145,13 @@ class BackwardProblem:
 
     def block_range(self, first_row) -> BlockRange:
         """The blocks of columns that a tile visits."""
-        return self.mask.block_range(first_row, self.rows_of_tile, self.config.columns)
+        blocks = self.mask.block_range(first_row, self.rows_of_tile, self.config.columns)
+        return self.data.narrowed(blocks, first_row, self.config.warpgroups)
 
     def block_range_of_warpgroup(self, first_row, tile: BlockRange) -> BlockRange:
         """The tile's blocks that a warpgroup's rows see; all of them where warpgroups compute dQ together."""
         own = self.mask.block_range(first_row, ROWS, self.config.columns)
+        own = self.data.narrowed(own, first_row, 1)
         if not self.kernel.adds_d_query:
             return own.within(tile.first, tile.last)
         if self.masks_rows:
@@ -164,7 +166,7 @@ class BackwardProblem:
     def masks_rows(self) -> bool:
         """Whether rows of the last tile that aren't there have to be told from the others: what is summed
         over rows must have nothing of them. With lengths they see keys and queries that are there."""
-        if self.lengths.rows is not None:
+        if self.data.row_lengths is not None:
             return True
         rows = self.size.S if self.rows_are_keys else self.size.T
         return self.kernel.adds_d_query and rows % self.rows_of_tile != 0

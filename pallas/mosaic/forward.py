@@ -22,7 +22,7 @@ from jax_flash._spec import AttentionSpec, Operands, sizes
 from .. import compat
 from .forward_again import flash_forward_again
 from .forward_kernel import Barriers, ForwardProblem, Shared, flash_forward
-from .lengths import Lengths
+from .mask_data import MaskData
 from .nonfinite import isolates, marks_of
 from .tiles import ROWS, ForwardConfig
 
@@ -33,14 +33,12 @@ def forward(
     """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) in query's dtype, lse (B,N,T) float32."""
     size = sizes(operands)
     mask = keys_of_queries(spec, size)
-    lengths = Lengths.of_queries(operands)
-    problem = ForwardProblem(
-        size, mask, config, multiprocessors, soft_cap=spec.logits_soft_cap, lengths=lengths
-    )
+    data = MaskData.of(operands, config.queries, config.keys)
+    problem = ForwardProblem(size, mask, config, multiprocessors, soft_cap=spec.logits_soft_cap, data=data)
     dtype = operands.query.dtype
     rows = problem.scheduler.tiles * config.queries  # TMA wants strides of 16 bytes: whole tiles, then cut
     query, key, value = map(compat.in_tiles, (operands.query, operands.key, operands.value))
-    is_isolated = isolates(mask, lengths)
+    is_isolated = isolates(mask, data)
     (out, lse, marks), _ = compat.mosaic_call(
         functools.partial(flash_forward, scale=spec.scale, problem=problem),
         blocks=problem.scheduler.grid,
@@ -52,7 +50,7 @@ def forward(
             marks_of(size.B, size.N, rows, like=query) if is_isolated else None,
         ],
         name="jax_flash_mosaic_forward",
-    )(query, key, value, lengths)
+    )(query, key, value, data)
     if is_isolated:
         problem = problem.again()
         config = problem.config
@@ -66,7 +64,7 @@ def forward(
             out_shape=[],
             changes=compat.result(out.shape, out.dtype, like=out),
             name="jax_flash_mosaic_forward_again",
-        )(query, key, value, lengths, marks, out)
+        )(query, key, value, data, marks, out)
     return out[:, : size.T], lse[:, :, : size.T]
 
 

@@ -25,7 +25,7 @@ def flash_forward_again(
     query,
     key,
     value,
-    lengths,
+    data,
     marks,
     out,
     shared,
@@ -42,7 +42,7 @@ def flash_forward_again(
       landed: a barrier: keys and values of a block are in shared memory.
       first_full: see `SpoiledTiles`.
     """
-    problem = dataclasses.replace(problem, lengths=lengths)
+    problem = dataclasses.replace(problem, data=data)
     config = problem.config
     spoiled = SpoiledTiles(marks, problem.scheduler, config.queries, first_full)
 

@@ -20,10 +20,10 @@ from jax_flash._spec import Sizes
 from .. import compat
 from ..loop import over_block_range
 from ..scores import LN_2, LOG2_E
-from .lengths import Lengths, seen_of_block
+from .mask_data import MaskData
 from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_product, wait_product
-from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one, where_between
+from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one
 from .roles import divide, drain
 from .soft_cap import tanh
 from .tile_scheduler import TileScheduler, div, int32, rem, tile_lengths
@@ -48,7 +48,7 @@ class ForwardProblem:
     multiprocessors: int
     float8: bool = False  # of e4m3 numbers, values transposed (`forward_float8.py`)
     soft_cap: float | None = None
-    lengths: Lengths = Lengths()  # of queries and keys
+    data: MaskData = MaskData()
 
     @property
     def scheduler(self) -> TileScheduler:
@@ -65,12 +65,12 @@ class ForwardProblem:
 
     def in_row(self, batch) -> "ForwardProblem":
         """The same in a batch row."""
-        return dataclasses.replace(self, mask=self.lengths.mask(self.mask, batch))
+        return dataclasses.replace(self, mask=self.data.mask(self.mask, batch), data=self.data.in_row(batch))
 
     @property
     def hides_pairs(self) -> bool:
         """Whether there are pairs of a query and a key that don't see each other."""
-        return self.lengths.are_given or not self.mask.unbounded
+        return self.data.is_given or not self.mask.unbounded
 
     def again(self) -> "ForwardProblem":
         """The same for the kernel that computes tiles again (`forward_again.py`): a block of the grid goes
@@ -81,15 +81,18 @@ class ForwardProblem:
 
     def keys_of_tile(self, first) -> BlockRange:
         """The blocks of keys that a tile loads: at least one, also where its queries see none."""
-        blocks = self.mask.block_range(first, self.config.queries, self.config.keys)
+        config = self.config
+        blocks = self.mask.block_range(first, config.queries, config.keys)
+        blocks = self.data.narrowed(blocks, first, config.warpgroups)
         if not self.hides_pairs:
             return blocks
-        first_block = jnp.minimum(blocks.first, pl.cdiv(self.size.S, self.config.keys) - 1)
+        first_block = jnp.minimum(blocks.first, pl.cdiv(self.size.S, config.keys) - 1)
         return dataclasses.replace(blocks, first=first_block, last=jnp.maximum(blocks.last, first_block + 1))
 
     def keys_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
         """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
-        return self.mask.block_range(first, ROWS, self.config.keys).full_within(tile).reversed()
+        blocks = self.mask.block_range(first, ROWS, self.config.keys)
+        return self.data.narrowed(blocks, first, 1).full_within(tile).reversed()
 
 
 class Place(NamedTuple):
@@ -131,11 +134,11 @@ class Barriers(NamedTuple):
 
 
 def flash_forward(
-    query, key, value, lengths, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
+    query, key, value, data, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
 ) -> None:
-    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), `Lengths` -> out (B,T,N,V), lse (B,N,T, in whole
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), `MaskData` -> out (B,T,N,V), lse (B,N,T, in whole
     tiles), and marks of out or None."""
-    problem = dataclasses.replace(problem, lengths=lengths)
+    problem = dataclasses.replace(problem, data=data)
     results = Results(out, lse, marks)
     divide(
         problem.config.warpgroups,
@@ -237,7 +240,7 @@ class Consumer:
     @property
     def has_tail(self) -> bool:
         """Whether a block may have places without a key."""
-        return self.problem.lengths.columns is not None or self.size.S % self.config.keys != 0
+        return self.problem.data.column_lengths is not None or self.size.S % self.config.keys != 0
 
     @property
     def has_partial_blocks(self) -> bool:
@@ -413,11 +416,10 @@ class Consumer:
             scores, scale = scores * scale, 1.0
         if not partial:
             return scores, scale
-        rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
-        first_column, masks_rows = block * self.config.keys, self.problem.lengths.rows is not None
-        mask, keys = self.problem.mask, self.config.keys
-        seen = seen_of_block(mask, rows, first_column, keys, self.has_tail, masks_rows)
-        return where_between(scores, *seen, -jnp.inf), scale
+        data, mask, first_column = self.problem.data, self.problem.mask, block * self.config.keys
+        masks_rows = data.row_lengths is not None
+        is_masked = dict(has_tail=self.has_tail, masks_rows=masks_rows)
+        return data.masked(scores, mask, first_row, first_column, -jnp.inf, **is_masked), scale
 
     def _issue_scores(self, query, index):
         slot = self._slot(index)

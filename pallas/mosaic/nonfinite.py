@@ -40,7 +40,7 @@ from jax_flash import _isolation
 from jax_flash._mask import BlockRange, PositionMask
 
 from .. import compat
-from .lengths import Lengths
+from .mask_data import MaskData
 from .registers import ACCUMULATOR, ROW, element, folded, integer
 from .tile_scheduler import TileScheduler
 from .tiles import ROWS
@@ -54,9 +54,9 @@ _WARP = 32
 _CHUNK = 64  # columns that are made finite at a time, as the loading warpgroup has few registers
 
 
-def isolates(mask: PositionMask, lengths: Lengths) -> bool:
+def isolates(mask: PositionMask, data: MaskData) -> bool:
     """Whether queries and keys that don't see each other are kept apart if they aren't finite."""
-    return _isolation.KERNELS and (lengths.are_given or not mask.unbounded)
+    return _isolation.KERNELS and (data.is_given or not mask.unbounded)
 
 
 def marks_of(batch: int, heads: int, rows: int, like: jax.Array) -> jax.ShapeDtypeStruct:

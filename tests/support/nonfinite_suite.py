@@ -22,6 +22,7 @@ SITUATIONS = {
     "window and soft cap": dict(local_window_size=(9, 3), features=("logits_soft_cap",)),
     "mask": dict(features=("mask:B11S", "bias", "logits_soft_cap"), is_causal=True),
     "segments": dict(features=("segment_ids", "alibi_slopes"), is_causal=True),
+    "segments alone": dict(features=("segment_ids",)),
     "packed": dict(features=("packed", "dropout"), is_causal=True),
 }
 
@@ -119,7 +120,7 @@ def spoiled(situation, case, operands):
     match situation:
         case "lengths":
             return i >= operands.query_seq_lengths[:, None], j >= operands.key_value_seq_lengths[:, None]
-        case "segments":
+        case "segments" | "segments alone":
             return operands.query_segment_ids == 1, operands.key_value_segment_ids == 1
         case "packed":
             starts, ends = (operands.query_offsets[:, n, None] for n in (-2, -1))
