@@ -46,9 +46,7 @@ class Barriers(NamedTuple):
     free: Pair
 
 
-def flash_backward(
-    rows, columns, lse_and_delta, data, *refs, scale: float, problem: BackwardProblem
-) -> None:
+def flash_backward(rows, columns, lse_and_delta, data, *refs, scale: float, problem: BackwardProblem) -> None:
     """`rows` and `columns` are `Pair`s (B, length, heads, width); `lse_and_delta` are (B,N,T); `MaskData`.
 
     `refs` are the sum of dQ, if the kernel adds to it; the gradients of the rows, a `Pair`, where there are

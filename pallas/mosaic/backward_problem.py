@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax_flash._mask import BlockRange, PositionMask
 from jax_flash._spec import Sizes
 
-from .mask_data import MaskData
+from .mask_data import BY_POSITION, MaskData
 from .tile_scheduler import TileScheduler, div, rem, tile_lengths
 from .tiles import ROWS, BackwardConfig
 
@@ -61,7 +61,7 @@ class BackwardProblem:
     kernel: Kernel
     multiprocessors: int
     soft_cap: float | None = None
-    data: MaskData = MaskData()
+    data: MaskData = BY_POSITION
 
     def in_row(self, batch) -> "BackwardProblem":
         """The same in a batch row."""

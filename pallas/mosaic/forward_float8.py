@@ -68,9 +68,7 @@ def forward(
     )
     size = sizes(operands)
     mask = keys_of_queries(spec, size)
-    problem = ForwardProblem(
-        size, mask, config, multiprocessors, float8=True, soft_cap=spec.logits_soft_cap
-    )
+    problem = ForwardProblem(size, mask, config, multiprocessors, float8=True, soft_cap=spec.logits_soft_cap)
     given = arranged(operands, config.keys)
     rows = problem.scheduler.tiles * config.queries  # as in `forward.py`
     dtype = jnp.dtype(spec.out_dtype)

@@ -20,7 +20,7 @@ from jax_flash._spec import Sizes
 from .. import compat
 from ..loop import over_block_range
 from ..scores import LN_2, LOG2_E
-from .mask_data import MaskData
+from .mask_data import BY_POSITION, MaskData
 from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_product, wait_product
 from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one
@@ -48,7 +48,7 @@ class ForwardProblem:
     multiprocessors: int
     float8: bool = False  # of e4m3 numbers, values transposed (`forward_float8.py`)
     soft_cap: float | None = None
-    data: MaskData = MaskData()
+    data: MaskData = BY_POSITION
 
     @property
     def scheduler(self) -> TileScheduler:
@@ -136,8 +136,8 @@ class Barriers(NamedTuple):
 def flash_forward(
     query, key, value, data, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
 ) -> None:
-    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), `MaskData` -> out (B,T,N,V), lse (B,N,T, in whole
-    tiles), and marks of out or None."""
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), data -> out (B,T,N,V), lse (B,N,T) of whole
+    tiles, and marks of out or None."""
     problem = dataclasses.replace(problem, data=data)
     results = Results(out, lse, marks)
     divide(

@@ -6,11 +6,13 @@ blocks of columns may share a segment with it, and which are of the same single 
 documents.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,7 +29,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Segments(NamedTuple):
-    """Ids of segments and what follows of them: arrays `(B, ...)`, or refs; of one batch row in `MaskData.in_row`."""
+    """Arrays `(B, ...)`, or refs in a kernel; of one batch row where `MaskData.in_row` gave them."""
 
     rows: Any  # ids (B, rows), in whole tiles
     columns: Any  # ids (B, columns), in whole blocks
@@ -56,16 +58,16 @@ class Segments(NamedTuple):
     def narrowed(self, blocks: BlockRange, first_row: Any, groups: int) -> BlockRange:
         """The blocks that `groups` of rows from `first_row` on see, of those that they see by position."""
         first_group = div(first_row, ROWS)
-        of_groups = [[self.ranges[first_group + g, i] for i in range(4)] for g in range(groups)]
         first, last, full_begin, full_end = (
-            functools.reduce(op, numbers)
-            for op, numbers in zip(
-                (jnp.minimum, jnp.maximum, jnp.maximum, jnp.minimum), zip(*of_groups, strict=True), strict=True
-            )
+            [self.ranges[first_group + np.int32(group), np.int32(i)] for group in range(groups)]
+            for i in range(4)
         )
-        own = blocks.within(first, last)
-        full_begin = jnp.maximum(own.full_begin, full_begin)
-        return BlockRange(own.first, own.last, full_begin, jnp.minimum(own.full_end, full_end))
+        own = blocks.within(functools.reduce(jnp.minimum, first), functools.reduce(jnp.maximum, last))
+        return dataclasses.replace(
+            own,
+            full_begin=functools.reduce(jnp.maximum, full_begin, own.full_begin),
+            full_end=functools.reduce(jnp.minimum, full_end, own.full_end),
+        )
 
     def masked(self, x: jax.Array, first_row: Any, first_column: Any, otherwise: float) -> jax.Array:
         """`x (64, columns)` with `otherwise` for pairs of different segments."""
@@ -85,6 +87,7 @@ class MaskData(NamedTuple):
 
     @property
     def is_given(self) -> bool:
+        """Whether the call has any of it."""
         return any(x is not None for x in self)
 
     @classmethod
@@ -144,3 +147,7 @@ class MaskData(NamedTuple):
         if begin is not None or end is not None:
             x = where_between(x, begin, end, otherwise)
         return x if self.segments is None else self.segments.masked(x, first_row, first_column, otherwise)
+
+
+BY_POSITION = MaskData()
+"""Of a call whose mask depends on positions and the longest lengths alone."""
