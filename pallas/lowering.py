@@ -18,7 +18,7 @@ from .mosaic import head_dims
 from .mosaic import tiles as mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
-_KNOWN_IN_8_BITS = ("logits_soft_cap",)  # options that the Mosaic GPU kernels take
+_KNOWN_IN_8_BITS = ("logits_soft_cap", "sinks")  # options that the Mosaic GPU kernels take
 _KNOWN = (
     *_KNOWN_IN_8_BITS,
     "query_seq_lengths",

@@ -42,6 +42,7 @@ class Prepared(NamedTuple):
     queries: Pair
     lse_and_delta: LseAndDelta
     operands: Operands
+    d_sinks: jax.Array | None
 
 
 def prepare(
@@ -51,11 +52,12 @@ def prepare(
     T = operands.query.shape[1]
     d_out = d_out.astype(operands.query.dtype)
     lse, delta = _gradients.lse_and_delta(out, lse, d_out, d_lse)
+    d_sinks = None if operands.sinks is None else _gradients.of_sinks(operands.sinks, lse, delta)
     lse_2 = lse * LOG2_E
     beyond = ((0, 0), (0, 0), (0, -T % 256))  # whole blocks of any configuration
     lse_and_delta = LseAndDelta(jnp.pad(lse_2, beyond, constant_values=jnp.inf), jnp.pad(delta, beyond))
     query, key, value, d_out = map(compat.in_tiles, (operands.query, operands.key, operands.value, d_out))
-    return Prepared(Pair(key, value), Pair(query, d_out), lse_and_delta, operands)
+    return Prepared(Pair(key, value), Pair(query, d_out), lse_and_delta, operands, d_sinks)
 
 
 def _scratch(
@@ -124,7 +126,7 @@ class _Call(NamedTuple):
         config: BackwardConfig,
         multiprocessors: int,
     ) -> "_Call":
-        keys, queries, lse_and_delta, operands = prepared
+        keys, queries, lse_and_delta, operands, _ = prepared
         rows, columns, mask = queries, keys, keys_of_queries(spec, size)
         if KERNELS[kernel].rows_are_keys:
             rows, columns, mask = keys, queries, mask.transposed()
@@ -250,4 +252,5 @@ def backward(
             (d_key, d_value), _ = run("keys_and_values", configs.keys)
         else:
             ((d_key, _), _), ((_, d_value), _) = run("keys", configs.keys), run("values", configs.values)
-    return Gradients(d_query[:, : size.T], d_key[:, : size.S], d_value[:, : size.S])
+    d_query, d_key, d_value = d_query[:, : size.T], d_key[:, : size.S], d_value[:, : size.S]
+    return Gradients(d_query, d_key, d_value, sinks=prepared.d_sinks)

@@ -50,7 +50,7 @@ def forward(
             marks_of(size.B, size.N, rows, like=query) if is_isolated else None,
         ],
         name="jax_flash_mosaic_forward",
-    )(query, key, value, data)
+    )(query, key, value, data, operands.sinks)
     if is_isolated:
         problem = problem.again()
         config = problem.config
@@ -64,7 +64,7 @@ def forward(
             out_shape=[],
             changes=compat.result(out.shape, out.dtype, like=out),
             name="jax_flash_mosaic_forward_again",
-        )(query, key, value, data, marks, out)
+        )(query, key, value, data, operands.sinks, marks, out)
     return out[:, : size.T], lse[:, :, : size.T]
 
 

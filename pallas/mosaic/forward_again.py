@@ -26,6 +26,7 @@ def flash_forward_again(
     key,
     value,
     data,
+    sinks,
     marks,
     out,
     shared,
@@ -51,7 +52,7 @@ def flash_forward_again(
         divide(
             config.warpgroups,
             compute=lambda warpgroup: Consumer(
-                warpgroup, Results(out), shared, barriers, scale, problem, spoiled
+                warpgroup, Results(out), shared, barriers, scale, problem, spoiled, sinks
             ).run(),
             load=lambda: _load(query, key, value, shared, barriers, landed, spoiled, problem),
             changes=True,

@@ -82,7 +82,7 @@ def forward(
             compat.result((size.B, size.N, rows), jnp.float32, like=operands.query),
         ],
         name="jax_flash_mosaic_forward_float8",
-    )(*given)
+    )(*given, operands.sinks)
     return out[:, :T, :, :V], lse[:, :, :T]
 
 
@@ -114,13 +114,14 @@ def arranged(operands: Operands, tile: int) -> Arranged:
 
 
 def _flash_forward(*refs: Any, scale: float, problem: ForwardProblem) -> None:
-    """Refs of `Arranged` -> out (B,T,N,V), lse (B,N,T, in whole tiles); then shared memory and barriers."""
-    *given, out, lse, shared, barriers = refs
+    """Refs of `Arranged`, sinks or None -> out (B,T,N,V), lse (B,N,T, in whole tiles); then shared memory and
+    barriers."""
+    *given, sinks, out, lse, shared, barriers = refs
     arrays = Arranged(*given)
     divide(
         problem.config.warpgroups,
         compute=lambda warpgroup: Float8Consumer(
-            warpgroup, Results(out, lse), shared, barriers, scale, problem, arrays=arrays
+            warpgroup, Results(out, lse), shared, barriers, scale, problem, sinks=sinks, arrays=arrays
         ).run(),
         load=lambda: load_tiles(*arrays[:3], shared, barriers, problem=problem),
     )

@@ -134,15 +134,30 @@ class Barriers(NamedTuple):
 
 
 def flash_forward(
-    query, key, value, data, out, lse, marks, shared, barriers, *, scale: float, problem: ForwardProblem
+    query,
+    key,
+    value,
+    data,
+    sinks,
+    out,
+    lse,
+    marks,
+    shared,
+    barriers,
+    *,
+    scale: float,
+    problem: ForwardProblem,
 ) -> None:
-    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), data -> out (B,T,N,V), lse (B,N,T) of whole
-    tiles, and marks of out or None."""
+    """Refs: query (B,T,N,H), key (B,S,K,H), value (B,S,K,V), data, sinks (B|1,N) or None -> out (B,T,N,V),
+    lse (B,N,T) of whole tiles, and marks of out or None."""
     problem = dataclasses.replace(problem, data=data)
     results = Results(out, lse, marks)
+    consumer = functools.partial(
+        Consumer, results=results, shared=shared, barriers=barriers, scale=scale, problem=problem, sinks=sinks
+    )
     divide(
         problem.config.warpgroups,
-        compute=lambda warpgroup: Consumer(warpgroup, results, shared, barriers, scale, problem).run(),
+        compute=lambda warpgroup: consumer(warpgroup).run(),
         load=lambda: load_tiles(query, key, value, shared, barriers, problem=problem),
     )
 
@@ -225,6 +240,7 @@ class Consumer:
     scale: float
     problem: ForwardProblem
     spoiled: SpoiledTiles | None = None  # of the second kernel, the tiles that it computes again
+    sinks: Any = None  # a ref (B|1, N)
 
     slack: ClassVar[float] = SLACK
     log2_p_scale: ClassVar[float] = 0.0  # probabilities are multiplied by 2 to this
@@ -294,7 +310,7 @@ class Consumer:
         acc, p, rows = over_block_range(rest, step, (self._no_output(), p, rows))
         if not self.stages_over_query and self.config.persistent:
             plgpu.barrier_arrive(self.barriers.query_free.at[slot])
-        acc, lse, normaliser = self._last_values(acc, p, rows, blocks_done + count - 1)
+        acc, lse, normaliser = self._last_values(acc, p, rows, blocks_done + count - 1, place)
         self._store(acc, lse, normaliser, query, place)
         if self.stages_over_query and self.config.persistent and not self.releases_later:
             self._release_query(tiles_done)
@@ -330,19 +346,28 @@ class Consumer:
         acc, (p, rows) = self._add_values(acc, p, rows.correction, index - 1, softmax, like)
         return acc, self._convert(p, place, block), rows
 
-    def _last_values(self, acc, p, rows: Rows, index):
+    def _last_values(self, acc, p, rows: Rows, index, place: Place):
         """The unnormalised output, lse, and what the output is to be multiplied with."""
 
         def normalise():
-            sums = rows.sums.sum(axis=1)
+            sums, subtracted, correction = rows.sums.sum(axis=1), rows.subtracted, 1.0
             sees_nothing = sums == 0.0
+            if self.sinks is not None:
+                sink = self._sink(place) * LOG2_E
+                subtracted = jnp.maximum(subtracted, sink)
+                correction = jnp.where(sees_nothing, 1.0, jnp.exp2(rows.subtracted - subtracted))
+                sums = sums * correction + jnp.exp2(sink - subtracted)
             sums = jnp.where(sees_nothing, 1.0, sums)
-            lse = jnp.where(sees_nothing, -jnp.inf, rows.subtracted * LN_2 + jnp.log(sums))
-            return lse, 1.0 / sums
+            lse = jnp.where(sees_nothing, -jnp.inf, subtracted * LN_2 + jnp.log(sums))
+            return lse, correction / sums
 
         like = (rows.subtracted, rows.subtracted)
         acc, (lse, normaliser) = self._add_values(acc, p, rows.correction, index, normalise, like)
         return acc, lse, normaliser
+
+    def _sink(self, place: Place):
+        """The logit of the head's sink."""
+        return self.sinks[place.batch if self.sinks.shape[0] > 1 else np.int32(0), place.head]
 
     def _no_output(self):
         """The sum of no values."""

@@ -3,6 +3,7 @@
 Columns of zeros change neither scores nor the other columns of results.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -41,7 +42,8 @@ def pad_operands(operands: Operands[jax.Array]) -> Operands[jax.Array]:
 
 def cut_gradients(gradients: Gradients[jax.Array], size: Sizes) -> Gradients[jax.Array]:
     """Gradients of a call of this size, from those of the padded one."""
-    return Gradients(
+    return dataclasses.replace(
+        gradients,
         query=gradients.query[..., : size.H],
         key=gradients.key[..., : size.H],
         value=gradients.value[..., : size.V],

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 # Of kernels that the interpreter takes ten seconds or more for.
 WINDOWS = [(None, 0), *thorough((None, None), (70, 9))]
-MASKS = ("seq_lengths", "segment_ids", "logits_soft_cap")
+OPTIONS = ("logits_soft_cap", "sinks", "seq_lengths", "segment_ids")
 MOSAIC_CALL = "mosaic_gpu_v2"
 TRITON_CALL = "__gpu$xla.gpu.triton"
 A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
@@ -54,9 +54,7 @@ class TestMosaicInterpreted(ImplementationSuite):
     typical_length = 150
     head_dims = (64, 96)
     heads = ((6, 2),)
-    features = (
-        "value_head_dim", "deterministic", "logits_soft_cap", "seq_lengths", "segment_ids", "packed"
-    )  # fmt: skip
+    features = ("value_head_dim", "deterministic", *OPTIONS, "packed")
     reports_errors = False
     slow = True
 
@@ -74,8 +72,8 @@ class TestMosaicInterpreted(ImplementationSuite):
             Case("head dim", "bfloat16", T=65, S=150, N=4, K=2, H=256),
             Case("head dim", "float16", T=150, S=70, N=2, K=2, H=192, V=128, is_causal=True),
             Case("feature", "bfloat16", T=70, S=150, N=2, K=1, H=256, features=("logits_soft_cap",)),
-            Case("feature", "bfloat16", T=150, S=200, N=2, K=1, H=128, features=MASKS, is_causal=True),
-            Case("feature", "float16", T=70, S=150, N=2, K=1, H=256, features=MASKS),
+            Case("feature", "bfloat16", T=150, S=200, N=2, K=1, H=128, features=OPTIONS, is_causal=True),
+            Case("feature", "float16", T=70, S=150, N=2, K=1, H=256, features=OPTIONS),
         ]
         # Head dims that are padded.
         padded = [

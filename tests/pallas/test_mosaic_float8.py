@@ -17,6 +17,8 @@ from jax_flash.pallas import compat, lowering
 from jax_flash.pallas.mosaic import forward_float8, head_dims
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 
+SINKS = np.asarray([0.5], np.float32)
+
 interpreted = pytest.mark.skipif(
     not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels"
 )
@@ -48,7 +50,7 @@ def by_both(given, **options):
         (dict(T=70, S=140, N=1, H=192, dtype="float16"), {"local_window_size": (40, 9)}),
         (dict(T=70, S=140, N=1, H=80, V=160), {}),  # values in parts, the last of fewer columns
         (dict(T=70, S=140, N=1, H=40, V=256), {"quantization_key": jax.random.key(3)}),
-        (dict(T=70, S=140, N=1), {"logits_soft_cap": 2.0, "is_causal": True}),
+        (dict(T=70, S=140, N=1), {"logits_soft_cap": 2.0, "is_causal": True, "sinks": SINKS}),
     ],
     ids=str,
 )
