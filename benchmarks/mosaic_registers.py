@@ -26,12 +26,15 @@ PASSES = {
     "both with a soft cap": {"logits_soft_cap": 50.0},
     "both with lengths": {},
     "both with segments": {},
+    "forward with sinks": {},
     "forward in 8 bits": {"quantization": "fp8"},
     "forward in 8 bits with a soft cap": {"quantization": "fp8", "logits_soft_cap": 50.0},
 }
-OPERANDS = {
-    "lengths": ("query_seq_lengths", "key_value_seq_lengths"),
-    "segments": ("query_segment_ids", "key_value_segment_ids"),
+BATCH, LENGTH, HEADS = 2, 2048, 8
+OPERANDS = {  # arguments, their shape and dtype
+    "lengths": (("query_seq_lengths", "key_value_seq_lengths"), (BATCH,), "int32"),
+    "segments": (("query_segment_ids", "key_value_segment_ids"), (BATCH, LENGTH), "int32"),
+    "sinks": (("sinks",), (HEADS,), "float32"),
 }
 SPILLED = re.compile(
     r"Function properties for (\w+)_mosaic_gpu_kernel\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -48,23 +51,24 @@ def compile_call(which: str, head_dim: int) -> None:
     import jax_flash
 
     sharding = jax.sharding.SingleDeviceSharding(compile_ahead.devices(1)[0])
-    x = jax.ShapeDtypeStruct((2, 2048, 8, head_dim), jnp.bfloat16, sharding=sharding)
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, head_dim), jnp.bfloat16, sharding=sharding)
 
     operand = next((name for name in OPERANDS if which.endswith(name)), "lengths")
-    integers = jax.ShapeDtypeStruct(x.shape[: 1 + (operand == "segments")], jnp.int32, sharding=sharding)
+    names, shape, dtype = OPERANDS[operand]
+    own = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def attend(query, key, value, integers):
+    def attend(query, key, value, own):
         options = dict(is_causal=True, implementation="pallas", **PASSES[which])
         if which.endswith(operand):
-            options |= dict.fromkeys(OPERANDS[operand], integers)
+            options |= dict.fromkeys(names, own)
         return jax_flash.flash_attention(query, key, value, **options)
 
     def both(*arrays):
-        *arrays, integers = arrays
-        return jax.vjp(lambda *arrays: attend(*arrays, integers), *arrays)[1](arrays[0])
+        *arrays, own = arrays
+        return jax.vjp(lambda *arrays: attend(*arrays, own), *arrays)[1](arrays[0])
 
     with jax_flash.planned_for("sm_90a"):
-        jax.jit(both if which.startswith("both") else attend).lower(x, x, x, integers).compile()
+        jax.jit(both if which.startswith("both") else attend).lower(x, x, x, own).compile()
 
 
 def rows_of(which: str, head_dim: int) -> list[dict]:
