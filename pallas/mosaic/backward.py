@@ -93,10 +93,11 @@ def _scratch(
     copies = [1 if x is None or not problem.rows_are_keys else 2 for x in lse_and_delta]
     if hands_over:
         copies = [1, 1]
+    readers_of_rows = config.warpgroups if problem.kernel.adds_d_query else 1
     copies_of_rows = len(jax.tree.leaves(rows if problem.rows_are_keys else (rows, lse_and_delta)))
     barriers = Barriers(
         rows_full=barrier(places, copies_of_rows),
-        rows_free=barrier(places) if config.persistent else None,
+        rows_free=barrier(places, readers_of_rows) if config.persistent else None,
         full=Pair(*map(barrier, config.rings, copies)),
         free=Pair(*map(barrier, config.rings, [config.warpgroups] * 2)),
     )

@@ -41,7 +41,7 @@ class Barriers(NamedTuple):
     """`full` where TMA has filled a place, `free` where its readers are done with it."""
 
     rows_full: Any
-    rows_free: Any  # None where there is one tile
+    rows_free: Any  # None where there is one tile; by all readers, so all warpgroups where these sum up dQ
     full: Pair
     free: Pair
 
@@ -171,7 +171,7 @@ class Consumer:
         first_row += self.warpgroup * ROWS
         own = problem.block_range_of_warpgroup(first_row, visited)
         slot = rem(tiles_done, config.row_stages) * config.warpgroups + self.warpgroup
-        for one in [slot] if d_query is None else self._row_slots(slot):
+        for one in self._row_slots(slot):
             plgpu.barrier_wait(self.barriers.rows_full.at[one])
         begun = done
 
@@ -274,7 +274,9 @@ class Consumer:
         visible = problem.mask.visible_columns(rows, has_tail)
         begin, end = (None if x is None else x - first_column for x in visible)
         if problem.masks_rows:
-            end = jnp.where(rows < problem.mask.rows, config.columns if end is None else end, 0)
+            # Numbers of 32 bits, also where 64-bit types are on.
+            every = np.int32(config.columns) if end is None else end
+            end = jnp.where(rows < problem.mask.rows, every, np.int32(0))
         return p if begin is None and end is None else where_between(p, begin, end, 0.0)
 
     def _per_score(self, ref, slot, row_slot):
@@ -316,13 +318,12 @@ class Consumer:
                 plgpu.copy_smem_to_gmem(room.at[slot], target)
         if self.config.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+        self._release_rows(slot)
 
     def _store_share(self, results: Pair, slot, place) -> None:
         """Writes the float32 gradients of a head share, straight from registers: the second kernel only those
         that weren't finite."""
-        if self.config.persistent:
-            plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+        self._release_rows(slot)
         batch, head, first_row = place
         key_head, share = self.problem.head_and_share(head)
         for values, target in zip(results, self.results.gradients, strict=True):
@@ -332,8 +333,17 @@ class Consumer:
                     values = finite_or(compat.load(target, ACCUMULATOR, optimized=False), values)
                 store(target, values)
 
+    def _release_rows(self, slot) -> None:
+        """Gives the places of the rows back that this warpgroup has read, of which `slot` has its own."""
+        if self.config.persistent:
+            for one in self._row_slots(slot):
+                plgpu.barrier_arrive(self.barriers.rows_free.at[one])
+
     def _row_slots(self, slot):
-        """The places of all warpgroups' rows, where this one's are in `slot`."""
+        """The places of the rows that this warpgroup reads: its own in `slot`, and those of all where these
+        compute dQ together."""
+        if self.shared.d_query is None:
+            return [slot]
         return [slot - self.warpgroup + w for w in range(self.config.warpgroups)]
 
     def _convert(self, x):
