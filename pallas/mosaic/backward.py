@@ -36,7 +36,7 @@ from .tiles import ROWS, BackwardConfig, BackwardConfigs
 
 
 class Prepared(NamedTuple):
-    """What the kernels read: arrays of whole tiles of 8 rows, lse and delta of whole blocks."""
+    """What the kernels read, arrays of whole tiles of 8 rows, lse and delta of whole blocks; and the call."""
 
     keys: Pair
     queries: Pair
@@ -97,10 +97,11 @@ def _scratch(
     copies = [1 if x is None or not problem.rows_are_keys else 2 for x in lse_and_delta]
     if hands_over:
         copies = [1, 1]
+    readers_of_rows = config.warpgroups if problem.kernel.adds_d_query else 1
     copies_of_rows = len(jax.tree.leaves(rows if problem.rows_are_keys else (rows, lse_and_delta)))
     barriers = Barriers(
         rows_full=barrier(places, copies_of_rows),
-        rows_free=barrier(places) if config.persistent else None,
+        rows_free=barrier(places, readers_of_rows) if config.persistent else None,
         full=Pair(*map(barrier, config.rings, copies)),
         free=Pair(*map(barrier, config.rings, [config.warpgroups] * 2)),
     )

@@ -18,10 +18,9 @@ from ..loop import over_block_range, over_blocks
 from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
-from .mask_data import COLUMN
 from .nonfinite import MARKED_ROWS, SpoiledTiles, finite_or, mark
 from .product import issue_accumulate, issue_product, wait_product
-from .registers import ACCUMULATOR, ROW, store
+from .registers import ACCUMULATOR, COLUMN, ROW, store
 from .roles import divide, drain
 from .soft_cap import tanh
 from .tile_scheduler import div, int32, rem
@@ -41,7 +40,7 @@ class Barriers(NamedTuple):
     """`full` where TMA has filled a place, `free` where its readers are done with it."""
 
     rows_full: Any
-    rows_free: Any  # None where there is one tile
+    rows_free: Any  # None where there is one tile; by all readers, so all warpgroups where these sum up dQ
     full: Pair
     free: Pair
 
@@ -176,7 +175,7 @@ class Consumer:
         first_row += self.warpgroup * ROWS
         own = problem.block_range_of_warpgroup(first_row, visited)
         slot = rem(tiles_done, config.row_stages) * config.warpgroups + self.warpgroup
-        for one in [slot] if d_query is None else self._row_slots(slot):
+        for one in self._row_slots(slot):
             plgpu.barrier_wait(self.barriers.rows_full.at[one])
         begun = done
 
@@ -321,13 +320,12 @@ class Consumer:
                 plgpu.copy_smem_to_gmem(room.at[slot], target)
         if self.config.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+        self._release_rows(slot)
 
     def _store_share(self, results: Pair, slot, place) -> None:
         """Writes the float32 gradients of a head share, straight from registers: the second kernel only those
         that weren't finite."""
-        if self.config.persistent:
-            plgpu.barrier_arrive(self.barriers.rows_free.at[slot])
+        self._release_rows(slot)
         batch, head, first_row = place
         key_head, share = self.problem.head_and_share(head)
         for values, target in zip(results, self.results.gradients, strict=True):
@@ -337,8 +335,17 @@ class Consumer:
                     values = finite_or(compat.load(target, ACCUMULATOR, optimized=False), values)
                 store(target, values)
 
+    def _release_rows(self, slot) -> None:
+        """Gives the places of the rows back that this warpgroup has read, of which `slot` has its own."""
+        if self.config.persistent:
+            for one in self._row_slots(slot):
+                plgpu.barrier_arrive(self.barriers.rows_free.at[one])
+
     def _row_slots(self, slot):
-        """The places of all warpgroups' rows, where this one's are in `slot`."""
+        """The places of the rows that this warpgroup reads: its own in `slot`, and those of all where these
+        compute dQ together."""
+        if self.shared.d_query is None:
+            return [slot]
         return [slot - self.warpgroup + w for w in range(self.config.warpgroups)]
 
     def _convert(self, x):

@@ -165,7 +165,7 @@ class BackwardProblem:
     @property
     def masks_rows(self) -> bool:
         """Whether rows of the last tile that aren't there have to be told from the others: what is summed
-        over rows must have nothing of them. With lengths they see keys and queries that are there."""
+        over rows must have nothing of them. With lengths, such rows lie within the arrays."""
         if self.data.row_lengths is not None:
             return True
         rows = self.size.S if self.rows_are_keys else self.size.T

@@ -21,11 +21,9 @@ from jax_flash._mask import BlockRange, PositionMask, blocks_sharing_segments, s
 from jax_flash._spec import Operands
 
 from .. import compat
-from .registers import ROW, where_between
+from .registers import COLUMN, ROW, where_between
 from .tile_scheduler import div
 from .tiles import ROWS
-
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Segments(NamedTuple):
@@ -56,7 +54,10 @@ class Segments(NamedTuple):
         return cls(rows, columns, jnp.stack([first, last, full_begin, full_end], axis=-1))
 
     def narrowed(self, blocks: BlockRange, first_row: Any, groups: int) -> BlockRange:
-        """The blocks that `groups` of rows from `first_row` on see, of those that they see by position."""
+        """The blocks that `groups` of 64 rows from `first_row` on see, of those that they see by position.
+
+        Those that are full may end before they begin, or lie beyond the others: then none is.
+        """
         first_group = div(first_row, ROWS)
         first, last, full_begin, full_end = (
             [self.ranges[first_group + np.int32(group), np.int32(i)] for group in range(groups)]
@@ -81,7 +82,7 @@ class Segments(NamedTuple):
 class MaskData(NamedTuple):
     """Arrays, or refs in a kernel; None for what a call doesn't have."""
 
-    row_lengths: Any = None  # (B,): how many rows of scores there are; beyond what there is they are clipped
+    row_lengths: Any = None  # (B,): how many rows of scores a batch row has, clipped to what the arrays have
     column_lengths: Any = None
     segments: Segments | None = None
 
@@ -143,7 +144,9 @@ class MaskData(NamedTuple):
         seen = mask.visible_columns(rows, has_tail)
         begin, end = (None if bound is None else bound - first_column for bound in seen)
         if masks_rows:
-            end = jnp.where(rows < mask.rows, x.shape[1] if end is None else end, 0)
+            # Numbers of 32 bits, also where 64-bit types are on.
+            every = np.int32(x.shape[1]) if end is None else end
+            end = jnp.where(rows < mask.rows, every, np.int32(0))
         if begin is not None or end is not None:
             x = where_between(x, begin, end, otherwise)
         return x if self.segments is None else self.segments.masked(x, first_row, first_column, otherwise)

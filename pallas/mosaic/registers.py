@@ -21,6 +21,7 @@ from .. import compat
 
 ACCUMULATOR = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
 FOLDED = 8  # columns of the narrowest accumulator, of which each thread has two
 
 

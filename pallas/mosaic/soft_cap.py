@@ -3,7 +3,7 @@
 JAX's tanh would become the instruction tanh.approx, whose error of 5e-4 a cap multiplies. This one has the
 error of `scores.accurate_tanh`, about 1e-7, and takes the same steps. JAX's exponentials are computed in the
 order in which they are written, and a division is one that rounds correctly, of some ten instructions. Here a
-pair of numbers is done before the next begins, so that no register holds anything between.
+pair of numbers is done before the next begins, so that registers hold the exponentials of one pair alone.
 """
 
 from typing import Any

@@ -16,6 +16,10 @@ from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
+BY_MOSAIC = {"logits_soft_cap", "sinks", "seq_lengths", "segment_ids", "packed"}
+"""The options that its kernels take on Hopper."""
+
+
 class TestPallas(ImplementationSuite):
     """By Mosaic GPU on Hopper, by Triton elsewhere."""
 
@@ -58,7 +62,7 @@ class TestPallasNonFiniteByMosaic(NonFiniteSuite):
     implementation = "pallas"
     dtype = "float16"
     sizes = dict(T=300, S=410, N=4, K=2, H=64)  # noqa: RUF012
-    situations = ("causal", "window")
+    situations = ("causal", "window", "window and soft cap", "lengths", "segments alone")
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -107,7 +111,7 @@ class TestPallasTogether(TestPallas):
 
     @classmethod
     def cases(cls):
-        return [case for case in super().cases() if case.category != "feature"]  # Triton's
+        return [case for case in super().cases() if set(case.features) <= BY_MOSAIC]
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -124,6 +128,8 @@ _MASKS: tuple[dict[str, Any], ...] = (
     dict(is_causal=True),
     dict(local_window_size=(200, 30)),
     dict(is_causal=True, features=("deterministic",)),
+    dict(is_causal=True, features=("seq_lengths", "logits_soft_cap", "sinks")),
+    dict(features=("segment_ids",)),
 )
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +190,44 @@ def forward_and_backward(spec: AttentionSpec, operands: Operands):
     return out, lse, pallas.backward(spec, operands, out, lse, out, lse)
 
 
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+def test_a_slow_warpgroup_misses_no_tile(monkeypatch):
+    """Where warpgroups compute dQ together, and no query sees the keys of several tiles, one after another:
+    there the rows of the next tile may come as soon as all have waited for those of this one."""
+    barriers = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.shared_memory")
+    kinds = [x for x in vars(barriers).values() if isinstance(x, type) and "_wait" in vars(x)]
+    if not kinds:
+        pytest.skip("the interpreter of this JAX waits in another way")
+    waits = []
+
+    def slow(wait, self, thread, *rest):
+        if getattr(thread, "warpgroup_id", None) == 1:
+            waits.append(thread)
+            time.sleep(0.03)
+        return wait(self, thread, *rest)
+
+    for kind in kinds:
+        wait = kind._wait
+        monkeypatch.setattr(kind, "_wait", lambda *arguments, wait=wait: slow(wait, *arguments))
+    leaves = jax.tree.leaves(shapes(T=64, S=900, N=1, K=1, H=128))
+    keys = jax.random.split(jax.random.key(0), 4)
+    *arrays, d_out = map(lambda key, x: jax.random.normal(key, x.shape, x.dtype), keys, (*leaves, leaves[0]))
+    attend = functools.partial(
+        jax_flash.flash_attention, local_window_size=(20, 0), implementation="xla", return_residual=True
+    )
+    (out, lse), vjp = jax.vjp(attend, *arrays)
+    expected = vjp((d_out, jnp.zeros_like(lse)))
+    spec = AttentionSpec(128**-0.5, 20, 0)
+    configs = BackwardConfigs(BackwardConfig(2, 64, 2, persistent=True))
+    with interpreted_by_mosaic():  # one block of the grid has all tiles
+        run = jax.jit(lambda *given: mosaic_backward.backward(spec, *given, None, configs, 1))
+        got = run(Operands(*arrays), out, lse.swapaxes(1, 2), d_out)
+    assert waits
+    for name, right in zip(("query", "key", "value"), expected, strict=True):
+        x, y = (x.astype(jnp.float32) for x in (getattr(got, name), right))
+        assert jnp.allclose(x, y, atol=0.03), name
+
+
 def calls_lowered_for_hopper(function, *args) -> tuple[int, int]:
     """How many Mosaic GPU kernels, and how many Triton ones."""
     with _device.assume(_device.H100), compat.lowering_for(_device.H100.kind):
@@ -277,6 +316,24 @@ def test_lowers_with_64_bit_types():
     with jax.enable_x64(True):
         check_lowers(AttentionSpec(0.125, 5, 3), shapes())
         check_lowers(AttentionSpec(0.125), shapes())
+
+
+@pytest.mark.parametrize("name", (*OPTIONS, "packed"))
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_lowers_options_with_64_bit_types(name, is_causal):
+    case = Case("", "bfloat16", T=150, S=256, N=4, K=2, H=64, is_causal=is_causal, features=(name,))
+    spec, operands = _varlen_unpacking.unpacked_shapes(case.spec(), case.operands())
+    with jax.enable_x64(True):
+        mosaic, triton = calls_lowered_for_hopper(functools.partial(forward_and_backward, spec), operands)
+    assert mosaic >= 3 and not triton
+
+
+@pytest.mark.skipif(not compat.adds_to_arrays(), reason="kernels of this JAX add to no array")
+def test_the_kernel_for_all_gradients_lowers_with_64_bit_types():
+    operands = shapes(T=1100, S=1300, H=128)  # with a tile that isn't full
+    with jax.enable_x64(True):
+        run = functools.partial(forward_and_backward, AttentionSpec(0.1))
+        assert calls_lowered_for_hopper(run, operands) == (2, 0)
 
 
 def test_lowers_within_shard_map_and_its_replication_check():
