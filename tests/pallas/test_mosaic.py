@@ -191,7 +191,15 @@ def forward_and_backward(spec: AttentionSpec, operands: Operands):
 
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
-def test_a_slow_warpgroup_misses_no_tile(monkeypatch):
+@pytest.mark.parametrize(
+    "sizes, window, lengths",
+    [
+        (dict(T=64, S=900), (20, 0), None),
+        (dict(B=2, T=200, S=520), (None, 0), ((200, 60), (80, 100))),
+    ],
+    ids=("window", "lengths"),
+)
+def test_a_slow_warpgroup_misses_no_tile(monkeypatch, sizes, window, lengths):
     """Where warpgroups compute dQ together, and no query sees the keys of several tiles, one after another:
     there the rows of the next tile may come as soon as all have waited for those of this one."""
     barriers = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.shared_memory")
@@ -209,19 +217,24 @@ def test_a_slow_warpgroup_misses_no_tile(monkeypatch):
     for kind in kinds:
         wait = kind._wait
         monkeypatch.setattr(kind, "_wait", lambda *arguments, wait=wait: slow(wait, *arguments))
-    leaves = jax.tree.leaves(shapes(T=64, S=900, N=1, K=1, H=128))
+    leaves = jax.tree.leaves(shapes(**sizes, N=1, K=1, H=128))
     keys = jax.random.split(jax.random.key(0), 4)
     *arrays, d_out = map(lambda key, x: jax.random.normal(key, x.shape, x.dtype), keys, (*leaves, leaves[0]))
+    of_rows = {}
+    if lengths is not None:
+        names = ("query_seq_lengths", "key_value_seq_lengths")
+        of_rows = dict(zip(names, jnp.asarray(lengths, jnp.int32), strict=True))
+    left, right = (-1 if side is None else side for side in window)
     attend = functools.partial(
-        jax_flash.flash_attention, local_window_size=(20, 0), implementation="xla", return_residual=True
+        jax_flash.flash_attention, local_window_size=(left, right), implementation="xla", return_residual=True
     )
-    (out, lse), vjp = jax.vjp(attend, *arrays)
+    (out, lse), vjp = jax.vjp(functools.partial(attend, **of_rows), *arrays)
     expected = vjp((d_out, jnp.zeros_like(lse)))
-    spec = AttentionSpec(128**-0.5, 20, 0)
+    spec = AttentionSpec(128**-0.5, *window)
     configs = BackwardConfigs(BackwardConfig(2, 64, 2, persistent=True))
     with interpreted_by_mosaic():  # one block of the grid has all tiles
         run = jax.jit(lambda *given: mosaic_backward.backward(spec, *given, None, configs, 1))
-        got = run(Operands(*arrays), out, lse.swapaxes(1, 2), d_out)
+        got = run(Operands(*arrays, **of_rows), out, lse.swapaxes(1, 2), d_out)
     assert waits
     for name, right in zip(("query", "key", "value"), expected, strict=True):
         x, y = (x.astype(jnp.float32) for x in (getattr(got, name), right))
