@@ -41,7 +41,7 @@ class Barriers(NamedTuple):
     """`full` where TMA has filled a place, `free` where its readers are done with it."""
 
     rows_full: Any
-    rows_free: Any  # None where there is one tile; by all readers, so all warpgroups where these sum up dQ
+    rows_free: Any  # None where there is one tile; all warpgroups arrive where they compute dQ together
     full: Pair
     free: Pair
 
@@ -274,9 +274,9 @@ class Consumer:
         visible = problem.mask.visible_columns(rows, has_tail)
         begin, end = (None if x is None else x - first_column for x in visible)
         if problem.masks_rows:
-            # Numbers of 32 bits, also where 64-bit types are on.
-            every = np.int32(config.columns) if end is None else end
-            end = jnp.where(rows < problem.mask.rows, every, np.int32(0))
+            # Of 32 bits also where 64-bit types are on, as a choice between Python's ints would not be.
+            end = np.int32(config.columns) if end is None else end
+            end = jnp.where(rows < problem.mask.rows, end, np.int32(0))
         return p if begin is None and end is None else where_between(p, begin, end, 0.0)
 
     def _per_score(self, ref, slot, row_slot):
@@ -334,14 +334,15 @@ class Consumer:
                 store(target, values)
 
     def _release_rows(self, slot) -> None:
-        """Gives the places of the rows back that this warpgroup has read, of which `slot` has its own."""
+        """Tells the loading warpgroup that this one has read its rows, in `slot`, and all others that it
+        reads."""
         if self.config.persistent:
             for one in self._row_slots(slot):
                 plgpu.barrier_arrive(self.barriers.rows_free.at[one])
 
     def _row_slots(self, slot):
-        """The places of the rows that this warpgroup reads: its own in `slot`, and those of all where these
-        compute dQ together."""
+        """The places of the rows that this warpgroup reads: `slot`, which has its own, and those of the other
+        warpgroups where they compute dQ together."""
         if self.shared.d_query is None:
             return [slot]
         return [slot - self.warpgroup + w for w in range(self.config.warpgroups)]

@@ -188,8 +188,9 @@ def forward_and_backward(spec: AttentionSpec, operands: Operands):
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
 def test_a_slow_warpgroup_misses_no_tile(monkeypatch):
-    """Where warpgroups compute dQ together, and no query sees the keys of several tiles, one after another:
-    there the rows of the next tile may come as soon as all have waited for those of this one."""
+    """Where warpgroups compute dQ together, each waits for the rows of all. In tiles of keys that no query
+    sees nothing else keeps them in step, so the loading warpgroup must not load the next rows before the slow
+    one has waited for these."""
     barriers = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.shared_memory")
     kinds = [x for x in vars(barriers).values() if isinstance(x, type) and "_wait" in vars(x)]
     if not kinds:
