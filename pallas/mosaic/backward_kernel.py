@@ -40,7 +40,7 @@ class Barriers(NamedTuple):
     """`full` where TMA has filled a place, `free` where its readers are done with it."""
 
     rows_full: Any
-    rows_free: Any  # None where there is one tile; by all readers, so all warpgroups where these sum up dQ
+    rows_free: Any  # None where there is one tile; all warpgroups arrive where they compute dQ together
     full: Pair
     free: Pair
 
@@ -336,14 +336,15 @@ class Consumer:
                 store(target, values)
 
     def _release_rows(self, slot) -> None:
-        """Gives the places of the rows back that this warpgroup has read, of which `slot` has its own."""
+        """Tells the loading warpgroup that this one has read its rows, in `slot`, and all others that it
+        reads."""
         if self.config.persistent:
             for one in self._row_slots(slot):
                 plgpu.barrier_arrive(self.barriers.rows_free.at[one])
 
     def _row_slots(self, slot):
-        """The places of the rows that this warpgroup reads: its own in `slot`, and those of all where these
-        compute dQ together."""
+        """The places of the rows that this warpgroup reads: `slot`, which has its own, and those of the other
+        warpgroups where they compute dQ together."""
         if self.shared.d_query is None:
             return [slot]
         return [slot - self.warpgroup + w for w in range(self.config.warpgroups)]
