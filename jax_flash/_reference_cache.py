@@ -16,6 +16,8 @@ from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_si
 from jax_flash._spec import AttentionSpec, Operands, captured_name
 from jax_flash.functions.chunks import on_chunks
 
+ROWS_AT_ONCE = 64
+
 
 class Results(NamedTuple):
     """What a call returns, in NumPy. `key` and `value` are the cache after the append, as the call had it."""
@@ -74,6 +76,15 @@ def attention_spec(spec: CacheSpec) -> AttentionSpec:
 def packed_like(operands: CacheOperands, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Results of `without_cache`, packed if the queries are."""
     return _packed(operands, out, lse, _queries(operands, cache_sizes(operands))[1])
+
+
+def of_sequences(operands: CacheOperands, results: Results) -> tuple[np.ndarray, np.ndarray]:
+    """The opposite: `out (B, T, N, V)` and `lse (B, N, T)` of `without_cache`'s operands."""
+    n = cache_sizes(operands)
+    out, counts = _by_sequence(operands, n, results.out)
+    lse, _ = _by_sequence(operands, n, results.lse.swapaxes(1, 2))
+    lse[np.arange(lse.shape[1]) >= counts[:, None]] = -np.inf
+    return out, lse.swapaxes(1, 2)
 
 
 def _has_float8(operands: CacheOperands) -> bool:
@@ -209,21 +220,30 @@ def _rotated(spec: CacheSpec, operands: Any, x: np.ndarray, position: int, dtype
 
 def _queries(operands: Any, n: CacheSizes) -> tuple[np.ndarray, np.ndarray]:
     """The queries of each sequence `(B, T, N, H)`, and how many it has."""
+    return _by_sequence(operands, n, operands.query)
+
+
+def _by_sequence(operands: Any, n: CacheSizes, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A copy of `x`, whose first axes are the query's, with an axis of sequences; how many rows each has."""
     if operands.query_offsets is None:
-        return operands.query.copy(), np.full(n.B, n.T)
+        return x.copy(), np.full(n.B, n.T)
     starts, ends = operands.query_offsets[:-1], operands.query_offsets[1:]
-    query = np.zeros((n.B, n.T, n.N, n.H), operands.query.dtype)
+    counts = ends - starts
+    # As many rows as the longest has, rounded up so that few shapes are compiled.
+    most = min(n.T, -(-int(counts.max(initial=1)) // ROWS_AT_ONCE) * ROWS_AT_ONCE)
+    rows = np.zeros((n.B, most, *x.shape[2:]), x.dtype)
     for b in range(n.B):
-        query[b, : ends[b] - starts[b]] = operands.query[0, starts[b] : ends[b]]
-    return query, ends - starts
+        rows[b, : counts[b]] = x[0, starts[b] : ends[b]]
+    return rows, counts
 
 
 def _packed(operands: Any, out: np.ndarray, lse: np.ndarray, counts: np.ndarray):
     """Results of sequences packed as the queries are."""
     if operands.query_offsets is None:
         return out, lse
-    packed = np.zeros((1, *out.shape[1:]), out.dtype)
-    packed_lse = np.full((1, *lse.shape[1:]), -np.inf, lse.dtype)
+    tokens = operands.query.shape[1]
+    packed = np.zeros((1, tokens, *out.shape[2:]), out.dtype)
+    packed_lse = np.full((1, lse.shape[1], tokens), -np.inf, lse.dtype)
     for b, (start, count) in enumerate(zip(operands.query_offsets[:-1], counts, strict=True)):
         packed[0, start : start + count] = out[b, :count]
         packed_lse[0, :, start : start + count] = lse[b, :, :count]

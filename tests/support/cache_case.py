@@ -257,7 +257,7 @@ def definition(case: CacheCase, operands: CacheOperands) -> Definition:
             reference = _reference_cache.reference(case.spec, operands)
             plain = _reference_cache.plain(case.spec, operands)
             is_cut_off = operands.query.dtype.itemsize == 2
-            lost = _cut_off(case.spec, operands, reference.lse) if is_cut_off else np.zeros(())
+            lost = _cut_off(case.spec, operands, reference) if is_cut_off else np.zeros(())
         _definitions[key] = Definition(reference, plain, lost)
     return _definitions[key]
 
@@ -297,17 +297,16 @@ def check(case: CacheCase, operands: CacheOperands, got) -> None:
     _check_cache(operands, plain, key, value)
 
 
-def _cut_off(spec: CacheSpec, operands: CacheOperands, lse: np.ndarray) -> np.ndarray:
+def _cut_off(spec: CacheSpec, operands: CacheOperands, reference: _reference_cache.Results) -> np.ndarray:
     """What tensor cores, which cut sums off, may take from log-sum-exp: the mean of what scores lose."""
     attention = _reference_cache.without_cache(spec, operands)
     of_attention = _reference_cache.attention_spec(spec)
-    with jax.enable_x64(True):
-        out, lse_of_sequences = _reference.reference(of_attention, attention, jnp.float64)
-    references = {"out": out, "lse": np.asarray(lse_of_sequences).transpose(0, 2, 1)}
+    out, lse = _reference_cache.of_sequences(operands, reference)
+    references = {"out": out, "lse": lse.swapaxes(1, 2)}
     terms = rounding.terms_of(operands.query.dtype.name, of_attention, attention, references, out, None)
     lost = np.sum(terms.p * rounding.cut_off(terms), -1)
-    _, packed = _reference_cache.packed_like(operands, np.asarray(out), lost)
-    return np.where(np.isneginf(lse), 0, packed)
+    _, packed = _reference_cache.packed_like(operands, out, lost)
+    return np.where(np.isneginf(reference.lse), 0, packed)
 
 
 def _check_cache(operands: CacheOperands, plain, key: np.ndarray, value: np.ndarray | None) -> None:
