@@ -121,7 +121,7 @@ CHUNKS = {
     "pages of both": CacheCase(B=9, S=2048, N=8, K=2, H=64, T=200, U=200, page=32, interleaved=True, right=0),
     "packed": CacheCase(B=12, S=2048, N=8, K=2, H=128, T=2000, page=16, packed=True, right=0),
     "packed, pages of both": CacheCase(
-        B=100, S=1024, N=8, K=2, H=64, T=1500, page=64, packed=True, interleaved=True, right=0, left=300
+        B=64, S=1024, N=8, K=1, H=64, T=2000, page=64, packed=True, interleaved=True, right=0, left=300
     ),
     "packed, without pages": CacheCase(
         B=5, S=2000, N=16, K=2, H=256, T=1100, packed=True, right=0, layers=2, batch_index=True, sinks=True
