@@ -61,6 +61,7 @@ SCORES = (
     ),
     Case(H=256, T=150, S=200, N=2, right=0, soft_cap=2.0, bias="BN1S", return_residual=True),
     Case(H=128, T=150, S=200, N=2, right=0, soft_cap=30.0, return_residual=True),
+    Case(H=128, T=150, S=200, N=2, soft_cap=6.0, dtype="float16"),
     Case(H=200, T=65, S=140, N=2, soft_cap=1.0, alibi="1N", dtype="float16"),
 )
 # Functions of users, alone and with all else; rows and keys that aren't there.

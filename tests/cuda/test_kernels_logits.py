@@ -97,7 +97,8 @@ def test_huge_logits_overflow_no_float16(magnitude, emulator):
 
 @pytest.mark.parametrize("head_dim", (64, *thorough(128, 256)))
 def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
-    """With one key the log-sum-exp is its logit. Warps whose scores are all small use a polynomial."""
+    """With one key the log-sum-exp is its logit. Warps whose scores are all small use a polynomial, a shorter one
+    where they are smaller."""
     case = Case(H=head_dim, T=128, S=1, soft_cap=2.0, return_residual=True)
     spec, operands, _, _, seed = draw(case)
     arrays = {name: np.array(x) for name, x in operands.present().items()}
@@ -115,3 +116,13 @@ def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
     is_within = np.abs(scores[0, :64, 0]) < 2
     assert is_within.all()
     np.testing.assert_allclose(results["lse"][:, :, :64], expected[:, :64].swapaxes(1, 2), rtol=4e-7, atol=0)
+    is_small = np.abs(scores[0, :48, 0]) < 0.8
+    assert is_small.all(), "of a warp of 16 rows and the next"
+
+    # With a cotangent of it alone, dQ is the derivative of a logit by its score, times the scale.
+    d_out, d_lse = np.zeros_like(results["out"]), np.ones_like(results["lse"])
+    arrays |= dict(out=results["out"], lse=results["lse"], d_out=d_out, d_lse=d_lse)
+    results = emulator.run(plan_backward(spec, shapes_of(operands), DEVICE), arrays, seed, DEVICE.sm_count)
+    derivative = spec.scale * (1 - np.tanh(scores / 2) ** 2)
+    found = results["d_query"][..., 0].astype(np.float64)
+    np.testing.assert_allclose(found, derivative, rtol=2**-7, atol=1e-6)

@@ -11,30 +11,45 @@ __device__ __forceinline__ float tanh_of(float x) {
     return fabsf(x) < 0.03f ? near_zero : far;
 }
 
+// x times the polynomial of x² with these coefficients, of the terms x, x³, and so on.
+template <int terms>
+__device__ __forceinline__ float odd_polynomial(float x, const float (&coefficients)[terms]) {
+    const float square = x * x;
+    float sum = coefficients[terms - 1];
+#pragma unroll
+    for (int i = terms - 2; i >= 0; --i) sum = __fmaf_rn(sum, square, coefficients[i]);
+    return x * sum;
+}
+
 // tanh of x, |x| < 1, from x or from 2x: a polynomial with a relative error of 1.7e-7 at most. It takes fewer
 // instructions, and none of the special-function unit, which the exponentials keep busy.
 template <bool doubled>
 __device__ __forceinline__ float tanh_within_one(float x) {
-    // Of (2x)^(2i+1). Scaled by powers of 2 for x, so that both give the same bits.
-    constexpr float coefficients[] = {0.49999997f,   -4.166605e-2f,  4.1641262e-3f, -4.1763304e-4f,
-                                      3.9628867e-5f, -3.0289937e-6f, 1.2707795e-7f};
-    constexpr float factor = doubled ? 1 : 4;
-    float power = doubled ? 1 : 1 << 13;
-    const float square = x * x;
-    float sum = power * coefficients[6];
+    // Those of x are those of 2x times powers of 2, so that both give the same bits.
+    constexpr float factor = doubled ? 1 : 4, first = doubled ? 1 : 2;
+    constexpr float of_doubled[] = {0.49999997f,   -4.166605e-2f,  4.1641262e-3f, -4.1763304e-4f,
+                                    3.9628867e-5f, -3.0289937e-6f, 1.2707795e-7f};
+    float coefficients[7];
+    float power = first;
 #pragma unroll
-    for (int i = 5; i >= 0; --i) {
-        power *= 1 / factor;
-        sum = __fmaf_rn(sum, square, power * coefficients[i]);
+    for (int i = 0; i < 7; ++i) {
+        coefficients[i] = power * of_doubled[i];
+        power *= factor;
     }
-    return x * sum;
+    return odd_polynomial(x, coefficients);
+}
+
+// tanh of x, |x| < 0.4, from 5x: three terms fewer, with a relative error of 2.3e-7 at most.
+__device__ __forceinline__ float tanh_within_two_fifths(float quintupled) {
+    constexpr float coefficients[] = {0.19999997f, -2.666509e-3f, 4.2467127e-5f, -6.086861e-7f};
+    return odd_polynomial(quintupled, coefficients);
 }
 
 // The bits by which `are_small` tells |x| < 1 from 2x.
 __device__ __forceinline__ uint32_t bits_of_doubled(float x) { return __float_as_uint(2 * x); }
 
-// Whether |x| < 1 for all numbers of a warp, given the OR of the bits of 2x of each. For what isn't finite it is not:
-// from 2 on, the exponent's highest bit is set.
+// Whether |x| < 1 for all numbers of a warp, given the OR of the bits of 2x of each; |x| < 0.4, of 5x. For what isn't
+// finite it is not: from 2 on, the exponent's highest bit is set.
 __device__ __forceinline__ bool are_small(uint32_t bits) { return !__any_sync(all_lanes, bits >> 30 & 1); }
 
 // tanh of x. small: |x| < 1.

@@ -135,6 +135,18 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
     return sums;
 }
 
+// Multiplies pairs of 16-bit elements.
+template <class Element>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    uint32_t products;
+    if constexpr (is_same<Element, bfloat16>) {
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    } else {
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    }
+    return products;
+}
+
 // Sets those of two 16-bit elements to 0 whose sign is set. NaN stays NaN.
 template <class Element>
 __device__ __forceinline__ uint32_t without_negatives(uint32_t packed) {

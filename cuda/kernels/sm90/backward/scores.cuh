@@ -4,6 +4,7 @@
 #include "ptx/math.cuh"
 #include "common/exact_sum.cuh"
 #include "common/score_mod.cuh"
+#include "common/soft_cap.cuh"
 #include "sm90/backward/call.cuh"
 #include "sm90/backward/products.cuh"
 
@@ -25,37 +26,87 @@ __device__ __forceinline__ bool lets_see(const ScoreRow& row, Position key) {
     return global::read_only(row.operands.mask + row.mask + key.index() * row.operands.mask_strides.key) != 0;
 }
 
-// Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's
-// first.
-__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count],
-                                                    uint32_t (&score_grad)[query_steps][4], const Call& call, int batch,
-                                                    int head, int block, int key, const float4* lse) {
+// Derivatives of logits by scores, converted as P will be, of eight elements of a thread.
+__device__ __forceinline__ void convert_score_grad(uint32_t (&converted)[4], const float (&derivatives)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        converted[j / 2] = convert<Traits::Element>(derivatives[j], derivatives[j + 1]);
+    }
+}
+
+// `exponentiate_logits` where the only modification is a soft cap.
+__device__ __forceinline__ void exponentiate_capped(float (&scores)[score_count],
+                                                    uint32_t (&score_grad)[query_steps][4],
+                                                    const ScoreOperands& operands, const float4* lse) {
+    cap_scores(scores, operands);
+    const float cap = operands.soft_cap * log2_e;
+#pragma unroll
+    for (int i = 0; i < score_count; i += 8) {
+        const float4 queries = lse[i / 2 + threadIdx.x % 4];
+        float derivatives[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            derivatives[j] = softcap_grad_of(scores[i + j]);
+            scores[i + j] = exp2_approx(scores[i + j] * cap - of_column(queries, j));
+        }
+        convert_score_grad(score_grad[i / 8], derivatives);
+    }
+}
+
+// `exponentiate_logits`, whose arguments are small or not where the user's function has a tanh.
+template <bool small_tanh>
+__device__ __forceinline__ void exponentiate_modified(float (&scores)[score_count],
+                                                      uint32_t (&score_grad)[query_steps][4], const Call& call,
+                                                      int batch, int head, int block, int key, const float4* lse) {
     const Shape& shape = call.shape;
 #pragma unroll
     for (int i = 0; i < score_count; i += 8) {
         const float4 queries = lse[i / 2 + threadIdx.x % 4];
-        float derivative[8];
+        float derivatives[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const Position own_key = key_position(key, i + j, shape);
             const ScoreRow row(call.scores, batch, head, query_position(block, i + j, shape), shape.queries,
                                shape.keys);
-            const float logit = row.logit(scores[i + j], own_key, derivative[j]);
+            const float logit = row.logit<small_tanh>(scores[i + j], own_key, derivatives[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
             // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
             if constexpr (Traits::isolates && ScoreTraits::mask) {
                 if (!lets_see(row, own_key)) scores[i + j] = 0;
             }
         }
-        if constexpr (ScoreTraits::score_grad) {
+        if constexpr (ScoreTraits::score_grad) convert_score_grad(score_grad[i / 8], derivatives);
+    }
+}
+
+// Whether the arguments of the user's tanh are small for all scores of a warp (common/tanh.cuh).
+__device__ __forceinline__ bool tanh_is_of_small(const float (&scores)[score_count], const Call& call, int batch,
+                                                 int head, int block, int key) {
+    if constexpr (!ScoreRow::has_tanh) return false;
+    const Shape& shape = call.shape;
+    uint32_t bits = 0;
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                score_grad[i / 8][j / 2] = convert<Traits::Element>(derivative[j], derivative[j + 1]);
-            }
-        }
+    for (int i = 0; i < score_count; ++i) {
+        const ScoreRow row(call.scores, batch, head, query_position(block, i, shape), shape.queries, shape.keys);
+        bits |= row.tanh_bits(scores[i], key_position(key, i, shape));
+    }
+    return are_small(bits);
+}
+
+// Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's
+// first.
+__device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count],
+                                                    uint32_t (&score_grad)[query_steps][4], const Call& call, int batch,
+                                                    int head, int block, int key, const float4* lse) {
+    if constexpr (ScoreTraits::soft_cap_alone) {
+        exponentiate_capped(scores, score_grad, call.scores, lse);
+    } else if (tanh_is_of_small(scores, call, batch, head, block, key)) {
+        exponentiate_modified<true>(scores, score_grad, call, batch, head, block, key, lse);
+    } else {
+        exponentiate_modified<false>(scores, score_grad, call, batch, head, block, key, lse);
     }
     // What a function makes of queries beyond the last may not be finite.
-    const int beyond = shape.queries - block * Traits::queries;
+    const int beyond = call.shape.queries - block * Traits::queries;
     if (ScoreTraits::user && beyond < Traits::queries) {
 #pragma unroll
         for (int i = 0; i < score_count; ++i) {
@@ -82,6 +133,12 @@ __device__ __forceinline__ void mask_by_function(float (&probabilities)[count], 
 // user's function has for a derivative there may not be finite.
 __device__ __forceinline__ float times_score_grad(float x, float derivative) {
     return SCORE_MOD == 2 && x == 0 ? 0 : x * derivative;
+}
+// Of pairs of 16-bit elements.
+__device__ __forceinline__ uint32_t times_score_grad(uint32_t pair, uint32_t derivatives) {
+    if constexpr (SCORE_MOD != 2) return multiply_pairs<Traits::Element>(pair, derivatives);
+    const float2 x = to_floats<Traits::Element>(pair), factor = to_floats<Traits::Element>(derivatives);
+    return convert<Traits::Element>(times_score_grad(x.x, factor.x), times_score_grad(x.y, factor.y));
 }
 
 // Adds to a sum of many CTAs: of floats; of terms times `factor` as integers, or exactly, where the order doesn't

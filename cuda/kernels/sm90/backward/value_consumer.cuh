@@ -90,11 +90,8 @@ struct ValueConsumer {
             const uint32_t(&p)[4] = probabilities[i], (&factor)[4] = score_grad[i];
             uint4& there = shared.probability_rows(warp)[i * 32 + lane()];
             if constexpr (ScoreTraits::score_grad && !Traits::hands_score_grad) {
-                auto capped = [&](int j) {
-                    const float2 x = to_floats<Traits::Element>(p[j]), y = to_floats<Traits::Element>(factor[j]);
-                    return convert<Traits::Element>(times_score_grad(x.x, y.x), times_score_grad(x.y, y.y));
-                };
-                there = {capped(0), capped(1), capped(2), capped(3)};
+                there = {times_score_grad(p[0], factor[0]), times_score_grad(p[1], factor[1]),
+                         times_score_grad(p[2], factor[2]), times_score_grad(p[3], factor[3])};
             } else {
                 there = {p[0], p[1], p[2], p[3]};
             }

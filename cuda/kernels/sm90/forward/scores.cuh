@@ -3,6 +3,7 @@
 #include "ptx/global.cuh"
 #include "ptx/wgmma.cuh"
 #include "common/score_mod.cuh"
+#include "common/soft_cap.cuh"
 #include "sm90/forward/mask_metadata.cuh"
 #include "sm90/forward/softmax.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
@@ -10,30 +11,6 @@
 // More keys than any sequence has. Keys of a cache are counted from its `KeyPlace`, which may lie before the first one,
 // so their indices can exceed the number of keys. No operand of such a call has an axis of keys.
 constexpr int any_key = 1 << 30;
-
-// Scores that have a soft cap alone, in units of the cap. Where all of a warp are within it, as most are, tanh
-// takes less.
-template <int count>
-__device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
-    const float doubled = 2 * operands.scale;
-    uint32_t bits = 0;
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-        scores[i] *= doubled;
-        bits |= __float_as_uint(scores[i]);
-    }
-    if (are_small(bits)) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) scores[i] = tanh_within_one<true>(scores[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            // Of an infinite score tanh is finite. It becomes NaN, as in ScoreRow::capped.
-            const float tanh = tanh_of(0.5f * scores[i]);
-            scores[i] = Traits::isolates ? tanh + 0.0f * scores[i] : tanh;
-        }
-    }
-}
 
 // Logits of one of the thread's two rows, in place of its scores.
 template <bool small_tanh, int count, class KeyOf>

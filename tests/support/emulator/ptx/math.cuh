@@ -111,6 +111,12 @@ uint32_t add_pairs(uint32_t a, uint32_t b) {
     return convert<Element>(x.x + y.x, x.y + y.y);
 }
 
+template <class Element>
+uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    const float2 x = to_floats<Element>(a), y = to_floats<Element>(b);
+    return convert<Element>(x.x * y.x, x.y * y.y);
+}
+
 inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(all_lanes, x, 1));
     return fmaxf(x, __shfl_xor_sync(all_lanes, x, 2));
