@@ -74,7 +74,8 @@ def _call_reason(spec: AttentionSpec, shapes: Operands) -> str | None:
 
 def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
-    spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
+    if not lowering.takes_offsets(spec, shapes, device):
+        spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
     forward = _describe_forward(spec, shapes, device)
     if _float8.is_float8(shapes.query.dtype):
         return forward
@@ -107,11 +108,11 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out (B,T,N,V) in query's dtype, or as `spec.wide_results` says, and lse (B,N,T) float32, the natural
       log-sum-exp. Rows that have no key to attend to get 0 and -inf.
     """
-    if operands.query_offsets is not None:
+    device = _device.current()
+    if operands.query_offsets is not None and not lowering.takes_offsets(spec, operands, device):
         return _varlen_unpacking.forward(forward, spec, operands)
     if _query_parts.are_several(operands):
         return _query_parts.forward(forward, spec, operands)
-    device = _device.current()
     if lowering.is_float8(spec, operands):
         from .mosaic import forward_float8
 
@@ -146,12 +147,14 @@ def backward(
       Gradients of the differentiable operands, in their shapes and dtypes, or as `spec.wide_results` says;
       with `spec.deterministic`, bitwise equal from run to run.
     """
-    if operands.query_offsets is not None:
+    device = _device.current()
+    if operands.query_offsets is not None and not lowering.takes_offsets(
+        *_of_16_bits(spec, operands), device
+    ):
         return _varlen_unpacking.backward(backward, spec, operands, out, lse, d_out, d_lse)
     if _query_parts.are_several(operands):
         return _query_parts.backward(backward, spec, operands, out, lse, d_out, d_lse)
     spec, operands = _of_16_bits(spec, operands)
-    device = _device.current()
     if lowering.mosaic_reason(spec, operands, device) is None:
         from .mosaic import backward as mosaic_backward
 
@@ -180,7 +183,18 @@ def _of_16_bits(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec,
 
 
 def _mosaic_backward(spec: AttentionSpec, size: Sizes, device: Device) -> mosaic_tiles.BackwardConfigs:
+    spec = _within_longest(spec)
     keys = keys_of_queries(spec, size).mean_visible_columns()
     in_any_order = not spec.deterministic and compat.adds_to_arrays()
     configs = mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)
     return head_shares.divided(configs, spec, size, device.sm_count or 1)
+
+
+def _within_longest(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of a varlen call with a window that bounds what its tokens see, for estimates: none sees
+    further than the longest sequence reaches."""
+    if spec.max_key_value_length is None:
+        return spec
+    most = max(spec.max_key_value_length - 1, 0)
+    left, right = (most if side is None else min(side, most) for side in (spec.left, spec.right))
+    return dataclasses.replace(spec, left=left, right=right)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_flash import _float8, _slower
+from jax_flash import _float8, _slower, _varlen_unpacking
 from jax_flash._device import Device
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
@@ -85,6 +85,14 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
             _slower.warn(f"On {device.kind} jax_flash's Pallas kernels run by Triton, slower: {error}")
         return str(error)
     return None
+
+
+def takes_offsets(spec: AttentionSpec, shapes: Operands, device: Device) -> bool:
+    """Whether the Mosaic GPU kernels run a varlen call on packed sequences, with no batch row for each."""
+    others = shapes.query_seq_lengths, shapes.key_value_seq_lengths, shapes.query_segment_ids
+    if shapes.query_offsets is None or is_float8(spec, shapes) or any(x is not None for x in others):
+        return False
+    return mosaic_reason(*_varlen_unpacking.unpacked_shapes(spec, shapes), device) is None
 
 
 def is_float8(spec: AttentionSpec, shapes: Operands) -> bool:

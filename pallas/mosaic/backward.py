@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_flash import _gradients
-from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .. import compat
@@ -30,7 +29,7 @@ from .backward_again import flash_backward_again
 from .backward_kernel import Barriers, Shared, flash_backward
 from .backward_problem import KERNELS, BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
-from .mask_data import MaskData
+from .mask_data import mask_of
 from .nonfinite import isolates, marks_of, marks_of_rows
 from .tiles import ROWS, BackwardConfig, BackwardConfigs
 
@@ -128,11 +127,10 @@ class _Call(NamedTuple):
         multiprocessors: int,
     ) -> "_Call":
         keys, queries, lse_and_delta, operands, _ = prepared
-        rows, columns, mask = queries, keys, keys_of_queries(spec, size)
-        if KERNELS[kernel].rows_are_keys:
-            rows, columns, mask = keys, queries, mask.transposed()
-        tile, transposed = ROWS * config.warpgroups, KERNELS[kernel].rows_are_keys
-        data = MaskData.of(operands, tile, config.columns, transposed=transposed)
+        transposed = KERNELS[kernel].rows_are_keys
+        rows, columns = (keys, queries) if transposed else (queries, keys)
+        tile = ROWS * config.warpgroups
+        mask, data = mask_of(spec, operands, tile, config.columns, transposed=transposed)
         problem = BackwardProblem(
             size, mask, config, KERNELS[kernel], multiprocessors, spec.logits_soft_cap, data
         )

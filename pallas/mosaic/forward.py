@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, sizes
 
 from .. import compat
 from .forward_again import flash_forward_again
 from .forward_kernel import Barriers, ForwardProblem, Shared, flash_forward
-from .mask_data import MaskData
+from .mask_data import mask_of
 from .nonfinite import isolates, marks_of
 from .tiles import ROWS, ForwardConfig
 
@@ -32,8 +31,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Operands as in `jax_flash.pallas.forward` -> out (B,T,N,V) in query's dtype, lse (B,N,T) float32."""
     size = sizes(operands)
-    mask = keys_of_queries(spec, size)
-    data = MaskData.of(operands, config.queries, config.keys)
+    mask, data = mask_of(spec, operands, config.queries, config.keys)
     problem = ForwardProblem(size, mask, config, multiprocessors, soft_cap=spec.logits_soft_cap, data=data)
     dtype = operands.query.dtype
     rows = problem.scheduler.tiles * config.queries  # TMA wants strides of 16 bytes: whole tiles, then cut

@@ -1,9 +1,12 @@
-"""What of a call's mask is data, in Mosaic GPU kernels: lengths of batch rows, and segments.
+"""What of a call's mask is data, in Mosaic GPU kernels: lengths of batch rows, segments, varlen sequences.
 
 Whether a row of the scores sees a column of another segment is a comparison of their ids. It is made in
 blocks alone that hold pairs of different segments: before a launch, XLA finds for each group of 64 rows which
 blocks of columns may share a segment with it, and which are of the same single segment, as most are of long
 documents.
+
+Varlen sequences stay packed. There each row sees columns side by side: those of its sequence that the window
+leaves. XLA finds the first and the last of them, and the blocks that hold those of 64 rows.
 """
 
 import dataclasses
@@ -17,13 +20,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash._mask import BlockRange, PositionMask, blocks_sharing_segments, segment_id_ranges
-from jax_flash._spec import Operands
+from jax_flash._mask import (
+    BlockRange,
+    PositionMask,
+    blocks_sharing_segments,
+    keys_of_queries,
+    segment_id_ranges,
+)
+from jax_flash._spec import AttentionSpec, Operands, sizes
+from jax_flash._varlen_unpacking import token_axes
 
 from .. import compat
 from .registers import COLUMN, ROW, where_between
 from .tile_scheduler import div
 from .tiles import ROWS
+
+
+def _of_groups(ranges: Any, blocks: BlockRange, first_row: Any, groups: int) -> BlockRange:
+    """The blocks that `groups` of 64 rows from `first_row` on see, of those that they see by position.
+
+    Those that are full may end before they begin, or lie beyond the others: then none is.
+
+    Args:
+      ranges: a ref, a `BlockRange` of each 64 rows, (groups of rows, 4).
+    """
+    first_group = div(first_row, ROWS)
+    first, last, full_begin, full_end = (
+        [ranges[first_group + np.int32(group), np.int32(i)] for group in range(groups)] for i in range(4)
+    )
+    own = blocks.within(functools.reduce(jnp.minimum, first), functools.reduce(jnp.maximum, last))
+    return dataclasses.replace(
+        own,
+        full_begin=functools.reduce(jnp.maximum, full_begin, own.full_begin),
+        full_end=functools.reduce(jnp.minimum, full_end, own.full_end),
+    )
 
 
 class Segments(NamedTuple):
@@ -53,23 +83,6 @@ class Segments(NamedTuple):
         full_end = jnp.min(number, axis=2, where=ends, initial=count)
         return cls(rows, columns, jnp.stack([first, last, full_begin, full_end], axis=-1))
 
-    def narrowed(self, blocks: BlockRange, first_row: Any, groups: int) -> BlockRange:
-        """The blocks that `groups` of 64 rows from `first_row` on see, of those that they see by position.
-
-        Those that are full may end before they begin, or lie beyond the others: then none is.
-        """
-        first_group = div(first_row, ROWS)
-        first, last, full_begin, full_end = (
-            [self.ranges[first_group + np.int32(group), np.int32(i)] for group in range(groups)]
-            for i in range(4)
-        )
-        own = blocks.within(functools.reduce(jnp.minimum, first), functools.reduce(jnp.maximum, last))
-        return dataclasses.replace(
-            own,
-            full_begin=functools.reduce(jnp.maximum, full_begin, own.full_begin),
-            full_end=functools.reduce(jnp.minimum, full_end, own.full_end),
-        )
-
     def masked(self, x: jax.Array, first_row: Any, first_column: Any, otherwise: float) -> jax.Array:
         """`x (64, columns)` with `otherwise` for pairs of different segments."""
         of_rows = compat.load(self.rows.at[pl.ds(first_row, ROWS)], ROW, optimized=False)
@@ -79,33 +92,73 @@ class Segments(NamedTuple):
         return jnp.where(ids[0] == ids[1], x, otherwise)
 
 
+class Intervals(NamedTuple):
+    """Arrays `(B, ...)`, or refs in a kernel; of one batch row where `MaskData.in_row` gave them."""
+
+    begin: Any  # the first column that each row sees, (B, rows), in whole tiles
+    end: Any  # the one behind the last; 0, as `begin`, of rows that see none
+    ranges: Any  # a `BlockRange` of each 64 rows, (B, groups of rows, 4)
+
+    @classmethod
+    def of_sequences(
+        cls, spec: AttentionSpec, operands: Operands, tile: int, block: int, *, transposed: bool
+    ) -> "Intervals":
+        """Those of a varlen call, in tiles of rows and blocks of columns."""
+        axes = token_axes(spec, operands)
+        of_rows, of_columns = axes[::-1] if transposed else axes
+        places = of_rows.places()
+
+        def of_tokens(of_sequences: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(of_sequences, places.sequence, axis=1, mode="clip")
+
+        lengths = (of_tokens(axis.lengths().reshape(axis.offsets.shape[0], -1)) for axis in axes)
+        mask = keys_of_queries(spec, sizes(operands), *lengths)
+        begin, end = (mask.transposed() if transposed else mask).visible_columns(places.position, True)
+        begin = jnp.zeros_like(places.position) if begin is None else jnp.maximum(begin, 0)
+        assert end is not None  # there is a last column
+        start = of_tokens(of_columns.offsets[:, :-1])
+        is_seen = places.is_there & (begin < end)
+        return cls.of(*(jnp.where(is_seen, start + x, 0) for x in (begin, end)), tile, block)
+
+    @classmethod
+    def of(cls, begin: jax.Array, end: jax.Array, tile: int, block: int) -> "Intervals":
+        begin, end = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile))) for x in (begin, end))
+        begins, ends = (x.reshape(x.shape[0], -1, ROWS) for x in (begin, end))
+        sees = begins < ends
+        first = jnp.min(begins // block, axis=2, where=sees, initial=np.iinfo(np.int32).max)
+        last = jnp.max(-(-ends // block), axis=2)
+        full_begin, full_end = jnp.max(-(-begins // block), axis=2), jnp.min(ends // block, axis=2)
+        return cls(begin, end, jnp.stack([first, last, full_begin, full_end], axis=-1).astype(jnp.int32))
+
+    def masked(self, x: jax.Array, first_row: Any, first_column: Any, otherwise: float) -> jax.Array:
+        """`x (64, columns)` with `otherwise` for pairs of a row and a column that it doesn't see."""
+        bounds = (
+            compat.load(ref.at[pl.ds(first_row, ROWS)], ROW, optimized=False) - first_column
+            for ref in (self.begin, self.end)
+        )
+        return where_between(x, *bounds, otherwise)
+
+
 class MaskData(NamedTuple):
     """Arrays, or refs in a kernel; None for what a call doesn't have."""
 
     row_lengths: Any = None  # (B,): how many rows of scores a batch row has, clipped to what the arrays have
     column_lengths: Any = None
     segments: Segments | None = None
+    intervals: Intervals | None = None
 
     @property
     def is_given(self) -> bool:
         """Whether the call has any of it."""
         return any(x is not None for x in self)
 
-    @classmethod
-    def of(cls, operands: Operands, tile: int, block: int, *, transposed: bool = False) -> "MaskData":
-        """That of a call, in tiles of rows and blocks of columns. Queries are rows, keys if `transposed`."""
-        lengths = (operands.query_seq_lengths, operands.key_value_seq_lengths)
-        ids = (operands.query_segment_ids, operands.key_value_segment_ids)
-        if transposed:
-            lengths, ids = lengths[::-1], ids[::-1]
-        segments = None if ids[0] is None or ids[1] is None else Segments.of(*ids, tile, block)
-        return cls(*lengths, segments)
-
     def in_row(self, batch: Any) -> "MaskData":
         """That of a batch row; its lengths are in its `mask`."""
-        if self.segments is None:
-            return self
-        return self._replace(segments=Segments(*(ref.at[batch] for ref in self.segments)))
+
+        def own(arrays: Any) -> Any:
+            return None if arrays is None else type(arrays)(*(ref.at[batch] for ref in arrays))
+
+        return self._replace(segments=own(self.segments), intervals=own(self.intervals))
 
     def mask(self, longest: PositionMask, batch: Any) -> PositionMask:
         """The mask of a batch row by position, from that of the longest possible one."""
@@ -119,8 +172,9 @@ class MaskData(NamedTuple):
         return longest.of_lengths(*counts)
 
     def narrowed(self, blocks: BlockRange, first_row: Any, groups: int) -> BlockRange:
-        """`Segments.narrowed`, or all blocks."""
-        return blocks if self.segments is None else self.segments.narrowed(blocks, first_row, groups)
+        """The blocks that `groups` of 64 rows from `first_row` on see, of those that they see by position."""
+        found = self.segments if self.intervals is None else self.intervals
+        return blocks if found is None else _of_groups(found.ranges, blocks, first_row, groups)
 
     def masked(
         self,
@@ -140,6 +194,8 @@ class MaskData(NamedTuple):
           has_tail: whether the block may have columns beyond the last one.
           masks_rows: whether rows beyond the last one see nothing; else they may see anything.
         """
+        if self.intervals is not None:
+            return self.intervals.masked(x, first_row, first_column, otherwise)
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
         seen = mask.visible_columns(rows, has_tail)
         begin, end = (None if bound is None else bound - first_column for bound in seen)
@@ -154,3 +210,26 @@ class MaskData(NamedTuple):
 
 BY_POSITION = MaskData()
 """Of a call whose mask depends on positions and the longest lengths alone."""
+
+
+def mask_of(
+    spec: AttentionSpec, operands: Operands, tile: int, block: int, *, transposed: bool = False
+) -> tuple[PositionMask, MaskData]:
+    """The mask of a call by position, of the longest possible batch row, and what of it is data.
+
+    Args:
+      tile: so many rows are a tile. Rows are queries, or keys if `transposed`.
+      block: so many columns are a block.
+    """
+    size = sizes(operands)
+    if operands.query_offsets is not None:
+        rows, columns = (size.S, size.T) if transposed else (size.T, size.S)
+        intervals = Intervals.of_sequences(spec, operands, tile, block, transposed=transposed)
+        return PositionMask(rows, columns, None, None), MaskData(intervals=intervals)
+    mask = keys_of_queries(spec, size)
+    lengths = (operands.query_seq_lengths, operands.key_value_seq_lengths)
+    ids = (operands.query_segment_ids, operands.key_value_segment_ids)
+    if transposed:
+        mask, lengths, ids = mask.transposed(), lengths[::-1], ids[::-1]
+    segments = None if ids[0] is None or ids[1] is None else Segments.of(*ids, tile, block)
+    return mask, MaskData(*lengths, segments)

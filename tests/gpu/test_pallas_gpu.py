@@ -62,7 +62,7 @@ class TestPallasNonFiniteByMosaic(NonFiniteSuite):
     implementation = "pallas"
     dtype = "float16"
     sizes = dict(T=300, S=410, N=4, K=2, H=64)  # noqa: RUF012
-    situations = ("causal", "window", "window and soft cap", "lengths", "segments alone")
+    situations = ("causal", "window", "window and soft cap", "lengths", "segments alone", "packed alone")
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

@@ -335,9 +335,9 @@ def test_lowers_with_64_bit_types():
 @pytest.mark.parametrize("is_causal", (False, True))
 def test_lowers_options_with_64_bit_types(name, is_causal):
     case = Case("", "bfloat16", T=150, S=256, N=4, K=2, H=64, is_causal=is_causal, features=(name,))
-    spec, operands = _varlen_unpacking.unpacked_shapes(case.spec(), case.operands())
+    run = functools.partial(forward_and_backward, case.spec())
     with jax.enable_x64(True):
-        mosaic, triton = calls_lowered_for_hopper(functools.partial(forward_and_backward, spec), operands)
+        mosaic, triton = calls_lowered_for_hopper(run, case.operands())
     assert mosaic >= 3 and not triton
 
 

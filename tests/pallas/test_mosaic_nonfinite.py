@@ -24,7 +24,7 @@ def interpreted_by_mosaic():
 class TestMosaicNonFinite(NonFiniteSuite):
     implementation = "pallas"
     sizes = dict(T=150, S=290, N=2, K=1, B=1, H=64)  # noqa: RUF012
-    situations = ("window", "window and soft cap", "lengths", "segments alone")
+    situations = ("window", "window and soft cap", "lengths", "segments alone", "packed alone")
 
     def environment(self):
         return interpreted_by_mosaic()

@@ -24,6 +24,7 @@ SITUATIONS = {
     "segments": dict(features=("segment_ids", "alibi_slopes"), is_causal=True),
     "segments alone": dict(features=("segment_ids",)),
     "packed": dict(features=("packed", "dropout"), is_causal=True),
+    "packed alone": dict(features=("packed",), local_window_size=(30, 5)),
 }
 
 
@@ -122,7 +123,7 @@ def spoiled(situation, case, operands):
             return i >= operands.query_seq_lengths[:, None], j >= operands.key_value_seq_lengths[:, None]
         case "segments" | "segments alone":
             return operands.query_segment_ids == 1, operands.key_value_segment_ids == 1
-        case "packed":
+        case "packed" | "packed alone":
             starts, ends = (operands.query_offsets[:, n, None] for n in (-2, -1))
             key_starts, key_ends = (operands.key_value_offsets[:, n, None] for n in (-2, -1))
             return (starts <= i) & (i < ends), (key_starts <= j) & (j < key_ends)

@@ -1,0 +1,123 @@
+"""Varlen sequences by Mosaic GPU, packed as they are: what rows see, and the kernels on awkward offsets."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_flash import _device, _reference, pallas
+from jax_flash._spec import AttentionSpec, Operands
+from jax_flash.pallas import compat, lowering
+from jax_flash.pallas.mosaic import backward as mosaic_backward
+from jax_flash.pallas.mosaic.mask_data import ROWS, mask_of
+from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs
+
+TILE, BLOCK = 128, 32
+ALL, CAUSAL = (None, None), (None, 0)
+CALLS = {
+    "self": dict(
+        offsets=[[0, 70, 70, 200]], key_offsets=[[0, 70, 70, 200]], longest=(130, 130), window=CAUSAL
+    ),
+    "window": dict(offsets=[[3, 20, 150]], key_offsets=[[0, 90, 190]], longest=(130, 130), window=(30, 5)),
+    "clipped": dict(
+        offsets=[[0, 100, 210], [0, 0, 9]],
+        key_offsets=[[0, 9, 200], [1, 1, 1]],
+        longest=(64, 150),
+        window=ALL,
+    ),
+    "wide heads": dict(
+        offsets=[[0, 90, 200]], key_offsets=[[0, 130, 200]], longest=(110, 130), window=CAUSAL, H=256, K=2
+    ),
+}
+
+
+@contextlib.contextmanager
+def interpreted_by_mosaic():
+    with compat.interpret(), lowering.only(lowering.MOSAIC):
+        yield
+
+
+def call(
+    offsets, key_offsets, longest, window, T, S, N=2, K=1, H=64, seed=0
+) -> tuple[AttentionSpec, Operands]:
+    """With queries, keys and values in bfloat16."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (len(offsets), T, N, H), (len(offsets), S, K, H), (len(offsets), S, K, H)
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+    most = dict(zip(("max_query_length", "max_key_value_length"), longest, strict=True))
+    spec = AttentionSpec(H**-0.5, *window, **most)
+    packed = (jnp.asarray(x, jnp.int32) for x in (offsets, key_offsets))
+    names = ("query_offsets", "key_value_offsets")
+    return spec, Operands(*arrays, **dict(zip(names, packed, strict=True)))
+
+
+def random_offsets(generator, rows, sequences, tokens):
+    """The first sequence may begin after the first token, the last end before the last, and some be empty."""
+    return np.sort(generator.integers(0, tokens + 1, (rows, sequences + 1)), axis=1)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("window", ((None, None), (None, 0), (20, 3), (0, None), (-3, 9), (15, -4)), ids=str)
+def test_rows_see_what_the_definition_says(window, transposed):
+    generator = np.random.default_rng(abs(hash(window)) % 2**32)
+    for longest in ((300, 290), (40, 60)):
+        T, S = 300, 290
+        offsets, key_offsets = (random_offsets(generator, 2, 5, x) for x in (T, S))
+        spec, operands = call(offsets, key_offsets, longest, window, T, S)
+        dense = np.asarray(_reference._allowed(spec, operands))[:, 0]  # (B, T, S)
+        dense = dense.swapaxes(1, 2) if transposed else dense
+        mask, data = mask_of(spec, operands, TILE, BLOCK, transposed=transposed)
+        assert mask.unbounded and (mask.rows, mask.columns) == dense.shape[1:]
+        begin, end, ranges = (np.asarray(x) for x in data.intervals)
+        column = np.arange(dense.shape[2])
+        rows = begin.shape[1]
+        assert rows % TILE == 0
+        dense = np.pad(dense, ((0, 0), (0, rows - dense.shape[1]), (0, 0)))
+        np.testing.assert_array_equal((begin[..., None] <= column) & (column < end[..., None]), dense)
+        blocks = np.pad(dense, ((0, 0), (0, 0), (0, -dense.shape[2] % BLOCK))).reshape(2, -1, ROWS, 10, BLOCK)
+        number = np.arange(10)
+        first, last, full_begin, full_end = (ranges[..., i, None] for i in range(4))
+        visited = (first <= number) & (number < last)
+        assert (visited | ~blocks.any((2, 4))).all()
+        is_full = (full_begin <= number) & (number < full_end)
+        np.testing.assert_array_equal(is_full & visited, blocks.all((2, 4)))
+
+
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+@pytest.mark.parametrize("name", CALLS)
+def test_agrees_with_the_definition(name):
+    check(*call(**CALLS[name], T=210, S=200), run=pallas.backward)
+
+
+@pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
+@pytest.mark.skipif(not compat.adds_to_arrays(), reason="kernels of this JAX add to no array")
+def test_agrees_with_the_definition_where_one_kernel_sums_all_gradients():
+    given = dict(offsets=[[0, 90, 200]], key_offsets=[[0, 130, 390]], longest=(110, 260), window=CAUSAL)
+    configs = BackwardConfigs(BackwardConfig(2, 64, 2, persistent=True))
+
+    def run(spec, operands, out, lse, d_out, d_lse):
+        return mosaic_backward.backward(spec, operands, out, lse, d_out, d_lse, configs, 1)
+
+    check(*call(**given, T=200, S=400, H=128), run=run)
+
+
+def check(spec, operands, run):
+    B, T, N, _ = operands.query.shape
+    d_out = jax.random.normal(jax.random.key(9), operands.query.shape, jnp.bfloat16)
+    d_lse = jax.random.normal(jax.random.key(8), (B, N, T))
+    right_out, right_lse, right = _reference.reference_with_gradients(spec, operands, d_out, d_lse)
+    with interpreted_by_mosaic():
+        assert lowering.takes_offsets(spec, operands, _device.current())
+        out, lse = jax.jit(functools.partial(pallas.forward, spec))(operands)
+        gradients = jax.jit(functools.partial(run, spec))(operands, out, lse, d_out, d_lse)
+    np.testing.assert_allclose(lse, right_lse, atol=0.01)
+    results = {"out": (out, right_out)}
+    for name in ("query", "key", "value"):
+        results[name] = getattr(gradients, name), getattr(right, name)
+    for name, (x, expected) in results.items():
+        x = np.asarray(x).astype(np.float32)
+        np.testing.assert_allclose(x, expected, atol=0.05, rtol=0.02, err_msg=name)
+        assert (x[(expected == 0).all(-1)] == 0).all(), name
