@@ -26,6 +26,7 @@ PASSES = {
     "both with a soft cap": {"logits_soft_cap": 50.0},
     "both with lengths": {},
     "both with segments": {},
+    "both with offsets": {},
     "forward with sinks": {},
     "forward in 8 bits": {"quantization": "fp8"},
     "forward in 8 bits with a soft cap": {"quantization": "fp8", "logits_soft_cap": 50.0},
@@ -34,6 +35,7 @@ BATCH, LENGTH, HEADS = 2, 2048, 8
 OPERANDS = {  # arguments, their shape and dtype
     "lengths": (("query_seq_lengths", "key_value_seq_lengths"), (BATCH,), "int32"),
     "segments": (("query_segment_ids", "key_value_segment_ids"), (BATCH, LENGTH), "int32"),
+    "offsets": (("cu_seqlens_q", "cu_seqlens_kv"), (BATCH + 1,), "int32"),  # of varlen sequences
     "sinks": (("sinks",), (HEADS,), "float32"),
 }
 SPILLED = re.compile(
@@ -61,7 +63,14 @@ def compile_call(which: str, head_dim: int) -> None:
         options = dict(is_causal=True, implementation="pallas", **PASSES[which])
         if which.endswith(operand):
             options |= dict.fromkeys(names, own)
+        if operand == "offsets":
+            return varlen(query, key, value, **options)
         return jax_flash.flash_attention(query, key, value, **options)
+
+    def varlen(*arrays, **options):
+        packed = (x.reshape(-1, *x.shape[2:]) for x in arrays)
+        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), LENGTH)
+        return jax_flash.flash_attention_varlen(*packed, **longest, **options).reshape(arrays[0].shape)
 
     def both(*arrays):
         *arrays, own = arrays

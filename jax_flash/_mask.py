@@ -35,8 +35,9 @@ then gives the blocks that any of them visits.
 
 **Segments** compare data with data, so they are no interval of positions. `segment_id_ranges` and
 `blocks_sharing_segments` give the blocks that may share a segment with a tile; `BlockRange.within`
-intersects. Varlen sequences either become batch rows with lengths (`_varlen_unpacking.py`), or the CUDA
-kernels look each token's sequence up (cuda/kernels/common/mask_metadata.cuh).
+intersects. Varlen sequences either become batch rows with lengths (`_varlen_unpacking.py`), or kernels take
+them packed: the CUDA kernels look each token's sequence up (cuda/kernels/common/mask_metadata.cuh), those by
+Mosaic GPU each token's interval (pallas/mosaic/mask_data.py).
 """
 
 import dataclasses
