@@ -12,7 +12,7 @@ from jax_flash._device import Device
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
-from . import compat, features, limits, lowering
+from . import compat, features, limits, lowering, packed_rows
 from .mosaic import head_dims, head_shares
 from .mosaic import tiles as mosaic_tiles
 from .triton import functions
@@ -76,6 +76,9 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     if not lowering.takes_offsets(spec, shapes, device):
         spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
+    of_16_bits = not lowering.is_float8(spec, shapes)
+    if of_16_bits and packed_rows.suits(shapes) and lowering.mosaic_reason(spec, shapes, device) is None:
+        spec, shapes = packed_rows.packed_shapes(spec, shapes)
     forward = _describe_forward(spec, shapes, device)
     if _float8.is_float8(shapes.query.dtype):
         return forward
@@ -120,6 +123,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         assert config is not None  # or there would be a reason
         return forward_float8.forward(spec, operands, config, device.sm_count or 1)
     if lowering.mosaic_reason(spec, operands, device) is None:
+        if packed_rows.suits(operands):
+            return packed_rows.forward(forward, spec, operands)
         from .mosaic import forward as mosaic_forward
 
         config = mosaic_tiles.forward(head_dims.padded_sizes(operands))
@@ -156,6 +161,8 @@ def backward(
         return _query_parts.backward(backward, spec, operands, out, lse, d_out, d_lse)
     spec, operands = _of_16_bits(spec, operands)
     if lowering.mosaic_reason(spec, operands, device) is None:
+        if packed_rows.suits(operands):
+            return packed_rows.backward(backward, spec, operands, out, lse, d_out, d_lse)
         from .mosaic import backward as mosaic_backward
 
         configs = _mosaic_backward(spec, head_dims.padded_sizes(operands), device)
@@ -191,10 +198,10 @@ def _mosaic_backward(spec: AttentionSpec, size: Sizes, device: Device) -> mosaic
 
 
 def _within_longest(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of a varlen call with a window that bounds what its tokens see, for estimates: none sees
-    further than the longest sequence reaches."""
+    """The spec of a varlen call with a window of about as many keys as its tokens see in the mean, for
+    estimates: to each side half of the longest sequence."""
     if spec.max_key_value_length is None:
         return spec
-    most = max(spec.max_key_value_length - 1, 0)
-    left, right = (most if side is None else min(side, most) for side in (spec.left, spec.right))
+    half = spec.max_key_value_length // 2
+    left, right = (half if side is None else min(side, half) for side in (spec.left, spec.right))
     return dataclasses.replace(spec, left=left, right=right)
