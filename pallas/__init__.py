@@ -4,6 +4,7 @@ One of the implementations behind `jax_flash.flash_attention`, in kernels of pla
 """
 
 import dataclasses
+import math
 
 import jax
 
@@ -190,18 +191,18 @@ def _of_16_bits(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec,
 
 
 def _mosaic_backward(spec: AttentionSpec, size: Sizes, device: Device) -> mosaic_tiles.BackwardConfigs:
-    spec = _within_longest(spec)
+    spec, size = _of_longest(spec, size)
     keys = keys_of_queries(spec, size).mean_visible_columns()
     in_any_order = not spec.deterministic and compat.adds_to_arrays()
     configs = mosaic_tiles.backward(size, in_any_order and keys >= mosaic_tiles.KEYS_TO_SUM_TOGETHER)
     return head_shares.divided(configs, spec, size, device.sm_count or 1)
 
 
-def _within_longest(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of a varlen call with a window of about as many keys as its tokens see in the mean, for
-    estimates: to each side half of the longest sequence."""
-    if spec.max_key_value_length is None:
-        return spec
-    half = spec.max_key_value_length // 2
-    left, right = (half if side is None else min(side, half) for side in (spec.left, spec.right))
-    return dataclasses.replace(spec, left=left, right=right)
+def _of_longest(spec: AttentionSpec, size: Sizes) -> tuple[AttentionSpec, Sizes]:
+    """For estimates of a varlen call: one of as many batch rows as its tokens make longest sequences."""
+    if spec.max_query_length is None or spec.max_key_value_length is None:
+        return spec, size
+    queries, keys = max(spec.max_query_length, 1), max(spec.max_key_value_length, 1)
+    rows = size.B * math.ceil(size.T / queries)
+    spec = dataclasses.replace(spec, max_query_length=None, max_key_value_length=None)
+    return spec, dataclasses.replace(size, B=rows, T=queries, S=keys)

@@ -92,6 +92,8 @@ def takes_offsets(spec: AttentionSpec, shapes: Operands, device: Device) -> bool
     others = shapes.query_seq_lengths, shapes.key_value_seq_lengths, shapes.query_segment_ids
     if shapes.query_offsets is None or is_float8(spec, shapes) or any(x is not None for x in others):
         return False
+    if max(sizes(shapes).T, sizes(shapes).S) > limits.MAX_SEQUENCE:
+        return False
     return mosaic_reason(*_varlen_unpacking.unpacked_shapes(spec, shapes), device) is None
 
 

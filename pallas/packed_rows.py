@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
+from . import limits
+
 _TILE_ROWS = 8
 _MOST_ROWS = 2048
 
@@ -30,7 +32,7 @@ def suits(operands: Operands) -> bool:
         return False
     if operands.sinks is not None and operands.sinks.shape[0] != 1:
         return False
-    if max(T, S) > _MOST_ROWS:
+    if max(T, S) > _MOST_ROWS or B * max(T, S) > limits.MAX_SEQUENCE:
         return False
     is_odd = T % _TILE_ROWS != 0 or S % _TILE_ROWS != 0
     return is_odd and B * T % _TILE_ROWS == 0 and B * S % _TILE_ROWS == 0

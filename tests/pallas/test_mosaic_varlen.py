@@ -62,7 +62,7 @@ def random_offsets(generator, rows, sequences, tokens):
 @pytest.mark.parametrize("transposed", (False, True))
 @pytest.mark.parametrize("window", ((None, None), (None, 0), (20, 3), (0, None), (-3, 9), (15, -4)), ids=str)
 def test_rows_see_what_the_definition_says(window, transposed):
-    generator = np.random.default_rng(abs(hash(window)) % 2**32)
+    generator = np.random.default_rng(7)
     for longest in ((300, 290), (40, 60)):
         T, S = 300, 290
         offsets, key_offsets = (random_offsets(generator, 2, 5, x) for x in (T, S))
