@@ -174,6 +174,7 @@ class Consumer:
         visited = problem.block_range(first_row)
         first_row += self.warpgroup * ROWS
         own = problem.block_range_of_warpgroup(first_row, visited)
+        of_rows = dataclasses.replace(self, problem=problem.of_rows(first_row))
         slot = rem(tiles_done, config.row_stages) * config.warpgroups + self.warpgroup
         for one in self._row_slots(slot):
             plgpu.barrier_wait(self.barriers.rows_full.at[one])
@@ -188,7 +189,7 @@ class Consumer:
 
             sums, done = carry
             done = over_blocks(visited.first, own.first, self._skip, done)
-            step = functools.partial(self._step, first_row, slot, begun, target)
+            step = functools.partial(of_rows._step, first_row, slot, begun, target)
             sums, done = over_block_range(own, step, (sums, done))
             return sums, over_blocks(own.last, visited.last, self._skip, done)
 

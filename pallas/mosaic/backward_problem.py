@@ -67,6 +67,10 @@ class BackwardProblem:
         """The same in a batch row."""
         return dataclasses.replace(self, mask=self.data.mask(self.mask, batch), data=self.data.in_row(batch))
 
+    def of_rows(self, first_row) -> "BackwardProblem":
+        """The same for a warpgroup's rows of a tile, what the mask has of each in registers."""
+        return dataclasses.replace(self, data=self.data.of_rows(first_row))
+
     def again(self) -> "BackwardProblem":
         """The same for the kernel that computes tiles again (`backward_again.py`): a block of the grid goes
         through all its tiles, and passes over those that need nothing. It adds nothing to dQ.

@@ -67,6 +67,10 @@ class ForwardProblem:
         """The same in a batch row."""
         return dataclasses.replace(self, mask=self.data.mask(self.mask, batch), data=self.data.in_row(batch))
 
+    def of_rows(self, first_row) -> "ForwardProblem":
+        """The same for a warpgroup's rows of a tile, what the mask has of each in registers."""
+        return dataclasses.replace(self, data=self.data.of_rows(first_row))
+
     @property
     def hides_pairs(self) -> bool:
         """Whether there are pairs of a query and a key that don't see each other."""
@@ -299,13 +303,14 @@ class Consumer:
         place = Place(batch, head, first_row + self.warpgroup * ROWS)
         keys = self.problem.keys_of_warpgroup(place.first_row, tile_keys)
         count = keys.last - keys.first
+        of_rows = dataclasses.replace(self, problem=self.problem.of_rows(place.first_row))
 
         plgpu.barrier_wait(self.barriers.query_full.at[slot])
-        p, rows = self._first_block(query, blocks_done, place, keys)
+        p, rows = of_rows._first_block(query, blocks_done, place, keys)
         if self.releases_later:
             pl.when(tiles_done > 0)(functools.partial(self._release_query, tiles_done - 1))
 
-        step = functools.partial(self._step, query, blocks_done, place, keys)
+        step = functools.partial(of_rows._step, query, blocks_done, place, keys)
         rest = BlockRange(keys.first + 1, keys.last, _after(keys, "full_begin"), _after(keys, "full_end"))
         acc, p, rows = over_block_range(rest, step, (self._no_output(), p, rows))
         if not self.stages_over_query and self.config.persistent:

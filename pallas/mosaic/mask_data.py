@@ -56,8 +56,14 @@ def _of_groups(ranges: Any, blocks: BlockRange, first_row: Any, groups: int) -> 
     )
 
 
+def _of_rows(ref: Any, first_row: Any) -> jax.Array:
+    """Those of 64 rows, in the layout of a product's rows."""
+    return compat.load(ref.at[pl.ds(first_row, ROWS)], ROW, optimized=False)
+
+
 class Segments(NamedTuple):
-    """Arrays `(B, ...)`, or refs in a kernel; of one batch row where `MaskData.in_row` gave them."""
+    """Arrays `(B, ...)`, or refs in a kernel; of one batch row where `MaskData.in_row` gave them. Where
+    `MaskData.of_rows` did, `rows` are those of 64 rows, in registers."""
 
     rows: Any  # ids (B, rows), in whole tiles
     columns: Any  # ids (B, columns), in whole blocks
@@ -83,17 +89,20 @@ class Segments(NamedTuple):
         full_end = jnp.min(number, axis=2, where=ends, initial=count)
         return cls(rows, columns, jnp.stack([first, last, full_begin, full_end], axis=-1))
 
-    def masked(self, x: jax.Array, first_row: Any, first_column: Any, otherwise: float) -> jax.Array:
+    def of_rows(self, first_row: Any) -> "Segments":
+        return self._replace(rows=_of_rows(self.rows, first_row))
+
+    def masked(self, x: jax.Array, first_column: Any, otherwise: float) -> jax.Array:
         """`x (64, columns)` with `otherwise` for pairs of different segments."""
-        of_rows = compat.load(self.rows.at[pl.ds(first_row, ROWS)], ROW, optimized=False)
         own = self.columns.at[pl.ds(first_column, x.shape[1])]
         of_columns = compat.load(own, COLUMN, optimized=False)
-        ids = (lax.broadcast_in_dim(of_rows, x.shape, [0]), lax.broadcast_in_dim(of_columns, x.shape, [1]))
+        ids = (lax.broadcast_in_dim(self.rows, x.shape, [0]), lax.broadcast_in_dim(of_columns, x.shape, [1]))
         return jnp.where(ids[0] == ids[1], x, otherwise)
 
 
 class Intervals(NamedTuple):
-    """Arrays `(B, ...)`, or refs in a kernel; of one batch row where `MaskData.in_row` gave them."""
+    """Arrays `(B, ...)`, or refs in a kernel; of one batch row where `MaskData.in_row` gave them. Where
+    `MaskData.of_rows` did, the first two are those of 64 rows, in registers."""
 
     begin: Any  # the first column that each row sees, (B, rows), in whole tiles
     end: Any  # the one behind the last; 0, as `begin`, of rows that see none
@@ -130,13 +139,12 @@ class Intervals(NamedTuple):
         full_begin, full_end = jnp.max(-(-begins // block), axis=2), jnp.min(ends // block, axis=2)
         return cls(begin, end, jnp.stack([first, last, full_begin, full_end], axis=-1).astype(jnp.int32))
 
-    def masked(self, x: jax.Array, first_row: Any, first_column: Any, otherwise: float) -> jax.Array:
+    def of_rows(self, first_row: Any) -> "Intervals":
+        return self._replace(begin=_of_rows(self.begin, first_row), end=_of_rows(self.end, first_row))
+
+    def masked(self, x: jax.Array, first_column: Any, otherwise: float) -> jax.Array:
         """`x (64, columns)` with `otherwise` for pairs of a row and a column that it doesn't see."""
-        bounds = (
-            compat.load(ref.at[pl.ds(first_row, ROWS)], ROW, optimized=False) - first_column
-            for ref in (self.begin, self.end)
-        )
-        return where_between(x, *bounds, otherwise)
+        return where_between(x, self.begin - first_column, self.end - first_column, otherwise)
 
 
 class MaskData(NamedTuple):
@@ -157,6 +165,14 @@ class MaskData(NamedTuple):
 
         def own(arrays: Any) -> Any:
             return None if arrays is None else type(arrays)(*(ref.at[batch] for ref in arrays))
+
+        return self._replace(segments=own(self.segments), intervals=own(self.intervals))
+
+    def of_rows(self, first_row: Any) -> "MaskData":
+        """That of a batch row, with what 64 rows of it have: for `masked`."""
+
+        def own(arrays: Any) -> Any:
+            return None if arrays is None else arrays.of_rows(first_row)
 
         return self._replace(segments=own(self.segments), intervals=own(self.intervals))
 
@@ -187,7 +203,7 @@ class MaskData(NamedTuple):
         has_tail: bool,
         masks_rows: bool,
     ) -> jax.Array:
-        """A block `x (64, columns)` with `otherwise` for hidden pairs.
+        """A block `x (64, columns)` with `otherwise` for hidden pairs. `of_rows` comes first.
 
         Args:
           mask: of the batch row.
@@ -195,7 +211,7 @@ class MaskData(NamedTuple):
           masks_rows: whether rows beyond the last one see nothing; else they may see anything.
         """
         if self.intervals is not None:
-            return self.intervals.masked(x, first_row, first_column, otherwise)
+            return self.intervals.masked(x, first_column, otherwise)
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + first_row
         seen = mask.visible_columns(rows, has_tail)
         begin, end = (None if bound is None else bound - first_column for bound in seen)
@@ -205,7 +221,7 @@ class MaskData(NamedTuple):
             end = jnp.where(rows < mask.rows, every, np.int32(0))
         if begin is not None or end is not None:
             x = where_between(x, begin, end, otherwise)
-        return x if self.segments is None else self.segments.masked(x, first_row, first_column, otherwise)
+        return x if self.segments is None else self.segments.masked(x, first_column, otherwise)
 
 
 BY_POSITION = MaskData()
