@@ -97,8 +97,8 @@ def test_huge_logits_overflow_no_float16(magnitude, emulator):
 
 @pytest.mark.parametrize("head_dim", (64, *thorough(128, 256)))
 def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
-    """With one key the log-sum-exp is its logit. Warps whose scores are all small use a polynomial, a shorter one
-    where they are smaller."""
+    """With one key the log-sum-exp is its logit. Warps whose scores are all small use a polynomial, and a
+    shorter one where they are smaller."""
     case = Case(H=head_dim, T=128, S=1, soft_cap=2.0, return_residual=True)
     spec, operands, _, _, seed = draw(case)
     arrays = {name: np.array(x) for name, x in operands.present().items()}
