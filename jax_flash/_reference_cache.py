@@ -17,6 +17,7 @@ from jax_flash._spec import AttentionSpec, Operands, captured_name
 from jax_flash.functions.chunks import on_chunks
 
 ROWS_AT_ONCE = 64
+"""The queries of packed sequences are padded to a multiple of it."""
 
 
 class Results(NamedTuple):

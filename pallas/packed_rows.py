@@ -1,10 +1,10 @@
 """Batch rows of odd lengths, run by Mosaic GPU as varlen sequences that lie one behind the other.
 
-Its copies by TMA want rows in whole tiles of 8. To pad those of each batch row, XLA would copy Q, K and V,
-and cut the results, which is three times the memory traffic of attention itself. Packed, all batch rows are
-one, whose length is a multiple of 8 if that of all together is. No array is copied but lse. In return, tiles
-meet the keys of two sequences where these meet, and are not scheduled by how many keys they see. So long
-rows are padded, which takes a small part of their time.
+Copies by TMA want rows in whole tiles of 8. To pad each batch row, XLA would copy Q, K and V, and cut the
+results: it would move twice the bytes that attention itself moves. Packed, all batch rows are one. Its
+length is a multiple of 8 where that of all rows together is, and no array is copied but lse. In return, a
+tile at the border of two sequences meets the keys of both, and tiles are not scheduled by how many keys
+they see. So long rows are padded, which takes a small part of their time.
 """
 
 import dataclasses

@@ -160,6 +160,20 @@ class TestPallasByHeadShares(TestPallas):
         return grouped + more
 
 
+class TestPallasPackedRows(TestPallas):
+    """With batch rows whose lengths aren't multiples of 8, and whose tokens in all are: packed, on Hopper."""
+
+    @classmethod
+    def cases(cls):
+        options = (*_MASKS[:4], dict(is_causal=True, features=("logits_soft_cap",)))
+        return [
+            Case("groups", "bfloat16", B=8, T=197, S=S, N=4, K=2, H=H, **own)
+            for H in (64, 128, 256)
+            for S in (197, 77)
+            for own in options
+        ]
+
+
 @pytest.mark.usefixtures("two_head_shares")
 class TestPallasNonFiniteByHeadShares(TestPallasNonFiniteByMosaic):
     sizes = dict(T=300, S=410, N=3, K=1, H=64)  # noqa: RUF012

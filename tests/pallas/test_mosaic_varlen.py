@@ -1,12 +1,12 @@
 """Varlen sequences by Mosaic GPU, packed as they are: what rows see, and the kernels on awkward offsets."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_mosaic import interpreted_by_mosaic
 
 from jax_flash import _device, _reference, pallas
 from jax_flash._spec import AttentionSpec, Operands
@@ -34,15 +34,7 @@ CALLS = {
 }
 
 
-@contextlib.contextmanager
-def interpreted_by_mosaic():
-    with compat.interpret(), lowering.only(lowering.MOSAIC):
-        yield
-
-
-def call(
-    offsets, key_offsets, longest, window, T, S, N=2, K=1, H=64, seed=0
-) -> tuple[AttentionSpec, Operands]:
+def call(offsets, key_offsets, longest, window, T, S, N=2, K=1, H=64):
     """With queries, keys and values in bfloat16."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (len(offsets), T, N, H), (len(offsets), S, K, H), (len(offsets), S, K, H)
