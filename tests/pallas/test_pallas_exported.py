@@ -1,4 +1,4 @@
-"""Programs with Triton's kernels, exported on a machine without a GPU for one that has it."""
+"""Programs with Pallas kernels, exported on a machine without a GPU for one that has it."""
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,28 @@ def decoded(x):
     return jax_flash.flash_attention_with_cache(x[:, :1], cache, x, x, implementation="pallas")[0]
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("function", [gradients, decoded])
-def test_exported_without_a_gpu(function, architecture):
+def biased(x):
+    bias = jnp.zeros((1, 1, 256, 256), x.dtype)
+    return jax_flash.flash_attention(x, x, x, bias, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("function", "architecture", "compiler"),
+    [
+        (gradients, "sm_80", "xla.gpu.triton"),
+        (gradients, "sm_90a", "mosaic_gpu_v2"),
+        (biased, "sm_90a", "xla.gpu.triton"),
+        (decoded, "sm_80", "xla.gpu.triton"),
+        (decoded, "sm_90a", "xla.gpu.triton"),
+    ],
+)
+def test_exported_without_a_gpu(function, architecture, compiler):
+    """The program names the compiler that the planned GPU's support asks for, and that one alone."""
     x = jnp.ones((2, 256, 4, 64), jnp.bfloat16)
     with jax_flash.planned_for(architecture):
         exported = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=CHECKS)(x)
-    assert "xla.gpu.triton" in exported.mlir_module()
+    kernels = {name for name in ("xla.gpu.triton", "mosaic_gpu_v2") if name in exported.mlir_module()}
+    assert kernels == {compiler}
     assert exported.out_avals[0].dtype == x.dtype
 
 
