@@ -8,8 +8,7 @@ import jax_flash
 from jax_flash.pallas import compat
 
 CHECKS = [
-    jax.export.DisabledSafetyCheck.custom_call(name)
-    for name in ("__gpu$xla.gpu.triton", "jax_flash_bounds", "mosaic_gpu_v2")
+    jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "jax_flash_bounds")
 ]
 
 
