@@ -75,13 +75,13 @@ struct ScoreRow {
     }
 
     // Whether the user's function has a tanh that `logit` computes faster where all of a warp's arguments are small
-    // (common/tanh.cuh), and the bits that tell whether a score's are. Not beside a bias or a mask: with two forms of
-    // `logit`, the compiler computes the addresses of all elements ahead of both, and they spill.
+    // (common/tanh.cuh), and the largest |argument| of a score's. Not beside a bias or a mask: with several forms of
+    // `logit`, the compiler computes the addresses of all elements ahead of them, and they spill.
     static constexpr bool has_tanh =
         UserRow::has_tanh && !(ScoreTraits::soft_cap || ScoreTraits::bias || ScoreTraits::mask);
-    __device__ __forceinline__ uint32_t tanh_bits(float score, Position key) const {
+    __device__ __forceinline__ float largest_in_tanh(float score, Position key) const {
 #if SCORE_MOD
-        return user.tanh_bits({score, operands.scale}, key);
+        return user.largest_in_tanh({score, operands.scale}, key);
 #else
         return 0;
 #endif
@@ -89,21 +89,21 @@ struct ScoreRow {
 
 #if SCORE_MOD
     // What the user's function makes of a score, and the soft cap's derivative.
-    template <bool small_tanh>
+    template <TanhRange range>
     __device__ __forceinline__ user_score_mod::Element user_element(float score, Position key,
                                                                     float& derivative) const {
         const float x = capped(score, derivative);
         const ScaledScore taken = ScoreTraits::soft_cap ? ScaledScore{x, 1} : ScaledScore{score, operands.scale};
-        return user.element<small_tanh>(taken, key);
+        return user.element<range>(taken, key);
     }
 #endif
 
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
-    template <bool small_tanh = false>
+    template <TanhRange range = TanhRange::all>
     __device__ __forceinline__ float logit(float score, Position key, float& derivative) const {
         const int own_key = key.index();
 #if SCORE_MOD
-        const user_score_mod::Element element = user_element<small_tanh>(score, key, derivative);
+        const user_score_mod::Element element = user_element<range>(score, key, derivative);
         float x = element.value;
 #if SCORE_MOD == 2
         derivative *= element.d_score;

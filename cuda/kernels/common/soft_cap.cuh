@@ -22,7 +22,7 @@ template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
     if (are_small(scale_scores(scores, 5 * operands.scale))) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) scores[i] = tanh_within_two_fifths(scores[i]);
+        for (int i = 0; i < count; ++i) scores[i] = tanh_within_two_fifths<true>(scores[i]);
     } else if (are_small(scale_scores(scores, 2.f / 5))) {
 #pragma unroll
         for (int i = 0; i < count; ++i) scores[i] = tanh_within_one<true>(scores[i]);

@@ -39,22 +39,36 @@ __device__ __forceinline__ float tanh_within_one(float x) {
     return odd_polynomial(x, coefficients);
 }
 
-// tanh of x, |x| < 0.4, from 5x: three terms fewer, with a relative error of 2.3e-7 at most.
-__device__ __forceinline__ float tanh_within_two_fifths(float quintupled) {
-    constexpr float coefficients[] = {0.19999997f, -2.666509e-3f, 4.2467127e-5f, -6.086861e-7f};
-    return odd_polynomial(quintupled, coefficients);
+// tanh of x, |x| < 0.4, from x or from 5x: three terms fewer, with a relative error of 2.3e-7 at most.
+template <bool quintupled>
+__device__ __forceinline__ float tanh_within_two_fifths(float x) {
+    constexpr float of_quintupled[] = {0.19999997f, -2.666509e-3f, 4.2467127e-5f, -6.086861e-7f};
+    float coefficients[4];
+    float power = quintupled ? 1 : 5;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        coefficients[i] = power * of_quintupled[i];
+        power *= quintupled ? 1 : 25;
+    }
+    return odd_polynomial(x, coefficients);
 }
-
-// The bits by which `are_small` tells |x| < 1 from 2x.
-__device__ __forceinline__ uint32_t bits_of_doubled(float x) { return __float_as_uint(2 * x); }
 
 // Whether |x| < 1 for all numbers of a warp, given the OR of the bits of 2x of each; |x| < 0.4, of 5x. For what isn't
 // finite it is not: from 2 on, the exponent's highest bit is set.
 __device__ __forceinline__ bool are_small(uint32_t bits) { return !__any_sync(all_lanes, bits >> 30 & 1); }
 
-// tanh of x. small: |x| < 1.
-template <bool small>
+// What is known of the arguments of every tanh of a warp's scores: that |x| < 0.4, that |x| < 1, or nothing.
+enum class TanhRange { two_fifths, one, all };
+
+// That range, given the largest |x| of each thread. It may lack those that are NaN, of which every form makes NaN.
+__device__ __forceinline__ TanhRange tanh_range(float largest) {
+    if (!__any_sync(all_lanes, largest >= 0.4f)) return TanhRange::two_fifths;
+    return __any_sync(all_lanes, largest >= 1) ? TanhRange::all : TanhRange::one;
+}
+
+template <TanhRange range>
 __device__ __forceinline__ float tanh_of(float x) {
-    if constexpr (small) return tanh_within_one<false>(x);
+    if constexpr (range == TanhRange::two_fifths) return tanh_within_two_fifths<false>(x);
+    if constexpr (range == TanhRange::one) return tanh_within_one<false>(x);
     return tanh_of(x);
 }

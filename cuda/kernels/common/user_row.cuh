@@ -25,14 +25,14 @@ struct UserRow {
 
     static constexpr bool has_tanh = user_score_mod::has_tanh;
 
-    // small_tanh: `are_small` of what `tanh_bits` gives, for all scores of a warp (common/tanh.cuh).
-    template <bool small_tanh = false>
+    // range: of what `largest_in_tanh` gives, for all scores of a warp (common/tanh.cuh).
+    template <TanhRange range = TanhRange::all>
     __device__ __forceinline__ user_score_mod::Element element(ScaledScore score, Position key) const {
-        return user_score_mod::make_element<small_tanh>(operands, tile, row, column(key), score, batch, head,
-                                                            query, key);
+        return user_score_mod::make_element<range>(operands, tile, row, column(key), score, batch, head, query,
+                                                   key);
     }
-    __device__ __forceinline__ uint32_t tanh_bits(ScaledScore score, Position key) const {
-        return user_score_mod::tanh_bits(operands, tile, row, column(key), score, batch, head, query, key);
+    __device__ __forceinline__ float largest_in_tanh(ScaledScore score, Position key) const {
+        return user_score_mod::largest_in_tanh(operands, tile, row, column(key), score, batch, head, query, key);
     }
 
    private:

@@ -8,11 +8,11 @@ it has:
     Tile make_tile(operands, batch)
     Row make_row(operands, tile, batch, head, query)
     Column make_column(operands, tile, batch, key)
-    Element make_element<small_tanh>(operands, tile, row, column, score, batch, head, query, key)
+    Element make_element<range>(operands, tile, row, column, score, batch, head, query, key)
 
 `score` is a `ScaledScore` (cuda/kernels/common/scaled_score.cuh). Where `has_tanh`, the function takes
-tanh of what is cheap to compute from its score, and `tanh_bits`, with the arguments of
-`make_element`, tells whether `small_tanh` may be true (cuda/kernels/common/tanh.cuh).
+tanh of what is cheap to compute from its score, and `largest_in_tanh`, with the arguments of
+`make_element`, tells what `range` may be, a TanhRange (cuda/kernels/common/tanh.cuh).
 
 `query` and `key` are of type `Position` (cuda/kernels/common/position.cuh).
 
@@ -22,6 +22,7 @@ and keys beyond the last: all loads stay within arrays, but for those of a funct
 (functions/varlen.py).
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -170,7 +171,7 @@ def _text(
     writer = _Writer(operands, has_score, results)
     parts = [writer.function(each) for each in Scope]
     if has_score:
-        parts.append(writer.tanh_bits())
+        parts.append(writer.largest_in_tanh())
     body = "\n\n".join([*parts, *([last] if last else [])])
     return (
         '#pragma once\n#include "parameters.cuh"\n#include "common/position.cuh"\n'
@@ -203,20 +204,21 @@ class _Writer:
             fields = [(cpp.type_of(node), self.names[node], self.names[node]) for node in self.kept[own]]
         lines = [f"struct {type} {{", *(f"    {type_of} {field};" for type_of, field, _ in fields), "};"]
         if own == Scope.ELEMENT and self.has_score:
-            lines.append("template <bool small_tanh = false>")
+            lines.append("template <TanhRange range = TanhRange::all>")
         lines.append(f"{_QUALIFIERS} {type} {name}({', '.join(self.parameters(own))}) {{")
         lines += self.statements(self.scopes[own], own)
         lines += [f"    return {{{', '.join(value for _, _, value in fields)}}};", "}"]
         return "\n".join(lines)
 
-    def tanh_bits(self) -> str:
-        """The text of a function that ORs `bits_of_doubled` of the arguments of every tanh of an element."""
+    def largest_in_tanh(self) -> str:
+        """The text of a function: the largest |argument| of every tanh of an element, but NaN."""
         arguments = [node.arguments[0] for node in self.tanhs]
         lines = [f"constexpr bool has_tanh = {'true' if arguments else 'false'};"]
-        lines.append(f"{_QUALIFIERS} uint32_t tanh_bits({', '.join(self.parameters(Scope.ELEMENT))}) {{")
+        lines.append(f"{_QUALIFIERS} float largest_in_tanh({', '.join(self.parameters(Scope.ELEMENT))}) {{")
         lines += self.statements(by_scope(arguments)[Scope.ELEMENT], Scope.ELEMENT)
-        bits = [f"bits_of_doubled({self.name(argument, Scope.ELEMENT)})" for argument in arguments]
-        lines += [f"    return {' | '.join(bits) or '0'};", "}"]
+        sizes = [f"fabsf({self.name(argument, Scope.ELEMENT)})" for argument in arguments]
+        largest = functools.reduce("fmaxf({}, {})".format, sizes) if sizes else "0"
+        lines += [f"    return {largest};", "}"]
         return "\n".join(lines)
 
     def statements(self, nodes: Iterable[Node], own: Scope) -> list[str]:
@@ -240,7 +242,7 @@ class _Writer:
         if node.operation in (positions.FLOAT_OF_POSITION, positions.COMPARED_POSITION):
             return positions.expression(node, arguments)
         if node in self.tanhs:
-            return f"tanh_of<small_tanh>({arguments[0]})"
+            return f"tanh_of<range>({arguments[0]})"
         if (factor := self.factor_of_score(node, own)) is not None:
             return f"score.times({factor})"
         if node.operation != LOAD:

@@ -53,8 +53,8 @@ __device__ __forceinline__ void exponentiate_capped(float (&scores)[score_count]
     }
 }
 
-// `exponentiate_logits`, whose arguments are small or not where the user's function has a tanh.
-template <bool small_tanh>
+// `exponentiate_logits`, given the range of what the user's function has in a tanh.
+template <TanhRange range>
 __device__ __forceinline__ void exponentiate_modified(float (&scores)[score_count],
                                                       uint32_t (&score_grad)[query_steps][4], const Call& call,
                                                       int batch, int head, int block, int key, const float4* lse) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void exponentiate_modified(float (&scores)[score_coun
             const Position own_key = key_position(key, i + j, shape);
             const ScoreRow row(call.scores, batch, head, query_position(block, i + j, shape), shape.queries,
                                shape.keys);
-            const float logit = row.logit<small_tanh>(scores[i + j], own_key, derivatives[j]);
+            const float logit = row.logit<range>(scores[i + j], own_key, derivatives[j]);
             scores[i + j] = exp2_approx(logit * log2_e - of_column(queries, j));
             // Its logit is -inf, which is no less than a lse of NaN (isolation.cuh).
             if constexpr (Traits::isolates && ScoreTraits::mask) {
@@ -79,18 +79,18 @@ __device__ __forceinline__ void exponentiate_modified(float (&scores)[score_coun
     }
 }
 
-// Whether the arguments of the user's tanh are small for all scores of a warp (common/tanh.cuh).
-__device__ __forceinline__ bool tanh_is_of_small(const float (&scores)[score_count], const Call& call, int batch,
-                                                 int head, int block, int key) {
-    if constexpr (!ScoreRow::has_tanh) return false;
+// The range of what the user's function has in a tanh, for all scores of a warp (common/tanh.cuh).
+__device__ __forceinline__ TanhRange range_in_tanh(const float (&scores)[score_count], const Call& call, int batch,
+                                                   int head, int block, int key) {
+    if constexpr (!ScoreRow::has_tanh) return TanhRange::all;
     const Shape& shape = call.shape;
-    uint32_t bits = 0;
+    float largest = 0;
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
         const ScoreRow row(call.scores, batch, head, query_position(block, i, shape), shape.queries, shape.keys);
-        bits |= row.tanh_bits(scores[i], key_position(key, i, shape));
+        largest = fmaxf(largest, row.largest_in_tanh(scores[i], key_position(key, i, shape)));
     }
-    return are_small(bits);
+    return tanh_range(largest);
 }
 
 // Sᵀ becomes Pᵀ. `score_grad` becomes the derivative of logits by scores, converted as P will be. `key` is the thread's
@@ -100,10 +100,15 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
                                                     int head, int block, int key, const float4* lse) {
     if constexpr (ScoreTraits::soft_cap_alone) {
         exponentiate_capped(scores, score_grad, call.scores, lse);
-    } else if (tanh_is_of_small(scores, call, batch, head, block, key)) {
-        exponentiate_modified<true>(scores, score_grad, call, batch, head, block, key, lse);
     } else {
-        exponentiate_modified<false>(scores, score_grad, call, batch, head, block, key, lse);
+        const TanhRange range = range_in_tanh(scores, call, batch, head, block, key);
+        if (range == TanhRange::two_fifths) {
+            exponentiate_modified<TanhRange::two_fifths>(scores, score_grad, call, batch, head, block, key, lse);
+        } else if (range == TanhRange::one) {
+            exponentiate_modified<TanhRange::one>(scores, score_grad, call, batch, head, block, key, lse);
+        } else {
+            exponentiate_modified<TanhRange::all>(scores, score_grad, call, batch, head, block, key, lse);
+        }
     }
     // What a function makes of queries beyond the last may not be finite.
     const int beyond = call.shape.queries - block * Traits::queries;
@@ -282,7 +287,7 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
         const float score = ScoreTraits::user_gradients_need_scores ? scores[i] : 0;
         float derivative;  // which no one reads
         user_score_mod::add_gradients(
-            sums, row.user_element<false>(score, key_position(key, i, shape), derivative), d_scores[i],
+            sums, row.user_element<TanhRange::all>(score, key_position(key, i, shape), derivative), d_scores[i],
             [&](int gather, Sum sum, int index, float term) {
                 if (user_score_mod::is_of_head(gather)) {
                     head_sums.add(gather, d_scores[i], term);

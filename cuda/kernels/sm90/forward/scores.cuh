@@ -13,13 +13,13 @@
 constexpr int any_key = 1 << 30;
 
 // Logits of one of the thread's two rows, in place of its scores.
-template <bool small_tanh, int count, class KeyOf>
+template <TanhRange range, int count, class KeyOf>
 __device__ __forceinline__ void make_logits(float (&scores)[count], int r, const ScoreRow& score_row, KeyOf key_of) {
     float derivative;  // which no one reads
 #pragma unroll
     for (int i = 0; i < count; ++i) {
         if (row_of(i) != r) continue;
-        float logit[1] = {score_row.logit<small_tanh>(scores[i], key_of(i), derivative)};
+        float logit[1] = {score_row.logit<range>(scores[i], key_of(i), derivative)};
         // One after another: operands of several at once have no room in registers.
         if constexpr (ScoreTraits::all_operands) wgmma::pin(logit);
         scores[i] = logit[0];
@@ -42,17 +42,21 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
             const int head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
             auto key_of = [&](int i) { return Position{column, column_of(i), keys - 1}; };
-            uint32_t bits = 0;
+            TanhRange range = TanhRange::all;
             if constexpr (ScoreRow::has_tanh) {
+                float largest = 0;
 #pragma unroll
                 for (int i = 0; i < count; ++i) {
-                    if (row_of(i) == r) bits |= score_row.tanh_bits(scores[i], key_of(i));
+                    if (row_of(i) == r) largest = fmaxf(largest, score_row.largest_in_tanh(scores[i], key_of(i)));
                 }
+                range = tanh_range(largest);
             }
-            if (ScoreRow::has_tanh && are_small(bits)) {
-                make_logits<true>(scores, r, score_row, key_of);
+            if (range == TanhRange::two_fifths) {
+                make_logits<TanhRange::two_fifths>(scores, r, score_row, key_of);
+            } else if (range == TanhRange::one) {
+                make_logits<TanhRange::one>(scores, r, score_row, key_of);
             } else {
-                make_logits<false>(scores, r, score_row, key_of);
+                make_logits<TanhRange::all>(scores, r, score_row, key_of);
             }
         }
     } else if constexpr (Traits::score_sign != 1) {
