@@ -92,7 +92,7 @@ struct Zero {
     std::size_t buffer;
 };
 
-// A launch in one context: all that a run can be spared.
+// A launch prepared for one context: everything that need not be done in each run.
 struct PreparedLaunch {
     CUfunction function;
     CUlaunchConfig config;  // but for its stream and attributes

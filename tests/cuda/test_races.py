@@ -31,7 +31,7 @@ MISTAKES = {
     "products read dS that is behind no fence": (
         OF_PAIR,
         BACKWARD + "key_consumer.cuh",
-        "fence_proxy_async();",
+        "fence_shared_for_async();",
         "",
         "another proxy",
     ),
@@ -59,7 +59,7 @@ MISTAKES = {
     "products read gathered keys that are behind no fence": (
         CacheCase(page=3, S=300),
         DECODE + "consumer.cuh",
-        "            fence_proxy_async();\n        }\n        multiply_keys",
+        "            fence_shared_for_async();\n        }\n        multiply_keys",
         "        }\n        multiply_keys",
         "another proxy",
     ),
@@ -76,7 +76,7 @@ MISTAKES = {
     "products read widened keys that are behind no fence": (
         CacheCase(T=9, S=300, float8=True),
         DECODE + "widen.cuh",
-        "fence_proxy_async();",
+        "fence_shared_for_async();",
         "",
         "another proxy",
     ),

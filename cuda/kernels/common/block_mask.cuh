@@ -14,7 +14,7 @@
 // The blocks that a tile visits.
 struct BlockList {
     const int* blocks;
-    int full;   // forward: how many come first that need no mask
+    int full;   // forward: so many at the front need no mask
     int count;  // how many there are
 };
 

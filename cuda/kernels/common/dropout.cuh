@@ -7,8 +7,9 @@
 
 constexpr bool has_dropout = DROPOUT;
 
-// Kept probabilities are multiplied by a factor. Sums are made without it, and multiplied by it at the end: `factor` is
-// what they are multiplied by anyhow.
+// `factor` with dropout's factor, by which kept probabilities are multiplied. Sums of products with probabilities are
+// taken without it. `factor` multiplies such a sum at its end anyway (it normalises the output, or scales a gradient),
+// so dropout's factor is folded into it.
 __device__ __forceinline__ float with_dropout(float factor, float dropout_factor) {
     return has_dropout ? factor * dropout_factor : factor;
 }

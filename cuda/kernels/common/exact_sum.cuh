@@ -8,7 +8,7 @@ struct ExactSum {
     static constexpr uint64_t positive_infinity = 1, negative_infinity = 2, nan = 4;
 
     uint64_t word[words];  // word i counts 2^(24 i - 149)
-    uint64_t not_finite;   // which of these there were
+    uint64_t not_finite;   // which of the three above were added
 
     __device__ __forceinline__ void add(float term) {
         const uint32_t pattern = __float_as_uint(term), exponent = pattern >> 23 & 0xff, fraction = pattern & 0x7fffff;

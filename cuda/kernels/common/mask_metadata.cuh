@@ -2,7 +2,6 @@
 // sequences let each query see an interval of keys, and each key be seen by an interval of queries.
 #pragma once
 #include "ptx/types.cuh"
-#include "ptx/warpgroup.cuh"
 #include "common/block_range.cuh"
 
 // The range of begins, and of ends, of several positions' intervals.

@@ -2,6 +2,7 @@
 // key, which query blocks are full for each group of 64 keys, and which query blocks each tile of keys visits.
 // mask_metadata_order computes the rest, which depends on several tiles.
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "common/segment_ranges.cuh"
 #include "common/sequences.cuh"
 

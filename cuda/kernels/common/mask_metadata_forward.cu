@@ -1,7 +1,8 @@
 // Mask metadata of the forward kernel (FORWARD_PARAMETERS in jax_flash/cuda/mask_metadata.py): which keys each row
 // sees, and which key blocks each group of 64 rows visits.
 #include "parameters.cuh"
-#include "ptx/global.cuh"
+#include "ptx/dependent_launch.cuh"
+#include "ptx/warpgroup.cuh"
 #include "common/segment_ranges.cuh"
 #include "common/sequences.cuh"
 
@@ -54,5 +55,5 @@ extern "C" __global__ void __launch_bounds__(threads)
         full = blocks_of_one_segment(segments, block_segments, {full.begin, min(full.end, blocks)});
     }
     if (lane == 0) parameters.group_blocks[index] = {visited.begin, visited.end, full.begin, full.end};
-    global::fence_proxy_async();  // the forward kernel reads row_keys and row_segments by bulk copies
+    fence_global_for_async();  // the forward kernel reads row_keys and row_segments by bulk copies
 }

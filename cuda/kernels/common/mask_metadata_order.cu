@@ -1,9 +1,10 @@
 // Makes the key tiles that visit a query block consecutive, and counts them. It runs after mask_metadata_backward.
 //
-// The backward kernel ranks the tiles that visit a block by their numbers, which takes that no other tile lies between
-// them. That holds if the first visited blocks rise from tile to tile, and the last ones too. So where they fall, tiles
-// are made to visit some more blocks, in which they see nothing.
+// The backward kernel ranks the tiles that visit a block by their numbers, so these tiles must be consecutive. They are
+// if neither the first nor the last visited block falls from one tile to the next. Where one falls, tiles are made to
+// visit some more blocks, in which they see nothing.
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "common/mask_metadata.cuh"
 
 constexpr int threads = 256;

@@ -1,9 +1,8 @@
 // An index of a query or a key, as users' functions take it (jax_flash/cuda/functions/positions.py).
 #pragma once
 
-// Element after element of a thread, `offset` is a constant once loops are unrolled, and `base` is the same for many.
-// Sums of positions are computed from these. An index beyond `last`, the last there is, has its look-ups: nothing is
-// attended there.
+// `offset` is a compile-time constant in unrolled loops; many elements share `base`. An index beyond `last` reads the
+// element of `last`: no result depends on such pairs, so its value doesn't matter.
 struct Position {
     static constexpr int no_last = 0x7fffffff;  // as last, where no index is beyond what is there
 

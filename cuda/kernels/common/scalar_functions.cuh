@@ -109,7 +109,7 @@ __device__ __forceinline__ Number integer_power(Number x) {
     }
 }
 
-// Integers nearest to zero; what is too large becomes the largest, NaN 0.
+// A float rounded towards zero. Out of the integers' range it becomes the nearest of them; NaN becomes 0.
 __device__ __forceinline__ int to_int(float x) {
     if (x != x) return 0;
     return x >= 0x1p31f ? 0x7fffffff : x < -0x1p31f ? -0x7fffffff - 1 : static_cast<int>(x);

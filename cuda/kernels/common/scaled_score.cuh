@@ -5,6 +5,6 @@ struct ScaledScore {
     float unscaled, scale;
 
     __device__ float scaled() const { return unscaled * scale; }
-    // The scaled score times what is the same for many: their scale and that are multiplied once.
+    // The scaled score times a factor that many scores share: scale times factor is computed once for them all.
     __device__ float times(float factor) const { return unscaled * (scale * factor); }
 };

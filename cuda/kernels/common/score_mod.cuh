@@ -21,7 +21,7 @@ __device__ __forceinline__ float bias_at(const void* bias, int64_t index) {
     return load_float(static_cast<const Element*>(bias) + index);
 }
 
-// The derivative of the soft cap. Zero for NaN, as masked pairs may have: P is NaN itself where that is to be seen.
+// The derivative of the soft cap. Zero for NaN, which masked pairs may have. Where NaN is to be seen, P itself is NaN.
 __device__ __forceinline__ float softcap_grad_of(float tanh) {
     const float derivative = 1 - tanh * tanh;
     return ISOLATES ? fmaxf(derivative, 0) : derivative;
@@ -67,18 +67,19 @@ struct ScoreRow {
             const float tanh = tanh_of(x);
             x = operands.soft_cap * tanh;
             derivative = softcap_grad_of(tanh);
-            // Of an infinite score tanh is finite. Its logit is NaN, so that the log-sum-exp tells which queries
-            // see what isn't finite.
+            // tanh of an infinite score is finite. This makes its logit NaN, so that the log-sum-exp tells which
+            // queries see what isn't finite.
             if constexpr (ISOLATES) x += 0.0f * score;
         }
         return x;
     }
 
     // Whether the user's function has a tanh that `logit` computes faster where all of a warp's arguments are small
-    // (common/tanh.cuh), and the largest |argument| of a score's. Not beside a bias or a mask: with several forms of
-    // `logit`, the compiler computes the addresses of all elements ahead of them, and they spill.
+    // (common/tanh.cuh). Not beside a bias or a mask: with several forms of `logit`, the compiler computes the
+    // addresses of all elements ahead of them, and they spill.
     static constexpr bool has_tanh =
         UserRow::has_tanh && !(ScoreTraits::soft_cap || ScoreTraits::bias || ScoreTraits::mask);
+    // The largest |argument| of a tanh in the function of this score.
     __device__ __forceinline__ float largest_in_tanh(float score, Position key) const {
 #if SCORE_MOD
         return user.largest_in_tanh({score, operands.scale}, key);

@@ -23,10 +23,11 @@ struct ScoreTraits {
     // Forward, logits may stay in units, which the softmax multiplies by: of a soft cap, or of what the user's function
     // ends with. Others are natural.
     static constexpr bool natural_logits = has_score_mod && !LOGIT_UNIT;
-    // Whether dS has the derivative of logits by scores as a factor, and whether gradients are made of dS without it.
+    // Whether the derivative of logits by scores is a factor of dS.
     static constexpr bool score_grad = soft_cap || SCORE_MOD == 2;
     static constexpr bool user_gradients = SCORE_MOD_GRADIENTS > 0;
     static constexpr bool user_gradients_need_scores = SCORE_MOD_GRADIENTS == 2;
+    // Whether gradients are made of dS without that factor.
     static constexpr bool has_gradients = bias || alibi || user_gradients;
     static constexpr bool diagonals = alibi && MASK_METADATA;
 };

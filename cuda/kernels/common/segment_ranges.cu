@@ -1,6 +1,7 @@
 // The range of segment ids in each block of positions. It runs before mask_metadata_forward and mask_metadata_backward,
 // if the call has segments.
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "common/segment_ranges.cuh"
 
 constexpr int threads = 128;

@@ -22,7 +22,7 @@ struct alignas(8) SegmentRange {
     }
 };
 
-// Narrows `blocks`: from the first to the last that may share a segment with `range`. A whole warp calls it.
+// Narrows `blocks` to those from the first to the last that may share a segment with `range`. A whole warp calls it.
 __device__ __forceinline__ Interval blocks_sharing_segments(const SegmentRange& range,
                                                             const SegmentRange* block_segments, Interval blocks) {
     int begin = empty_begin, end = 0;
@@ -34,7 +34,7 @@ __device__ __forceinline__ Interval blocks_sharing_segments(const SegmentRange& 
     return {end > 0 ? begin : 0, end};
 }
 
-// Narrows `blocks`: the first run of those that consist of one segment, the same of which `range` consists. A whole
+// Narrows `blocks` to the first run of blocks that have one segment, which is also the only one of `range`. A whole
 // warp calls it.
 __device__ __forceinline__ Interval blocks_of_one_segment(const SegmentRange& range,
                                                           const SegmentRange* block_segments, Interval blocks) {

@@ -6,14 +6,15 @@
 // A sequence of a batch row. Tokens of padding belong to an empty one.
 struct Sequence {
     int first_query, queries, first_key, keys;
-    const int* shifts;  // for each part of the queries, by how many keys diagonals lie further right; null: by none
+    const int* shifts;  // of each part of the queries: by how many keys its diagonals are moved right; null: by none
     int part_queries;
 
     // The key on a query's diagonal. Alignment is to the bottom right.
     __device__ int diagonal(int query) const {
         return query - first_query + first_key + keys - queries + (shifts ? shifts[query / part_queries] : 0);
     }
-    // The first query whose diagonal is at the key or further to the right, of the `parts`; it may be of no sequence.
+    // The first query, among those of all `parts`, whose diagonal is at the key or right of it. It may lie outside of
+    // the sequence.
     __device__ int first_query_from(int key, int parts) const {
         const int unshifted = key - first_key + first_query + queries - keys;
         for (int part = 0; part < parts; ++part) {

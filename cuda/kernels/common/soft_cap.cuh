@@ -16,8 +16,8 @@ __device__ __forceinline__ uint32_t scale_scores(float (&scores)[count], float f
     return bits;
 }
 
-// Scores become logits in units of the cap. Where all of a warp are small beside the cap, as most are, tanh takes
-// less.
+// Scores become logits in units of the cap. Most are small beside the cap, and if all of a warp's are, tanh takes fewer
+// instructions.
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
     if (are_small(scale_scores(scores, 5 * operands.scale))) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOp
     } else {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            // Of an infinite score tanh is finite. It becomes NaN, as in ScoreRow::capped.
+            // tanh of an infinite score is finite. This makes it NaN, as in ScoreRow::capped.
             const float tanh = tanh_of(0.5f * scores[i]);
             scores[i] = ISOLATES ? tanh + 0.0f * scores[i] : tanh;
         }

@@ -25,7 +25,7 @@ __device__ __forceinline__ float odd_polynomial(float x, const float (&coefficie
 // instructions, and none of the special-function unit, which the exponentials keep busy.
 template <bool doubled>
 __device__ __forceinline__ float tanh_within_one(float x) {
-    // Those of x are those of 2x times powers of 2, so that both give the same bits.
+    // Coefficients for x are those for 2x times powers of 2, so that both forms give the same bits.
     constexpr float factor = doubled ? 1 : 4, first = doubled ? 1 : 2;
     constexpr float of_doubled[] = {0.49999997f,   -4.166605e-2f,  4.1641262e-3f, -4.1763304e-4f,
                                     3.9628867e-5f, -3.0289937e-6f, 1.2707795e-7f};
@@ -53,14 +53,15 @@ __device__ __forceinline__ float tanh_within_two_fifths(float x) {
     return odd_polynomial(x, coefficients);
 }
 
-// Whether |x| < 1 for all numbers of a warp, given the OR of the bits of 2x of each; |x| < 0.4, of 5x. For what isn't
-// finite it is not: from 2 on, the exponent's highest bit is set.
+// Whether |x| < 1 for all numbers of a warp, given the OR of the bits of each 2x; or |x| < 0.4, given that of each 5x.
+// Bit 30, the exponent's highest, is set in numbers from 2 on, in infinities and in NaN.
 __device__ __forceinline__ bool are_small(uint32_t bits) { return !__any_sync(all_lanes, bits >> 30 & 1); }
 
 // What is known of the arguments of every tanh of a warp's scores: that |x| < 0.4, that |x| < 1, or nothing.
 enum class TanhRange { two_fifths, one, all };
 
-// That range, given the largest |x| of each thread. It may lack those that are NaN, of which every form makes NaN.
+// The range of a warp's arguments, given the largest |x| of each thread. That may leave out NaN: every form of tanh
+// gives NaN for it.
 __device__ __forceinline__ TanhRange tanh_range(float largest) {
     if (!__any_sync(all_lanes, largest >= 0.4f)) return TanhRange::two_fifths;
     return __any_sync(all_lanes, largest >= 1) ? TanhRange::all : TanhRange::one;

@@ -1,11 +1,11 @@
-// How warps tell others that shared memory is read or written: by one lane's arrival at an mbarrier, when all of them
-// have read, behind __syncwarp or an instruction that the warp's lanes execute together; or by arriving at a named
-// barrier at which others wait.
+// How warps tell others that they have read or written shared memory. Either one lane arrives at an mbarrier, behind
+// __syncwarp or an instruction that all lanes of the warp execute together; or the warp arrives at a named barrier at
+// which others wait.
 //
-//   FOR_RACECHECK   1: as compute-sanitizer's racecheck can follow it (tests/gpu/sanitize.py). It takes none of these
-//                   for an order, and reports what was read before as a race. So each lane arrives, and who tells at a
-//                   named barrier waits there, too. It also loses track of a named barrier where eight warps meet
-//                   again and again, but not if they meet at another one each time they have met there.
+//   FOR_RACECHECK   1: in a form that compute-sanitizer's racecheck can follow (tests/gpu/sanitize.py). Racecheck sees
+//                   no order in either, and reports what was read before as a race. So each lane arrives, and who
+//                   tells at a named barrier waits there, too. Racecheck also loses track of a named barrier at which
+//                   eight warps meet again and again, unless they meet at another one after each time.
 #pragma once
 #include "ptx/warpgroup.cuh"
 

@@ -1,5 +1,5 @@
 // Asynchronous copies of 16 bytes a thread, global → shared (PTX ISA, "cp.async"). They are ordinary accesses: what
-// wgmma reads of them needs a proxy fence behind the wait for them (fence_proxy_async in warpgroup.cuh).
+// wgmma reads of them needs a proxy fence behind the wait for them (fence_shared_for_async in warpgroup.cuh).
 #pragma once
 #include "types.cuh"
 

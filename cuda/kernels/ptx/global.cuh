@@ -54,7 +54,4 @@ __device__ __forceinline__ uint64_t fetch_and_count(uint64_t* address) {
     return before;
 }
 
-// Orders this thread's ordinary accesses to global memory before its later accesses by TMA.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 }  // namespace global

@@ -73,8 +73,12 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Orders this thread's ordinary shared-memory accesses before its later accesses by wgmma and TMA.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's ordinary accesses to shared memory before its later accesses by wgmma and TMA.
+__device__ __forceinline__ void fence_shared_for_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Orders this thread's ordinary accesses to global memory before its later accesses by TMA.
+__device__ __forceinline__ void fence_global_for_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Four 8×8 matrices of 16-bit elements; lane `8·i + r` gives the address of row r of matrix i.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -82,8 +86,3 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t address, uint32_t a, ui
                  "r"(c), "r"(d)
                  : "memory");
 }
-
-// Programmatic dependent launch: waits until the kernels ahead in the stream have completed.
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Programmatic dependent launch: lets the next kernel start before this one ends.
-__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -387,7 +387,7 @@ void wait(uint32_t barrier, uint32_t parity) {
 }
 }  // namespace mbarrier
 
-void fence_proxy_async() { races::fence_proxy(); }
+void fence_shared_for_async() { races::fence_proxy(); }
 
 namespace wgmma {
 namespace {

@@ -5,13 +5,14 @@
 // one query head of the group after the other, so that it sums dK and dV over the group in place. One thread of
 // warpgroup 0 loads; two warpgroups, the consumers, compute dK and dV. dQ is added to a float32 sum in global memory.
 // Scores are computed transposed, keys down and queries across, because the accumulators of Pᵀ and dSᵀ are then the
-// register operands of dV += PᵀdO and dK += dSᵀQ. How the work on a block and 128 keys is shared:
+// register operands of dV += PᵀdO and dK += dSᵀQ. How two consumers share the work on a block:
 //
-//   keys      (split_keys.cuh)      each consumer owns 64 of the keys, and hands their dS to a third
-//             warpgroup, which computes dQ, so that none waits for another one's dS: head dims up to 128;
-//   products  (split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64
-//             keys, and both dQ: larger head dims, where the registers of a warpgroup hold one gradient. Two CTAs
-//             may share a tile, and each then computes half of dQ's columns.
+//   keys      (split_keys.cuh)      each owns 64 of the tile's 128 keys, and hands their dS to a third warpgroup,
+//             which computes dQ, so that none waits for another one's dS: head dims up to 128, without score
+//             modifications;
+//   products  (split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64 keys, and both
+//             share dQ: larger head dims, or a score modification, where a warpgroup's registers hold one gradient.
+//             Above head dim 128 two CTAs share a tile of 128 keys, and each computes half of dQ's columns.
 #include "parameters.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"

@@ -13,8 +13,8 @@
 enum Barrier {
     d_scores_written = 1,
     probabilities_full,
-    ping_pong,            // and the next: one a consumer
-    own = ping_pong + 2,  // and the next two: one a consumer, one for dQ
+    pingpong,            // and the next: one a consumer
+    own = pingpong + 2,  // and the next two: one a consumer, one for dQ
     score_grad_full = own + 3,
 };
 

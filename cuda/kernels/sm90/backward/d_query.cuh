@@ -24,7 +24,7 @@ __device__ __forceinline__ void stage_d_query(const float (&d_query)[count], uns
     for (int i = 0; i < count; i += 4) {
         vectors[i / 4 * 128] = {d_query[i], d_query[i + 1], d_query[i + 2], d_query[i + 3]};
     }
-    fence_proxy_async();
+    fence_shared_for_async();
 }
 
 // Adds a tile of dQ to the sum by TMA, from `staged` bytes into the shared memory for dQ. All threads of a warpgroup,

@@ -7,6 +7,7 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/backward/call.cuh"
 
 // Counts what the adding thread has added to, span after span.
@@ -33,7 +34,7 @@ __device__ __forceinline__ void add_staged_block(const Call& call, DqSlot& slot,
         const int row_tile = tile / DqBlock::column_tiles, column_tile = tile % DqBlock::column_tiles;
         const int first_chunk = column_tile * DqBlock::tile_columns / 8;
         mbarrier::wait(shared.dq_full(slot.stage), slot.parity);
-        global::fence_proxy_async();  // what other CTAs wrote: zeros (wait_for_dq_accum_slot)
+        fence_global_for_async();  // what other CTAs wrote: zeros (wait_for_dq_accum_slot)
         float* const destination = sum + 64 * 8 * (row_tile * DqBlock::chunks + first_chunk);
         const int bytes = min(DqBlock::tile_bytes, (DqBlock::chunks - first_chunk) * DqBlock::chunk_bytes);
         if (is_first) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                 settle();  // somebody may wait for it
                 __nanosleep(200);
             }
-            global::fence_proxy_async();
+            fence_global_for_async();
             for (int unit = 0; unit < min(units, Traits::writer_stages); ++unit) {
                 load(unit, (slot.stage + unit) % Traits::writer_stages);
             }
@@ -197,7 +198,7 @@ __device__ __forceinline__ void write_d_query(const Call& call, int writer) {
                 for (int i = 0; i < 8; ++i) zeros[i * 32] = {0, 0, 0, 0};
             }
             destination += 16;
-            fence_proxy_async();
+            fence_shared_for_async();
             __syncwarp();
             if (lane == 0 && unit + Traits::writer_stages < units) load(unit + Traits::writer_stages, slot.stage);
             slot.advance();

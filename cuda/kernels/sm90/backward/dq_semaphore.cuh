@@ -1,6 +1,7 @@
 // The semaphore of each sum of a block of dQ, which makes tiles add to it in a fixed order (dq_order.cuh).
 #pragma once
 #include "ptx/global.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/backward/call.cuh"
 
 __device__ __forceinline__ int* semaphore_of(const Call& call, const Work& work, int head, int block) {
@@ -12,7 +13,7 @@ __device__ __forceinline__ void acquire_semaphore(const Call& call, const Work& 
     const int before = call.rank(work, block) * Traits::cluster;
     while (!global::has_reached(semaphore, before)) {
     }
-    global::fence_proxy_async();
+    fence_global_for_async();
 }
 
 // One thread says that a CTA's additions are there. The thread must have seen them completed, or those that told it.

@@ -38,7 +38,7 @@ __device__ __forceinline__ void clean_block(const SharedMemory& shared, int stag
             *reinterpret_cast<uint4*>(shared.data + offset + at) = {0, 0, 0, 0};
         }
     }
-    fence_proxy_async();
+    fence_shared_for_async();
     mbarrier::arrive(full);
 }
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ void isolate_keys(float (&scores)[score_count], unsig
         uint4 values = *chunk;
         if (make_finite(values)) *chunk = values;
     }
-    fence_proxy_async();
+    fence_shared_for_async();
 #pragma unroll
     for (int i = 0; i < score_count; ++i) scores[i] = scores[i] == scores[i] ? scores[i] : 0;
 }
@@ -101,7 +101,7 @@ __device__ __forceinline__ void isolate_peer_keys(const SharedMemory& shared) {
         chunks[i] = values;
         found = true;
     }
-    if (found) fence_proxy_async();
+    if (found) fence_shared_for_async();
 }
 
 // Sets dPᵀ to zero where Pᵀ is, if V of one of a warp's keys isn't finite: then no dP of that key is, of which a thread

@@ -107,7 +107,7 @@ struct KeyConsumer {
         if (arrives(lane)) release(shared.d_out_empty(slot.stage));
         convert_operand(operand, d_scores);
         store_d_scores(operand, shared.d_scores_buffer(0), 0);
-        fence_proxy_async();
+        fence_shared_for_async();
         tell(d_scores_written, 256);
         __syncwarp();
         if (Traits::cluster > 1 && lane == 0) exchange_d_scores(shared, warp, d_scores_slot.parity);

@@ -162,7 +162,7 @@ __device__ __forceinline__ void hand_over_d_scores(const SharedMemory& shared, D
                                                    const uint32_t (&operand)[query_steps][4], int first_row) {
     mbarrier::wait(shared.d_scores_empty(slot.stage), slot.parity ^ 1);
     store_d_scores(operand, shared.d_scores_buffer(slot.stage), first_row);
-    fence_proxy_async();
+    fence_shared_for_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier::arrive(shared.d_scores_full(slot.stage));
     slot.advance();
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_gradient(const float (&gradient)[count], f
                         convert<Traits::Element>(gradient[i + 4] * factor, gradient[i + 5] * factor),
                         convert<Traits::Element>(gradient[i + 6] * factor, gradient[i + 7] * factor));
     }
-    fence_proxy_async();
+    fence_shared_for_async();
     named_barrier_sync(barrier, 128);
     if (threadIdx.x % 128 == 0) {
 #pragma unroll

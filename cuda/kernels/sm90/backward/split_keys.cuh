@@ -18,8 +18,8 @@
 
 // Ping-pong: the consumers alternate on the tensor cores. Left alone they fall into step, and neither has products to
 // run while both compute exponentials.
-__device__ __forceinline__ void wait_for_ping_pong(int consumer) { named_barrier_sync(ping_pong + consumer, 256); }
-__device__ __forceinline__ void pass_ping_pong(int consumer) { named_barrier_arrive(ping_pong + (consumer ^ 1), 256); }
+__device__ __forceinline__ void pingpong_wait(int consumer) { named_barrier_sync(pingpong + consumer, 256); }
+__device__ __forceinline__ void pingpong_signal(int consumer) { named_barrier_arrive(pingpong + (consumer ^ 1), 256); }
 
 // Masks a block's scores by positions or metadata, and by the user's function of masks. `first_key` is the warpgroup's,
 // `key` the thread's first one.
@@ -70,7 +70,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
     DScoresSlot d_scores_slot;
     PipelineState<1> value_slot;
     constexpr bool in_value_place = Traits::gradients_in_value_place;
-    if (consumer == 1) pass_ping_pong(consumer);  // consumer 0 goes first
+    if (consumer == 1) pingpong_signal(consumer);  // consumer 0 goes first
 
     call.for_each_tile([&](const Work& work, const KeySlot& key_slot) __attribute__((always_inline)) {
         // K lies elsewhere in each tile. In uniform registers from here on, as descriptors are else found in each step.
@@ -120,7 +120,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             const int stage = slot.stage;
             uint32_t d_scores_operand[query_steps][4];
 
-            wait_for_ping_pong(consumer);
+            pingpong_wait(consumer);
             mbarrier::wait(shared.d_out_full(stage), slot.parity);
             issue_scores<0, value_steps>(scores, value_operand, shared.d_out_block(stage));
             if constexpr (Traits::dropout) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             } else {
                 issue_gradient(d_value, probabilities, shared.d_out_block(stage));
             }
-            pass_ping_pong(consumer);
+            pingpong_signal(consumer);
             wgmma::wait<0>();
             wgmma::pin(scores);
             wgmma::pin(d_value);
@@ -141,12 +141,12 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
             if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
 
-            wait_for_ping_pong(consumer);
+            pingpong_wait(consumer);
             issue_gradient(d_key, d_scores_operand, shared.query_block(stage));
             slot.advance();
             now.advance(work.blocks, work.order);
             if (!last) issue_block_scores();
-            pass_ping_pong(consumer);
+            pingpong_signal(consumer);
             if (last) {
                 if constexpr (in_value_place && !Traits::key_sums) store_value_gradient();
                 wgmma::wait<0>();

@@ -1,9 +1,10 @@
 // What the consumers share that split the products of a block of 64 keys: one computes Sᵀ and P, and owns dV
 // (value_consumer.cuh); the other computes dPᵀ and dS, and owns dK (key_consumer.cuh).
 //
-// The float32 sums of dQ are what limits these head dims, as a CTA has room for 64 keys. So two CTAs, a cluster, may
-// hold the 128 keys of a tile and visit the same blocks of queries. They exchange dS, and each computes half of dQ's
-// columns, over both CTAs' keys: a block's sums are added to once for 128 keys. Blocks are loaded once for both, too.
+// A CTA has room for 64 keys, and above head dim 128 additions to the float32 sums of dQ are the limit. So there two
+// CTAs, a cluster, hold the 128 keys of a tile and visit the same blocks of queries. They exchange dS, and each
+// computes half of dQ's columns, over both CTAs' keys: a block's sums are added to once for 128 keys. Blocks are loaded
+// once for both, too.
 //
 // So that the tensor cores have work while a consumer waits or computes, the order within a block is
 //

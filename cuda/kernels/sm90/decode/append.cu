@@ -2,6 +2,7 @@
 //
 // Defines: ELEMENT, CACHE_ELEMENT, ROTARY, as in traits.cuh.
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/append.cuh"
@@ -22,5 +23,5 @@ extern "C" __global__ void __launch_bounds__(threads) decode_append(const __grid
         append_chunk(call, static_cast<int>(token / shape.appended), static_cast<int>(token % shape.appended),
                      static_cast<int>(row % shape.key_heads), static_cast<int>(i % call.chunks()));
     }
-    global::fence_proxy_async();  // the decode kernel reads the cache by TMA
+    fence_global_for_async();  // the decode kernel reads the cache by TMA
 }

@@ -1,6 +1,7 @@
 // How the producer sees to it that new keys are in the cache before it loads them. `begin` is called at the start of a
 // part of a tile, `before` ahead of each block, `end` behind the last.
 #pragma once
+#include "ptx/dependent_launch.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/append.cuh"
@@ -58,7 +59,7 @@ private:
             append_chunk(call, tile.batch, token + i / chunks, tile.key_head, i % chunks);
         }
         token = end_token;
-        global::fence_proxy_async();  // TMA will read them
+        fence_global_for_async();  // TMA will read them
         __syncwarp();
     }
 };

@@ -44,7 +44,7 @@ __device__ __forceinline__ void rotate_query(const ConsumerCall& call, const Til
         *reinterpret_cast<uint4*>(call.shared.data + offset) = rotated_chunk<Traits::Element, ROTARY>(
             call.shared.plain_row(tile_stage, index), chunk, call.rotary, position);
     }
-    fence_proxy_async();
+    fence_shared_for_async();
     sync_consumers();
 }
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void clean_values(const SharedMemory& shared, int sta
             }
         }
     }
-    fence_proxy_async();
+    fence_shared_for_async();
     sync_consumers();
 }
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
         if constexpr (Traits::widens) {
             widen_block<Traits::head_dim>(shared, shared.key_block(stage), shared.key_operand(stage));
         } else if constexpr (Traits::gathers) {
-            fence_proxy_async();
+            fence_shared_for_async();
         }
         multiply_keys(scores, query, first_key + stage * key_step);
         make_logits(scores, call, rows, first);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void attend(const ConsumerCall& call, Ring& ring, con
         if constexpr (Traits::widens) {
             widen_block<Traits::value_dim>(shared, shared.value_block(stage), shared.value_operand(stage));
         } else if constexpr (Traits::gathers) {
-            fence_proxy_async();
+            fence_shared_for_async();
         }
         if (has_missing || first < tile.keys.begin || end > tile.keys.end) {
             clean_values(shared, stage, tile, first, has_missing);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
             if constexpr (Traits::rotary) {
                 rotate_query(call, tile, stage);
             } else if constexpr (!Traits::by_warps && !Traits::query_by_tma) {
-                fence_proxy_async();  // Q has come by asynchronous copies, and wgmma reads it
+                fence_shared_for_async();  // Q has come by asynchronous copies, and wgmma reads it
             }
             if constexpr (Traits::by_warps) {
                 WarpTile(call, tile, stage, out, softmax).attend(ring);

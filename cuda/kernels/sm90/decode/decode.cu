@@ -15,6 +15,7 @@
 // If a kernel of its own appends (append.cu), it has waited for all kernels ahead of it before this one starts. So this
 // one waits for it only where it reads what that one writes, and at its end, so that kernels behind it needn't know.
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "sm90/decode/consumer.cuh"
 #include "sm90/decode/load.cuh"
 #include "sm90/decode/unused_rows.cuh"

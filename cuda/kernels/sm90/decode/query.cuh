@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_first_query(const SharedMemory& shared, con
     if (!tile.exists() || tile.first == tile.last) return;
     copy_query<Traits::consumer_threads>(shared, shape, query, tile, tile_stage, threadIdx.x);
     async_copy::wait_for_own();
-    fence_proxy_async();  // wgmma reads it
+    fence_shared_for_async();  // wgmma reads it
     sync_consumers();
 }
 

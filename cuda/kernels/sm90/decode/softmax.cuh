@@ -2,13 +2,9 @@
 // arXiv:1805.02867). Logits are in base 2, but natural where a score modification makes them: the lowest float, which
 // is what users add to hide keys, would not be finite in base 2. Of natural logits, differences are converted.
 #pragma once
-#include "sm90/decode/row_result.cuh"
+#include "common/accumulator.cuh"
+#include "common/row_result.cuh"
 #include "sm90/decode/traits.cuh"
-
-// Element i of a thread's accumulator lies in row `row_of(i)` of the thread's two rows, which are 8 apart …
-__device__ constexpr int row_of(int i) { return i / 2 % 2; }
-// … and in this column, to which a thread adds 2·(lane % 4).
-__device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
 struct OnlineSoftmax {
     float row_max[2] = {initial_max, initial_max};

@@ -1,5 +1,6 @@
 // How a consumer warp writes the rows of a tile, or of a part of it.
 #pragma once
+#include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode/partials.cuh"
 #include "sm90/decode/softmax.cuh"
@@ -8,6 +9,11 @@ struct Results {
     Traits::Element* out;  // (B, T, N, V)
     float* lse;            // (B, N, T)
 };
+
+// The natural logit of a head's sink, -inf if heads have none.
+__device__ __forceinline__ float sink_of(const float* sinks, int head) {
+    return sinks ? global::read_only(sinks + head) : -infinity;
+}
 
 using TilePartials = Partials<Traits::query_rows, Traits::value_dim>;
 

@@ -67,7 +67,7 @@ struct WarpTile {
                 four = is_there ? uint2{in_float16(four.x, factor[r]), in_float16(four.y, factor[r])} : uint2{0, 0};
             }
         }
-        if constexpr (Traits::query_by_tma) fence_proxy_async();  // TMA copies the next tile's Q to the same place
+        if constexpr (Traits::query_by_tma) fence_shared_for_async();  // TMA copies the next tile's Q to the same place
         sync_consumers();
     }
     __device__ static __forceinline__ uint32_t in_float16(uint32_t pair, float factor) {

@@ -33,6 +33,6 @@ __device__ __forceinline__ void widen_block(const SharedMemory& shared, int narr
         *reinterpret_cast<uint4*>(panel + descriptor::swizzled_offset(row, place)) = high_first ? high : low;
         *reinterpret_cast<uint4*>(panel + descriptor::swizzled_offset(row, place ^ 1)) = high_first ? low : high;
     }
-    fence_proxy_async();
+    fence_shared_for_async();
     sync_consumers();
 }

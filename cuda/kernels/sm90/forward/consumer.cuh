@@ -264,8 +264,8 @@ struct TileConsumer {
         return fmaxf(call.scale_log2 * factors.score, least_normal);
     }
 
-    // O is to be summed in the unit of the block's values from here on. In a unit less than 2^-80 of the one before, O
-    // might be infinite, so such values count as multiples of that.
+    // From here on O is summed in the unit of the block's values. In a unit below 2^-80 of the one before, O might
+    // become infinite, so 2^-80 of the one before is used instead.
     __device__ __forceinline__ void change_out_unit() {
         if (factors.value == out_unit) return;
         const float change = fminf(divide_full(out_unit, factors.value), 0x1p80f);
@@ -367,7 +367,7 @@ struct TileConsumer {
 
 // ---------------------------------------------------------------------------------------- the role
 
-// Where there are no more tiles: whether the role ends here. Otherwise tiles come again, to be repeated.
+// Called when there are no more tiles. Returns whether the role ends; if not, tiles that are to be repeated follow.
 __device__ __forceinline__ bool ends(const ConsumerCall& call, ConsumerRings& rings, int lane) {
     const SharedMemory& shared = call.shared;
     if (!Traits::isolates || is_repeat(shared)) return true;
@@ -403,7 +403,7 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         OnlineSoftmax softmax;
         auto finalize = [&]() __attribute__((always_inline)) {
             softmax.finalize(normalise, row_lse, [&](int r) { return call.sinks.of_row(tile, row + 8 * r); });
-            // The first time is right for all rows: scores of hidden keys are -inf, whatever they were.
+            // A repeat doesn't write it: the first lse is right for all rows, as scores of hidden keys are set to -inf.
             if (!is_repeat(shared)) write_lse(row_lse, call.results, call.shape, tile, row);
             for (float& factor : normalise) factor = with_dropout(factor, call.dropout.factor);
             if constexpr (Traits::is_float8) {
@@ -436,13 +436,13 @@ __device__ __forceinline__ void consume(const ConsumerCall& call) {
         }
         const bool repeats = is_repeat(shared);
         const int first_row = tile.first_row + 16 * warp;
-        bool finds;
+        bool is_spoiled;
         if constexpr (Traits::wide_results) {
-            finds = write_wide_out(out, normalise, call.results, call.shape, tile, first_row, repeats);
+            is_spoiled = write_wide_out(out, normalise, call.results, call.shape, tile, first_row, repeats);
         } else {
-            finds = write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape, tile,
-                              first_row, repeats);
+            is_spoiled = write_out(out, normalise, call.results, shared, shared.staging_offset(warp), call.shape, tile,
+                                   first_row, repeats);
         }
-        if (finds && !repeats) note_repeat(shared, call.next_repeat, call.partials, call.shape, tile, warp);
+        if (is_spoiled && !repeats) note_repeat(shared, call.next_repeat, call.partials, call.shape, tile, warp);
     }
 }

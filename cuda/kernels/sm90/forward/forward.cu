@@ -8,6 +8,7 @@
 //   consumers  consumer.cuh  each of the other warpgroups computes 64 rows of the tile: S = QK^T, online softmax,
 //                            O += PV with P straight from registers
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/load.cuh"
 #include "sm90/forward/load_repeat.cuh"

@@ -25,6 +25,6 @@ __device__ __forceinline__ void clean_hidden_values(const SharedMemory& shared, 
         unsigned char* const block = shared.data + SharedMemory::value + stage * Traits::value_bytes;
         *reinterpret_cast<uint4*>(block + panel + descriptor::swizzled_offset(row, chunk % row_chunks)) = {0, 0, 0, 0};
     }
-    fence_proxy_async();
+    fence_shared_for_async();
     named_barrier_sync(barrier, threads);
 }

@@ -3,9 +3,9 @@
 #pragma once
 #include "parameters.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/warpgroup.cuh"
 #include "sm90/forward/packed_queries.cuh"
 #include "sm90/forward/pages.cuh"
 #include "sm90/forward/tile_scheduler.cuh"
@@ -125,8 +125,8 @@ __device__ __forceinline__ void load_value(const LoadCall& call, const Rings& ri
     }
 }
 
-// Tiles come by stride. Where they take unequally long they come from the counter `next_tile`, which all CTAs share.
-// After those come the skipped tiles, by stride, or this CTA's share of the split tiles.
+// A CTA takes tiles by stride or, if tiles take unequally long, from the counter `next_tile`, which all CTAs share.
+// After those it takes skipped tiles, by stride, or its share of the split tiles.
 //
 // Blocks go from the last to the first. K is loaded one block ahead of V, as consumers use it. With two stages for Q,
 // the next tile is taken, and its Q loaded, before the end of this one.

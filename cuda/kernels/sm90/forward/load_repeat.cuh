@@ -1,6 +1,7 @@
 // Loads for repeats (repeat.cuh): a warp loads tiles again, block by block, and replaces what isn't finite in V.
 // Consumers don't know: K and V of a block are full for them when they are clean.
 #pragma once
+#include "ptx/warpgroup.cuh"
 #include "common/finite.cuh"
 #include "sm90/forward/load.cuh"
 #include "sm90/forward/repeat.cuh"
@@ -50,7 +51,7 @@ __device__ __forceinline__ void repeat_blocks(const LoadCall& call, int query_st
         __syncwarp();
         mbarrier::wait(shared.block_landed(), shared.repeats().landed_parity);
         clean_block(shared, rings.key.stage);
-        fence_proxy_async();
+        fence_shared_for_async();
         __syncwarp();
         if (elect_one()) {
             mbarrier::arrive(shared.key_full(rings.key.stage));
@@ -64,8 +65,8 @@ __device__ __forceinline__ void repeat_blocks(const LoadCall& call, int query_st
     }
 }
 
-// Loads a tile again. `tile` returns it, and is called by one lane. A generic lambda can't do this: NVRTC 13.0 refuses
-// them.
+// Loads the tile again that `tile` returns, which one lane calls. This is no lambda, as it would have to be a generic
+// one, which NVRTC 13.0 refuses.
 template <class TileOf>
 __device__ __forceinline__ void repeat_tile(const LoadCall& call, Rings& rings, const TileOf& tile) {
     const int query_stage = rings.query.stage;
@@ -76,8 +77,8 @@ __device__ __forceinline__ void repeat_tile(const LoadCall& call, Rings& rings, 
 }
 
 // Waits until all tiles have been computed, and loads those again that the consumers noted. A warp of its own does
-// this, so that the producer is as it would be without. `arrived` is that of Partials. What the lanes know of their
-// progress is in shared memory, as they have few registers.
+// this, so that the producer's code is the same as without repeats. `arrived` is that of Partials. The warp keeps its
+// progress in shared memory, as it has few registers.
 __device__ __forceinline__ void repeat_tiles(const LoadCall& call, const int* next_repeat, const int* arrived) {
     const SharedMemory& shared = call.shared;
     Rings& rings = shared.rings_of_repeats();

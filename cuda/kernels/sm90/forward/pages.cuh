@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_pages(uint32_t destination, const TensorMap
     }
 }
 
-// Sets the scores of those of a block's keys to -inf that are on missing pages.
+// Sets the scores of a block's keys that are on missing pages to -inf.
 template <int count>
 __device__ __forceinline__ void mask_missing_pages(float (&scores)[count], const PageTable& table, int batch,
                                                    int block) {

@@ -5,14 +5,11 @@
 // which users add to scores to hide keys, would not be finite in base 2.
 #pragma once
 #include "ptx/math.cuh"
+#include "common/accumulator.cuh"
 #include "common/constants.cuh"
+#include "common/row_result.cuh"
 #include "common/score_traits.cuh"
 #include "sm90/forward/traits.cuh"
-
-// Element i of a thread's accumulator lies in row `row_of(i)` of the thread's two rows, which are 8 apart …
-__device__ constexpr int row_of(int i) { return i / 2 % 2; }
-// … and in this column, to which a thread adds 2·(lane % 4).
-__device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 
 struct OnlineSoftmax {
     static constexpr bool natural = ScoreTraits::natural_logits;
@@ -23,21 +20,20 @@ struct OnlineSoftmax {
     // In e4m3, probabilities between 2^-6 and 2^8 keep all their bits. So those of the maximum are at 2^6 to 2^8.
     static constexpr float exponent_offset = Traits::is_float8 ? 6 : 0;
     static constexpr float rescale_threshold = (natural ? ln_2 : 1) * (8 - exponent_offset);
-    // The maximum of a row that has seen no key. Finite, so that scores of -inf give 0 and not NaN.
-    static constexpr float initial_max = lowest_float;
 
     float row_max[2] = {initial_max, initial_max};  // of scaled scores, or of logits
     float row_sum[2] = {0.0f, 0.0f};                // over this thread's columns; `finalize` adds the other lanes'
     float rescale[2];  // factor of earlier probabilities, and of the output so far
 
     // The exponent of a natural logit x is (x − base(row_max)) · log2(e) − shift(row_max). Where the maximum is
-    // moderate the base is 0, and that is one instruction. A large one's shift would be rounded by whole numbers.
+    // moderate, the base is 0, and the exponent takes one instruction. The shift of a large maximum would be rounded to
+    // whole numbers or coarser.
     __device__ static __forceinline__ bool is_moderate(float max) { return fabsf(max) < 0x1p16f; }
     __device__ static __forceinline__ float base(float max) { return is_moderate(max) ? 0 : max; }
     __device__ static __forceinline__ float shift(float max) {
         return is_moderate(max) ? __fmaf_rn(max, log2_e, -exponent_offset) : -exponent_offset;
     }
-    // The exponent of the maximum: what rounding of the shift leaves, and exponent_offset.
+    // The exponent of the maximum itself: exponent_offset, and the rounding error of the shift.
     __device__ static __forceinline__ float max_exponent(float max) {
         return is_moderate(max) ? __fmaf_rn(max, log2_e, -shift(max)) : exponent_offset;
     }
@@ -46,10 +42,6 @@ struct OnlineSoftmax {
     __device__ static __forceinline__ float change_of_max(float from, float to) {
         if constexpr (!natural) return exp2_approx(from - to);
         return exp2_approx(__fmaf_rn(from - to, log2_e, max_exponent(to) - max_exponent(from)));
-    }
-    // The exponential of a difference of what `row_max` is a maximum of.
-    __device__ static __forceinline__ float exponential(float difference) {
-        return exp2_approx(natural ? difference * log2_e : difference);
     }
 
     // Updates the maximum of the thread's row `r` from a block's scores, and returns whether it was raised. The
@@ -80,7 +72,7 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = begin; i < end; ++i) {
                 const float max = Traits::is_float8 ? row_max[row_of(i)] - exponent_offset : row_max[row_of(i)];
-                scores[i] = exponential(scores[i] * scale - max);
+                scores[i] = exponential<natural>(scores[i] * scale - max);
                 row_sum[row_of(i)] += scores[i];
             }
         }
@@ -105,31 +97,18 @@ struct OnlineSoftmax {
         for (int i = begin; i < end; ++i) row_sum[row_of(i)] += scores[i];
     }
 
-    // Gives the factor that normalises the output, and the row's natural log-sum-exp. They are 0 and -inf for a row
-    // that saw no key, and NaN where a logit was. Where huge logits left nothing after rounding, the factor is 0, and
-    // the log-sum-exp is their maximum.
+    // Gives the factor that normalises the output, and the row's natural log-sum-exp (finish_row). `sink` gives the
+    // natural logit of a row's sink.
     template <class Sink>
     __device__ __forceinline__ void finalize(float (&normalise)[2], float (&lse)[2], Sink sink) {
-        constexpr float least_sum = 0x1p-126f;  // the inverse of a smaller one is not finite
-        constexpr float to_natural = natural ? 1 : ln_2;
-        constexpr float offset = natural ? 0 : exponent_offset;  // that sums of probabilities have here
+        constexpr int offset = natural ? 0 : static_cast<int>(exponent_offset);  // that sums of probabilities have here
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = quad_sum(row_sum[r]);
-            const bool is_left = !(sum < least_sum);  // NaN is
-            float max = row_max[r], factor = 1;
-            if constexpr (natural) factor = exp2_approx(-max_exponent(max));
-            float total = sum * factor;
-            if constexpr (Traits::sinks) {
-                const float logit = sink(r) * (natural ? 1 : log2_e);
-                max = fmaxf(max, logit);
-                factor *= exponential(row_max[r] - max);
-                total = sum * factor + exponential(offset != 0 ? logit - max + offset : logit - max);
-            }
-            normalise[r] = is_left ? factor * reciprocal_approx(total) : 0;
-            const float log_of_total = (log2_approx(total < least_sum ? least_sum : total) - offset) * ln_2;
-            const bool saw_key = is_left || row_max[r] > initial_max;
-            lse[r] = saw_key ? max * to_natural + log_of_total : -infinity;
+            float correction = 1, logit = -infinity;
+            if constexpr (natural) correction = exp2_approx(-max_exponent(row_max[r]));
+            if constexpr (Traits::sinks) logit = sink(r);
+            finish_row<natural, Traits::sinks, offset>(row_max[r], sum, logit, correction, normalise[r], lse[r]);
         }
     }
 };

@@ -26,7 +26,7 @@ __device__ __forceinline__ bool combine_partials(float (&out)[out_count], Online
     const int first_cta = split_kv.owner(tile.split_tile * split_kv.tile_blocks);
     const int last_cta = split_kv.owner((tile.split_tile + 1) * split_kv.tile_blocks - 1);
     if (first_cta == last_cta) return true;
-    // Both the CTA and the split tile rise from partial to partial, and one of them by one: their sum numbers partials.
+    // From one partial to the next, the CTA or the split tile rises, and neither falls: their sum numbers the partials.
     auto partial_of = [&](int cta) {
         return partials.partials + (static_cast<int64_t>(cta + tile.split_tile) * warps + warp) * floats * 32 + lane;
     };

@@ -71,7 +71,7 @@ __device__ __forceinline__ bool write_out(const float (&out)[Traits::value_dim /
             inside[k] = inside[k] && factor == factor;
         }
     }
-    uint32_t sums = 0;  // of the columns of the first of the lane's rows, which are all of the warp's columns
+    uint32_t sums = 0;  // of the lane's columns in the first of its rows; all lanes together have all columns
 #pragma unroll
     for (int panel = 0; panel < Traits::out_panels; ++panel) {
 #pragma unroll

@@ -14,7 +14,7 @@ __device__ __forceinline__ Position position_of(int row, const Shape& shape) {
 __device__ __forceinline__ int head_of(int row, const Tile& tile) { return tile.head + row % Traits::pack_gqa; }
 __device__ __forceinline__ int row_count(const Shape& shape) { return shape.queries * Traits::pack_gqa; }
 __device__ __forceinline__ int row_tiles(const Shape& shape) { return ceil_div(row_count(shape), Traits::rows); }
-// The row tiles that have queries. If queries are packed, the kernel ahead counts these, so ask once that has ended.
+// The row tiles that have queries. If queries are packed, the kernel ahead counts these: call this after it has ended.
 __device__ __forceinline__ int used_row_tiles(const Shape& shape) {
 #if PACKED
     return *shape.packed.used_slots;

@@ -9,6 +9,7 @@
 // Defines: ELEMENT; ROTARY, as in sm90/decode/traits.cuh; TILE_GROUPS, groups of 64 rows in a tile of the forward
 // kernel; BLOCK_KEYS, its KEYS; PACK_GQA, PAGE and PACKED, as there.
 #include "parameters.cuh"
+#include "ptx/dependent_launch.cuh"
 #include "ptx/global.cuh"
 #include "ptx/warpgroup.cuh"
 #include "common/mask_metadata.cuh"
@@ -142,5 +143,5 @@ extern "C" __global__ void __launch_bounds__(threads)
 #pragma unroll 1
         for (int64_t i = first; i < chunks; i += stride) rotate(parameters, i);
     }
-    global::fence_proxy_async();  // the forward kernel reads queries by TMA, and metadata by bulk copies
+    fence_global_for_async();  // the forward kernel reads queries by TMA, and metadata by bulk copies
 }

@@ -31,6 +31,5 @@ inline uint64_t fetch_and_count(uint64_t* address) {
     emulator::progressed();
     return (*address)++;
 }
-inline void fence_proxy_async() {}
 
 }  // namespace global

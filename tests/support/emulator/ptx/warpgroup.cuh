@@ -12,9 +12,8 @@ inline int reload_thread_index() { return threadIdx.x; }
 inline uint32_t reload_uniform(uint32_t value) { return value; }
 inline float volatile_load(const float& x) { return x; }
 inline int warp_index() { return threadIdx.x / 32; }
-void fence_proxy_async();
-inline void wait_for_previous_kernel() {}
-inline void allow_next_kernel() {}
+void fence_shared_for_async();
+inline void fence_global_for_async() {}
 template <int count>
 void release_registers() {}
 template <int count>
