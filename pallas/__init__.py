@@ -35,7 +35,7 @@ def supports(spec: AttentionSpec, shapes: Operands, device: Device) -> str | Non
     spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
     if (why_not := _call_reason(spec, shapes)) is not None:
         return why_not
-    if lowering.is_float8(spec, shapes):
+    if lowering.runs_in_float8(spec, shapes):
         return lowering.mosaic_reason(spec, shapes, device)
     if not lowering.allowed(lowering.TRITON):
         return lowering.mosaic_reason(spec, shapes, device)
@@ -77,7 +77,7 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
     """The kernels that would run, and their tile shapes."""
     if not lowering.takes_offsets(spec, shapes, device):
         spec, shapes = _varlen_unpacking.unpacked_shapes(spec, shapes)
-    of_16_bits = not lowering.is_float8(spec, shapes)
+    of_16_bits = not lowering.runs_in_float8(spec, shapes)
     if of_16_bits and packed_rows.suits(shapes) and lowering.mosaic_reason(spec, shapes, device) is None:
         spec, shapes = packed_rows.packed_shapes(spec, shapes)
     forward = _describe_forward(spec, shapes, device)
@@ -87,8 +87,8 @@ def describe(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
 
 
 def _describe_forward(spec: AttentionSpec, shapes: Operands, device: Device) -> str:
-    if lowering.is_float8(spec, shapes):
-        return f"Mosaic GPU forward in 8 bits ({mosaic_tiles.forward(head_dims.padded_sizes(shapes), True)})"
+    if lowering.runs_in_float8(spec, shapes):
+        return f"Mosaic GPU forward in e4m3 ({mosaic_tiles.forward(head_dims.padded_sizes(shapes), True)})"
     if lowering.mosaic_reason(spec, shapes, device) is None:
         return f"Mosaic GPU forward ({mosaic_tiles.forward(head_dims.padded_sizes(shapes))})"
     return f"Triton forward ({triton_tiles.choose(spec, shapes, device).forward})"
@@ -117,7 +117,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
         return _varlen_unpacking.forward(forward, spec, operands)
     if _query_parts.are_several(operands):
         return _query_parts.forward(forward, spec, operands)
-    if lowering.is_float8(spec, operands):
+    if lowering.runs_in_float8(spec, operands):
         from .mosaic import forward_float8
 
         config = mosaic_tiles.forward(head_dims.padded_sizes(operands), float8=True)

@@ -3,11 +3,7 @@
 The environment variable `JAX_FLASH_PALLAS` set to "mosaic" or "triton" allows only that one.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator
-
-import jax
 
 from jax_flash import _float8, _slower, _varlen_unpacking
 from jax_flash._device import Device
@@ -18,9 +14,9 @@ from .mosaic import head_dims
 from .mosaic import tiles as mosaic_tiles
 
 MOSAIC, TRITON = "mosaic", "triton"
-_KNOWN_IN_8_BITS = ("logits_soft_cap", "sinks")  # options that the Mosaic GPU kernels take
-_KNOWN = (
-    *_KNOWN_IN_8_BITS,
+_KNOWN_FLOAT8 = ("logits_soft_cap", "sinks")  # options that the Mosaic GPU kernel on e4m3 numbers takes
+_KNOWN = (  # and those on 16-bit ones
+    *_KNOWN_FLOAT8,
     "query_seq_lengths",
     "key_value_seq_lengths",
     "query_segment_ids",
@@ -28,31 +24,17 @@ _KNOWN = (
 )
 _ENVIRONMENT = "JAX_FLASH_PALLAS"
 
-# Not a context variable: XLA asks for the body of a partitioned computation from a thread of its own.
-_only: str | None = None
-
-
-@contextlib.contextmanager
-def only(name: str) -> Iterator[None]:
-    """Allow no other lowering, as the environment variable does: for tests.
-
-    What JAX has traced is forgotten, since its caches don't know of the choice.
-    """
-    global _only
-    before, _only = _only, name
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        _only = before
-        jax.clear_caches()
-
 
 def allowed(name: str) -> bool:
-    chosen = _only or os.environ.get(_ENVIRONMENT)
-    if chosen not in (None, "", MOSAIC, TRITON):
+    return _only_allowed() in (None, name)
+
+
+def _only_allowed() -> str | None:
+    """The lowering that alone is allowed; None if both are."""
+    chosen = os.environ.get(_ENVIRONMENT) or None
+    if chosen not in (None, MOSAIC, TRITON):
         raise ValueError(f'{_ENVIRONMENT} must be "{MOSAIC}" or "{TRITON}", not "{chosen}"')
-    return not chosen or chosen == name
+    return chosen
 
 
 def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str | None:
@@ -62,18 +44,18 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
     if compat.interpreting():
         if not compat.mosaic_interprets():
             return "the installed JAX interprets no Mosaic GPU kernels"
-        if _only is None:
+        if _only_allowed() is None:
             return "the interpreter runs it when it alone is allowed"
     elif device.compute_capability != (9, 0):
         return f"it needs a Hopper GPU, not {device.kind}"
-    known = _KNOWN_IN_8_BITS if is_float8(spec, shapes) else _KNOWN
+    known = _KNOWN_FLOAT8 if runs_in_float8(spec, shapes) else _KNOWN
     if unknown := [name for name in features.names(spec, shapes) if name not in known]:
         return f"its kernels for Hopper take no {' and no '.join(unknown)}"
     if shapes.diagonal is not None:
         return "its kernels for Hopper take no diagonal as an operand, as calls on parts of sequences have"
     if spec.wide_results:
         return "its kernels for Hopper write no float32 results, as steps of a ring have"
-    if (float8 := is_float8(spec, shapes)) and (reason := _float8_reason(spec)) is not None:
+    if (float8 := runs_in_float8(spec, shapes)) and (reason := _float8_reason(spec)) is not None:
         return reason
     if mosaic_tiles.forward(head_dims.padded_sizes(shapes), float8) is None:
         size = sizes(shapes)
@@ -90,15 +72,15 @@ def mosaic_reason(spec: AttentionSpec, shapes: Operands, device: Device) -> str 
 def takes_offsets(spec: AttentionSpec, shapes: Operands, device: Device) -> bool:
     """Whether the Mosaic GPU kernels run a varlen call on packed sequences, with no batch row for each."""
     others = shapes.query_seq_lengths, shapes.key_value_seq_lengths, shapes.query_segment_ids
-    if shapes.query_offsets is None or is_float8(spec, shapes) or any(x is not None for x in others):
+    if shapes.query_offsets is None or runs_in_float8(spec, shapes) or any(x is not None for x in others):
         return False
     if max(sizes(shapes).T, sizes(shapes).S) > limits.MAX_SEQUENCE:
         return False
     return mosaic_reason(*_varlen_unpacking.unpacked_shapes(spec, shapes), device) is None
 
 
-def is_float8(spec: AttentionSpec, shapes: Operands) -> bool:
-    """Whether the forward pass is of e4m3 numbers."""
+def runs_in_float8(spec: AttentionSpec, shapes: Operands) -> bool:
+    """Whether the forward pass computes on e4m3 numbers: those of the call, or rounded from 16 bits."""
     return spec.quantization is not None or _float8.is_float8(shapes.query.dtype)
 
 

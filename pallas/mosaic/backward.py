@@ -23,7 +23,7 @@ from jax_flash import _gradients
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, sizes
 
 from .. import compat
-from ..scores import LOG2_E
+from ..constants import LOG2_E
 from . import tiles as mosaic_tiles
 from .backward_again import flash_backward_again
 from .backward_kernel import Barriers, Shared, flash_backward

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
+from ..constants import LOG2_E
 from ..loop import over_block_range, over_blocks
-from ..scores import LOG2_E
 from .backward_problem import BackwardProblem, LseAndDelta, Pair
 from .d_query import DQueryAccumulator
 from .nonfinite import MARKED_ROWS, SpoiledTiles, finite_or, mark
@@ -337,8 +337,8 @@ class Consumer:
                 store(target, values)
 
     def _release_rows(self, slot) -> None:
-        """Tells the loading warpgroup that this one has read its rows, in `slot`, and all others that it
-        reads."""
+        """Tells the loading warpgroup that this one has read its own rows, in `slot`, and those of other
+        warpgroups that it reads."""
         if self.config.persistent:
             for one in self._row_slots(slot):
                 plgpu.barrier_arrive(self.barriers.rows_free.at[one])

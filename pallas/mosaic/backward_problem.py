@@ -68,7 +68,7 @@ class BackwardProblem:
         return dataclasses.replace(self, mask=self.data.mask(self.mask, batch), data=self.data.in_row(batch))
 
     def of_rows(self, first_row) -> "BackwardProblem":
-        """The same for a warpgroup's rows of a tile, what the mask has of each in registers."""
+        """The same for a warpgroup's rows of a tile: mask data of these rows is in registers."""
         return dataclasses.replace(self, data=self.data.of_rows(first_row))
 
     def again(self) -> "BackwardProblem":
@@ -161,7 +161,7 @@ class BackwardProblem:
         if self.masks_rows:
             all_there = (first_row + ROWS <= self.mask.rows).astype(jnp.int32)
             # Without the barrier LLVM sees where there can be two blocks at most, and ptxas 13.0 miscompiles
-            # that loop: it finds the second's index by a condition that the first turn has changed.
+            # that loop: it computes the second's index by a condition that the first iteration has changed.
             full_end = lax.optimization_barrier(own.full_end * all_there)
             own = dataclasses.replace(own, full_end=full_end)
         return own.full_within(tile)

@@ -58,6 +58,6 @@ class DQueryAccumulator(NamedTuple):
         compat.add_to(self.staged.at[warpgroup], target)
 
     def wait_for_readers(self, some: jax.Array) -> None:
-        """Waits until what was put last, and the keys, have been read, if there are `some`: before either is
-        overwritten."""
+        """Waits until all warpgroups have read what was put last, and the keys, so that both may be
+        overwritten. Does nothing if there are not `some`."""
         pl.when(some)(lambda: plgpu.barrier_wait(self.read.at[0]))

@@ -5,9 +5,10 @@ values in shared memory filled by TMA; one barrier a slot says that it is full, 
 are done with it. Each computing warpgroup loops over the tile's keys with the online softmax of
 `triton/forward.py`, its scores, probabilities and output in registers.
 
-A step issues the scores of a block, corrects the output beside them, and issues the product of the last
-block's probabilities with its values. With `pingpong`, warpgroups issue one after the other, so that one's
-softmax runs beside the other's products: ptxas puts it behind a warpgroup's own.
+A step issues the scores of a block, rescales the output beside them, and issues the product of the last
+block's probabilities with its values. With ping-pong, warpgroups issue their products one after the other, so
+that the softmax of one runs beside the products of another. It doesn't run beside those of its own
+warpgroup: ptxas moves it behind them.
 """
 
 import functools
@@ -20,7 +21,8 @@ from jax_flash._spec import AttentionSpec, Operands, sizes
 
 from .. import compat
 from .forward_again import flash_forward_again
-from .forward_kernel import Barriers, ForwardProblem, Shared, flash_forward
+from .forward_kernel import Barriers, Shared, flash_forward
+from .forward_problem import ForwardProblem
 from .mask_data import mask_of
 from .nonfinite import isolates, marks_of
 from .tiles import ROWS, ForwardConfig

@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .forward_kernel import Consumer, ForwardProblem, Results
+from .forward_kernel import Consumer, Results
+from .forward_problem import ForwardProblem
 from .nonfinite import SpoiledTiles, is_partial, make_finite, some_marked
 from .roles import divide, drain
 from .tile_scheduler import div, int32, rem

@@ -2,8 +2,8 @@
 
 Roles, rings and the softmax are those of `forward_kernel.py`. What differs:
 
-- wgmma sums 8-bit operands over the axis that is contiguous in memory. That of probabilities and values is
-  the axis of keys, so values are transposed before the launch. And their keys are permuted, so that the
+- wgmma sums e4m3 operands over the axis that is contiguous in memory. Probabilities and values are summed
+  over keys, so values are transposed before the launch. And their keys are permuted, so that the
   accumulators of probabilities become an operand where they are (`product.as_operand`).
 - Queries and keys have scales by blocks of 128 rows, which a block's scores are multiplied with. The sum of a
   block's values is multiplied with theirs as it is added to the output. So that sum has registers of its own,
@@ -31,9 +31,10 @@ from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 from .. import compat
-from ..scores import LOG2_E
+from ..constants import LOG2_E
 from .forward import scratch
-from .forward_kernel import Consumer, ForwardProblem, Place, Results, load_tiles, rescaled, zeros
+from .forward_kernel import Consumer, Place, Results, load_tiles, rescaled, zeros
+from .forward_problem import ForwardProblem
 from .head_dims import padded_to
 from .product import as_operand, in_operand_order, issue_operand_product, wait_product
 from .registers import scaled_unless_one
@@ -140,8 +141,7 @@ class Float8Consumer(Consumer):
 
     arrays: Arranged = dataclasses.field(kw_only=True)  # in global memory
 
-    slack: ClassVar[float] = 2.0
-    log2_p_scale: ClassVar[float] = 6.0
+    exponent_offset: ClassVar[float] = 6.0
 
     @property
     def parts(self) -> list[slice]:
@@ -168,11 +168,11 @@ class Float8Consumer(Consumer):
     def _no_output(self) -> list[jax.Array]:
         return [zeros(part.stop - part.start) for part in self.parts]
 
-    def _add_values(self, acc, p: Probabilities, correction, index, beside: Callable[[], Any], like):
+    def _add_values(self, acc, p: Probabilities, rescale, index, beside: Callable[[], Any], like):
         """Issues the product of the first part before `beside()`: for others, registers have no room."""
         values = self.shared.value.at[self._slot(index)]
         plgpu.barrier_wait(self.barriers.value_full.at[self._slot(index)])
-        acc = [scaled_unless_one(part, correction) for part in acc]
+        acc = [scaled_unless_one(part, rescale) for part in acc]
         product, results = None, None
         for i, part in enumerate(self.parts):
             product = issue_operand_product(p.operand, values, part)

@@ -14,89 +14,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_flash._mask import BlockRange, PositionMask
+from jax_flash._mask import BlockRange
 from jax_flash._spec import Sizes
 
 from .. import compat
+from ..constants import LN_2, LOG2_E
 from ..loop import over_block_range
-from ..scores import LN_2, LOG2_E
-from .mask_data import BY_POSITION, MaskData
+from .forward_problem import ForwardProblem
 from .nonfinite import MARKED_ROWS, SpoiledTiles, mark
 from .product import issue_product, wait_product
 from .registers import ACCUMULATOR, FOLDED, ROW, folded, scaled_unless_one
 from .roles import divide, drain
 from .soft_cap import tanh
-from .tile_scheduler import TileScheduler, div, int32, rem, tile_lengths
+from .tile_scheduler import div, int32, rem
 from .tiles import ROWS, ForwardConfig
-
-# How much a row's maximum may grow, in base 2, before what is subtracted does (FlashAttention-4). So few
-# blocks have to correct the output, and probabilities stay below 2^8.
-SLACK = 8.0
-
-
-@dataclasses.dataclass(frozen=True)
-class ForwardProblem:
-    """The queries of a call, and the keys that they meet.
-
-    Blocks of keys go from the last to the first, so that the masked one of causal attention comes first,
-    where nothing runs beside its softmax anyway.
-    """
-
-    size: Sizes
-    mask: PositionMask  # in a kernel, of the batch row at hand
-    config: ForwardConfig
-    multiprocessors: int
-    float8: bool = False  # of e4m3 numbers, values transposed (`forward_float8.py`)
-    soft_cap: float | None = None
-    data: MaskData = BY_POSITION
-
-    @property
-    def scheduler(self) -> TileScheduler:
-        """The order of tiles of queries."""
-        size, config = self.size, self.config
-        return TileScheduler(
-            tiles=pl.cdiv(size.T, config.queries),
-            heads=size.N,
-            batch=size.B,
-            lengths=tile_lengths(self.mask, config.queries, config.keys),
-            blocks=self.multiprocessors if config.persistent else None,
-            bytes_of_head=(1 if self.float8 else 2) * size.S * (size.H + size.V) // size.group,
-        )
-
-    def in_row(self, batch) -> "ForwardProblem":
-        """The same in a batch row."""
-        return dataclasses.replace(self, mask=self.data.mask(self.mask, batch), data=self.data.in_row(batch))
-
-    def of_rows(self, first_row) -> "ForwardProblem":
-        """The same for a warpgroup's rows of a tile, what the mask has of each in registers."""
-        return dataclasses.replace(self, data=self.data.of_rows(first_row))
-
-    @property
-    def hides_pairs(self) -> bool:
-        """Whether there are pairs of a query and a key that don't see each other."""
-        return self.data.is_given or not self.mask.unbounded
-
-    def again(self) -> "ForwardProblem":
-        """The same for the kernel that computes tiles again (`forward_again.py`): a block of the grid goes
-        through all its tiles, and passes over those that need nothing."""
-        return dataclasses.replace(
-            self, config=dataclasses.replace(self.config, persistent=True, query_stages=1)
-        )
-
-    def keys_of_tile(self, first) -> BlockRange:
-        """The blocks of keys that a tile loads: at least one, also where its queries see none."""
-        config = self.config
-        blocks = self.mask.block_range(first, config.queries, config.keys)
-        blocks = self.data.narrowed(blocks, first, config.warpgroups)
-        if not self.hides_pairs:
-            return blocks
-        first_block = jnp.minimum(blocks.first, pl.cdiv(self.size.S, config.keys) - 1)
-        return dataclasses.replace(blocks, first=first_block, last=jnp.maximum(blocks.last, first_block + 1))
-
-    def keys_of_warpgroup(self, first, tile: BlockRange) -> BlockRange:
-        """A tile's blocks, those that all queries of a warpgroup meet told from the others; backwards."""
-        blocks = self.mask.block_range(first, ROWS, self.config.keys)
-        return self.data.narrowed(blocks, first, 1).full_within(tile).reversed()
 
 
 class Place(NamedTuple):
@@ -118,11 +49,11 @@ class Shared(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the online softmax knows of a warpgroup's rows."""
+    """What the online softmax knows of a warpgroup's rows. Logits are in base 2."""
 
-    subtracted: Any  # from their logits: about the largest so far
-    sums: Any  # of probabilities, (ROWS, FOLDED)
-    correction: Any  # of what was summed before the last block
+    row_max: Any  # what is subtracted from logits: about the largest so far, less `exponent_offset`
+    row_sum: Any  # of probabilities, (ROWS, FOLDED)
+    rescale: Any  # factor of what was summed before the last block
 
 
 class Barriers(NamedTuple):
@@ -134,7 +65,7 @@ class Barriers(NamedTuple):
     key_free: Any
     value_full: Any
     value_free: Any
-    turn: Any
+    pingpong: Any  # of each warpgroup: it may issue its products
 
 
 def flash_forward(
@@ -246,8 +177,13 @@ class Consumer:
     spoiled: SpoiledTiles | None = None  # of the second kernel, the tiles that it computes again
     sinks: Any = None  # a ref (B|1, N)
 
-    slack: ClassVar[float] = SLACK
-    log2_p_scale: ClassVar[float] = 0.0  # probabilities are multiplied by 2 to this
+    exponent_offset: ClassVar[float] = 0.0  # probabilities are multiplied by 2 to this
+
+    @property
+    def rescale_threshold(self) -> float:
+        """How much a row's maximum may grow, in base 2, before `row_max` is raised and the output rescaled:
+        few blocks do that, and probabilities stay below 2^8 (FlashAttention-4's conditional rescaling)."""
+        return 8.0 - self.exponent_offset
 
     @property
     def config(self) -> ForwardConfig:
@@ -273,20 +209,21 @@ class Consumer:
 
     @property
     def releases_later(self) -> bool:
-        """Of two places for queries, one is left to the output until the next tile is well under way."""
+        """Whether the output keeps the place of its tile's queries, one of two, until the next tile is under
+        way."""
         return self.stages_over_query and self.config.persistent and self.config.query_stages > 1
 
     def run(self) -> None:
         """Computes the rows of all tiles of this block of the grid."""
-        config, turn = self.config, self.barriers.turn
-        if config.pingpong:
-            pl.when(self.warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+        config, pingpong = self.config, self.barriers.pingpong
+        if config.pingpong:  # the last warpgroup signals warpgroup 0, which goes first
+            pl.when(self.warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(pingpong.at[0]))
         over = self.problem.scheduler.over if self.spoiled is None else self.spoiled.over
         tiles_done, _ = over(self._tile, (jnp.int32(0), jnp.int32(0)))
         if self.releases_later:
             self._release_query(tiles_done - 1)
         if config.pingpong:
-            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+            pl.when(self.warpgroup == 0)(lambda: plgpu.barrier_wait(pingpong.at[0]))
         plgpu.wait_smem_to_gmem(0)
 
     def _tile(self, tile, head, batch, carry):
@@ -326,7 +263,7 @@ class Consumer:
         block = keys.last - 1
         scale = self._scale_of(place, block)
         scores = self._issue_scores(query, index)
-        self._pass_turn()
+        self._pingpong_signal()
         scores = self._wait_scores(scores, index, in_flight=0)
         nothing = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
         rows = Rows(nothing, zeros(FOLDED), nothing)
@@ -343,31 +280,31 @@ class Consumer:
         scores = self._issue_scores(query, index)
 
         def softmax():
-            self._pass_turn()
+            self._pingpong_signal()
             done = self._wait_scores(scores, index, in_flight=1)
             return self._softmax(done, scale, rows, partial, place.first_row, block)
 
         like = (zeros(self.config.keys), rows)
-        acc, (p, rows) = self._add_values(acc, p, rows.correction, index - 1, softmax, like)
+        acc, (p, rows) = self._add_values(acc, p, rows.rescale, index - 1, softmax, like)
         return acc, self._convert(p, place, block), rows
 
     def _last_values(self, acc, p, rows: Rows, index, place: Place):
         """The unnormalised output, lse, and what the output is to be multiplied with."""
 
         def normalise():
-            sums, subtracted, correction = rows.sums.sum(axis=1), rows.subtracted, 1.0
-            sees_nothing = sums == 0.0
+            row_sum, row_max, rescale = rows.row_sum.sum(axis=1), rows.row_max, 1.0
+            sees_nothing = row_sum == 0.0
             if self.sinks is not None:
                 sink = self._sink(place) * LOG2_E
-                subtracted = jnp.maximum(subtracted, sink)
-                correction = jnp.where(sees_nothing, 1.0, jnp.exp2(rows.subtracted - subtracted))
-                sums = sums * correction + jnp.exp2(sink - subtracted)
-            sums = jnp.where(sees_nothing, 1.0, sums)
-            lse = jnp.where(sees_nothing, -jnp.inf, subtracted * LN_2 + jnp.log(sums))
-            return lse, correction / sums
+                row_max = jnp.maximum(row_max, sink)
+                rescale = jnp.where(sees_nothing, 1.0, jnp.exp2(rows.row_max - row_max))
+                row_sum = row_sum * rescale + jnp.exp2(sink - row_max)
+            row_sum = jnp.where(sees_nothing, 1.0, row_sum)
+            lse = jnp.where(sees_nothing, -jnp.inf, row_max * LN_2 + jnp.log(row_sum))
+            return lse, rescale / row_sum
 
-        like = (rows.subtracted, rows.subtracted)
-        acc, (lse, normaliser) = self._add_values(acc, p, rows.correction, index, normalise, like)
+        like = (rows.row_max, rows.row_max)
+        acc, (lse, normaliser) = self._add_values(acc, p, rows.rescale, index, normalise, like)
         return acc, lse, normaliser
 
     def _sink(self, place: Place):
@@ -378,9 +315,13 @@ class Consumer:
         """The sum of no values."""
         return zeros(self.size.V)
 
-    def _add_values(self, acc, p, correction, index, beside: Callable[[], Any], like):
-        """The corrected `acc` plus a block's probabilities times its values; and what `beside()` gives, of
-        the types of `like`, computed beside that product."""
+    def _add_values(self, acc, p, rescale, index, beside: Callable[[], Any], like):
+        """The rescaled `acc` plus a block's probabilities times its values; and the result of `beside()`,
+        which is computed beside that product.
+
+        Args:
+          like: has the types of `beside()`'s result.
+        """
 
         def product_beside(acc):
             slot = self._slot(index)
@@ -388,7 +329,7 @@ class Consumer:
             compat.wgmma(acc, p, self.shared.value.at[slot])
             return beside()
 
-        acc, results = compat.accumulate(product_beside, scaled_unless_one(acc, correction), like)
+        acc, results = compat.accumulate(product_beside, scaled_unless_one(acc, rescale), like)
         self._release_values(index)
         return acc, results
 
@@ -429,13 +370,15 @@ class Consumer:
         """A block's probabilities, and what is known of the rows with it."""
         scores, scale = self._masked_scores(scores, scale, partial, first_row, block)
         highest = folded(jnp.maximum, scores).max(axis=1) * scale
-        highest = jnp.maximum(rows.subtracted, highest - self.log2_p_scale if self.log2_p_scale else highest)
-        subtracted = jnp.where(highest > rows.subtracted + self.slack, highest, rows.subtracted)
-        # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
-        shift = jnp.where(subtracted == -jnp.inf, 0.0, subtracted) if self.has_partial_blocks else subtracted
+        if self.exponent_offset:
+            highest -= self.exponent_offset
+        highest = jnp.maximum(rows.row_max, highest)
+        row_max = jnp.where(highest > rows.row_max + self.rescale_threshold, highest, rows.row_max)
+        # A row that has seen no key has the maximum -inf. 0 is subtracted instead: 2^(-inf - 0) is 0.
+        shift = jnp.where(row_max == -jnp.inf, 0.0, row_max) if self.has_partial_blocks else row_max
         p = jnp.exp2(scores * scale - lax.broadcast_in_dim(shift, scores.shape, [0]))
-        correction = jnp.exp2(rows.subtracted - shift)
-        return p, Rows(subtracted, rescaled(rows.sums, correction) + folded(jnp.add, p), correction)
+        rescale = jnp.exp2(rows.row_max - shift)
+        return p, Rows(row_max, rescaled(rows.row_sum, rescale) + folded(jnp.add, p), rescale)
 
     def _masked_scores(self, scores, scale, partial: bool, first_row, block):
         """Masked scores, and the scale that they are yet to be multiplied with to be logits in base 2."""
@@ -454,8 +397,7 @@ class Consumer:
     def _issue_scores(self, query, index):
         slot = self._slot(index)
         plgpu.barrier_wait(self.barriers.key_full.at[slot])
-        if self.config.pingpong:
-            plgpu.barrier_wait(self.barriers.turn.at[self.warpgroup])
+        self._pingpong_wait()
         return issue_product(query, self.shared.key.at[slot])
 
     def _wait_scores(self, scores, index, in_flight: int):
@@ -466,10 +408,15 @@ class Consumer:
     def _release_values(self, index) -> None:
         plgpu.barrier_arrive(self.barriers.value_free.at[self._slot(index)])
 
-    def _pass_turn(self) -> None:
-        """Lets the next warpgroup issue."""
+    def _pingpong_wait(self) -> None:
+        """Waits until this warpgroup may issue its products."""
         if self.config.pingpong:
-            plgpu.barrier_arrive(self.barriers.turn.at[rem(self.warpgroup + 1, self.config.warpgroups)])
+            plgpu.barrier_wait(self.barriers.pingpong.at[self.warpgroup])
+
+    def _pingpong_signal(self) -> None:
+        """Lets the next warpgroup issue its products."""
+        if self.config.pingpong:
+            plgpu.barrier_arrive(self.barriers.pingpong.at[rem(self.warpgroup + 1, self.config.warpgroups)])
 
     def _release_query(self, tile_number) -> None:
         """Gives the place of a tile's queries back, once the output that was staged there is read."""

@@ -18,16 +18,16 @@ from .backward_problem import KERNELS, BackwardProblem
 from .tiles import BackwardConfig, BackwardConfigs
 
 _MOST = 16
-"""The most shares of a key head. More than the multiprocessors would have to have less than 1024 keys."""
+"""The most shares of a key head. With 16, 1024 keys in eight tiles occupy nearly all multiprocessors."""
 
 # Rates of Hopper, from which times are estimated. They decide on speed alone.
 _FLOPS_PER_US = 4.7e6  # of a multiprocessor at work
 _BYTES_PER_US = 2.5e6  # of memory
 _LAUNCH_US = 5.0  # of the sum over shares, and the gap before it
 
-# Under a causal mask tiles don't stay in step, and so are at different query heads of their shares. A kernel
-# takes this share of its time more for each doubling of what they read beyond what L2 holds. Measured with
-# the CUDA kernels on an H100.
+# Under a causal mask tiles don't stay in step, and so are at different query heads of their shares. For each
+# doubling of what they read beyond the size of L2, a kernel takes longer by this part of its time. Measured
+# with the CUDA kernels on an H100.
 _MISSES = 0.06
 _L2_BYTES = 36 << 20
 

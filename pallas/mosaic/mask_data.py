@@ -1,9 +1,8 @@
-"""What of a call's mask is data, in Mosaic GPU kernels: lengths of batch rows, segments, varlen sequences.
+"""The part of a mask that is data, in Mosaic GPU kernels: lengths of batch rows, segments, varlen sequences.
 
-Whether a row of the scores sees a column of another segment is a comparison of their ids. It is made in
-blocks alone that hold pairs of different segments: before a launch, XLA finds for each group of 64 rows which
-blocks of columns may share a segment with it, and which are of the same single segment, as most are of long
-documents.
+A row of the scores sees a column only if their segment ids are equal. Ids are compared only in blocks that
+hold pairs of different segments. Before a launch, XLA finds for each group of 64 rows which blocks of columns
+may share a segment with it, and which have the same single segment, as most blocks of long documents have.
 
 Varlen sequences stay packed. There each row sees columns side by side: those of its sequence that the window
 leaves. XLA finds the first and the last of them, and the blocks that hold those of 64 rows.
@@ -203,7 +202,7 @@ class MaskData(NamedTuple):
         has_tail: bool,
         masks_rows: bool,
     ) -> jax.Array:
-        """A block `x (64, columns)` with `otherwise` for hidden pairs. `of_rows` comes first.
+        """A block `x (64, columns)` with `otherwise` for hidden pairs: for what `of_rows` returns.
 
         Args:
           mask: of the batch row.

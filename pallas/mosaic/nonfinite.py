@@ -4,11 +4,11 @@ The plan is that of `triton/nonfinite.py`: a kernel marks its rows whose results
 second kernel computes the tiles with such rows once more, blocks in the same order and with the same
 arithmetic. It ends at once where there are none. What is finite keeps its first result.
 
-The consumers of the second kernel are those of the first. What it leaves out, its loading warpgroup takes
-out of shared memory, between the end of the copies and the word to the consumers, in blocks that not all rows
-of the tile see. In place of an operand's row that isn't finite it writes zeros, so that hidden pairs add
-nothing. Visible pairs have to be NaN nevertheless, so it writes NaN into something else of the same query or
-key that scores or their gradients are computed from. Both are set to 0 in hidden pairs, by a choice.
+The consumers of the second kernel are those of the first. Its loading warpgroup changes what they read: after
+a block is copied to shared memory, and before the consumers are signalled, if not all rows of the tile see
+all of the block. In place of numbers that aren't finite it writes zeros, so that hidden pairs add nothing.
+Visible pairs have to be NaN nevertheless, so it writes NaN into something else of the same query or key, from
+which scores or their gradients are computed. In hidden pairs these are set to 0 by a select.
 
 | kernel | made finite | NaN for the same query or key |
 |---|---|---|

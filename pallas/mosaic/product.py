@@ -74,8 +74,8 @@ _OF_WORD = 4  # e4m3 numbers
 def as_operand(x: jax.Array) -> jax.Array:
     """`x (rows, columns)` rounded to e4m3, as `issue_operand_product` takes it: `(rows, columns / 4)` words.
 
-    A thread has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 as an accumulator, and would have 4t to
-    4t + 3 as an operand of 8 bits, t its number in a group of four. It takes its own for these.
+    Of each 16 columns, thread t of a group of four has 2t, 2t + 1, 2t + 8 and 2t + 9 of an accumulator. Of an
+    e4m3 operand it would have 4t to 4t + 3. It passes its own columns as these, so that none are exchanged.
     """
     if compat.interpreting():
         return in_operand_order(x).astype(jnp.float8_e4m3fn)
@@ -143,8 +143,11 @@ def issue_operand_product(a: jax.Array, b: Any, rows: slice) -> jax.Array:
 
 
 def issue_share(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
-    """Issues the sum of `a.T @ b` over pairs of as many warpgroups, all `(rows, columns)` in
-    `compat.tiled_shared_memory`: of the columns of `b` this warpgroup's equal share, whole tiles."""
+    """Issues this warpgroup's columns of the sum of `a.T @ b` over pairs, one pair for each warpgroup.
+
+    All are `(rows, columns)` in `compat.tiled_shared_memory`. Warpgroups have equal shares of the columns of
+    `b`, in whole tiles.
+    """
     width = b[0].shape[-1] // len(b)
     if compat.interpreting():
         products = [
@@ -194,11 +197,10 @@ def _accumulator(rows: int, columns: int) -> Any:
 
 
 class _Operand(NamedTuple):
-    """What of it an instruction reads for each slice: four registers of `inputs`, or memory where the one
-    descriptor there points, moved on by an offset."""
+    """One side of a product, of which an instruction reads one slice."""
 
-    inputs: list[ir.Value]
-    offsets: list[int] | None = None
+    inputs: list[ir.Value]  # registers, four for each slice; or one descriptor of memory
+    offsets: list[int] | None = None  # of each slice in that memory, in bytes
     summed_over_rows: bool = False
 
 
@@ -240,7 +242,7 @@ class _Tiles(NamedTuple):
         return _Operand([self._descriptor(ref, leading=self.atom)], offsets, summed_over_rows=True)
 
     def _descriptor(self, ref: ir.Value, leading: int) -> ir.Value:
-        """Of wgmma (PTX, "Matrix descriptor").
+        """The descriptor of the memory, for wgmma (PTX, "Matrix descriptor").
 
         Args:
           leading: bytes from a tile to the one beside it, where columns are not summed over.
@@ -258,7 +260,8 @@ def _issue(
     pairs: Sequence[tuple[_Operand, _Operand]],
     total: mgpu.FragmentedArray | None = None,
 ) -> mgpu.FragmentedArray:
-    """`total` plus the products of the pairs, or those alone, in registers that hold it after the wait."""
+    """Issues the sum of the pairs' products, added to `total` if given. The registers that are returned hold
+    it after the wait."""
     count = shape[1] // 2  # registers of a thread
     onto = [] if total is None else [element(pair, i) for pair in total.registers.flat for i in range(2)]
     inputs, constraints = list(onto), ["=f"] * count + [str(i) for i in range(len(onto))]
@@ -281,7 +284,7 @@ def _issue(
             else:
                 lines += [f"add.s64 a, ${first_a}, {a.offsets[i] >> 4};"]
                 rows, of_rows = "a", [str(int(a.summed_over_rows))]
-            # 8-bit operands are summed over columns alone.
+            # e4m3 operands are summed over columns only, so the instruction doesn't say which.
             transposed = [] if is_float8 else [*of_rows, str(int(b.summed_over_rows))]
             modes = ", ".join([scale, "1", "1", *transposed])
             lines += [f"{instruction} {_braced(range(count))}, {rows}, b, {modes};"]

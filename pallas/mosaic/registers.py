@@ -38,7 +38,7 @@ def folded(op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax
 
 
 def scaled_unless_one(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Rows of an accumulator times `factors`; a warp whose factors are all 1 passes that over."""
+    """Rows of an accumulator times `factors`. A warp whose factors are all 1 skips the multiplication."""
     if compat.interpreting():
         return x * factors[:, None]
 

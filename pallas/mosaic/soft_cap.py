@@ -1,9 +1,11 @@
 """tanh in Mosaic GPU kernels, for the soft cap of scores: a logit is `cap * tanh(score / cap)`.
 
-JAX's tanh would become the instruction tanh.approx, whose error of 5e-4 a cap multiplies. This one has the
-error of `scores.accurate_tanh`, about 1e-7, and takes the same steps. JAX's exponentials are computed in the
-order in which they are written, and a division is one that rounds correctly, of some ten instructions. Here a
-pair of numbers is done before the next begins, so that registers hold the exponentials of one pair alone.
+JAX's tanh would become the instruction tanh.approx, whose error of 5e-4 a cap multiplies. This one computes
+the same as `accurate_tanh` of `triton/scores.py`, with an error of about 1e-7.
+
+It is not written in JAX, because all exponentials would be computed before the first division, and a division
+that rounds correctly takes some ten instructions. Here a pair of numbers is done before the next begins, so
+registers hold the exponentials of one pair only.
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from .. import compat
-from ..scores import LOG2_E
+from ..constants import LOG2_E
 from .registers import ACCUMULATOR, element, like
 
 

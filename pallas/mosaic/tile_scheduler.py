@@ -55,9 +55,9 @@ class TileScheduler:
 
     @property
     def l2_head_group(self) -> int | None:
-        """How many heads at a time are walked from their longest tiles to their shortest, the next ones from
-        the shortest to the longest, and so on; None where each long tile is followed by a short one of its
-        head, by the same block."""
+        """How many heads form a group, whose tiles are handed out together. Groups alternate: tiles go from
+        the longest to the shortest in one, from the shortest to the longest in the next. None where heads
+        form no groups: a block takes a long tile of a head, then a short one of the same head."""
         if not self.uneven or self.blocks is None:
             return 1
         most = max(1, _L2_BYTES // self.bytes_of_head)
@@ -75,8 +75,8 @@ class TileScheduler:
     @property
     def heads_at_work(self) -> int:
         """How many heads blocks of a persistent grid have tiles of at a time."""
-        group = self.l2_head_group or 1
-        return min(pl.cdiv(self.grid, self.items_of_head * group) * group, self.heads * self.batch)
+        heads = self.l2_head_group or 1
+        return min(pl.cdiv(self.grid, self.items_of_head * heads) * heads, self.heads * self.batch)
 
     def makespan(self, length: float, workers: int) -> float:
         """When the last of `workers` ends, in the times that a pass over a block of columns takes.
@@ -116,22 +116,22 @@ class TileScheduler:
         return lax.fori_loop(np.int32(0), count, step, carry)
 
     def _item(self, item: jax.Array, body: Callable[..., Carry], carry: Carry) -> Carry:
-        group = self.l2_head_group
-        if group is None:
+        l2_head_group = self.l2_head_group
+        if l2_head_group is None:
             return self._pair(item, body, carry)
-        turn, sections = div(item, group), self.heads * self.batch // group
-        section, turn = div(turn, self.tiles), rem(turn, self.tiles)
-        others = section * group + rem(item, group)
-        tile = self._by_length(turn)
-        if self.uneven and self.blocks is not None:  # the last heads end with the shortest
-            tile = lax.select(rem(sections - section, 2) == 1, tile, self._by_length(self.tiles - 1 - turn))
-        return body(tile, rem(others, self.heads), div(others, self.heads), carry)
+        place, groups = div(item, l2_head_group), self.heads * self.batch // l2_head_group
+        group, place = div(place, self.tiles), rem(place, self.tiles)
+        head_number = group * l2_head_group + rem(item, l2_head_group)
+        tile = self._by_length(place)
+        if self.uneven and self.blocks is not None:  # the last group ends with the shortest
+            tile = lax.select(rem(groups - group, 2) == 1, tile, self._by_length(self.tiles - 1 - place))
+        return body(tile, rem(head_number, self.heads), div(head_number, self.heads), carry)
 
     def _pair(self, item: jax.Array, body: Callable[..., Carry], carry: Carry) -> Carry:
-        in_head, others = rem(item, self.items_of_head), div(item, self.items_of_head)
-        head, batch = rem(others, self.heads), div(others, self.heads)
-        long, short = self._by_length(in_head), self._by_length(self.tiles - 1 - in_head)
-        tiles = jnp.where(in_head * 2 == self.tiles - 1, np.int32(1), np.int32(2))  # the middle one is alone
+        place, head_number = rem(item, self.items_of_head), div(item, self.items_of_head)
+        head, batch = rem(head_number, self.heads), div(head_number, self.heads)
+        long, short = self._by_length(place), self._by_length(self.tiles - 1 - place)
+        tiles = jnp.where(place * 2 == self.tiles - 1, np.int32(1), np.int32(2))  # the middle one is alone
         step = lambda i, carry: body(lax.select(i == 0, long, short), head, batch, carry)  # noqa: E731
         return lax.fori_loop(np.int32(0), tiles, step, carry)
 
@@ -162,25 +162,25 @@ def _l2_head_group(lengths: tuple[int, ...], passes: tuple[int, ...], blocks: in
 
 
 def _item_times(
-    lengths: tuple[float, ...], passes: tuple[int, ...], group: int | None, alternates: bool = True
+    lengths: tuple[float, ...], passes: tuple[int, ...], l2_head_group: int | None, alternates: bool = True
 ) -> np.ndarray:
     """What each item takes, in the order of `TileScheduler._item`; arguments as `_l2_head_group` has them.
 
     Args:
-      group: `TileScheduler.l2_head_group`.
+      l2_head_group: as `TileScheduler` has it.
       alternates: whether every other group of heads goes from its shortest tiles to its longest.
     """
     times = np.outer(passes, lengths) + _TILE_ENDS  # of each head, each tile
-    if group is None:
+    if l2_head_group is None:
         pairs = (times + times[:, ::-1])[:, : pl.cdiv(len(lengths), 2)]
         if len(lengths) % 2:
             pairs[:, -1] /= 2
         return pairs.ravel()
-    sections = times.reshape(-1, group, len(lengths)).swapaxes(1, 2)
-    if alternates:  # the last one ends with the shortest
-        sections = sections.copy()
-        sections[-2::-2] = sections[-2::-2, ::-1]
-    return sections.ravel()
+    groups = times.reshape(-1, l2_head_group, len(lengths)).swapaxes(1, 2)
+    if alternates:  # the last group ends with the shortest
+        groups = groups.copy()
+        groups[-2::-2] = groups[-2::-2, ::-1]
+    return groups.ravel()
 
 
 def _busiest(items: np.ndarray, blocks: int) -> float:

@@ -28,7 +28,7 @@ class ForwardConfig:
     keys: int  # of a block
     stages: int  # blocks of keys and of values in shared memory
     query_stages: int  # tiles of queries there
-    pingpong: bool = True  # warpgroups issue their products one after the other
+    pingpong: bool = True  # computing warpgroups alternate on the tensor cores
     persistent: bool = True  # a block takes one tile after another, and loads ahead of their ends
 
     @property
@@ -140,9 +140,10 @@ _FORWARD = {
 
 
 PART = 64
-"""Columns of values that are summed at once, in 8 bits at head dims of values over 128."""
+"""Columns of values in one product of e4m3 numbers, where values have a head dim over 128."""
 
-# Of e4m3 numbers, likewise: what leaves registers for the output, the sum of a part's values and the scores.
+# On e4m3 numbers, by head dim too: tiles that leave registers for the output, for the sum of a part's values
+# and for the scores.
 _FORWARD_FLOAT8 = {
     64: ForwardConfig(2, 128, 2, 2),
     128: ForwardConfig(2, 64, 4, 2),

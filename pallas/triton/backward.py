@@ -29,13 +29,13 @@ from jax.experimental import pallas as pl
 from jax_flash import _gradients
 from jax_flash._spec import AttentionSpec, Gradients, Operands, Sizes, captured_name, sizes
 
-from .. import features, scores
+from .. import features
 from ..compat import result, triton_call, zeros
 from ..loop import over_skipped_blocks, over_visited_blocks
-from ..scores import Place, Scores
-from . import backward_bias
+from . import backward_bias, scores
 from .memory import dot, dot_transposed, load, load_vector, store, store_block, store_vector
 from .nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
+from .scores import Place, Scores
 from .tiles import Tile, Tiles, padded
 
 

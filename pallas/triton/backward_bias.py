@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
-from .. import scores
 from ..compat import result, triton_call
-from ..scores import Place, Scores
+from . import scores
 from .memory import dot_transposed, load, load_vector, store_block
+from .scores import Place, Scores
 from .tiles import Tile, padded
 
 

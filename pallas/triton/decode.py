@@ -21,12 +21,13 @@ from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, cache_si
 from jax_flash._spec import captured_name, is_captured
 
 from ..compat import result, triton_call
-from ..scores import LN_2, LOG2_E, accurate_tanh, whole
+from ..constants import LN_2, LOG2_E
 from . import functions
 from .decode_cache import SequenceCache
 from .decode_schedule import Schedule, Share, ceil_divided, divided, remainder
 from .decode_tiles import Cut
 from .memory import dot, dot_transposed, indices
+from .scores import accurate_tanh, whole
 from .tiles import padded
 
 _SPLITS_AT_ONCE = 8  # that the combine kernel loads
@@ -57,9 +58,9 @@ class _Problem:
         if "sinks" in self.refs:
             sink = triton.load(self.refs["sinks"].at[head]) * LOG2_E
             new_top = jnp.maximum(top, sink)
-            shrink = jnp.exp2(top - new_top)
-            total = total * shrink + jnp.exp2(sink - new_top)
-            acc = acc * (shrink[:, None] if jnp.ndim(shrink) else shrink)
+            rescale = jnp.exp2(top - new_top)
+            total = total * rescale + jnp.exp2(sink - new_top)
+            acc = acc * (rescale[:, None] if jnp.ndim(rescale) else rescale)
             top = new_top
         total = jnp.where(sees_nothing, 1.0, total)
         lse = jnp.where(sees_nothing, -jnp.inf, top * LN_2 + jnp.log(total))
@@ -187,12 +188,12 @@ def _attend(
             x = x - slopes[:, None] * jnp.abs(distance).astype(jnp.float32)
         x = jnp.where(visible, x, -jnp.inf)
         new_max = jnp.maximum(row_max, jnp.max(x, axis=1))
-        # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
+        # A row that has seen no key has the maximum -inf. 0 is subtracted instead: 2^(-inf - 0) is 0.
         shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
         p = jnp.exp2(x - shift[:, None])
-        shrink = jnp.exp2(row_max - shift)
-        acc = acc * shrink[:, None] + dot(p.astype(value.dtype), value)
-        return new_max, row_sum * shrink + jnp.sum(p, axis=1), acc
+        rescale = jnp.exp2(row_max - shift)
+        acc = acc * rescale[:, None] + dot(p.astype(value.dtype), value)
+        return new_max, row_sum * rescale + jnp.sum(p, axis=1), acc
 
     carry = (
         jnp.full((rows,), -jnp.inf, jnp.float32),

@@ -19,12 +19,13 @@ from jax.experimental.pallas import triton
 from jax_flash._mask import PositionMask
 from jax_flash._spec import AttentionSpec, Operands, Sizes, sizes
 
-from .. import scores
 from ..compat import result, triton_call
+from ..constants import LN_2, LOG2_E
 from ..loop import over_visited_blocks
-from ..scores import LN_2, LOG2_E, Place, Scores
+from . import scores
 from .memory import dot, dot_transposed, load, store, store_vector
 from .nonfinite import count_seen, finite, over_spoiled_tiles, programs, spoiled_rows
+from .scores import Place, Scores
 from .tiles import Tile, padded
 
 
@@ -87,7 +88,7 @@ class _Head:
             x = of.logits(products, place, self.mask).x
             x = x if visible is None else jnp.where(visible, x, -jnp.inf)
             new_max = jnp.maximum(row_max, jnp.max(x, axis=1))
-            # A row that has seen nothing yet has no maximum to subtract: 2^(-inf - 0) is the 0 it wants.
+            # A row that has seen no key has the maximum -inf. 0 is subtracted instead: 2^(-inf - 0) is 0.
             shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
             p = of.exp(x - shift[:, None])
         else:
@@ -96,13 +97,13 @@ class _Head:
             new_max = jnp.maximum(row_max, extreme(products, axis=1) * scale_2)
             shift = new_max
             p = jnp.exp2(products * scale_2 - shift[:, None])
-        correction = of.exp(row_max - shift)
+        rescale = of.exp(row_max - shift)
         v = load(self.value, start, tile.keys, width=self.size.V, rows=end)
         if isolate and visible is not None:
             seen = seen + count_seen(jnp.broadcast_to(visible, products.shape), v)
             v = finite(v)
-        acc = acc * correction[:, None] + dot(of.with_dropout(p, place).astype(v.dtype), v)
-        return new_max, row_sum * correction + jnp.sum(p, axis=1), acc, seen
+        acc = acc * rescale[:, None] + dot(of.with_dropout(p, place).astype(v.dtype), v)
+        return new_max, row_sum * rescale + jnp.sum(p, axis=1), acc, seen
 
     def normalised(self, row_max, row_sum, acc):
         """The output and lse."""
@@ -111,9 +112,9 @@ class _Head:
         if self.sink is not None:
             sink = triton.load(self.sink) * of.unit
             top = jnp.maximum(row_max, sink)
-            correction = of.exp(row_max - top)
-            row_sum = row_sum * correction + of.exp(sink - top)
-            acc = acc * correction[:, None]
+            rescale = of.exp(row_max - top)
+            row_sum = row_sum * rescale + of.exp(sink - top)
+            acc = acc * rescale[:, None]
             row_max = top
         row_sum = jnp.where(sees_nothing, 1.0, row_sum)
         if of.spec.dropout_rate:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention_case import Case, draw
 from jax.sharding import PartitionSpec as P
+from pallas_lowering import only_lowering
 
 import jax_flash
 from jax_flash import _device, _dispatch
@@ -38,7 +39,7 @@ def results(name, case, wide):
     spec = dataclasses.replace(spec, wide_results=wide)
     operands = jax.tree.map(jnp.asarray, operands)
     implementation = _dispatch.get(name, spec.operation)
-    with compat.interpret(), lowering.only(lowering.TRITON):
+    with compat.interpret(), only_lowering(lowering.TRITON):
         out, lse = implementation.forward(spec, operands)
         d_lse = None if d_lse is None else d_lse.transpose(0, 2, 1)
         # Of the rounded output, which the backward pass takes.
@@ -82,7 +83,7 @@ def test_a_ring_asks_for_them():
     ring = jax.shard_map(of_shards, mesh=mesh, in_specs=P(None, "s"), out_specs=P(None, "s"))
     with (
         _device.assume(H100),
-        lowering.only(lowering.MOSAIC),
+        only_lowering(lowering.MOSAIC),
         pytest.raises(NotImplementedError, match="no float32 results, as steps of a ring have"),
     ):
         jax.eval_shape(ring, x, x, x)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from float8_bounds import check
+from pallas_lowering import only_lowering
 from seeds import seed_of
 
 import jax_flash
@@ -96,7 +97,7 @@ def test_pallas_equals_xla(options, head_dims, heads, lengths):
     attend = functools.partial(
         jax_flash.flash_attention, **OPTIONS[options], quantization="fp8", return_residual=True
     )
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         found = attend(*given, implementation="pallas")
     check(found, attend(*given, implementation="xla"), *given)
 
@@ -106,7 +107,7 @@ def test_pallas_takes_arrays_with_scales_of_any_sign():
     given = given._asdict()
     given["key_descale"] *= jnp.asarray([-1.3, 0.7])[None, :, None]
     attend = functools.partial(jax_flash.flash_attention, **given, return_residual=True)
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         found = attend(implementation="pallas")
     names = ("query", "key", "value")
     wide = (given[x].astype(jnp.float32) * jnp.max(given[f"{x}_descale"]) for x in names)

@@ -8,6 +8,7 @@ from attention_case import Case
 from gpu_memory import poison
 from implementation_suite import FEATURES, ImplementationSuite
 from nonfinite_suite import NonFiniteSuite
+from pallas_lowering import only_lowering
 
 from jax_flash.pallas import lowering
 from jax_flash.pallas.mosaic import head_shares
@@ -35,7 +36,7 @@ class TestPallasByTriton(TestPallas):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def by_triton(cls):
-        with lowering.only(lowering.TRITON):
+        with only_lowering(lowering.TRITON):
             yield
 
 
@@ -45,7 +46,7 @@ class TestPallasNonFiniteByTriton(NonFiniteSuite):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def by_triton(cls):
-        with lowering.only(lowering.TRITON):
+        with only_lowering(lowering.TRITON):
             yield
 
 
@@ -67,7 +68,7 @@ class TestPallasNonFiniteByMosaic(NonFiniteSuite):
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def by_mosaic(cls):
-        with lowering.only(lowering.MOSAIC):
+        with only_lowering(lowering.MOSAIC):
             yield
 
 

@@ -14,6 +14,7 @@ import pytest
 from attention_case import Case
 from exhaustive import in_turn, thinned, thorough
 from implementation_suite import FEATURES, ImplementationSuite
+from pallas_lowering import only_lowering
 
 import jax_flash
 from jax_flash import _device, _varlen_unpacking, pallas
@@ -38,7 +39,7 @@ A10 = _device.Device("cuda", "NVIDIA A10", (8, 6), 72)
 
 @contextlib.contextmanager
 def interpreted_by_mosaic():
-    with compat.interpret(), lowering.only(lowering.MOSAIC):
+    with compat.interpret(), only_lowering(lowering.MOSAIC):
         yield
 
 
@@ -364,7 +365,7 @@ def test_lowers_within_shard_map_and_its_replication_check():
 
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         assert calls_lowered_for_hopper(gradients, operands.query, operands.key, operands.value) == (6, 0)
 
 
@@ -380,7 +381,7 @@ def test_leaves_to_triton_what_it_can_not_do(changes, device, reason):
     assert pallas.supports(spec, operands, device) is None
     assert "Mosaic" not in pallas.describe(spec, operands, device)
     assert reason in lowering.mosaic_reason(spec, operands, device)
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         assert reason in pallas.supports(spec, operands, device)
 
 
@@ -394,7 +395,7 @@ def test_leaves_to_triton_what_becomes_of_scores(feature):
     assert pallas.supports(spec, operands, _device.H100) is None
     assert "Mosaic" not in pallas.describe(spec, operands, _device.H100)
     assert "take no " in lowering.mosaic_reason(spec, operands, _device.H100)
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         assert "take no " in pallas.supports(case.spec(), case.operands(), _device.H100)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from float8_arrays import arranged
 from float8_bounds import check
+from pallas_lowering import only_lowering
 from test_mosaic import calls_lowered_for_hopper, interpreted_by_mosaic, shapes
 
 import jax_flash
@@ -115,7 +116,7 @@ def test_lowers_for_hopper(H, V, gradients):
 
     function = jax.grad(attend, argnums=(0, 1, 2)) if gradients else attend
     operands = shapes(H=H, V=V)
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         backward = len(mosaic_tiles.backward(head_dims.padded_sizes(operands), together=False).kernels)
         kernels = calls_lowered_for_hopper(function, operands.query, operands.key, operands.value)
     assert kernels == (1 + backward * gradients, 0)
@@ -123,11 +124,11 @@ def test_lowers_for_hopper(H, V, gradients):
 
 def test_describes_both_passes():
     operands = shapes()
-    with _device.assume(_device.H100), lowering.only(lowering.MOSAIC):
+    with _device.assume(_device.H100), only_lowering(lowering.MOSAIC):
         assert pallas.supports(AttentionSpec(0.1, quantization="fp8"), operands, _device.H100) is None
         described = pallas.describe(AttentionSpec(0.1, quantization="fp8"), operands, _device.H100)
         of_16_bits = pallas.describe(AttentionSpec(0.1), operands, _device.H100)
-    assert described.startswith("Mosaic GPU forward in 8 bits (128 queries x 128 keys")
+    assert described.startswith("Mosaic GPU forward in e4m3 (128 queries x 128 keys")
     _, _, backward = of_16_bits.partition("), ")
     assert backward.startswith("Mosaic GPU backward") and described.endswith(f"), {backward}")
 
@@ -143,7 +144,7 @@ def test_describes_both_passes():
 )
 def test_refuses_what_it_can_not_do(changes, call, device, reason):
     changes = {"quantization": None if "dtype" in call else "fp8"} | changes
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         assert reason in pallas.supports(AttentionSpec(0.1, **changes), shapes(**call), device)
 
 
@@ -151,7 +152,7 @@ def test_refuses_what_it_can_not_do(changes, call, device, reason):
 def test_runs_by_mosaic_alone(spec, dtype):
     call = AttentionSpec(0.1, **spec), shapes(dtype=dtype), _device.H100
     assert pallas.supports(*call) is None
-    with lowering.only(lowering.TRITON):
+    with only_lowering(lowering.TRITON):
         assert "only triton is allowed" in pallas.supports(*call)
 
 
@@ -176,6 +177,6 @@ def test_lowers_under_strict_settings_and_within_shard_map():
     def attend(*arrays):
         return jax_flash.flash_attention(*arrays, is_causal=True, implementation="pallas")
 
-    with lowering.only(lowering.MOSAIC), jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+    with only_lowering(lowering.MOSAIC), jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         kernels = calls_lowered_for_hopper(attend, operands.query, operands.key, operands.value)
     assert kernels == (1, 0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nonfinite_suite import NonFiniteSuite
+from pallas_lowering import only_lowering
 
 from jax_flash import _device, pallas
 from jax_flash._mask import keys_of_queries
@@ -32,7 +33,7 @@ _CONFIG = BackwardConfig(2, 64, 2, persistent=True, row_stages=2, head_shares=2)
 
 @contextlib.contextmanager
 def interpreted_by_mosaic():
-    with compat.interpret(), lowering.only(lowering.MOSAIC):
+    with compat.interpret(), only_lowering(lowering.MOSAIC):
         yield
 
 

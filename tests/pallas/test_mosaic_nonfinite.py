@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from nonfinite_suite import NonFiniteSuite
+from pallas_lowering import only_lowering
 
 from jax_flash.pallas import compat, lowering
 from jax_flash.pallas.mosaic import nonfinite
@@ -16,7 +17,7 @@ MOSAIC_CALL = "mosaic_gpu_v2"
 
 @contextlib.contextmanager
 def interpreted_by_mosaic():
-    with compat.interpret(), lowering.only(lowering.MOSAIC):
+    with compat.interpret(), only_lowering(lowering.MOSAIC):
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax_flash._mask import keys_of_queries
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas.mosaic import backward_problem as mosaic_backward_problem
-from jax_flash.pallas.mosaic import forward_kernel as mosaic_forward_kernel
+from jax_flash.pallas.mosaic import forward_problem as mosaic_forward_problem
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 
 MULTIPROCESSORS = 132
@@ -23,7 +23,7 @@ def problem_of(kernel, B, T, N, H, K=None, is_causal=True, persistent=True):
     mask = keys_of_queries(AttentionSpec(scale=1.0, right=0 if is_causal else None), size)
     if kernel == "forward":
         config = dataclasses.replace(mosaic_tiles.forward(size), persistent=persistent)
-        return mosaic_forward_kernel.ForwardProblem(size, mask, config, MULTIPROCESSORS)
+        return mosaic_forward_problem.ForwardProblem(size, mask, config, MULTIPROCESSORS)
     config = mosaic_tiles.backward(size, together=False).kernels[kernel]
     config = dataclasses.replace(config, persistent=persistent)
     kernel = mosaic_backward_problem.KERNELS[kernel]

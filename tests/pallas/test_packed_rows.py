@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pallas_lowering import only_lowering
 from test_mosaic import calls_lowered_for_hopper, interpreted_by_mosaic
 
 import jax_flash
@@ -51,7 +52,7 @@ def pads_heads(function, *args) -> bool:
 def test_nothing_is_copied(T, S, monkeypatch):
     monkeypatch.setattr(_device, "current", lambda: _device.H100)
     operands = shapes(T=T, S=S)
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         run = functools.partial(pallas.forward, AttentionSpec(0.125, None, 0))
         assert not pads_heads(run, operands)
         assert pads_heads(run, shapes(B=4)), "which can't be packed"
@@ -73,7 +74,7 @@ def test_lowers_with_64_bit_types_and_in_shard_map(is_causal):
         (2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
     )
     split = jax.sharding.PartitionSpec("batch")
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         with jax.enable_x64(True):
             mosaic, triton = calls_lowered_for_hopper(gradients, *arrays)
         assert mosaic >= 3 and not triton

@@ -15,11 +15,13 @@ from exhaustive import fields, thinned
 from implementation_suite import FEATURES, ImplementationSuite
 from nonfinite_suite import NonFiniteSuite
 from pairwise_suite import PairwiseSuite
+from pallas_lowering import only_lowering
 
 import jax_flash
 from jax_flash import _device, _varlen_unpacking, pallas
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.pallas import compat, features, lowering, scores
+from jax_flash.pallas import compat, features, lowering
+from jax_flash.pallas.triton import scores
 from jax_flash.pallas.triton import tiles as triton_tiles
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
@@ -45,7 +47,7 @@ EVERYTHING = (
 
 @pytest.fixture(autouse=True, scope="module")
 def by_triton():
-    with lowering.only(lowering.TRITON):
+    with only_lowering(lowering.TRITON):
         yield
 
 

@@ -11,13 +11,14 @@ import pytest
 from cache_case import CacheCase, Draw, as_jax, check
 from exhaustive import fields, thinned, thorough
 from jax.experimental import pallas as pl
+from pallas_lowering import only_lowering
 
 import jax_flash
 from jax_flash import _device
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._spec import AttentionSpec
-from jax_flash.pallas import compat, decoding, lowering, scores
-from jax_flash.pallas.triton import decode_tiles
+from jax_flash.pallas import compat, decoding, lowering
+from jax_flash.pallas.triton import decode_tiles, scores
 from jax_flash.pallas.triton.decode_schedule import Schedule, Share
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
@@ -203,7 +204,7 @@ def test_says_what_it_can_not_do(operands, device, reason):
     assert said is None if reason is None else said is not None and reason in said
 
 
-def test_caches_in_8_bits_need_their_conversion():
+def test_float8_caches_need_their_conversion():
     case = CacheCase(float8=True)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), Draw(case).operands)
     with compat.lowering_for(_device.H100.kind):
@@ -215,7 +216,7 @@ def test_caches_in_8_bits_need_their_conversion():
 
 
 def test_mosaic_has_no_kernels_for_it():
-    with lowering.only(lowering.MOSAIC):
+    with only_lowering(lowering.MOSAIC):
         said = decoding.supports(CacheSpec(AttentionSpec(0.1)), shapes(), _device.H100)
     assert said == "only mosaic is allowed, which has no kernels for key-value caches"
 

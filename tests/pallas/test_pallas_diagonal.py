@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from emulated_case import Case, check_results, draw, expected
 from exhaustive import thorough
+from pallas_lowering import only_lowering
 from sharded_calls import ShardedCalls
 
 from jax_flash import _device, _reference, pallas
@@ -33,7 +34,7 @@ CASES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def by_triton():
-    with lowering.only(lowering.TRITON):
+    with only_lowering(lowering.TRITON):
         yield
 
 

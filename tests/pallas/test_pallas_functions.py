@@ -14,9 +14,10 @@ from function_primitives import CASES, arguments_of
 from jax import lax, nn
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from pallas_lowering import only_lowering
 
 import jax_flash
-from jax_flash import _device, _functions
+from jax_flash import _device, _function_arguments
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
 from jax_flash.functions import trace_score_mod
 from jax_flash.functions.graph import DTYPES
@@ -37,7 +38,7 @@ OTHERS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def by_triton():
-    with lowering.only(lowering.TRITON):
+    with only_lowering(lowering.TRITON):
         yield
 
 
@@ -333,7 +334,7 @@ def test_what_is_looked_up_for_each_score_fits_in_shared_memory(H, device, kib):
                 score = score + array[head, jnp.clip(query - key, -60 - i, 60 + i) + 64]
             return score
 
-        function, _, others = _functions.operands(score_mod, None, (1,), size)
+        function, _, others = _function_arguments.operands(score_mod, None, (1,), size)
         spec = AttentionSpec(0.1, right=0, score_mod=function)
         operands = Operands.of(
             dict.fromkeys(("query", "key", "value"), jnp.zeros(shape, jnp.bfloat16)) | others

@@ -6,7 +6,6 @@ A kernel gets the operands for them as a dict of refs, in whatever broadcast for
 
 import dataclasses
 import functools
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -33,15 +32,13 @@ from jax_flash.functions.derivative import Derivative
 from jax_flash.functions.graph import Node
 from jax_flash.transforms.lowering import axes_of
 
-from . import compat
-from .features import OPERANDS
-from .loop import BlockList
-from .triton import block_mask, functions
-from .triton.memory import indices
-from .triton.tiles import Tile
-
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2)
+from .. import compat
+from ..constants import LOG2_E
+from ..features import OPERANDS
+from ..loop import BlockList
+from . import block_mask, functions
+from .memory import indices
+from .tiles import Tile
 
 SEGMENT_BLOCKS = ("first_block", "last_block")
 FUNCTION_OPERANDS = ("batch_indices", "head_indices", "block_kinds")
@@ -112,7 +109,7 @@ class Scores:
     @property
     def isolates(self) -> bool:
         """Whether queries and keys that don't see each other are kept apart if they aren't finite
-        (triton/nonfinite.py)."""
+        (nonfinite.py)."""
         has_lengths = "query_seq_lengths" in self.refs or "key_value_seq_lengths" in self.refs
         hides_pairs = self.masked or has_lengths or self.spec.block_mask is not None
         is_shifted = "diagonal" in self.refs
