@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _sequences, _validate
+from jax_flash import _sequence_arguments, _validate
 
 if TYPE_CHECKING:  # which imports this module
     from jax_flash._call import Arguments
@@ -64,7 +64,7 @@ def _segment_ids(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     given = arguments.query_segment_ids, arguments.key_value_segment_ids
     if all(x is None for x in given):
         return _zeros(shapes[0]), _zeros(shapes[1])
-    return _sequences.ranks(*_sequences.segment_ids(*given, *shapes))
+    return _sequence_arguments.ranks(*_sequence_arguments.segment_ids(*given, *shapes))
 
 
 def _padded(name: str, lengths: Any, ids: jax.Array, padding: int) -> jax.Array:
@@ -72,7 +72,9 @@ def _padded(name: str, lengths: Any, ids: jax.Array, padding: int) -> jax.Array:
     if lengths is None:
         return ids
     *batch, size = ids.shape
-    return _where_within(_sequences.lengths(name, lengths, {"(*B,)": tuple(batch)}, size), ids, padding)
+    return _where_within(
+        _sequence_arguments.lengths(name, lengths, {"(*B,)": tuple(batch)}, size), ids, padding
+    )
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -11,6 +11,9 @@ from jax_flash._block_kinds import Kind, Lists, MaskMod
 from jax_flash.functions.static import StaticFunction, flat, static_mask_mod
 from jax_flash.masks.mask import check_sizes
 
+_BLOCK_SIZE = 128
+"""By default."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no one truth value
@@ -28,7 +31,8 @@ class BlockMask:
       captured: arrays that `mask_mod` reads, `(1, elements)` each.
       mask_mod: which pairs of a block of kind 1 see each other; None where there is no such block.
       lengths: T and S.
-      block_size: of queries and of keys.
+      block_size: of queries and of keys. Where it was given as more than 128 and more than the sequence is
+        long, it is the larger of these.
     """
 
     kinds: jax.Array
@@ -42,7 +46,7 @@ class BlockMask:
     @staticmethod
     @_settings.as_written
     def from_blocks(
-        blocks: Any, *, lengths: tuple[int, int] | None = None, block_size: Any = 128
+        blocks: Any, *, lengths: tuple[int, int] | None = None, block_size: Any = _BLOCK_SIZE
     ) -> "BlockMask":
         """The mask of a layout of blocks, as the first FlashAttention's block-sparse variant has it.
 
@@ -50,7 +54,7 @@ class BlockMask:
           blocks: bool `(B|1, N|1, blocks of queries, blocks of keys)`; True where each query of a block sees
             each of its keys. B and N are 1 where it is the same for all.
           lengths: T and S; by default those of whole blocks.
-          block_size: an int, or a pair for queries and keys.
+          block_size: an int, or a pair for queries and keys. One longer than the sequence is one block.
 
         Raises:
           TypeError, ValueError: an argument has a dtype, shape or value that doesn't fit.
@@ -71,15 +75,16 @@ class BlockMask:
                     f"lengths must have {counts} blocks of {size} as blocks has; got lengths {lengths}"
                 )
         kinds = jnp.where(blocks, jnp.int8(Kind.FULL), jnp.int8(Kind.HIDDEN))
+        size = _within(lengths, size)
         return BlockMask(kinds, *_block_kinds.lists(kinds), (), None, lengths, size)
 
     @staticmethod
-    def from_dense(mask: Any, *, block_size: Any = 128) -> "BlockMask":
+    def from_dense(mask: Any, *, block_size: Any = _BLOCK_SIZE) -> "BlockMask":
         """The mask that an array of all pairs describes. It keeps the array, so it is for tests.
 
         Args:
           mask: bool `(B|1, N|1, T, S)`; True attends.
-          block_size: an int, or a pair for queries and keys.
+          block_size: an int, or a pair for queries and keys. One longer than the sequence is one block.
         """
         mask = _validate.array("mask", mask, "mask")
         if mask.ndim != 4 or 0 in mask.shape:
@@ -96,7 +101,7 @@ class BlockMask:
 
 @_settings.as_written
 def create_block_mask(
-    mask_mod: MaskMod, B: int | None, N: int | None, T: int, S: int, *, block_size: Any = 128
+    mask_mod: MaskMod, B: int | None, N: int | None, T: int, S: int, *, block_size: Any = _BLOCK_SIZE
 ) -> BlockMask:
     """Finds which blocks of queries and keys a mask function lets be seen: wholly, in part, or not at all.
 
@@ -113,7 +118,7 @@ def create_block_mask(
       N: query heads likewise.
       T: queries.
       S: keys.
-      block_size: an int, or a pair for queries and keys.
+      block_size: an int, or a pair for queries and keys. One longer than the sequence is one block.
 
     Raises:
       TypeError, ValueError: an argument has a kind or value that doesn't fit, or mask_mod returns no bool
@@ -130,9 +135,11 @@ def create_block_mask(
         )
     size = _block_size(block_size)
     alike = [name for name, n in (("batch", B), ("head", N)) if n is None]
-    B, N = (1 if n is None else _validate.size(name, n) for name, n in (("B", B), ("N", N)))
+    B, N = (None if n is None else _validate.size(name, n) for name, n in (("B", B), ("N", N)))
     lengths = _lengths((T, S))
+    size = _within(lengths, size)
     check_sizes(mask_mod, B, N, *lengths)
+    B, N = (1 if n is None else n for n in (B, N))
     if 0 in (B, N, *lengths):  # no pair, and arrays that mask_mod looks up may have no element
         blocks = (-(-length // block) for length, block in zip(lengths, size, strict=True))
         kinds = jnp.zeros((B, N, *blocks), jnp.int8)
@@ -165,4 +172,12 @@ def _block_size(value: Any) -> tuple[int, int]:
     queries, keys = (_validate.integer("block_size", side) for side in sides)
     if min(queries, keys) < 1:
         raise ValueError(f"block_size must be at least 1; got {_validate.short(value)}")
+    if max(queries, keys) > _validate.INT32_MAX:
+        raise ValueError(f"block_size must be at most {_validate.INT32_MAX}; got {_validate.short(value)}")
     return queries, keys
+
+
+def _within(lengths: tuple[int, int], size: tuple[int, int]) -> tuple[int, int]:
+    """A block size whose blocks are the same, and no longer than the sequences or than the default block."""
+    T, S = lengths
+    return min(size[0], max(T, _BLOCK_SIZE)), min(size[1], max(S, _BLOCK_SIZE))

@@ -13,7 +13,7 @@ from jax_flash import (
     _cache_rows,
     _device,
     _dispatch,
-    _functions,
+    _function_arguments,
     _rotary,
     _settings,
     _validate,
@@ -22,7 +22,7 @@ from jax_flash._arguments import Names
 from jax_flash._cache_spec import CacheOperands, CacheSizes, CacheSpec, QueryPositions, cache_sizes
 from jax_flash._float8 import is_float8
 from jax_flash._mask import UNBOUNDED, Window
-from jax_flash._spec import AttentionSpec
+from jax_flash._spec import AttentionSpec, accumulator
 from jax_flash._validate import described, short
 from jax_flash.masks.mask import check_sizes
 from jax_flash.transforms import decoding
@@ -89,7 +89,7 @@ def prepare(arguments: CacheArguments) -> CacheCall:
     scale, query = _arguments.scale(names["scale"], arguments.scale, 1 / math.sqrt(n.H), query)
     left, right = arguments.window.normalised(n.T, n.S)
     _check_mask(arguments.mask_mod, n)
-    score_mod, _, of_functions = _functions.operands(
+    score_mod, _, of_functions = _function_arguments.operands(
         arguments.score_mod, None, (n.B,), (n.T, n.S, n.N), arguments.mask_mod
     )
     attention = AttentionSpec(
@@ -175,7 +175,7 @@ def _rotary_tables(arguments: CacheArguments, head_dim: int) -> tuple[jax.Array 
         given, absent = ("rotary_cos", "rotary_sin") if sin is None else ("rotary_sin", "rotary_cos")
         raise ValueError(f"{names[given]} goes with {names[absent]}; got {names[absent]}=None")
     cos, sin = _rotary.tables(cos, sin, head_dim, names["rotary_cos"], names["rotary_sin"])
-    dtype = jnp.promote_types(arguments.query.dtype, jnp.float32)
+    dtype = accumulator(arguments.query.dtype)
     return cos.astype(dtype), sin.astype(dtype)
 
 
@@ -203,11 +203,11 @@ def _per_head(arguments: CacheArguments, B: int, N: int) -> dict[str, jax.Array]
     if arguments.alibi_slopes is not None:
         shapes = {"(N,)": (N,), "(B, N)": (B, N)}
         slopes = _validate.shaped(names["alibi_slopes"], arguments.alibi_slopes, shapes, "floating")
-        slopes = slopes.astype(jnp.float32)
+        slopes = slopes.astype(accumulator(arguments.query.dtype))
         operands["alibi_slopes"] = jnp.expand_dims(slopes, 0) if slopes.ndim == 1 else slopes
     if arguments.sinks is not None:
         sinks = _validate.shaped(names["sinks"], arguments.sinks, {"(N,)": (N,)}, "floating")
-        operands["sinks"] = jnp.expand_dims(sinks.astype(jnp.float32), 0)
+        operands["sinks"] = jnp.expand_dims(sinks.astype(accumulator(arguments.query.dtype)), 0)
     return operands
 
 
@@ -225,7 +225,7 @@ def _nothing(call: CacheCall) -> tuple[jax.Array, jax.Array, jax.Array, jax.Arra
     """The results where no query has a key to attend to."""
     n, query = cache_sizes(call.operands), call.operands.query
     out = jnp.zeros((*query.shape[:-1], n.V), query.dtype)
-    lse = jnp.full((query.shape[0], n.N, n.T), -jnp.inf, jnp.promote_types(query.dtype, jnp.float32))
+    lse = jnp.full((query.shape[0], n.N, n.T), -jnp.inf, accumulator(query.dtype))
     key, value = call.operands.key, call.operands.value
     if call.operands.new_key is not None and 0 not in (call.operands.new_key.size, key.size, n.S):
         key, value = decoding.append(call.spec, call.operands)

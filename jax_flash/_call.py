@@ -19,14 +19,14 @@ from jax_flash import (
     _dispatch,
     _dropout,
     _float8_arguments,
-    _functions,
-    _sequences,
+    _function_arguments,
+    _sequence_arguments,
     _settings,
     _validate,
 )
 from jax_flash._arguments import OWN_NAMES, Names
 from jax_flash._mask import UNBOUNDED, Window
-from jax_flash._spec import AttentionSpec, Operands, batch_axis_may_be_one, sizes
+from jax_flash._spec import AttentionSpec, Operands, accumulator, batch_axis_may_be_one, sizes
 from jax_flash.context_parallel.strategy import AUTO, STRATEGIES
 from jax_flash.transforms import autodiff
 
@@ -149,7 +149,7 @@ def prepare(arguments: Arguments) -> Call:
     out_dtype, descales = _float8_arguments.of_arrays(arguments.float8, (query, key, value), arguments.scale)
     quantization, signs = _float8_arguments.quantization(arguments, query)
     scale, query = _arguments.scale(arguments.names["scale"], arguments.scale, 1 / math.sqrt(H), query)
-    score_mod, block_mask, of_functions = _functions.operands(
+    score_mod, block_mask, of_functions = _function_arguments.operands(
         arguments.score_mod, arguments.block_mask, shape.batch, (T, shape.S, N)
     )
     spec = _spec(arguments, shape, scale, rate)
@@ -218,11 +218,11 @@ def _per_head(arguments: Arguments, shape: _Shape) -> dict[str, jax.Array]:
     if arguments.alibi_slopes is not None:
         shapes = {"(N,)": (shape.N,), "(*B, N)": (*shape.batch, shape.N)}
         slopes = _validate.shaped("alibi_slopes", arguments.alibi_slopes, shapes, "floating")
-        slopes = slopes.astype(jnp.float32)
+        slopes = slopes.astype(accumulator(arguments.query.dtype))
         operands["alibi_slopes"] = shape.for_all(slopes) if slopes.ndim == 1 else slopes
     if arguments.sinks is not None:
         sinks = _validate.shaped("sinks", arguments.sinks, {"(N,)": (shape.N,)}, "floating")
-        operands["sinks"] = shape.for_all(sinks.astype(jnp.float32))
+        operands["sinks"] = shape.for_all(sinks.astype(accumulator(arguments.query.dtype)))
     return operands
 
 
@@ -232,10 +232,10 @@ def _per_sequence(arguments: Arguments, shape: _Shape) -> dict[str, jax.Array]:
     for name, most in (("query_seq_lengths", shape.T), ("key_value_seq_lengths", shape.S)):
         x = getattr(arguments, name)
         if x is not None:
-            operands[name] = _sequences.lengths(name, x, {"(*B,)": shape.batch}, most)
+            operands[name] = _sequence_arguments.lengths(name, x, {"(*B,)": shape.batch}, most)
     queries, keys = arguments.query_segment_ids, arguments.key_value_segment_ids
     if queries is not None or keys is not None:
-        ids = _sequences.segment_ids(queries, keys, (*shape.batch, shape.T), (*shape.batch, shape.S))
+        ids = _sequence_arguments.segment_ids(queries, keys, (*shape.batch, shape.T), (*shape.batch, shape.S))
         operands["query_segment_ids"], operands["key_value_segment_ids"] = ids
     if arguments.varlen is not None:
         operands["query_offsets"] = arguments.varlen.query_offsets
@@ -275,5 +275,4 @@ def _nothing(call: Call) -> Any:
     out = jnp.zeros((*call.batch_shape, n.T, n.N, n.V), dtype)
     if not call.spec.return_residual:
         return out
-    lse_dtype = jnp.float64 if call.operands.query.dtype == jnp.float64 else jnp.float32
-    return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, lse_dtype)
+    return out, jnp.full((*call.batch_shape, n.T, n.N), -jnp.inf, accumulator(call.operands.query.dtype))

@@ -5,8 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_flash import _cache_arguments, _cache_call, _settings, _validate
+from jax_flash import (
+    _arguments,
+    _cache_arguments,
+    _cache_call,
+    _sequence_arguments,
+    _settings,
+    _validate,
+)
 from jax_flash._arguments import Names
 from jax_flash._cache_arguments import CacheArrays
 from jax_flash._cache_call import CacheArguments
@@ -29,14 +37,11 @@ _NAMES = Names(
 def attend(arguments: Arguments, sequences: VarlenSequences, block_table: Any) -> Any:
     """`out (total_q, nheads, headdim_v)`; with `return_residual` the tuple `(out, lse, None)`, lse float32
     `(nheads, total_q)`."""
-    table = _validate.unconverted("block_table", block_table, "integer")
+    table = _validate.unconverted("block_table", _validate.listed("block_table", block_table), "integer")
     q = _validate.array("q", arguments.query, "floating")
     if q.ndim != 3:
         raise ValueError(f"q must have shape (total_q, nheads, headdim); got {described(q)}")
-    if _validate.number("dropout_p", arguments.dropout_rate) != 0:
-        raise NotImplementedError(
-            f"dropout_p must be 0 with a block_table; got {short(arguments.dropout_rate)}"
-        )
+    _check_dropout(arguments)
     _validate.flag("deterministic", arguments.deterministic)
     k = _validate.array("k", arguments.key, "floating")
     if k.ndim != 4:
@@ -44,11 +49,15 @@ def attend(arguments: Arguments, sequences: VarlenSequences, block_table: Any) -
             "k must have shape (num_blocks, page_block_size, nheads_k, headdim) with a block_table; "
             f"got {described(k)}"
         )
-    offsets = _offsets("cu_seqlens_q", sequences.cu_seqlens_q)
-    of_keys = _offsets("cu_seqlens_k", sequences.cu_seqlens_kv)
-    _validate.size("max_seqlen_q", sequences.max_seqlen_q)
-    _validate.size("max_seqlen_k", sequences.max_seqlen_kv)
+    most_queries = _validate.size("max_seqlen_q", sequences.max_seqlen_q)
+    most_keys = _validate.size("max_seqlen_k", sequences.max_seqlen_kv)
+    of_queries = _validate.listed("cu_seqlens_q", sequences.cu_seqlens_q)
+    offsets = _sequence_arguments.offsets(
+        "cu_seqlens_q", of_queries, q.shape[0], most_queries, "max_seqlen_q"
+    )
     B = offsets.shape[0] - 1
+    of_keys = _validate.listed("cu_seqlens_k", sequences.cu_seqlens_kv)
+    of_keys = _validate.unconverted("cu_seqlens_k", of_keys, "integer")
     if of_keys.shape != offsets.shape:
         raise ValueError(
             f"cu_seqlens_k must have shape (batch_size + 1,) = {offsets.shape} as cu_seqlens_q; "
@@ -60,7 +69,7 @@ def attend(arguments: Arguments, sequences: VarlenSequences, block_table: Any) -
             f"cu_seqlens_q; got {described(table)}"
         )
     capacity = min(table.shape[1] * k.shape[1], _validate.INT32_MAX)
-    lengths = _lengths(_validate.clipped(of_keys, _validate.INT32_MAX), capacity)
+    lengths = _lengths(_key_offsets(of_keys, capacity, most_keys), capacity)
     checked = _cache_arguments.cache(CacheArrays(k, arguments.value, lengths, table), None, _NAMES)
     call = _cache_call.prepare(
         CacheArguments(
@@ -71,7 +80,7 @@ def attend(arguments: Arguments, sequences: VarlenSequences, block_table: Any) -
             scale=arguments.scale,
             logits_soft_cap=arguments.logits_soft_cap,
             alibi_slopes=arguments.alibi_slopes,
-            query_offsets=_ascending(_validate.clipped(offsets, q.shape[0])),
+            query_offsets=_ascending(offsets),
             return_residual=arguments.return_residual,
         )
     )
@@ -80,11 +89,31 @@ def attend(arguments: Arguments, sequences: VarlenSequences, block_table: Any) -
     return (out, jnp.squeeze(lse, 0), None) if call.spec.attention.return_residual else out
 
 
-def _offsets(name: str, x: Any) -> Any:
-    x = _validate.unconverted(name, _validate.listed(name, x), "integer")
-    if x.ndim != 1 or x.shape[0] == 0:
-        raise ValueError(f"{name} must have shape (batch_size + 1,); got {described(x)}")
-    return x
+def _check_dropout(arguments: Arguments) -> None:
+    """Refuses dropout, and its arguments as the function without pages does."""
+    rate = _arguments.dropout_rate("dropout_p", arguments.dropout_rate)
+    if arguments.dropout_key is not None:
+        _arguments.random_key("dropout_key", arguments.dropout_key)
+    if rate != 0:
+        raise NotImplementedError(
+            f"dropout_p must be 0 with a block_table; got {short(arguments.dropout_rate)}"
+        )
+
+
+def _key_offsets(offsets: jax.Array | np.ndarray, capacity: int, longest: int) -> jax.Array:
+    """cu_seqlens_k as int32. Values that are known are checked; traced lengths are clipped afterwards."""
+    values = _validate.known(offsets)
+    if values is None:
+        return _validate.clipped(offsets, _validate.INT32_MAX)
+    room = min((len(values) - 1) * capacity, _validate.INT32_MAX)
+    checked = _sequence_arguments.offsets("cu_seqlens_k", offsets, room, longest, "max_seqlen_k")
+    needed = int(np.max(values[1:] - values[:-1], initial=0))
+    if needed > capacity:
+        raise ValueError(
+            f"cu_seqlens_k must leave each sequence at most {capacity} keys, for which a row of block_table "
+            f"has pages; got {short(values.tolist())}"
+        )
+    return checked
 
 
 @jax.jit

@@ -14,7 +14,7 @@ from jax_flash import (
     _device,
     _dispatch,
     _float8_arguments,
-    _sequences,
+    _sequence_arguments,
     _settings,
     _validate,
 )
@@ -138,7 +138,7 @@ def prepare(
         raise ValueError("quantization_key goes with incoherent=True")
     *batch, T, _, _ = arrays[0].shape
     lengths = {
-        name: None if x is None else _sequences.lengths(name, x, {"(*B,)": tuple(batch)}, most)
+        name: None if x is None else _sequence_arguments.lengths(name, x, {"(*B,)": tuple(batch)}, most)
         for name, x, most in (
             ("query_seq_lengths", query_seq_lengths, T),
             ("key_value_seq_lengths", key_value_seq_lengths, arrays[1].shape[-3]),

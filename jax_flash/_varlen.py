@@ -7,15 +7,21 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _functions, _sequences, _settings, _validate, _varlen_unpacking
+from jax_flash import (
+    _arguments,
+    _function_arguments,
+    _sequence_arguments,
+    _settings,
+    _validate,
+    _varlen_unpacking,
+)
 from jax_flash._arguments import Names
 from jax_flash._attention import ScoreMod
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call, Varlen, attend, prepare
-from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
+from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, accumulator
 
 
 @overload
@@ -197,7 +203,7 @@ def prepare_varlen(arguments: Arguments, sequences: VarlenSequences) -> tuple[Ca
     value = _packed(names["value"], arguments.value, "(ΣS, K, V)")
     varlen = _varlen_of(sequences, query.shape[0], key.shape[0], names)
     count, heads = varlen.query_offsets.size - 1, query.shape[1]
-    slopes = _slopes_of_sequences(arguments.alibi_slopes, count, heads)
+    slopes = _slopes_of_sequences(arguments.alibi_slopes, count, query)
     block_mask = arguments.block_mask
     if slopes is not None:
         arguments = dataclasses.replace(arguments, alibi_slopes=None)
@@ -212,7 +218,7 @@ def prepare_varlen(arguments: Arguments, sequences: VarlenSequences) -> tuple[Ca
             f"block_mask must be made for {lengths[0]} queries and {lengths[1]} keys, the longest that a "
             f"sequence may be; got one for {block_mask.lengths}"
         )
-    _, of_mask, operands = _functions.operands(None, block_mask, (count,), (*lengths, heads))
+    _, of_mask, operands = _function_arguments.operands(None, block_mask, (count,), (*lengths, heads))
     return call, OfSequences(count, slopes, of_mask, operands)
 
 
@@ -220,10 +226,10 @@ def _varlen_of(sequences: VarlenSequences, queries: int, keys: int, names: Names
     cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = sequences
     max_seqlen_q = _validate.size(names["max_seqlen_q"], max_seqlen_q)
     max_seqlen_kv = _validate.size(names["max_seqlen_kv"], max_seqlen_kv)
-    offsets_q = _sequences.offsets(
+    offsets_q = _sequence_arguments.offsets(
         names["cu_seqlens_q"], cu_seqlens_q, queries, max_seqlen_q, names["max_seqlen_q"]
     )
-    offsets_kv = _sequences.offsets(
+    offsets_kv = _sequence_arguments.offsets(
         names["cu_seqlens_kv"], cu_seqlens_kv, keys, max_seqlen_kv, names["max_seqlen_kv"]
     )
     if offsets_q.shape != offsets_kv.shape:
@@ -234,13 +240,14 @@ def _varlen_of(sequences: VarlenSequences, queries: int, keys: int, names: Names
     return Varlen(offsets_q, offsets_kv, max_seqlen_q, max_seqlen_kv)
 
 
-def _slopes_of_sequences(alibi_slopes: Any, sequences: int, heads: int) -> jax.Array | None:
+def _slopes_of_sequences(alibi_slopes: Any, sequences: int, query: jax.Array) -> jax.Array | None:
     """The slopes if each sequence has its own."""
     if alibi_slopes is None:
         return None
+    heads = query.shape[1]
     shapes = {"(N,)": (heads,), "(B, N)": (sequences, heads)}
     slopes = _validate.shaped("alibi_slopes", alibi_slopes, shapes, "floating")
-    return None if slopes.ndim == 1 else slopes.astype(jnp.float32)
+    return None if slopes.ndim == 1 else slopes.astype(accumulator(query.dtype))
 
 
 @_settings.as_written

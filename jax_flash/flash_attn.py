@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import _arguments, _flash_attn_pages, _sequences, _validate
+from jax_flash import _arguments, _flash_attn_pages, _sequence_arguments, _validate
 from jax_flash._arguments import Names
 from jax_flash._call import Arguments, attend, prepare
 from jax_flash._flash_attn_cache import flash_attn_with_kvcache
-from jax_flash._padding import pad_input, unpad_input
+from jax_flash._flash_attn_padding import pad_input, unpad_input
 from jax_flash._rotary import apply_rotary_rows, apply_rotary_varlen
 from jax_flash._varlen import VarlenSequences, attend_varlen
 
@@ -375,7 +375,7 @@ def apply_rotary_emb(
         raise ValueError(f"x must have shape {letters}; got {_validate.described(x)}")
     if cu_seqlens is None:
         return apply_rotary_rows(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets")
-    offsets = _sequences.offsets("cu_seqlens", cu_seqlens, x.shape[0], x.shape[0], "max_seqlen")
+    offsets = _sequence_arguments.offsets("cu_seqlens", cu_seqlens, x.shape[0], x.shape[0], "max_seqlen")
     return apply_rotary_varlen(x, cos, sin, interleaved, seqlen_offsets, "seqlen_offsets", offsets)
 
 

@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash import _alignment, _arguments, _call, _dropout, _functions, _sequences, _settings, _validate
+from jax_flash import (
+    _alignment,
+    _arguments,
+    _call,
+    _dropout,
+    _function_arguments,
+    _sequence_arguments,
+    _settings,
+    _validate,
+)
 from jax_flash._call import Arguments, Call
 from jax_flash._mask import Window
 from jax_flash.context_parallel.load_balance import KINDS, LoadBalance, Order, check_divides
@@ -69,7 +78,7 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
             given[name] = _validate.broadcastable(name, x, of_queries, letters, kind)
     for name, most in zip(LENGTHS, (T, S), strict=True):
         if whole[name] is not None:
-            given[name] = _sequences.lengths(name, whole[name], {"(*B,)": batch}, most)
+            given[name] = _sequence_arguments.lengths(name, whole[name], {"(*B,)": batch}, most)
     if not batch:
         given = {name: x[None] for name, x in given.items()}
     lengths = tuple(name for name in LENGTHS if name in given)
@@ -78,7 +87,7 @@ def prepare(arguments: Arguments, axis_name: Any, load_balance: Any) -> tuple[Sh
             'alignment must be "bottom_right" where there are lengths or not as many keys as queries; '
             f'got "{alignment}"'
         )
-    score_mod, block_mask, of_functions = _functions.operands(
+    score_mod, block_mask, of_functions = _function_arguments.operands(
         whole["score_mod"], whole["block_mask"], batch, (T, S, N)
     )
     given |= of_functions

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 
 from jax_flash._spec import AttentionSpec, Operands, captured_name, functions_of
 from jax_flash.cuda.functions import cpp, operand_fields
@@ -22,16 +21,13 @@ Shapes = Operands[jax.ShapeDtypeStruct]
 INDICES = ("batch_indices", "head_indices")
 """Operands that say which row and head of the whole call a device's own ones are."""
 
+_LOADABLE = tuple(dtype for dtype in cpp.ELEMENTS if dtype.name in ELEMENT_BYTES)
+"""Dtypes of arrays that functions in a kernel read."""
+
 
 def unsupported(function: StaticFunction) -> str | None:
     """Why the function, or an array that it captures, can't be in a kernel; or None."""
-    if (reason := function.limit(cpp.unsupported)) is not None:
-        return reason
-    for x in function.shapes:
-        if np.dtype(x.dtype) not in cpp.ELEMENTS or x.dtype.name not in ELEMENT_BYTES:
-            allowed = ", ".join(ELEMENT_BYTES)
-            return f"{function.passed_as} captures an array of {x.dtype.name}; it may be {allowed}"
-    return None
+    return function.limit(cpp.unsupported, _LOADABLE)
 
 
 def parameters(struct_name: str, function: Function) -> Struct:

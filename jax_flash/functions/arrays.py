@@ -29,7 +29,7 @@ def result_of(equation: JaxprEqn, number: int = 0) -> Any:
 
 
 class TooLargeError(Exception):
-    """A reduction of more terms than code is written out for."""
+    """More of something, as terms of a reduction, than code is written out for."""
 
 
 def _broadcast_in_dim(graph: Graph, equation: JaxprEqn, operands: list[Lazy]) -> list[Element]:
@@ -141,6 +141,11 @@ def _iota(graph: Graph, equation: JaxprEqn, operands: list[Lazy]) -> list[Elemen
     return [lambda index: graph.convert(index[axis], result_of(equation).dtype)]
 
 
+def _empty(graph: Graph, equation: JaxprEqn, operands: list[Lazy]) -> list[Element]:
+    """What a branch has for values of the other one, which its derivative needs: nobody reads it."""
+    return [lambda index: graph.constant(0, result_of(equation).dtype)]
+
+
 def _dynamic_slice(graph: Graph, equation: JaxprEqn, operands: list[Lazy]) -> list[Element]:
     """A slice is moved until it is within the array."""
     x, *starts = operands
@@ -217,6 +222,20 @@ def _as_index(graph: Graph, x: Node) -> Node:
     return graph.convert(x, INT32)
 
 
+def _scan_of_no_steps(graph: Graph, equation: JaxprEqn, operands: list[Lazy]) -> list[Element]:
+    """A loop that leaves what it carries as it is, and whose other results have no element. Other loops of a
+    static length are written out before."""
+    params = equation.params
+    if params["length"] != 0:
+        raise TooLargeError("beside a loop of no steps, loops aren't written out")
+    carried = operands[params["num_consts"] :][: params["num_carry"]]
+    return [x.at for x in carried] + [_no_element] * (len(equation.outvars) - len(carried))
+
+
+def _no_element(index: Index) -> Node:
+    raise ValueError("an element of an array without any")
+
+
 def _reduction(name: str, bind, graph: Graph, equation: JaxprEqn, operands: list[Lazy]) -> list[Element]:
     x, axes = operands[0], equation.params["axes"]
     sizes = tuple(x.shape[axis] for axis in axes)
@@ -290,8 +309,11 @@ FORMS: dict[str, Callable[[Graph, JaxprEqn, list[Lazy]], list[Element]]] = {
     "stack": _stack,
     "unstack": _unstack,
     "iota": _iota,
+    "empty": _empty,
+    "empty2": _empty,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
+    "scan": _scan_of_no_steps,
     "reduce_sum": _reduce("add", lax.add),
     "reduce_prod": _reduce("mul", lax.mul),
     "reduce_max": _reduce("max", lax.max),

@@ -7,6 +7,8 @@ element.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Container, Iterable
 
 import jax
 import numpy as np
@@ -144,11 +146,7 @@ def _factors(graph: Graph, tangent: Node, nodes: list[Node], leaves: list[Node])
 
     def program(tangents, others_):
         def evaluate(*tangents):
-            values = dict(zip((*leaves, *others), (*tangents, *others_), strict=True))
-            for node in steps:
-                assert node.bind is not None
-                values[node] = node.bind(*(values[argument] for argument in node.arguments))
-            return values[tangent]
+            return _evaluate(tangent, dict(zip((*leaves, *others), (*tangents, *others_), strict=True)))
 
         return jax.vjp(evaluate, *tangents)[1](jax.numpy.ones((), tangent.dtype))
 
@@ -160,6 +158,48 @@ def _factors(graph: Graph, tangent: Node, nodes: list[Node], leaves: list[Node])
     constants = [constant(graph, x) for x in closed.consts]
     found = [factor.at(()) for factor in reading.read(graph, closed, constants, values)]
     return [_with_one_constant(graph, _float32(graph, factor)) for factor in found]
+
+
+def _evaluate(node: Node, known: dict[Node, jax.Array]) -> jax.Array:
+    """The value of a node, given those of nodes that it is computed from.
+
+    A branch is computed in a `cond`, as its derivative may not be finite where the other one is taken, and 0
+    times that is NaN.
+    """
+    known = dict(known)
+    for step in _needed(node, known):
+        if step.selects_branch:
+            predicate, *branches = step.arguments
+            if_false, if_true = (functools.partial(_evaluate, branch, known) for branch in branches)
+            known[step] = jax.lax.cond(known[predicate], if_true, if_false)
+        else:
+            assert step.bind is not None
+            known[step] = step.bind(*(known[argument] for argument in step.arguments))
+    return known[node]
+
+
+def _needed(node: Node, known: Container[Node]) -> list[Node]:
+    """What is to be computed for a node, arguments first: of branches only what both need."""
+
+    def arguments(step: Node) -> Iterable[Node]:
+        if not step.selects_branch:
+            return step.arguments
+        predicate, *branches = step.arguments
+        if_false, if_true = (_unknown(branch, known, lambda step: step.arguments) for branch in branches)
+        return predicate, *(if_false & if_true)
+
+    return sorted(_unknown(node, known, arguments), key=lambda step: step.number)
+
+
+def _unknown(node: Node, known: Container[Node], arguments: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """The node, and those that it depends on by `arguments`, but for what is known."""
+    found, pending = set(), [node]
+    while pending:
+        step = pending.pop()
+        if step not in known and step not in found:
+            found.add(step)
+            pending += arguments(step)
+    return found
 
 
 def _float32(graph: Graph, factor: Node) -> Node:

@@ -21,6 +21,10 @@ class UnsupportedPrimitiveError(NotImplementedError):
         self.primitive, self.line, self.reason = primitive, line, reason
 
 
+class GraphTooLargeError(UnsupportedPrimitiveError):
+    """The graph had more nodes than code is written out for when it came to this primitive."""
+
+
 def user_line(equations) -> str:
     """The line of the user's code that an equation comes from.
 
@@ -30,4 +34,4 @@ def user_line(equations) -> str:
         for another caller, whose line they have.
     """
     lines = [source_info_util.summarize(equation.source_info) for equation in equations]
-    return next((line for line in lines if not line.startswith((_PACKAGE, "unknown"))), lines[-1])
+    return next((line for line in lines if line and not line.startswith((_PACKAGE, "unknown"))), lines[-1])

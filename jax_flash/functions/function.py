@@ -1,6 +1,7 @@
 """A user's function of scalars, traced."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -139,8 +140,15 @@ def _traced(
     _check_takes(name, function, arguments)
     # An inner `jit` would keep arrays that it captures to itself. Without it they are constants of the
     # whole. Loops of a static length are written out too.
-    with jax.disable_jit():
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*argument_shapes(arguments))
+    trace = functools.partial(jax.make_jaxpr(function, return_shape=True), *argument_shapes(arguments))
+    try:
+        with jax.disable_jit():
+            closed, shape = trace()
+    except ValueError as error:
+        # JAX can't write out a loop of no steps. As a primitive it is one that graphs have.
+        if "zero-length scan" not in str(error):
+            raise
+        closed, shape = trace()
     if not isinstance(shape, jax.ShapeDtypeStruct) or shape.shape != ():
         raise ValueError(f"{name} returns {shape}; it must return a scalar")
     given = np.dtype(shape.dtype)
@@ -169,17 +177,21 @@ def as_graph(traced: Traced, unsupported: Unsupported = nothing) -> ScalarFuncti
       TypeError: it captures an array of a dtype that no graph has, or of symbolic shape.
     """
     graph, closed, arguments = Graph(unsupported), traced.jaxpr, traced.arguments
-    shapes = [_loadable(jax.ShapeDtypeStruct(x.shape, x.dtype)) for x in map(jax.typeof, closed.consts)]
-    (output,) = reading.read(graph, closed, operands(graph, shapes), inputs(graph, arguments))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, closed.consts)]
+    for shape in shapes:
+        if (reason := limit_of_captured(shape, DTYPES)) is not None:
+            raise TypeError(f"{traced.passed_as} {reason}")
+    largest = reading.LARGEST_MASK_GRAPH if traced.result == BOOL else reading.LARGEST_GRAPH
+    (output,) = reading.read(graph, closed, operands(graph, shapes), inputs(graph, arguments), largest)
     output = graph.convert(output.at(()), traced.result)
     return ScalarFunction(closed, tuple(closed.consts), arguments, graph, output)
 
 
-def _loadable(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    if np.dtype(shape.dtype) not in DTYPES:
-        raise TypeError(
-            f"the function captures an array of {shape.dtype}; it may be {', '.join(x.name for x in DTYPES)}"
-        )
+def limit_of_captured(shape: jax.ShapeDtypeStruct, loadable: Sequence[np.dtype]) -> str | None:
+    """Why code that loads elements of these dtypes can't read a captured array, after the function's name; or
+    None."""
+    if np.dtype(shape.dtype) not in loadable:
+        return f"captures an array of {shape.dtype}; it may be {', '.join(x.name for x in loadable)}"
     if not all(isinstance(size, int) for size in shape.shape):
-        raise TypeError(f"the function captures an array of symbolic shape {shape.shape}")
-    return shape
+        return f"captures an array of symbolic shape {shape.shape}"
+    return None

@@ -42,6 +42,11 @@ class Node:
     bind: Callable[..., Any] | None = dataclasses.field(repr=False, default=None)  # the primitive in JAX
 
     @property
+    def selects_branch(self) -> bool:
+        """Whether `Graph.select_branch` made it."""
+        return self.operation == "select_n" and self.detail != ()
+
+    @property
     def value(self) -> np.generic:
         """The number that a constant is."""
         assert isinstance(self.detail, bytes)
@@ -91,6 +96,11 @@ class Graph:
     def __init__(self, unsupported: Unsupported = nothing):
         self.unsupported = unsupported
         self._nodes: dict[Hashable, Node] = {}
+
+    @property
+    def size(self) -> int:
+        """How many nodes have been made."""
+        return len(self._nodes)
 
     def input(self, name: str, dtype: np.dtype) -> Node:
         return self._node(INPUT, np.dtype(dtype), (), name, frozenset([name]))
@@ -169,6 +179,11 @@ class Graph:
 
     def select(self, predicate: Node, if_false: Node, if_true: Node) -> Node:
         return self.apply("select_n", (predicate, if_false, if_true), if_true.dtype, lax.select_n)
+
+    def select_branch(self, predicate: Node, if_false: Node, if_true: Node) -> Node:
+        """`select` of what the branches of a `cond` give: the derivative is that of the one that is taken."""
+        arguments = predicate, if_false, if_true
+        return self.apply("select_n", arguments, if_true.dtype, lax.select_n, {"of_branches": True})
 
     def convert(self, a: Node, dtype: np.dtype) -> Node:
         bind = functools.partial(lax.convert_element_type, new_dtype=np.dtype(dtype))

@@ -12,9 +12,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from jax_flash.functions import arrays, lazy
-from jax_flash.functions.errors import UnsupportedPrimitiveError, user_line
+from jax_flash.functions.errors import GraphTooLargeError, UnsupportedPrimitiveError, user_line
 from jax_flash.functions.graph import DTYPES, ELEMENTWISE, INT32, Graph, Node
 from jax_flash.functions.lazy import Lazy
+
+LARGEST_GRAPH = 2048
+"""Nodes of the largest graph of a function of a score, and of its derivative. A product of a row and a matrix
+of 32 x 32 would be 5000 nodes, and JAX takes milliseconds to differentiate each."""
+
+LARGEST_MASK_GRAPH = 8192
+"""Nodes of the largest graph of a mask function, which has no derivative. `MultiHeadMask` has a mask for each
+head: 1700 nodes for 128 heads with a `BigBirdMask` each."""
 
 _CALLS = {
     "jit": "jaxpr",
@@ -30,17 +38,22 @@ _CALLS = {
 
 
 def read(
-    graph: Graph, closed: ClosedJaxpr, captured: Sequence[Lazy], arguments: Sequence[Lazy]
+    graph: Graph,
+    closed: ClosedJaxpr,
+    captured: Sequence[Lazy],
+    arguments: Sequence[Lazy],
+    largest: int = LARGEST_GRAPH,
 ) -> list[Lazy]:
     """The results of a jaxpr.
 
     Args:
       captured: values of its constants, in their order.
       arguments: values of its arguments.
+      largest: how many nodes the graph may have.
 
     Raises UnsupportedPrimitiveError at once, or when an element of a result is looked at.
     """
-    return _Reader(graph).read(closed.jaxpr, captured, arguments, ())
+    return _Reader(graph, largest).read(closed.jaxpr, captured, arguments, ())
 
 
 def called(equation: JaxprEqn) -> tuple[Any, list[Any]] | None:
@@ -53,8 +66,8 @@ def called(equation: JaxprEqn) -> tuple[Any, list[Any]] | None:
 
 
 class _Reader:
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, largest: int):
+        self.graph, self.largest = graph, largest
 
     def read(self, jaxpr, captured, arguments, callers: tuple[JaxprEqn, ...]) -> list[Lazy]:
         values: dict[Any, Lazy] = {}
@@ -100,6 +113,10 @@ class _Reader:
 
         def checked(element, dtype):
             def look_up(index: lazy.Index) -> Node:
+                if self.graph.size > self.largest:
+                    reason = f"with it there are more than {self.largest} scalar operations"
+                    reason += "; code is written out for no more"
+                    raise GraphTooLargeError(name, user_line(chain), reason)
                 # Types that code can't be written for are refused where an element is used, as arrays of
                 # these may come up where nothing of them is.
                 if dtype not in DTYPES:
@@ -149,7 +166,7 @@ class _Reader:
                 index_of_branch = self.graph.convert(which.at(()), INT32)
                 for number, result in enumerate(results[1:], start=1):
                     is_this = self.graph.at_least(index_of_branch, number)
-                    chosen = self.graph.select(is_this, chosen, result.at(index))
+                    chosen = self.graph.select_branch(is_this, chosen, result.at(index))
                 return chosen
 
             return Lazy(results[0].shape, results[0].dtype, element)
@@ -171,8 +188,10 @@ def _is_numeric(aval) -> bool:
 
 def _looked_at(result: Lazy) -> Lazy:
     """A scalar, computed now, so that looking at the last of many is no deep recursion. What it raises, it
-    raises where it is used, as it may not be."""
+    raises where it is used, as it may not be. But a graph that is too large is no longer read."""
     try:
         return lazy.scalar(result.at(()))
+    except GraphTooLargeError:
+        raise
     except UnsupportedPrimitiveError:
         return result

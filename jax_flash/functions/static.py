@@ -22,10 +22,10 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax_flash._gradients import sum_to
 from jax_flash.functions import function as tracing
 from jax_flash.functions.derivative import Derivative, differentiate
-from jax_flash.functions.errors import UnsupportedPrimitiveError
+from jax_flash.functions.errors import GraphTooLargeError, UnsupportedPrimitiveError
 from jax_flash.functions.evaluation import evaluate, text
 from jax_flash.functions.function import Traced
-from jax_flash.functions.graph import CONSTANT, FLOAT32, INPUT, LOAD, Node, Unsupported, reachable
+from jax_flash.functions.graph import CONSTANT, DTYPES, FLOAT32, INPUT, LOAD, Node, Unsupported, reachable
 from jax_flash.functions.scopes import Scope, scope
 
 Arrays = Sequence[jax.Array]
@@ -49,7 +49,8 @@ class StaticFunction:
       result: the dtype of its result, float32 or bool.
       value: its result as a graph; None if it has no graph.
       derivative: its derivative as graphs; None if that has no graph, or there is no score.
-      refusal: why it has no graph, or none of its derivative; None where it has both.
+      refusal: why it has no graph, or none of its derivative, as a clause that names `passed_as`; None where
+        it has both.
     """
 
     name: str
@@ -121,10 +122,18 @@ class StaticFunction:
         what = f"gradients of arrays that {self.passed_as} captures"
         return f"{what} are summed in no fixed order (deterministic=True)"
 
-    def limit(self, unsupported: Unsupported) -> str | None:
-        """Why code that can't have some primitives can't compute it, or its derivative; or None."""
+    def limit(self, unsupported: Unsupported, loadable: Sequence[np.dtype] = DTYPES) -> str | None:
+        """Why code that can't have some primitives can't compute it, or its derivative; or None.
+
+        Args:
+          unsupported: says which primitives the code can't have.
+          loadable: dtypes of captured arrays that the code reads.
+        """
+        for shape in self.shapes:
+            if (reason := tracing.limit_of_captured(shape, loadable)) is not None:
+                return f"{self.passed_as} {reason}"
         if self.refusal is not None:
-            return f"{self.passed_as} has {self.refusal}"
+            return self.refusal
         closed = ClosedJaxpr(self.jaxpr, self.shapes)
         traced = Traced(closed, self.arguments, self.name, self.passed_as, self.result)
         try:
@@ -233,8 +242,14 @@ def _static(traced: Traced) -> tuple[StaticFunction, tuple[Any, ...]]:
             described += [text(derivative.outputs)]
             described += [repr([gather.operand for gather in derivative.gathers]), derivative.program]
         key = hashlib.sha256("\n".join(described).encode()).hexdigest()[:32]
-    except (UnsupportedPrimitiveError, TypeError) as error:
-        refusal = str(error)  # which, unlike the error, keeps nothing alive
+    except GraphTooLargeError as error:
+        refusal = f"{traced.passed_as} has {error}"
+        if value is not None:
+            refusal = f"{traced.passed_as}'s derivative has {error.primitive}: {error.reason}"
+    except UnsupportedPrimitiveError as error:
+        refusal = f"{traced.passed_as} has {error}"  # which, unlike the error, keeps nothing alive
+    except TypeError as error:
+        refusal = str(error)
     found = StaticFunction(
         traced.name,
         traced.passed_as,

@@ -20,6 +20,27 @@ FARTHEST = 2**30
 """No query and key are as far apart. Windows, steps and sizes of chunks are clipped to it."""
 
 
+def block_size(value: Any) -> tuple[int, int]:
+    """Of queries and of keys."""
+    queries, keys = several("block_size", value, 2)
+    _check_block_size(queries, value)
+    _check_block_size(keys, value)
+    return queries, keys
+
+
+def square_block_size(value: Any) -> int:
+    """Of queries and keys alike."""
+    size = positive("block_size", value)
+    _check_block_size(size, value)
+    return size
+
+
+def _check_block_size(size: int, value: Any) -> None:
+    """Indices are int32, and what divides them."""
+    if size > _validate.INT32_MAX:
+        raise ValueError(f"block_size must be at most {_validate.INT32_MAX}; got {short(value)}")
+
+
 def positive(name: str, value: Any) -> int:
     result = _validate.integer(name, value)
     if result < 1:
@@ -113,14 +134,17 @@ def element(x: jax.Array, *index: jax.Array) -> jax.Array:
     return x.at[own].get(mode="clip", wrap_negative_indices=False)
 
 
-def check_axis(name: str, x: int | Array, axis: int, letter: str, size: int) -> None:
+def check_axis(name: str, x: int | Array, axis: int, letter: str, size: int | None) -> None:
     """Raises ValueError if an axis of an array, if it has that, is neither 1 nor as long as it must be.
 
     Args:
       axis: counted from the end, negative.
+      size: None where the user gave none, and all batch rows or heads are alike.
     """
     if isinstance(x, int) or x.ndim < -axis or x.shape[axis] in (1, size):
         return
+    if size is None:
+        raise ValueError(f"{letter} must be {x.shape[axis]}, as {name} is {described(x)}; got None")
     raise ValueError(f"{name} is {described(x)}; its axis {axis} must be {letter} = {size}")
 
 

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import _sequences
+from jax_flash import _sequence_arguments
 from jax_flash._block_kinds import MaskMod
 from jax_flash._validate import described, short
 from jax_flash.masks.arguments import (
     Array,
+    block_size,
     check_axis,
     check_length,
     element,
     frozen,
     quotient,
     ranked,
-    several,
 )
 from jax_flash.masks.mask import Mask, check_sizes, value_of
 
@@ -47,7 +47,7 @@ class NumpyMask(Mask):
     def _sees(self, *indices: jax.Array) -> jax.Array:
         return element(jnp.asarray(self.array), *indices)
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         check_length("array", self.array, -1, "S", S)
         check_length("array", self.array, -2, "T", T)
         check_axis("array", self.array, -3, "N", N)
@@ -92,7 +92,7 @@ class DocumentMask(Mask):
         key_ids = ids if self.key_ids is None else jnp.asarray(self.key_ids)
         return element(ids, batch, query) == element(key_ids, batch, key)
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         check_axis("ids", self.ids, -2, "B", B)
         check_length("ids", self.ids, -1, "T", T)
         if self.key_ids is None:
@@ -104,9 +104,9 @@ class DocumentMask(Mask):
 def _as_int32(ids: Array, key_ids: Array) -> tuple[Array, Array]:
     """Equal where they were."""
     if not (isinstance(ids, np.ndarray) and isinstance(key_ids, np.ndarray)):
-        return _sequences.segment_ids(ids, key_ids, ids.shape, key_ids.shape)
+        return _sequence_arguments.segment_ids(ids, key_ids, ids.shape, key_ids.shape)
     with jax.ensure_compile_time_eval():
-        ids, key_ids = _sequences.segment_ids(ids, key_ids, ids.shape, key_ids.shape)
+        ids, key_ids = _sequence_arguments.segment_ids(ids, key_ids, ids.shape, key_ids.shape)
     return frozen(np.asarray(ids), np.int32), frozen(np.asarray(key_ids), np.int32)
 
 
@@ -124,7 +124,8 @@ class BlockLayoutMask(Mask):
 
     Raises:
       TypeError: layout isn't an array of bools; block_size isn't an integer, or two.
-      ValueError: layout has other axes; block_size is less than 1, or isn't one int or two.
+      ValueError: layout has other axes; block_size is less than 1 or more than int32 holds, or isn't one int
+        or two.
     """
 
     layout: Array
@@ -134,7 +135,7 @@ class BlockLayoutMask(Mask):
         ranks = {"(T / q, S / k)": 2, "(N, T / q, S / k)": 3, "(B, N, T / q, S / k)": 4}
         self._set(
             layout=ranked("layout", self.layout, ranks, "mask"),
-            block_size=several("block_size", self.block_size, 2),
+            block_size=block_size(self.block_size),
         )
 
     def _sees(self, batch, head, query, key) -> jax.Array:
@@ -146,7 +147,7 @@ class BlockLayoutMask(Mask):
         assert isinstance(self.block_size, tuple)
         return self.block_size
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         q, k = self._blocks
         check_length("layout", self.layout, -1, "ceil(S / k)", -(-S // k))
         check_length("layout", self.layout, -2, "ceil(T / q)", -(-T // q))
@@ -186,8 +187,10 @@ class MultiHeadMask(Mask):
             sees |= (head == number) & value_of(mask, batch, head, query, key)
         return sees
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
-        if len(self.masks) != N:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
+        if N is None and len(self.masks) > 1:
+            raise ValueError(f"N must be {len(self.masks)}, as masks are {len(self.masks)}; got None")
+        if len(self.masks) != (1 if N is None else N):
             raise ValueError(f"masks are {len(self.masks)}; there must be N = {N}")
         for mask in self.masks:
             check_sizes(mask, B, N, T, S)

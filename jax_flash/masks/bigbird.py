@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jax_flash import _validate
 from jax_flash._validate import short
-from jax_flash.masks.arguments import Array, element, frozen, positive, quotient
+from jax_flash.masks.arguments import Array, element, frozen, positive, quotient, square_block_size
 from jax_flash.masks.mask import Mask
 
 _NO_BLOCK = -1
@@ -45,7 +45,7 @@ class BigBirdMask(Mask):
 
     Raises:
       TypeError: seed is neither; a size isn't an integer.
-      ValueError: a size is too small; window_blocks is even.
+      ValueError: a size is too small; block_size is more than int32 holds; window_blocks is even.
     """
 
     length: int
@@ -60,6 +60,7 @@ class BigBirdMask(Mask):
     def __post_init__(self):
         sizes = {name: positive(name, getattr(self, name)) for name in _POSITIVE}
         sizes |= {name: _validate.size(name, getattr(self, name)) for name in _SIZES}
+        sizes["block_size"] = square_block_size(self.block_size)
         if sizes["window_blocks"] % 2 == 0:
             raise ValueError(f"window_blocks must be odd; got {short(self.window_blocks)}")
         self._set(**sizes)
@@ -83,14 +84,16 @@ class BigBirdMask(Mask):
             sees |= element(table[..., number], head, row) == column
         return sees
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         if (T, S) != (self.length, self.length):
             raise ValueError(f"length is {self.length}; T and S must be that, and are {T} and {S}")
+        if N is None and self.heads > 1:
+            raise ValueError(f"N must be {self.heads}, as heads is {self.heads}; got None")
         if self.heads not in (1, N):
             raise ValueError(f"heads is {self.heads}; it must be 1 or N = {N}")
 
 
-_POSITIVE = ("length", "block_size", "window_blocks", "heads")
+_POSITIVE = ("length", "window_blocks", "heads")
 _SIZES = ("global_blocks", "random_blocks")
 
 

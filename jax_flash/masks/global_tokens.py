@@ -57,7 +57,7 @@ class GlobalMask(Mask):
             is_global &= place < self.tokens.shape[-1]
         return is_key | is_global & (place >= 0)
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         super().check_sizes(B, N, T, S)
         if not isinstance(self.tokens, int):
             check_axis("tokens", self.tokens, -2, "B", B)
@@ -110,5 +110,5 @@ class LongformerMask(Mask):
     def _sees(self, *indices: jax.Array) -> jax.Array:
         return self._mask(*indices)
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         self._mask.check_sizes(B, N, T, S)

@@ -34,9 +34,10 @@ class Mask(abc.ABC):
     def _sees(self, batch: jax.Array, head: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
         """`__call__` of int32 scalars."""
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         """Raises ValueError if the mask holds arrays of other sizes than a call of B batch rows, N query
-        heads, T queries and S keys has. Without this check, indices outside of an array are clipped."""
+        heads, T queries and S keys has. Without this check, indices outside of an array are clipped. B or N
+        is None where the mask must be the same for all batch rows or heads."""
         for name in self._of_rows:
             check_axis(name, getattr(self, name), -1, "B", B)
 
@@ -137,12 +138,12 @@ def value_of(mask: MaskMod, *indices: jax.Array) -> jax.Array:
 class _Combined(Mask):
     masks: tuple[MaskMod, ...]
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         for mask in self.masks:
             check_sizes(mask, B, N, T, S)
 
 
-def check_sizes(mask: MaskMod | None, B: int, N: int, T: int, S: int) -> None:
+def check_sizes(mask: MaskMod | None, B: int | None, N: int | None, T: int, S: int) -> None:
     """`Mask.check_sizes`, which other functions don't have."""
     if isinstance(mask, Mask):
         mask.check_sizes(B, N, T, S)
@@ -174,7 +175,7 @@ class _Not(Mask):
     def __invert__(self) -> Mask:
         return self.mask
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         self.mask.check_sizes(B, N, T, S)
 
     def __repr__(self) -> str:

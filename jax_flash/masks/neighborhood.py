@@ -69,7 +69,7 @@ class NeighborhoodMask(Mask):
         index = quotient(index, math.prod(self.shape[axis + 1 :]))
         return remainder(index, self.shape[axis]) if axis > 0 else index
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         tokens = math.prod(self.shape)
         if (T, S) != (tokens, tokens):
             raise ValueError(f"shape is {self.shape}; T and S must be {tokens}, and are {T} and {S}")

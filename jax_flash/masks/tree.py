@@ -84,7 +84,7 @@ class TreeMask(Mask):
             is_token &= (query >= 0) & (query < size)
         return (token < 0) | (is_token & element(jnp.asarray(self._ancestors), batch, query, token))
 
-    def check_sizes(self, B: int, N: int, T: int, S: int) -> None:
+    def check_sizes(self, B: int | None, N: int | None, T: int, S: int) -> None:
         super().check_sizes(B, N, T, S)
         check_axis("parents", self.parents, -2, "B", B)
         if not self.takes_positions:

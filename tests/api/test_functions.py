@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,13 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import BlockMask, _functions, create_block_mask, cuda
+from jax_flash import BlockMask, _function_arguments, create_block_mask, cuda, functions, masks
 from jax_flash._block_kinds import Kind
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands
+from jax_flash.cuda.functions import cpp
+from jax_flash.functions import static
+from jax_flash.functions.graph import Graph
 
 QUERY = jnp.ones((2, 6, 4, 8))
 KEY = jnp.ones((2, 5, 2, 8))
@@ -91,6 +96,16 @@ def test_malformed_arguments(options, error, said):
             "block_size must be at least",
         ),
         (lambda: create_block_mask(causal, 1, 1, 4, 4, block_size=(1, 2, 3)), ValueError, "an int or a pair"),
+        (
+            lambda: create_block_mask(causal, 1, 1, 4, 4, block_size=2**31),
+            ValueError,
+            "block_size must be at most 2147483647; got 2147483648",
+        ),
+        (
+            lambda: BlockMask.from_blocks(np.ones((1, 1, 1, 1), bool), lengths=(4, 4), block_size=(4, 2**31)),
+            ValueError,
+            r"block_size must be at most 2147483647; got \(4, 2147483648\)",
+        ),
         (lambda: create_block_mask(lambda b, h, q, k: q, 1, 1, 4, 4), TypeError, "must return bool"),
         (
             lambda: create_block_mask(lambda b, h, q, k: q > b, None, 1, 4, 4),
@@ -101,6 +116,36 @@ def test_malformed_arguments(options, error, said):
             lambda: create_block_mask(lambda b, h, q, k: q > h, 2, None, 4, 4),
             ValueError,
             "N must be the number of them for which mask_mod differs, as it depends on head",
+        ),
+        (
+            lambda: create_block_mask(masks.DocumentMask(np.ones((2, 4), int)), None, None, 4, 4),
+            ValueError,
+            r"B must be 2, as ids is int32 \(2, 4\); got None",
+        ),
+        (
+            lambda: create_block_mask(~masks.CausalMask(np.ones(3, int)), None, 1, 4, 4),
+            ValueError,
+            r"B must be 3, as offset is int32 \(3,\); got None",
+        ),
+        (
+            lambda: create_block_mask(masks.MultiHeadMask([causal] * 4), 1, None, 4, 4),
+            ValueError,
+            "N must be 4, as masks are 4; got None",
+        ),
+        (
+            lambda: create_block_mask(masks.MultiHeadMask([causal]), 1, None, 4, 4),
+            ValueError,
+            "N must be the number of them for which mask_mod differs.*got None",
+        ),
+        (
+            lambda: create_block_mask(masks.BigBirdMask(4, heads=3), 1, None, 4, 4),
+            ValueError,
+            "N must be 3, as heads is 3; got None",
+        ),
+        (
+            lambda: create_block_mask(masks.NumpyMask(np.ones((2, 4, 4), bool)), 1, None, 4, 4),
+            ValueError,
+            "N must be 2, as array is bool .*got None",
         ),
         (lambda: BlockMask.from_dense(np.ones((4, 4))), TypeError, "mask must have a bool dtype"),
         (lambda: BlockMask.from_dense(np.ones((4, 4), bool)), ValueError, r"\(B\|1, N\|1, T, S\)"),
@@ -142,6 +187,26 @@ def test_a_mask_by_blocks():
     np.testing.assert_allclose(got, of_dense, rtol=1e-6)
 
 
+@pytest.mark.parametrize("block_size", (2**20, (2**31 - 1, 4), (5, 2**31 - 1), 200))
+def test_blocks_longer_than_the_sequence(block_size):
+    """They are one block: no more pairs are looked at than there are."""
+    T = S = 12
+    query = jnp.asarray(np.random.default_rng(0).normal(size=(1, T, 2, 4)), jnp.float32)
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) & (q % 3 != 1)
+
+    mask = create_block_mask(mask_mod, None, None, T, S, block_size=block_size)
+    sees = mask_mod(0, 0, *np.ogrid[:T, :S])[None, None]
+    counts = [-(-T // size) for size in np.broadcast_to(block_size, 2)]
+    assert mask.kinds.shape == (1, 1, *counts) and max(mask.block_size) <= 128
+    blocks = BlockMask.from_blocks(np.ones((1, 1, *counts), bool), lengths=(T, S), block_size=block_size)
+    assert blocks.block_size == mask.block_size
+    attend = functools.partial(jax_flash.flash_attention, query, query, query)
+    np.testing.assert_allclose(attend(block_mask=mask), attend(mask=sees), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attend(block_mask=blocks), attend(), rtol=1e-5, atol=1e-6)
+
+
 def test_long_sequences_without_an_array_of_pairs():
     """All pairs would take 2**36 bytes. (`test_block_kinds.py` has more tokens.)"""
     T = 2**18
@@ -162,7 +227,8 @@ def test_explained():
     assert "score_mod=<lambda>:" in str(explanation) and "block_kinds" in str(explanation)
 
 
-SLOPES, SHORTS = jnp.ones(4), jnp.ones(4, jnp.int16)
+SLOPES, SHORTS, BYTES = jnp.ones(4), jnp.ones(4, jnp.int16), jnp.ones(4, jnp.float8_e4m3fn)
+CUDA_DTYPES = "it may be bfloat16, float16, float32, int32, uint32, bool, int8, uint8$"
 
 
 @jax.custom_vjp
@@ -183,7 +249,16 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, d: (2 * d,))
         ),
         (lambda s, b, h, q, k: jax.lax.erf_inv(s), {}, r"score_mod has erf_inv, at .*test_functions.py"),
         (lambda s, b, h, q, k: doubled(s), {}, "score_mod has custom_vjp_call, at .*test_functions.py"),
-        (lambda s, b, h, q, k: jnp.where(SHORTS[h] > 0, s, 0), {}, "captures an array of int16; it may be"),
+        (
+            lambda s, b, h, q, k: jnp.where(SHORTS[h] > 0, s, 0),
+            {},
+            f"score_mod captures an array of int16; {CUDA_DTYPES}",
+        ),
+        (
+            lambda s, b, h, q, k: s + BYTES[h].astype(jnp.float32),
+            {},
+            f"score_mod captures an array of float8_e4m3fn; {CUDA_DTYPES}",
+        ),
         (
             None,
             {"block_mask": create_block_mask(lambda b, h, q, k: jnp.sort(SLOPES)[k % 4] > q, 1, 1, 6, 5)},
@@ -192,7 +267,7 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, d: (2 * d,))
         (
             None,
             {"block_mask": create_block_mask(lambda b, h, q, k: SHORTS[k % 4] > q, 1, 1, 6, 5)},
-            "mask_mod captures an array of int16; it may be",
+            f"mask_mod captures an array of int16; {CUDA_DTYPES}",
         ),
     ),
 )
@@ -201,6 +276,70 @@ def test_refused_by_cuda(score_mod, options, said):
     query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
     with jax_flash.planned_for("sm_90a"), pytest.raises(NotImplementedError, match=said):
         jax_flash.flash_attention(query, key, key, score_mod=score_mod, **options, implementation="cuda")
+
+
+def small_network(width):
+    """A bias that a network of two hidden layers makes of positions."""
+    first, second, last = (jnp.full(x, 0.1) for x in ((2, width), (width, width), (width, 4)))
+
+    def score_mod(score, batch, head, query, key):
+        hidden = jnp.tanh(jnp.stack([query - key, query + key]) * 0.1 @ first)
+        return score + (jnp.tanh(hidden @ second) @ last)[head]
+
+    return score_mod
+
+
+@pytest.mark.parametrize("width", (16, 32))
+def test_a_graph_that_is_too_large(width):
+    """It isn't read to its end. The function runs by JAX's own evaluation."""
+    traced = functions.function.traced_score_mod(small_network(width))
+    found, arrays = static._static(traced)
+    assert found.derivative is None and len(arrays) == 3
+    assert found.refusal is not None and found.refusal.endswith(
+        "with it there are more than 2048 scalar operations; code is written out for no more"
+    )
+    if width == 32:  # the graph of the value
+        assert found.value is None
+        assert re.match(r"score_mod has \w+, at .*test_functions.py:\d+", found.refusal)
+    with mock.patch.object(Graph, "_node", autospec=True, side_effect=Graph._node) as made:
+        static._static(traced)
+    assert made.call_count < 30_000  # of which most are made already
+
+
+def test_what_a_graph_that_is_too_large_computes():
+    query = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 4, 8)), jnp.float32)
+    score_mod, (batch, head, i, j) = small_network(32), np.ogrid[:1, :4, :5, :5]
+    every = [jnp.asarray(x.reshape(-1), jnp.int32) for x in np.broadcast_arrays(batch, head, i, j)]
+    bias = jax.vmap(functools.partial(score_mod, 0.0))(*every).reshape(1, 4, 5, 5)
+    got = jax_flash.flash_attention(query, query, query, score_mod=score_mod)
+    expected = jax_flash.flash_attention(query, query, query, bias=bias)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_for_each_of_many_heads_has_a_graph():
+    many = masks.MultiHeadMask([masks.BigBirdMask(1024, seed=number) for number in range(64)])
+    assert static.static_mask_mod(many)[0].refusal is None
+
+
+@pytest.mark.parametrize("wrap", (lambda f: f, jax.jit), ids=("plain", "jit"))
+def test_a_loop_of_no_steps(wrap):
+    """What it carries is its result. Without an inner `jit` the function has a graph."""
+    table = jnp.arange(4.0) + 1
+
+    def score_mod(s, b, h, q, k):
+        step = lambda carry, x: (jnp.sin(carry) + x * table[0], carry)  # noqa: E731
+        carry, seen = jax.lax.scan(step, s * table[h], jnp.zeros(0))
+        return carry + seen.shape[0] + jax.lax.map(jnp.sin, jnp.zeros((0, 3))).shape[0]
+
+    def loss(function, table, query):
+        def scaled(s, b, h, q, k):
+            return s * table[h]
+
+        return jnp.sum(jax_flash.flash_attention(query, KEY, KEY, score_mod=function or scaled) ** 2)
+
+    assert static.static_score_mod(score_mod)[0].limit(cpp.unsupported) is None
+    got = jax.grad(loss, 2)(wrap(score_mod), table, QUERY)
+    np.testing.assert_allclose(got, jax.grad(loss, 2)(None, table, QUERY), rtol=1e-5, atol=1e-6)
 
 
 def test_lowered_for_cuda():
@@ -341,7 +480,7 @@ def _of_halved(primals, tangents):
     ),
 )
 def test_a_score_mod_that_changes_nothing_is_left_out(function, is_left_out):
-    found, _, operands = _functions.operands(function, None, (2,), (6, 5, 4))
+    found, _, operands = _function_arguments.operands(function, None, (2,), (6, 5, 4))
     assert (found is None) == is_left_out
     assert bool(operands) != is_left_out
 

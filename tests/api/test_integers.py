@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _sequences, flash_attn
+from jax_flash import _sequence_arguments, flash_attn
 from jax_flash._call import Arguments, prepare
 
 B, T, S, N, H = 2, 4, 5, 2, 8
@@ -87,10 +87,23 @@ def test_segment_ids_are_compared_before_they_are_narrowed(case, traced):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_lengths_and_segment_ids_without_tokens():
+    x, ids = jnp.ones((2, 0, 2, 8)), jnp.zeros((2, 0), jnp.int32)
+    out = jax_flash.flash_attention(
+        *(x, x, x),
+        is_causal=True,
+        alignment="top_left",
+        key_value_seq_lengths=jnp.zeros(2, jnp.int32),
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+    )
+    assert out.shape == x.shape
+
+
 def test_segment_ids_of_different_dtypes():
     """The bits of -1 and of 2**32 - 1 are alike."""
     queries, keys = np.array([[-1, 7, 2**31 - 1]], np.int32), np.array([[2**32 - 1, 7, 2**31]], np.uint32)
-    ranks = _sequences.segment_ids(jnp.asarray(queries), jnp.asarray(keys), (1, 3), (1, 3))
+    ranks = _sequence_arguments.segment_ids(jnp.asarray(queries), jnp.asarray(keys), (1, 3), (1, 3))
     equal = ranks[0][0][:, None] == ranks[1][0]
     np.testing.assert_array_equal(equal, queries.astype(int)[0][:, None] == keys.astype(int)[0])
     assert ranks[0].dtype == ranks[1].dtype == jnp.int32

@@ -176,6 +176,16 @@ ERRORS = {
         ValueError,
         "block_size must be an int or 2 of them; got (8, 8, 8) (tuple)",
     ),
+    "blocks beyond int32": (
+        lambda: masks.BlockLayoutMask(LAYOUT, (8, 2**31)),
+        ValueError,
+        "block_size must be at most 2147483647; got (8, 2147483648) (tuple)",
+    ),
+    "random blocks beyond int32": (
+        lambda: masks.BigBirdMask(9, 2**31),
+        ValueError,
+        "block_size must be at most 2147483647; got 2147483648 (int)",
+    ),
     "one mask for heads": (
         lambda: masks.MultiHeadMask(masks.FullMask()),
         TypeError,

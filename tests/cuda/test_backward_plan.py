@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash
-from jax_flash import _functions
+from jax_flash import _function_arguments
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import launch_plan
@@ -183,7 +183,7 @@ def test_lists_are_scheduled_as_if_causal(head_dim):
     """In their order the longest come first, so that the last wave ends evenly, whatever heads it has."""
     given = shapes(B=4, T=4096, S=4096, N=16, K=16, H=head_dim)
     mask = jax_flash.BlockMask.from_blocks(jnp.tri(32, dtype=bool)[None, None], lengths=(4096, 4096))
-    _, static, arrays = _functions.operands(None, mask, (4,), (4096, 4096, 16))
+    _, static, arrays = _function_arguments.operands(None, mask, (4,), (4096, 4096, 16))
     rows = {"query": given.query, "key": given.key, "value": given.value}
     masked = Operands.of(rows | {name: jax.typeof(x) for name, x in arrays.items()})
     launched = main_launch(plan_backward(AttentionSpec(0.1, block_mask=static), masked, H100))

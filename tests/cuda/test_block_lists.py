@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import _functions
+from jax_flash import _function_arguments
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import block_mask
 from jax_flash.cuda.block_mask import Grid
@@ -43,7 +43,7 @@ MASKS = {
 def call(name, window, random):
     """A call's spec and operands, and which pairs its mask and window let see each other, (B, N, T, S)."""
     mask = MASKS[name](random)
-    _, static, arrays = _functions.operands(None, mask, (B,), (T, S, N))
+    _, static, arrays = _function_arguments.operands(None, mask, (B,), (T, S, N))
     shapes = {"query": (B, T, N, 8), "key": (B, S, K, 8), "value": (B, S, K, 8)}
     rows = {x: jnp.zeros(shape, jnp.bfloat16) for x, shape in shapes.items()}
     spec = AttentionSpec(1.0, *window, block_mask=static)
@@ -137,7 +137,7 @@ def test_in_a_fixed_order_there_are_no_lists():
 @pytest.mark.parametrize("differs", (False, True))
 def test_heads_with_masks_of_their_own_share_no_tile(differs):
     mask = jax_flash.BlockMask.from_blocks(jnp.ones((1, N if differs else 1, 2, 3), bool), lengths=(T, S))
-    _, static, arrays = _functions.operands(None, mask, (B,), (T, S, N))
+    _, static, arrays = _function_arguments.operands(None, mask, (B,), (T, S, N))
     shapes = {"query": (B, 3, N, 64), "key": (B, S, K, 64), "value": (B, S, K, 64)}
     rows = {x: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for x, shape in shapes.items()}
     arrays = {x: jax.ShapeDtypeStruct(y.shape, y.dtype) for x, y in arrays.items()}

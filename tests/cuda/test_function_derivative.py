@@ -129,6 +129,35 @@ def test_agrees_with_jax_grad(compiled, name):
     assert len(gradients) == len(arrays)
 
 
+def test_the_derivative_of_a_branch_that_is_not_taken_does_not_count(tmp_path):
+    """Not even where it isn't finite, as 0 times that is NaN. Branches may share what they are made of."""
+    array = normal(HEADS)
+
+    def chosen(score, h, q, choose):
+        score = score * array[h]
+        for n in range(3):
+            score = choose((q + n) % 2 > 0, jnp.sin, lambda x: x * array[0], score)
+        return score
+
+    def guarded(score, b, h, q, k):
+        score = chosen(score, h, q, jax.lax.cond)
+        branches = [lambda x: x * jnp.sqrt(k - q), lambda x: x, lambda x: x * jnp.log(q - k)]
+        return jax.lax.switch(jnp.clip(q - k, -1, 1) + 1, branches, score)
+
+    def safe(score, b, h, q, k):
+        score = chosen(
+            score, h, q, lambda which, if_true, if_false, x: jnp.where(which, if_true(x), if_false(x))
+        )
+        root, logarithm = jnp.sqrt(jnp.maximum(k - q, 1)), jnp.log(jnp.maximum(q - k, 1))
+        return score * jnp.where(q < k, root, jnp.where(q == k, 1, logarithm))
+
+    compiled = Compiled(tmp_path, [differentiated(guarded), differentiated(safe)])
+    given = arguments()
+    ours, expected = (compiled.run(n, given, np.ones(given[0].size, np.float32)) for n in range(2))
+    for found, right in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
+
+
 def test_value_is_that_of_the_function_itself(compiled, tmp_path):
     """Both passes compute a score by the same operations."""
     names = list(CASES)

@@ -14,7 +14,7 @@ import rounding
 from bits import bits
 from seeds import seed_of
 
-from jax_flash import _functions, _reference, _reference_cache
+from jax_flash import _function_arguments, _reference, _reference_cache
 from jax_flash._cache_spec import CacheOperands, CacheSpec
 from jax_flash._spec import AttentionSpec
 from jax_flash.functions.static import StaticFunction
@@ -93,7 +93,7 @@ def _function(case: CacheCase) -> tuple[StaticFunction | None, dict[str, np.ndar
     def mask_mod(batch, head, query, key):  # hides every third query or so from all keys
         return (query - key < reach[batch, head]) & (key % 4 != 1) & ((query + head + batch) % 3 != 0)
 
-    function, _, operands = _functions.operands(
+    function, _, operands = _function_arguments.operands(
         score_mod if case.score_mod else None,
         None,
         (case.B,),

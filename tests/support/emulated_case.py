@@ -10,7 +10,7 @@ from kernel_emulator import DTYPES
 from seeds import seed_of
 
 import jax_flash
-from jax_flash import _dropout, _functions, _reference
+from jax_flash import _dropout, _function_arguments, _reference
 from jax_flash._device import H100
 from jax_flash._spec import AttentionSpec, Operands, shapes_of
 from jax_flash.cuda import dropout, fixed_point, score_mod
@@ -304,7 +304,7 @@ def draw(case):
     # Shorter than some sequences may be.
     score_mod = FUNCTIONS[case.score_mod](random, case) if case.score_mod else None
     block_mask = BLOCK_MASKS[case.block_mask](random, case) if case.block_mask else None
-    score_mod, block_mask, of_functions = _functions.operands(
+    score_mod, block_mask, of_functions = _function_arguments.operands(
         score_mod, block_mask, (case.B,), (case.T, case.S, case.N)
     )
     others |= of_functions

@@ -208,3 +208,23 @@ def test_no_tracer_stays(expected):
     arrays, mask, _ = expected
     with jax.checking_leaks():
         jax.jit(functools.partial(with_gradients, attend))(arrays, mask)
+
+
+def test_gradients_of_a_guarded_branch():
+    """A `cond` keeps what isn't finite out of gradients, as it does in JAX."""
+    arrays = [jax.random.normal(jax.random.key(i), (1, 9, 2, 8)) for i in range(3)]
+
+    def loss(function, factor):
+        def score_mod(score, b, h, i, j):
+            return score + function(i - j, factor)
+
+        return (jax_flash.flash_attention(*arrays, score_mod=score_mod) ** 2).sum()
+
+    def guarded(distance, factor):
+        return jax.lax.cond(distance > 0, lambda: jnp.sqrt(distance * factor), lambda: 0.0)
+
+    def safe(distance, factor):
+        return jnp.where(distance > 0, jnp.sqrt(jnp.maximum(distance, 1) * factor), 0.0)
+
+    found, expected = (jax.value_and_grad(lambda x, f=f: loss(f, x))(1.5) for f in (guarded, safe))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

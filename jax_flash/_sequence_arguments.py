@@ -73,6 +73,8 @@ Words = tuple[Integers, Integers, Integers]
 def _ranks(query_words: Words, key_value_words: Words) -> tuple[jax.Array, jax.Array]:
     """`ranks` of ids as words."""
     words = [jnp.concatenate(pair, axis=-1) for pair in zip(query_words, key_value_words, strict=True)]
+    if words[0].size == 0:
+        return jnp.zeros(query_words[0].shape, jnp.int32), jnp.zeros(key_value_words[0].shape, jnp.int32)
     place = jax.lax.broadcasted_iota(jnp.int32, words[0].shape, words[0].ndim - 1)
     *words, place = jax.lax.sort((*words, place), num_keys=len(words))
     is_new = functools.reduce(operator.or_, (x[..., 1:] != x[..., :-1] for x in words))
