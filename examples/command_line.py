@@ -15,7 +15,11 @@ def flag(default: Any, description: str, choices: list[str] | None = None) -> An
 
 
 def run(settings_type: type, program: Callable[[Any], Any]) -> None:
-    """Calls `program` with the settings of the command line. Its errors end the process by one line."""
+    """Calls `program` with the settings of the command line.
+
+    Its ValueErrors and NotImplementedErrors say what is wrong with them, and end the process by one line.
+    Other errors are bugs of the program, and keep their traceback.
+    """
     fields = dataclasses.fields(settings_type)
     for field in fields:
         _define(field)

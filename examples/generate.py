@@ -29,6 +29,8 @@ from inference import Sampling
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.3}
 """Logits this close may change order between a run with a cache and one without."""
 
+CACHE_IN_8_BITS = "float8_e4m3fn"
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings(loading.ModelSettings):
@@ -41,7 +43,7 @@ class Settings(loading.ModelSettings):
     temperature: float = flag(0.7, "Temperature of sampling; 0 takes the most likely byte.")
     top_p: float = flag(1.0, "Sample from the fewest bytes whose probabilities add up to this.")
     cache_dtype: str | None = flag(
-        None, "Of the keys and values in the cache: float8_e4m3fn halves them. By default the model's."
+        None, f"Of the keys and values in the cache: {CACHE_IN_8_BITS} halves them. By default the model's."
     )
     tokens_per_report: int = flag(32, "Decoding steps in one compiled loop, between updates of the bar.")
     check: bool = flag(False, "Compare with full recomputation. Needs --temperature=0.")
@@ -67,6 +69,11 @@ def generate(settings: Settings) -> Generated:
         raise ValueError(f"--check needs a cache of the model's dtype, got {settings.cache_dtype}")
     sampling = Sampling(settings.temperature, settings.top_p)
     model = loading.load(settings)
+    if settings.cache_dtype not in (None, CACHE_IN_8_BITS, model.config.dtype):
+        raise ValueError(
+            f"--cache-dtype must be {CACHE_IN_8_BITS} or the model's dtype, {model.config.dtype}, "
+            f"got {settings.cache_dtype}"
+        )
     print(f"model: {model.name}, on {jax.devices()[0].device_kind}", flush=True)
     length = len(prompt) + settings.tokens
     if model.trained_length is not None and length > model.trained_length:

@@ -25,7 +25,7 @@ class Sampling:
     """Only the fewest most likely tokens whose probabilities add up to `top_p` can be drawn."""
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # NaN isn't either
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")

@@ -62,6 +62,9 @@ def serve(settings: Settings) -> dict[str, list[Completion]]:
     for name in "requests", "prompt_length", "tokens", "page_size":
         if getattr(settings, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    for name in "rate", "prefix_length", "seed":
+        if not getattr(settings, name) >= 0:  # NaN isn't either
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(settings, name)}")
     longest = settings.prefix_length + settings.prompt_length + settings.tokens - 1
     capacity = Capacity(
         settings.rows,

@@ -69,7 +69,7 @@ class KVCache:
           layers: of how many layers it holds caches, in a leading axis; None for one, without that axis.
         """
         place = (_size("batch", batch), _size("max_length", max_length))
-        lead = () if layers is None else (_size("layers", layers),)
+        lead = () if layers is None else (_size("layers", layers, 1),)
         key, value = _zeros((*lead, *place), key_heads, head_dim, value_dim, dtype)
         return KVCache(key, value, jnp.zeros((*lead, place[0]), jnp.int32))
 
@@ -146,9 +146,9 @@ class PagedKVCache:
           pages_per_sequence: how many a sequence may have.
           key_heads, head_dim, dtype, value_dim, layers: as of `KVCache.create`.
         """
-        lead = () if layers is None else (_size("layers", layers),)
+        lead = () if layers is None else (_size("layers", layers, 1),)
         batch = _size("batch", batch)
-        place = (_size("pages", pages), _size("page_size", page_size))
+        place = (_size("pages", pages), _size("page_size", page_size, 1))
         key, value = _zeros((*lead, *place), key_heads, head_dim, value_dim, dtype)
         table_shape = batch, _size("pages_per_sequence", pages_per_sequence)
         table = jnp.full(table_shape, _validate.NO_INDEX, jnp.int32)
@@ -181,14 +181,17 @@ for _kind in (KVCache, PagedKVCache):  # programs that take or return caches can
     )
 
 
-def _size(name: str, value: Any) -> int:
-    return _validate.size(name, value)
+def _size(name: str, value: Any, least: int = 0) -> int:
+    size = _validate.size(name, value)
+    if size < least:
+        raise ValueError(f"{name} must be at least {least}; got {_validate.short(value)}")
+    return size
 
 
 def _zeros(
     place: tuple[int, ...], key_heads: int, head_dim: int, value_dim: int | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     dtype = _validate.floating_dtype("dtype", dtype, "floating or e4m3")
-    heads, head_dim = _size("key_heads", key_heads), _size("head_dim", head_dim)
-    value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
+    heads, head_dim = _size("key_heads", key_heads, 1), _size("head_dim", head_dim, 1)
+    value_dim = head_dim if value_dim is None else _size("value_dim", value_dim, 1)
     return jnp.zeros((*place, heads, head_dim), dtype), jnp.zeros((*place, heads, value_dim), dtype)

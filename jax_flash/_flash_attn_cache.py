@@ -11,6 +11,8 @@ from jax_flash import _arguments, _cache_arguments, _cache_call, _validate
 from jax_flash._arguments import Names
 from jax_flash._cache_arguments import CacheArrays
 from jax_flash._cache_call import CacheArguments
+from jax_flash._cache_spec import CacheOperands, cache_sizes
+from jax_flash._mask import Window
 from jax_flash._validate import described, short
 
 _NAMES = Names(
@@ -62,7 +64,8 @@ def flash_attn_with_kvcache(
       k, v: `(batch_size, seqlen_new, nheads_k, …)`: appended from cache_seqlens on. What doesn't fit is
         dropped.
       rotary_cos, rotary_sin: `(seqlen_ro, rotary_dim / 2)`: k is rotated at cache_seqlens, cache_seqlens + 1,
-        and so on; so is q if causal or window_size limits what it sees, else all of it at cache_seqlens.
+        and so on; so is q if causal or window_size limits what it sees, else all of it at cache_seqlens. A
+        size of the window that is at least the cache's capacity limits nothing.
       cache_seqlens: an int, or integers `(batch_size,)`: the lengths before the append; None for the whole
         cache.
       cache_batch_idx: `(batch_size,)`, integer: which sequences of the cache they are; by default the first.
@@ -96,7 +99,8 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos goes with k and v, which it rotates; got it alone")
     if new is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must say where k and v go; got None")
-    window = _arguments.official_window(window_size, causal)
+    capacity = cache_sizes(CacheOperands(q, **cache)).S
+    window = _binding(_arguments.official_window(window_size, causal), capacity)
     cap = _validate.number("softcap", softcap)
     arguments = CacheArguments(
         q,
@@ -104,7 +108,7 @@ def flash_attn_with_kvcache(
         _NAMES,
         window=window,
         new=new,
-        left_padding=cache_leftpad,
+        left_padding=_validate.listed("cache_leftpad", cache_leftpad),
         scale=softmax_scale,
         logits_soft_cap=cap if cap > 0 else None,
         alibi_slopes=alibi_slopes,
@@ -121,6 +125,14 @@ def flash_attn_with_kvcache(
     if call.operands.new_key is not None:
         results = (*results, key, value)
     return results if len(results) > 1 else out
+
+
+def _binding(window: Window, capacity: int) -> Window:
+    """The window without sides of at least the capacity, which `flash_attn` takes for unbounded.
+
+    Causality is a side of 0, as there: it binds whatever the other side is.
+    """
+    return Window(*(None if side is None or side >= capacity else side for side in window))
 
 
 def _new(k: Any, v: Any, cache: dict[str, Any]) -> tuple[jax.Array, jax.Array] | None:
@@ -148,6 +160,7 @@ def _cache(
     if block_table is None:
         sequences, capacity = k_cache.shape[:2]
     else:
+        block_table = _validate.listed("block_table", block_table)
         block_table = _validate.unconverted("block_table", block_table, "integer")
         if block_table.ndim != 2 or block_table.shape[0] != B:
             raise ValueError(
@@ -166,6 +179,7 @@ def _cache(
     checked = _cache_arguments.cache(arrays, None, _NAMES)
     index = None
     if batch_idx is not None:
+        batch_idx = _validate.listed("cache_batch_idx", batch_idx)
         index = _validate.shaped_unconverted("cache_batch_idx", batch_idx, {"(batch_size,)": (B,)}, "integer")
         index = _validate.clipped(index, sequences, _validate.NO_INDEX)
     elif sequences < B:

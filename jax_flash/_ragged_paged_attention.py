@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _cache_call, _settings, _validate
@@ -36,6 +37,9 @@ def ragged_paged_attention(
     Sequence i has the queries from `cu_q_lens[i]` up to `cu_q_lens[i + 1]`, which are the last of its
     `kv_lens[i]` tokens: one of them in decoding, more of a prompt. Their keys and values are in the pages
     already. Key j is row `j % page` of page `page_indices[i, j // page]`. Not differentiable.
+
+    Values of `cu_q_lens` and `num_seqs` that are known are checked (JAX copies those on a device to the host
+    once). Traced ones are clipped, so that nothing is read out of bounds.
 
     Args:
       q: `(tokens, N, H)`, floating: the queries of all sequences, one after another.
@@ -114,6 +118,7 @@ def prepare(
         "cu_q_lens", cu_q_lens, {"(max_seqs + 1,)": (sequences + 1,)}, "integer"
     )
     count = _validate.shaped_unconverted("num_seqs", num_seqs, {"(1,)": (1,)}, "integer")
+    _check_known(offsets, count, sequences, tokens)
     if sliding_window is not None and _validate.integer("sliding_window", sliding_window) < 1:
         raise ValueError(f"sliding_window must be None or at least 1; got {short(sliding_window)}")
     factors = [
@@ -134,6 +139,29 @@ def prepare(
         query_offsets=_ascending(_validate.clipped(offsets, tokens), _validate.clipped(count, sequences)),
     )
     return _cache_call.prepare(arguments), factors[1]
+
+
+def _check_known(
+    offsets: jax.Array | np.ndarray, count: jax.Array | np.ndarray, sequences: int, tokens: int
+) -> None:
+    """Refuses values of `cu_q_lens` and `num_seqs` that make no sense. Traced ones can't be checked."""
+    counts = _validate.known(count)
+    if counts is None:
+        return
+    (known_count,) = counts.tolist()
+    if not 0 <= known_count <= sequences:
+        raise ValueError(
+            f"num_seqs must be from 0 to {sequences}, the rows of page_indices; got {short(counts.tolist())}"
+        )
+    values = _validate.known(offsets)
+    if values is None:
+        return
+    used = values[: known_count + 1]  # others may be anything
+    if used[0] != 0 or np.any(used[1:] < used[:-1]) or used[-1] > tokens:
+        raise ValueError(
+            f"cu_q_lens must ascend from 0 to at most {tokens}, the tokens of q, as far as num_seqs = "
+            f"{known_count} says; got {short(values.tolist())}"
+        )
 
 
 @jax.jit

@@ -50,7 +50,7 @@ def apply_rotary_rows(
     x: jax.Array, cos: Any, sin: Any, interleaved: Any, offsets: Any, offsets_name: str
 ) -> jax.Array:
     """`apply_rotary` of an array of three axes or more, for a function that names `offsets` as it likes."""
-    cos, sin = tables(cos, sin, x.shape[-1])
+    cos, sin = tables(cos, sin, x.shape[-1], rotated_name="x")
     *batch, T, _, _ = x.shape
     first = _first_positions(offsets_name, offsets, {"()": (), "(*B,)": tuple(batch)}, T, cos.shape[0])
     return _rotate(x, cos, sin, first, None, _validate.flag("interleaved", interleaved))
@@ -60,20 +60,29 @@ def apply_rotary_varlen(
     x: jax.Array, cos: Any, sin: Any, interleaved: Any, offsets: Any, offsets_name: str, cu_seqlens: jax.Array
 ) -> jax.Array:
     """`apply_rotary` of varlen sequences: `x (ΣT, N, H)`, which start at `cu_seqlens (sequences + 1,)`."""
-    cos, sin = tables(cos, sin, x.shape[-1])
+    cos, sin = tables(cos, sin, x.shape[-1], rotated_name="x")
     shapes = {"()": (), "(batch_size,)": (cu_seqlens.shape[0] - 1,)}
     first = _first_positions(offsets_name, offsets, shapes, 0, cos.shape[0])
     return _rotate(x, cos, sin, first, cu_seqlens, _validate.flag("interleaved", interleaved))
 
 
 def tables(
-    cos: Any, sin: Any, head_dim: int, cos_name: str = "cos", sin_name: str = "sin"
+    cos: Any,
+    sin: Any,
+    head_dim: int,
+    cos_name: str = "cos",
+    sin_name: str = "sin",
+    rotated_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`cos` and `sin` as arrays `(positions, R / 2)` that fit that head dim."""
+    """`cos` and `sin` as arrays `(positions, R / 2)` that fit that head dim.
+
+    `rotated_name` is the argument that has the head dim; None where there are several.
+    """
     cos, sin = (_validate.array(*pair, "floating") for pair in ((cos_name, cos), (sin_name, sin)))
     if cos.ndim != 2 or not 1 <= 2 * cos.shape[1] <= head_dim:
+        whose = "the" if rotated_name is None else f"{rotated_name}'s"
         raise ValueError(
-            f"{cos_name} must have shape (positions, R / 2) with R from 2 to x's head dim, {head_dim}; "
+            f"{cos_name} must have shape (positions, R / 2) with R from 2 to {whose} head dim, {head_dim}; "
             f"got {described(cos)}"
         )
     if sin.shape != cos.shape:

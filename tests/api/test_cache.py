@@ -278,7 +278,8 @@ def test_malformed_layers(layer, error, words):
 
 @pytest.mark.parametrize("layer", (None, 0, jnp.int32(0)))
 def test_a_cache_of_no_layers(layer):
-    empty = KVCache.create(B, S, K, H, layers=0)
+    shape = 0, B, S, K, H
+    empty = KVCache(*(jnp.zeros(shape, jnp.bfloat16) for _ in "kv"), jnp.zeros((0, B), jnp.int32))
     with pytest.raises(
         ValueError, match=r"cache\.key must hold at least one layer; got none: bfloat16 \(0, "
     ):
@@ -308,6 +309,23 @@ def test_append_refuses_what_does_not_fit():
         KVCache.create(-1, S, K, H)
     with pytest.raises(TypeError, match="dtype must be a floating dtype"):
         KVCache.create(B, S, K, H, jnp.int32)
+
+
+SIZES = {"batch": B, "key_heads": K, "head_dim": H}
+
+
+@pytest.mark.parametrize("name", ("key_heads", "head_dim", "value_dim", "layers"))
+def test_no_cache_is_created_that_all_functions_refuse(name):
+    with pytest.raises(ValueError, match=rf"{name} must be at least 1; got 0 \(int\)"):
+        KVCache.create(**SIZES | {"max_length": S, name: 0})
+    with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+        PagedKVCache.create(**SIZES | {"pages": 3, "page_size": 4, "pages_per_sequence": 2, name: 0})
+
+
+def test_no_pages_of_no_tokens_are_created():
+    with pytest.raises(ValueError, match="page_size must be at least 1; got 0"):
+        PagedKVCache.create(**SIZES, pages=3, page_size=0, pages_per_sequence=2)
+    assert PagedKVCache.create(**SIZES, pages=0, page_size=4, pages_per_sequence=0).key_pages.shape[0] == 0
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])

@@ -64,7 +64,7 @@ def test_same_as_without_pages(options, page):
 def test_results_without_probabilities_and_lists():
     q, packed, pages, offsets, table = drawn(4, jnp.bfloat16)
     found = flash_attn.flash_attn_varlen_func(
-        q, *pages, *(x.tolist() for x in offsets), 5, 30, causal=True, block_table=table
+        q, *pages, *(x.tolist() for x in offsets), 5, 30, causal=True, block_table=table.tolist()
     )
     expected = flash_attn.flash_attn_varlen_func(q, *packed, *offsets, 5, 30, causal=True)
     assert found.dtype == jnp.bfloat16
@@ -86,11 +86,22 @@ def test_a_page_that_is_not_there_hides_its_keys():
 def test_offsets_beyond_the_arrays_read_nothing_out_of_bounds():
     q, _, pages, _, table = drawn(3)
     wild = np.asarray([3, -5, 2**31 - 1, 1, 2**31 - 1], np.int32)
-    assert flash_attn.flash_attn_varlen_func(q, *pages, wild, wild, 5, 30, block_table=table).shape == (
-        len(q),
-        N,
-        V,
-    )
+    attend = functools.partial(flash_attn.flash_attn_varlen_func, q, *pages, block_table=table)
+    traced = jax.jit(lambda offsets: attend(offsets, offsets, 5, 30))
+    assert traced(wild).shape == (len(q), N, V)
+
+
+def test_traced_lengths_beyond_the_table_count_as_its_capacity():
+    """Whatever the sum of the lengths: each is clipped by itself."""
+    q, _, pages, offsets, table = drawn(3)
+    capacity = table.shape[1] * 3
+
+    def attend(of_keys):
+        return flash_attn.flash_attn_varlen_func(q, *pages, offsets[0], of_keys, 5, 1000, block_table=table)
+
+    far = np.asarray([0, 9, 13, 14, 1000], np.int32)
+    full = np.asarray([0, 9, 13, 14, 14 + capacity], np.int32)
+    np.testing.assert_array_equal(jax.jit(attend)(far), attend(full))
 
 
 def call(**changes):
@@ -124,7 +135,27 @@ def call(**changes):
             r"block_table must have shape \(batch_size, max_num",
         ),
         (dict(dropout_p=0.1), NotImplementedError, "dropout_p must be 0 with a block_table"),
+        (dict(dropout_p=-0.5), ValueError, "dropout_p must be at least 0 and less than 1; got -0.5"),
+        (dict(dropout_p=1.5), ValueError, "dropout_p must be at least 0 and less than 1; got 1.5"),
+        (dict(dropout_key=3), TypeError, "dropout_key must be a key"),
         (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q"),
+        (dict(max_seqlen_q=4), ValueError, "max_seqlen_q must be at least 5, the longest .*cu_seqlens_q"),
+        (dict(max_seqlen_k=29), ValueError, "max_seqlen_k must be at least 30, the longest .*cu_seqlens_k"),
+        (dict(cu_seqlens_q=[0, 3, 3, 4, 12]), ValueError, "cu_seqlens_q must ascend from 0 to at most 11,"),
+        (dict(cu_seqlens_q=[0, 5, 2, 4, 9]), ValueError, "cu_seqlens_q must ascend from 0"),
+        (dict(cu_seqlens_q=jnp.asarray([1, 3, 3, 4, 9])), ValueError, "cu_seqlens_q must ascend from 0"),
+        (dict(cu_seqlens_k=[0, 9, 3, 14, 44]), ValueError, "cu_seqlens_k must ascend from 0"),
+        (dict(cu_seqlens_k=[1, 9, 13, 14, 44]), ValueError, "cu_seqlens_k must ascend from 0"),
+        (
+            dict(cu_seqlens_k=[0, 9, 13, 14, 48], max_seqlen_k=99),
+            ValueError,
+            r"cu_seqlens_k must leave each sequence at most 33 keys, .*; got \[0, 9, 13, 14, 48\]",
+        ),
+        (
+            dict(cu_seqlens_k=[0, 9, 13, 14, 999], max_seqlen_k=999),
+            ValueError,
+            "cu_seqlens_k must ascend from 0 to at most 132,",
+        ),
         (dict(deterministic=2), TypeError, "deterministic"),
     ],
 )

@@ -27,7 +27,7 @@ def expected(q, k_cache, v_cache, k, v, lengths, rows, padding, cos, sin, interl
     """out, softmax_lse and caches, sequence by sequence."""
     k_cache, v_cache = np.array(k_cache), np.array(v_cache)
     outs, sums = [], []
-    is_local = options["causal"] or options["window_size"] != (-1, -1)
+    is_local = options["causal"] or any(0 <= side < S for side in options["window_size"])
     for b in range(len(q)):
         length, query = int(lengths[b]), q[b]
         if cos is not None:
@@ -137,6 +137,69 @@ def test_lengths_may_be_one_number_or_left_out():
     whole = flash_attn_with_kvcache(**arguments())
     for lengths in (S, np.int32(S), jnp.int32(S), [S] * B, np.full(B, S)):
         np.testing.assert_array_equal(flash_attn_with_kvcache(**arguments(cache_seqlens=lengths)), whole)
+
+
+CAPACITY = 8
+
+
+def rotating(T=2, is_paged=False, **options):
+    """out of a call that rotates T queries, on a cache for 8 keys that holds 3."""
+    random = np.random.default_rng(1)
+    q, k, v = (random.normal(size=(1, T, heads, H)).astype(np.float32) for heads in (N, K, K))
+    caches = random.normal(size=(2, 1, CAPACITY, K, H)).astype(np.float32)
+    table = None
+    if is_paged:
+        caches, table = caches.reshape(2, CAPACITY // 2, 2, K, H), np.arange(CAPACITY // 2)[None]
+    angles = random.normal(size=(CAPACITY, 4)).astype(np.float32)
+    given = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles), "cache_seqlens": 3}
+    return flash_attn_with_kvcache(q, *caches, k, v, block_table=table, **given | options)[0]
+
+
+@pytest.mark.parametrize("is_paged", (False, True))
+def test_a_window_of_the_cache_s_length_is_none(is_paged):
+    """The call isn't local then: all queries are rotated at one position."""
+    whole = rotating(is_paged=is_paged)
+    for window in ((100, -1), (8, 8), (100, 100), (-1, 8), (8, -1)):
+        np.testing.assert_array_equal(rotating(is_paged=is_paged, window_size=window), whole)
+    local = rotating(is_paged=is_paged, window_size=(7, 7))
+    np.testing.assert_array_equal(rotating(is_paged=is_paged, window_size=(7, 100)), local)
+    np.testing.assert_allclose(local[:, 0], whole[:, 0], rtol=1e-5)
+    assert np.abs(local[:, 1] - whole[:, 1]).max() > 1e-2  # it has a position of its own
+
+
+@pytest.mark.parametrize("left", (8, 100))
+def test_a_causal_call_with_a_window_of_the_cache_s_length_stays_causal(left):
+    causal = rotating(causal=True)
+    for right in (-1, 0, 100):
+        np.testing.assert_array_equal(rotating(causal=True, window_size=(left, right)), causal)
+        np.testing.assert_array_equal(rotating(window_size=(left, 0)), causal)
+    assert np.abs(causal - rotating()).max() > 1e-2
+
+
+def test_a_window_of_the_cache_s_length_shows_all_keys_to_more_queries_than_there_are_keys():
+    random = np.random.default_rng(2)
+    q = random.normal(size=(1, 2 * CAPACITY + 4, N, H)).astype(np.float32)
+    caches = random.normal(size=(2, 1, CAPACITY, K, H)).astype(np.float32)
+    whole = flash_attn_with_kvcache(q, *caches)
+    np.testing.assert_array_equal(flash_attn_with_kvcache(q, *caches, window_size=(-1, CAPACITY)), whole)
+    narrower = flash_attn_with_kvcache(q, *caches, window_size=(-1, CAPACITY - 1))
+    assert not narrower[0, 0].any()
+
+
+def test_lists_of_integers():
+    rows, padding = [2, 0, 1], [3, 0, 1]
+    for name, given in (("cache_batch_idx", rows), ("cache_leftpad", padding)):
+        got = flash_attn_with_kvcache(**arguments(**{name: given}))
+        want = flash_attn_with_kvcache(**arguments(**{name: np.array(given)}))
+        np.testing.assert_array_equal(got, want)
+    table = [[1], [0], [2]]
+    want = flash_attn_with_kvcache(**arguments(cache_batch_idx=np.array([1, 0, 2])))
+    np.testing.assert_allclose(flash_attn_with_kvcache(**arguments(block_table=table)), want, rtol=1e-6)
+
+
+def test_an_error_about_rotary_tables_names_no_argument_of_another_function():
+    with pytest.raises(ValueError, match=r"rotary_cos must have shape .* to the head dim, 16; got"):
+        rotating(rotary_cos=np.ones((CAPACITY, 9), np.float32))
 
 
 def test_the_first_sequences_of_a_larger_cache():

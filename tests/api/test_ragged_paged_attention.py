@@ -1,5 +1,7 @@
 """`ragged_paged_attention`, against the plain form of JAX's TPU kernel of that name."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,9 +105,44 @@ def test_what_no_sequence_has_is_not_read():
 def test_offsets_that_do_not_ascend_read_nothing_out_of_bounds():
     q, pages, kv_lens, table, _, _ = draw("offsets", (5, 9), (2, 3))
     offsets = jnp.asarray([3, -5, 2**31 - 1, 1, 0, 0, 7, 2], jnp.int32)
+    traced = jax.jit(lambda *of: jax_flash.ragged_paged_attention(q, pages, kv_lens, table, *of))
     for count in (-3, 0, 2, 2**31 - 1):
-        out = jax_flash.ragged_paged_attention(q, pages, kv_lens, table, offsets, jnp.asarray([count]))
-        assert out.shape == q.shape
+        assert traced(offsets, jnp.asarray([count])).shape == q.shape
+
+
+OFFSETS = [[0, 4, 2], [1, 2, 5], [0, -1, 5], [0, 2, 9]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "offsets"),
+    [*itertools.product((np.asarray, jnp.asarray), OFFSETS), (np.asarray, [0, 2, 2**32])],
+    ids=lambda x: x.__module__ if callable(x) else str(x),
+)
+def test_known_offsets_are_checked(kind, offsets):
+    """As far as there are sequences."""
+    q, pages, kv_lens, table, _, _ = draw("known", (5, 9), (2, 3))
+    rest = [-7] * (MAX_SEQS - 2)
+    arguments = q, pages, kv_lens, table, kind(np.concatenate([offsets, rest]))
+    with pytest.raises(ValueError, match="cu_q_lens must ascend from 0 to at most 8, the tokens of q"):
+        jax_flash.ragged_paged_attention(*arguments, kind([2]))
+    # None is checked where it isn't known how many there are, and of one sequence only the first two.
+    traced = jax.jit(lambda count: jax_flash.ragged_paged_attention(*arguments, count))
+    assert traced(jnp.asarray([2])).shape == q.shape
+    if offsets[:2] in ([0, 4], [0, 2]):
+        assert jax_flash.ragged_paged_attention(*arguments, kind([1])).shape == q.shape
+
+
+@pytest.mark.parametrize("count", (-1, MAX_SEQS + 1, 2**31 - 1))
+@pytest.mark.parametrize("kind", (np.asarray, jnp.asarray))
+def test_a_known_number_of_sequences_is_checked(kind, count):
+    *arguments, _ = draw("count", (5, 9), (2, 3))
+    words = rf"num_seqs must be from 0 to 7, the rows of page_indices; got \[{count}\]"
+    with pytest.raises(ValueError, match=words):
+        jax_flash.ragged_paged_attention(*arguments, kind([count]))
+    with pytest.raises(ValueError, match=words):  # though offsets are traced
+        jax.jit(lambda x: jax_flash.ragged_paged_attention(*arguments[:4], x, np.array([count])))(
+            arguments[4]
+        )
 
 
 @pytest.mark.parametrize(

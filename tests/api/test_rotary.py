@@ -158,7 +158,7 @@ def test_positions_that_the_tables_lack_are_nan_or_raise():
         (
             dict(cos=jnp.ones((64, 9))),
             ValueError,
-            "cos must have shape (positions, R / 2) with R from 2 to x's",
+            "cos must have shape (positions, R / 2) with R from 2 to x's head dim, 16; got",
         ),
         (dict(cos=jnp.ones(64)), ValueError, "cos must have shape"),
         (
@@ -227,6 +227,16 @@ class TestOfficialName:
         arguments = dict(x=draw(B, T, N, H), cos=cos, sin=sin) | change
         with pytest.raises(error, match=re.escape(message)):
             flash_attn.apply_rotary_emb(**arguments)
+
+
+def test_tables_of_another_function_do_not_name_x():
+    """A function on a cache has no argument x."""
+    cache = jax_flash.KVCache.create(1, 8, N, H, jnp.float32)
+    new = jnp.ones((1, 1, N, H))
+    wide = jnp.ones((8, H // 2 + 1))
+    with pytest.raises(ValueError, match=r"with R from 2 to .* head dim, 16; got") as raised:
+        jax_flash.flash_attention_with_cache(new, cache, new, new, rotary_cos=wide, rotary_sin=wide)
+    assert "x's" not in str(raised.value)
 
 
 def test_what_offsets_may_be():

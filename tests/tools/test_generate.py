@@ -195,6 +195,10 @@ def test_errors_name_the_flag(tmp_path):
     fails("is no folder", random=False, checkpoint_dir=str(tmp_path / "none"))
     fails("--check needs --temperature=0, got 0.5", check=True, temperature=0.5)
     fails("temperature must be at least 0, got -1", temperature=-1.0)
+    fails("temperature must be at least 0, got nan", temperature=float("nan"))
+    for dtype in ("int7", "bfloat16"):
+        words = f"--cache-dtype must be float8_e4m3fn or the model's dtype, float32, got {dtype}"
+        fails(words, dtype="float32", cache_dtype=dtype)
     fails(r"top_p must be in \(0, 1\], got 0", top_p=0.0)
     fails("--tokens must be at least 1, got 0", tokens=0)
     fails("the prompt must have at least 1 byte", prompt="")

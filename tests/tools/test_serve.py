@@ -299,3 +299,8 @@ def test_errors_name_the_flag():
         serve.serve(dataclasses.replace(settings, pages=17))
     with pytest.raises(ValueError, match="--tokens must be at least 1, got 0"):
         serve.serve(dataclasses.replace(settings, tokens=0))
+    for name, values in {"prefix_length": [-5], "rate": [-1.0, float("nan")], "seed": [-1]}.items():
+        for value in values:
+            words = f"--{name.replace('_', '-')} must be at least 0, got {value}"
+            with pytest.raises(ValueError, match=words):
+                serve.serve(dataclasses.replace(settings, **{name: value}))
