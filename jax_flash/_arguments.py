@@ -14,6 +14,8 @@ from jax_flash._validate import described, short
 
 UNBOUNDED_SIDE = -1
 """As a side of `local_window_size`: no limit. None says the same."""
+_NO_SOFT_CAP = 1e30
+"""A larger cap changes no logit below 1e26, but a logit over it may be 0 in float32."""
 
 
 class Names:
@@ -125,11 +127,30 @@ def scale(name: str, value: Any, default: float, query: jax.Array) -> tuple[floa
         return _validate.number(name, value), query
     traced = _validate.shaped(name, value, {"()": ()}, "floating or integer")
     dtype = jnp.promote_types(query.dtype, jnp.float32)  # rounded once
-    return 1.0, (query.astype(dtype) * traced.astype(dtype)).astype(query.dtype)
+    return 1.0, _scaled(query.astype(dtype), traced.astype(dtype)).astype(query.dtype)
+
+
+@jax.custom_jvp
+def _scaled(query: jax.Array, scale: jax.Array) -> jax.Array:
+    """`query * scale`, whose derivative by the scale leaves out what isn't finite.
+
+    A row of padding has a cotangent of 0, and 0 times NaN is NaN. The cotangent of a row that counts, and
+    isn't finite, is NaN itself.
+    """
+    return query * scale
+
+
+@_scaled.defjvp
+def _scaled_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (query, scale), (d_query, d_scale) = primals, tangents
+    finite = jnp.where(jnp.isfinite(query), query, jnp.zeros_like(query))
+    return _scaled(query, scale), d_query * scale + finite * d_scale
 
 
 def soft_cap(name: str, value: Any) -> float | None:
-    """The cap of the logits. Its reciprocal must be finite in float32 too."""
+    """The cap of logits. Its reciprocal must be finite in float32. None if it is too large to matter."""
     if value is None:
         return None
     if isinstance(value, Tracer):
@@ -142,7 +163,7 @@ def soft_cap(name: str, value: Any) -> float | None:
         raise ValueError(f"{name} must be None or greater than 0; got {short(value)}")
     if cap < (least := float(np.finfo(np.float32).tiny)):
         raise ValueError(f"{name} must be at least {least:.3g}, or None for no cap; got {short(value)}")
-    return cap
+    return None if cap > _NO_SOFT_CAP else cap
 
 
 def dropout_rate(name: str, value: Any) -> float:

@@ -177,6 +177,8 @@ def _of_attention(is_varlen: bool, args: Any, kwargs: dict[str, Any]) -> Explana
     window = _arguments.window(arguments.pop("is_causal", False), arguments.pop("local_window_size", None))
     # What is no array stays as it is, for `prepare` to take or refuse.
     given = {name: arguments[name] for name in (*_ARRAYS, *_FLOAT8) if name in arguments}
+    if isinstance(arguments.get("scale"), jax.ShapeDtypeStruct):  # a traced one; an array's value is known
+        given["scale"] = arguments["scale"]
     arrays = {name: x for name, x in given.items() if _validate.has_shape(x)}
     others = {name: x for name, x in arguments.items() if name not in arrays}
     of_float8 = {name: others.pop(name) for name in _FLOAT8 if name in others}

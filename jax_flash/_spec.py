@@ -259,3 +259,8 @@ def sizes(operands: Operands) -> Sizes:
 def shapes_of(operands: Operands) -> Operands:
     """The same operands as `jax.ShapeDtypeStruct`s: what `supports` and `plan` look at."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)), operands)
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """The dtype in which attention on arrays of `dtype` computes, and of its log-sum-exp."""
+    return np.dtype(np.float64 if dtype == jnp.float64 else np.float32)

@@ -197,7 +197,15 @@ def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
     results = partitioning.partitioned(computation, operands.present())
     # Without an append, the caches are what they were.
     results = {name.removesuffix("_after"): x for name, x in results.items()}
+    results |= {name: _sharded_as(x, results[name]) for name, x in caches.items() if name in results}
     return {name: x for name, x in (caches | results).items() if x is not None}
+
+
+def _sharded_as(given: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` sharded as `given`: on Explicit axes its type says how, and a loop's carry keeps its type."""
+    sharding = jax.typeof(given).sharding
+    is_alike = sharding.mesh.empty or jax.typeof(x).sharding == sharding
+    return x if is_alike else jax.sharding.reshard(x, sharding)
 
 
 def _heads_together(pages: jax.Array) -> jax.Array:

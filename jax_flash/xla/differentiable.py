@@ -5,6 +5,7 @@ is a `jax.checkpoint`: a derivative of any order computes the logits of a block 
 size T×S. Products are float32 (float64 for float64 operands).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -69,7 +70,9 @@ def _query_block(spec, operands, mask, cut, index):
     """out `(B, K, G, block of T, V)` and lse `(B, K, G, block of T)` of block `index`."""
     query = cut.queries.take(operands.query, index, 3)
     dtype = query.dtype
-    block = logits.block(spec, operands, mask, cut, query, operands.key, index, jnp.int32(0), by_jax=True)
+    query, key, value, spoiled = _finite(query, operands.key, operands.value)
+    block = logits.block(spec, operands, mask, cut, query, key, index, jnp.int32(0), by_jax=True)
+    block = dataclasses.replace(block, x=block.x + spoiled)
 
     # The maximum cancels, so no derivative flows through it. It is finite, so that no -inf meets a -inf.
     top = jax.lax.stop_gradient(block.masked(block.x, -jnp.inf).max(-1, keepdims=True))
@@ -88,7 +91,26 @@ def _query_block(spec, operands, mask, cut, index):
     p = p / total
     if block.kept is not None:
         p = jnp.where(block.kept, p / _dropout.keep_probability(spec.dropout_rate), 0)
-    return logits.product(p, operands.value, ((4,), (2,)), dtype), lse
+    return logits.product(p, value, ((4,), (2,)), dtype), lse
+
+
+def _finite(query, key, value):
+    """The three with 0 for what isn't finite; and what logits get: NaN for pairs that have it, else 0.
+
+    So what isn't finite reaches no query and no key that doesn't see it, though a product of a block, and a
+    derivative of one, has terms of hidden pairs too: zeros, and 0 times NaN is NaN.
+    """
+    query, of_query = _with_zeros(query)
+    key, of_key = _with_zeros(key)
+    value, of_value = _with_zeros(value)
+    is_finite = of_query[..., None] & (of_key & of_value)[:, :, None, None]
+    return query, key, value, jnp.where(is_finite, 0, jnp.nan).astype(query.dtype)
+
+
+def _with_zeros(x):
+    """`x` with 0 for what isn't finite, and which rows have none of it."""
+    is_finite = jnp.isfinite(x)
+    return jnp.where(is_finite, x, jnp.zeros_like(x)), is_finite.all(-1)
 
 
 def _joined(axis: blocks.Axis, x: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
 
 import jax_flash
 from jax_flash._call import Arguments, prepare
@@ -381,6 +382,35 @@ def test_a_traced_scale_has_a_gradient(dtype):
         np.testing.assert_allclose(got, expected, rtol=1e-4 if dtype == "float32" else 0.05)
     many = jax.vmap(functools.partial(loss, jax_flash.flash_attention))(jnp.array([0.3, -0.5]))
     np.testing.assert_allclose(many[0], got[0], rtol=1e-4 if dtype == "float32" else 0.05)
+
+
+def test_the_gradient_of_a_scale_leaves_padding_out():
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+
+    def gradient(query, **options):
+        return jax.grad(lambda scale: jax_flash.flash_attention(query, x, x, scale=scale, **options).sum())(
+            0.5
+        )
+
+    padded, lengths = x.at[:, 3].set(jnp.nan), jnp.array([3])
+    assert gradient(padded, query_seq_lengths=lengths) == gradient(x, query_seq_lengths=lengths)
+    assert jnp.isnan(gradient(padded))
+
+
+def test_float64_sinks_and_slopes_stay_so():
+    with jax.enable_x64(True):
+        arrays = [jax.random.normal(jax.random.key(i), (2, 5, 4, 8), jnp.float64) for i in range(3)]
+        numbers = jax.random.normal(jax.random.key(3), (4,), jnp.float64)
+        attend = functools.partial(jax_flash.flash_attention, *arrays)
+        check_grads(lambda x: attend(sinks=x), (numbers,), 2, modes=["rev"])
+        check_grads(lambda x: attend(alibi_slopes=x), (numbers,), 2, modes=["rev"])
+
+
+def test_a_soft_cap_too_large_to_matter():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 2, 8))
+    np.testing.assert_array_equal(
+        jax_flash.flash_attention(x, x, x, logits_soft_cap=1e38), jax_flash.flash_attention(x, x, x)
+    )
 
 
 @pytest.mark.parametrize("keys", [3, 0])

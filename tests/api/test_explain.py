@@ -124,6 +124,12 @@ def test_arrays_and_shapes_say_the_same():
     assert set(with_arrays.shapes.present()) >= {"bias", "mask", "sinks", "dropout_rows", "dropout_columns"}
 
 
+def test_the_shape_of_a_scale_is_that_of_a_traced_one():
+    query, key, value = arguments()
+    found = jax_flash.explain(query, key, value, scale=jax.ShapeDtypeStruct((), jnp.float32))
+    assert found == jax_flash.explain(query, key, value, scale=1.0)
+
+
 def test_nothing_to_compute():
     explanation = jax_flash.explain(struct(2, 0, 4, 8), struct(2, 5, 2, 8), struct(2, 5, 2, 8))
     assert explanation.choices == () and explanation.automatic is None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import transform_cases as cases
 
+import jax_flash
 from jax_flash import _device
 from jax_flash._spec import Operands
 from jax_flash.transforms import autodiff
@@ -144,6 +145,35 @@ def test_second_derivatives_over_blocks_of_which_the_last_overlaps(monkeypatch):
     arrays = [jax.random.normal(jax.random.key(i), (1, 49, 1, 4)) for i in range(3)]
     ours, expected = map(_second_derivatives_by_position, (cases.attend, cases.definition))
     cases.assert_close(ours(*arrays), expected(*arrays), 1e-4)
+
+
+@pytest.mark.parametrize("spoiled", ["query", "key"])
+def test_second_derivatives_without_what_is_not_finite_in_padding(spoiled):
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    padding = x.at[:, 3].set(jnp.nan)
+
+    def second(rest):
+        def loss(x):
+            if spoiled == "query":
+                out = jax_flash.flash_attention(rest, x, x, query_seq_lengths=jnp.array([3]))
+            else:
+                out = jax_flash.flash_attention(x, rest, rest, key_value_seq_lengths=jnp.array([3]))
+            return jnp.sum(out**3)
+
+        return jax.jvp(jax.grad(loss), (x,), (jnp.cos(x),))[1]
+
+    np.testing.assert_allclose(second(padding), second(x.at[:, 3].set(0)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_derivative_shows_what_is_not_finite():
+    x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+
+    def loss(query):
+        out = jax_flash.flash_attention(query, x, x.at[:, 2, :, 0].set(jnp.inf), is_causal=True)
+        return jnp.sum(out[:, :3] ** 3)
+
+    is_finite = jnp.isfinite(jax.jvp(jax.grad(loss), (x,), (x,))[1]).all((0, 2, 3))
+    np.testing.assert_array_equal(is_finite[:3], [True, True, False])
 
 
 def test_memory_of_second_derivatives_is_linear(monkeypatch):

@@ -401,3 +401,26 @@ def test_export():
     exported = jax.export.export(jax.jit(step))(cache, *arguments)
     got = jax.export.deserialize(exported.serialize()).call(cache, *arguments)
     assert_same(got, step(cache, *arguments))
+
+
+@pytest.mark.parametrize("sharding", [P(), P("b", None, "n"), P(None, None, "n"), P(None, None, None, "n")])
+@pytest.mark.parametrize("make", CACHES)
+def test_a_cache_keeps_its_sharding_as_a_carry(make, sharding):
+    """On Explicit axes, where types say it, and queries may be sharded otherwise."""
+    mesh = jax.make_mesh((2, 2), ("b", "n"), (AxisType.Explicit,) * 2)
+
+    def run(cache, query, key, value):
+        def body(cache, _):
+            return jax_flash.flash_attention_with_cache(query, cache, key, value)[::-1]
+
+        return jax.lax.scan(body, cache, None, length=2)
+
+    expected = run(make(), query(), *new())
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, NamedSharding(mesh, P("b", None, "n"))) for x in (query(), *new())]
+        cache = jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, sharding if x.ndim == 4 else P())), make()
+        )
+        found = run(cache, *arrays)
+    assert list(map(jax.typeof, jax.tree.leaves(found[0]))) == list(map(jax.typeof, jax.tree.leaves(cache)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)

@@ -17,6 +17,7 @@ import transform_cases as cases
 from exhaustive import thorough
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from pallas_lowering import only_lowering
 from sharded_calls import axis_of_sequences, reorder, restore, sequence_mesh
 from sharded_jit import KINDS, mesh_of, put
 from strict_settings import SETTINGS, setting
@@ -428,7 +429,7 @@ def test_by_pallas(strategy):
     def call(*args, **options):
         return context_parallel(2, strategy, None, False)(*args, **options | {"implementation": "pallas"})
 
-    with lowering.only(lowering.TRITON), compat.interpret():
+    with only_lowering(lowering.TRITON), compat.interpret():
         results = case.with_gradients(call, *arrays)
     check(case, results, arrays)
 
