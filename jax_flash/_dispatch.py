@@ -162,7 +162,7 @@ def _warn_of_slower(
 ) -> None:
     """Warns where `picked` runs because those before it were `refused`, and the user may not expect it.
 
-    A limit is worth a warning where it leaves nothing but "xla", unless the user named "xla" himself.
+    A limit is worth a warning where it leaves nothing but "xla", unless the user named "xla".
     """
     faults = {name: refusal for name, refusal in refused.items() if refusal.fault is not None}
     told = refused if is_automatic and picked == PORTABLE else faults

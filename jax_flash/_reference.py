@@ -1,8 +1,9 @@
 """The definition of attention that every implementation is tested against.
 
-`reference` says API.md line by line over whole `(B, N, T, S)` arrays, in float32 or float64. It is
-slow and large on purpose: nothing here is shared with an implementation but the hash that decides
-which probabilities dropout keeps, which is part of the definition.
+`reference` is the meaning of `flash_attention`'s arguments, as its docstring has it, over whole
+`(B, N, T, S)` arrays, in float32 or float64. It is slow and large on purpose: nothing here is shared with
+an implementation but the hash that decides which probabilities dropout keeps, which is part of the
+definition.
 
 - `reference`: forward, traceable and differentiable by JAX itself.
 - `reference_with_gradients`: forward and gradients in float64, as NumPy arrays: the oracle.

@@ -173,7 +173,7 @@ def _metadata(plan: LaunchPlan | None, operands: Operands) -> dict[str, jax.Arra
         parts = operands.diagonal.shape[1]
         shifts = jnp.broadcast_to(operands.diagonal, (operands.query.shape[0], parts))
         arrays["diagonal"] = jnp.clip(shifts, -mask_metadata.MAX_SHIFT, mask_metadata.MAX_SHIFT)
-    # The target keeps its first name, as exported programs have it.
+    # README names this target, as the export check of programs with lengths, varlen sequences or segments.
     return _call("jax_flash_bounds", plan, arrays)
 
 

@@ -41,7 +41,7 @@ for _target in TARGETS:
     jax.ffi.register_ffi_target(_target, _launcher.handlers(), platform="CUDA")
 
 collecting = jax.make_user_context(default_value=None)
-"""Where plans go that are traced within `collecting(collector)`: to `collector.add(target, plan)`, and their
+"""Within `collecting(collector)`, each plan that is traced goes to `collector.add(target, plan)`, and its
 kernels are not compiled. A function is traced anew for each collector, as JAX's caches know of it."""
 
 

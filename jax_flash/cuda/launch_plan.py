@@ -221,24 +221,13 @@ _TYPES = {
 }
 
 
-_USUAL: dict[str, Any] = {"LaunchPlan": (), "Kernel": ()}
-"""By class, the usual value of its last field. `dump` leaves it out, and `load` restores it."""
-
-
 def dump(plan: LaunchPlan) -> str:
-    """`plan` as compact JSON; equal plans give equal text.
-
-    It doesn't mention that a plan has no aliases, or a kernel no generated headers: programs that were
-    exported before there were others don't either.
-    """
+    """`plan` as compact JSON; equal plans give equal text."""
 
     def encode(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             fields = [encode(getattr(value, f.name)) for f in dataclasses.fields(value)]
-            name = type(value).__name__
-            if name in _USUAL and fields[-1] == encode(_USUAL[name]):
-                fields.pop()
-            return {name: fields}
+            return {type(value).__name__: fields}
         return list(map(encode, value)) if isinstance(value, tuple) else value
 
     return json.dumps(encode(plan), separators=(",", ":"))
@@ -267,8 +256,6 @@ def _decode(value: Any) -> Any:
         raise ValueError(f"not a launch plan: it has a part {', '.join(value) or 'without a name'}")
     fields = _decode(value[name])
     hints = _hints(_TYPES[name])
-    if name in _USUAL and isinstance(fields, tuple) and len(fields) == len(hints) - 1:
-        fields = (*fields, _USUAL[name])
     if not isinstance(fields, tuple) or len(fields) != len(hints):
         raise ValueError(f"not a launch plan: a {name} has the fields {', '.join(hints)}")
     for (field, hint), given in zip(hints.items(), fields, strict=True):

@@ -23,7 +23,7 @@ def size_of(T, S):
 
 
 def defined(T, S, left=None, right=None, queries=None, keys=None):
-    """Which keys each query sees, as API.md has it: bool `(T, S)`."""
+    """Which keys each query sees, as `flash_attention`'s docstring has it: bool `(T, S)`."""
     queries, keys = T if queries is None else queries, S if keys is None else keys
     i, j = np.arange(T)[:, None], np.arange(S)[None]
     seen = (i < queries) & (j < keys)

@@ -1,6 +1,7 @@
 """Calls in 8 bits: `quantize` and its definition, e4m3 arrays with scales, `quantization="fp8"`."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -359,6 +360,9 @@ def test_explain():
     for call in (found, of_arrays):
         assert [choice.reason for choice in call.choices] == [None] * 3
     assert "out_dtype=float16" in str(of_arrays)
+    (tile,) = {re.search(r"forward in e4m3 [^;\n]* stages", str(call))[0] for call in (found, of_arrays)}
+    assert "keys" in tile
+    assert "backward" in str(found) and "backward" not in str(of_arrays)
 
 
 def test_strict_settings():

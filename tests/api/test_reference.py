@@ -45,7 +45,7 @@ def all_operands(draw):
 
 
 def by_hand(spec, operands):
-    """API.md, line by line, in Python numbers."""
+    """What `flash_attention`'s docstring says, pair by pair, in Python numbers."""
     size = sizes(operands)
     out = np.zeros((size.B, size.T, size.N, size.V))
     lse = np.full((size.B, size.N, size.T), -np.inf)

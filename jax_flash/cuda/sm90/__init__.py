@@ -9,7 +9,7 @@ import jax
 
 from jax_flash._cache_spec import CacheOperands, CacheSpec, cache_sizes
 from jax_flash._device import Device
-from jax_flash._float8 import is_float8
+from jax_flash._float8 import DTYPE, is_float8
 from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.cuda import score_mod, user_score_mod
@@ -53,6 +53,7 @@ __all__ = [
 COMPUTE_CAPABILITIES = ((9, 0),)
 MAX_HEAD_DIM = 256
 _DTYPES = ("bfloat16", "float16")
+_FLOAT8_OPERANDS = ("query", "key", "value")  # of the forward pass, with `quantization="fp8"`
 _OUT_DTYPES = (*_DTYPES, "float32")  # for arrays of 8 bits
 _LIMIT = 2**29  # sums of rows, keys and window sides must fit 32 bits
 
@@ -89,19 +90,20 @@ def unsupported(spec: AttentionSpec, shapes: Shapes) -> str | None:
 def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     """The kernels' names and tile shapes for a call that `unsupported` accepts."""
     n = sizes(shapes)
-    if is_float8(shapes.query.dtype):
-        tile = forward_plan.configure(spec, shapes).tile
-        return (
-            f"sm_90 kernel for 8 bits: forward {tile.rows} queries × {tile.keys} keys, {tile.stages} stages"
-        )
+    forward_shapes = shapes
+    if spec.quantization is not None:
+        e4m3 = {name: jax.ShapeDtypeStruct(getattr(shapes, name).shape, DTYPE) for name in _FLOAT8_OPERANDS}
+        forward_shapes = Operands.of(shapes.present() | e4m3)
+    tile = forward_plan.configure(spec, forward_shapes).tile
+    kernel = "forward in e4m3" if is_float8(forward_shapes.query.dtype) else "forward"
+    forward = f"{kernel} {tile.rows} queries × {tile.keys} keys, {tile.stages} stages"
     head_dim, value_dim = padded_head_dims(n)
-    ahead = forward_plan.configure(spec, shapes).tile
-    back = backward_tiles.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
     dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
-    return (
-        f"sm_90 kernels for {dims}: forward {ahead.rows} queries × {ahead.keys} keys, "
-        f"{ahead.stages} stages; backward {back.queries} × {back.keys}, {back.stages} stages"
-    )
+    if is_float8(shapes.query.dtype):
+        return f"sm_90 kernel for {dims}: {forward}"
+    back = backward_tiles.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
+    backward = f"backward {back.queries} × {back.keys}, {back.stages} stages"
+    return f"sm_90 kernels for {dims}: {forward}; {backward}"
 
 
 def unsupported_decode(spec: CacheSpec, shapes: CacheShapes) -> str | None:

@@ -1,8 +1,7 @@
 """Launch plans of the backward pass.
 
-A call has up to four launches: preprocess, the main kernel, and postprocesses of what is summed in float32:
-of dQ, unless the main kernel writes it, and of dK and dV where units of work share key tiles or gradients are
-float32.
+A call has two to four launches: preprocess, the main kernel, and postprocesses of what is summed in float32:
+of dQ, unless the main kernel writes it, and of dK and dV where units of work share key tiles.
 """
 
 import itertools
@@ -178,12 +177,9 @@ def backward_block_lists(
 def plan_backward(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> LaunchPlan:
     """The plan that computes the gradients of query, key and value, for calls that the kernels support.
 
-    Operands are query, key, value; of bias, mask, alibi_slopes, what score_mod reads, dropout_rows and
-    dropout_columns those that the call has; the mask metadata; out, lse, d_out; d_lse if the spec returns the
-    residual; and bias_factor if fixed_point.py is asked for one. Results are d_query, d_key, d_value; with a
-    bias d_bias, in float32 or as fixed_point.py has it; with slopes d_slopes, in shares along further axes;
-    gradients of what score_mod captures, in float32 or as exact_sum.py has them; and scratch memory. Those of
-    scores are yet to be multiplied by dropout's factor.
+    Beside the gradients of query, key and value its results are, where the call has them: d_bias, in float32
+    or as fixed_point.py has it; d_slopes, in shares along further axes; gradients of what score_mod captures,
+    in float32 or as exact_sum.py has them. These are yet to be multiplied by dropout's factor.
     """
     call = BackwardCall(spec, shapes, device)
     return LaunchPlan(

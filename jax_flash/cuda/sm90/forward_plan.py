@@ -185,7 +185,7 @@ def _kernel(
             ("SUM_BLOCKS", tile.sum_blocks),
             ("PACK_GQA", configuration.pack_gqa),
             ("SPLIT_KV", int(split_kv)),
-            ("ISOLATES", int(requirements_of(spec, shapes).isolates)),
+            ("ISOLATES", int(requirements.isolates)),
             ("HAS_LEFT", int(window.left is not None)),
             ("HAS_RIGHT", int(window.right is not None)),
             ("SCORE_SIGN", sign),
@@ -248,9 +248,7 @@ def _schedule(spec: AttentionSpec, shapes: Shapes, device: Device, chosen: Confi
 def plan_forward(spec: AttentionSpec, shapes: Shapes, device: Device) -> LaunchPlan:
     """How `device` computes `out (B, T, N, V)` and `lse (B, N, T)`; for calls that `supports` accepts.
 
-    Operands are query, key and value; then those of bias, mask, alibi_slopes, sinks, what score_mod reads,
-    dropout_rows and dropout_columns that the call has, the last as `dropout.arranged` gives it; then the
-    results of `plan_forward_metadata`.
+    `dropout.arranged` makes what the plan calls dropout_columns, `plan_forward_metadata` the mask metadata.
     """
     n, loaded, tile = sizes(shapes), loaded_of(shapes), configure(spec, shapes).tile
     operands = (
