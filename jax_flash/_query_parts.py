@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_flash._axes import axes_of, axis_of
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
-from jax_flash.transforms.lowering import axes_of, axis_of
 
 
 def count(operands: Operands) -> int:

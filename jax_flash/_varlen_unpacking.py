@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_flash._axes import axes_of
 from jax_flash._spec import AttentionSpec, Gradients, Operands, batch_axis_may_be_one, sizes
-from jax_flash.transforms.lowering import axes_of
 
 OFFSETS = ("query_offsets", "key_value_offsets")
 

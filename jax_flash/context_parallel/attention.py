@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jax_flash import _arguments, _call, _device, _dispatch, _settings
 from jax_flash._alignment import BOTTOM_RIGHT, Alignment
 from jax_flash._attention import ScoreMod
+from jax_flash._axes import batch_shape
 from jax_flash._block_mask import BlockMask
 from jax_flash._call import Arguments, Call
 from jax_flash._spec import Operands
@@ -225,7 +226,7 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     spec = of.spec if chosen == "ulysses" else of.local_spec  # of the ordinary calls that are made
     part = {"ring": pairs.first_pair, "all_gather": gather.first_call, "ulysses": ulysses.by_heads}[chosen]
     of_part = jax.eval_shape(functools.partial(part, of), operands)
-    shapes = Call(spec, of_part, lowering.batch_shape(of_part)).shapes
+    shapes = Call(spec, of_part, batch_shape(of_part)).shapes
     names, device = _arguments.implementations(implementation), _device.current()
     # Steps of a ring are wide, and so are gradients of an all-gather.
     selected = _dispatch.select(spec if chosen == "ulysses" else spec.wide(), shapes, names, device)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_flash._axes import axes_of, axis_of
 from jax_flash._spec import Operands
 from jax_flash.context_parallel.sharded import Sharded
-from jax_flash.transforms.lowering import axes_of, axis_of
 
 
 def split(of: Sharded, name: str, x: jax.Array) -> jax.Array:

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash._axes import batch_shape
 from jax_flash._block_kinds import Kind
 from jax_flash._spec import AttentionSpec, Operands, captured_name
 from jax_flash.context_parallel.load_balance import Chunk
 from jax_flash.functions.chunks import STARTS, on_chunks
 from jax_flash.functions.static import StaticFunction
-from jax_flash.transforms.lowering import batch_shape
 
 
 def local_spec(spec: AttentionSpec, stride: int) -> AttentionSpec:

@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _query_parts, _settings
+from jax_flash._axes import axes_of, axis_of
 from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import halo, sharded
 from jax_flash.context_parallel.load_balance import Chunk, reordered, restored_slices
 from jax_flash.context_parallel.packed import Arrays
 from jax_flash.context_parallel.sharded import Calls, Sharded
 from jax_flash.transforms import debugging, saved
-from jax_flash.transforms.lowering import axes_of, axis_of
 
 Whole = Callable[[Operands], Any]
 """The same attention, by ordinary calls that have a derivative."""

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_flash._axes import axes_of, axis_of, batch_shape
 from jax_flash._mask import Index, PositionMask, Window
 from jax_flash._spec import AttentionSpec, Gradients, Operands, functions_of
 from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
-from jax_flash.transforms.lowering import Call, axes_of, axis_of, batch_shape
+from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 Spans = dict[str, tuple[jax.Array | int, int]]
-"""A part of an array, by letters of its axes (`lowering.axes_of`): where it starts and how long it is."""
+"""A part of an array, by letters of its axes (`_axes.axes_of`): where it starts and how long it is."""
 
 AxisName = str | tuple[str, ...]
 """A mesh axis; or several, in the mesh's order."""

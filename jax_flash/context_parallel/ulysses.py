@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _validate
+from jax_flash._axes import axes_of, axis_of
 from jax_flash._spec import Operands
 from jax_flash.context_parallel.load_balance import reordered, restored
 from jax_flash.context_parallel.sharded import Sharded
-from jax_flash.transforms.lowering import axes_of, axis_of
 
 
 def attend(of: Sharded, ordinary: Callable[[Operands], Any], operands: Operands) -> Any:

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_flash._axes import axes_of
 from jax_flash.context_parallel.strategy import Strategy
-from jax_flash.transforms.lowering import axes_of
 
 MeshAxes = tuple[str, ...]
 Shape = tuple[int, ...]

@@ -26,8 +26,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_flash
+from jax_flash._axes import batch_shape
 from jax_flash._spec import Gradients, Operands, shapes_of
-from jax_flash.transforms import lowering, sequence_layout, serialising, sharded_sequences
+from jax_flash.transforms import sequence_layout, serialising, sharded_sequences
 from jax_flash.transforms.layout import (
     Arrays,
     Layout,
@@ -57,7 +58,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         return {"out": out, "lse": lse}
 
     *_, T, N, _ = operands.query.shape
-    batch = lowering.batch_shape(operands)
+    batch = batch_shape(operands)
     results = {"out": (*batch, T, N, operands.value.shape[-1]), "lse": (*batch, N, T)}
     arrays = _partitioned_attention(local, call, operands, {}, results)
     return arrays["out"], arrays["lse"]

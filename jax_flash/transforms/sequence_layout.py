@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _dispatch
+from jax_flash._axes import axes_of, batch_shape
 from jax_flash._float8 import is_float8
 from jax_flash._spec import Operands, batch_axis_may_be_one
 from jax_flash.context_parallel import functions, ulysses
 from jax_flash.context_parallel import strategy as strategies
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.context_parallel.strategy import AUTO, STRATEGIES, Strategy
-from jax_flash.transforms import lowering
 from jax_flash.transforms.layout import Layout, MeshAxes, Specs, mesh_axes
-from jax_flash.transforms.lowering import Call, axes_of
+from jax_flash.transforms.lowering import Call
 from jax_flash.transforms.sharded_sequences import sharded
 
 Shapes = Operands[jax.ShapeDtypeStruct]
@@ -190,7 +190,7 @@ def _of_ordinary_call(of: Sharded, layout: Layout, whole: Shapes, local: Shapes)
         query_heads, key_heads = local.query.shape[-2], local.key.shape[-2]
         sizes = {"T": of.queries, "S": of.keys}
         sizes |= {"N": query_heads // n, "K": ulysses.key_heads_sent(key_heads, n) // n}
-    batch = math.prod(lowering.batch_shape(local))
+    batch = math.prod(batch_shape(local))
 
     def of_call(name: str, x: jax.ShapeDtypeStruct, is_one: list[bool]) -> jax.ShapeDtypeStruct:
         letters = axes_of(name)

@@ -19,6 +19,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jax_flash._axes import batch_shape
 from jax_flash._spec import Gradients, Operands
 from jax_flash.context_parallel import gather, ring, ulysses
 from jax_flash.context_parallel.load_balance import Chunk, Order
@@ -38,7 +39,7 @@ def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.
     of = sharded(call, operands, shards)
     call = _ordinary_call(of, call, shards)
     if shards.strategy == "ring":
-        batch = lowering.batch_shape(operands)
+        batch = batch_shape(operands)
         query = jnp.broadcast_to(operands.query, (*batch, *operands.query.shape[-3:]))
         return ring.forward(ring.Ring(of, call, PASSES), operands.replace(query=query))
     if shards.strategy == "all_gather" and shards.keys:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import _dropout, _query_parts, _varlen_unpacking
+from jax_flash._axes import batch_shape, fold
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.transforms import lowering
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import blocks, logits, symbolic
 
@@ -31,11 +31,11 @@ def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Arr
       out `(*B, T, N, V)` in query's dtype, and lse `(*B, N, T)` in float32 (float64 for float64 operands),
       −inf where a row has nothing to attend to. Its derivatives are 0 there.
     """
-    batch = lowering.batch_shape(operands)
+    batch = batch_shape(operands)
     dtype = operands.query.dtype
     accumulator = logits.accumulator(operands)
     wide = {name: x.astype(accumulator) for name, x in operands.differentiable().items()}
-    out, lse = _forward(spec, lowering.fold(operands.replace(**wide), batch))
+    out, lse = _forward(spec, fold(operands.replace(**wide), batch))
     return out.reshape(*batch, *out.shape[1:]).astype(dtype), lse.reshape(*batch, *lse.shape[1:])
 
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jax_flash import _dropout, _gradients, _isolation
+from jax_flash._axes import axes_of
 from jax_flash._mask import (
     BlockRange,
     Index,
@@ -30,7 +31,6 @@ from jax_flash._mask import (
 from jax_flash._spec import AttentionSpec, BlockMaskSpec, Operands, Sizes, captured_name, is_captured
 from jax_flash.functions.derivative import Derivative
 from jax_flash.functions.graph import Node
-from jax_flash.transforms.lowering import axes_of
 
 from .. import compat
 from ..constants import LOG2_E

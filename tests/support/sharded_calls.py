@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
-from jax_flash.transforms.lowering import axes_of
+from jax_flash._axes import axes_of
 
 AXIS = "sequence"
 
