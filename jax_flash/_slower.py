@@ -37,12 +37,6 @@ def warn(message: str) -> None:
         _told.add(message)
 
 
-def forget() -> None:
-    """Warn again of what was warned of: for tests."""
-    with _lock:
-        _told.clear()
-
-
 def _levels_to_the_caller() -> int:
     """The `stacklevel`, as `warn` passes it, of the innermost frame outside of this package and JAX."""
     frame: types.FrameType | None = sys._getframe(1)

@@ -42,10 +42,14 @@ def device_limit(device: Device) -> str | None:
     if device.platform != "cuda":
         return f"it needs a CUDA GPU, and JAX's default device is {device.kind} ({device.platform})"
     if _family(device) is None:
-        return (
-            f"it needs a Hopper GPU (compute capability 9.0), not {device.kind} {device.compute_capability}"
-        )
+        needed = " or ".join(f"a {family.GENERATION} GPU ({_capabilities(family)})" for family in families)
+        return f"it needs {needed}, not {device.kind} {device.compute_capability}"
     return None
+
+
+def _capabilities(family: ModuleType) -> str:
+    versions = [f"{major}.{minor}" for major, minor in family.COMPUTE_CAPABILITIES]
+    return f"compute capability {', '.join(versions)}"
 
 
 def describe(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct], device: Device) -> str:

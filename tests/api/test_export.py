@@ -108,7 +108,7 @@ def test_export_for_a_gpu_that_the_machine_lacks():
     with jax_flash.planned_for("sm_90a"):
         assert "custom_call @jax_flash_forward" in export()
         assert jax_flash.explain(x, x, x).picked == "cuda"
-    _slower.forget()
+    _slower._told.clear()
     with (
         _device.assume(_device.CPU),
         pytest.warns(_slower.SlowerImplementationWarning, match="lowered for cuda"),

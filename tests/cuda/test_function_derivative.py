@@ -1,12 +1,12 @@
 """Derivatives of users' functions, as C++, against jax.grad."""
 
+import cuda_functions as functions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from function_harness import Compiled, compile_by_nvrtc, differentiated
 
-from jax_flash.cuda import functions
 from jax_flash.functions import Scope, UnsupportedPrimitiveError, differentiate
 from jax_flash.functions.graph import CONSTANT, reachable
 

@@ -3,13 +3,13 @@
 import inspect
 import re
 
+import cuda_functions as functions
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from function_harness import Compiled, compile_by_nvrtc, differentiated, reference, score_mod
 
-from jax_flash.cuda import functions
 from jax_flash.functions import Scope, UnsupportedPrimitiveError
 from jax_flash.functions.scopes import by_scope
 

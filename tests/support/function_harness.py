@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cuda_functions as functions
 import jax
 import numpy as np
 
-from jax_flash.cuda import functions
 from jax_flash.cuda.compile import kernels_folder
 from jax_flash.cuda.parameters import HEADER_NAME, header
 from jax_flash.functions import Derivative, ScalarFunction, differentiate

@@ -31,9 +31,7 @@ import numpy as np
 
 from jax_flash.cuda.functions import cpp, positions
 from jax_flash.cuda.functions.finite import is_finite
-from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions.derivative import Derivative
-from jax_flash.functions.function import ScalarFunction
 from jax_flash.functions.graph import BOOL, CONSTANT, FLOAT32, INPUT, LOAD, Node
 from jax_flash.functions.scopes import Scope, by_scope, scope
 
@@ -57,31 +55,10 @@ class Function(Protocol):
     def arguments(self) -> tuple[str, ...]: ...
 
 
-def operand_struct(function: Function, name: str) -> Struct:
-    """The part of a kernel's parameters that points to the captured arrays: `operand0`, `operand1`, …"""
-    return _struct(name, operand_fields(function))
-
-
 def operand_fields(function: Function) -> dict[str, str]:
-    """The fields of `operand_struct`, and their types."""
+    """The fields `operand0`, `operand1`, … of the struct that points to captured arrays, and their types."""
     elements = [cpp.ELEMENTS[np.dtype(x.dtype)] for x in function.shapes]
     return {f"operand{number}": f"const {element}*" for number, element in enumerate(elements)}
-
-
-def gradient_struct(derivative: Derivative, name: str) -> Struct:
-    """The part of a kernel's parameters that points to float32 sums, shaped as the captured arrays, which
-    `add_gradients` adds to: `d_operand0`, …, for those that have a gradient."""
-    numbers = sorted({gather.operand for gather in derivative.gathers})
-    return _struct(name, {f"d_operand{number}": "float*" for number in numbers})
-
-
-def function_text(function: ScalarFunction, namespace: str, operands: str) -> str:
-    """The C++ of a function.
-
-    Args:
-      operands: the name of `operand_struct`.
-    """
-    return value_text(function.output, "score" in function.arguments, namespace, operands)
 
 
 def value_text(output: Node, has_score: bool, namespace: str, operands: str) -> str:
@@ -118,8 +95,9 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
     the same for all scores of a head, `is_finite(i)` that its terms are finite wherever `d_value` is.
 
     Args:
-      operands: the name of `operand_struct`.
-      gradients: the name of `gradient_struct`; None for no `add_gradients`.
+      operands: the name of the struct with `operand_fields`.
+      gradients: the name of the struct that points to float32 sums, shaped as the captured arrays that have a
+        gradient, `d_operand0`, …; None for no `add_gradients`.
     """
     results = [("float", "value", derivative.value), ("float", "d_score", derivative.d_score)]
     terms, arrays = [], []
@@ -159,10 +137,6 @@ def derivative_text(derivative: Derivative, namespace: str, operands: str, gradi
 def _predicate(name: str, of_gathers: Sequence[bool]) -> str:
     holds = [f"gather == {number}" for number, value in enumerate(of_gathers) if value]
     return f"{_QUALIFIERS} constexpr bool {name}(int gather) {{ return {' || '.join(holds) or 'false'}; }}"
-
-
-def _struct(name: str, fields: dict[str, str]) -> Struct:
-    return struct(name, **(fields or {"none": "int32_t"}))  # a struct has a field
 
 
 def _text(
@@ -286,12 +260,3 @@ def _tanhs(elements: Sequence[Node]) -> tuple[Node, ...]:
     computed = by_scope(node.arguments[0] for node in tanhs)[Scope.ELEMENT]
     is_cheap = all(node.operation in _CHEAP for node in computed)
     return tanhs if is_cheap and all(node.dtype == FLOAT32 for node in tanhs) else ()
-
-
-def shapes_of_gradients(function: Function, derivative: Derivative) -> dict[str, jax.ShapeDtypeStruct]:
-    """What fields of `gradient_struct` point to: float32 sums, zero ahead of the kernel."""
-    numbers = sorted({gather.operand for gather in derivative.gathers})
-    return {
-        f"d_operand{number}": jax.ShapeDtypeStruct(function.shapes[number].shape, np.float32)
-        for number in numbers
-    }

@@ -31,6 +31,7 @@ from jax_flash.cuda.sm90.tensor_maps import padded_head_dims
 
 __all__ = [
     "COMPUTE_CAPABILITIES",
+    "GENERATION",
     "backward_block_lists",
     "describe",
     "describe_decode",
@@ -50,6 +51,7 @@ __all__ = [
     "unsupported_quantize",
 ]
 
+GENERATION = "Hopper"
 COMPUTE_CAPABILITIES = ((9, 0),)
 MAX_HEAD_DIM = 256
 _DTYPES = ("bfloat16", "float16")
