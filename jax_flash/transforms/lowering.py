@@ -94,7 +94,7 @@ def run(call: Call, entry: str, *args: Any) -> Any:
     first, *others = call.implementation
     if not others:
         return runner(first)(*args)
-    if others == [first]:  # "xla" alone, planned for no GPU: lowering for one warns
+    if call.implementation == _dispatch.PLANNED_OFF_GPU:
         return runner(first)(*jax.tree.map(off_gpu.watched, args))
     platforms = {call.device.platform: runner(first)}
     return jax.lax.platform_dependent(*args, **platforms, default=runner(others[-1]))
