@@ -46,7 +46,7 @@ def of_call(
         return Layout.of(mesh, letters, shapes, specs, queries, keys)
 
     arguments = Operands.of(shapes), specs, layout
-    on_its_way = lowering.Call(call.spec, (implementation,), device, call.context_parallel)
+    on_its_way = lowering.PlannedCall(call.spec, (implementation,), device, call.context_parallel)
     choices = sequence_layout.explained(on_its_way, *arguments)
     if not choices:
         return None

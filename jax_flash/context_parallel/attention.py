@@ -230,7 +230,7 @@ def _run(of: Sharded, chosen: Strategy, implementation: Any, operands: Operands)
     names, device = _arguments.implementations(implementation), _device.current()
     # Steps of a ring are wide, and so are gradients of an all-gather.
     selected = _dispatch.select(spec if chosen == "ulysses" else spec.wide(), shapes, names, device)
-    ordinary_call = lowering.Call(spec, selected, device)
+    ordinary_call = lowering.PlannedCall(spec, selected, device)
     if chosen == "ring":
         return ring.attend(ring.Ring(of, ordinary_call, PASSES), operands)
     ordinary = functools.partial(autodiff.attend, spec, selected)

@@ -18,7 +18,7 @@ from jax_flash._mask import Index, PositionMask, Window
 from jax_flash._spec import AttentionSpec, Gradients, Operands, functions_of
 from jax_flash.context_parallel import functions
 from jax_flash.context_parallel.load_balance import Chunk, Order, local_mask
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 from jax_flash.transforms.varying import vary_over, varying_axes
 
 Spans = dict[str, tuple[jax.Array | int, int]]
@@ -31,7 +31,7 @@ AxisName = str | tuple[str, ...]
 class Passes(NamedTuple):
     """The functions that run an ordinary call: those of `lowering.py`, or of a transform above it."""
 
-    forward: Callable[[Call, Operands], tuple[jax.Array, jax.Array]]
+    forward: Callable[[PlannedCall, Operands], tuple[jax.Array, jax.Array]]
     backward: Callable[..., Gradients]
 
 
@@ -179,10 +179,10 @@ class Calls:
     """Everything static about a call on shards that becomes several ordinary calls, and what runs these."""
 
     sharded: Sharded
-    call: Call  # of an ordinary call
+    call: PlannedCall  # of an ordinary call
     passes: Passes
 
-    def wide_call(self, which: str = "all") -> Call:
+    def wide_call(self, which: str = "all") -> PlannedCall:
         """The ordinary call with those results float32 that `AttentionSpec.wide_results` says."""
         return dataclasses.replace(self.call, spec=self.call.spec.wide(which))
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax_flash import _device, _float8, _settings
 from jax_flash._spec import AttentionSpec, Gradients, Operands
 from jax_flash.transforms import batching, debugging, saved
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import differentiable
 
@@ -47,7 +47,7 @@ def attend(
     Returns:
       `out (*B, T, N, V)` in query's dtype, and with `spec.return_residual` also `lse (*B, N, T)` float32.
     """
-    call = Call(spec, implementation, _device.current(), context_parallel)
+    call = PlannedCall(spec, implementation, _device.current(), context_parallel)
     # The cast is outside of the custom derivative: under `shard_map` its transpose sums the gradient of a
     # replicated operand over the mesh.
     return _attend(call, vary_alike(operands))
@@ -56,27 +56,27 @@ def attend(
 # Compiled as one program when called outside of `jit`; inside, one function for all layers alike.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_forward(call: Call[AttentionSpec], operands: Operands) -> tuple[jax.Array, jax.Array]:
+def jax_flash_forward(call: PlannedCall[AttentionSpec], operands: Operands) -> tuple[jax.Array, jax.Array]:
     return batching.forward(call, operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_backward(call: Call[AttentionSpec], *args: Any) -> Gradients:
+def jax_flash_backward(call: PlannedCall[AttentionSpec], *args: Any) -> Gradients:
     return batching.backward(call, *args)
 
 
 # A second derivative differentiates the two functions above. JAX can't differentiate a kernel, so it takes
 # the tangents of portable code, `differentiable.forward`.
 @jax_flash_forward.defjvp
-def _forward_jvp(call: Call[AttentionSpec], primals: Any, tangents: Any) -> Any:
+def _forward_jvp(call: PlannedCall[AttentionSpec], primals: Any, tangents: Any) -> Any:
     (operands,), (d_operands,) = primals, tangents
     results_tangent = _forward_tangent(call, operands, _differentiable(operands, d_operands))
     return jax_flash_forward(call, operands), results_tangent
 
 
 @jax_flash_backward.defjvp
-def _backward_jvp(call: Call[AttentionSpec], primals: Any, tangents: Any) -> Any:
+def _backward_jvp(call: PlannedCall[AttentionSpec], primals: Any, tangents: Any) -> Any:
     operands, _, lse, d_out, d_lse = primals
     # out and lse are functions of the operands, so the gradients are functions of the others alone.
     d_operands, _, _, *cotangents_tangent = tangents
@@ -98,14 +98,16 @@ def _differentiable(operands: Operands, of: Operands) -> dict[str, jax.Array]:
 
 
 def _of_differentiable(
-    call: Call[AttentionSpec], operands: Operands
+    call: PlannedCall[AttentionSpec], operands: Operands
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return lambda values: differentiable.forward(call.spec, operands.replace(**values))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 @_settings.as_written
-def _forward_tangent(call: Call[AttentionSpec], operands: Operands, tangents: dict[str, jax.Array]) -> Any:
+def _forward_tangent(
+    call: PlannedCall[AttentionSpec], operands: Operands, tangents: dict[str, jax.Array]
+) -> Any:
     values = _differentiable(operands, operands)
     return jax.jvp(_of_differentiable(call, operands), (values,), (tangents,))[1]
 
@@ -113,7 +115,7 @@ def _forward_tangent(call: Call[AttentionSpec], operands: Operands, tangents: di
 @functools.partial(jax.jit, static_argnums=0)
 @_settings.as_written
 def _backward_tangent(
-    call: Call[AttentionSpec],
+    call: PlannedCall[AttentionSpec],
     operands: Operands,
     d_operands: dict[str, jax.Array],
     cotangents: Any,
@@ -128,12 +130,12 @@ def _backward_tangent(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call[AttentionSpec], operands: Operands) -> Any:
+def _attend(call: PlannedCall[AttentionSpec], operands: Operands) -> Any:
     out, lse = debugging.forward(jax_flash_forward, call.spec.return_residual, call, operands)
     return (out, lse) if call.spec.return_residual else out
 
 
-def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
+def _attend_forward(call: PlannedCall[AttentionSpec], operands: Operands) -> Any:
     if _float8.is_float8(operands.query.dtype):
         raise NotImplementedError(
             "a call on float8_e4m3fn arrays has no gradients: differentiate "
@@ -144,7 +146,7 @@ def _attend_forward(call: Call[AttentionSpec], operands: Operands) -> Any:
     return (out, lse) if call.spec.return_residual else out, (operands, out, lse)
 
 
-def _attend_backward(call: Call[AttentionSpec], residuals: Any, cotangents: Any) -> tuple[Operands]:
+def _attend_backward(call: PlannedCall[AttentionSpec], residuals: Any, cotangents: Any) -> tuple[Operands]:
     operands, out, lse = residuals
     d_out, d_lse = cotangents if call.spec.return_residual else (cotangents, None)
     gradients = debugging.checked(jax_flash_backward, call, operands, out, lse, d_out, d_lse)

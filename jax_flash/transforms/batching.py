@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_flash._spec import Gradients, Operands
 from jax_flash.transforms import partitioning
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 
 
-def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(call: PlannedCall, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)`, mappable by `vmap`."""
 
     @custom_vmap
@@ -43,7 +43,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(
-    call: Call,
+    call: PlannedCall,
     operands: Operands,
     out: jax.Array,
     lse: jax.Array,

@@ -25,7 +25,7 @@ from jax_flash._spec import is_captured
 from jax_flash.transforms import debugging, lowering, partitioning
 from jax_flash.transforms.batching import of_no_calls
 from jax_flash.transforms.layout import Arrays, Letters, Shards, mesh_axes
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 from jax_flash.transforms.varying import vary_alike
 
 Results = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
@@ -37,7 +37,7 @@ APPEND: tuple[str, ...] = ()
 
 def attend(spec: CacheSpec, implementation: tuple[str, ...], operands: CacheOperands) -> Results:
     """Runs a checked call; `implementation` as in `autodiff.attend`."""
-    call = Call(spec, implementation, _device.current())
+    call = PlannedCall(spec, implementation, _device.current())
     results = debugging.decoding(jax_flash_decode, spec.attention.return_residual, call, vary_alike(operands))
     return results["out"], results["lse"], results["key"], results.get("value")
 
@@ -47,32 +47,32 @@ def append(spec: CacheSpec, operands: CacheOperands) -> tuple[jax.Array, jax.Arr
     # The new keys stand for queries, of which there are none: they are partitioned alike.
     operands = operands.replace(batch_indices=None, head_indices=None, captured={})
     operands = vary_alike(operands.replace(query=operands.new_key))
-    results = jax_flash_append(Call(spec, APPEND, _device.current()), operands)
+    results = jax_flash_append(PlannedCall(spec, APPEND, _device.current()), operands)
     return results["key"], results.get("value")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_decode(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
+def jax_flash_decode(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Arrays:
     return _mappable(call, operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_append(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
+def jax_flash_append(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Arrays:
     return _mappable(call, operands)
 
 
 @jax_flash_decode.defjvp
 @jax_flash_append.defjvp
-def _no_derivative(call: Call[CacheSpec], primals: Any, tangents: Any) -> Any:
+def _no_derivative(call: PlannedCall[CacheSpec], primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "a call on a key-value cache has no derivative: jax_flash.flash_attention has one, of the same "
         "attention to keys and values that are given whole"
     )
 
 
-def _mappable(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
+def _mappable(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Arrays:
     @custom_vmap
     def mappable(operands: CacheOperands) -> Arrays:
         return _partitioned(call, operands)
@@ -104,7 +104,7 @@ def _is_shared(name: str) -> bool:
     return name in _SHARED or is_captured(name)
 
 
-def _one_after_another(call: Call[CacheSpec], operands: CacheOperands, mapped: set[str]) -> Arrays:
+def _one_after_another(call: PlannedCall[CacheSpec], operands: CacheOperands, mapped: set[str]) -> Arrays:
     rest = operands.present()
     each = {name: rest.pop(name) for name in mapped}
     return jax.lax.map(lambda each: _mappable(call, CacheOperands.of(rest | each)), each)
@@ -166,7 +166,7 @@ class _Fold:
         return jnp.moveaxis(x.reshape(x.shape[0], self.size, -1, *x.shape[2:]), 1, 0)
 
 
-def _partitioned(call: Call[CacheSpec], operands: CacheOperands) -> Arrays:
+def _partitioned(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Arrays:
     holds_both = operands.value is None
     appends = operands.new_key is not None  # not to pages that hold both
     caches = {"key": operands.key, "value": operands.value}

@@ -28,7 +28,7 @@ Spec = TypeVar("Spec", bound=AttentionSpec | CacheSpec | QuantizeSpec)
 
 
 @dataclasses.dataclass(frozen=True)
-class Call(Generic[Spec]):
+class PlannedCall(Generic[Spec]):
     """Everything static about a call on its way down; hashable, so `jit` can key on it.
 
     `device` is the one that the call is planned for. It is part of the call because the backward pass and the
@@ -43,7 +43,7 @@ class Call(Generic[Spec]):
     context_parallel: str = "auto"
 
 
-def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(call: PlannedCall, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` for operands with any number of batch axes `*B`."""
     batch = batch_shape(operands)
     out, lse = run(call, "forward", fold(operands, batch))
@@ -51,7 +51,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(
-    call: Call,
+    call: PlannedCall,
     operands: Operands,
     out: jax.Array,
     lse: jax.Array,
@@ -76,7 +76,7 @@ def _unfold(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     return x.reshape(*batch, *x.shape[1:])
 
 
-def run(call: Call, entry: str, *args: Any) -> Any:
+def run(call: PlannedCall, entry: str, *args: Any) -> Any:
     """What the call's implementation returns from that function of it."""
     axes = varying_axes(args)  # a custom call's results vary over none until they are told to
 

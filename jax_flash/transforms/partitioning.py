@@ -43,14 +43,14 @@ from jax_flash.transforms.layout import (
     sharding_rule,
 )
 from jax_flash.transforms.locations import without_locations
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 from jax_flash.transforms.varying import type_as_varying, vary_over, varying_axes
 
 FINGERPRINT = "fingerprint"
 """The name of an input that stands for what the partitioned computation depends on besides arrays."""
 
 
-def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(call: PlannedCall, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """`out` and `lse`; see `lowering.forward`."""
 
     def local(inputs: Arrays, shards: Shards | None) -> Arrays:
@@ -65,7 +65,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(
-    call: Call,
+    call: PlannedCall,
     operands: Operands,
     out: jax.Array,
     lse: jax.Array,
@@ -88,7 +88,7 @@ def backward(
 
 
 def _partitioned_attention(
-    local: "Local", call: Call, operands: Operands, rest: Arrays, results: Shapes
+    local: "Local", call: PlannedCall, operands: Operands, rest: Arrays, results: Shapes
 ) -> Arrays:
     inputs = operands.present() | rest
     letters = letters_of({name: x.shape for name, x in inputs.items()} | results)

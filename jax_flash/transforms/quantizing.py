@@ -32,7 +32,7 @@ from jax_flash.transforms.layout import (
     mesh_axes,
     sharding_rule,
 )
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 from jax_flash.transforms.varying import vary_alike
 from jax_flash.xla import quantizing
 
@@ -42,18 +42,18 @@ Results = tuple[jax.Array, jax.Array]
 
 def quantize(spec: QuantizeSpec, implementation: tuple[str, ...], operands: QuantizeOperands) -> Results:
     """Runs a checked call, `rows (*B, rows, heads, D)`; `implementation` as in `autodiff.attend`."""
-    call = Call(spec, implementation, _device.current())
+    call = PlannedCall(spec, implementation, _device.current())
     return debugging.checked(jax_flash_quantize, call, vary_alike(operands))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=0)
-def jax_flash_quantize(call: Call[QuantizeSpec], operands: QuantizeOperands) -> Results:
+def jax_flash_quantize(call: PlannedCall[QuantizeSpec], operands: QuantizeOperands) -> Results:
     return _mappable(call, operands)
 
 
 @jax_flash_quantize.defjvp
-def _jvp(call: Call[QuantizeSpec], primals: Any, tangents: Any) -> Any:
+def _jvp(call: PlannedCall[QuantizeSpec], primals: Any, tangents: Any) -> Any:
     definition = functools.partial(by_definition, call.spec)
     return jax_flash_quantize(call, *primals), jax.jvp(definition, primals, tangents)[1]
 
@@ -65,7 +65,7 @@ def by_definition(spec: QuantizeSpec, operands: QuantizeOperands) -> Results:
     return _unfolded(quantizing.forward(spec, _folded(operands)), batch)
 
 
-def _mappable(call: Call[QuantizeSpec], operands: QuantizeOperands) -> Results:
+def _mappable(call: PlannedCall[QuantizeSpec], operands: QuantizeOperands) -> Results:
     @custom_vmap
     def mappable(operands: QuantizeOperands) -> Results:
         return _partitioned(call, operands)
@@ -85,7 +85,7 @@ def _mappable(call: Call[QuantizeSpec], operands: QuantizeOperands) -> Results:
     return mappable(operands)
 
 
-def _partitioned(call: Call[QuantizeSpec], operands: QuantizeOperands) -> Results:
+def _partitioned(call: PlannedCall[QuantizeSpec], operands: QuantizeOperands) -> Results:
     def run(inputs: Arrays, _shards: Shards | None) -> Arrays:
         return _of_device(call, inputs)
 
@@ -143,7 +143,7 @@ class _Rows(partitioning.Computation):
 
 
 @_settings.as_written
-def _of_device(call: Call[QuantizeSpec], inputs: Arrays, layout: Layout | None = None) -> Arrays:
+def _of_device(call: PlannedCall[QuantizeSpec], inputs: Arrays, layout: Layout | None = None) -> Arrays:
     """What a device rounds; without a layout, all of the call."""
     rest = {name: x for name, x in inputs.items() if name != "query"}
     operands = QuantizeOperands(inputs["query"], **rest)

@@ -1,7 +1,8 @@
 """Whether a partitioned call keeps its sequences sharded, and by which strategy.
 
-A caller names a strategy, or leaves the choice to "auto" (`Call.context_parallel`). "auto" takes the cheapest
-one that can run the call, and gathers sequences if none can. A strategy that is named runs or is refused.
+A caller names a strategy, or leaves the choice to "auto" (`PlannedCall.context_parallel`). "auto" takes the
+cheapest one that can run the call, and gathers sequences if none can. A strategy that is named runs or is
+refused.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jax_flash.context_parallel import strategy as strategies
 from jax_flash.context_parallel.sharded import Sharded
 from jax_flash.context_parallel.strategy import AUTO, STRATEGIES, Strategy
 from jax_flash.transforms.layout import Layout, MeshAxes, Specs, mesh_axes
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 from jax_flash.transforms.sharded_sequences import sharded
 
 Shapes = Operands[jax.ShapeDtypeStruct]
@@ -31,7 +32,9 @@ def may_be_sharded(operands: Operands) -> bool:
     return operands.diagonal is None
 
 
-def choose(call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, MeshAxes], Layout]) -> Layout:
+def choose(
+    call: PlannedCall, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, MeshAxes], Layout]
+) -> Layout:
     """The layout of a call, by the shapes of its whole operands and how these are sharded.
 
     Queries and keys that are sharded alike stay so. Keys that are sharded otherwise are gathered before the
@@ -103,7 +106,7 @@ class StrategyChoice:
 
 
 def explained(
-    call: Call, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, MeshAxes], Layout]
+    call: PlannedCall, whole: Shapes, specs: Specs, layout: Callable[[MeshAxes, MeshAxes], Layout]
 ) -> tuple[StrategyChoice, ...]:
     """What `choose` has each strategy for; none where no sequence is sharded."""
     queries, keys = _sequence_axes(whole, specs, layout((), ()))
@@ -129,7 +132,7 @@ def explained(
     return tuple(choice(name) for name in STRATEGIES)
 
 
-def check_unnamed(call: Call, unknown: Iterable[str]) -> None:
+def check_unnamed(call: PlannedCall, unknown: Iterable[str]) -> None:
     """Refuses a strategy that was named, if there are mesh axes on which sequences lie in an unknown way."""
     if call.context_parallel != AUTO and (axes := tuple(unknown)):
         raise NotImplementedError(
@@ -147,7 +150,7 @@ def _sequence_axes(whole: Shapes, specs: Specs, layout: Layout) -> tuple[MeshAxe
     return queries, keys
 
 
-def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
+def _refusal(call: PlannedCall, whole: Shapes, layout: Layout) -> str | None:
     """Why the layout's strategy can't run the call, or None."""
     shards, strategy = layout.shards, layout.strategy
     assert shards is not None
@@ -173,7 +176,7 @@ def _refusal(call: Call, whole: Shapes, layout: Layout) -> str | None:
     return next((f'"{name}": {reason}' for name, reason in reasons.items() if reason is not None), None)
 
 
-def _on_device(call: Call, whole: Shapes, layout: Layout) -> tuple[Sharded, Shapes]:
+def _on_device(call: PlannedCall, whole: Shapes, layout: Layout) -> tuple[Sharded, Shapes]:
     """The call on shards, and the operands that one device has."""
     assert layout.shards is not None
     shapes = layout.local_shapes({name: x.shape for name, x in whole.present().items()})

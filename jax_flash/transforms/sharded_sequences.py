@@ -26,13 +26,13 @@ from jax_flash.context_parallel.load_balance import Chunk, Order
 from jax_flash.context_parallel.sharded import LENGTHS, Calls, Passes, Sharded
 from jax_flash.transforms import lowering
 from jax_flash.transforms.layout import Shards
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 
 PASSES = Passes(lowering.forward, lowering.backward)
 """What runs the calls of a ring or an all-gather, on a device's own arrays."""
 
 
-def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.Array, jax.Array]:
+def forward(call: PlannedCall, operands: Operands, shards: Shards | None) -> tuple[jax.Array, jax.Array]:
     """`out (*B, T, N, V)` and `lse (*B, N, T)` of the device's queries."""
     if shards is None:
         return lowering.forward(call, operands)
@@ -51,7 +51,7 @@ def forward(call: Call, operands: Operands, shards: Shards | None) -> tuple[jax.
 
 
 def backward(
-    call: Call,
+    call: PlannedCall,
     operands: Operands,
     out: jax.Array,
     lse: jax.Array,
@@ -89,7 +89,7 @@ def backward(
     return Gradients.of(pullback(gradients.present())[0])
 
 
-def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
+def sharded(call: PlannedCall, operands: Operands, shards: Shards) -> Sharded:
     """From the operands of one device."""
     n = shards.count
     return Sharded(
@@ -104,7 +104,7 @@ def sharded(call: Call, operands: Operands, shards: Shards) -> Sharded:
     )
 
 
-def _ordinary_call(of: Sharded, call: Call, shards: Shards) -> Call:
+def _ordinary_call(of: Sharded, call: PlannedCall, shards: Shards) -> PlannedCall:
     """The ordinary call that a device runs, in each step of a ring."""
     return call if shards.strategy == "ulysses" else dataclasses.replace(call, spec=of.local_spec)
 

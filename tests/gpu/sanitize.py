@@ -38,7 +38,7 @@ from jax_flash import _device
 from jax_flash.cuda import compile
 from jax_flash.cuda.sm90 import decode_division
 from jax_flash.transforms import autodiff, decoding
-from jax_flash.transforms.lowering import Call
+from jax_flash.transforms.lowering import PlannedCall
 
 HEAD_DIMS = (64, 128, 192, 256)
 SCORES = ("bias", "mask", "logits_soft_cap", "alibi_slopes", "sinks")
@@ -232,7 +232,7 @@ ALL_GROUPS = (*GROUPS, *FP8_GROUPS, *PARTS, *CACHE_GROUPS)
 def both_passes_of_part(case: emulated_case.Case, implementation: str):
     """A jitted function of `draw`'s arrays: `(out, lse), gradients`, as a ring's step has them."""
     spec = emulated_case.draw(case)[0]
-    call = Call(spec, (implementation,), _device.current())
+    call = PlannedCall(spec, (implementation,), _device.current())
 
     @jax.jit
     def both_passes(operands, d_out, d_lse):
