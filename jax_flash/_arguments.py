@@ -15,7 +15,7 @@ from jax_flash._validate import described, short
 UNBOUNDED_SIDE = -1
 """As a side of `local_window_size`: no limit. None says the same."""
 _NO_SOFT_CAP = 1e30
-"""A larger cap changes no logit below 1e26, but a logit over it may be 0 in float32."""
+"""A larger cap changes no logit below 1e26, and the quotient of a logit and the cap may be 0 in float32."""
 
 
 class Names:

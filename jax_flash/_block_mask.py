@@ -12,7 +12,7 @@ from jax_flash.functions.static import StaticFunction, flat, static_mask_mod
 from jax_flash.masks.mask import check_sizes
 
 _BLOCK_SIZE = 128
-"""By default."""
+"""Queries and keys of a block, by default."""
 
 
 @jax.tree_util.register_dataclass

@@ -104,7 +104,7 @@ def _finite(query, key, value):
     key, of_key = _with_zeros(key)
     value, of_value = _with_zeros(value)
     is_finite = of_query[..., None] & (of_key & of_value)[:, :, None, None]
-    return query, key, value, jnp.where(is_finite, 0, jnp.nan).astype(query.dtype)
+    return query, key, value, jnp.where(is_finite, 0.0, jnp.nan).astype(query.dtype)
 
 
 def _with_zeros(x):

@@ -47,12 +47,10 @@ _NAMES = {each: each.name.lower() for each in Scope}
 
 
 class Function(Protocol):
-    """What is written of a function: a ScalarFunction, or a StaticFunction that has a graph."""
+    """A ScalarFunction, or a StaticFunction: here, the shapes of what it captures."""
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
-    @property
-    def arguments(self) -> tuple[str, ...]: ...
 
 
 def operand_fields(function: Function) -> dict[str, str]:
