@@ -168,7 +168,7 @@ class _Fold:
 
 def _partitioned(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Arrays:
     holds_both = operands.value is None
-    appends = operands.new_key is not None  # not to pages that hold both
+    appends = operands.new_key is not None
     caches = {"key": operands.key, "value": operands.value}
 
     def local(inputs: Arrays, _shards: Shards | None) -> Arrays:
@@ -180,7 +180,11 @@ def _partitioned(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Array
             key, value = _cache_rows.append(call.spec, _cache_rows.of_layer(operands))
         else:
             results["out"], results["lse"], key, value = lowering.run(call, "forward", operands)
-        return results | ({"key_after": key, "value_after": value} if appends else {})
+        if not appends:
+            return results
+        return results | (
+            {"key_after": _heads_together(key)} if holds_both else {"key_after": key, "value_after": value}
+        )
 
     n = cache_sizes(operands)
     if holds_both:
@@ -197,6 +201,8 @@ def _partitioned(call: PlannedCall[CacheSpec], operands: CacheOperands) -> Array
     results = partitioning.partitioned(computation, operands.present())
     # Without an append, the caches are what they were.
     results = {name.removesuffix("_after"): x for name, x in results.items()}
+    if appends and holds_both:
+        results["key"] = _heads_apart(results["key"])
     results |= {name: _sharded_as(x, results[name]) for name, x in caches.items() if name in results}
     return {name: x for name, x in (caches | results).items() if x is not None}
 

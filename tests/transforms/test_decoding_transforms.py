@@ -1,6 +1,7 @@
 """Calls on key-value caches under JAX's transforms: the same results, and caches changed in place."""
 
 import dataclasses
+import functools
 import re
 
 import cache_programs
@@ -8,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cache_case import CacheCase, Draw, as_jax, check
 from cache_programs import LAYERS, append, copied, step
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash import KVCache, PagedKVCache
+from jax_flash._cache_spec import CacheOperands
+from jax_flash.transforms import decoding as decoding_transform
 from jax_flash.xla import decoding
 
 B, S, N, K, H = 4, 64, 4, 2, 16
@@ -167,6 +171,22 @@ def test_pages_that_hold_keys_and_values(kind, key_heads, of_queries, of_pages, 
         got = compiled(*sharded)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     assert is_moved or got.sharding.is_equivalent_to(sharded[0].sharding, 3)
+
+
+@pytest.mark.parametrize("heads", [None, "heads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_appends_to_pages_that_hold_keys_and_values(kind, heads):
+    case = CacheCase(B=3, T=2, U=2, S=60, N=4, K=2, H=16, page=8, interleaved=True, right=0, dtype="float32")
+    operands = Draw(case).operands
+    attend = jax.jit(functools.partial(decoding_transform.attend, case.spec, ("xla",)))
+    over_heads = {name: P(None, None, heads) for name in ("query", "key", "new_key", "new_value")}
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        sharded = {
+            name: jax.device_put(x, NamedSharding(mesh, over_heads.get(name, P())))
+            for name, x in as_jax(operands).present().items()
+        }
+        check(case, operands, attend(CacheOperands.of(sharded)))
 
 
 def look_up(cache, query, *_):
