@@ -3,8 +3,8 @@
 Copies by TMA want rows in whole tiles of 8. To pad each batch row, XLA would copy Q, K and V, and cut the
 results: it would move twice the bytes that attention itself moves. Packed, all batch rows are one. Its
 length is a multiple of 8 where that of all rows together is, and no array is copied but lse. In return, a
-tile at the border of two sequences meets the keys of both, and tiles are not scheduled by how many keys
-they see. So long rows are padded, which takes a small part of their time.
+tile at the border of two sequences meets the keys of both. So long rows are padded, which takes a small part
+of their time.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jax_flash._spec import AttentionSpec, Gradients, Operands, sizes
 
 from . import limits
 
 _TILE_ROWS = 8
-_MOST_ROWS = 2048
+_MOST_ROWS = 512  # at 197 and 257 packed ones are faster, at 1500 padded ones (docs/tuning/pallas.md)
 
 
 def suits(operands: Operands) -> bool:
@@ -36,6 +36,12 @@ def suits(operands: Operands) -> bool:
         return False
     is_odd = T % _TILE_ROWS != 0 or S % _TILE_ROWS != 0
     return is_odd and B * T % _TILE_ROWS == 0 and B * S % _TILE_ROWS == 0
+
+
+def are_alike(operands: Operands) -> bool:
+    """Whether a varlen call's sequences are the rows of a call that was packed here. Their offsets are known
+    then: they are a NumPy array."""
+    return isinstance(operands.query_offsets, np.ndarray)
 
 
 def packed_shapes(
@@ -78,7 +84,7 @@ def backward(
 
 def _packed(spec: AttentionSpec, operands: Operands) -> tuple[AttentionSpec, Operands]:
     n = sizes(operands)
-    row = jnp.arange(n.B + 1, dtype=jnp.int32)[None]
+    row = np.arange(n.B + 1, dtype=np.int32)[None]
     arrays = {name: _one(getattr(operands, name)) for name in ("query", "key", "value")}
     packed = operands.replace(**arrays, query_offsets=row * n.T, key_value_offsets=row * n.S)
     return _packed_spec(spec, operands), packed

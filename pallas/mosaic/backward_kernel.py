@@ -94,7 +94,8 @@ def _load(rows, columns, lse_and_delta, shared, barriers, *, problem: BackwardPr
         blocks = problem.in_row(batch).block_range(first)
         return tiles_done + 1, lax.fori_loop(np.int32(0), int32(problem.passes(head)), one_pass, done)
 
-    tiles_done, done = problem.scheduler.over(tile, (jnp.int32(0), jnp.int32(0)))
+    start = jnp.int32(0), jnp.int32(0)
+    tiles_done, done = problem.scheduler.over(tile, start, problem.data.order)
     # No barrier is left while others still arrive at it.
     for stages, free in zip(config.rings, barriers.free, strict=True):
         drain(done, stages, free)
@@ -158,7 +159,9 @@ class Consumer:
 
     def run(self) -> None:
         """Computes the rows of all tiles of this block of the grid."""
-        over = self.problem.scheduler.over if self.spoiled is None else self.spoiled.over
+        problem = self.problem
+        in_order = functools.partial(problem.scheduler.over, order=problem.data.order)
+        over = in_order if self.spoiled is None else self.spoiled.over
         over(self._tile, (jnp.int32(0), jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 

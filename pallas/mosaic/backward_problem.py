@@ -116,6 +116,7 @@ class BackwardProblem:
             batch=size.B,
             lengths=tile_lengths(self.mask, self.rows_of_tile, config.columns),
             blocks=self.multiprocessors if config.persistent else None,
+            by_data=self.data.order is not None,
             bytes_of_head=int(2 * columns * (size.H + size.V) * heads),
             passes=self._passes,
         )

@@ -146,7 +146,8 @@ def load_tiles(query, key, value, shared, barriers, *, problem: ForwardProblem) 
         lax.fori_loop(start, stop + np.int32(1), step, 0)
         return tiles_done + 1, blocks_done + (stop - start)
 
-    tiles_done, blocks_done = problem.scheduler.over(tile, (jnp.int32(0), jnp.int32(0)))
+    start = jnp.int32(0), jnp.int32(0)
+    tiles_done, blocks_done = problem.scheduler.over(tile, start, problem.data.order)
     # No barrier is left while others still arrive at it.
     drain(blocks_done, config.stages, barriers.key_free, barriers.value_free)
     if config.persistent:
@@ -218,7 +219,9 @@ class Consumer:
         config, pingpong = self.config, self.barriers.pingpong
         if config.pingpong:  # the last warpgroup signals warpgroup 0, which goes first
             pl.when(self.warpgroup == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(pingpong.at[0]))
-        over = self.problem.scheduler.over if self.spoiled is None else self.spoiled.over
+        problem = self.problem
+        in_order = functools.partial(problem.scheduler.over, order=problem.data.order)
+        over = in_order if self.spoiled is None else self.spoiled.over
         tiles_done, _ = over(self._tile, (jnp.int32(0), jnp.int32(0)))
         if self.releases_later:
             self._release_query(tiles_done - 1)

@@ -39,6 +39,7 @@ class ForwardProblem:
             batch=size.B,
             lengths=tile_lengths(self.mask, config.queries, config.keys),
             blocks=self.multiprocessors if config.persistent else None,
+            by_data=self.data.order is not None,
             bytes_of_head=(1 if self.float8 else 2) * size.S * (size.H + size.V) // size.group,
         )
 

@@ -6,6 +6,10 @@ may share a segment with it, and which have the same single segment, as most blo
 
 Varlen sequences stay packed. There each row sees columns side by side: those of its sequence that the window
 leaves. XLA finds the first and the last of them, and the blocks that hold those of 64 rows.
+
+XLA also sorts tiles by how many blocks they visit. In the order of their places, a block of a persistent grid
+may have twice its share of the work. Sequences that are alike (`packed_rows.py`) are not sorted, and found
+without a search, whose steps are kernels of their own.
 """
 
 import dataclasses
@@ -29,7 +33,7 @@ from jax_flash._mask import (
 from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash._varlen_unpacking import token_axes
 
-from .. import compat
+from .. import compat, packed_rows
 from .registers import COLUMN, ROW, where_between
 from .tile_scheduler import div
 from .tiles import ROWS
@@ -114,18 +118,25 @@ class Intervals(NamedTuple):
         """Those of a varlen call, in tiles of rows and blocks of columns."""
         axes = token_axes(spec, operands)
         of_rows, of_columns = axes[::-1] if transposed else axes
-        places = of_rows.places()
+        lengths: Any  # of queries and keys of each row's sequence
+        if packed_rows.are_alike(operands):
+            row = jnp.arange(of_rows.tokens, dtype=jnp.int32)[None]
+            sequence, is_there = div(row, of_rows.longest), True
+            position, start = row - sequence * of_rows.longest, sequence * of_columns.longest
+            lengths = [axis.longest for axis in axes]
+        else:
+            sequence, position, is_there = of_rows.places()
 
-        def of_tokens(of_sequences: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(of_sequences, places.sequence, axis=1, mode="clip")
+            def of_tokens(of_sequences: jax.Array) -> jax.Array:
+                return jnp.take_along_axis(of_sequences, sequence, axis=1, mode="clip")
 
-        lengths = (of_tokens(axis.lengths().reshape(axis.offsets.shape[0], -1)) for axis in axes)
+            start = of_tokens(of_columns.offsets[:, :-1])
+            lengths = [of_tokens(axis.lengths().reshape(axis.offsets.shape[0], -1)) for axis in axes]
         mask = keys_of_queries(spec, sizes(operands), *lengths)
-        begin, end = (mask.transposed() if transposed else mask).visible_columns(places.position, True)
-        begin = jnp.zeros_like(places.position) if begin is None else jnp.maximum(begin, 0)
+        begin, end = (mask.transposed() if transposed else mask).visible_columns(position, True)
+        begin = jnp.zeros_like(position) if begin is None else jnp.maximum(begin, 0)
         assert end is not None  # there is a last column
-        start = of_tokens(of_columns.offsets[:, :-1])
-        is_seen = places.is_there & (begin < end)
+        is_seen = is_there & (begin < end)
         return cls.of(*(jnp.where(is_seen, start + x, 0) for x in (begin, end)), tile, block)
 
     @classmethod
@@ -146,6 +157,21 @@ class Intervals(NamedTuple):
         return where_between(x, self.begin - first_column, self.end - first_column, otherwise)
 
 
+def longest_first(mask: PositionMask, ranges: jax.Array, tile: int, block: int) -> jax.Array:
+    """The tiles of each batch row by how many blocks they visit, `(B, tiles)`.
+
+    Args:
+      mask: by position, of the longest possible batch row.
+      ranges: a `BlockRange` of each 64 rows, (B, groups of rows, 4).
+    """
+    batch, groups, _ = ranges.shape
+    of_tiles = ranges.reshape(batch, groups * ROWS // tile, tile // ROWS, 4)
+    first_row = np.arange(of_tiles.shape[1], dtype=np.int32) * tile
+    visited = mask.block_range(first_row, tile, block)
+    visited = visited.within(of_tiles[..., 0].min(axis=2), of_tiles[..., 1].max(axis=2))
+    return (visited.first - visited.last).argsort(axis=1).astype(jnp.int32)
+
+
 class MaskData(NamedTuple):
     """Arrays, or refs in a kernel; None for what a call doesn't have."""
 
@@ -153,6 +179,7 @@ class MaskData(NamedTuple):
     column_lengths: Any = None
     segments: Segments | None = None
     intervals: Intervals | None = None
+    order: Any = None  # the tiles of each batch row by how many blocks they visit, (B, tiles)
 
     @property
     def is_given(self) -> bool:
@@ -240,11 +267,17 @@ def mask_of(
     if operands.query_offsets is not None:
         rows, columns = (size.S, size.T) if transposed else (size.T, size.S)
         intervals = Intervals.of_sequences(spec, operands, tile, block, transposed=transposed)
-        return PositionMask(rows, columns, None, None), MaskData(intervals=intervals)
+        mask = PositionMask(rows, columns, None, None)
+        if packed_rows.are_alike(operands):
+            return mask, MaskData(intervals=intervals)
+        order = longest_first(mask, intervals.ranges, tile, block)
+        return mask, MaskData(intervals=intervals, order=order)
     mask = keys_of_queries(spec, size)
     lengths = (operands.query_seq_lengths, operands.key_value_seq_lengths)
     ids = (operands.query_segment_ids, operands.key_value_segment_ids)
     if transposed:
         mask, lengths, ids = mask.transposed(), lengths[::-1], ids[::-1]
-    segments = None if ids[0] is None or ids[1] is None else Segments.of(*ids, tile, block)
-    return mask, MaskData(*lengths, segments)
+    if ids[0] is None or ids[1] is None:
+        return mask, MaskData(*lengths)
+    segments = Segments.of(*ids, tile, block)
+    return mask, MaskData(*lengths, segments, order=longest_first(mask, segments.ranges, tile, block))

@@ -1,14 +1,15 @@
 """The order in which blocks of a Mosaic GPU kernel's grid take the tiles of all heads.
 
 A persistent block takes every n-th tile. Where tiles differ in length, they come in one of several orders
-that give all blocks about equal work: the one whose busiest block has the least.
+that give all blocks about equal work: the one whose busiest block has the least. How long tiles are, the mask
+may say by positions, or as data: then XLA has sorted them.
 """
 
 import dataclasses
 import functools
 import heapq
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ Carry = TypeVar("Carry")
 
 _L2_BYTES = 32 << 20  # that the columns of heads that are scheduled together may have
 _TILE_ENDS = 1.2  # the time that beginning and ending a tile takes, in blocks of columns
+_TILES_OF_BLOCK = 3  # of a group of heads, at least, for blocks to have about equal work in it
 
 
 def div(index: jax.Array, by: int) -> jax.Array:
@@ -48,10 +50,11 @@ class TileScheduler:
     blocks: int | None  # None: as many as there are tiles
     bytes_of_head: int  # of the columns that a head's tiles pass over
     passes: tuple[int, ...] = (1,)  # over a tile's columns: head h makes passes[h % len(passes)]
+    by_data: bool = False  # whether data says how long tiles are, and in which order they come
 
     @property
     def uneven(self) -> bool:
-        return self.lengths is not None and self.tiles > 1
+        return (self.lengths is not None or self.by_data) and self.tiles > 1
 
     @property
     def l2_head_group(self) -> int | None:
@@ -60,8 +63,18 @@ class TileScheduler:
         form no groups: a block takes a long tile of a head, then a short one of the same head."""
         if not self.uneven or self.blocks is None:
             return 1
+        if self.by_data:
+            return self._smallest_even_group()
         most = max(1, _L2_BYTES // self.bytes_of_head)
         return _l2_head_group(self._longest_first, self._passes_of_heads, self.blocks, most)
+
+    def _smallest_even_group(self) -> int:
+        """So many heads that a group has several tiles for each block, and that half of the groups go either
+        way: what a block has more in one it has less in the next."""
+        heads = self.heads * self.batch
+        found = [n for n in range(1, heads) if heads % (2 * n) == 0] or [heads]
+        enough = [n for n in found if n * self.tiles >= _TILES_OF_BLOCK * (self.blocks or 1)]
+        return enough[0] if enough else found[-1]
 
     @property
     def _longest_first(self) -> tuple[int, ...]:
@@ -106,8 +119,18 @@ class TileScheduler:
     def grid(self) -> int:
         return self.items if self.blocks is None else min(self.items, self.blocks)
 
-    def over(self, body: Callable[..., Carry], carry: Carry) -> Carry:
-        """`body(tile, head, batch, carry)` over the tiles of this block of the grid."""
+    def over(self, body: Callable[..., Carry], carry: Carry, order: Any = None) -> Carry:
+        """`body(tile, head, batch, carry)` over the tiles of this block of the grid.
+
+        Args:
+          order: a ref, the tiles of each batch row, the longest first, (B, tiles); or None, for any order of
+            tiles whose lengths are data.
+        """
+        if order is not None:
+            of_tile, body = (
+                body,
+                lambda place, head, batch, carry: of_tile(order[batch, place], head, batch, carry),
+            )
         block = lax.axis_index("block")
         if self.blocks is None:
             return self._item(block, body, carry)

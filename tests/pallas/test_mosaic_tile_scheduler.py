@@ -12,6 +12,7 @@ from jax_flash._spec import AttentionSpec, Operands, sizes
 from jax_flash.pallas.mosaic import backward_problem as mosaic_backward_problem
 from jax_flash.pallas.mosaic import forward_problem as mosaic_forward_problem
 from jax_flash.pallas.mosaic import tiles as mosaic_tiles
+from jax_flash.pallas.mosaic.mask_data import MaskData, Segments, longest_first
 
 MULTIPROCESSORS = 132
 KERNELS = ("forward", "queries", "keys_and_values")
@@ -94,3 +95,40 @@ def test_tiles_alike_are_scheduled_head_by_head():
     scheduler = problem_of("forward", 2, 1024, 4, 128, is_causal=False).scheduler
     taken = [tile for item in tiles_of(scheduler) for tile in item]
     assert taken == sorted(taken, key=lambda tile: (tile[2], tile[1], tile[0]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("persistent", (False, True))
+@pytest.mark.parametrize(
+    "shape", [(1, 16384, 32, 128, 8), (2, 8192, 32, 128, 8), (1, 9000, 6, 64), (1, 4096, 3, 64)]
+)
+def test_tiles_in_an_order_by_data(kernel, shape, persistent):
+    problem = problem_of(kernel, *shape, persistent=persistent)
+    B, T = shape[:2]
+    rows, block = (
+        (problem.config.queries, problem.config.keys)
+        if kernel == "forward"
+        else (problem.rows_of_tile, problem.config.columns)
+    )
+    ids = np.repeat(np.arange(10), np.array([20, 20, 15, 10, 10, 8, 7, 5, 3, 2]) * T // 100)
+    ids = jnp.asarray(np.broadcast_to(np.pad(ids, (0, T - ids.size), mode="edge"), (B, T)), jnp.int32)
+    ids = ids.at[-1].set(ids[-1, ::-1])  # each batch row has an order of its own
+    segments = Segments.of(ids, ids, rows, block)
+    order = longest_first(problem.mask, segments.ranges, rows, block)
+    problem = dataclasses.replace(problem, data=MaskData(segments=segments, order=order))
+    scheduler = problem.scheduler
+    assert scheduler.by_data
+    places = [tile for item in tiles_of(scheduler) for tile in item]
+    assert len(places) == len(set(places))
+    assert set(places) == set(np.ndindex(scheduler.tiles, scheduler.heads, B))
+
+    visited = problem.mask.block_range(np.arange(scheduler.tiles) * rows, rows, block)
+    of_tiles = np.asarray(segments.ranges).reshape(B, scheduler.tiles, -1, 4)
+    visited = visited.within(of_tiles[..., 0].min(2), of_tiles[..., 1].max(2))
+    counts = np.take_along_axis(np.asarray(visited.last - visited.first), np.asarray(order), axis=1)
+    assert (np.diff(counts, axis=1) <= 0).all()
+    if persistent and len(places) >= 6 * scheduler.grid:
+        work = np.zeros(scheduler.grid)
+        for item, (place, _, batch) in enumerate(places):
+            work[item % scheduler.grid] += counts[batch, place] + 1
+        assert work.max() <= 1.15 * work.mean()

@@ -10,7 +10,7 @@ from test_mosaic import interpreted_by_mosaic
 
 from jax_flash import _device, _reference, pallas
 from jax_flash._spec import AttentionSpec, Operands
-from jax_flash.pallas import compat, lowering
+from jax_flash.pallas import compat, lowering, packed_rows
 from jax_flash.pallas.mosaic import backward as mosaic_backward
 from jax_flash.pallas.mosaic.mask_data import ROWS, mask_of
 from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs
@@ -76,6 +76,32 @@ def test_rows_see_what_the_definition_says(window, transposed):
         assert (visited | ~blocks.any((2, 4))).all()
         is_full = (full_begin <= number) & (number < full_end)
         np.testing.assert_array_equal(is_full & visited, blocks.all((2, 4)))
+        counts = of_tiles(first, last)
+        in_order = np.take_along_axis(counts, np.asarray(data.order), axis=1)
+        np.testing.assert_array_equal(in_order, -np.sort(-counts, axis=1))
+        np.testing.assert_array_equal(
+            np.sort(data.order), np.broadcast_to(np.arange(counts.shape[1]), counts.shape)
+        )
+
+
+def of_tiles(first, last):
+    """How many blocks each tile visits, of the blocks that 64 rows visit."""
+    first, last = (x.reshape(len(x), -1, TILE // ROWS) for x in (first, last))
+    return np.maximum(last.max(2) - first.min(2), 0)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("window", ((None, None), (None, 0), (20, 3), (-3, 9)), ids=str)
+def test_rows_that_are_alike_see_what_others_do(window, transposed):
+    offsets, key_offsets = np.arange(5)[None] * 50, np.arange(5)[None] * 70
+    spec, operands = call(offsets, key_offsets, (50, 70), window, 200, 280)
+    known = {name: np.asarray(getattr(operands, name)) for name in ("query_offsets", "key_value_offsets")}
+    assert packed_rows.are_alike(operands.replace(**known)) and not packed_rows.are_alike(operands)
+    mask, data = mask_of(spec, operands.replace(**known), TILE, BLOCK, transposed=transposed)
+    expected_mask, expected = mask_of(spec, operands, TILE, BLOCK, transposed=transposed)
+    assert mask == expected_mask and data.order is None
+    for x, right in zip(data.intervals, expected.intervals, strict=True):
+        np.testing.assert_array_equal(x, right)
 
 
 @pytest.mark.skipif(not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels")
