@@ -66,6 +66,11 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
     return count(spec, shapes) > 0
 
 
+def is_soft_cap_alone(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether a soft cap is the only modification."""
+    return spec.logits_soft_cap is not None and count(spec, shapes) == 1
+
+
 def logit_unit(spec: AttentionSpec, shapes: Shapes) -> float:
     """What the forward pass's softmax multiplies by: the scale if there are no modifications; a soft cap or
     the unit of a user's function if that is the only one; else 1."""

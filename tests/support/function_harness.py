@@ -37,9 +37,9 @@ extern "C" void run{n}(const Operands{n}& operands, int count, const float* scor
 """
 _ARGUMENTS = "operands, tile, row, column, {score} batch[i], head[i], query_at, key_at"
 _ELEMENT_OF_SCORE = f"""const float largest = f{{n}}::largest_in_tanh({_ARGUMENTS});
-        const auto element = largest < 0.4f ? f{{n}}::make_element<TanhRange::two_fifths>({_ARGUMENTS})
-                             : largest < 1  ? f{{n}}::make_element<TanhRange::one>({_ARGUMENTS})
-                                            : f{{n}}::make_element<TanhRange::all>({_ARGUMENTS});"""
+        const auto element = largest < 0.2f ? f{{n}}::make_element<TanhRange::fifth>({_ARGUMENTS})
+                             : largest < 1   ? f{{n}}::make_element<TanhRange::one>({_ARGUMENTS})
+                                             : f{{n}}::make_element<TanhRange::all>({_ARGUMENTS});"""
 _ELEMENT = f"const auto element = f{{n}}::make_element({_ARGUMENTS});"
 _DERIVATIVE = """d_score[i] = element.d_score;
         f{n}::add_gradients(gradients, element, d_value[i], [](int, float* sums, int index, float term) {{

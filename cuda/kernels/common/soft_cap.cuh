@@ -20,10 +20,10 @@ __device__ __forceinline__ uint32_t scale_scores(float (&scores)[count], float f
 // instructions.
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
-    if (are_small(scale_scores(scores, 5 * operands.scale))) {
+    if (are_small(scale_scores(scores, 10 * operands.scale))) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) scores[i] = tanh_within_two_fifths<true>(scores[i]);
-    } else if (are_small(scale_scores(scores, 2.f / 5))) {
+        for (int i = 0; i < count; ++i) scores[i] = tanh_within_fifth<true>(scores[i]);
+    } else if (are_small(scale_scores(scores, 2.f / 10))) {
 #pragma unroll
         for (int i = 0; i < count; ++i) scores[i] = tanh_within_one<true>(scores[i]);
     } else {

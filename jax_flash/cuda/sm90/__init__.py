@@ -12,11 +12,10 @@ from jax_flash._device import Device
 from jax_flash._float8 import DTYPE, is_float8
 from jax_flash._quantize_spec import QuantizeOperands, QuantizeSpec
 from jax_flash._spec import AttentionSpec, Operands, sizes
-from jax_flash.cuda import score_mod, user_score_mod
+from jax_flash.cuda import user_score_mod
 from jax_flash.cuda.launch_plan import Kernel, LaunchPlan
 from jax_flash.cuda.sm90 import (
     backward_plan,
-    backward_tiles,
     decode_division,
     decode_plan,
     decode_tiles,
@@ -24,6 +23,7 @@ from jax_flash.cuda.sm90 import (
     prefill_plan,
 )
 from jax_flash.cuda.sm90.arrange_plan import plan_arrange
+from jax_flash.cuda.sm90.backward_call import tile_of
 from jax_flash.cuda.sm90.backward_plan import backward_block_lists, plan_backward, plan_backward_metadata
 from jax_flash.cuda.sm90.forward_plan import forward_block_lists, plan_forward, plan_forward_metadata
 from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
@@ -103,7 +103,7 @@ def describe(spec: AttentionSpec, shapes: Shapes) -> str:
     dims = f"head dim {head_dim}" if n.H == n.V else f"head dims {head_dim} of keys and {value_dim} of values"
     if is_float8(shapes.query.dtype):
         return f"sm_90 kernel for {dims}: {forward}"
-    back = backward_tiles.tile(max(head_dim, value_dim), score_mod.has_score_mod(spec, shapes))
+    back = tile_of(spec, shapes)
     backward = f"backward {back.queries} × {back.keys}, {back.stages} stages"
     return f"sm_90 kernels for {dims}: {forward}; {backward}"
 

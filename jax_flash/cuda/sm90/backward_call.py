@@ -38,7 +38,8 @@ class Schedule:
 
 def tile_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> BackwardTile:
     n = sizes(shapes)
-    return backward_tiles.tile(max(n.H, n.V), score_mod.has_score_mod(spec, shapes))
+    modifications = score_mod.has_score_mod(spec, shapes), score_mod.is_soft_cap_alone(spec, shapes)
+    return backward_tiles.tile(max(n.H, n.V), *modifications)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,8 +102,8 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
         exponentiate_capped(scores, score_grad, call.scores, lse);
     } else {
         const TanhRange range = range_in_tanh(scores, call, batch, head, block, key);
-        if (range == TanhRange::two_fifths) {
-            exponentiate_modified<TanhRange::two_fifths>(scores, score_grad, call, batch, head, block, key, lse);
+        if (range == TanhRange::fifth) {
+            exponentiate_modified<TanhRange::fifth>(scores, score_grad, call, batch, head, block, key, lse);
         } else if (range == TanhRange::one) {
             exponentiate_modified<TanhRange::one>(scores, score_grad, call, batch, head, block, key, lse);
         } else {
@@ -144,6 +144,16 @@ __device__ __forceinline__ uint32_t times_score_grad(uint32_t pair, uint32_t der
     if constexpr (SCORE_MOD != 2) return multiply_pairs<Traits::Element>(pair, derivatives);
     const float2 x = to_floats<Traits::Element>(pair), factor = to_floats<Traits::Element>(derivatives);
     return convert<Traits::Element>(times_score_grad(x.x, factor.x), times_score_grad(x.y, factor.y));
+}
+
+// Derivatives of logits by scores become their products with P.
+__device__ __forceinline__ void multiply_by_score_grad(uint32_t (&derivatives)[query_steps][4],
+                                                       const uint32_t (&probabilities)[query_steps][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * query_steps; ++i) {
+        uint32_t& factor = derivatives[i / 4][i % 4];
+        factor = times_score_grad(probabilities[i / 4][i % 4], factor);
+    }
 }
 
 // Adds to a sum of many CTAs: of floats; of terms times `factor` as integers, or exactly, where the order doesn't

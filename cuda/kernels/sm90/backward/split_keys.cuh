@@ -84,6 +84,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         float d_value[d_value_count] = {};
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
+        uint32_t modified[query_steps][4];       // … times the derivative of logits by scores, with a soft cap
         uint32_t key_hashes[2];
         if constexpr (Traits::dropout) load_key_hashes(key_hashes, call.dropout, call.shape, work.tile.batch, key);
         BlockVisit now = work.first_visit();
@@ -99,12 +100,17 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         auto compute_probabilities = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
             wgmma::pin(scores);
-            exponentiate(scores, shared.lse(slot.stage), scale_log2);
+            if constexpr (ScoreTraits::soft_cap_alone) {
+                exponentiate_capped(scores, modified, call.scores, shared.lse(slot.stage));
+            } else {
+                exponentiate(scores, shared.lse(slot.stage), scale_log2);
+            }
             mask_block(scores, call, work, now, slot.stage, key_mask, first_key, key);
             convert_operand(probabilities, scores);
             if constexpr (Traits::dropout) {
                 mark_dropped(probabilities, key_hashes, shared.dropout_hashes(slot.stage), call.dropout.threshold);
             }
+            if constexpr (ScoreTraits::soft_cap_alone) multiply_by_score_grad(modified, probabilities);
         };
 
         auto store_value_gradient = [&]() __attribute__((always_inline)) {
@@ -135,8 +141,9 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::pin(scores);
             wgmma::pin(d_value);
             if (last && !in_value_place && arrives(lane)) mbarrier::arrive(shared.value_empty());
-            if constexpr (Traits::isolates) zero_where_hidden(scores, probabilities);
-            differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(probabilities, i); });
+            const auto& factors = ScoreTraits::soft_cap_alone ? modified : probabilities;
+            if constexpr (Traits::isolates) zero_where_hidden(scores, factors);
+            differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(factors, i); });
             convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
             if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too
