@@ -166,7 +166,7 @@ def longest_first(mask: PositionMask, ranges: jax.Array, tile: int, block: int) 
     """
     batch, groups, _ = ranges.shape
     of_tiles = ranges.reshape(batch, groups * ROWS // tile, tile // ROWS, 4)
-    first_row = np.arange(of_tiles.shape[1], dtype=np.int32) * tile
+    first_row = jnp.arange(of_tiles.shape[1], dtype=jnp.int32) * tile
     visited = mask.block_range(first_row, tile, block)
     visited = visited.within(of_tiles[..., 0].min(axis=2), of_tiles[..., 1].max(axis=2))
     return (visited.first - visited.last).argsort(axis=1).astype(jnp.int32)

@@ -20,7 +20,7 @@ CASES = (
     Case(H=128, T=140, S=500, N=2),
     Case(H=128, T=200, S=300, N=2, K=1, right=0),
     Case(H=128, T=130, S=300, B=2, lengths="qk"),
-    Case(H=128, T=130, S=200, soft_cap=2.0),  # split products without clusters
+    Case(H=128, T=130, S=200, alibi="1N"),  # split products without clusters
     Case(H=192, T=150, S=400),
     Case(H=192, T=130, S=300, N=2, K=1, right=0),
     Case(H=256, T=130, S=400),
@@ -33,7 +33,7 @@ DEVICES = [*((case, 132) for case in CASES), *((case, 3) for case in CASES[:4])]
 
 def tile_and_way_to_add(case_and_multiprocessors):
     case, _ = case_and_multiprocessors
-    return {*tile(case), case.soft_cap}
+    return {*tile(case), case.alibi}
 
 
 @pytest.mark.parametrize("case,multiprocessors", thinned(DEVICES, tile), ids=str)
@@ -63,7 +63,7 @@ SEVERAL_SUMS = (
     Case(H=128, T=130, S=600, B=2, lengths="qk"),
     Case(H=128, T=300, S=600, packed=5, right=0),
     Case(H=64, T=300, S=600, segments="mixed"),
-    Case(H=128, T=130, S=300, soft_cap=2.0),  # split products without clusters
+    Case(H=128, T=130, S=300, alibi="1N"),  # split products without clusters
     Case(H=192, T=150, S=700),
     Case(H=192, T=130, S=600, right=0, packed=3),
     Case(H=256, T=130, S=600, N=2, right=0),

@@ -171,6 +171,7 @@ DIVIDED = (
     (Case(H=192, V=128, T=150, S=300, N=4, K=2, B=2), Units(2, 1), 6),
     (Case(H=256, T=300, S=150, N=4, K=2), Units(2, 2), 6),
     (Case(H=64, T=200, S=300, N=4, K=1, right=0, alibi="BN", mask="1NTS", soft_cap=2.0), Units(4, 1), 5),
+    (Case(H=128, T=200, S=300, N=4, K=1, right=0, soft_cap=2.0), Units(4, 1), 5),
     (Case(H=128, T=300, S=200, N=4, K=2, bias="BNTS", right=0), Units(2, 2), 5),
     (Case(H=128, T=500, S=600, N=4, K=1, packed=5, right=0), Units(4, 2), 8),
     (Case(H=96, T=500, S=300, N=4, B=2, lengths="qk", dropout=0.3), Units(2, 1), 7),

@@ -62,6 +62,8 @@ SCORES = (
     Case(H=256, T=150, S=200, N=2, right=0, soft_cap=2.0, bias="BN1S", return_residual=True),
     Case(H=128, T=150, S=200, N=2, right=0, soft_cap=30.0, return_residual=True),
     Case(H=128, T=150, S=200, N=2, soft_cap=6.0, dtype="float16"),
+    Case(H=96, T=130, S=200, N=4, K=2, left=60, right=9, soft_cap=2.0, return_residual=True),
+    Case(H=64, V=128, T=70, S=300, N=2, B=2, soft_cap=2.0, deterministic=True),
     Case(H=200, T=65, S=140, N=2, soft_cap=1.0, alibi="1N", dtype="float16"),
 )
 # Functions of users, alone and with all else; rows and keys that aren't there.
@@ -96,6 +98,7 @@ BLOCK_MASKS = (
     Case(H=128, T=150, S=270, N=4, K=2, block_mask="layout", right=0),
     Case(H=256, T=150, S=200, N=2, B=2, block_mask="own_layouts", dtype="float16"),
     Case(H=192, T=130, S=210, N=2, block_mask="causal_and_sinks", soft_cap=2.0, bias="1N1S", sinks="1N"),
+    Case(H=64, T=200, S=300, N=2, B=2, block_mask="causal_and_sinks", soft_cap=2.0),
     Case(H=64, T=140, S=260, N=4, K=2, B=2, block_mask="of_own_heads", lengths="qk", dropout=0.2),
     Case(H=128, T=9, S=200, N=8, K=2, block_mask="layout", left=120),  # whose heads share a tile
     Case(H=128, T=200, S=200, N=2, block_mask="causal_and_sinks", segments="sorted", B=2),
@@ -124,6 +127,8 @@ MASK_METADATA = (
     Case(H=64, T=500, S=200, N=4, K=2, segments="mixed", left=90, B=2),
     Case(H=256, T=200, S=260, segments="sorted", right=0, dtype="float16"),
     Case(H=192, T=300, S=200, N=2, segments="sorted", lengths="qk", B=2, soft_cap=3.0, sinks="BN"),
+    Case(H=128, T=300, S=300, N=2, segments="sorted", right=0, soft_cap=2.0),
+    Case(H=64, T=200, S=300, N=4, K=2, packed=4, right=0, soft_cap=3.0, dropout=0.2),
     Case(H=64, T=13, S=300, N=8, K=2, segments="mixed", B=2, right=0),  # heads share a tile here, too
     Case(H=128, T=500, S=600, N=4, K=2, packed=5, right=0, return_residual=True),
     Case(H=64, T=300, S=300, N=2, packed=9, B=2, left=70, right=-3),

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_mosaic import interpreted_by_mosaic
+from pallas_lowering import only_lowering
+from test_mosaic import calls_lowered_for_hopper, interpreted_by_mosaic
 
+import jax_flash
 from jax_flash import _device, _reference, pallas
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.pallas import compat, lowering, packed_rows
@@ -139,3 +141,27 @@ def check(spec, operands, run):
         x = np.asarray(x).astype(np.float32)
         np.testing.assert_allclose(x, expected, atol=0.05, rtol=0.02, err_msg=name)
         assert (x[(expected == 0).all(-1)] == 0).all(), name
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("of_sequences", ("segments", "offsets"))
+def test_lowers_in_a_jitted_call(of_sequences, is_causal):
+    """What XLA computes of sequences holds no constant array: a partitioned call may have none."""
+    H, T = 64, 700
+    row = jax.ShapeDtypeStruct((1, T, 2, H), jnp.bfloat16)
+    options = dict(is_causal=is_causal, implementation="pallas")
+
+    def of_segments(query, key, value, ids):
+        ids = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+        return jax_flash.flash_attention(query, key, value, **ids, **options)
+
+    def of_offsets(query, key, value, offsets):
+        offsets = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=300, max_seqlen_kv=300)
+        return jax_flash.flash_attention_varlen(query[0], key[0], value[0], **offsets, **options)
+
+    attend, data = {"segments": (of_segments, (1, T)), "offsets": (of_offsets, (5,))}[of_sequences]
+    gradients = jax.grad(lambda *args: attend(*args).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+    data = jax.ShapeDtypeStruct(data, jnp.int32)
+    with only_lowering(lowering.MOSAIC):
+        mosaic, triton = calls_lowered_for_hopper(gradients, row, row, row, data)
+    assert mosaic >= 3 and not triton
