@@ -159,7 +159,9 @@ class TileScheduler:
         return lax.fori_loop(np.int32(0), tiles, step, carry)
 
     def _by_length(self, place: jax.Array) -> jax.Array:
-        """The tile at a place of those of a head, the longest first."""
+        """The tile at a place of those of a head, the longest first; the place in an order by data."""
+        if self.by_data:
+            return place
         grow = self.lengths is not None and self.lengths[0] < self.lengths[-1]
         return self.tiles - 1 - place if grow else place
 

@@ -8,10 +8,10 @@
 // register operands of dV += PᵀdO and dK += dSᵀQ. How two consumers share the work on a block:
 //
 //   keys      (split_keys.cuh)      each owns 64 of the tile's 128 keys, and hands their dS to a third warpgroup,
-//             which computes dQ, so that none waits for another one's dS: head dims up to 128, without score
-//             modifications;
+//             which computes dQ, so that none waits for another one's dS: head dims up to 128, with no score
+//             modification or a soft cap alone;
 //   products  (split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64 keys, and both
-//             share dQ: larger head dims, or a score modification, where a warpgroup's registers hold one gradient.
+//             share dQ: larger head dims, or others of them, where a warpgroup's registers hold one gradient.
 //             Above head dim 128 two CTAs share a tile of 128 keys, and each computes half of dQ's columns.
 #include "parameters.cuh"
 #include "ptx/cluster.cuh"
