@@ -66,9 +66,10 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
     return count(spec, shapes) > 0
 
 
-def is_soft_cap_alone(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether a soft cap is the only modification."""
-    return spec.logits_soft_cap is not None and count(spec, shapes) == 1
+def is_of_scores_alone(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether a soft cap is the only modification, or a function that makes a logit of its score alone."""
+    is_cap_or_function = spec.logits_soft_cap is not None or user_score_mod.is_of_scores_alone(spec)
+    return count(spec, shapes) == 1 and is_cap_or_function
 
 
 def logit_unit(spec: AttentionSpec, shapes: Shapes) -> float:

@@ -15,12 +15,13 @@ from jax_flash.cuda import exact_sum, functions, user_function
 from jax_flash.cuda.launch_plan import Arguments, Buffer, Pointer
 from jax_flash.cuda.parameters import Struct, struct
 from jax_flash.functions.derivative import Derivative
-from jax_flash.functions.graph import CONSTANT
+from jax_flash.functions.graph import CONSTANT, reachable
 from jax_flash.functions.static import StaticFunction
 
 Shapes = Operands[jax.ShapeDtypeStruct]
 
 HEADER_NAME = "user_score_mod.cuh"
+_FEW_OPERATIONS = 64  # constants and what is known of a score count, too
 _NAMESPACE, _OPERANDS, _GRADIENTS = "user_score_mod", "UserScoreMod", "UserScoreModGradients"
 
 
@@ -76,6 +77,15 @@ def has_gradients(spec: AttentionSpec) -> bool:
 def looks_scores_up(spec: AttentionSpec) -> bool:
     """Whether the function looks an array up for each score."""
     return spec.score_mod is not None and spec.score_mod.looks_up_each_score
+
+
+def is_of_scores_alone(spec: AttentionSpec) -> bool:
+    """Whether a function makes a logit of its score alone: it looks nothing up for each score, captures
+    nothing that has a gradient, and with its derivative has few operations, which need few registers."""
+    if spec.score_mod is None or has_gradients(spec) or looks_scores_up(spec):
+        return False
+    derivative = _derivative(spec.score_mod)
+    return len(reachable([derivative.value, derivative.d_score])) <= _FEW_OPERATIONS
 
 
 def unit(function: StaticFunction) -> float:

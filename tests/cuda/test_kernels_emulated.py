@@ -71,6 +71,9 @@ FUNCTIONS = (
     Case(H=64, T=70, S=130, N=2, B=2, score_mod="relative_position", right=0),
     Case(H=128, T=130, S=70, N=2, score_mod="capped", return_residual=True),
     Case(H=64, T=80, S=130, N=2, score_mod="mildly_capped", return_residual=True),
+    Case(H=128, T=130, S=200, N=4, K=2, score_mod="capped", left=60, right=9, dropout=0.2),
+    Case(H=64, T=200, S=300, N=2, B=2, score_mod="mildly_capped", block_mask="causal_and_sinks"),
+    Case(H=96, T=150, S=200, N=4, K=2, packed=3, score_mod="mildly_capped", right=0),
     Case(H=256, T=65, S=100, N=2, B=2, score_mod="hides", right=0),
     Case(H=192, T=70, S=90, N=2, K=1, B=2, score_mod="scaled", dtype="float16"),
     Case(

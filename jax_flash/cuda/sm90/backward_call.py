@@ -38,7 +38,7 @@ class Schedule:
 
 def tile_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> BackwardTile:
     n = sizes(shapes)
-    modifications = score_mod.has_score_mod(spec, shapes), score_mod.is_soft_cap_alone(spec, shapes)
+    modifications = score_mod.has_score_mod(spec, shapes), score_mod.is_of_scores_alone(spec, shapes)
     return backward_tiles.tile(max(n.H, n.V), *modifications)
 
 

@@ -138,19 +138,19 @@ _TILES = {
 
 # With a score modification up to head dim 128: one gradient a consumer leaves registers for it.
 _SCORE_MOD_TILE = BackwardTile(64, 64, split_products=True, stages=2)
-# A soft cap alone takes registers for another P, which are there in blocks of 64 queries.
-_SOFT_CAP_TILES = {64: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2)} | {
+# What makes logits of scores alone takes registers for another P, which are there in blocks of 64 queries.
+_OF_SCORES_TILES = {64: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2)} | {
     limit: _TILES[limit] for limit in (96, 128, 192, 256)
 }
 
 
-def tile(larger_dim: int, has_score_mod: bool = False, soft_cap_alone: bool = False) -> BackwardTile:
+def tile(larger_dim: int, has_score_mod: bool = False, of_scores_alone: bool = False) -> BackwardTile:
     """The tile for a call's larger head dim, of keys or of values.
 
     Args:
-      soft_cap_alone: whether a soft cap is the only score modification.
+      of_scores_alone: whether the modification makes logits of scores alone.
     """
-    if has_score_mod and not soft_cap_alone and larger_dim <= 128:
+    if has_score_mod and not of_scores_alone and larger_dim <= 128:
         return _SCORE_MOD_TILE
-    tiles = _SOFT_CAP_TILES if soft_cap_alone else _TILES
+    tiles = _OF_SCORES_TILES if of_scores_alone else _TILES
     return next(shape for limit, shape in tiles.items() if larger_dim <= limit)

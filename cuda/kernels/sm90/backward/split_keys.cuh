@@ -21,17 +21,25 @@
 __device__ __forceinline__ void pingpong_wait(int consumer) { named_barrier_sync(pingpong + consumer, 256); }
 __device__ __forceinline__ void pingpong_signal(int consumer) { named_barrier_arrive(pingpong + (consumer ^ 1), 256); }
 
+struct BlockAndHead {
+    VisitedBlock block;
+    int head;
+};
+__device__ __forceinline__ BlockAndHead block_and_head(const Call& call, const Work& work, const BlockVisit& now,
+                                                       int stage) {
+    if constexpr (Traits::tells_blocks) {
+        const int2 told = call.shared.told_block(stage);
+        return {{told.x}, told.y};
+    }
+    return {{now.place}, now.head(work.tile, call.shape)};
+}
+
 // Masks a block's scores by positions or metadata, and by the user's function of masks. `first_key` is the warpgroup's,
 // `key` the thread's first one.
 __device__ __forceinline__ void mask_block(float (&scores)[score_count], const Call& call, const Work& work,
                                            const BlockVisit& now, int stage, const KeyMask& key_mask, int first_key,
                                            int key) {
-    VisitedBlock visited{now.place};
-    int head = now.head(work.tile, call.shape);
-    if constexpr (Traits::tells_blocks) {
-        const int2 told = call.shared.told_block(stage);
-        visited = {told.x}, head = told.y;
-    }
+    const auto [visited, head] = block_and_head(call, work, now, stage);
     const int block = visited.index();
     if constexpr (Traits::mask_metadata) {
         key_mask.mask(scores, block, call.shape);
@@ -84,7 +92,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         float d_value[d_value_count] = {};
         float scores[score_count];
         uint32_t probabilities[query_steps][4];  // of the block at hand
-        uint32_t modified[query_steps][4];       // … times the derivative of logits by scores, with a soft cap
+        uint32_t modified[query_steps][4];       // … times the derivative of logits by scores
         uint32_t key_hashes[2];
         if constexpr (Traits::dropout) load_key_hashes(key_hashes, call.dropout, call.shape, work.tile.batch, key);
         BlockVisit now = work.first_visit();
@@ -100,8 +108,10 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
         auto compute_probabilities = [&]() __attribute__((always_inline)) {
             wgmma::wait<0>();
             wgmma::pin(scores);
-            if constexpr (ScoreTraits::soft_cap_alone) {
-                exponentiate_capped(scores, modified, call.scores, shared.lse(slot.stage));
+            if constexpr (ScoreTraits::has_score_mod) {
+                const auto [block, head] = block_and_head(call, work, now, slot.stage);
+                exponentiate_logits(scores, modified, call, work.tile.batch, head, block.index(), key,
+                                    shared.lse(slot.stage));
             } else {
                 exponentiate(scores, shared.lse(slot.stage), scale_log2);
             }
@@ -110,7 +120,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             if constexpr (Traits::dropout) {
                 mark_dropped(probabilities, key_hashes, shared.dropout_hashes(slot.stage), call.dropout.threshold);
             }
-            if constexpr (ScoreTraits::soft_cap_alone) multiply_by_score_grad(modified, probabilities);
+            if constexpr (ScoreTraits::score_grad) multiply_by_score_grad(modified, probabilities);
         };
 
         auto store_value_gradient = [&]() __attribute__((always_inline)) {
@@ -141,7 +151,7 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             wgmma::pin(scores);
             wgmma::pin(d_value);
             if (last && !in_value_place && arrives(lane)) mbarrier::arrive(shared.value_empty());
-            const auto& factors = ScoreTraits::soft_cap_alone ? modified : probabilities;
+            const auto& factors = ScoreTraits::score_grad ? modified : probabilities;
             if constexpr (Traits::isolates) zero_where_hidden(scores, factors);
             differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(factors, i); });
             convert_operand(d_scores_operand, scores);
