@@ -225,7 +225,6 @@ class TestCuda(ImplementationSuite):
 
 class TestCudaNonFinite(NonFiniteSuite):
     implementation = "cuda"
-    rows_share_tanh = True
     sizes = dict(T=170, S=190, N=4, K=2, H=64)  # noqa: RUF012
 
 
@@ -233,7 +232,6 @@ class TestCudaNonFiniteInOrder(NonFiniteSuite):
     """Several tiles, whose sums have the same bits in a fixed order: shared by units, by CTAs, or not."""
 
     implementation = "cuda"
-    rows_share_tanh = True
 
     def attend(self, arguments, **options):
         return super().attend(arguments | {"deterministic": True}, **options)
