@@ -99,8 +99,8 @@ def test_huge_logits_overflow_no_float16(magnitude, emulator):
 
 @pytest.mark.parametrize("head_dim", (64, *thorough(128, 256)))
 def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
-    """With one key the log-sum-exp is its logit. Warps whose scores are all small use a polynomial, and a
-    shorter one where they are smaller."""
+    """With one key the log-sum-exp is its logit. tanh has three forms, by the size of its argument, and warps
+    without large ones leave forms out."""
     case = Case(H=head_dim, T=384, S=1, soft_cap=2.0, return_residual=True)
     spec, operands, _, _, seed = draw(case)
     spec = dataclasses.replace(spec, scale=1 / 8)
@@ -109,21 +109,21 @@ def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
         arrays[name][:] = 0
     arrays["key"][..., 0] = 1
     # What tanh takes: 128 queries for each form. A warp has scores of 16 queries forward, of 64 backward.
-    below_one, below_fifth, above_fifth = 1 - 2.0**-8, 3.1875 / 16, 3.203125 / 16  # next to it in bfloat16
-    fifth, one = np.geomspace(1e-5, below_fifth, 128), np.geomspace(above_fifth, below_one, 128)
+    below_one, below_sixth, above_sixth = 1 - 2.0**-8, 170 / 1024, 171 / 1024  # next to it in bfloat16
+    sixth, one = np.geomspace(1e-5, below_sixth, 128), np.geomspace(above_sixth, below_one, 128)
     every = np.geomspace(1e-5, 100, 128)
-    every[[20, 40]] = above_fifth, 1  # each the largest of a warp of 16 rows
-    magnitudes = np.concatenate([fifth, one, every])
+    every[[20, 40]] = above_sixth, 1  # each the largest of a warp of 16 rows
+    magnitudes = np.concatenate([sixth, one, every])
     signs = np.where(np.arange(case.T) % 3 == 0, -1, 1)
     arrays["query"][..., 0] = (signs * magnitudes * 2 / spec.scale)[None, :, None]
     results = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), arrays, seed)
     scores = arrays["query"][..., 0].astype(np.float64) * spec.scale
     arguments = abs(scores[0, :, 0]) / 2
-    assert arguments[:128].max() == below_fifth < 1 / 5 < above_fifth == arguments[128:256].min()
+    assert arguments[:128].max() == below_sixth < 1 / 6 < above_sixth == arguments[128:256].min()
     assert arguments[128:256].max() < 1 and (arguments[256:] > 1).sum() > 20
-    assert np.isin((above_fifth, 1), arguments[256:]).all()
+    assert np.isin((above_sixth, 1), arguments[256:]).all()
     expected = 2 * np.tanh(scores / 2)
-    # The shorter polynomial has an error of 2.5e-7, the longer one of 1.7e-7. Roundings add the rest.
+    # Up to 1 the error is 2.5e-7 at most. Roundings add the rest.
     for rows, tolerance in ((slice(256), 4e-7), (slice(256, None), 5e-6)):
         of_rows = expected[:, rows].swapaxes(1, 2)
         np.testing.assert_allclose(results["lse"][:, :, rows], of_rows, rtol=tolerance, atol=0)
@@ -135,3 +135,28 @@ def test_soft_caps_are_exact_for_scores_of_every_size(head_dim, emulator):
     derivative = spec.scale * (1 - np.tanh(scores / 2) ** 2)
     found = results["d_query"][..., 0].astype(np.float64)
     np.testing.assert_allclose(found, derivative, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", (8, 800, np.nan, np.inf))
+@pytest.mark.parametrize("modification", (dict(soft_cap=6.0), dict(score_mod="mildly_capped")), ids=str)
+def test_bits_of_a_capped_logit_depend_on_its_score_alone(modification, factor, emulator):
+    """Some rows of each warp are large, or not finite: it takes other forms of tanh for all of them."""
+    case = Case(H=64, T=256, S=70, return_residual=True, **modification)
+    spec, operands, d_out, d_lse, seed = draw(case)
+    spec = dataclasses.replace(spec, scale=1 / 64)  # so that all scores are below a sixth of the cap
+    arrays = {name: np.array(x) for name, x in operands.present().items()}
+    query, key = (arrays[name][0, :, 0].astype(np.float64) for name in ("query", "key"))
+    assert abs(query @ key.T).max() * spec.scale < 1
+    is_changed = np.arange(case.T) % 16 == 5
+    results = []
+    for own_factor in (1, factor):
+        own = arrays | dict(query=arrays["query"].copy())
+        own["query"][:, is_changed] *= np.asarray(own_factor, own["query"].dtype)
+        found = emulator.run(plan_forward(spec, shapes_of(operands), DEVICE), own, seed)
+        own |= dict(out=found["out"], lse=found["lse"], d_out=d_out, d_lse=d_lse)
+        plan = plan_backward(spec, shapes_of(operands), DEVICE)
+        found |= emulator.run(plan, own, seed, resident=DEVICE.sm_count)
+        results.append(found)
+    for name, axis in (("out", 1), ("lse", 2), ("d_query", 1)):
+        clean, found = (np.compress(~is_changed, result[name], axis) for result in results)
+        np.testing.assert_array_equal(found, clean, name)

@@ -37,7 +37,7 @@ extern "C" void run{n}(const Operands{n}& operands, int count, const float* scor
 """
 _ARGUMENTS = "operands, tile, row, column, {score} batch[i], head[i], query_at, key_at"
 _ELEMENT_OF_SCORE = f"""const float largest = f{{n}}::largest_in_tanh({_ARGUMENTS});
-        const auto element = largest < 0.2f ? f{{n}}::make_element<TanhRange::fifth>({_ARGUMENTS})
+        const auto element = largest < 1.f / 6 ? f{{n}}::make_element<TanhRange::sixth>({_ARGUMENTS})
                              : largest < 1   ? f{{n}}::make_element<TanhRange::one>({_ARGUMENTS})
                                              : f{{n}}::make_element<TanhRange::all>({_ARGUMENTS});"""
 _ELEMENT = f"const auto element = f{{n}}::make_element({_ARGUMENTS});"

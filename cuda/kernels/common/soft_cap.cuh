@@ -4,34 +4,34 @@
 #include "common/score_mod.cuh"
 #include "common/tanh.cuh"
 
-// Multiplies scores, and gives the OR of their bits for `are_small`.
-template <int count>
-__device__ __forceinline__ uint32_t scale_scores(float (&scores)[count], float factor) {
-    uint32_t bits = 0;
+// Scores, twelvefold, become logits in units of the cap.
+template <TanhRange range, int count>
+__device__ __forceinline__ void cap_twelvefold(float (&scores)[count]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-        scores[i] *= factor;
-        bits |= __float_as_uint(scores[i]);
+        const float tanh = tanh_of<range, 12>(scores[i]);
+        // tanh of an infinite score is finite. This makes it NaN, as in ScoreRow::capped.
+        scores[i] = ISOLATES && range == TanhRange::all ? tanh + 0.0f * scores[i] : tanh;
     }
-    return bits;
 }
 
 // Scores become logits in units of the cap. Most are small beside the cap, and if all of a warp's are, tanh takes fewer
 // instructions.
 template <int count>
 __device__ __forceinline__ void cap_scores(float (&scores)[count], const ScoreOperands& operands) {
-    if (are_small(scale_scores(scores, 10 * operands.scale))) {
+    // Bit 30, the exponent's highest, is set in numbers from 2 on, in infinities and in NaN: where |x| is 1/6 or more.
+    const float factor = 12 * operands.scale;
+    uint32_t bits = 0;
 #pragma unroll
-        for (int i = 0; i < count; ++i) scores[i] = tanh_within_fifth<true>(scores[i]);
-    } else if (are_small(scale_scores(scores, 2.f / 10))) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) scores[i] = tanh_within_one<true>(scores[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            // tanh of an infinite score is finite. This makes it NaN, as in ScoreRow::capped.
-            const float tanh = tanh_of(0.5f * scores[i]);
-            scores[i] = ISOLATES ? tanh + 0.0f * scores[i] : tanh;
-        }
+    for (int i = 0; i < count; ++i) {
+        scores[i] *= factor;
+        bits |= __float_as_uint(scores[i]);
     }
+    if (!__any_sync(all_lanes, bits >> 30 & 1)) return cap_twelvefold<TanhRange::sixth>(scores);
+
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(scores[i]));
+    if (!__any_sync(all_lanes, largest >= 12)) return cap_twelvefold<TanhRange::one>(scores);
+    cap_twelvefold<TanhRange::all>(scores);
 }

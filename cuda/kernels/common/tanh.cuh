@@ -1,75 +1,53 @@
 // The hyperbolic tangent, of a soft cap and in users' functions.
+//
+// tanh has three forms: for |x| below 1/6, from there to 1, and beyond. Which one a number takes is decided by that
+// number alone, so that what lies beside it in a tile does not change its bits. What is known of all numbers of a warp
+// leaves out the code of forms that none of them takes: most scores are small, and the first form is the shortest.
 #pragma once
 #include "ptx/math.cuh"
 #include "common/constants.cuh"
 
-// tanh with an absolute error of about 1e-7, which the instruction tanh.approx does not reach. Near zero the series
-// makes the relative error small too, because the log-sum-exp of small logits can be as small as they are.
-__device__ __forceinline__ float tanh_of(float x) {
-    const float near_zero = x * (1 - x * x * (1.f / 3));
-    const float far = 1 - 2 * reciprocal_approx(exp2_approx(x * (2 * log2_e)) + 1);
-    return fabsf(x) < 0.03f ? near_zero : far;
-}
-
-// x times the polynomial of x² with these coefficients, of the terms x, x³, and so on.
-template <int terms>
-__device__ __forceinline__ float odd_polynomial(float x, const float (&coefficients)[terms]) {
-    const float square = x * x;
-    float sum = coefficients[terms - 1];
-#pragma unroll
-    for (int i = terms - 2; i >= 0; --i) sum = __fmaf_rn(sum, square, coefficients[i]);
-    return x * sum;
-}
-
-// tanh of x, |x| < 1, from x or from 2x: a polynomial with a relative error of 1.7e-7 at most. It takes fewer
-// instructions, and none of the special-function unit, which the exponentials keep busy.
-template <bool doubled>
-__device__ __forceinline__ float tanh_within_one(float x) {
-    // Coefficients for x are those for 2x times powers of 2, so that both forms give the same bits.
-    constexpr float factor = doubled ? 1 : 4, first = doubled ? 1 : 2;
-    constexpr float of_doubled[] = {0.49999997f,   -4.166605e-2f,  4.1641262e-3f, -4.1763304e-4f,
-                                    3.9628867e-5f, -3.0289937e-6f, 1.2707795e-7f};
-    float coefficients[7];
-    float power = first;
-#pragma unroll
-    for (int i = 0; i < 7; ++i) {
-        coefficients[i] = power * of_doubled[i];
-        power *= factor;
-    }
-    return odd_polynomial(x, coefficients);
-}
-
-// tanh of x, |x| < 0.2, from x or from 10x: four terms fewer, with a relative error of 2.5e-7 at most.
-template <bool tenfold>
-__device__ __forceinline__ float tanh_within_fifth(float x) {
-    constexpr float of_tenfold[] = {0.099999994f, -3.3329056e-4f, 1.3024778e-6f};
-    float coefficients[3];
-    float power = tenfold ? 1 : 10;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        coefficients[i] = power * of_tenfold[i];
-        power *= tenfold ? 1 : 100;
-    }
-    return odd_polynomial(x, coefficients);
-}
-
-// Whether |x| < 1 for all numbers of a warp, given the OR of the bits of each 2x; or |x| < 0.2, given that of each 10x.
-// Bit 30, the exponent's highest, is set in numbers from 2 on, in infinities and in NaN.
-__device__ __forceinline__ bool are_small(uint32_t bits) { return !__any_sync(all_lanes, bits >> 30 & 1); }
-
-// What is known of the arguments of every tanh of a warp's scores: that |x| < 0.2, that |x| < 1, or nothing.
-enum class TanhRange { fifth, one, all };
+// What is known of the arguments of every tanh of a warp's scores: that |x| < 1/6, that |x| < 1, or nothing.
+enum class TanhRange { sixth, one, all };
 
 // The range of a warp's arguments, given the largest |x| of each thread. That may leave out NaN: every form of tanh
 // gives NaN for it.
 __device__ __forceinline__ TanhRange tanh_range(float largest) {
-    if (!__any_sync(all_lanes, largest >= 0.2f)) return TanhRange::fifth;
+    if (!__any_sync(all_lanes, largest >= 1.f / 6)) return TanhRange::sixth;
     return __any_sync(all_lanes, largest >= 1) ? TanhRange::all : TanhRange::one;
 }
 
-template <TanhRange range>
+// The coefficient of x^power, for a polynomial of units · x.
+__device__ constexpr float coefficient_in_units(double coefficient, int power, int units) {
+    for (int i = 0; i < power; ++i) coefficient /= units;
+    return static_cast<float>(coefficient);
+}
+
+// tanh of x / units, in a range that x / units is known to lie in. Below 1 it is an odd polynomial with a relative error
+// of 1e-7 beside roundings, which takes none of the special-function unit, that the exponentials keep busy. Its first two
+// coefficients serve both forms: three terms below 1/6, seven from there on. Beyond 1 the error is that of two roundings.
+// The instruction tanh.approx has an error of 5e-4.
+template <TanhRange range = TanhRange::all, int units = 1>
 __device__ __forceinline__ float tanh_of(float x) {
-    if constexpr (range == TanhRange::fifth) return tanh_within_fifth<false>(x);
-    if constexpr (range == TanhRange::one) return tanh_within_one<false>(x);
-    return tanh_of(x);
+    constexpr float first = coefficient_in_units(1.00000008, 1, units);
+    constexpr float second = coefficient_in_units(-0.333332161, 3, units);
+    constexpr float third_of_three = coefficient_in_units(0.131808049, 5, units);
+    constexpr float third_to_seventh[] = {
+        coefficient_in_units(0.133279639, 5, units),      coefficient_in_units(-0.0535391961, 7, units),
+        coefficient_in_units(0.0204039, 9, units),        coefficient_in_units(-0.00627547145, 11, units),
+        coefficient_in_units(0.00105731899, 13, units),
+    };
+    const float square = x * x;
+    float sum = third_of_three;
+    if constexpr (range != TanhRange::sixth) {
+        float further = third_to_seventh[4];
+#pragma unroll
+        for (int i = 3; i >= 0; --i) further = __fmaf_rn(further, square, third_to_seventh[i]);
+        if (fabsf(x) >= units / 6.f) sum = further;
+    }
+    // Not fused with an addition to the result, which one form would be and another not.
+    const float within_one = __fmul_rn(x, __fmaf_rn(__fmaf_rn(sum, square, second), square, first));
+    if constexpr (range != TanhRange::all) return within_one;
+    const float beyond = 1 - 2 * reciprocal_approx(exp2_approx(x * (2 * log2_e / units)) + 1);
+    return fabsf(x) < units ? within_one : beyond;
 }

@@ -102,8 +102,8 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
         exponentiate_capped(scores, score_grad, call.scores, lse);
     } else {
         const TanhRange range = range_in_tanh(scores, call, batch, head, block, key);
-        if (range == TanhRange::fifth) {
-            exponentiate_modified<TanhRange::fifth>(scores, score_grad, call, batch, head, block, key, lse);
+        if (range == TanhRange::sixth) {
+            exponentiate_modified<TanhRange::sixth>(scores, score_grad, call, batch, head, block, key, lse);
         } else if (range == TanhRange::one) {
             exponentiate_modified<TanhRange::one>(scores, score_grad, call, batch, head, block, key, lse);
         } else {

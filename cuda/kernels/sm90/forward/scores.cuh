@@ -51,8 +51,8 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
                 }
                 range = tanh_range(largest);
             }
-            if (range == TanhRange::fifth) {
-                make_logits<TanhRange::fifth>(scores, r, score_row, key_of);
+            if (range == TanhRange::sixth) {
+                make_logits<TanhRange::sixth>(scores, r, score_row, key_of);
             } else if (range == TanhRange::one) {
                 make_logits<TanhRange::one>(scores, r, score_row, key_of);
             } else {
