@@ -1,5 +1,6 @@
 """Checks of the arguments that attention functions share, each under the name that its function gives it."""
 
+import math
 from typing import Any
 
 import jax
@@ -112,10 +113,14 @@ def window_pair(name: str, value: Any) -> Window:
     return Window(*(None if side is None else _validate.integer(name, side) for side in sides))
 
 
-def official_window(window_size: Any, causal: Any) -> Window:
-    """The window of the `flash_attn` package: any negative size is unbounded."""
+def official_window(window_size: Any, causal: Any, keys: Any) -> Window:
+    """The window of the `flash_attn` package: a side is unbounded if it is negative, or at least all keys.
+
+    The latter shows where there are more queries than keys. With a symbolic number of keys every side counts.
+    """
     sides = window_pair("window_size", window_size)
-    found = Window(*(None if side is None or side < 0 else side for side in sides))
+    most = keys - 1 if isinstance(keys, int) else math.inf
+    found = Window(*(side if side is not None and 0 <= side <= most else None for side in sides))
     return found.causal() if _validate.flag("causal", causal) else found
 
 

@@ -12,7 +12,6 @@ from jax_flash._arguments import Names
 from jax_flash._cache_arguments import CacheArrays
 from jax_flash._cache_call import CacheArguments
 from jax_flash._cache_spec import CacheOperands, cache_sizes
-from jax_flash._mask import Window
 from jax_flash._validate import described, short
 
 _NAMES = Names(
@@ -100,7 +99,7 @@ def flash_attn_with_kvcache(
     if new is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens must say where k and v go; got None")
     capacity = cache_sizes(CacheOperands(q, **cache)).S
-    window = _binding(_arguments.official_window(window_size, causal), capacity)
+    window = _arguments.official_window(window_size, causal, capacity)
     cap = _validate.number("softcap", softcap)
     arguments = CacheArguments(
         q,
@@ -125,14 +124,6 @@ def flash_attn_with_kvcache(
     if call.operands.new_key is not None:
         results = (*results, key, value)
     return results if len(results) > 1 else out
-
-
-def _binding(window: Window, capacity: int) -> Window:
-    """The window without sides of at least the capacity, which `flash_attn` takes for unbounded.
-
-    Causality is a side of 0, as there: it binds whatever the other side is.
-    """
-    return Window(*(None if side is None or side >= capacity else side for side in window))
 
 
 def _new(k: Any, v: Any, cache: dict[str, Any]) -> tuple[jax.Array, jax.Array] | None:

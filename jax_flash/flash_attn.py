@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _flash_attn_pages, _sequence_arguments, _validate
@@ -89,7 +90,8 @@ def flash_attn_func(
       softmax_scale: of the logits; `1 / sqrt(headdim)` by default.
       causal: row i sees the keys `j <= i + seqlen_k - seqlen_q`: aligned to the bottom right.
       window_size: `(left, right)`: row i sees the keys from `i + seqlen_k - seqlen_q - left` to
-        `i + seqlen_k - seqlen_q + right`, both included; -1 is unbounded.
+        `i + seqlen_k - seqlen_q + right`, both included. A side is unbounded if it is negative or at least
+        seqlen_k.
       softcap: logits x become `softcap * tanh(x / softcap)`; 0 for no cap.
       alibi_slopes: `(nheads,)` or `(batch_size, nheads)`: `-slope * |i + seqlen_k - seqlen_q - j|` is
         added to the logits.
@@ -226,7 +228,7 @@ def flash_attn_varlen_func(
         of page `block_table[i, j // page_block_size]`, and `cu_seqlens_k` says how many keys each sequence
         has. Keys of a page outside of k are hidden. Such a call has no dropout and no derivative.
 
-    All else as `flash_attn_func`.
+    All else as `flash_attn_func`, where seqlen_k is max_seqlen_k for an unbounded side.
 
     Returns:
       `(total_q, nheads, headdim_v)`; with `return_attn_probs` the tuple `(out, softmax_lse, None)`,
@@ -247,7 +249,7 @@ def flash_attn_varlen_func(
         dropout_key,
     )
     sequences = VarlenSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    arguments = options.arguments(q, k, v)
+    arguments = options.arguments(q, k, v, sequences=sequences)
     if block_table is not None:
         return _flash_attn_pages.attend(arguments, sequences, block_table)
     return _attend_varlen(arguments, sequences)
@@ -292,7 +294,7 @@ def flash_attn_varlen_kvpacked_func(
         dropout_key,
     )
     sequences = VarlenSequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _attend_varlen(options.arguments(q, k, v, _KV_NAMES), sequences)
+    return _attend_varlen(options.arguments(q, k, v, _KV_NAMES, sequences), sequences)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -333,7 +335,7 @@ def flash_attn_varlen_qkvpacked_func(
         dropout_key,
     )
     sequences = VarlenSequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _attend_varlen(options.arguments(q, k, v, _QKV_NAMES), sequences)
+    return _attend_varlen(options.arguments(q, k, v, _QKV_NAMES, sequences), sequences)
 
 
 def apply_rotary_emb(
@@ -393,13 +395,16 @@ class _Options:
     return_attn_probs: Any
     dropout_key: Any
 
-    def arguments(self, q: Any, k: Any, v: Any, names: Names = _NAMES) -> Arguments:
+    def arguments(
+        self, q: Any, k: Any, v: Any, names: Names = _NAMES, sequences: VarlenSequences | None = None
+    ) -> Arguments:
+        keys = sequences.max_seqlen_kv if sequences else np.shape(k)[1] if np.ndim(k) > 1 else None
         softcap = _validate.number("softcap", self.softcap)
         return Arguments(
             q,
             k,
             v,
-            window=_arguments.official_window(self.window_size, self.causal),
+            window=_arguments.official_window(self.window_size, self.causal, keys),
             scale=self.softmax_scale,
             logits_soft_cap=softcap if softcap > 0 else None,
             alibi_slopes=self.alibi_slopes,

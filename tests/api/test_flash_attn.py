@@ -45,16 +45,32 @@ def test_causal_tables():
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(4, 7), (7, 4)])
-@pytest.mark.parametrize("window_size", [(-1, -1), (1, 2), (0, 0), (2, -1), (-1, 1), (-7, 0)], ids=str)
+@pytest.mark.parametrize(
+    "window_size", [(-1, -1), (1, 2), (0, 0), (2, -1), (-1, 1), (-7, 0), (3, 3), (2, 4), (9, 7)], ids=str
+)
 def test_window_formula(seqlen_q, seqlen_k, window_size):
     left, right = window_size
     i, j = np.ogrid[:seqlen_q, :seqlen_k]
     expected = np.ones((seqlen_q, seqlen_k), bool)
-    if left >= 0:
+    if 0 <= left < seqlen_k:
         expected &= j >= i + seqlen_k - seqlen_q - left
-    if right >= 0:
+    if 0 <= right < seqlen_k:
         expected &= j <= i + seqlen_k - seqlen_q + right
     np.testing.assert_array_equal(attends(seqlen_q, seqlen_k, window_size=window_size), expected)
+
+
+@pytest.mark.parametrize(("max_seqlen_k", "is_unbounded"), [(4, True), (5, False)])
+def test_a_window_of_the_longest_varlen_sequence_is_none(max_seqlen_k, is_unbounded):
+    q, k, v = normal(0, 9, 1, H), normal(1, 4, 1, H), normal(2, 4, 1, H)
+    offsets = jnp.array([0, 9]), jnp.array([0, 4])
+
+    def attend(right):
+        window = dict(window_size=(-1, right))
+        return flash_attn.flash_attn_varlen_func(q, k, v, *offsets, 9, max_seqlen_k, **window)
+
+    # The first query's diagonal is 5 keys before the first key.
+    assert np.array_equal(attend(4), attend(-1)) == is_unbounded
+    assert np.any(attend(4)[0]) == is_unbounded
 
 
 def test_rows_with_nothing_to_attend_to_give_0():
