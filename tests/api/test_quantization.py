@@ -182,9 +182,9 @@ def test_output_dtypes():
     assert jax_flash.flash_attention(**empty).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16))
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_quantization_is_quantize_and_the_backward_pass_of_16_bits(options, dtype):
+@pytest.mark.parametrize("name, dtype", in_turn(OPTIONS, (jnp.bfloat16, jnp.float16)))
+def test_quantization_is_quantize_and_the_backward_pass_of_16_bits(name, dtype):
+    options = OPTIONS[name]
     given = arrays(7, dtype=dtype)
     lengths = {name: x for name, x in options.items() if name.endswith("seq_lengths")}
     quantized = jax_flash.quantize(*given, **lengths)._asdict()
@@ -295,11 +295,9 @@ def test_vmap():
     np.testing.assert_allclose(of_arrays(*no_batch), one_by_one[0, 0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("heads", ((8, 4), (8, 2), (8, 1)), ids=str)
-@pytest.mark.parametrize("explicit", (False, True))
-def test_sharded_heads(heads, explicit):
+@pytest.mark.parametrize("N, K, explicit", in_turn(((8, 4), (8, 2), (8, 1)), (False, True)))
+def test_sharded_heads(N, K, explicit):
     """Devices that share a key head take its scales."""
-    N, K = heads
     kinds = (jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("x", "y"), kinds)
     given = arrays(11, N=N, K=K)
@@ -421,6 +419,7 @@ ONES = jnp.ones((2, 2))
         (TypeError, "value_descale must have a floating dtype", {"value_descale": ONES.astype(int)}),
         (TypeError, "out_dtype must be a floating dtype", {"out_dtype": "int8"}),
         (TypeError, "out_dtype must be a floating dtype", {"out_dtype": E4M3}),
+        (TypeError, "out_dtype must have 32 bits at most without jax_enable_x64", {"out_dtype": "float64"}),
         (TypeError, "must be bfloat16 or float16 with quantization", {"quantization": "fp8"}),
         (ValueError, "query_descale goes with arrays of dtype float8_e4m3fn",
          {"query": Q, "key": K_, "value": V_, "query_descale": ONES}),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import in_turn
 
 import jax_flash
 from jax_flash.cuda import varlen
@@ -67,8 +68,9 @@ def alone(query, key, value, table, with_mask, **options):
     return jnp.concatenate([*outs, jnp.zeros((PADDING, N, H), query.dtype)])
 
 
-@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"logits_soft_cap": 2.0}), ids=str)
-@pytest.mark.parametrize("with_mask", (False, True))
+@pytest.mark.parametrize(
+    "options, with_mask", in_turn(({}, {"is_causal": True}, {"logits_soft_cap": 2.0}), (False, True)), ids=str
+)
 def test_sequences_get_what_they_get_alone(with_mask, options):
     def loss(attend):
         return lambda *x: jnp.sum(jnp.sin(3 * attend(*x, with_mask, **options)))

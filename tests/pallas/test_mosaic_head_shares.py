@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import in_turn
 from nonfinite_suite import NonFiniteSuite
 from pallas_lowering import only_lowering
 
@@ -178,8 +179,10 @@ def test_no_sum_is_larger_than_the_gradients():
     assert head_shares.choose(problem_of("all", size, AttentionSpec(1.0, right=0), 1 << 16)) == 1
 
 
-@pytest.mark.parametrize("H, dtype", [(64, "float16"), (128, "bfloat16"), (256, "bfloat16")])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "H, dtype, deterministic",
+    in_turn([(64, "float16"), (128, "bfloat16"), (256, "bfloat16")], (False, True)),
+)
 def test_lowers_for_hopper(H, dtype, deterministic):
     spec = AttentionSpec(H**-0.5, right=0, deterministic=deterministic)
     operands = shapes(T=2048, S=2048, N=7, K=1, H=H, dtype=dtype)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import in_turn
 from pallas_lowering import only_lowering
 from test_mosaic import calls_lowered_for_hopper, interpreted_by_mosaic
 
@@ -143,8 +144,7 @@ def check(spec, operands, run):
         assert (x[(expected == 0).all(-1)] == 0).all(), name
 
 
-@pytest.mark.parametrize("is_causal", (False, True))
-@pytest.mark.parametrize("of_sequences", ("segments", "offsets"))
+@pytest.mark.parametrize("of_sequences, is_causal", in_turn(("segments", "offsets"), (False, True)))
 def test_lowers_in_a_jitted_call(of_sequences, is_causal):
     """What XLA computes of sequences holds no constant array: a partitioned call may have none."""
     H, T = 64, 700

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import thorough
 from pallas_lowering import only_lowering
 from test_mosaic import calls_lowered_for_hopper, interpreted_by_mosaic
 
@@ -58,7 +59,7 @@ def test_nothing_is_copied(T, S, monkeypatch):
         assert pads_heads(run, shapes(B=4)), "which can't be packed"
 
 
-@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("is_causal", (True, *thorough(False)))
 def test_lowers_with_64_bit_types_and_in_shard_map(is_causal):
     def gradients(*arrays):
         def loss(*arrays):

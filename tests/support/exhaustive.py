@@ -62,6 +62,21 @@ def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list:
     ]
 
 
+def one_in(count: int, cases: Iterable[Any]) -> list:
+    """Parameters for pytest: of cases that take long and bring little of their own, `make test` has one in
+    `count`."""
+    params = [
+        case
+        if hasattr(case, "marks")  # as pytest.param makes them
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)))
+        for case in cases
+    ]
+    of_make_test = [param for param in params if not param.marks]
+    left_out = {id(param) for i, param in enumerate(of_make_test) if i % count}
+    marks = (pytest.mark.exhaustive,)
+    return [param._replace(marks=marks) if id(param) in left_out else param for param in params]
+
+
 def thorough(*values: Any) -> list:
     """Parameters for pytest that `make test` leaves out, all of them."""
     return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]
