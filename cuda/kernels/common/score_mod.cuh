@@ -32,12 +32,12 @@ struct ScoreRow {
     const ScoreOperands& operands;
     int64_t bias, mask;  // offsets, in elements, at which the row starts
     float slope;
-    int diagonal;  // the key on the query's diagonal
+    int diagonal, offset;  // the key on the query's diagonal is their sum; the offset is that of the query's position
     UserRow user;
 
     __device__ __forceinline__ ScoreRow(const ScoreOperands& operands, int batch, int head, Position query,
                                         int queries, int keys)
-        : operands(operands), bias(0), mask(0), slope(0), diagonal(query.unbounded() + keys - queries),
+        : operands(operands), bias(0), mask(0), slope(0), diagonal(query.base + keys - queries), offset(query.offset),
 #if SCORE_MOD
           user(operands.user, batch, head, query) {
 #else
@@ -54,10 +54,15 @@ struct ScoreRow {
         }
         if constexpr (ScoreTraits::diagonals) {
             diagonal = global::read_only(operands.diagonals + static_cast<int64_t>(batch) * queries + own_query);
+            offset = 0;
         }
     }
 
-    __device__ __forceinline__ float distance(int key) const { return static_cast<float>(abs(diagonal - key)); }
+    // A key's distance from the diagonal. The integer that is converted is the same for many elements; each adds a
+    // constant. Exact below 2^24, as in jax_flash/cuda/functions/positions.py.
+    __device__ __forceinline__ float distance(Position key) const {
+        return fabsf(static_cast<float>(diagonal - key.base) + static_cast<float>(offset - key.offset));
+    }
 
     // A score scaled and capped, and its derivative by the scaled score.
     __device__ __forceinline__ float capped(float score, float& derivative) const {
@@ -115,7 +120,7 @@ struct ScoreRow {
         if constexpr (ScoreTraits::bias) {
             x += bias_at<ScoreTraits::Bias>(operands.bias, bias + own_key * operands.bias_strides.key);
         }
-        if constexpr (ScoreTraits::alibi) x -= slope * distance(key.unbounded());
+        if constexpr (ScoreTraits::alibi) x -= slope * distance(key);
         if constexpr (ScoreTraits::mask) {
             const unsigned char* seen = operands.mask + mask + own_key * operands.mask_strides.key;
             if (global::read_only(seen) == 0) x = -infinity;

@@ -215,7 +215,7 @@ __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score
 #pragma unroll
     for (int i = 0; i < score_count; ++i) {
         const ScoreRow row(call.scores, tile.batch, head, query_position(block, i, shape), shape.queries, shape.keys);
-        sum -= d_scores[i] * row.distance(key + 8 * key_row_of(i));
+        sum -= d_scores[i] * row.distance(key_position(key, i, shape));
     }
     sum = warp_sum(sum);
     const int64_t shares = ceil_div(shape.keys, Traits::keys) * Traits::cluster;
