@@ -96,7 +96,7 @@ def floating_dtype(name: str, value: Any, kind: str = "floating") -> np.dtype:
         raise TypeError(f"{name} must be a floating dtype; got {short(value)}") from None
     if not _is_of_kind(dtype, kind):
         raise TypeError(f"{name} must be a floating dtype; got {short(value)}")
-    if dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+    if dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
         raise TypeError(f"{name} must have 32 bits at most without jax_enable_x64; got {short(value)}")
     return dtype
 

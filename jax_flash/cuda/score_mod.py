@@ -1,5 +1,6 @@
 """Score modifications: soft cap, score_mod, bias, ALiBi and mask (cuda/kernels/common/score_mod.cuh)."""
 
+import enum
 import math
 from collections.abc import Mapping
 
@@ -66,10 +67,23 @@ def has_score_mod(spec: AttentionSpec, shapes: Shapes) -> bool:
     return count(spec, shapes) > 0
 
 
-def is_of_scores_alone(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether a soft cap is the only modification, or a function that makes a logit of its score alone."""
-    is_cap_or_function = spec.logits_soft_cap is not None or user_score_mod.is_of_scores_alone(spec)
-    return count(spec, shapes) == 1 and is_cap_or_function
+class Modification(enum.Enum):
+    """What becomes of scores, by what it leaves of the backward kernels' registers."""
+
+    NONE = enum.auto()
+    LIGHT = enum.auto()  # a soft cap, ALiBi or a small function alone: none looks anything up for each score
+    HEAVY = enum.auto()
+
+
+def modification(spec: AttentionSpec, shapes: Shapes) -> Modification:
+    if not has_score_mod(spec, shapes):
+        return Modification.NONE
+    is_light = (
+        spec.logits_soft_cap is not None
+        or shapes.alibi_slopes is not None
+        or (spec.score_mod is not None and user_score_mod.is_light(spec.score_mod))
+    )
+    return Modification.LIGHT if is_light and count(spec, shapes) == 1 else Modification.HEAVY
 
 
 def logit_unit(spec: AttentionSpec, shapes: Shapes) -> float:

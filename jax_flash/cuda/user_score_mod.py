@@ -79,12 +79,12 @@ def looks_scores_up(spec: AttentionSpec) -> bool:
     return spec.score_mod is not None and spec.score_mod.looks_up_each_score
 
 
-def is_of_scores_alone(spec: AttentionSpec) -> bool:
-    """Whether a function makes a logit of its score alone: it looks nothing up for each score, captures
-    nothing that has a gradient, and with its derivative has few operations, which need few registers."""
-    if spec.score_mod is None or has_gradients(spec) or looks_scores_up(spec):
+def is_light(function: StaticFunction) -> bool:
+    """Whether it needs few registers: it looks nothing up for each score, captures nothing that has a
+    gradient, and has few operations with its derivative."""
+    derivative = _derivative(function)
+    if derivative.gathers or function.looks_up_each_score:
         return False
-    derivative = _derivative(spec.score_mod)
     return len(reachable([derivative.value, derivative.d_score])) <= _FEW_OPERATIONS
 
 

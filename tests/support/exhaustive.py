@@ -64,7 +64,7 @@ def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list:
 
 def one_in(count: int, cases: Iterable[Any]) -> list:
     """Parameters for pytest: of cases that take long and bring little of their own, `make test` has one in
-    `count`."""
+    `count`. A tuple has the values of several arguments."""
     params = [
         case
         if hasattr(case, "marks")  # as pytest.param makes them

@@ -275,6 +275,7 @@ def test_lists_its_calls(capsys):
             decode.parse(wrong)
 
 
+@pytest.mark.exhaustive
 def test_layers_on_the_cpu(tmp_path, monkeypatch):
     import decode_layers
 

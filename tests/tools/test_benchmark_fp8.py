@@ -71,6 +71,7 @@ def trained(tmp_path_factory):
     return folder / "checkpoints"
 
 
+@pytest.mark.exhaustive
 def test_accuracy_on_a_trained_model(trained, tmp_path):
     import fp8_accuracy
 
@@ -132,6 +133,7 @@ def test_training_curves_are_compared_over_seeds():
     assert "nan" in fp8_training.differences([rows[0], rows[3]])
 
 
+@pytest.mark.exhaustive
 def test_training_in_8_bits_with_other_gradients():
     """Those of 16 bits, to what the caller gave or to what the kernel computes from: close to each other."""
     import fp8_training

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exhaustive import in_turn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from seeds import seed_of
@@ -36,8 +37,9 @@ def drawn(letters):
     return [jnp.asarray(generator.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
-@pytest.mark.parametrize(("strategy", "order", "shards", "letters"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "strategy, order, shards, letters, check_vma", in_turn(LAYOUTS, (True, False)), ids=str
+)
 def test_same_as_whole(strategy, order, shards, letters, check_vma):
     *arrays, bias, d_out = drawn(letters)
     hidden = np.random.default_rng(seed_of("hidden")).random((B, 1, 1, T)) < 0.2

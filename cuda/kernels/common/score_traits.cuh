@@ -29,7 +29,7 @@ struct ScoreTraits {
     static constexpr bool user_gradients_need_scores = SCORE_MOD_GRADIENTS == 2;
     // Whether gradients are made of dS without that factor.
     static constexpr bool has_gradients = bias || alibi || user_gradients;
-    // Whether no operand beside a score makes it a logit, or has a gradient: with a soft cap or a function alone.
-    static constexpr bool of_scores_alone = soft_cap_alone || (user && !soft_cap && !has_gradients && !mask);
+    // Whether few registers are enough (score_mod.py, Modification.LIGHT): for a soft cap, ALiBi or a function alone.
+    static constexpr bool is_light = soft_cap + alibi + user == 1 && !(bias || mask || user_gradients);
     static constexpr bool diagonals = alibi && MASK_METADATA;
 };

@@ -23,10 +23,10 @@ __device__ constexpr float coefficient_in_units(double coefficient, int power, i
     return static_cast<float>(coefficient);
 }
 
-// tanh of x / units, in a range that x / units is known to lie in. Below 1 it is an odd polynomial with a relative error
-// of 1e-7 beside roundings, which takes none of the special-function unit, that the exponentials keep busy. Its first two
-// coefficients serve both forms: three terms below 1/6, seven from there on. Beyond 1 the error is that of two roundings.
-// The instruction tanh.approx has an error of 5e-4.
+// tanh of x / units, which is known to lie in the range. Below 1 it is an odd polynomial, whose relative error is 1e-7
+// beside roundings: three terms below 1/6 and seven from there on, the first two the same. It takes nothing of the
+// special-function unit, which the exponentials keep busy. Beyond 1 the absolute error is about 1e-7, which the
+// instruction tanh.approx does not reach.
 template <TanhRange range = TanhRange::all, int units = 1>
 __device__ __forceinline__ float tanh_of(float x) {
     constexpr float first = coefficient_in_units(1.00000008, 1, units);

@@ -38,8 +38,7 @@ class Schedule:
 
 def tile_of(spec: AttentionSpec, shapes: Operands[jax.ShapeDtypeStruct]) -> BackwardTile:
     n = sizes(shapes)
-    modifications = score_mod.has_score_mod(spec, shapes), score_mod.is_of_scores_alone(spec, shapes)
-    return backward_tiles.tile(max(n.H, n.V), *modifications)
+    return backward_tiles.tile(max(n.H, n.V), score_mod.modification(spec, shapes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,8 +349,9 @@ class BackwardCall:
         elif bias is not None:
             found.append(Buffer("d_bias", bias.shape, "float32"))
         if self.shapes.alibi_slopes is not None:
-            # A share for each warp of each CTA, so that the sum doesn't depend on who comes first.
-            found.append(Buffer("d_slopes", (n.B, n.N, self.key_tiles * self.tile.cluster, 4), "float32"))
+            # A share for each warp, four of which have 64 keys: the sum doesn't depend on who comes first.
+            shares = self.key_tiles * (self.tile.keys // 64)
+            found.append(Buffer("d_slopes", (n.B, n.N, shares, 4), "float32"))
         return (*found, *user_score_mod.gradient_buffers(self.spec, self.shapes))
 
     @functools.cached_property

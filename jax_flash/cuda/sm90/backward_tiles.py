@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jax_flash.cuda.score_mod import Modification
 from jax_flash.cuda.sm90.tensor_maps import PANEL, tile_row_bytes
 
 MAX_SCORE_GRAD_HEAD_DIM = 192
@@ -136,21 +137,18 @@ _TILES = {
     256: BackwardTile(64, 64, split_products=True, stages=2, cluster=2),
 }
 
-# With a score modification up to head dim 128: one gradient a consumer leaves registers for it.
-_SCORE_MOD_TILE = BackwardTile(64, 64, split_products=True, stages=2)
-# What makes logits of scores alone takes registers for another P, which are there in blocks of 64 queries.
-_OF_SCORES_TILES = {64: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2)} | {
-    limit: _TILES[limit] for limit in (96, 128, 192, 256)
+# With a light modification: another P takes registers, which are there in blocks of 64 queries.
+_LIGHT_TILES = {**_TILES, 64: BackwardTile(64, 128, split_products=False, stages=2, writer_stages=2)}
+# With a heavy one: one gradient a consumer leaves registers for it.
+_HEAVY_TILES = {128: BackwardTile(64, 64, split_products=True, stages=2), 192: _TILES[192], 256: _TILES[256]}
+_OF_MODIFICATION = {
+    Modification.NONE: _TILES,
+    Modification.LIGHT: _LIGHT_TILES,
+    Modification.HEAVY: _HEAVY_TILES,
 }
 
 
-def tile(larger_dim: int, has_score_mod: bool = False, of_scores_alone: bool = False) -> BackwardTile:
-    """The tile for a call's larger head dim, of keys or of values.
-
-    Args:
-      of_scores_alone: whether the modification makes logits of scores alone.
-    """
-    if has_score_mod and not of_scores_alone and larger_dim <= 128:
-        return _SCORE_MOD_TILE
-    tiles = _OF_SCORES_TILES if of_scores_alone else _TILES
+def tile(larger_dim: int, modification: Modification = Modification.NONE) -> BackwardTile:
+    """The tile for a call's larger head dim, of keys or of values, and what becomes of its scores."""
+    tiles = _OF_MODIFICATION[modification]
     return next(shape for limit, shape in tiles.items() if larger_dim <= limit)

@@ -9,7 +9,7 @@
 //
 //   keys      (split_keys.cuh)      each owns 64 of the tile's 128 keys, and hands their dS to a third warpgroup,
 //             which computes dQ, so that none waits for another one's dS: head dims up to 128, with no score
-//             modification, or one that makes logits of scores alone (ScoreTraits::of_scores_alone);
+//             modification, or a light one (ScoreTraits::is_light);
 //   products  (split_products.cuh)  one owns S, P and dV, the other dP, dS and dK, of the same 64 keys, and both
 //             share dQ: larger head dims, or others of them, where a warpgroup's registers hold one gradient.
 //             Above head dim 128 two CTAs share a tile of 128 keys, and each computes half of dQ's columns.

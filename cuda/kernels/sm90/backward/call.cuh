@@ -90,7 +90,7 @@ struct Call {
     float scale;
     const ScoreOperands scores;
     Traits::BiasSum* d_bias;   // as the bias
-    float* d_slopes;           // (B, N, CTAs' shares of the keys, 4 warps)
+    float* d_slopes;           // (B, N, shares of 64 keys, 4 warps)
     const float* bias_factor;  // of terms that are added up as integers
     const Dropout dropout;
 #if WIDE_KEY_GRADIENTS

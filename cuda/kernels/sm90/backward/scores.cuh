@@ -207,7 +207,8 @@ __device__ __forceinline__ void add_bias_gradient(const float (&d_scores)[score_
     }
 }
 
-// Adds to the warp's own share of the slope's gradient, so that no order but its own decides on the sum.
+// Adds to the warp's own share of the slope's gradient, so that no order but its own decides on the sum. The
+// warpgroup's 64 keys are those from `first_key` on.
 __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score_count], const Call& call,
                                                    const KeyTile& tile, int first_key, int head, int block, int key) {
     const Shape& shape = call.shape;
@@ -218,8 +219,8 @@ __device__ __forceinline__ void add_slope_gradient(const float (&d_scores)[score
         sum -= d_scores[i] * row.distance(key_position(key, i, shape));
     }
     sum = warp_sum(sum);
-    const int64_t shares = ceil_div(shape.keys, Traits::keys) * Traits::cluster;
-    const int64_t share = call.head_index(tile, head) * shares + first_key / Traits::cta_keys;
+    const int64_t shares = ceil_div(shape.keys, Traits::keys) * (Traits::keys / 64);
+    const int64_t share = call.head_index(tile, head) * shares + first_key / 64;
     if (threadIdx.x % 32 == 0) atomicAdd(call.d_slopes + share * 4 + threadIdx.x / 32 % 4, sum);
 }
 

@@ -154,6 +154,10 @@ __device__ __forceinline__ void consume_split_keys(const Call& call, int consume
             const auto& factors = ScoreTraits::score_grad ? modified : probabilities;
             if constexpr (Traits::isolates) zero_where_hidden(scores, factors);
             differentiate(scores, shared.delta(stage), [&](int i) { return operand_floats(factors, i); });
+            if constexpr (ScoreTraits::alibi) {
+                const auto [block, head] = block_and_head(call, work, now, stage);
+                add_slope_gradient(scores, call, work.tile, first_key, head, block.index(), key);
+            }
             convert_operand(d_scores_operand, scores);
             hand_over_d_scores(shared, d_scores_slot, d_scores_operand, 64 * consumer);
             if (arrives(lane)) mbarrier::arrive(shared.d_out_empty(stage));  // delta is read, too

@@ -142,7 +142,7 @@ struct Traits {
     static_assert(cta_keys == (split_products ? 64 : 128), "a warpgroup holds one or both gradients of 64 keys");
     static_assert(cluster == 1 || (split_products && cluster == 2), "two CTAs share dQ where they split products");
     static_assert(larger_dim <= 192 || cluster == 2, "next to 64 x larger_dim accumulators only half of dQ fits");
-    static_assert(!ScoreTraits::has_score_mod || ScoreTraits::of_scores_alone || split_products,
+    static_assert(!ScoreTraits::has_score_mod || ScoreTraits::is_light || split_products,
                   "what becomes of scores takes registers");
     static_assert(!split_products || head_dim >= 32, "both consumers have columns of dQ");
     static_assert(cluster == 1 || value_dim >= 32, "dP is computed in two parts");
