@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_flash import _arguments, _flash_attn_pages, _sequence_arguments, _validate
@@ -398,7 +397,11 @@ class _Options:
     def arguments(
         self, q: Any, k: Any, v: Any, names: Names = _NAMES, sequences: VarlenSequences | None = None
     ) -> Arguments:
-        keys = sequences.max_seqlen_kv if sequences else np.shape(k)[1] if np.ndim(k) > 1 else None
+        if sequences is None:
+            k = _validate.array(names["key"], k, "floating")
+            keys = k.shape[1] if k.ndim == 4 else 0
+        else:
+            keys = sequences.max_seqlen_kv
         softcap = _validate.number("softcap", self.softcap)
         return Arguments(
             q,
