@@ -93,8 +93,8 @@ def test_tangents_of_what_is_cheap_have_a_faster_version():
 
     def has_tanh(function):
         text = text_of(function)
-        assert ("tanh_of<range>(" in text) == ("constexpr bool has_tanh = true;" in text)
-        return "tanh_of<range>(" in text
+        assert ("tanh_in<range>(" in text) == ("constexpr bool has_tanh = true;" in text)
+        return "tanh_in<range>(" in text
 
     assert has_tanh(alibi_of(jnp.ones(4), 20.0))
     assert has_tanh(lambda s, b, h, q, k: caps[h] * jnp.tanh(s / caps[h]) + jnp.tanh(s * caps[0]))

@@ -84,6 +84,7 @@ struct ScoreRow {
     // addresses of all elements ahead of them, and they spill.
     static constexpr bool has_tanh =
         UserRow::has_tanh && !(ScoreTraits::soft_cap || ScoreTraits::bias || ScoreTraits::mask);
+    static constexpr TanhRange whole_range = has_tanh ? TanhRange::all : TanhRange::unasked;
     // The largest |argument| of a tanh in the function of this score.
     __device__ __forceinline__ float largest_in_tanh(float score, Position key) const {
 #if SCORE_MOD
@@ -105,7 +106,7 @@ struct ScoreRow {
 #endif
 
     // The logit of a score, and the derivative by the scaled score, where ScoreTraits has one.
-    template <TanhRange range = TanhRange::all>
+    template <TanhRange range>
     __device__ __forceinline__ float logit(float score, Position key, float& derivative) const {
         const int own_key = key.index();
 #if SCORE_MOD

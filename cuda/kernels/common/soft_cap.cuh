@@ -1,17 +1,23 @@
 // The soft cap where it is the only score modification, in place of ScoreRow::capped: it takes fewer instructions.
 #pragma once
 #include "parameters.cuh"
+#include "ptx/wgmma.cuh"
 #include "common/score_mod.cuh"
 #include "common/tanh.cuh"
 
-// Scores, twelvefold, become logits in units of the cap.
+// Scores, twelvefold, become logits in units of the cap. Where tanh takes many registers, they do so one after another.
 template <TanhRange range, int count>
 __device__ __forceinline__ void cap_twelvefold(float (&scores)[count]) {
+    constexpr bool one_by_one = range != TanhRange::sixth;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-        const float tanh = tanh_of<range, 12>(scores[i]);
+        float x[1] = {scores[i]};
+        if constexpr (one_by_one) wgmma::pin(x);
+        const float tanh = tanh_in<range, 12>(x[0]);
         // tanh of an infinite score is finite. This makes it NaN, as in ScoreRow::capped.
-        scores[i] = ISOLATES && range == TanhRange::all ? tanh + 0.0f * scores[i] : tanh;
+        x[0] = ISOLATES && range == TanhRange::all ? tanh + 0.0f * x[0] : tanh;
+        if constexpr (one_by_one) wgmma::pin(x);
+        scores[i] = x[0];
     }
 }
 

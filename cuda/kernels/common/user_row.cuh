@@ -26,7 +26,7 @@ struct UserRow {
     static constexpr bool has_tanh = user_score_mod::has_tanh;
 
     // `range` is that of `largest_in_tanh` over all scores of a warp (tanh_range in common/tanh.cuh).
-    template <TanhRange range = TanhRange::all>
+    template <TanhRange range = TanhRange::unasked>
     __device__ __forceinline__ user_score_mod::Element element(ScaledScore score, Position key) const {
         return user_score_mod::make_element<range>(operands, tile, row, column(key), score, batch, head, query,
                                                    key);

@@ -176,7 +176,7 @@ class _Writer:
             fields = [(cpp.type_of(node), self.names[node], self.names[node]) for node in self.kept[own]]
         lines = [f"struct {type} {{", *(f"    {type_of} {field};" for type_of, field, _ in fields), "};"]
         if own == Scope.ELEMENT and self.has_score:
-            lines.append("template <TanhRange range = TanhRange::all>")
+            lines.append("template <TanhRange range = TanhRange::unasked>")
         lines.append(f"{_QUALIFIERS} {type} {name}({', '.join(self.parameters(own))}) {{")
         lines += self.statements(self.scopes[own], own)
         lines += [f"    return {{{', '.join(value for _, _, value in fields)}}};", "}"]
@@ -214,7 +214,7 @@ class _Writer:
         if node.operation in (positions.FLOAT_OF_POSITION, positions.COMPARED_POSITION):
             return positions.expression(node, arguments)
         if node in self.tanhs:
-            return f"tanh_of<range>({arguments[0]})"
+            return f"tanh_in<range>({arguments[0]})"
         if (factor := self.factor_of_score(node, own)) is not None:
             return f"score.times({factor})"
         if node.operation != LOAD:

@@ -82,7 +82,7 @@ __device__ __forceinline__ void exponentiate_modified(float (&scores)[score_coun
 // The range of what the user's function has in a tanh, for all scores of a warp (common/tanh.cuh).
 __device__ __forceinline__ TanhRange range_in_tanh(const float (&scores)[score_count], const Call& call, int batch,
                                                    int head, int block, int key) {
-    if constexpr (!ScoreRow::has_tanh) return TanhRange::all;
+    if constexpr (!ScoreRow::has_tanh) return TanhRange::unasked;
     const Shape& shape = call.shape;
     float largest = 0;
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void exponentiate_logits(float (&scores)[score_count]
         } else if (range == TanhRange::one) {
             exponentiate_modified<TanhRange::one>(scores, score_grad, call, batch, head, block, key, lse);
         } else {
-            exponentiate_modified<TanhRange::all>(scores, score_grad, call, batch, head, block, key, lse);
+            exponentiate_modified<ScoreRow::whole_range>(scores, score_grad, call, batch, head, block, key, lse);
         }
     }
     // What a function makes of queries beyond the last may not be finite.
@@ -298,7 +298,7 @@ __device__ __forceinline__ void add_user_gradients(const float (&d_scores)[score
         const float score = ScoreTraits::user_gradients_need_scores ? scores[i] : 0;
         float derivative;  // which no one reads
         user_score_mod::add_gradients(
-            sums, row.user_element<TanhRange::all>(score, key_position(key, i, shape), derivative), d_scores[i],
+            sums, row.user_element<TanhRange::unasked>(score, key_position(key, i, shape), derivative), d_scores[i],
             [&](int gather, Sum sum, int index, float term) {
                 if (user_score_mod::is_of_head(gather)) {
                     head_sums.add(gather, d_scores[i], term);

@@ -42,7 +42,7 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
             const int head = head_of(row + 8 * r, tile);
             const ScoreRow score_row(operands, tile.batch, head, query, shape.queries, keys);
             auto key_of = [&](int i) { return Position{column, column_of(i), keys - 1}; };
-            TanhRange range = TanhRange::all;
+            TanhRange range = TanhRange::unasked;
             if constexpr (ScoreRow::has_tanh) {
                 float largest = 0;
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ __forceinline__ void apply_score_mod(float (&scores)[count], const Sc
             } else if (range == TanhRange::one) {
                 make_logits<TanhRange::one>(scores, r, score_row, key_of);
             } else {
-                make_logits<TanhRange::all>(scores, r, score_row, key_of);
+                make_logits<ScoreRow::whole_range>(scores, r, score_row, key_of);
             }
         }
     } else if constexpr (Traits::score_sign != 1) {
