@@ -116,7 +116,8 @@ def window_pair(name: str, value: Any) -> Window:
 def official_window(window_size: Any, causal: Any, keys: Any) -> Window:
     """The window of the `flash_attn` package: a side is unbounded if it is negative, or at least all keys.
 
-    The latter shows where there are more queries than keys. With a symbolic number of keys every side counts.
+    A side of all keys would hide some from the first queries, where queries outnumber keys. If `keys` is
+    symbolic, no side is compared with it.
     """
     sides = window_pair("window_size", window_size)
     most = keys - 1 if isinstance(keys, int) else math.inf

@@ -227,7 +227,7 @@ def flash_attn_varlen_func(
         of page `block_table[i, j // page_block_size]`, and `cu_seqlens_k` says how many keys each sequence
         has. Keys of a page outside of k are hidden. Such a call has no dropout and no derivative.
 
-    All else as `flash_attn_func`, where seqlen_k is max_seqlen_k for an unbounded side.
+    All else as `flash_attn_func`; a side of window_size is unbounded from max_seqlen_k on.
 
     Returns:
       `(total_q, nheads, headdim_v)`; with `return_attn_probs` the tuple `(out, softmax_lse, None)`,
