@@ -12,7 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
-from exhaustive import in_part, numbers_of_part
+from exhaustive import in_part, in_turn_of, numbers_of_part
 from refusals import count_refused
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -34,26 +34,36 @@ def pytest_addoption(parser):
         metavar="K/N",
         help="of the exhaustive cases those of part K of N, 0 to N - 1; all of a test marked every_case",
     )
+    parser.addoption(
+        "--turn",
+        metavar="K/N",
+        help="of the other cases those of turn K of N, 0 to N - 1; all of a test marked every_turn",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    chosen = config.getoption("--exhaustive-part")
-    if chosen is None:
-        return
+    left_out = set()
+    if numbers := _numbers(config, "--exhaustive-part"):
+        dealt = [item for item in items if _is(item, "exhaustive") and not _is(item, "every_case")]
+        left_out |= {item for item in dealt if not in_part(item.nodeid, *numbers)}
+    if numbers := _numbers(config, "--turn"):
+        dealt = [item for item in items if not _is(item, "exhaustive") and not _is(item, "every_turn")]
+        chosen = in_turn_of([item.nodeid.partition("[")[0] for item in dealt], *numbers)
+        left_out |= {item for item, is_chosen in zip(dealt, chosen, strict=True) if not is_chosen}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is(item, marker: str) -> bool:
+    return item.get_closest_marker(marker) is not None
+
+
+def _numbers(config, option: str) -> tuple[int, int] | None:
+    given = config.getoption(option)
     try:
-        part, parts = numbers_of_part(chosen)
+        return given and numbers_of_part(given)
     except ValueError as error:
-        raise pytest.UsageError(f"--exhaustive-part: {error}") from None
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("exhaustive")
-        and not item.get_closest_marker("every_case")
-        and not in_part(item.nodeid, part, parts)
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    without = set(left_out)
-    items[:] = [item for item in items if item not in without]
+        raise pytest.UsageError(f"{option}: {error}") from None
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -342,6 +342,7 @@ def test_a_loop_of_no_steps(wrap):
     np.testing.assert_allclose(got, jax.grad(loss, 2)(None, table, QUERY), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.every_turn
 def test_lowered_for_cuda():
     """Equal functions from two closures are one kernel; captured arrays are operands of the custom call."""
     query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)
@@ -369,6 +370,7 @@ def test_pallas_runs_functions_where_cuda_cannot():
     assert explained.picked == "pallas"
 
 
+@pytest.mark.every_turn
 def test_block_masks_lowered_for_cuda():
     """Equal masks share kernels; kinds and captured arrays are operands; mask functions are no constants."""
     query, key = QUERY.astype(jnp.bfloat16), KEY.astype(jnp.bfloat16)

@@ -139,6 +139,7 @@ def test_one_mask_of_all_sequences_under_jit_and_vmap():
     np.testing.assert_allclose(got, jnp.stack([attend(query), attend(2 * query)]), atol=3e-6)
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("implementation", ("cuda", "pallas"))
 def test_lowers_for_a_gpu(implementation):
     """Sequences stay packed in the CUDA kernels: nothing is as long as all of them padded."""

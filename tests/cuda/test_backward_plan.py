@@ -15,6 +15,8 @@ from jax_flash.cuda.launch_plan import Pointer, TensorMap
 from jax_flash.cuda.sm90 import backward_tiles
 from jax_flash.cuda.sm90.backward_plan import kernels, plan_backward
 
+pytestmark = pytest.mark.every_turn
+
 HEAD_DIMS = range(8, 257, 8)
 
 

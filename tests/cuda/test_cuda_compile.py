@@ -15,6 +15,8 @@ from jax_flash.cuda.compile import CompileError, NvrtcNotFoundError, compile_ker
 from jax_flash.cuda.launch_plan import Kernel
 from jax_flash.cuda.parameters import struct
 
+pytestmark = pytest.mark.every_turn
+
 SOURCE = """
 #include "scale.cuh"
 #include "parameters.cuh"

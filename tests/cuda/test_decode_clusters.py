@@ -153,6 +153,7 @@ def test_there_is_room_for_clusters(multiprocessors, cache_dtype):
     assert {1, 2, 4, 8} <= sizes
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("case", [case for case in CASES if not case.score_mod], ids=str)
 def test_compiles_without_spills_or_warnings(case):
     pytest.importorskip("cuda.bindings.nvrtc")

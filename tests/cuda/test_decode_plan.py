@@ -26,6 +26,8 @@ from jax_flash.cuda.launch_plan import Alias, Kernel, Launch, LaunchPlan, Pointe
 from jax_flash.cuda.sm90 import decode_division, decode_plan
 from jax_flash.cuda.sm90.decode_tiles import choose_tile
 
+pytestmark = pytest.mark.every_turn
+
 
 def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

@@ -20,6 +20,8 @@ from jax_flash.cuda.sm90.forward_tiles import (
     tile_options,
 )
 
+pytestmark = pytest.mark.every_turn
+
 
 def shapes(B=2, T=1000, S=777, N=8, K=2, H=128, dtype=jnp.bfloat16, V=None):
     query = jax.ShapeDtypeStruct((B, T, N, H), dtype)

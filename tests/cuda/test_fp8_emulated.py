@@ -204,6 +204,7 @@ def test_a_block_of_values_that_are_nothing(block, descale, emulator):
     check(spec, operands, run(spec, operands, emulator, seed))
 
 
+@pytest.mark.every_turn
 def test_lowered_for_a_gpu():
     """Quantization, transposition and the kernel in one program; backward the usual kernels."""
     query = jnp.ones((1, 200, 4, 96), jnp.bfloat16)

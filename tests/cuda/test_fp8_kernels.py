@@ -16,6 +16,8 @@ from jax_flash.cuda.sm90 import forward_plan
 from jax_flash.cuda.sm90.arrange_plan import plan_arrange
 from jax_flash.cuda.sm90.quantize_plan import plan_quantize, plan_quantize_rows
 
+pytestmark = pytest.mark.every_turn
+
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install 'jax_flash[test]'")
 
 B, T, S, N, K = 2, 1000, 777, 8, 2

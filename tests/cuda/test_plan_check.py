@@ -15,6 +15,8 @@ from jax_flash.cuda.parameters import struct
 from jax_flash.cuda.sm90.backward_plan import plan_backward
 from jax_flash.cuda.sm90.forward_plan import plan_forward
 
+pytestmark = pytest.mark.every_turn
+
 QUERY = jax.ShapeDtypeStruct((2, 1000, 8, 128), jnp.bfloat16)
 KEY = jax.ShapeDtypeStruct((2, 777, 2, 128), jnp.bfloat16)
 OPERANDS = Operands(QUERY, KEY, KEY)

@@ -27,7 +27,10 @@ from jax_flash.pallas.mosaic import tiles as mosaic_tiles
 from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs, ForwardConfig
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+    pytest.mark.every_turn,
+]
 
 # Of kernels that the interpreter takes ten seconds or more for.
 WINDOWS = [(None, 0), *thorough((None, None), (70, 9))]

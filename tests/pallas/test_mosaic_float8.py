@@ -107,6 +107,7 @@ def test_values_are_arranged_as_for_the_cuda_kernel():
     )
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("H, V", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 20), (80, 160)])
 @pytest.mark.parametrize("gradients", (False, True))
 def test_lowers_for_hopper(H, V, gradients):
@@ -165,6 +166,7 @@ def test_what_the_table_has_fits_in_shared_memory(head_dim, value_head_dim):
     assert mosaic_tiles.forward_fits(size, config, itemsize=1)
 
 
+@pytest.mark.every_turn
 def test_lowers_under_strict_settings_and_within_shard_map():
     """Arrays without scales, which every device has whole."""
     operands = shapes(B=2, dtype="float8_e4m3fn")

@@ -23,7 +23,10 @@ from jax_flash.pallas.mosaic.backward_problem import KERNELS, BackwardProblem
 from jax_flash.pallas.mosaic.tiles import BackwardConfig, BackwardConfigs, ForwardConfig
 
 # JAX 0.11 and newer say at every lowering that the Triton lowering will go.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+    pytest.mark.every_turn,
+]
 
 interpreted = pytest.mark.skipif(
     not compat.mosaic_interprets(), reason="this JAX interprets no Mosaic GPU kernels"

@@ -144,6 +144,7 @@ def check(spec, operands, run):
         assert (x[(expected == 0).all(-1)] == 0).all(), name
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("of_sequences, is_causal", in_turn(("segments", "offsets"), (False, True)))
 def test_lowers_in_a_jitted_call(of_sequences, is_causal):
     """What XLA computes of sequences holds no constant array: a partitioned call may have none."""

@@ -59,6 +59,7 @@ def test_nothing_is_copied(T, S, monkeypatch):
         assert pads_heads(run, shapes(B=4)), "which can't be packed"
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("is_causal", (True, *thorough(False)))
 def test_lowers_with_64_bit_types_and_in_shard_map(is_causal):
     def gradients(*arrays):

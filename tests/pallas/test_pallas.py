@@ -154,6 +154,7 @@ def exported_for(device: _device.Device, spec: AttentionSpec, operands: Operands
     return exported
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [1, 16, 64, 72, 80, 96, 128, 160, 192, 256])
 def test_lowers_for_cuda(head_dim, dtype):
@@ -164,6 +165,7 @@ def test_lowers_for_cuda(head_dim, dtype):
     assert [(x.shape, x.dtype) for x in exported.out_avals[2:]] == [(x.shape, x.dtype) for x in leaves]
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (9, None), (100, 20)], ids=str)
 @pytest.mark.parametrize("device, T, S", [(A10, 1, 1), (_device.H100, 256, 256), (A10, 3, 1000)])
 def test_lowers_every_mask_and_length(device, T, S, window):
@@ -171,6 +173,7 @@ def test_lowers_every_mask_and_length(device, T, S, window):
     exported_for(device, AttentionSpec(0.125, left, right), shapes(T=T, S=S, V=128))
 
 
+@pytest.mark.every_turn
 def test_lowers_with_64_bit_types():
     with jax.enable_x64(True):
         exported_for(_device.H100, AttentionSpec(0.125, 5, 3), shapes())
@@ -181,6 +184,7 @@ def test_kernels_take_their_sum_in_float32_whatever_the_default_precision():
         exported_for(_device.H100, AttentionSpec(0.125), shapes())
 
 
+@pytest.mark.every_turn
 def test_lowers_within_shard_map_and_its_replication_check():
     operands = shapes(B=2)
     device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
@@ -259,6 +263,7 @@ def lower_for_all_gpus(case: Case):
         lower_for(device, case)
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("T, S", [(129, 256), pytest.param(1, 1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "feature",
@@ -273,12 +278,14 @@ def test_lowers_every_feature(feature, T, S):
     lower_for_all_gpus(Case("", "bfloat16", T=T, S=S, N=4, is_causal=True, features=(feature,)))
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("form", one_in(2, BROADCAST_FORMS[::3]))  # of each way to sum up the gradient some
 def test_lowers_every_bias_with_everything(form):
     case = Case("", "float16", T=65, S=80, N=4, features=(*EVERYTHING, f"bias:{form}"), bias_dtype="float32")
     lower_for_all_gpus(case)
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("H, V", [(96, 48), (40, 100), (256, 48), (1, 200)])
 def test_lowers_a_shared_bias_of_every_head_dim(H, V):
     case = Case("", "bfloat16", T=65, S=80, N=4, H=H, V=V, features=("bias:B1TS",))
@@ -315,6 +322,7 @@ def pairs_to_lower() -> list[Case]:
     return runs
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize(
     "turn, case",
     thinned(enumerate(pairs_to_lower()), lambda turn_and_case: fields(turn_and_case[1])),
@@ -324,6 +332,7 @@ def test_lowers_pairs(turn, case):
     lower_for((A10, _device.H100)[turn % 2], case)
 
 
+@pytest.mark.every_turn
 def test_lowers_features_with_64_bit_types():
     with jax.enable_x64(True):
         lower_for_all_gpus(Case("", "bfloat16", features=(*EVERYTHING, "bias:1NTS")))

@@ -126,23 +126,27 @@ def exported_for(device: _device.Device, case: CacheCase) -> jax.export.Exported
     return exported
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lowers_for_cuda(case):
     exported_for(_device.H100, dataclasses.replace(case, S=8 * case.S))
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("case", [CacheCase(num_splits=1), CASES[1], CASES[4], CASES[17]], ids=str)
 def test_lowers_with_64_bit_types(case):
     with jax.enable_x64(True):
         exported_for(A10, case)
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("H, V", [(1, 1), (72, 200), (256, 256), (16, 96)])
 def test_lowers_every_head_dim(H, V):
     for device in (A10, _device.H100):
         exported_for(device, CacheCase(H=H, V=V, S=1000, page=64))
 
 
+@pytest.mark.every_turn
 def test_lowers_a_cache_of_more_than_4_gib():
     shape = (2**17, 16, 8, 128)
     operands = CacheOperands(
@@ -156,6 +160,7 @@ def test_lowers_a_cache_of_more_than_4_gib():
         assert TRITON_CALL in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.every_turn
 def test_lowers_within_shard_map_and_its_replication_check():
     device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
     types = (jax.sharding.AxisType.Auto,) * 2

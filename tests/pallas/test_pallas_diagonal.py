@@ -52,6 +52,7 @@ def test_equals_the_definition(case):
     check_results(case, got, references, deviations)
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lowers(case):
     spec, operands, d_out, *_ = draw(case)

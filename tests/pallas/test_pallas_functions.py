@@ -204,6 +204,7 @@ def of_tile(traced, inputs):
     )(inputs)
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
 def test_primitives_agree_with_jax_and_lower(name):
     function, _, tolerance = CASES[name]
@@ -249,6 +250,7 @@ def captured_of(name, dtype):
     return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in SCORE_MODS[name][1]]
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("device", (A10, _device.H100), ids=lambda device: device.kind)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("name", SCORE_MODS)
@@ -257,6 +259,7 @@ def test_lowers(name, dtype, device):
     assert text.count(TRITON_CALL) == 3
 
 
+@pytest.mark.every_turn
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lowers_captured_arrays_of_every_dtype(dtype):
     def make(table):
@@ -265,11 +268,13 @@ def test_lowers_captured_arrays_of_every_dtype(dtype):
     lowered_text(make, _device.H100, [jax.ShapeDtypeStruct((2, 2, 5), dtype)], is_causal=True)
 
 
+@pytest.mark.every_turn
 def test_lowers_with_64_bit_types():
     with jax.enable_x64(True):
         lowered_text(SCORE_MODS["documents"][0], _device.H100, captured_of("documents", "float32"))
 
 
+@pytest.mark.every_turn
 def test_lowers_within_shard_map_and_its_replication_check():
     device = jax.sharding.AbstractDevice(_device.H100.kind, num_cores=None, platform="gpu")
     types = (jax.sharding.AxisType.Auto,) * 2

@@ -1,7 +1,8 @@
 """Which of many cases `make test` runs: a few that have everything which the others have, each thing once.
 
-The others have the marker `exhaustive`, and belong to `make test-all`. Continuous integration runs a part of
-them for each commit (`.ci/run`), and every case of a test with the marker `every_case`.
+The others have the marker `exhaustive`, and belong to `make test-all`. For each commit continuous integration
+(`.ci/run`) runs a part of them, and all of a test with the marker `every_case`. The cases of `make test` it
+runs in turns: each test gives a turn its share of its cases, or all with the marker `every_turn`.
 """
 
 import dataclasses
@@ -87,8 +88,20 @@ def in_part(case_id: str, part: int, parts: int) -> bool:
     return zlib.crc32(case_id.encode()) % parts == part
 
 
+def in_turn_of(tests: Iterable[str], turn: int, turns: int) -> list[bool]:
+    """Whether each of some cases is one of that turn, 0 to `turns` - 1, given the name of its test. A test's
+    cases are dealt to the turns one after another, the first to one that depends on the test's name."""
+    next_turn: dict[str, int] = {}
+    chosen = []
+    for test in tests:
+        its_turn = next_turn.get(test, zlib.crc32(test.encode()) % turns)
+        next_turn[test] = (its_turn + 1) % turns
+        chosen.append(its_turn == turn)
+    return chosen
+
+
 def numbers_of_part(text: str) -> tuple[int, int]:
-    """Part and number of parts as `in_part` takes them, from `"K/N"`."""
+    """Part and number of parts (turn and number of turns) from `"K/N"`."""
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
         raise ValueError(f"a part is K/N, with K from 0 to N - 1, not {text!r}")

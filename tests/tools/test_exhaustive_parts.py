@@ -1,11 +1,11 @@
-"""`--exhaustive-part`, by which continuous integration takes some of the exhaustive cases."""
+"""`--exhaustive-part` and `--turn`, by which continuous integration takes some of the cases."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from exhaustive import covering, numbers_of_part
+from exhaustive import covering, in_turn_of, numbers_of_part
 
 TESTS = Path(__file__).parents[1]
 THINNED = TESTS / "tools" / "test_agreement.py"
@@ -48,13 +48,35 @@ def test_a_test_of_every_case_is_in_every_part():
     assert of_part == cases(EVERY_CASE, "-m", "exhaustive and every_case")
 
 
+def test_each_test_gives_each_turn_its_share_of_cases():
+    tests = ["a", "b", "a", "a", "c", "a", "a"]
+    turns = [in_turn_of(tests, turn, 2) for turn in range(2)]
+    assert all(one != other for one, other in zip(*turns, strict=True))
+    of_a = [sum(chosen for test, chosen in zip(tests, turn, strict=True) if test == "a") for turn in turns]
+    assert sorted(of_a) == [2, 3]
+
+
+def test_each_other_case_is_in_one_turn():
+    every = cases(THINNED, "-m", "not exhaustive")
+    turns = [cases(THINNED, "-m", "not exhaustive", f"--turn={turn}/2") for turn in range(2)]
+    assert turns[0] | turns[1] == every
+    assert not turns[0] & turns[1]
+    assert min(map(len, turns)) > len(every) / 4
+
+
+def test_turns_leave_out_no_case_of_a_test_marked_every_turn_and_no_exhaustive_case():
+    assert cases(EVERY_CASE, "--turn=1/1000") == cases(EVERY_CASE)
+    assert cases(THINNED, "-m", "exhaustive", "--turn=1/1000") == cases(THINNED, "-m", "exhaustive")
+
+
 @pytest.mark.parametrize("text", ["3", "3/3", "-1/3", "a/b", "1/0", "1/", ""])
 def test_what_is_no_part(text):
     with pytest.raises(ValueError, match="a part is K/N"):
         numbers_of_part(text)
 
 
-def test_the_command_line_says_what_a_part_is():
-    done = run(str(THINNED), "--exhaustive-part=3/3")
+@pytest.mark.parametrize("option", ["--exhaustive-part", "--turn"])
+def test_the_command_line_says_what_a_part_is(option):
+    done = run(str(THINNED), f"{option}=3/3")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "a part is K/N" in done.stderr
+    assert f"{option}: a part is K/N" in done.stderr

@@ -152,6 +152,7 @@ def test_derivatives():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.every_turn
 def test_lowered_for_a_gpu():
     given = arrays(6, T=140, S=130)
     text = jax.jit(planned).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
