@@ -338,8 +338,8 @@ COMPILED = thinned(VARIANTS, of_source)
 @pytest.mark.every_case
 @pytest.mark.parametrize("kernel", [case for case in COMPILED if case.marks], ids=kernel_id)
 def test_compiles_to_ptx(kernel):
-    """An eighth of what machine code takes, so that continuous integration has time for all variants."""
-    assert f".entry {kernel.entry}(" in compile_to_ptx(kernel, "--Ofast-compile=max")
+    """Half of what the machine's code takes, so that continuous integration has time for all variants."""
+    assert f".entry {kernel.entry}(" in compile_to_ptx(kernel)
 
 
 @pytest.mark.parametrize("kernel", COMPILED, ids=kernel_id)
@@ -431,7 +431,7 @@ def test_tensor_maps_are_used_where_the_parameters_lie(head_dim):
             assert ".local" not in compile_to_ptx(launch.kernel), (launch.kernel.entry, features)
 
 
-def compile_to_ptx(kernel: Kernel, *more: str) -> str:
+def compile_to_ptx(kernel: Kernel) -> str:
     from cuda.bindings import nvrtc
 
     folder = kernels_folder()
@@ -441,7 +441,6 @@ def compile_to_ptx(kernel: Kernel, *more: str) -> str:
         f"--gpu-architecture={kernel.arch.replace('sm_', 'compute_')}",
         f"--include-path={folder}",
         *(f"-D{name}={value}" for name, value in kernel.defines),
-        *more,
     ]
     generated = generated_headers(kernel)
     names, headers = ([x.encode() for x in column] for column in zip(*generated.items(), strict=True))
