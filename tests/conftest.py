@@ -12,7 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest
-from exhaustive import in_part, in_turn_of, numbers_of_part
+from exhaustive import in_part, numbers_of_part, of_turn
 from refusals import count_refused
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {item for item in dealt if not in_part(item.nodeid, *numbers)}
     if numbers := _numbers(config, "--turn"):
         dealt = [item for item in items if not _is(item, "exhaustive") and not _is(item, "every_turn")]
-        chosen = in_turn_of([item.nodeid.partition("[")[0] for item in dealt], *numbers)
+        chosen = of_turn([item.nodeid.partition("[")[0] for item in dealt], *numbers)
         left_out |= {item for item, is_chosen in zip(dealt, chosen, strict=True) if not is_chosen}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

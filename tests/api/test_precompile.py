@@ -16,6 +16,8 @@ from jax_flash._device import H100, Device
 from jax_flash._spec import AttentionSpec, Operands
 from jax_flash.cuda import cache, compile
 
+pytestmark = pytest.mark.every_turn
+
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):

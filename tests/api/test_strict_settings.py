@@ -39,10 +39,12 @@ class Lowered(StrictSettingsSuite):
             jax.jit(run).trace(call.inputs, call.others).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.every_turn
 class TestCudaLowered(Lowered):
     implementation = "cuda"
 
 
+@pytest.mark.every_turn
 class TestPallasLowered(Lowered):
     implementation = "pallas"
 

@@ -25,6 +25,8 @@ from jax_flash.cuda.launch_plan import (
 )
 from jax_flash.cuda.parameters import struct
 
+pytestmark = pytest.mark.every_turn
+
 SOURCE = """
 #include "parameters.cuh"
 extern "C" __global__ void double_it(const __grid_constant__ Parameters parameters) {

@@ -221,6 +221,7 @@ def test_custom_vjp_is_refused():
         differentiate(traced)
 
 
+@pytest.mark.every_turn
 def test_compiles_by_nvrtc():
     compile_by_nvrtc([differentiated(make(name)) for name in CASES])
 

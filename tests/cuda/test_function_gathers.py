@@ -112,5 +112,6 @@ def test_agrees_with_jax(compiled, name):
     np.testing.assert_allclose(value, reference(CASES[name], given), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every_turn
 def test_compiles_by_nvrtc():
     compile_by_nvrtc([score_mod(f) for f in CASES.values()])

@@ -40,5 +40,6 @@ def test_mask_functions_return_bool(tmp_path):
     np.testing.assert_array_equal(value != 0, (k <= q) | (k < 3 * (q % 3)))
 
 
+@pytest.mark.every_turn
 def test_compiles_by_nvrtc():
     compile_by_nvrtc([score_mod(f) for f, _, _ in CASES.values()] + [mask_mod(lambda b, h, q, k: q >= k)])

@@ -2,7 +2,7 @@
 
 The others have the marker `exhaustive`, and belong to `make test-all`. For each commit continuous integration
 (`.ci/run`) runs a part of them, and all of a test with the marker `every_case`. The cases of `make test` it
-runs in turns: each test gives a turn its share of its cases, or all with the marker `every_turn`.
+takes in turns: a turn has an equal share of each test's cases, and all of a test marked `every_turn`.
 """
 
 import dataclasses
@@ -88,9 +88,9 @@ def in_part(case_id: str, part: int, parts: int) -> bool:
     return zlib.crc32(case_id.encode()) % parts == part
 
 
-def in_turn_of(tests: Iterable[str], turn: int, turns: int) -> list[bool]:
-    """Whether each of some cases is one of that turn, 0 to `turns` - 1, given the name of its test. A test's
-    cases are dealt to the turns one after another, the first to one that depends on the test's name."""
+def of_turn(tests: Iterable[str], turn: int, turns: int) -> list[bool]:
+    """Which cases are of that turn, 0 to `turns` - 1, given the name of each case's test. A test deals its
+    cases to the turns one after another; its name decides which turn gets the first."""
     next_turn: dict[str, int] = {}
     chosen = []
     for test in tests:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from exhaustive import covering, in_turn_of, numbers_of_part
+from exhaustive import covering, numbers_of_part, of_turn
 
 TESTS = Path(__file__).parents[1]
 THINNED = TESTS / "tools" / "test_agreement.py"
@@ -28,9 +28,10 @@ def test_a_covering_has_every_element():
     assert covering([set(), set()]) == set()
 
 
-def test_each_exhaustive_case_is_in_one_part():
-    every = cases(THINNED, "-m", "exhaustive")
-    parts = [cases(THINNED, "-m", "exhaustive", f"--exhaustive-part={part}/2") for part in range(2)]
+@pytest.mark.parametrize("kind, option", [("exhaustive", "--exhaustive-part"), ("not exhaustive", "--turn")])
+def test_each_case_is_in_one_part(kind, option):
+    every = cases(THINNED, "-m", kind)
+    parts = [cases(THINNED, "-m", kind, f"{option}={part}/2") for part in range(2)]
     assert parts[0] | parts[1] == every
     assert not parts[0] & parts[1]
     assert min(map(len, parts)) > len(every) / 4
@@ -50,18 +51,10 @@ def test_a_test_of_every_case_is_in_every_part():
 
 def test_each_test_gives_each_turn_its_share_of_cases():
     tests = ["a", "b", "a", "a", "c", "a", "a"]
-    turns = [in_turn_of(tests, turn, 2) for turn in range(2)]
+    turns = [of_turn(tests, turn, 2) for turn in range(2)]
     assert all(one != other for one, other in zip(*turns, strict=True))
     of_a = [sum(chosen for test, chosen in zip(tests, turn, strict=True) if test == "a") for turn in turns]
     assert sorted(of_a) == [2, 3]
-
-
-def test_each_other_case_is_in_one_turn():
-    every = cases(THINNED, "-m", "not exhaustive")
-    turns = [cases(THINNED, "-m", "not exhaustive", f"--turn={turn}/2") for turn in range(2)]
-    assert turns[0] | turns[1] == every
-    assert not turns[0] & turns[1]
-    assert min(map(len, turns)) > len(every) / 4
 
 
 def test_turns_leave_out_no_case_of_a_test_marked_every_turn_and_no_exhaustive_case():
